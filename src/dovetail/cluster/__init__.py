@@ -1,0 +1,1 @@
+"""Desired and observed state of all nodes, the controller and the router."""

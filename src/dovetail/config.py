@@ -1,0 +1,156 @@
+"""`dovetail.yaml` as frozen records: unknown keys are errors, every error names its key, `${env.X}` is filled in.
+
+Each component takes the few scalars it needs from here; nothing below the CLI reads the file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+
+from dovetail.errors import ConfigError
+from dovetail.types import ServiceClass
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
+_DURATION = re.compile(r"^\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*$")
+_SECONDS = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_ENV = re.compile(r"\$\{env\.([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def parse_size(value: object) -> int:
+    """Bytes from 2147483648, "2GiB", "2GB" or "512M"."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.match(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"expected a size such as 512MiB or 2GB, got {value!r}")
+    number, prefix, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** "KMGT".find(prefix.upper()) * base) if prefix else int(float(number))
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from 30, "10m", "500ms" or "-1"."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = _DURATION.match(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"expected a duration such as 10m, 30s or 0, got {value!r}")
+    return float(match.group(1)) * _SECONDS[match.group(2)]
+
+
+Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str), Field(ge=0)]
+Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=float | str)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SloConfig(_Section):
+    """Targets in seconds; what is left out follows the default rule min(max(0.5, input/512), 8) and 0.25 (S1)."""
+
+    ttft: Duration | None = None
+    tpot: Duration | None = None
+
+
+class ModelConfig(_Section):
+    source: str
+    slo: SloConfig = SloConfig()
+    service_class: ServiceClass = Field(default=ServiceClass.LATENCY_SENSITIVE, alias="class")
+    keep_alive: Duration = 600.0  # 0 = at once, negative = never
+    preload: bool = False
+    dtype: str = "auto"
+    aliases: tuple[str, ...] = ()
+
+
+class ServerConfig(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    max_body_bytes: Size = 16 * 1024 * 1024
+    max_queue: int = Field(default=512, ge=1)  # unfinished requests in the whole server; more are answered 503
+    drain_timeout: Duration = 120.0  # how long SIGTERM waits for streams
+
+
+class NodeConfig(_Section):
+    name: str = "cpu-0"
+    device: str = "cpu"
+    threads: int = Field(default=0, ge=0)  # 0 = every core
+    kv_cache: Size = 0  # per model; 0 = a tenth of the machine's memory
+    max_batch: int = Field(default=64, ge=1)  # sequences in one iteration
+    max_turn_tokens: int = Field(default=512, ge=16)  # tokens in one iteration: the prefill chunk
+    block_size: int = Field(default=16, ge=1)
+
+
+class StoreConfig(_Section):
+    path: Path | None = None  # default: $DOVETAIL_HOME, then ~/.cache/dovetail
+
+
+class KeyConfig(_Section):
+    name: str
+    key: SecretStr
+    requests_per_minute: int | None = Field(default=None, ge=1)  # more are answered 429
+
+
+class AuthConfig(_Section):
+    keys: tuple[KeyConfig, ...] = ()  # none = open
+
+
+class Config(_Section):
+    models: dict[str, ModelConfig] = {}
+    server: ServerConfig = ServerConfig()
+    nodes: tuple[NodeConfig, ...] = (NodeConfig(),)
+    store: StoreConfig = StoreConfig()
+    auth: AuthConfig = AuthConfig()
+
+
+def load_config(path: Path) -> Config:
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping at the top, got {type(raw).__name__}")
+    return parse_config(_fill_environment(raw, str(path)), str(path))
+
+
+def parse_config(raw: dict[str, Any], origin: str) -> Config:
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{origin}: {describe(error)}") from error
+
+
+def describe(error: ValidationError) -> str:
+    """One line per problem, each with the dotted key."""
+    problems = []
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        key = ".".join(str(part) for part in item["loc"]) or "(top)"
+        message = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+        problems.append(f"{key}: {message}")
+    return "; ".join(problems)
+
+
+def _fill_environment(value: Any, origin: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _fill_environment(item, origin) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_fill_environment(item, origin) for item in value]
+    if isinstance(value, str):
+        return _ENV.sub(lambda match: _environment(match.group(1), origin), value)
+    return value
+
+
+def _environment(name: str, origin: str) -> str:
+    if name not in os.environ:
+        raise ConfigError(f"{origin}: ${{env.{name}}} is used but {name} is not set")
+    return os.environ[name]

@@ -1,0 +1,1 @@
+"""Runs one model: layers, paged attention, sampling, weights and arenas. Decides nothing."""

@@ -1,0 +1,1 @@
+"""OpenAI over HTTP: parsing, chat templates, tokenising, streaming detokenisation, auth, metrics."""

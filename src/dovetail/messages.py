@@ -1,0 +1,132 @@
+"""What gateway and worker say to each other, as tagged records over ZeroMQ.
+
+The gateway binds a ROUTER, each worker connects a DEALER whose identity is its node's name; one frame holds one record.
+`encode` and the two decoders are the whole wire format.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dovetail.types import ModelCard, Request, TokenEvent
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Make this model ready. Answered by Loaded or LoadFailed; loading does not stall other models' turns."""
+
+    card: ModelCard
+    dtype: str = "auto"  # compute type; auto = what this device multiplies fastest
+    kv_bytes: int = 0  # upper limit of the KV pool; 0 = the worker's default
+
+
+class Unload(msgspec.Struct, frozen=True, tag="unload"):
+    """Free the model's weights and KV pool; its unfinished requests end with an error."""
+
+    model: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Serve this request. Held while its model is loading."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Free what this request holds, before the next iteration. No event follows for the choices named."""
+
+    request_id: str
+    choice: int | None = None  # None = every choice
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Free everything and exit."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of a worker: it is there and can take a Load."""
+
+    node: str
+    pid: int
+    device: str
+    import_s: float  # from process start until torch was imported
+
+
+class LoadTimes(msgspec.Struct, frozen=True):
+    read_s: float  # opening the checkpoint and building the model on its tensors
+    warmup_s: float  # the first iteration, with a throw-away token
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    model: str
+    dtype: str
+    kv_capacity_tokens: int
+    weight_bytes: int
+    mapped: bool  # weights are used in place in the checkpoint's pages
+    times: LoadTimes
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
+    model: str
+    error: str
+
+
+class Unloaded(msgspec.Struct, frozen=True, tag="unloaded"):
+    model: str
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """All events of one iteration."""
+
+    model: str
+    events: tuple[TokenEvent, ...]
+
+
+class InstanceStats(msgspec.Struct, frozen=True):
+    model: str
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_used: int  # held by unfinished sequences
+    blocks_cached: int  # reusable prefixes that nobody holds
+    kv_committed_bytes: int
+    preemptions: int
+    prefix_queries: int  # prompt tokens looked up
+    prefix_hits: int  # of them found
+    turns: int
+    turn_tokens: int  # tokens computed in all turns
+    turn_seconds: float  # spent in Executor.run
+    overhead_seconds: float  # spent between them while there was work
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """Sent about once a second while there is work, and after the last turn."""
+
+    node: str
+    resident_bytes: int
+    instances: tuple[InstanceStats, ...]
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The worker cannot go on and is about to exit."""
+
+    error: str
+
+
+ToWorker = Load | Unload | Submit | Abort | Shutdown
+ToGateway = Hello | Loaded | LoadFailed | Unloaded | Tokens | Stats | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_gateway: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
+
+
+def encode(message: ToWorker | ToGateway) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_for_worker(frame: bytes) -> ToWorker:
+    return _to_worker.decode(frame)
+
+
+def decode_for_gateway(frame: bytes) -> ToGateway:
+    return _to_gateway.decode(frame)

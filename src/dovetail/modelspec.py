@@ -1,0 +1,175 @@
+"""What a decoder-only model looks like: its shape, the few ways in which families differ, and its canonical tensors.
+
+Knows neither files nor torch. `store` turns HF configs and GGUF metadata into a ModelSpec and serves tensors under
+the canonical names below; `engine` builds a runnable model from the two; `policy` and `sim` take byte and FLOP counts.
+
+Canonical tensors (i = layer; concatenated pieces lie along the first dimension, in the order written):
+
+    embed.weight              [vocab, hidden]
+    positions.weight          [context + position_offset, hidden]      learned positions only
+    layers.i.attn_norm.*      [hidden]                                 .weight, and .bias with norm == "layer"
+    layers.i.qkv.*            [(heads + 2·kv_heads)·head_dim, hidden]  q, k, v; .bias with qkv_bias
+    layers.i.q_norm.weight    [head_dim]                               qk_norm only
+    layers.i.k_norm.weight    [head_dim]
+    layers.i.out.*            [hidden, heads·head_dim]                 .bias with out_bias
+    layers.i.post_attn_norm.weight  [hidden]                           sandwich_norm only
+    layers.i.mlp_norm.*       [hidden]
+    layers.i.gate_up.weight   [2·intermediate, hidden]                 gate, up; gated_mlp
+    layers.i.up.*             [intermediate, hidden]                   otherwise; .bias with mlp_bias
+    layers.i.down.*           [hidden, intermediate]
+    layers.i.router.weight    [experts, hidden]                        in MoE layers, instead of gate_up and down
+    layers.i.experts.gate_up.weight [experts, 2·moe_intermediate, hidden]
+    layers.i.experts.down.weight    [experts, hidden, moe_intermediate]
+    layers.i.post_mlp_norm.weight   [hidden]                           sandwich_norm only
+    final_norm.*              [hidden]
+    lm_head.weight            [vocab, hidden]                          unless tied_embeddings
+
+A norm's weight is the multiplier itself: readers add the 1 that Gemma's files leave out. Rotary q and k are in the
+half-rotated order of HF (the two halves of a head are the pair), whatever the file had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+DTYPE_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
+
+
+class RopeSpec(msgspec.Struct, frozen=True):
+    """Rotary positions. `kind` names the scaling; each uses the fields it needs."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_context: int = 0  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None = 0.1·ln(factor) + 1
+    truncate: bool = True  # yarn
+
+
+class MoeSpec(msgspec.Struct, frozen=True):
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize_weights: bool  # the chosen experts' weights sum to 1
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    context_length: int
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_in_float32: bool = False  # multiply by the weight before rounding to the compute type (Gemma)
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
+    gated_mlp: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sandwich_norm: bool = False  # norms after attention and after the MLP as well (Gemma)
+    position_offset: int | None = None  # learned positions, shifted by this many rows (OPT: 2); None = rotary
+    rope: RopeSpec = RopeSpec()
+    rope_local: RopeSpec | None = None  # layers with a window use this one instead (Gemma 3)
+    windows: tuple[int, ...] = ()  # per layer, attention reaches this many tokens back, 0 = all; empty = all layers 0
+    embed_scale: float = 1.0
+    attention_scale: float | None = None  # None = 1/sqrt(head_dim)
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    tied_embeddings: bool = False
+    moe: MoeSpec | None = None
+    dense_layers: tuple[int, ...] = ()  # layers of a MoE model that have a plain MLP
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.moe is not None and layer not in self.dense_layers
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        return 2 * self.num_layers * self.kv_size * DTYPE_BYTES[dtype]
+
+    def num_parameters(self) -> int:
+        return sum(_product(shape) for _, shape in self.tensors())
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.num_parameters() * DTYPE_BYTES[dtype]
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Canonical names and shapes, in order of use."""
+        yield "embed.weight", (self.vocab_size, self.hidden_size)
+        if self.position_offset is not None:
+            yield "positions.weight", (self.context_length + self.position_offset, self.hidden_size)
+        for layer in range(self.num_layers):
+            for name, shape in self._layer_tensors(layer):
+                yield f"layers.{layer}.{name}", shape
+        yield from self._norm("final_norm")
+        if not self.tied_embeddings:
+            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+
+    def _layer_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        hidden = self.hidden_size
+        yield from self._norm("attn_norm")
+        yield from _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)
+        if self.qk_norm:
+            yield "q_norm.weight", (self.head_dim,)
+            yield "k_norm.weight", (self.head_dim,)
+        yield from _linear("out", hidden, self.q_size, self.out_bias)
+        if self.sandwich_norm:
+            yield "post_attn_norm.weight", (hidden,)
+        yield from self._norm("mlp_norm")
+        yield from self._mlp_tensors(layer)
+        if self.sandwich_norm:
+            yield "post_mlp_norm.weight", (hidden,)
+
+    def _mlp_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        if self.moe is not None and self.is_moe_layer(layer):
+            experts, inner = self.moe.num_experts, self.moe.intermediate_size
+            yield "router.weight", (experts, hidden)
+            yield "experts.gate_up.weight", (experts, 2 * inner, hidden)
+            yield "experts.down.weight", (experts, hidden, inner)
+        elif self.gated_mlp:
+            yield from _linear("gate_up", 2 * inner, hidden, self.mlp_bias)
+            yield from _linear("down", hidden, inner, self.mlp_bias)
+        else:
+            yield from _linear("up", inner, hidden, self.mlp_bias)
+            yield from _linear("down", hidden, inner, self.mlp_bias)
+
+    def _norm(self, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.weight", (self.hidden_size,)
+        if self.norm == "layer":
+            yield f"{name}.bias", (self.hidden_size,)
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,1 @@
+"""Kernels behind one dispatch table; plain torch where nothing faster fits."""

@@ -1,0 +1,49 @@
+"""What a node needs from the outside, as Protocols. `engine` and `store` implement them and do not know each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from dovetail.modelspec import ModelSpec
+from dovetail.sched.turn import Outcome, Turn
+
+
+class Executor(Protocol):
+    """One model instance on one device."""
+
+    def run(self, turn: Turn) -> Outcome:
+        """Compute one iteration. Blocks until it is done."""
+
+    def resize(self, num_blocks: int) -> None:
+        """Commit or release KV memory so that blocks 0..num_blocks-1 can be used."""
+
+    def forget(self, sequence: int) -> None:
+        """Drop whatever is kept for this sequence besides its blocks."""
+
+    def close(self) -> None:
+        """Free weights and KV memory."""
+
+
+class HostTensor(NamedTuple):
+    """Raw bytes in host memory. `data` may be a view of a mapped file: whoever holds it keeps the mapping alive."""
+
+    dtype: str  # a key of modelspec.DTYPE_BYTES
+    shape: tuple[int, ...]
+    data: memoryview  # contiguous, row-major
+
+
+class Checkpoint(Protocol):
+    """A model's weights under the canonical names of `modelspec`, wherever they come from."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def in_place(self) -> bool:
+        """Tensors are views of memory that stays (a mapped file), so that using them costs no copy."""
+
+    def pieces(self, name: str) -> Sequence[HostTensor]:
+        """The tensor `name` as one or more pieces which, concatenated along dimension 0, reshape to its shape."""
+
+    def close(self) -> None: ...

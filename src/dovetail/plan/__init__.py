@@ -1,0 +1,1 @@
+"""The cost planner (P1–P7)."""

@@ -1,0 +1,51 @@
+"""The unit of work: one iteration of one model. A Turn says what to compute, an Outcome what came of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dovetail.types import SamplingParams, TokenLogprobs
+
+
+class TurnRow(msgspec.Struct, frozen=True):
+    """One sequence's share of an iteration: compute tokens[start:start+count] on top of what the cache holds.
+
+    known tokens   |--------- computed ---------|---- count ----|......... later ........|
+                   0                          start        start+count            len(tokens)
+    """
+
+    sequence: int  # id, unique within the instance
+    tokens: list[int]  # every known token, prompt first; shared with the scheduler, never written to here
+    start: int
+    count: int
+    blocks: list[int]  # block table; covers at least start + count tokens
+    num_prompt: int  # prompt length; what follows in tokens was generated
+    sampling: SamplingParams
+    samples: bool  # start + count == len(tokens): this row yields the next token
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class Turn(msgspec.Struct, frozen=True):
+    rows: tuple[TurnRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class RowOutcome(msgspec.Struct, frozen=True):
+    """What a sampling row got. Rows that do not sample have none."""
+
+    sequence: int
+    token: int
+    logprobs: TokenLogprobs | None = None
+    ends: bool = False  # the grammar is complete: nothing may follow
+    error: str | None = None  # this row alone failed; the token is meaningless
+    unprocessable: bool = False  # the failure is the request's own fault
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    rows: tuple[RowOutcome, ...]

@@ -1,0 +1,1 @@
+"""Virtual time for the production policy code: synthetic executors, workloads and reports."""

@@ -1,0 +1,137 @@
+"""Records that cross package or process boundaries: requests, their sampling, their tokens, a served model's card.
+
+Plain data, no behaviour beyond what derives from the fields. Turns and outcomes of one iteration live in `sched.turn`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from dovetail.modelspec import ModelSpec
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended. The first two are OpenAI's; the others never reach a client as a finished text."""
+
+    STOP = "stop"  # end-of-sequence, a stop token, a stop string, or a complete grammar
+    LENGTH = "length"  # max_tokens or the context is used up
+    ABORTED = "aborted"  # the client went away
+    ERROR = "error"  # the engine failed; TokenEvent.error says how
+
+
+class ServiceClass(StrEnum):
+    """O1: latency-sensitive work has SLOs, best-effort work has throughput."""
+
+    LATENCY_SENSITIVE = "ls"
+    BEST_EFFORT = "be"
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """S1: targets of one request, in seconds. None leaves it to the model's config or the default."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """A constraint on the text, compiled by llguidance in the worker."""
+
+    kind: Literal["json_object", "json_schema", "regex", "lark"]
+    text: str = ""  # the schema as JSON text, the expression, or the grammar; empty for json_object
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How tokens of one request are chosen. `seed` is always set: the gateway draws one where the client gave none,
+    so that a resumed or migrated request repeats itself exactly."""
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None  # None = off, k = the chosen token and the k likeliest
+    stop_token_ids: tuple[int, ...] = ()  # end the choice; end-of-sequence tokens of the model included by the gateway
+    min_tokens: int = 0  # stop_token_ids are barred before this many
+    grammar: Grammar | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One prompt, `num_choices` answers, as the worker sees it: tokens only, no text."""
+
+    id: str
+    model: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    num_choices: int = 1
+    slo: Slo = Slo()
+    service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: int
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities under the model itself, before penalties and temperature."""
+
+    chosen: float
+    top: tuple[TokenLogprob, ...] = ()  # likeliest first
+
+
+class TokenEvent(msgspec.Struct, frozen=True):
+    """What one iteration did for one choice of one request: a token, an end, or both."""
+
+    request_id: str
+    choice: int
+    token: int | None  # None: the choice ended without a further token
+    finish: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache; on the first token only
+    error: str | None = None  # with FinishReason.ERROR: one line for the client
+    # With FinishReason.ERROR: the caller's fault (a schema that does not compile), so 422 rather than 500.
+    unprocessable: bool = False
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True):
+    """What the model's authors recommend; a request's own values win."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """A model in the catalogue: all that the gateway needs to talk to it, and where its weights lie."""
+
+    name: str
+    path: str  # folder of the checkpoint
+    spec: ModelSpec
+    tokenizer_file: str  # absolute path of tokenizer.json
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    add_bos: bool = False  # put bos before a plain completion prompt (tokenizer.json may already do it)
+    defaults: GenerationDefaults = GenerationDefaults()
+    source: str = ""  # what `pull` was given
+    dtype: str = ""  # storage type of the matrices
+    size_bytes: int = 0  # of the weights on disk
+    created: int = 0  # Unix seconds of the pull

@@ -1,0 +1,125 @@
+"""Holds the import arrows and the habits of the code. A failure says which line broke which rule."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "dovetail"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# Imports point left, never right: a unit may import units of a lower rank, and itself. Units of one rank do not know
+# each other, except where ALSO says so.
+RANKS = [
+    {"errors", "modelspec"},
+    {"types"},
+    {"config", "messages"},
+    {"policy", "sched"},
+    {"node", "cluster"},
+    {"native"},
+    {"engine", "store", "gateway", "sim", "plan", "bench"},
+    {"worker"},  # the one place where engine and store meet
+    {"cli"},
+]
+RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
+ALSO = {("types", "modelspec"), ("cluster", "node"), ("policy", "sched"), ("plan", "sim"), ("bench", "sim")}
+
+PURE = {"types", "errors", "modelspec", "messages", "policy", "sched", "node", "cluster"}
+BANNED_IN_PURE = {"torch", "ray", "fastapi", "starlette", "uvicorn", "httpx", "zmq", "time", "random", "asyncio"}
+EXEMPT = {"cluster/ray_backend.py"}  # the only file that imports ray
+BROAD_EXCEPT_ALLOWED = {"worker.py", "cli/main.py", "gateway/app.py"}  # the boundaries of each process
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 70
+
+
+def unit_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}:{node.lineno}: relative import; write the whole name"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_imports_point_left(path: Path) -> None:
+    unit = unit_of(path)
+    if unit == "__init__":
+        return
+    for line, name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "dovetail" or len(parts) < 2 or parts[1] not in RANK:
+            continue
+        target = parts[1]
+        allowed = target == unit or RANK[target] < RANK[unit] or (unit, target) in ALSO
+        assert allowed, f"{relative(path)}:{line}: {unit} (rank {RANK[unit]}) imports {target} (rank {RANK[target]})"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if unit_of(p) in PURE], ids=relative)
+def test_pure_packages_read_no_clock_and_do_no_io(path: Path) -> None:
+    if relative(path) in EXEMPT:
+        return
+    for line, name in imports(path):
+        top = name.split(".")[0]
+        assert top not in BANNED_IN_PURE, f"{relative(path)}:{line}: {unit_of(path)} is pure and may not import {top}"
+
+
+def test_transformers_is_imported_nowhere() -> None:
+    for path in FILES:
+        for line, name in imports(path):
+            assert name.split(".")[0] != "transformers", f"{relative(path)}:{line}: serving imports transformers"
+
+
+def test_every_unit_has_a_rank() -> None:
+    units = {unit_of(path) for path in FILES} - {"__init__", "__main__"}
+    assert units <= set(RANK), f"units without a rank in RANKS: {sorted(units - set(RANK))}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_no_broad_except_outside_the_boundaries(path: Path) -> None:
+    if relative(path) in BROAD_EXCEPT_ALLOWED:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            names = [] if node.type is None else [n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)]
+            broad = node.type is None or "Exception" in names or "BaseException" in names
+            assert not broad, f"{relative(path)}:{node.lineno}: broad except; name what can happen"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES, f"{relative(path)}: more than {MAX_FILE_LINES} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{relative(path)}:{node.lineno}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{relative(path)}: no module docstring"
+
+
+def test_no_file_is_an_orphan() -> None:
+    """A module that nothing imports is dead, unless it is an entry point."""
+    entry_points = {"dovetail.cli.main", "dovetail.worker", "dovetail.__main__"}
+    imported = {name for path in [*FILES, *(ROOT / "tests").rglob("*.py")] for _, name in imports(path)}
+    for path in FILES:
+        module = "dovetail." + relative(path).removesuffix(".py").replace("/", ".")
+        if module.endswith("__init__") or module in entry_points:
+            continue
+        used = any(name == module or name.startswith(module + ".") for name in imported)
+        assert used, f"{relative(path)}: nothing imports it"
