@@ -1,0 +1,130 @@
+"""Builders of tiny random models in the form that transformers saves: a folder with config, weights and tokenizer.
+
+Every parameter is drawn anew, norms and biases included, so that a reader that swaps two of them cannot pass.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 307  # 256 bytes, a few special tokens, and rows that no text reaches
+CONTEXT = 256
+EOS = 256  # <|end|>
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": CONTEXT,
+    "num_hidden_layers": 3,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_GQA: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+_WIDE_HEADS: dict[str, Any] = _GQA | {"hidden_size": 36, "num_attention_heads": 4, "head_dim": 16}  # 4·16 != 36
+_GEMMA: dict[str, Any] = _WIDE_HEADS | {
+    "num_hidden_layers": 4,
+    "sliding_window": 12,
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+}
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **values}}
+
+
+# Name -> (model_type, keyword arguments of its config class).
+TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _GQA),
+    "llama_tied": ("llama", _GQA | {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "llama_bias": ("llama", _GQA | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "llama_linear": ("llama", _GQA | _rope("linear", factor=2.0)),
+    "llama_llama3": (
+        "llama",
+        _GQA
+        | _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    "llama_yarn": ("llama", _GQA | _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "mistral": ("mistral", _WIDE_HEADS | {"sliding_window": 12}),
+    "mistral_full": ("mistral", _WIDE_HEADS | {"sliding_window": None}),
+    "qwen2": ("qwen2", _GQA | {"tie_word_embeddings": True}),
+    "qwen2_window": ("qwen2", _GQA | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+    "qwen3": ("qwen3", _WIDE_HEADS | {"tie_word_embeddings": True}),
+    "qwen3_bias": ("qwen3", _WIDE_HEADS | {"attention_bias": True}),
+    "gemma2": ("gemma2", _GEMMA),
+    "gemma3": ("gemma3_text", _GEMMA | {"sliding_window_pattern": 3}),
+    "opt": (
+        "opt",
+        {"hidden_size": 48, "ffn_dim": 88, "num_attention_heads": 6, "word_embed_proj_dim": 48},
+    ),
+    "mixtral": ("mixtral", _GQA | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _WIDE_HEADS
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+}
+
+
+def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """The transformers model itself, in float32 and eval mode; `changes` override the config's arguments."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, arguments = TINY_CONFIGS[name]
+    config = AutoConfig.for_model(model_type, **(_COMMON | arguments | changes))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            keep = 1.0 if parameter.ndim == 1 else 0.0  # a norm stays near its 1 (or Gemma's 0), a bias near its 0
+            parameter.mul_(keep).add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+    return model
+
+
+def save_tiny(name: str, folder: Path, seed: int = 0, **changes: Any) -> None:
+    """Write the model and a byte-level tokenizer, as a download from a hub would look."""
+    tiny_model(name, seed, **changes).save_pretrained(folder)
+    save_tiny_tokenizer(folder)
+
+
+def save_tiny_tokenizer(folder: Path) -> None:
+    """One token per byte, ids 0..255 in byte order, then the special tokens of CHAT_TEMPLATE."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = _byte_characters()
+    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|end|>", "bos_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    stand_ins = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
