@@ -1,0 +1,29 @@
+"""Reading other people's small files with errors that name the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dovetail.errors import DamagedCheckpoint
+
+
+def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object from a file; empty where the file is optional and absent."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise DamagedCheckpoint(f"{path}: missing") from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path}: {error.strerror}") from error
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedCheckpoint(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DamagedCheckpoint(f"{path}: expected a JSON object")
+    return value

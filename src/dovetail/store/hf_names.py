@@ -1,0 +1,95 @@
+"""How transformers names the pieces of each canonical tensor, per family. Names only; reads no files.
+
+Names come without the prefix (`model.`, `model.decoder.`, `language_model.model.`…) under which a file keeps them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dovetail.modelspec import ModelSpec
+
+PREFIXES = ("model.", "model.language_model.", "language_model.model.", "model.decoder.", "decoder.", "")
+LM_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+EMBEDDING = "embed_tokens.weight"
+
+
+class Piece(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+
+
+_TOP = {"embed": "embed_tokens", "positions": "embed_positions", "final_norm": "norm"}
+_TOP_OPT = _TOP | {"final_norm": "final_layer_norm"}
+
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "out": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "down": "mlp.down_proj",
+}
+_LAYER_GEMMA = _LAYER | {
+    "post_attn_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+_LAYER_OPT = {
+    "attn_norm": "self_attn_layer_norm",
+    "out": "self_attn.out_proj",
+    "mlp_norm": "final_layer_norm",
+    "up": "fc1",
+    "down": "fc2",
+}
+
+# Where the experts live in a layer, and what an expert calls its gate, up and down matrix.
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def hf_pieces(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> list[tuple[Piece, ...]]:
+    """The ways in which files keep the canonical tensor `name`, likeliest first; lm_head is found elsewhere."""
+    if not name.startswith("layers."):
+        module, kind = name.split(".")
+        top = _TOP_OPT if spec.family == "opt" else _TOP
+        return [(Piece(f"{top[module]}.{kind}", shape),)]
+    _, layer, part = name.split(".", 2)
+    prefix = f"layers.{layer}."
+    module, kind = part.rsplit(".", 1)
+    if module == "router" or module.startswith("experts."):
+        return _expert_pieces(spec, prefix, module, shape)
+    if module == "qkv":
+        sizes = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+        return [tuple(Piece(f"{prefix}self_attn.{part}.{kind}", (rows, *shape[1:])) for part, rows in sizes.items())]
+    if module == "gate_up":
+        rows = spec.intermediate_size
+        return [tuple(Piece(f"{prefix}mlp.{part}.{kind}", (rows, *shape[1:])) for part in ("gate_proj", "up_proj"))]
+    return [(Piece(f"{prefix}{_layer_names(spec)[module]}.{kind}", shape),)]
+
+
+def _layer_names(spec: ModelSpec) -> dict[str, str]:
+    if spec.family == "opt":
+        return _LAYER_OPT
+    return _LAYER_GEMMA if spec.sandwich_norm else _LAYER
+
+
+def _expert_pieces(spec: ModelSpec, prefix: str, module: str, shape: tuple[int, ...]) -> list[tuple[Piece, ...]]:
+    """One matrix per expert and projection, as files have them, or the fused form of transformers 5 in memory."""
+    assert spec.moe is not None
+    block, gate, up, down = _EXPERTS[spec.family]
+    if module == "router":
+        return [(Piece(f"{prefix}{home}.gate.weight", shape),) for home in dict.fromkeys((block, "mlp"))]
+    inner, hidden = spec.moe.intermediate_size, spec.hidden_size
+    is_down = module == "experts.down"
+    parts, each, fused = (
+        ([down], (hidden, inner), "down_proj") if is_down else ([gate, up], (inner, hidden), "gate_up_proj")
+    )
+    separate = tuple(
+        Piece(f"{prefix}{block}.experts.{expert}.{part}.weight", each)
+        for expert in range(spec.moe.num_experts)
+        for part in parts
+    )
+    return [separate, (Piece(f"{prefix}mlp.experts.{fused}", shape),)]

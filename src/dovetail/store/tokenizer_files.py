@@ -1,0 +1,119 @@
+"""What the gateway must know to talk to a model (tokenizer, chat template, end tokens, defaults), from an HF folder.
+
+Finds and checks; tokenises nothing itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dovetail.errors import DamagedCheckpoint, UnsupportedModel
+from dovetail.store.files import read_json
+from dovetail.store.keys import Keys
+from dovetail.types import GenerationDefaults
+
+
+class TokenFields(msgspec.Struct, frozen=True):
+    """The fields of a ModelCard that concern text; named as there."""
+
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    add_bos: bool = False
+    defaults: GenerationDefaults = GenerationDefaults()
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of tokenizer.json that is read here; decoding only this skips building the vocabulary."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+def find_tokenizer(folder: Path) -> Path:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return path
+    if (folder / "tokenizer.model").is_file():
+        raise UnsupportedModel(
+            f"{folder}: has tokenizer.model but no tokenizer.json; save it once with a fast tokenizer of transformers"
+        )
+    raise DamagedCheckpoint(f"{folder}: tokenizer.json is missing")
+
+
+def read_token_fields(folder: Path) -> TokenFields:
+    tokenizer = find_tokenizer(folder)
+    settings = read_json(folder / "tokenizer_config.json", required=False)
+    special = read_json(folder / "special_tokens_map.json", required=False)
+    generation = read_json(folder / "generation_config.json", required=False)
+    eos_token = _token_text(settings.get("eos_token") or special.get("eos_token"))
+    return TokenFields(
+        chat_template=_chat_template(folder, settings),
+        bos_token=_token_text(settings.get("bos_token") or special.get("bos_token")),
+        eos_token=eos_token,
+        eos_token_ids=_eos_token_ids(folder, generation, tokenizer, eos_token),
+        add_bos=settings.get("add_bos_token") is True,
+        defaults=_defaults(generation, str(folder / "generation_config.json")),
+    )
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as its text or as an object that holds it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """A file of its own wins over tokenizer_config.json, as in transformers; of several the one called default."""
+    separate = folder / "chat_template.jinja"
+    if separate.is_file():
+        return separate.read_text(encoding="utf-8")
+    value = read_json(folder / "chat_template.json", required=False).get("chat_template")
+    value = value or settings.get("chat_template")
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default") or next(iter(named.values()), None)
+    if value is not None and not isinstance(value, str):
+        raise DamagedCheckpoint(f"{folder}: chat_template is neither text nor a list of named texts")
+    return value
+
+
+def _eos_token_ids(folder: Path, generation: dict[str, Any], tokenizer: Path, eos_token: str | None) -> tuple[int, ...]:
+    """What the authors' generation config names (or else the model config), and the tokenizer's own end token."""
+    config = read_json(folder / "config.json", required=False)
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and token >= 0 for token in ids):
+        raise DamagedCheckpoint(f"{folder}: eos_token_id {value!r} is not a token id")
+    if eos_token is not None:
+        ids = [*ids, *(token.id for token in _added_tokens(tokenizer) if token.content == eos_token)]
+    return tuple(dict.fromkeys(ids))
+
+
+def _added_tokens(tokenizer: Path) -> list[_AddedToken]:
+    try:
+        return msgspec.json.decode(tokenizer.read_bytes(), type=_TokenizerFile).added_tokens
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedCheckpoint(f"{tokenizer}: not a tokenizer file: {error}") from error
+
+
+def _defaults(generation: dict[str, Any], origin: str) -> GenerationDefaults:
+    keys = Keys(generation, origin)
+    top_k = keys.optional_number("top_k")
+    return GenerationDefaults(
+        temperature=keys.optional_number("temperature"),
+        top_k=None if top_k is None else int(top_k),
+        top_p=keys.optional_number("top_p"),
+        repetition_penalty=keys.optional_number("repetition_penalty"),
+    )
