@@ -52,8 +52,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class LoadTimes(msgspec.Struct, frozen=True):
-    read_s: float  # opening the checkpoint and building the model on its tensors
-    warmup_s: float  # the first iteration, with a throw-away token
+    open_s: float  # mapping the checkpoint's files and reading its index
+    build_s: float  # building the model on its tensors, and its KV pool
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

@@ -100,7 +100,9 @@ class TokenEvent(msgspec.Struct, frozen=True):
 
     request_id: str
     choice: int
-    token: int | None  # None: the choice ended without a further token
+    # None: the choice ended without a further token. A token of sampling.stop_token_ids ends the choice and is no part
+    # of its text; any other token is, also when the choice ends with it.
+    token: int | None
     finish: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; on the first token only

@@ -1,0 +1,43 @@
+"""Keys and values of one model in an arena, block-major: a block holds `block_size` tokens of every layer.
+
+    [block][layer][key | value][token in block][kv head][head dim]
+
+All that belongs to a block is one stretch of memory, so the pool grows and shrinks at its tail. Which block belongs to
+whom is `sched.blocks`' matter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.engine.arena import HostArena
+from dovetail.modelspec import ModelSpec
+
+
+class KVCache:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, block_size: int, max_blocks: int) -> None:
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.num_blocks = 0
+        shape = (max_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
+        self.block_bytes = shape[1] * shape[2] * shape[3] * shape[4] * shape[5] * dtype.itemsize
+        self._arena = HostArena(max_blocks * self.block_bytes)
+        self._blocks: torch.Tensor | None = self._arena.tensor(dtype, shape)
+
+    @property
+    def committed_bytes(self) -> int:
+        return self._arena.committed_bytes
+
+    def resize(self, num_blocks: int) -> None:
+        self._arena.resize(num_blocks * self.block_bytes)
+        self.num_blocks = num_blocks
+
+    def layer(self, index: int) -> torch.Tensor:
+        """[blocks, 2, block_size, kv_heads, head_dim] of one layer; only the first `num_blocks` may be touched."""
+        assert self._blocks is not None, "the cache is closed"
+        return self._blocks[:, index]
+
+    def close(self) -> None:
+        self._blocks = None  # no view may outlive the addresses
+        self.num_blocks = 0
+        self._arena.close()

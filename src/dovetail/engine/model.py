@@ -1,0 +1,158 @@
+"""A decoder-only model as modules that a runner can walk: embed, then per layer qkv, (attention), proj, mlp, then head.
+
+One implementation for all families: what differs between them is in ModelSpec. A module maps rows to rows and keeps no
+state, so the set of rows may change from one module to the next (O3); attention itself belongs to the runner.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dovetail.engine.rope import Rope
+from dovetail.engine.weights import Linear, Weights
+from dovetail.modelspec import ModelSpec
+from dovetail.native import Ops
+
+
+class Norm:
+    def __init__(self, spec: ModelSpec, weights: Weights, name: str, ops: Ops) -> None:
+        self._weight = weights.norm(f"{name}.weight")
+        self._bias = weights.norm(f"{name}.bias") if weights.has(f"{name}.bias") else None
+        self._eps = spec.norm_eps
+        self._in_float32 = spec.norm_in_float32
+        self._ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._bias is None:
+            return self._ops.rms_norm(x, self._weight, self._eps, self._in_float32)
+        return self._ops.layer_norm(x, self._weight, self._bias, self._eps)
+
+
+class Mlp:
+    def __init__(self, spec: ModelSpec, weights: Weights, prefix: str, ops: Ops) -> None:
+        self._gated = spec.gated_mlp
+        self._activation = spec.activation
+        self._up = weights.linear(f"{prefix}.gate_up" if spec.gated_mlp else f"{prefix}.up")
+        self._down = weights.linear(f"{prefix}.down")
+        self._ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        inner = self._up(x)
+        inner = self._ops.gated(inner, self._activation) if self._gated else self._ops.activate(inner, self._activation)
+        return self._down(inner)
+
+
+class MoeMlp:
+    """Each row goes through its few chosen experts; rows of one expert go together."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, prefix: str, ops: Ops) -> None:
+        assert spec.moe is not None
+        self._moe = spec.moe
+        self._activation = spec.activation
+        self._router = weights.linear(f"{prefix}.router")
+        self._gate_up = weights.experts(f"{prefix}.experts.gate_up")
+        self._down = weights.experts(f"{prefix}.experts.down")
+        self._ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shares, experts = self._route(x)  # [rows, experts_per_token] each
+        mixed = torch.zeros_like(x)
+        for expert in experts.unique().tolist():
+            rows, rank = torch.where(experts == expert)
+            inner = self._ops.gated(self._gate_up[expert](x[rows]), self._activation)
+            mixed.index_add_(0, rows, self._down[expert](inner) * shares[rows, rank, None])
+        return mixed
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self._router(x)
+        precise = logits if logits.dtype == torch.float64 else logits.float()
+        shares, experts = torch.topk(torch.softmax(precise, dim=-1), self._moe.experts_per_token, dim=-1)
+        if self._moe.normalize_weights:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        return shares.to(x.dtype), experts
+
+
+class DecoderLayer:
+    def __init__(self, spec: ModelSpec, weights: Weights, index: int, ops: Ops) -> None:
+        prefix = f"layers.{index}"
+        self.index = index
+        self.window = spec.window(index)
+        self.local_rope = self.window > 0 and spec.rope_local is not None
+        self._spec = spec
+        self._ops = ops
+        self._attn_norm = Norm(spec, weights, f"{prefix}.attn_norm", ops)
+        self._qkv = weights.linear(f"{prefix}.qkv")
+        self._q_norm = Norm(spec, weights, f"{prefix}.q_norm", ops) if spec.qk_norm else None
+        self._k_norm = Norm(spec, weights, f"{prefix}.k_norm", ops) if spec.qk_norm else None
+        self._out = weights.linear(f"{prefix}.out")
+        self._post_attn_norm = Norm(spec, weights, f"{prefix}.post_attn_norm", ops) if spec.sandwich_norm else None
+        self._mlp_norm = Norm(spec, weights, f"{prefix}.mlp_norm", ops)
+        self._mlp = (MoeMlp if spec.is_moe_layer(index) else Mlp)(spec, weights, prefix, ops)
+        self._post_mlp_norm = Norm(spec, weights, f"{prefix}.post_mlp_norm", ops) if spec.sandwich_norm else None
+
+    def qkv(self, hidden: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q [rows, heads, d], k and v [rows, kv_heads, d], normed and rotated."""
+        spec = self._spec
+        fused = self._qkv(self._attn_norm(hidden)).view(len(hidden), -1, spec.head_dim)
+        q, k, v = fused.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = self._q_norm(q), self._k_norm(k)
+        if angles is not None:
+            q, k = self._ops.rotate(q, *angles), self._ops.rotate(k, *angles)
+        return q, k, v
+
+    def proj(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """Attention's output [rows, heads·d] back onto the residual stream [rows, hidden]."""
+        update = self._out(attended)
+        return hidden + (self._post_attn_norm(update) if self._post_attn_norm else update)
+
+    def mlp(self, hidden: Tensor) -> Tensor:
+        update = self._mlp(self._mlp_norm(hidden))
+        return hidden + (self._post_mlp_norm(update) if self._post_mlp_norm else update)
+
+
+class DecoderModel:
+    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, ops: Ops) -> None:
+        self.spec = spec
+        self._embed = weights.tensor("embed.weight")
+        self._positions = weights.tensor("positions.weight") if spec.position_offset is not None else None
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype) if spec.embed_scale != 1.0 else None
+        self.layers = [DecoderLayer(spec, weights, index, ops) for index in range(spec.num_layers)]
+        self._final_norm = Norm(spec, weights, "final_norm", ops)
+        self._head = Linear([self._embed], None, ops) if spec.tied_embeddings else weights.linear("lm_head")
+        uses_rope = spec.position_offset is None
+        self._rope = Rope(spec.rope, spec.head_dim, dtype) if uses_rope else None
+        self._rope_local = Rope(spec.rope_local, spec.head_dim, dtype) if uses_rope and spec.rope_local else None
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden = torch.nn.functional.embedding(tokens, self._embed)
+        if self._embed_scale is not None:
+            hidden = hidden * self._embed_scale
+        if self._positions is not None and self.spec.position_offset is not None:
+            hidden = hidden + torch.nn.functional.embedding(positions + self.spec.position_offset, self._positions)
+        return hidden
+
+    def angles(self, positions: Tensor) -> Angles:
+        return Angles(
+            self._rope.angles(positions) if self._rope else None,
+            self._rope_local.angles(positions) if self._rope_local else None,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] in float32, for the rows that sample."""
+        logits = self._head(self._final_norm(hidden))
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        cap = self.spec.final_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class Angles:
+    """Rotary angles of an iteration's tokens, global and for layers with a window of their own."""
+
+    def __init__(self, everywhere: tuple[Tensor, Tensor] | None, local: tuple[Tensor, Tensor] | None) -> None:
+        self._everywhere = everywhere
+        self._local = local
+
+    def of(self, layer: DecoderLayer) -> tuple[Tensor, Tensor] | None:
+        return self._local if layer.local_rope else self._everywhere

@@ -1,0 +1,100 @@
+"""A model's tensors in the compute type, however they are kept.
+
+resident  a copy of our own in memory, fused where that saves calls
+mapped    used in place where the checkpoint has them (a mapped file): no copy, pages shared and reclaimable
+
+A third kind, streamed, will hand out tensors that arrive while the model runs; it needs nothing else from the model
+than what is asked of these two.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dovetail.engine.dtypes import TORCH_DTYPES
+from dovetail.native import Ops
+from dovetail.node.ports import Checkpoint, HostTensor
+
+Kind = Literal["resident", "mapped"]
+
+
+class Linear:
+    """One matrix product, or several side by side where the pieces of a fused matrix lie apart."""
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor] | None, ops: Ops) -> None:
+        self._pieces = list(zip(weights, biases or [None] * len(weights), strict=True))
+        self._linear = ops.linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(self._pieces) == 1:
+            return self._linear(x, *self._pieces[0])
+        return torch.cat([self._linear(x, weight, bias) for weight, bias in self._pieces], dim=-1)
+
+
+class Weights:
+    """Reads each tensor once, when the model is built."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -> None:
+        self.kind = kind
+        self.num_bytes = 0  # of all tensors handed out
+        self.copied_bytes = 0  # of those that are not in place
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._ops = ops
+        self._shapes = dict(checkpoint.spec.tensors())
+
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor in the compute type."""
+        return self._whole(name, self._dtype)
+
+    def norm(self, name: str) -> Tensor:
+        """Norm weights stay in float32: they are small, and Gemma's multiply before rounding."""
+        return self._whole(name, self._norm_dtype)
+
+    def linear(self, name: str) -> Linear:
+        weights = self._parts(f"{name}.weight")
+        biases = self._parts(f"{name}.bias") if self.has(f"{name}.bias") else None
+        if biases is not None and len(biases) != len(weights):
+            sizes = [len(weight) for weight in weights]
+            biases = list(torch.cat(biases).split(sizes))
+        return Linear(weights, biases, self._ops)
+
+    def experts(self, name: str) -> list[Linear]:
+        """One Linear per expert of a stacked [experts, out, in] tensor."""
+        count, _, columns = self._shapes[f"{name}.weight"]
+        parts = [part.reshape(-1, columns) for part in self._parts(f"{name}.weight")]
+        if len(parts) == 1:
+            parts = list(parts[0].chunk(count))
+        each = len(parts) // count
+        return [Linear(parts[i * each : (i + 1) * each], None, self._ops) for i in range(count)]
+
+    def _whole(self, name: str, dtype: torch.dtype) -> Tensor:
+        pieces = [self._tensor(piece, dtype) for piece in self._checkpoint.pieces(name)]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return whole.reshape(self._shapes[name])
+
+    def _parts(self, name: str) -> list[Tensor]:
+        if self.kind == "resident":
+            return [self._whole(name, self._dtype)]
+        return [self._tensor(piece, self._dtype) for piece in self._checkpoint.pieces(name)]
+
+    def _tensor(self, piece: HostTensor, dtype: torch.dtype) -> Tensor:
+        count = math.prod(piece.shape)
+        with warnings.catch_warnings():
+            # A mapped checkpoint is read-only, and so are its pages: a stray write faults instead of going unnoticed.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            stored = torch.frombuffer(piece.data, dtype=TORCH_DTYPES[piece.dtype], count=count).view(piece.shape)
+        self.num_bytes += count * dtype.itemsize
+        if self.kind == "mapped" and stored.dtype == dtype:
+            return stored
+        self.copied_bytes += count * dtype.itemsize
+        return stored.to(dtype, copy=True)

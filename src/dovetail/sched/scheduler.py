@@ -1,0 +1,294 @@
+"""Continuous batching of one model: which sequences take part in its next iteration, with how many tokens each.
+
+Order within a turn: sequences that need one token (decode) first, then unfinished prompts in chunks, then new arrivals,
+first come first served, until the token budget is spent. Without memory for a sequence that runs, the latest arrival is
+preempted and recomputed later. Whose turn it is among models is `node`'s matter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from dovetail.sched.blocks import BlockPool
+from dovetail.sched.sequence import Sequence, sequences_of
+from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
+from dovetail.types import FinishReason, Request, TokenEvent
+
+_TOO_LARGE = "the KV pool of {} blocks cannot hold this request"
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    context_length: int
+    max_batch: int = 64  # sequences in one turn
+    max_turn_tokens: int = 512  # tokens in one turn
+
+
+class Completed(msgspec.Struct, frozen=True):
+    events: tuple[TokenEvent, ...]
+    ended: tuple[int, ...]  # sequences whose executor state can be dropped
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.pool = pool
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._config = config
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # in order of arrival
+        self._turn: Turn | None = None  # handed out, not yet completed
+        self._next_id = 0
+        self._ended: list[int] = []
+        self._failed: list[TokenEvent] = []  # ends that no turn will report
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting or self._failed)
+
+    # Events in
+
+    def add(self, request: Request) -> None:
+        assert request.prompt, "a prompt has at least one token"
+        sequences = sequences_of(request, self._next_id)
+        self._next_id += len(sequences)
+        self._waiting.extend(sequences)
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Free what these choices hold; at the end of the turn if one is running."""
+        in_turn = {row.sequence for row in self._turn.rows} if self._turn else set()
+        for sequence in [*self._running, *self._waiting]:
+            if sequence.request_id != request_id or choice not in (None, sequence.choice):
+                continue
+            if sequence.id in in_turn:
+                sequence.aborted = True
+            else:
+                self._end(sequence)
+
+    def abort_all(self) -> list[TokenEvent]:
+        """End everything; used when the instance goes away. Not while a turn is running."""
+        assert self._turn is None
+        sequences = [*self._running, *self._waiting]
+        for sequence in sequences:
+            self._end(sequence)
+        return [_end_event(sequence, FinishReason.ERROR, "the model was unloaded") for sequence in sequences]
+
+    # A turn: schedule, run elsewhere, complete
+
+    def next_turn(self) -> Turn | None:
+        """The next iteration, or None if nothing can run. Every turn must be completed before the next one."""
+        assert self._turn is None, "the last turn was not completed"
+        rows: dict[int, TurnRow] = {}
+        preemptions = self.num_preemptions
+        budget = self._schedule_running(rows, self._config.max_turn_tokens)
+        if self.num_preemptions == preemptions:  # else the victim would come straight back
+            self._admit(rows, budget)
+        if not rows:
+            return None
+        self._turn = Turn(tuple(rows.values()))
+        return self._turn
+
+    def complete(self, outcome: Outcome) -> Completed:
+        """Take in what the turn computed, and say what it means for each request."""
+        assert self._turn is not None, "no turn to complete"
+        turn, self._turn = self._turn, None
+        results = {result.sequence: result for result in outcome.rows}
+        by_id = {sequence.id: sequence for sequence in self._running}
+        events: list[TokenEvent] = []
+        for row in turn.rows:
+            sequence = by_id[row.sequence]
+            sequence.num_computed = row.end
+            self._seal(sequence)
+            if sequence.aborted:
+                self._end(sequence)
+            elif row.samples:
+                events.append(self._take(sequence, results[row.sequence]))
+        return self._flush(events)
+
+    def take_failed(self) -> Completed:
+        """Ends that came about without a turn."""
+        return self._flush([])
+
+    def fail_turn(self, error: str) -> Completed:
+        """The executor could not run the turn: its sequences end, the others go on."""
+        assert self._turn is not None
+        turn, self._turn = self._turn, None
+        by_id = {sequence.id: sequence for sequence in self._running}
+        events = []
+        for row in turn.rows:
+            sequence = by_id[row.sequence]
+            self._end(sequence)
+            if not sequence.aborted:
+                events.append(_end_event(sequence, FinishReason.ERROR, error))
+        return self._flush(events)
+
+    # Scheduling
+
+    def _schedule_running(self, rows: dict[int, TurnRow], budget: int) -> int:
+        decoding = [sequence for sequence in self._running if sequence.num_pending == 1]
+        catching_up = [sequence for sequence in self._running if sequence.num_pending > 1]
+        for sequence in decoding + catching_up:
+            if budget == 0 or len(rows) == self._config.max_batch:
+                break
+            if not sequence.blocks:  # preempted by an earlier one of this loop
+                continue
+            count = min(sequence.num_pending, budget)
+            if self._make_room(sequence, count, rows):
+                rows[sequence.id] = _row(sequence, count)
+                budget -= count
+        return budget
+
+    def _make_room(self, sequence: Sequence, count: int, rows: dict[int, TurnRow]) -> bool:
+        """Blocks for `count` more tokens, preempting later arrivals if need be; False if it had to yield itself."""
+        missing = self.pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
+        while missing > 0:
+            blocks = self.pool.allocate(missing)
+            if blocks is not None:
+                sequence.blocks.extend(blocks)
+                return True
+            victim = self._running[-1]
+            if victim is sequence and len(self._running) == 1:
+                self._fail(sequence, _TOO_LARGE.format(self.pool.target))
+                return False
+            rows.pop(victim.id, None)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._let_go(sequence)
+        self._running.remove(sequence)
+        self._waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _admit(self, rows: dict[int, TurnRow], budget: int) -> None:
+        held_back: list[Sequence] = []
+        while self._waiting and budget > 0 and len(self._running) < self._config.max_batch:
+            sequence = self._waiting.popleft()
+            if not sequence.is_ready:
+                held_back.append(sequence)
+                continue
+            count = self._start(sequence, budget)
+            if count == 0:
+                if not self._fits(sequence):
+                    self._fail(sequence, _TOO_LARGE.format(self.pool.target))
+                    continue
+                held_back.append(sequence)
+                break
+            self._running.append(sequence)
+            self._running.sort(key=lambda running: running.id)
+            rows[sequence.id] = _row(sequence, count)
+            budget -= count
+        self._waiting.extendleft(reversed(held_back))
+
+    def _start(self, sequence: Sequence, budget: int) -> int:
+        """Reuse what is cached, hold blocks for the first chunk; 0 tokens if there is no room now."""
+        blocks, key = self.pool.match(sequence.tokens, len(sequence.tokens) - 1)
+        computed = len(blocks) * self.pool.block_size
+        count = min(len(sequence.tokens) - computed, budget)
+        fresh = self.pool.allocate(self.pool.blocks_for(computed + count) - len(blocks))
+        if fresh is None:
+            self.pool.release(blocks)
+            return 0
+        sequence.blocks = blocks + fresh
+        sequence.num_computed, sequence.num_sealed, sequence.last_key = computed, len(blocks), key
+        if not sequence.was_admitted:
+            sequence.was_admitted = True
+            sequence.cached_tokens = computed
+            self.prefix_queries += sequence.num_prompt
+            self.prefix_hits += computed
+        return count
+
+    def _fits(self, sequence: Sequence) -> bool:
+        return self.pool.blocks_for(len(sequence.tokens)) <= self.pool.target
+
+    # Outcomes
+
+    def _take(self, sequence: Sequence, result: RowOutcome) -> TokenEvent:
+        if result.error is not None:
+            self._end(sequence)
+            event = _end_event(sequence, FinishReason.ERROR, result.error)
+            return msgspec.structs.replace(event, unprocessable=result.unprocessable)
+        sequence.tokens.append(result.token)
+        finish = self._finish_reason(sequence, result)
+        if finish is not None:
+            self._end(sequence)
+        return TokenEvent(
+            request_id=sequence.request_id,
+            choice=sequence.choice,
+            token=result.token,
+            finish=finish,
+            logprobs=result.logprobs,
+            cached_tokens=sequence.cached_tokens if sequence.num_generated == 1 else 0,
+        )
+
+    def _finish_reason(self, sequence: Sequence, result: RowOutcome) -> FinishReason | None:
+        sampling = sequence.sampling
+        if result.ends:
+            return FinishReason.STOP
+        if result.token in sampling.stop_token_ids and sequence.num_generated >= sampling.min_tokens:
+            return FinishReason.STOP
+        capacity = self.pool.target * self.pool.block_size
+        limit = min(sequence.num_prompt + sampling.max_tokens, self._config.context_length, capacity)
+        return FinishReason.LENGTH if len(sequence.tokens) >= limit else None
+
+    def _seal(self, sequence: Sequence) -> None:
+        """Offer the blocks that this turn filled for reuse."""
+        size = self.pool.block_size
+        while (sequence.num_sealed + 1) * size <= sequence.num_computed:
+            start = sequence.num_sealed * size
+            content = tuple(sequence.tokens[start : start + size])
+            sequence.last_key = self.pool.seal(sequence.blocks[sequence.num_sealed], sequence.last_key, content)
+            sequence.num_sealed += 1
+
+    # Ends
+
+    def _fail(self, sequence: Sequence, error: str) -> None:
+        self._end(sequence)
+        self._failed.append(_end_event(sequence, FinishReason.ERROR, error))
+
+    def _end(self, sequence: Sequence) -> None:
+        self._let_go(sequence)
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        self._ended.append(sequence.id)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = 0
+
+    def _flush(self, events: list[TokenEvent]) -> Completed:
+        completed = Completed((*self._failed, *events), tuple(self._ended))
+        self._failed, self._ended = [], []
+        return completed
+
+
+def _row(sequence: Sequence, count: int) -> TurnRow:
+    return TurnRow(
+        sequence=sequence.id,
+        tokens=sequence.tokens,
+        start=sequence.num_computed,
+        count=count,
+        blocks=sequence.blocks,
+        num_prompt=sequence.num_prompt,
+        sampling=sequence.sampling,
+        samples=count == sequence.num_pending,
+    )
+
+
+def _end_event(sequence: Sequence, reason: FinishReason, error: str | None) -> TokenEvent:
+    return TokenEvent(sequence.request_id, sequence.choice, token=None, finish=reason, error=error)

@@ -1,0 +1,77 @@
+"""One answer in the making: known tokens, and a counter of computed ones that catches up with them.
+
+There is no prefill or decode state. A new sequence, one that was preempted and one that arrived by migration differ
+only in how far `num_computed` is behind `len(tokens)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dovetail.sched.blocks import ROOT_KEY
+from dovetail.types import Request, SamplingParams
+
+_MASK = (1 << 64) - 1
+
+
+def mix64(*values: int) -> int:
+    """A 64-bit number that depends on every bit of its arguments (the finaliser of splitmix64, chained)."""
+    state = 0
+    for value in values:
+        state = (state + value + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    id: int
+    request_id: str
+    choice: int
+    tokens: list[int]
+    num_prompt: int
+    sampling: SamplingParams
+    leader: Sequence | None = None  # the first choice of the same request: its prompt is computed once for all
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_sealed: int = 0  # leading blocks offered for reuse
+    last_key: int = ROOT_KEY  # of the last sealed block
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    was_admitted: bool = False
+    aborted: bool = False  # gone while its turn was running; its blocks are freed when the turn is complete
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_ready(self) -> bool:
+        """A follower waits until its leader's prompt is in the cache (or the leader is gone)."""
+        return self.leader is None or self.leader.num_computed >= self.num_prompt or not self.leader.blocks
+
+
+def sequences_of(request: Request, first_id: int) -> list[Sequence]:
+    """A sequence per choice. Choice 0 uses the seed as it is, the others derive theirs from it."""
+    made: list[Sequence] = []
+    for choice in range(request.num_choices):
+        seed = request.sampling.seed if choice == 0 else mix64(request.sampling.seed, choice)
+        made.append(
+            Sequence(
+                id=first_id + choice,
+                request_id=request.id,
+                choice=choice,
+                tokens=list(request.prompt),
+                num_prompt=len(request.prompt),
+                sampling=msgspec.structs.replace(request.sampling, seed=seed),
+                leader=made[0] if made else None,
+            )
+        )
+    return made

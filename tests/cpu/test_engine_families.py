@@ -1,0 +1,93 @@
+"""Every family against transformers: logits in float32 within 1e-4, and 64 greedy tokens identical."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from drive import Engine, logits_of, make_executor, make_request, make_row
+from tiny import TINY_CONFIGS, VOCAB_SIZE
+
+from dovetail.sched.turn import Turn
+
+TOLERANCE = 1e-4
+FAMILIES = sorted(TINY_CONFIGS)
+LENGTH = 40
+
+
+def make_tokens(seed: int, length: int = LENGTH) -> list[int]:
+    return [random.Random(seed + i).randrange(VOCAB_SIZE) for i in range(length)]
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def folder(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder(request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None  # 64 tokens, whatever they are
+    return model
+
+
+def reference_logits(reference: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return reference(torch.tensor([tokens])).logits[0].float()
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    difference = (ours - theirs).abs().max().item()
+    assert difference < TOLERANCE, f"logits differ by {difference:.2e}"
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [[LENGTH], [1] * LENGTH, [7, 20, 13], [16, 16, 8], [39, 1], [30] + [1] * 10],
+    ids=["whole", "token by token", "odd chunks", "even chunks", "one decode", "ten decodes"],
+)
+def test_logits_equal_transformers_in_any_chunking(folder: Path, reference: torch.nn.Module, chunks: list[int]) -> None:
+    tokens = make_tokens(1)
+    theirs = reference_logits(reference, tokens)
+    ends = [sum(chunks[: i + 1]) - 1 for i in range(len(chunks))]
+    executor = make_executor(folder)
+    for end, ours in zip(ends, logits_of(executor, tokens, chunks), strict=True):
+        assert_close(ours, theirs[end])
+    executor.close()
+
+
+def test_logits_of_a_mixed_batch_equal_each_alone(folder: Path, reference: torch.nn.Module) -> None:
+    """Prefills, chunks and decodes of different lengths in one iteration, on scattered blocks."""
+    executor = make_executor(folder)
+    lengths, counts = [40, 23, 23, 9, 1, 31], [1, 1, 5, 9, 1, 1]
+    tables = [[i * 12 + 11 - j for j in range(12)] for i in range(len(lengths))]
+    sequences = [make_tokens(100 + i, length) for i, length in enumerate(lengths)]
+    for i, (tokens, count) in enumerate(zip(sequences, counts, strict=True)):
+        if len(tokens) > count:
+            executor.run(Turn((make_row(i, tokens, 0, len(tokens) - count, tables[i]),)))
+    rows = tuple(
+        make_row(i, tokens, len(tokens) - count, count, tables[i])
+        for i, (tokens, count) in enumerate(zip(sequences, counts, strict=True))
+    )
+    ours = executor.logits(Turn(rows))
+    for i, tokens in enumerate(sequences):
+        assert_close(ours[i], reference_logits(reference, tokens)[-1])
+    executor.close()
+
+
+@pytest.mark.parametrize("kind", ["resident", "mapped"])
+def test_greedy_text_equals_transformers(folder: Path, reference: torch.nn.Module, kind: str) -> None:
+    prompts = [make_tokens(7, 5), make_tokens(8, 33), make_tokens(9, 70)]
+    executor = make_executor(folder, weights=kind)
+    requests = [make_request(prompt, id=str(i), max_tokens=64) for i, prompt in enumerate(prompts)]
+    ours = Engine(executor, max_turn_tokens=24).run(*requests)
+    for i, prompt in enumerate(prompts):
+        with torch.inference_mode():
+            whole = reference.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, pad_token_id=0)
+        assert ours[str(i), 0] == whole[0, len(prompt) :].tolist()
+    executor.close()
