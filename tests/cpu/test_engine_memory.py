@@ -1,0 +1,111 @@
+"""Arena, KV cache, weights and several models in one process."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from drive import Engine, make_executor, make_request
+
+from dovetail.engine.arena import HostArena
+from dovetail.errors import ConfigError, OutOfMemory
+
+MIB = 1 << 20
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_reserving_costs_no_memory_and_releasing_gives_it_back() -> None:
+    before = resident_bytes()
+    arena = HostArena(64 << 30)
+    view = arena.tensor(torch.uint8, (64 << 30,))
+    arena.resize(256 * MIB)
+    assert resident_bytes() - before < 16 * MIB
+    view[: 256 * MIB].fill_(1)
+    assert resident_bytes() - before > 240 * MIB
+    arena.resize(16 * MIB)
+    assert resident_bytes() - before < 40 * MIB
+    assert int(view[: 16 * MIB].min()) == 1, "what stays is untouched"
+    arena.resize(32 * MIB)
+    assert int(view[16 * MIB : 32 * MIB].max()) == 0, "fresh pages are zero"
+    del view
+    arena.close()
+    assert arena.committed_bytes == 0
+    arena.close()
+
+
+def test_an_impossible_reservation_is_an_error() -> None:
+    with pytest.raises(OutOfMemory, match="cannot reserve"):
+        HostArena(1 << 60)
+
+
+def test_memory_beyond_the_committed_part_cannot_be_touched() -> None:
+    """In a child process, because the access is a segmentation fault."""
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()
+        arena = HostArena(MIB)
+        arena.resize(4096)
+        view = arena.tensor(torch.uint8, (MIB,))
+        view[0] = 1
+        view[MIB - 1] = 1
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status)
+
+
+def test_mapped_weights_are_used_in_place(tiny_folder: Callable[[str], Path]) -> None:
+    mapped = make_executor(tiny_folder("llama"), weights="mapped")
+    resident = make_executor(tiny_folder("llama"), weights="resident")
+    assert mapped.copied_bytes == 0
+    assert resident.copied_bytes == resident.weight_bytes == mapped.weight_bytes
+    request = make_request(list(range(20)))
+    assert Engine(mapped).run(request) == Engine(resident).run(request)
+
+
+def test_a_pool_that_cannot_hold_one_block_is_refused(tiny_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(OutOfMemory, match="less than one block"):
+        make_executor(tiny_folder("llama"), kv_bytes=10)
+
+
+def test_an_unknown_dtype_or_kernel_level_is_named(tiny_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="int3"):
+        make_executor(tiny_folder("llama"), dtype="int3")
+    with pytest.raises(ConfigError, match="fpga"):
+        make_executor(tiny_folder("llama"), level="fpga")
+
+
+def test_models_in_one_process_do_not_know_of_each_other(tiny_folder: Callable[[str], Path]) -> None:
+    """Three families with different block sizes, iterating in turns, give what each gives alone."""
+    names = {"llama": 4, "gemma2": 8, "opt": 16}
+    requests = [make_request(list(range(5 * i, 5 * i + 11)), id=str(i), max_tokens=12) for i in range(3)]
+    wanted = {}
+    for name, size in names.items():
+        executor = make_executor(tiny_folder(name), block_size=size)
+        wanted[name] = Engine(executor).run(*requests)
+        executor.close()
+    engines = {name: Engine(make_executor(tiny_folder(name), block_size=size)) for name, size in names.items()}
+    made: dict[str, dict[tuple[str, int], list[int]]] = {name: {} for name in names}
+    for engine in engines.values():
+        for request in requests:
+            engine.scheduler.add(request)
+    for _ in range(100):
+        for name, engine in engines.items():
+            for event in engine.step() if engine.scheduler.has_work else []:
+                made[name].setdefault((event.request_id, event.choice), []).append(event.token)
+    assert made == wanted
+
+
+def test_closing_frees_the_memory_of_an_instance(tiny_folder: Callable[[str], Path]) -> None:
+    executor = make_executor(tiny_folder("llama"), kv_bytes=256 * MIB)
+    executor._cache.layer(0)[:].fill_(1)  # touch every block
+    before = resident_bytes()
+    executor.close()
+    assert before - resident_bytes() > 60 * MIB
