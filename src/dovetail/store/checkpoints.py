@@ -3,47 +3,70 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from dovetail.errors import DamagedCheckpoint
+from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.node.ports import Checkpoint
+from dovetail.store.canonical import CanonicalFolder, is_canonical_folder, read_card
 from dovetail.store.hf_folder import HfFolder, is_hf_folder
-from dovetail.store.tokenizer_files import find_tokenizer, read_token_fields
+from dovetail.store.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
 from dovetail.types import ModelCard
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+class ModelFiles(Checkpoint, Protocol):
+    """Weights together with what else a pull takes over."""
+
+    def tokenizer(self) -> tuple[TokenFields, str]:
+        """What the card says about text, and the text of tokenizer.json."""
+
+
+def open_checkpoint(path: str | Path) -> ModelFiles:
     path = _existing(path)
+    if is_canonical_folder(path):
+        return CanonicalFolder(path)
     if is_hf_folder(path):
         return HfFolder(path)
+    if is_gguf(path):
+        from dovetail.store.gguf_file import GgufFile  # its package is slow to import; serving does not need it
+
+        return GgufFile(path)
     raise _not_a_model(path)
 
 
 def describe(path: str | Path, name: str) -> ModelCard:
     """The card of a model that is served where it lies, without pulling it."""
     path = _existing(path).resolve()
+    if is_canonical_folder(path):
+        return read_card(path, name)
     if is_hf_folder(path):
         return _describe_hf_folder(path, name)
+    if is_gguf(path):
+        raise UnsupportedModel(f"{path}: a GGUF file is not served in place; pull it first")
     raise _not_a_model(path)
+
+
+def is_gguf(path: Path) -> bool:
+    return path.is_file() and path.suffix == ".gguf"
 
 
 def _describe_hf_folder(path: Path, name: str) -> ModelCard:
     checkpoint = HfFolder(path)
-    fields = read_token_fields(path)
-    card = ModelCard(
-        name=name,
-        path=str(path),
-        spec=checkpoint.spec,
-        tokenizer_file=str(find_tokenizer(path)),
-        source=str(path),
-        dtype=checkpoint.dtype,
-        size_bytes=checkpoint.size_bytes,
-        created=int((path / "config.json").stat().st_mtime),
-        **msgspec.structs.asdict(fields),
-    )
-    checkpoint.close()
-    return card
+    try:
+        return ModelCard(
+            name=name,
+            path=str(path),
+            spec=checkpoint.spec,
+            tokenizer_file=str(find_tokenizer(path)),
+            source=str(path),
+            dtype=checkpoint.dtype,
+            size_bytes=checkpoint.size_bytes,
+            created=int((path / "config.json").stat().st_mtime),
+            **msgspec.structs.asdict(read_token_fields(path)),
+        )
+    finally:
+        checkpoint.close()
 
 
 def _existing(path: str | Path) -> Path:

@@ -17,6 +17,7 @@ from dovetail.store.files import read_json
 from dovetail.store.hf_config import spec_from_config
 from dovetail.store.hf_names import EMBEDDING, LM_HEADS, PREFIXES, Piece, hf_pieces
 from dovetail.store.safetensors_file import SafetensorsFile
+from dovetail.store.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -46,6 +47,9 @@ class HfFolder:
         if name in self._plus_one:
             return [from_array(to_float32(tensor) + np.float32(1.0)) for tensor in tensors]
         return tensors
+
+    def tokenizer(self) -> tuple[TokenFields, str]:
+        return read_token_fields(self.path), find_tokenizer(self.path).read_text(encoding="utf-8")
 
     def close(self) -> None:
         for file in self._files:

@@ -1,0 +1,113 @@
+"""What this machine has: processor features, cores, memory, GPUs. Looks only; decides nothing but `auto` types.
+
+The one place that asks, because store (which type to keep weights in), engine (which kernels) and `doctor` must agree.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+_ARM_PARTS = {
+    "0xd0c": "Neoverse-N1",
+    "0xd40": "Neoverse-V1",
+    "0xd49": "Neoverse-N2",
+    "0xd4f": "Neoverse-V2",
+    "0xd8e": "Neoverse-N3",
+    "0xd84": "Neoverse-V3",
+}
+
+
+class Cpu(msgspec.Struct, frozen=True):
+    model: str
+    architecture: str  # x86_64, aarch64, …
+    features: frozenset[str]  # as the kernel spells them: avx512_bf16, amx_bf16, asimddp, bf16, …
+    cores: int  # that this process may use
+
+    @property
+    def has_amx(self) -> bool:
+        return "amx_bf16" in self.features
+
+    @property
+    def has_avx512(self) -> bool:
+        return "avx512f" in self.features
+
+    @property
+    def has_fast_bf16(self) -> bool:
+        """bfloat16 matrices are multiplied by instructions of their own; elsewhere they are many times slower than
+        float32, not faster."""
+        return bool(self.features & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        text = ""
+    return Cpu(platform_model(text), platform.machine(), _features(text), usable_cores())
+
+
+def has_fast_bf16() -> bool:
+    return read_cpu().has_fast_bf16
+
+
+def has_amx() -> bool:
+    return read_cpu().has_amx
+
+
+def preferred_dtype() -> str:
+    """What `auto` means for weights kept on this machine."""
+    return "bf16" if has_fast_bf16() else "f32"
+
+
+def usable_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Total and available."""
+    import psutil  # here, because loading it costs more than most callers' work
+
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
+
+
+def read_gpus(timeout_s: float = 10.0) -> tuple[Gpu, ...]:
+    """None where there is no driver, or where it does not answer."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    return tuple(Gpu(row[0], int(row[1]) * 2**20, row[2]) for row in rows if len(row) == 3 and row[1].isdigit())
+
+
+def platform_model(cpuinfo: str) -> str:
+    """The processor's name out of the text of /proc/cpuinfo; ARM kernels give numbers instead of a name."""
+    fields = _fields(cpuinfo)
+    part = fields.get("CPU part", "")
+    return fields.get("model name") or _ARM_PARTS.get(part) or platform.processor() or part or "unknown"
+
+
+def _features(cpuinfo: str) -> frozenset[str]:
+    fields = _fields(cpuinfo)
+    return frozenset((fields.get("flags") or fields.get("Features") or "").split())
+
+
+def _fields(cpuinfo: str) -> dict[str, str]:
+    """Of the first processor listed."""
+    first = cpuinfo.split("\n\n", 1)[0]
+    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}

