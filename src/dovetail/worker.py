@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,7 +82,8 @@ class Worker:
         self._poller.register(self._wake, zmq.POLLIN)
         self._instances: dict[str, Instance] = {}
         self._rotation = Rotation()
-        self._held: dict[str, list[Request]] = defaultdict(list)  # requests whose model is loading
+        self._held: dict[str, list[Request]] = {}  # requests whose model is loading
+        self._load_errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
         self._loads: queue.Queue[messages.Load | None] = queue.Queue()
         self._loaded: queue.Queue[tuple[Instance | None, messages.ToGateway]] = queue.Queue()
         self._running = True
@@ -193,7 +193,8 @@ class Worker:
         elif request.model in self._held:
             self._held[request.model].append(request)
         else:
-            self._refuse([request], f"model {request.model} is not loaded on {self._config.node}")
+            absent = f"model {request.model} is not loaded on {self._config.node}"
+            self._refuse([request], self._load_errors.get(request.model, absent))
 
     def _abort(self, request_id: str, choice: int | None) -> None:
         for instance in self._instances.values():
@@ -206,6 +207,7 @@ class Worker:
         name = message.card.name
         if name not in self._instances and name not in self._held:
             self._held[name] = []
+            self._load_errors.pop(name, None)
             self._loads.put(message)
 
     def _unload(self, model: str) -> None:
@@ -256,6 +258,7 @@ class Worker:
         self._send(answer)
         if instance is None:
             assert isinstance(answer, messages.LoadFailed)
+            self._load_errors[answer.model] = answer.error
             self._refuse(held, answer.error)
             return
         self._instances[answer.model] = instance

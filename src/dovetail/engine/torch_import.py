@@ -1,8 +1,8 @@
 """Imports torch for a process that only runs eager kernels, faster than `import torch` does by itself.
 
-`torch._meta_registrations` teaches torch.compile the shapes of every operator. Nothing here compiles, and leaving it out
-saves over a quarter of the import (1.7 s to 1.2 s on a 2-core Neoverse-N1). Must run before anything else imports torch;
-does nothing if torch is there already.
+`torch._meta_registrations` teaches torch.compile the shapes of every operator. Nothing here compiles, and leaving it
+out saves over a quarter of the import (1.7 s to 1.2 s on a 2-core Neoverse-N1). Must run before anything else imports
+torch; does nothing if torch is there already.
 """
 
 from __future__ import annotations
