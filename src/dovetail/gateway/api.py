@@ -1,0 +1,248 @@
+"""What a client may ask, as OpenAI's request bodies with the sampling extensions that vLLM has made common.
+
+Types are strict ("0.5" is no number) and limits are enforced here; what depends on the model is checked in
+`translate`. Fields that are not listed are ignored, as OpenAI's clients send new ones before servers know them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dovetail.errors import InvalidRequest
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 256
+MAX_TOP_LOGPROBS = 20
+_MAX_LIMIT = 2**31 - 1
+_UNION_TAGS = {"str", "int", "float", "bool", "list", "dict", "none", "any"}
+
+TokenId = Annotated[int, Field(ge=0, le=_MAX_LIMIT)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class JsonSchemaFormat(_Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(_Body):
+    """vLLM's name for a constraint on the text; exactly one field is set."""
+
+    json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GenerationBody(_Body):
+    """What chat and plain completions share."""
+
+    model: str = Field(min_length=1, max_length=512)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=_MAX_LIMIT)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
+    response_format: ResponseFormat | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        default=None, description="flex = best effort: served when nobody with a target waits"
+    )
+    user: str | None = None
+    # Extensions, named as in vLLM.
+    top_k: int | None = Field(default=None, ge=-1, le=_MAX_LIMIT, description="0 or -1 = off")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    min_tokens: int | None = Field(default=None, ge=0, le=_MAX_LIMIT)
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """Fields beyond these reach the chat template as they are (`reasoning_content`, …)."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(GenerationBody):
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_LIMIT)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[dict[str, Any]] | None = Field(default=None, max_length=512)
+    tool_choice: str | dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = Field(default=None, description="on unless continue_final_message")
+    continue_final_message: bool | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest(
+                "tool_choice can be 'none' or 'auto'; forcing a call is not supported", param="tool_choice"
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        return self
+
+
+Prompt = Annotated[
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)],
+    Field(description="text, token ids, or several of either"),
+]
+
+
+class CompletionRequest(GenerationBody):
+    prompt: Prompt
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _check_together(self) -> CompletionRequest:
+        if self.suffix:
+            raise InvalidRequest("suffix is not supported", param="suffix")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise InvalidRequest("best_of is not supported beyond n", param="best_of")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo together with logprobs is not supported", param="echo")
+        return self
+
+
+class TokenizeRequest(_Body):
+    """Either `prompt` or `messages`."""
+
+    model: str = Field(min_length=1, max_length=512)
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=4096)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_together(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    model: str = Field(min_length=1, max_length=512)
+    tokens: list[TokenId]
+
+
+BodyType = TypeVar("BodyType", bound=BaseModel)
+
+
+def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
+    """The one way in: malformed JSON, bad UTF-8, lone surrogates, NaN and endless nesting end here as a 400."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error) from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    if problems[0]["type"] == "json_invalid":
+        detail = problems[0]["msg"].removeprefix("Invalid JSON: ")
+        return InvalidRequest(f"the body is not valid JSON: {detail}", code="invalid_json")
+    param = _param(problems[0]["loc"])
+    # Alternatives of one field (text or list) fail together; the client reads one line on it.
+    details = dict.fromkeys(p["msg"].removeprefix("Value error, ") for p in problems if _param(p["loc"]) == param)
+    return InvalidRequest(f"{param or 'body'}: {'; or '.join(details)}", param=param, code="invalid_value")
+
+
+def _param(location: tuple[int | str, ...]) -> str | None:
+    """`messages[0].role` from pydantic's location, without the names of the alternatives that it tried."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part.islower() and part not in _UNION_TAGS:
+            path += f".{part}" if path else part
+        else:
+            break
+    return path or None

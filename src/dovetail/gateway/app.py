@@ -1,0 +1,108 @@
+"""The HTTP application: middlewares, routes, errors in OpenAI's shape, and the OpenAPI document.
+
+The boundary of the gateway process: the only place that catches everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import dovetail
+from dovetail.config import AuthConfig, ServerConfig
+from dovetail.errors import EngineFailed, RequestError
+from dovetail.gateway.api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from dovetail.gateway.middleware import Auth, BodyLimit, RequestIds
+from dovetail.gateway.replies import ErrorBody, ErrorDetail
+from dovetail.gateway.respond import problem_response
+from dovetail.gateway.routes import make_router
+from dovetail.gateway.service import Service
+
+logger = logging.getLogger("dovetail.gateway")
+
+_BODIES: tuple[type[Any], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def make_app(service: Service, server: ServerConfig, auth: AuthConfig) -> ASGIApp:
+    app = FastAPI(title="Dovetail", version=dovetail.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.include_router(make_router(service))
+    app.add_middleware(Boundary)
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+
+    def report(scope: Scope, status: int) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        service.metrics.http.labels(route, str(status)).inc()
+
+    limited = BodyLimit(app, server.max_body_bytes)
+    guarded = Auth(limited, auth.keys, time.monotonic)
+    return RequestIds(guarded, report)
+
+
+class Boundary:
+    """Whatever goes wrong below ends here, as a 500 and one logged traceback; the server stays."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting)
+        except ClientDisconnect:
+            return
+        except TimeoutError:
+            logger.warning("a client stopped reading its answer and was dropped")
+            raise  # the server closes the connection of an unfinished answer
+        except Exception as error:
+            if isinstance(error, RequestError) and not has_started:
+                await problem_response(error)(scope, receive, send)
+                return
+            logger.exception("request %s failed", scope.get("state", {}).get("request_id"))
+            if has_started or scope["type"] != "http":
+                raise
+            await problem_response(EngineFailed("internal error", code="internal_error"))(scope, receive, send)
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return problem_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, which the router answers."""
+    assert isinstance(error, HTTPException)
+    message = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not possible here"}.get(
+        error.status_code, error.detail
+    )
+    body = ErrorBody(error=ErrorDetail(message=message[:500], type="invalid_request_error"))
+    headers = dict(error.headers or {})
+    return Response(body.model_dump_json(), error.status_code, headers, media_type="application/json")
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document plus the request bodies, which are read by `parse_body` and not by FastAPI."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, definitions = models_json_schema(
+            [(body, "validation") for body in _BODIES], ref_template="#/components/schemas/{model}"
+        )
+        document["components"]["schemas"].update(definitions["$defs"])
+        app.openapi_schema = document
+    return app.openapi_schema

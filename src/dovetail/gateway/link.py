@@ -1,0 +1,291 @@
+"""The gateway's end of the wire: messages to the workers, their answers to whoever waits for them.
+
+Keeps, per node, which models were asked for and which requests are unfinished, so that a worker's death ends each of
+them exactly once. Starting and restarting processes is `supervisor`'s; what the tokens mean is `service`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from dovetail.config import NodeConfig
+from dovetail.errors import EngineFailed, Overloaded, RequestError
+from dovetail.gateway.supervisor import Supervisor
+from dovetail.messages import (
+    Abort,
+    Fatal,
+    Hello,
+    Load,
+    Loaded,
+    LoadFailed,
+    Shutdown,
+    Stats,
+    Submit,
+    ToGateway,
+    Tokens,
+    ToWorker,
+    Unload,
+    Unloaded,
+    decode_for_gateway,
+    encode,
+)
+from dovetail.types import ModelCard, Request, TokenEvent
+
+logger = logging.getLogger("dovetail.gateway")
+
+
+class Inbox:
+    """Where the events of one job arrive. Several requests may share it."""
+
+    def __init__(self) -> None:
+        self._events: list[TokenEvent] = []
+        self._error: RequestError | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, event: TokenEvent) -> None:
+        self._events.append(event)
+        self._arrived.set()
+
+    def fail(self, error: RequestError) -> None:
+        self._error = error
+        self._arrived.set()
+
+    async def get(self) -> list[TokenEvent]:
+        """Everything that has arrived, at least one event. Raises once the worker is lost, after what came before."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        events, self._events = self._events, []
+        if self._error is not None:
+            if not events:
+                raise self._error
+            self._arrived.set()
+        return events
+
+
+@dataclass
+class Instance:
+    """A model that a node was asked to load."""
+
+    card: ModelCard
+    ready: asyncio.Future[Loaded]  # fails with the error that the waiting requests get
+    requests: set[str] = field(default_factory=set)  # unfinished
+    was_waited_for: bool = False  # a request came before it was loaded: a cold start
+    ready_at: float | None = None  # loop time
+
+    @property
+    def loaded(self) -> Loaded | None:
+        done = self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
+        return self.ready.result() if done else None
+
+
+class NodeLink:
+    """One worker as the gateway sees it."""
+
+    def __init__(self, config: NodeConfig, send: Callable[[str, ToWorker], None]) -> None:
+        self.config = config
+        self.name = config.name
+        self.hello: Hello | None = None
+        self.stats: Stats | None = None
+        self.instances: dict[str, Instance] = {}
+        self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
+        self._send = send
+        self._outbox: list[ToWorker] = []  # until the worker has said Hello
+
+    def send(self, message: ToWorker) -> None:
+        if self.hello is None:
+            self._outbox.append(message)
+        else:
+            self._send(self.name, message)
+
+    def greet(self, hello: Hello) -> None:
+        self.hello = hello
+        outbox, self._outbox = self._outbox, []
+        for message in outbox:
+            self._send(self.name, message)
+
+    def load(self, card: ModelCard, dtype: str) -> Instance:
+        instance = self.instances.get(card.name)
+        if instance is None:
+            ready = asyncio.get_running_loop().create_future()
+            ready.add_done_callback(_retrieve)
+            instance = self.instances[card.name] = Instance(card, ready)
+            self.send(Load(card, dtype, self.config.kv_cache))
+        return instance
+
+    def unload(self, model: str) -> None:
+        if self.instances.pop(model, None) is not None:
+            self.send(Unload(model))
+
+    def submit(self, request: Request, inbox: Inbox) -> None:
+        instance = self.instances[request.model]
+        instance.was_waited_for |= instance.loaded is None
+        instance.requests.add(request.id)
+        self.inboxes[request.id] = (inbox, request.model)
+        self.send(Submit(request))
+
+    def finish(self, request_id: str) -> None:
+        """The request is over, for whatever reason. Later events for it are dropped."""
+        entry = self.inboxes.pop(request_id, None)
+        instance = self.instances.get(entry[1]) if entry else None
+        if instance is not None:
+            instance.requests.discard(request_id)
+
+    def fail_model(self, model: str, error: RequestError) -> None:
+        instance = self.instances.pop(model, None)
+        if instance is not None and not instance.ready.done():
+            instance.ready.set_exception(error)
+        for request_id in [key for key, (_, owner) in self.inboxes.items() if owner == model]:
+            self.inboxes.pop(request_id)[0].fail(error)
+
+    def reset(self, error: RequestError) -> None:
+        """The worker is gone, and with it its models and requests."""
+        self.hello, self.stats = None, None
+        self._outbox.clear()
+        for model in list(self.instances):
+            self.fail_model(model, error)
+        for inbox, _ in self.inboxes.values():  # of models that were unloaded under them
+            inbox.fail(error)
+        self.inboxes.clear()
+
+
+def _retrieve(future: asyncio.Future[Loaded]) -> None:
+    """A load that nobody waits for may fail without asyncio complaining that nobody looked."""
+    if not future.cancelled():
+        future.exception()
+
+
+Observer = Callable[[str, ToGateway], None]
+
+
+class Link:
+    """All nodes behind one socket."""
+
+    def __init__(self, nodes: Sequence[NodeConfig], command: Sequence[str] | None = None) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="dovetail-"))  # mode 0700: nobody else may speak to the workers
+        self._address = f"ipc://{self._directory}/gateway.sock"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits: what is in flight is bounded by max_queue
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes its name over
+        self.nodes = {config.name: NodeLink(config, self._send) for config in nodes}
+        self.supervisors = {config.name: Supervisor(config, self._address, command, self._on_exit) for config in nodes}
+        self.observers: list[Observer] = []
+        self._receiver: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Needs a running loop. Returns at once; the workers say Hello when they have imported what they need."""
+        self._socket.bind(self._address)
+        self._receiver = asyncio.create_task(self._receive(), name="link")
+        for supervisor in self.supervisors.values():
+            supervisor.start()
+
+    async def close(self) -> None:
+        """Shutdown message, then terminate, then kill; the directory goes last."""
+        for node in self.nodes.values():
+            if node.hello is not None:
+                self._send(node.name, Shutdown())
+        await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors.values()))
+        for node in self.nodes.values():
+            node.reset(EngineFailed("the server is shutting down"))
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.gather(self._receiver, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def node_of(self, model: str) -> NodeLink:
+        """Where this model runs, or where it shall: on the node with the fewest models."""
+        nodes = list(self.nodes.values())
+        for node in nodes:
+            if model in node.instances:
+                return node
+        chosen = min(nodes, key=lambda node: len(node.instances))
+        retry_after_s = self.supervisors[chosen.name].retry_after_s
+        if retry_after_s is not None:
+            raise Overloaded(f"the worker '{chosen.name}' is being restarted", retry_after_s=retry_after_s)
+        return chosen
+
+    def is_up(self) -> bool:
+        return all(node.hello is not None for node in self.nodes.values())
+
+    def state_of(self, node: NodeLink) -> Literal["starting", "up", "down"]:
+        if node.hello is not None:
+            return "up"
+        return "starting" if self.supervisors[node.name].retry_after_s is None else "down"
+
+    def _send(self, node: str, message: ToWorker) -> None:
+        # Without a high-water mark this is written in the same tick; the future is already done.
+        self._socket.send_multipart([node.encode(), encode(message)])
+
+    async def _receive(self) -> None:
+        while True:
+            identity, frame = await self._socket.recv_multipart()
+            name = identity.decode(errors="replace")
+            try:
+                message = decode_for_gateway(frame)
+            except msgspec.MsgspecError as error:
+                logger.error("worker %s sent what cannot be read: %s", name, error)
+                continue
+            node = self.nodes.get(name)
+            if node is not None:
+                self._dispatch(node, message)
+
+    def _dispatch(self, node: NodeLink, message: ToGateway) -> None:
+        if isinstance(message, Hello):
+            if message.pid != self.supervisors[node.name].pid:
+                return  # a late word of a process that is gone
+            self.supervisors[node.name].on_hello()
+            node.greet(message)
+        elif node.hello is None:
+            return
+        elif isinstance(message, Tokens):
+            _deliver(node, message)
+        elif isinstance(message, Loaded):
+            instance = node.instances.get(message.model)
+            if instance is not None and not instance.ready.done():
+                instance.ready_at = asyncio.get_running_loop().time()
+                instance.ready.set_result(message)
+        elif isinstance(message, LoadFailed):
+            node.fail_model(message.model, EngineFailed(f"'{message.model}' cannot be loaded: {message.error}"))
+        elif isinstance(message, Stats):
+            node.stats = message
+        elif isinstance(message, Fatal):
+            logger.error("worker %s cannot go on: %s", node.name, message.error)
+        else:
+            assert isinstance(message, Unloaded)
+        for observer in self.observers:
+            observer(node.name, message)
+
+    def _on_exit(self, name: str, code: int) -> None:
+        reason = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        logger.error("worker %s %s", name, reason)
+        self.nodes[name].reset(EngineFailed(f"the worker '{name}' {reason}"))
+
+
+def _deliver(node: NodeLink, message: Tokens) -> None:
+    for event in message.events:
+        entry = node.inboxes.get(event.request_id)
+        if entry is not None:
+            entry[0].put(event)
+
+
+def abort(node: NodeLink, request_id: str, choice: int | None = None) -> None:
+    """Tell the worker in this very tick; with no choice named the request is over here as well."""
+    if request_id in node.inboxes:
+        node.send(Abort(request_id, choice))
+        if choice is None:
+            node.finish(request_id)

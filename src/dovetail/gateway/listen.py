@@ -1,0 +1,32 @@
+"""The listening socket, taken before anything costly is started, so that a port in use is known at once."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from dovetail.errors import ConfigError
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = "the port is in use" if in_use else getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def base_url(listener: socket.socket) -> str:
+    """Where a client on this machine reaches the listener."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

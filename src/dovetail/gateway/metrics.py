@@ -1,0 +1,110 @@
+"""Prometheus metrics under vLLM's names with the prefix `dovetail:`, plus SLO attainment, cold starts and turns.
+
+One registry per server. Knows messages and numbers; who calls it decides what happened.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from dovetail.messages import InstanceStats, Loaded, Stats, ToGateway
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# The buckets are vLLM's, so that its dashboards work.
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._seen: dict[tuple[str, str], InstanceStats] = {}  # worker counters as of the last Stats
+        self._define_gauges()
+        self._define_counters()
+        self._define_histograms()
+
+    def _define_gauges(self) -> None:
+        self.running = self._gauge("num_requests_running", "Requests in the batch.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests waiting for their first turn.")
+        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all.")
+        self.resident = Gauge("dovetail:resident_bytes", "Memory of a worker.", ["node"], registry=self.registry)
+
+    def _define_counters(self) -> None:
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of all requests.")
+        self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated.")
+        self.success = self._counter("request_success_total", "Choices that ended.", "finished_reason")
+        self.preemptions = self._counter("num_preemptions_total", "Sequences that lost their blocks.")
+        self.prefix_queries = self._counter("prefix_cache_queries_total", "Prompt tokens looked up.")
+        self.prefix_hits = self._counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
+        self.turns = self._counter("turns_total", "Iterations.")
+        self.turn_tokens = self._counter("turn_tokens_total", "Tokens computed in all iterations.")
+        self.turn_seconds = self._counter("turn_seconds_total", "Time in iterations.")
+        self.overhead_seconds = self._counter("turn_overhead_seconds_total", "Time between iterations with work there.")
+        self.slo = self._counter("slo_requests_total", "Requests with targets, by outcome.", "outcome")
+        self.cold_starts = self._counter("cold_starts_total", "Loads that a request waited for.", "tier")
+        self.http = Counter(
+            "dovetail:http_requests_total", "Answers by route and status.", ["path", "status"], registry=self.registry
+        )
+        self.restarts = Counter(
+            "dovetail:worker_exits_total", "Workers that ended unasked.", ["node"], registry=self.registry
+        )
+
+    def _define_histograms(self) -> None:
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self.inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a choice.", _TOKEN_S)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S)
+        self.request_prompt = self._histogram("request_prompt_tokens", "Prompt lengths.", _TOKENS)
+        self.request_generation = self._histogram("request_generation_tokens", "Answer lengths.", _TOKENS)
+        self.load_seconds = self._histogram("model_load_seconds", "Opening and building a model.", _REQUEST_S)
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(f"dovetail:{name}", help_text, ["model_name"], registry=self.registry)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"dovetail:{name}", help_text, ["model_name", *labels], registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"dovetail:{name}", help_text, ["model_name"], buckets=buckets, registry=self.registry)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def observe_message(self, node: str, message: ToGateway) -> None:
+        if isinstance(message, Stats):
+            self.resident.labels(node).set(message.resident_bytes)
+            for instance in message.instances:
+                self._observe_instance(node, instance)
+        elif isinstance(message, Loaded):
+            self.load_seconds.labels(message.model).observe(message.times.open_s + message.times.build_s)
+
+    def forget_node(self, node: str) -> None:
+        """Its worker ended: nothing runs there, and the next one counts from zero."""
+        self.restarts.labels(node).inc()
+        for key in [key for key in self._seen if key[0] == node]:
+            del self._seen[key]
+            for gauge in (self.running, self.waiting, self.kv_usage):
+                gauge.labels(key[1]).set(0)
+
+    def _observe_instance(self, node: str, now: InstanceStats) -> None:
+        model = now.model
+        before = self._seen.get((node, model))
+        self._seen[node, model] = now
+        self.running.labels(model).set(now.running)
+        self.waiting.labels(model).set(now.waiting)
+        self.kv_usage.labels(model).set(now.blocks_used / now.blocks_total if now.blocks_total else 0.0)
+        for counter, field in (
+            (self.preemptions, "preemptions"),
+            (self.prefix_queries, "prefix_queries"),
+            (self.prefix_hits, "prefix_hits"),
+            (self.turns, "turns"),
+            (self.turn_tokens, "turn_tokens"),
+            (self.turn_seconds, "turn_seconds"),
+            (self.overhead_seconds, "overhead_seconds"),
+        ):
+            total = getattr(now, field)
+            known = getattr(before, field) if before is not None else 0
+            # A model that was loaded anew counts from zero.
+            counter.labels(model).inc(total - known if total >= known else total)

@@ -1,0 +1,119 @@
+"""A running job as an HTTP answer: whole or as server-sent events, given up as soon as the client goes away.
+
+The status line waits for the first text, so that a schema that does not compile is a 422 and a model that cannot be
+loaded a 500 for streams too; what fails later is an error event that ends the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dovetail.errors import RequestError
+from dovetail.gateway.replies import Answer, ErrorBody, ErrorDetail, Reply, UsageCount
+from dovetail.gateway.service import Service
+from dovetail.gateway.translate import Job
+
+# A client that keeps its connection but stops reading holds a place in the queue; after this long it loses it.
+SEND_TIMEOUT_S = 60.0
+
+_JSON = [(b"content-type", b"application/json")]
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies pass each event on at once
+]
+
+
+def problem_body(error: RequestError) -> str:
+    return ErrorBody(
+        error=ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
+    ).model_dump_json()
+
+
+def problem_response(error: RequestError) -> Response:
+    """The one place where an error becomes an HTTP response."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status == 413:
+        headers["connection"] = "close"  # the rest of the body is not read
+    return Response(problem_body(error), error.status, headers, media_type="application/json")
+
+
+class GenerationResponse(Response):
+    """Runs the job when the server is ready to send."""
+
+    def __init__(self, service: Service, job: Job, reply: Reply, *, stream: bool, include_usage: bool) -> None:
+        super().__init__()
+        self._service = service
+        self._job = job
+        self._reply = reply
+        self._stream = stream
+        self._include_usage = include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_disconnect(receive, self._send_events(send) if self._stream else self._send_whole(send))
+
+    async def _send_whole(self, send: Send) -> None:
+        answers = [Answer() for request in self._job.requests for _ in range(request.num_choices)]
+        usage = UsageCount(self._job.num_prompt_tokens)
+        async with aclosing(self._service.run(self._job)) as deltas:
+            async for delta in deltas:
+                answers[delta.index].add(delta)
+                usage.add(delta)
+        body = self._reply.whole(answers, usage.total()).encode()
+        length = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": _JSON + length})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _send_events(self, send: Send) -> None:
+        usage = UsageCount(self._job.num_prompt_tokens)
+        has_started = False
+        try:
+            async with aclosing(self._service.run(self._job)) as deltas:
+                async for delta in deltas:
+                    if not has_started:
+                        has_started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                    usage.add(delta)
+                    await _send_event(send, self._reply.chunk(delta))
+            if self._include_usage:
+                await _send_event(send, self._reply.usage_chunk(usage.total()))
+        except RequestError as error:
+            if not has_started:
+                raise
+            await _send_event(send, problem_body(error))
+        await _send_event(send, "[DONE]", more=False)
+
+
+async def _send_event(send: Send, data: str, *, more: bool = True) -> None:
+    async with asyncio.timeout(SEND_TIMEOUT_S):
+        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work unless the client goes away first; then it is cancelled, and has ended when this returns."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for unfinished in (task, watcher):
+            unfinished.cancel()  # does nothing to a task that is done
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,251 @@
+"""The endpoints: a body in, a job or a record out. No state of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+import dovetail
+from dovetail.errors import InvalidRequest
+from dovetail.gateway.api import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_body,
+)
+from dovetail.gateway.metrics import CONTENT_TYPE
+from dovetail.gateway.models import ServedModel
+from dovetail.gateway.replies import (
+    ChatCompletion,
+    ChatReply,
+    Detokenized,
+    ErrorBody,
+    ModelInfo,
+    ModelList,
+    ServerStatus,
+    Status,
+    TextCompletion,
+    TextReply,
+    Tokenized,
+    Version,
+)
+from dovetail.gateway.respond import GenerationResponse
+from dovetail.gateway.service import Service
+from dovetail.gateway.status import server_status
+from dovetail.gateway.translate import chat_job, chat_prompt, completion_job
+from dovetail.types import Slo
+
+BODY_TIMEOUT_S = 60.0
+_MAX_SLO_MS = 1e9
+
+Responses = dict[int | str, dict[str, Any]]
+Handler = Callable[..., Awaitable[Response]]
+Body = TypeVar("Body", bound=BaseModel)
+
+
+_JOB_ERRORS = (400, 401, 404, 413, 422, 429, 500, 503)
+_BODY_ERRORS = (400, 401, 404, 413)
+_PLAIN_TEXT: Responses = {
+    200: {"description": "Prometheus text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
+
+
+def make_router(service: Service) -> APIRouter:
+    endpoints = Endpoints(service)
+    router = APIRouter()
+
+    def post(path: str, handler: Handler, body: type[BaseModel], responses: Responses) -> None:
+        extra = {"requestBody": _request_body(body)}
+        router.add_api_route(path, handler, methods=["POST"], responses=responses, openapi_extra=extra)
+
+    def get(path: str, handler: Handler, responses: Responses) -> None:
+        router.add_api_route(path, handler, methods=["GET"], responses=responses)
+
+    post("/v1/chat/completions", endpoints.chat, ChatRequest, _streamed(ChatCompletion, _JOB_ERRORS))
+    post("/v1/completions", endpoints.complete, CompletionRequest, _streamed(TextCompletion, _JOB_ERRORS))
+    post("/tokenize", endpoints.tokenize, TokenizeRequest, _responses(Tokenized, _BODY_ERRORS))
+    post("/detokenize", endpoints.detokenize, DetokenizeRequest, _responses(Detokenized, _BODY_ERRORS))
+    get("/v1/models", endpoints.list_models, _responses(ModelList, (401,)))
+    get("/v1/models/{model:path}", endpoints.show_model, _responses(ModelInfo, (401, 404)))
+    get("/health", endpoints.health, {**_responses(Status), 503: {"model": Status, "description": "not now"}})
+    get("/live", endpoints.live, _responses(Status))
+    get("/version", endpoints.version, _responses(Version))
+    get("/api/ps", endpoints.ps, _responses(ServerStatus, (401,)))
+    get("/metrics", endpoints.metrics, _PLAIN_TEXT)
+    return router
+
+
+def _request_body(kind: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _responses(answer: type[BaseModel], errors: Sequence[int] = ()) -> Responses:
+    return {
+        200: {"model": answer, "description": "OK"},
+        **{status: {"model": ErrorBody, "description": "error"} for status in errors},
+    }
+
+
+def _streamed(answer: type[BaseModel], errors: Sequence[int]) -> Responses:
+    responses = _responses(answer, errors)
+    responses[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    return responses
+
+
+class Endpoints:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        self._service.check_admission()
+        body = await _read(ChatRequest, request)
+        model = self._service.models.get(body.model)
+        slo = _slo(request, model)
+        job = await chat_job(body, model, _new_id(), self._service.context_limit(model), slo)
+        reply = ChatReply(job, _now(), with_logprobs=bool(body.logprobs), with_usage=body.includes_usage)
+        return GenerationResponse(
+            self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage
+        )
+
+    async def complete(self, request: Request) -> Response:
+        """Go on with a text."""
+        self._service.check_admission()
+        body = await _read(CompletionRequest, request)
+        model = self._service.models.get(body.model)
+        slo = _slo(request, model)
+        job = await completion_job(body, model, _new_id(), self._service.context_limit(model), slo)
+        echoes = [await _prompt_text(model, item.prompt) for item in job.requests] if body.echo else []
+        reply = TextReply(
+            job, _now(), with_logprobs=body.logprobs is not None, with_usage=body.includes_usage, echoes=echoes
+        )
+        return GenerationResponse(
+            self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        """Tokens of a text or a conversation."""
+        body = await _read(TokenizeRequest, request)
+        model = self._service.models.get(body.model)
+        await model.prepare()
+        if body.messages is not None:
+            chat = ChatRequest(
+                model=body.model, messages=body.messages, add_generation_prompt=body.add_generation_prompt
+            )
+            tokens = await chat_prompt(chat, model)
+        else:
+            tokens = await _tokenize_text(body, model)
+        strings = [model.tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None
+        context = model.card.spec.context_length
+        return _json(Tokenized(tokens=tokens, count=len(tokens), max_model_len=context, token_strs=strings))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of tokens."""
+        body = await _read(DetokenizeRequest, request)
+        model = self._service.models.get(body.model)
+        await model.prepare()
+        return _json(Detokenized(prompt=await model.decode(body.tokens, skip_special_tokens=False)))
+
+    async def list_models(self) -> Response:
+        """Models on offer, loaded or not."""
+        models = await asyncio.to_thread(self._service.models.all)
+        return _json(ModelList(data=[_model_info(model) for model in models]))
+
+    async def show_model(self, model: str) -> Response:
+        """One model."""
+        return _json(_model_info(self._service.models.get(model)))
+
+    async def health(self) -> Response:
+        """Whether requests should be sent here."""
+        status = "ok"
+        if self._service.is_draining:
+            status = "draining"
+        elif not self._service.is_ready:
+            status = "starting"
+        elif not self._service.link.is_up():
+            status = "a worker is down"
+        return _json(Status(status=status), 200 if status == "ok" else 503)
+
+    async def live(self) -> Response:
+        """Whether the process is alive."""
+        return _json(Status(status="ok"))
+
+    async def version(self) -> Response:
+        """Version of the server."""
+        return _json(Version(version=dovetail.__version__))
+
+    async def metrics(self) -> Response:
+        """Metrics for Prometheus."""
+        return Response(self._service.metrics.render(), media_type=CONTENT_TYPE)
+
+    async def ps(self) -> Response:
+        """What runs where."""
+        return _json(server_status(self._service))
+
+
+async def _read(kind: type[Body], request: Request) -> Body:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.body()
+    except TimeoutError:
+        raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s", code="timeout") from None
+    return parse_body(kind, body)
+
+
+async def _tokenize_text(body: TokenizeRequest, model: ServedModel) -> list[int]:
+    assert body.prompt is not None
+    if body.add_special_tokens:
+        return await model.encode_prompt(body.prompt)
+    return await model.encode(body.prompt, add_special_tokens=False)
+
+
+async def _prompt_text(model: ServedModel, prompt: tuple[int, ...]) -> str:
+    return await model.decode(list(prompt), skip_special_tokens=True)
+
+
+def _slo(request: Request, model: ServedModel) -> Slo:
+    """The request's own targets, then its model's."""
+    configured = model.config.slo
+    ttft_s = _header_seconds(request, "x-slo-ttft-ms")
+    tpot_s = _header_seconds(request, "x-slo-tpot-ms")
+    return Slo(configured.ttft if ttft_s is None else ttft_s, configured.tpot if tpot_s is None else tpot_s)
+
+
+def _header_seconds(request: Request, name: str) -> float | None:
+    text = request.headers.get(name)
+    if text is None:
+        return None
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds <= _MAX_SLO_MS:  # false for nan too
+        raise InvalidRequest(f"{name} must be a positive number of milliseconds", param=name)
+    return milliseconds / 1000
+
+
+def _model_info(model: ServedModel) -> ModelInfo:
+    card = model.card
+    return ModelInfo(id=card.name, created=card.created, max_model_len=card.spec.context_length)
+
+
+def _json(record: BaseModel, status: int = 200) -> Response:
+    return Response(record.model_dump_json(), status, media_type="application/json")
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _now() -> int:
+    return int(time.time())

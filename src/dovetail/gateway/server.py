@@ -1,0 +1,64 @@
+"""uvicorn with our signals: the first SIGTERM or SIGINT drains, the second leaves at once; a drained server exits 0."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from dovetail.gateway.service import Service
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CLOSE_TIMEOUT_S = 5  # for connections, once their streams have ended
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until told to stop. While it drains it still answers: probes must see it go."""
+
+    def __init__(self, app: ASGIApp, service: Service, drain_timeout_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_keep_alive=75,  # longer than the idle time of usual proxies, which must be the ones to close
+                timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+            )
+        )
+        self._service = service
+        self._drain_timeout_s = drain_timeout_s
+        self._drain: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own would raise the signal again at the end, and the exit code would not be 0."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self._drain is not None:
+            self.should_exit = self.force_exit = True
+            self._drain.cancel()
+            return
+        self._service.is_draining = True
+        self._drain = asyncio.create_task(self._exit_when_idle())
+
+    async def _exit_when_idle(self) -> None:
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await self._service.wait_until_idle()
+        except TimeoutError:
+            self.force_exit = True
+        self.should_exit = True

@@ -1,0 +1,35 @@
+"""S1: whether one request's tokens came in time. Token i is due at arrival + TTFT + i · TPOT; a cold start is grace."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dovetail.types import Request, ServiceClass
+
+DEFAULT_TPOT_S = 0.25
+
+
+def default_ttft_s(num_prompt_tokens: int) -> float:
+    return min(max(0.5, num_prompt_tokens / 512), 8.0)
+
+
+class SloWatch:
+    """Follows one request. The slowest choice counts; best-effort requests have no outcome."""
+
+    def __init__(self, request: Request, arrival: float) -> None:
+        self._counts = request.service_class is ServiceClass.LATENCY_SENSITIVE
+        self._arrival = arrival
+        self._ttft_s = request.slo.ttft_s if request.slo.ttft_s is not None else default_ttft_s(len(request.prompt))
+        self._tpot_s = request.slo.tpot_s if request.slo.tpot_s is not None else DEFAULT_TPOT_S
+        self._violated = False
+
+    def token(self, position: int, now: float, grace_s: float) -> None:
+        """The token at `position` (0 = the first) of some choice is there."""
+        due = self._arrival + self._ttft_s + position * self._tpot_s + grace_s
+        self._violated |= now > due
+
+    @property
+    def outcome(self) -> Literal["attained", "violated"] | None:
+        if not self._counts:
+            return None
+        return "violated" if self._violated else "attained"

@@ -1,0 +1,49 @@
+"""What `/api/ps` says: nodes, their models, and what each holds right now."""
+
+from __future__ import annotations
+
+import dovetail
+from dovetail.gateway.link import Instance, Link, NodeLink
+from dovetail.gateway.replies import ModelStatus, NodeStatus, ServerStatus
+from dovetail.gateway.service import Service
+from dovetail.messages import InstanceStats
+
+
+def server_status(service: Service) -> ServerStatus:
+    return ServerStatus(
+        version=dovetail.__version__,
+        draining=service.is_draining,
+        unfinished=service.unfinished,
+        nodes=[_node_status(service.link, node) for node in service.link.nodes.values()],
+    )
+
+
+def _node_status(link: Link, node: NodeLink) -> NodeStatus:
+    supervisor = link.supervisors[node.name]
+    stats = {item.model: item for item in node.stats.instances} if node.stats else {}
+    return NodeStatus(
+        name=node.name,
+        device=node.hello.device if node.hello else node.config.device,
+        state=link.state_of(node),
+        pid=supervisor.pid,
+        starts=supervisor.starts,
+        import_s=node.hello.import_s if node.hello else None,
+        resident_bytes=node.stats.resident_bytes if node.stats else None,
+        models=[_model_status(item, stats.get(name)) for name, item in node.instances.items()],
+    )
+
+
+def _model_status(instance: Instance, stats: InstanceStats | None) -> ModelStatus:
+    loaded = instance.loaded
+    status = ModelStatus(
+        name=instance.card.name, state="loaded" if loaded else "loading", unfinished=len(instance.requests)
+    )
+    if loaded is not None:
+        status.dtype, status.weight_bytes, status.mapped = loaded.dtype, loaded.weight_bytes, loaded.mapped
+        status.kv_capacity_tokens = loaded.kv_capacity_tokens
+        status.open_s, status.build_s = loaded.times.open_s, loaded.times.build_s
+    if stats is not None:
+        for field in InstanceStats.__struct_fields__:
+            if field in ModelStatus.model_fields:
+                setattr(status, field, getattr(stats, field))
+    return status

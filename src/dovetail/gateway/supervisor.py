@@ -1,0 +1,139 @@
+"""One worker process: started, watched, started again with growing pauses, ended by its own process id.
+
+Knows the worker's command line and nothing of what is said to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from dovetail.config import NodeConfig
+from dovetail.errors import EngineFailed
+
+logger = logging.getLogger("dovetail.gateway")
+
+HELLO_TIMEOUT_S = 120.0  # importing torch from a cold network disk is slow, but not this slow
+STABLE_S = 30.0  # a worker that lived this long starts again without a pause
+MAX_PAUSE_S = 30.0
+SHUTDOWN_GRACE_S = 5.0
+TERMINATE_GRACE_S = 2.0
+
+
+def worker_command() -> list[str]:
+    return [sys.executable, "-m", "dovetail.worker"]
+
+
+def worker_arguments(config: NodeConfig, address: str, parent: int) -> list[str]:
+    values = {
+        "node": config.name,
+        "connect": address,
+        "device": config.device,
+        "threads": config.threads,
+        "max-batch": config.max_batch,
+        "max-turn-tokens": config.max_turn_tokens,
+        "block-size": config.block_size,
+        "kv-bytes": config.kv_cache,
+        "parent": parent,  # the worker ends itself when the gateway is gone
+    }
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+class Supervisor:
+    """Keeps one worker running until `stop`."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        address: str,
+        command: Sequence[str] | None,
+        on_exit: Callable[[str, int], None],
+    ) -> None:
+        self._name = config.name
+        self._argv = [*(command or worker_command()), *worker_arguments(config, address, os.getpid())]
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._hello = asyncio.Event()
+        self._resume_at: float | None = None
+        # The first worker's Hello, or how it ended instead: a server whose workers never came up does not start.
+        self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.starts = 0
+        self.failures = 0  # ends in a row before a worker was stable
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds until the next start while pausing after failures; None when a worker is up or on its way."""
+        if self._resume_at is None:
+            return None
+        return max(self._resume_at - asyncio.get_running_loop().time(), 0.0) + 1.0
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"supervisor-{self._name}")
+
+    def on_hello(self) -> None:
+        self._hello.set()
+        if not self.greeted.done():
+            self.greeted.set_result(None)
+
+    async def stop(self) -> None:
+        """The Shutdown message has been sent; what does not follow it is terminated, then killed."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        if not self._hello.is_set():  # nobody there yet to read the message, and nothing to lose
+            process.kill()
+        for grace_s, action in ((SHUTDOWN_GRACE_S, process.terminate), (TERMINATE_GRACE_S, process.kill)):
+            try:
+                await asyncio.wait_for(process.wait(), grace_s)
+                return
+            except TimeoutError:
+                action()
+        await process.wait()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            code = await self._run_once()
+            self._on_exit(self._name, code)
+            if not self.greeted.done():
+                self.greeted.set_exception(
+                    EngineFailed(f"the worker '{self._name}' ended with code {code} before it was ready")
+                )
+            self.failures = 0 if loop.time() - started > STABLE_S else self.failures + 1
+            # The first failure is answered at once, so that one bad request costs the others no more than a restart.
+            pause_s = 0.0 if self.failures <= 1 else min(2.0 ** (self.failures - 2), MAX_PAUSE_S)
+            if pause_s:
+                self._resume_at = loop.time() + pause_s
+                await asyncio.sleep(pause_s)
+                self._resume_at = None
+
+    async def _run_once(self) -> int:
+        self._hello.clear()
+        self.starts += 1
+        # Its own session: a Ctrl-C in the terminal is for the gateway, which drains and then ends the worker.
+        try:
+            self._process = await asyncio.create_subprocess_exec(*self._argv, start_new_session=True)
+        except OSError as error:
+            logger.error("worker %s cannot be started: %s", self._name, error)
+            return 127
+        exit_wait = asyncio.create_task(self._process.wait())
+        hello_wait = asyncio.create_task(self._hello.wait())
+        await asyncio.wait({exit_wait, hello_wait}, timeout=HELLO_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if not hello_wait.done():
+            hello_wait.cancel()
+            if not exit_wait.done():
+                logger.error("worker %s said nothing for %.0f s and is ended", self._name, HELLO_TIMEOUT_S)
+                self._process.kill()
+        return await exit_wait

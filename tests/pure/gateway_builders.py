@@ -1,0 +1,85 @@
+"""Builders for tests of the gateway: tokenizers of each kind, a card, a service on the fake worker."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from dovetail.config import ModelConfig, NodeConfig
+from dovetail.gateway.link import Link
+from dovetail.gateway.metrics import Metrics
+from dovetail.gateway.models import FixedCatalogue, Models
+from dovetail.gateway.service import Service
+from dovetail.modelspec import ModelSpec
+from dovetail.types import ModelCard
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+END = 256
+CONTEXT = 512
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """One token per byte, a few words of several bytes, and special tokens from 256 on."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens(["naïve", "Paris 🗼"])
+    return tokenizer
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As Llama 2's: words with ▁ for the space, single bytes as <0xNN>."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁cat", "s", "日本", "é"]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[], byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
+    return tokenizer
+
+
+def word_piece_tokenizer() -> Tokenizer:
+    """A decoder that the gateway has no table for."""
+    words = ["[UNK]", "[SEP]", "the", "cat", "##s", "sat", "日", "##本", "."]
+    tokenizer = Tokenizer(models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([AddedToken("[SEP]", special=True)])
+    return tokenizer
+
+
+def make_card(folder: Path, name: str = "fake", **changes: Any) -> ModelCard:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        byte_level_tokenizer().save(str(file))
+    spec = ModelSpec("llama", 300, 8, 1, 1, 1, 8, 8, CONTEXT)
+    fields = {"chat_template": TEMPLATE, "eos_token": "<|end|>", "eos_token_ids": (END,)} | changes
+    return ModelCard(name=name, path=str(folder), spec=spec, tokenizer_file=str(file), **fields)
+
+
+@asynccontextmanager
+async def running_service(
+    folder: Path, *cards: ModelCard, max_queue: int = 64, keep_alive: float = -1, **config: Any
+) -> AsyncIterator[Service]:
+    served = cards or (make_card(folder), make_card(folder, "broken"))
+    link = Link([NodeConfig(**config)], [sys.executable, str(Path(__file__).parent / "fake_worker.py")])
+    configs = {card.name: ModelConfig(source="", keep_alive=keep_alive) for card in served}
+    service = Service(link, Models(FixedCatalogue(list(served)), configs), Metrics(), max_queue=max_queue)
+    link.start()
+    try:
+        yield service
+    finally:
+        await link.close()
