@@ -92,9 +92,10 @@ def test_a_stop_string_ends_the_text_and_frees_the_worker(tmp_path: Path) -> Non
 
 def test_the_token_that_ends_a_text_is_not_part_of_it(tmp_path: Path) -> None:
     async def test(service: Service) -> None:
-        (deltas,) = (await collect(service, [104, 105, END], skip_special_tokens=False)).values()
-        assert (text_of(deltas), deltas[-1].stop_reason) == (text_of(deltas), END)
-        assert "<|end|>" not in text_of(deltas)
+        (deltas,) = (await collect(service, [64, 65, END], skip_special_tokens=False)).values()
+        assert (text_of(deltas), deltas[-1].finish, deltas[-1].stop_reason) == ("ab", FinishReason.STOP, None)
+        (deltas,) = (await collect(service, [64, 65, 66], stop_token_ids=[66])).values()
+        assert (text_of(deltas), deltas[-1].finish, deltas[-1].stop_reason) == ("ab", FinishReason.STOP, 66)
         (deltas,) = (await collect(service, [104, 105, END], ignore_eos=True, skip_special_tokens=False)).values()
         assert "<|end|>" in text_of(deltas)
 

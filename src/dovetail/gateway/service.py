@@ -239,6 +239,7 @@ class _Choice:
         self.last_token_at: float | None = None
         self.finish: FinishReason | None = None
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
+        self._eos_ids = job.model.card.eos_token_ids
         self._min_tokens = request.sampling.min_tokens
         self._include_stop = job.include_stop
         self._stopper = Stopper(job.stops, include_stop=job.include_stop)
@@ -257,7 +258,7 @@ class _Choice:
             if event.logprobs is not None:
                 delta.logprobs.append((event.token, event.logprobs))
             ends_it = event.finish is FinishReason.STOP and event.token in self._stop_ids
-            if ends_it:
+            if ends_it and event.token not in self._eos_ids:  # an end of its own needs no reason
                 delta.stop_reason = event.token
             if not ends_it or self._include_stop:  # the token that ends a text is not part of it
                 text = self._detokenizer.feed(event.token)

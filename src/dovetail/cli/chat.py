@@ -1,0 +1,259 @@
+"""`run`: a chat in the terminal, through a running server or a private one without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from dovetail.cli.output import print_json
+from dovetail.cli.ps import DEFAULT_URL, Url, error_message, key_header
+from dovetail.config import Config
+from dovetail.errors import InvalidRequest, RequestError
+
+if TYPE_CHECKING:
+    from dovetail.gateway.service import Service
+
+_HELP = "/clear forgets the conversation, /bye leaves (so does Ctrl-D), Ctrl-C stops an answer."
+
+
+@dataclass
+class Conversation:
+    system: str | None
+    options: dict[str, Any]  # sampling, as in a chat completion's body
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def body(self, model: str) -> dict[str, Any]:
+        return {"model": model, "messages": self.messages} | self.options
+
+
+@dataclass
+class Piece:
+    text: str = ""
+    finish: str | None = None
+    num_tokens: int = 0
+
+
+class Backend(Protocol):
+    """Something that answers conversations."""
+
+    async def open(self) -> None: ...
+
+    def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]: ...
+
+    async def close(self) -> None: ...
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`, a folder, or a source as for `pull`.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="Answer this and leave; read from standard input where that is piped.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 = always the likeliest token.", min=0, max=2)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    url: Url = DEFAULT_URL,
+    store: Annotated[
+        Path | None, typer.Option(help="Where models are kept.  [default: $DOVETAIL_HOME, ~/.cache/dovetail]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON for programs.")] = False,
+) -> None:
+    """Chat with a model in the terminal.
+
+    Example: dovetail run smollm2-135m-instruct "What is a dovetail joint?"
+    """
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read().strip()
+        if not prompt:
+            raise InvalidRequest("the prompt on standard input is empty")
+    if as_json and prompt is None:
+        raise InvalidRequest("--json needs a prompt")
+    given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    conversation = Conversation(system, {key: value for key, value in given.items() if value is not None})
+    backend: Backend = RemoteChat(url, model) if _serves(url, model) else LocalChat(model, store)
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(backend.open())
+            if prompt is None:
+                _converse(runner, backend, conversation)
+            else:
+                _answer_once(runner, backend, conversation, model, prompt, as_json)
+        finally:
+            runner.run(backend.close())
+
+
+def _serves(url: str, model: str) -> bool:
+    """Whether a server is there and has the model; every doubt means no."""
+    import httpx
+
+    try:
+        response = httpx.get(f"{url.rstrip('/')}/v1/models", headers=key_header(), timeout=2)
+        return any(item["id"] == model for item in response.json()["data"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+        return False
+
+
+def _answer_once(
+    runner: asyncio.Runner, backend: Backend, conversation: Conversation, model: str, prompt: str, as_json: bool
+) -> None:
+    started = time.monotonic()
+    conversation.messages.append({"role": "user", "content": prompt})
+    text, last = runner.run(_print_answer(backend, conversation, quiet=as_json))
+    if as_json:
+        seconds = round(time.monotonic() - started, 3)
+        answer = {"model": model, "content": text, "finish_reason": last.finish}
+        print_json(answer | {"completion_tokens": last.num_tokens, "seconds": seconds})
+
+
+def _converse(runner: asyncio.Runner, backend: Backend, conversation: Conversation) -> None:
+    import readline  # noqa: F401  gives `input` editing and history
+
+    print(_HELP)
+    while True:
+        try:
+            line = input(">>> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /bye leaves)")
+            continue
+        if line == "/bye":
+            return
+        if line == "/clear":
+            conversation.clear()
+        elif line.startswith("/"):
+            print(_HELP)
+        elif line:
+            _take_turn(runner, backend, conversation, line)
+
+
+def _take_turn(runner: asyncio.Runner, backend: Backend, conversation: Conversation, line: str) -> None:
+    """A failed or stopped answer leaves the conversation as it was."""
+    conversation.messages.append({"role": "user", "content": line})
+    try:
+        text, _ = runner.run(_print_answer(backend, conversation))
+    except KeyboardInterrupt:
+        conversation.messages.pop()
+        print("\n(stopped)")
+    except RequestError as error:
+        conversation.messages.pop()
+        print(f"\nerror: {error}", file=sys.stderr)
+    else:
+        conversation.messages.append({"role": "assistant", "content": text})
+
+
+async def _print_answer(backend: Backend, conversation: Conversation, *, quiet: bool = False) -> tuple[str, Piece]:
+    total, pieces = Piece(), []
+    async with aclosing(backend.answer(conversation)) as answer:
+        async for piece in answer:
+            pieces.append(piece.text)
+            total.finish = piece.finish or total.finish
+            total.num_tokens += piece.num_tokens
+            if not quiet:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+    if not quiet:
+        print()
+    return "".join(pieces), total
+
+
+class LocalChat:
+    """A worker of our own, and the gateway's core without HTTP."""
+
+    def __init__(self, model: str, store: Path | None) -> None:
+        self._model = model
+        config = Config()
+        self._config = config.model_copy(update={"store": config.store.model_copy(update={"path": store})})
+        self._service: Service | None = None
+
+    async def open(self) -> None:
+        from dovetail.cli.serve import make_offer
+        from dovetail.gateway.link import Link
+
+        self._link = Link(self._config.nodes)
+        self._link.start()
+        offer = await asyncio.to_thread(make_offer, self._config, [self._model])
+        from dovetail.gateway.metrics import Metrics
+        from dovetail.gateway.service import Service
+
+        self._service = Service(self._link, offer.models, Metrics(), max_queue=1)
+        await self._service.start(offer.preload)
+        self._model = offer.names[0]
+
+    async def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]:
+        from dovetail.gateway.api import ChatRequest, parse_body
+        from dovetail.gateway.translate import chat_job
+        from dovetail.types import Slo
+
+        assert self._service is not None
+        service = self._service
+        body = parse_body(ChatRequest, json.dumps(conversation.body(self._model)).encode())
+        model = service.models.get(self._model)
+        job = await chat_job(body, model, uuid.uuid4().hex, service.context_limit(model), Slo())
+        async with aclosing(service.run(job)) as deltas:
+            async for delta in deltas:
+                yield Piece(delta.text, delta.finish, delta.num_tokens)
+
+    async def close(self) -> None:
+        if hasattr(self, "_link"):
+            await self._link.close()
+
+
+class RemoteChat:
+    """A server that has the model."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url = url.rstrip("/")
+        self._model = model
+
+    async def open(self) -> None:
+        import httpx
+
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(10, read=600), headers=key_header())
+
+    async def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]:
+        import httpx
+
+        body = conversation.body(self._model) | {"stream": True, "stream_options": {"include_usage": True}}
+        try:
+            async with self._client.stream("POST", f"{self._url}/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise RequestError(error_message(response))
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data: ")
+                    if line.startswith("data: ") and data != "[DONE]":
+                        yield _piece(json.loads(data))
+        except httpx.HTTPError as error:
+            raise RequestError(f"the server went away: {error or type(error).__name__}") from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _piece(event: dict[str, Any]) -> Piece:
+    if "error" in event:
+        raise RequestError(event["error"]["message"])
+    choices, usage = event["choices"], event.get("usage")
+    text = choices[0]["delta"].get("content", "") if choices else ""
+    finish = choices[0].get("finish_reason") if choices else None
+    return Piece(text, finish, usage["completion_tokens"] if usage else 0)
