@@ -347,7 +347,12 @@ def _instance_stats(instance: Instance) -> messages.InstanceStats:
 
 
 def _seconds_since_start() -> float:
-    return time.time() - psutil.Process().create_time()
+    if sys.platform != "linux":
+        return time.time() - psutil.Process().create_time()
+    # The kernel counts a process's start in ticks since boot; psutil adds them to a boot time in whole seconds.
+    with open("/proc/self/stat") as file:
+        start_ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _die_with_parent() -> None:
