@@ -100,7 +100,7 @@ def test_penalties_act_on_the_tokens_they_should() -> None:
 def test_bias_and_barred_stop_tokens() -> None:
     assert frequencies(LOGITS, draws=20, temperature=0.0, logit_bias={7: 100.0})[7] == 1.0
     assert frequencies(LOGITS, draws=20, temperature=0.0, logit_bias={0: -100.0})[1] == 1.0
-    assert frequencies(LOGITS, draws=20, temperature=0.0, min_tokens=2, stop_token_ids=(0,))[1] == 1.0
+    assert frequencies(LOGITS, draws=20, temperature=0.0, min_tokens=2, stop_token_ids=(0, 10**6))[1] == 1.0
 
 
 def test_logprobs_are_those_of_the_model_before_penalties() -> None:

