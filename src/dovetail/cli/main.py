@@ -20,7 +20,7 @@ from dovetail.errors import DovetailError
 
 class Command(NamedTuple):
     module: str
-    function: str
+    target: str  # a function, or a typer app of several
     summary: str
 
 
@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "show": Command("dovetail.cli.models", "show", "Show all that is known about a model."),
     "rm": Command("dovetail.cli.models", "remove", "Delete models."),
     "ps": Command("dovetail.cli.ps", "ps", "Show what a running server is doing."),
+    "bench": Command("dovetail.cli.bench", "app", "Measure this machine and this build."),
     "doctor": Command("dovetail.cli.doctor", "doctor", "Look at this machine: what it has, what follows from it."),
 }
 
@@ -65,8 +66,11 @@ def build_app(command: str | None) -> typer.Typer:
     )
     app.callback()(_root)
     for name, entry in COMMANDS.items():
-        function = _load(entry) if name == command else _listed(entry)
-        app.command(name, short_help=entry.summary)(function)
+        target = _load(entry) if name == command else _listed(entry)
+        if isinstance(target, typer.Typer):  # a group of commands
+            app.add_typer(target, name=name, short_help=entry.summary)
+        else:
+            app.command(name, short_help=entry.summary)(target)
     return app
 
 
@@ -85,14 +89,14 @@ def _root(
     """Options of every command; `main` has taken --debug out before this sees it."""
 
 
-def _load(entry: Command) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(importlib.import_module(entry.module), entry.function)
-    return function
+def _load(entry: Command) -> typer.Typer | Callable[..., Any]:
+    target: typer.Typer | Callable[..., Any] = getattr(importlib.import_module(entry.module), entry.target)
+    return target
 
 
 def _listed(entry: Command) -> Callable[[], None]:
     def placeholder() -> None:
-        raise AssertionError(f"{entry.function} was listed but not loaded")
+        raise AssertionError(f"{entry.target} was listed but not loaded")
 
     return placeholder
 
