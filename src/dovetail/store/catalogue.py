@@ -11,14 +11,13 @@ import fcntl
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dovetail.errors import CheckpointError, InvalidRequest, ModelNotFound, SourceError
 from dovetail.machine import preferred_dtype
-from dovetail.store.canonical import is_canonical_folder, read_card, recover, write_canonical
+from dovetail.store.canonical import CARD, is_canonical_folder, read_card, recover, write_canonical
 from dovetail.store.checkpoints import open_checkpoint
 from dovetail.store.sources import Fetched, Progress, fetch
 from dovetail.types import ModelCard
@@ -90,12 +89,12 @@ class Catalogue:
         present = self._present(source, name, kind)
         if present is not None and not force:
             return present
-        began = int(time.time())
         with fetch(source, progress) as fetched:
             final = name or fetched.name
+            before = self._stamp(final)
             with self._lock(final):
                 present = self._present(source, final, kind)
-                if present is not None and present.created >= began:
+                if present is not None and (not force or self._stamp(final) != before):
                     return present  # another pull did the work while this one waited
                 return self._convert(fetched, source, final, kind, progress)
 
@@ -128,6 +127,11 @@ class Catalogue:
             if matches and _newest_change(wanted) <= card.created:
                 return card
         return None
+
+    def _stamp(self, name: str) -> int:
+        """Changes whenever this name is written."""
+        card = self._folder(name) / CARD
+        return card.stat().st_mtime_ns if card.exists() else 0
 
     def _folder(self, name: str) -> Path:
         """Where the model lies; a name can lead nowhere but into the folder of models."""

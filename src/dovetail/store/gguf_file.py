@@ -102,7 +102,10 @@ class GgufFile:
         used = {part.tensor for parts in self._parts.values() for part in parts}
         for tensor in {self._tensors[name].tensor_type: self._tensors[name] for name in used}.values():
             rows = tensor.data.reshape(-1, tensor.data.shape[-1])
-            _dequantize(rows[:1], tensor)
+            try:
+                _dequantize(rows[:1], tensor)
+            except UnsupportedModel as error:
+                raise UnsupportedModel(f"{self.path}: {error}") from error
 
     def _slabs(self, part: Part) -> Iterator[_Slab]:
         """The part cut into runs of rows; rows that change places stay together."""

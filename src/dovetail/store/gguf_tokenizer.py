@@ -66,6 +66,8 @@ class Vocabulary:
         self.types: list[int] = keys.get("tokenizer.ggml.token_type") or [_NORMAL] * len(self.tokens)
         if len(self.types) != len(self.tokens):
             raise keys.damaged("tokenizer.ggml.token_type", f"{len(self.tokens)} entries")
+        for name in ("bos", "eos", "eot", "eom", "unknown"):
+            self.special(name)
 
     def special(self, name: str) -> int | None:
         """Token id kept under `tokenizer.ggml.<name>_token_id`."""

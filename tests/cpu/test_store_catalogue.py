@@ -1,0 +1,156 @@
+"""The catalogue: pulling, finding, removing, two at once, and names that lead nowhere else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_gguf import Q, save_tiny_gguf
+
+from dovetail.errors import CheckpointError, InvalidRequest, ModelNotFound, SourceError
+from dovetail.machine import preferred_dtype
+from dovetail.store import Catalogue, open_checkpoint
+from dovetail.store.catalogue import default_root
+
+TinyFolder = Callable[[str], Path]
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Catalogue:
+    return Catalogue(tmp_path / "store")
+
+
+def test_a_pulled_folder_can_be_listed_opened_and_removed(catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
+    assert catalogue.cards() == []
+    card = catalogue.pull(str(tiny_folder("qwen2")), name="mine")
+    assert catalogue.cards() == [card] == [catalogue.get("mine")]
+    assert (card.name, card.dtype, card.source) == ("mine", preferred_dtype(), str(tiny_folder("qwen2")))
+    assert open_checkpoint(card.path).spec == card.spec
+    assert catalogue.remove("mine") == card
+    assert catalogue.cards() == []
+
+
+def test_a_pulled_gguf_has_a_tokenizer_and_a_name_of_its_own(catalogue: Catalogue, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    save_tiny_gguf("llama", tmp_path / "Tiny Llama-0.1B.Q8_0.gguf", Q.F16)
+    card = catalogue.pull(str(tmp_path / "Tiny Llama-0.1B.Q8_0.gguf"), dtype="bf16")
+    assert (card.name, card.dtype, card.eos_token_ids) == ("tiny-llama-0.1b", "bf16", (256,))
+    assert Tokenizer.from_file(card.tokenizer_file).encode("ab").ids == [ord("a"), ord("b")]
+
+
+def test_stages_are_reported_to_the_end(catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
+    seen: list[tuple[str, int, int]] = []
+    catalogue.pull(str(tiny_folder("opt")), progress=lambda *stage: seen.append(stage))
+    assert seen[-1][0] == "convert"
+    assert seen[-1][1] == seen[-1][2] > 0
+
+
+def test_pulling_again_does_nothing_until_the_source_changes_or_it_is_forced(
+    catalogue: Catalogue, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(tiny_folder("llama"), tmp_path / "source"))
+    for path in (*source.iterdir(), source):
+        os.utime(path, (time.time() - 100,) * 2)
+    first = catalogue.pull(str(source))
+    weights = Path(first.path) / "weights.safetensors"
+    written = [weights.stat().st_mtime_ns]
+    assert catalogue.pull(str(source)) == first
+    assert weights.stat().st_mtime_ns == written[-1]
+    catalogue.pull(str(source), force=True)
+    written.append(weights.stat().st_mtime_ns)
+    os.utime(source / "config.json", (time.time() + 100,) * 2)
+    catalogue.pull(str(source))
+    written.append(weights.stat().st_mtime_ns)
+    assert written == sorted(set(written))
+
+
+def test_a_model_is_known_again_by_its_source(catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
+    card = catalogue.pull(str(tiny_folder("llama")), name="mine")
+    assert catalogue.find(str(tiny_folder("llama"))) == card
+    assert catalogue.find("pypi:something") is None
+
+
+def test_an_unknown_model_is_answered_with_near_names(catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
+    with pytest.raises(ModelNotFound, match="nothing is pulled yet"):
+        catalogue.get("smollm")
+    catalogue.pull(str(tiny_folder("llama")), name="smollm2-135m-instruct")
+    with pytest.raises(ModelNotFound, match="did you mean smollm2-135m-instruct"):
+        catalogue.get("smollm2-135m")
+    with pytest.raises(ModelNotFound, match="there are smollm2-135m-instruct"):
+        catalogue.remove("zzz")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/etc", ".hidden", "a..b", "a b", "-x", "x" * 200, "ü"])
+def test_a_name_that_could_lead_elsewhere_is_refused(name: str, catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
+    for action in (catalogue.get, catalogue.remove, lambda name: catalogue.pull(str(tiny_folder("llama")), name=name)):
+        with pytest.raises(InvalidRequest, match="model name"):
+            action(name)
+
+
+def test_a_symbolic_link_in_the_store_is_not_followed(catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
+    card = catalogue.pull(str(tiny_folder("llama")), name="real")
+    (Path(card.path).parent / "link").symlink_to(card.path)
+    assert [found.name for found in catalogue.cards()] == ["real"]
+    with pytest.raises(InvalidRequest, match="symbolic link"):
+        catalogue.remove("link")
+
+
+def test_a_source_that_cannot_be_read_leaves_nothing_behind(catalogue: Catalogue, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        catalogue.pull(str(tmp_path / "empty"))
+    assert catalogue.cards() == []
+    assert list((catalogue.root / "models").iterdir()) == []
+
+
+def test_an_unknown_type_is_refused(catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
+    with pytest.raises(SourceError, match="dtype 'int3' is not one of auto, f32, bf16, f16"):
+        catalogue.pull(str(tiny_folder("llama")), dtype="int3")
+
+
+def test_a_damaged_model_is_left_out_of_the_list_and_explained_when_asked_for(
+    catalogue: Catalogue, tiny_folder: TinyFolder
+) -> None:
+    card = catalogue.pull(str(tiny_folder("llama")), name="mine")
+    (Path(card.path) / "weights.safetensors").unlink()
+    assert catalogue.cards() == []
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors: missing"):
+        catalogue.get("mine")
+
+
+PULL = """
+import sys
+from pathlib import Path
+from dovetail.store import Catalogue
+print("started", flush=True)
+card = Catalogue(sys.argv[1]).pull(sys.argv[2], name="shared")
+print((Path(card.path) / "weights.safetensors").stat().st_mtime_ns)
+"""
+
+
+def test_of_two_pulls_at_once_one_does_the_work(catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
+    command = [sys.executable, "-c", PULL, str(catalogue.root), str(tiny_folder("llama"))]
+    with catalogue._lock("shared"):  # both must wait here, having found nothing
+        pulls = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        for pull in pulls:
+            assert pull.stdout is not None
+            assert pull.stdout.readline() == "started\n"
+        time.sleep(0.3)
+    written = [pull.communicate(timeout=60)[0].strip() for pull in pulls]
+    assert [pull.returncode for pull in pulls] == [0, 0]
+    assert written[0] == written[1] != ""
+
+
+def test_the_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path))
+    assert default_root() == tmp_path == Catalogue().root
+    assert Catalogue(tmp_path / "x").root == tmp_path / "x"
+    monkeypatch.delenv("DOVETAIL_HOME")
+    assert default_root() == Path.home() / ".cache" / "dovetail"

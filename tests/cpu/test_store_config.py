@@ -1,0 +1,171 @@
+"""config.json to ModelSpec: defaults and spellings as transformers reads them; what is not implemented is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from tiny import TINY_CONFIGS
+
+from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
+from dovetail.modelspec import ModelSpec
+from dovetail.store.hf_config import spec_from_config
+from dovetail.store.hf_defaults import DEFAULTS
+
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+# As found in the wild, written by transformers 4 and older.
+OLD_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama 3.1": {
+        "model_type": "llama",
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rope_scaling": LLAMA3_SCALING,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+    },
+    "llama 1, before most keys existed": {"model_type": "llama", "max_sequence_length": 2048, "rms_norm_eps": 1e-06},
+    "linear scaling under its old name": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "mistral 0.1": {"model_type": "mistral", "sliding_window": 4096, "rope_theta": 10000.0},
+    "mistral 0.3": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "rope_theta": 1000000.0, "sliding_window": None},
+    "qwen2.5 with its long-context recipe": {
+        "model_type": "qwen2",
+        "max_window_layers": 28,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+    },
+    "qwen2 with windows": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 21},
+    "qwen3": {"model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024},
+    "qwen3 moe": {
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 2,
+        "head_dim": 128,
+        "mlp_only_layers": [3],
+        "norm_topk_prob": True,
+        "num_experts": 64,
+    },
+    "gemma 2": {
+        "model_type": "gemma2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 224,
+        "sliding_window": 4096,
+    },
+    "gemma 3, text": {
+        "model_type": "gemma3_text",
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "gemma 3 with scaled global layers": {
+        "model_type": "gemma3_text",
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "opt": {"model_type": "opt", "ffn_dim": 3072, "word_embed_proj_dim": 768, "_remove_final_layer_norm": False},
+}
+
+
+def through_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    arguments = {key: value for key, value in config.items() if key != "model_type"}
+    converted: dict[str, Any] = AutoConfig.for_model(config["model_type"], **arguments).to_dict()
+    return converted
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+def test_a_key_left_out_means_what_transformers_takes_it_to_mean(model_type: str) -> None:
+    bare = {"model_type": model_type}
+    assert spec_from_config(bare) == spec_from_config(through_transformers(bare))
+
+
+@pytest.mark.parametrize("config", OLD_CONFIGS.values(), ids=OLD_CONFIGS)
+def test_an_old_config_means_the_same_as_what_transformers_5_makes_of_it(config: dict[str, Any]) -> None:
+    assert spec_from_config(config) == spec_from_config(through_transformers(config))
+
+
+def test_a_multimodal_gemma_3_is_read_as_its_language_model() -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    text["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
+    spec = spec_from_config({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}})
+    assert (spec.family, spec.num_heads, spec.head_dim, spec.vocab_size) == ("gemma3", 8, 256, 262208)
+    assert (spec.rope.kind, spec.rope.factor, spec.rope.theta) == ("linear", 8.0, 1e6)
+    assert spec.rope_local is not None
+    assert (spec.rope_local.kind, spec.rope_local.theta) == ("default", 1e4)
+    assert [layer for layer in range(34) if spec.window(layer) == 0] == [5, 11, 17, 23, 29]
+
+
+def test_gemma_scales_are_spelt_out() -> None:
+    spec = spec_from_config({"model_type": "gemma2", "hidden_size": 3584, "query_pre_attn_scalar": 256})
+    assert spec.embed_scale == math.sqrt(3584)
+    assert spec.attention_scale == 1 / 16
+    assert (spec.attention_softcap, spec.final_softcap) == (50.0, 30.0)
+    assert [spec.window(layer) for layer in range(4)] == [4096, 0, 4096, 0]
+
+
+def test_qwen3_moe_counts_dense_layers_by_list_and_by_step() -> None:
+    spec = spec_from_config(OLD_CONFIGS["qwen3 moe"] | {"num_hidden_layers": 6})
+    assert spec.dense_layers == (0, 2, 3, 4)
+
+
+def test_every_tiny_config_survives_the_round_trip_of_its_record() -> None:
+    import msgspec
+
+    for model_type, arguments in TINY_CONFIGS.values():
+        spec = spec_from_config({"model_type": model_type, **arguments})
+        assert msgspec.json.decode(msgspec.json.encode(spec), type=ModelSpec) == spec
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "bert"}, "model_type 'bert' is not supported"),
+    ({}, "model_type 'None' is not supported"),
+    ({"model_type": "llama", "hidden_act": "mish"}, "hidden_act = 'mish'"),
+    ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+    ({"model_type": "llama", "rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
+    ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ({"model_type": "llama", "head_dim": 33}, "head_dim = 33"),
+    ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq)"),
+    ({"model_type": "opt", "word_embed_proj_dim": 512, "hidden_size": 1024}, "word_embed_proj_dim = 512"),
+    ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before = False"),
+    ({"model_type": "opt", "layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False"),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked_attention"] * 32}, "chunked"),
+]
+DAMAGED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "llama", "hidden_size": "4096"}, "hidden_size: expected a whole number above 0, got '4096'"),
+    ({"model_type": "llama", "num_hidden_layers": -1}, "num_hidden_layers: expected a whole number above 0, got -1"),
+    ({"model_type": "llama", "rms_norm_eps": None}, "rms_norm_eps: expected a number, got None"),
+    ({"model_type": "llama", "rope_scaling": {"type": "linear"}}, "factor: expected a number, got nothing"),
+    ({"model_type": "llama", "num_key_value_heads": 5}, "num_key_value_heads: expected a divisor"),
+    ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok: expected at most 8"),
+    ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types: expected 26 entries"),
+]
+
+
+@pytest.mark.parametrize(("config", "text"), REFUSED, ids=[text for _, text in REFUSED])
+def test_what_the_engine_does_not_implement_is_refused_by_key_and_value(config: dict[str, Any], text: str) -> None:
+    expect(UnsupportedModel, config, text)
+
+
+@pytest.mark.parametrize(("config", "text"), DAMAGED, ids=[text for _, text in DAMAGED])
+def test_a_wrong_value_is_reported_by_key(config: dict[str, Any], text: str) -> None:
+    expect(DamagedCheckpoint, config, text)
+
+
+def expect(kind: type[CheckpointError], config: dict[str, Any], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        spec_from_config(config, "there/config.json")
+    assert text in str(caught.value)
+    assert str(caught.value).startswith("there/config.json: ")

@@ -1,0 +1,138 @@
+"""Writes the tiny models as GGUF the way llama.cpp's converter does: its tensor names, its row order, its metadata.
+
+Names come from the `gguf` package's own map, so that a mistake in the reader's table cannot hide behind the same
+mistake here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tiny import tiny_model
+
+Q = gguf.GGMLQuantizationType
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+}
+
+
+def save_tiny_gguf(
+    name: str,
+    path: Path,
+    kind: gguf.GGMLQuantizationType = Q.F32,
+    adjust: Callable[[gguf.GGUFWriter], None] | None = None,
+    replace: Mapping[str, tuple[np.ndarray[Any, Any], gguf.GGMLQuantizationType]] | None = None,
+    drop: Collection[str] = (),
+    **changes: Any,
+) -> None:
+    """`adjust` may add metadata; `replace` swaps or adds tensors by GGUF name, as raw data of a type; `drop` omits."""
+    model = tiny_model(name, **changes)
+    config = model.config
+    architecture = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    _add_metadata(writer, config)
+    _add_tokenizer(writer, config.vocab_size)
+    if adjust is not None:
+        adjust(writer)
+    tensors = {gguf_name: quantised(value, kind) for gguf_name, value in _tensors(model, architecture).items()}
+    for gguf_name, (data, its_kind) in {**tensors, **(replace or {})}.items():
+        if gguf_name not in drop:
+            writer.add_tensor(gguf_name, data, raw_dtype=its_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def quantised(value: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> tuple[np.ndarray[Any, Any], Any]:
+    """Vectors stay in float32, as llama.cpp keeps them."""
+    return (value, Q.F32) if value.ndim == 1 else (gguf.quants.quantize(value, kind), kind)
+
+
+def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if getattr(config, "num_local_experts", None):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    from tiny import _byte_characters
+
+    tokens = [*_byte_characters(), *(f"<|{index}|>" for index in range(256, vocab_size))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 256 + [3] * (vocab_size - 256))
+    writer.add_eos_token_id(256)
+
+
+def _tensors(model: Any, architecture: gguf.MODEL_ARCH) -> dict[str, np.ndarray[Any, Any]]:
+    config = model.config
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    for hf_name, parameter in model.state_dict().items():
+        if hf_name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        value = parameter.numpy()
+        if architecture == gguf.MODEL_ARCH.LLAMA and (".q_proj." in hf_name or ".k_proj." in hf_name):
+            heads = config.num_attention_heads if ".q_proj." in hf_name else config.num_key_value_heads
+            value = permuted(value, heads)
+        if config.model_type.startswith("gemma") and "norm" in hf_name:
+            value = value + np.float32(1)
+        found.update(_named(names, hf_name, value))
+    if "rope_type" in config.rope_parameters and config.rope_parameters["rope_type"] == "llama3":
+        frequencies = model.model.rotary_emb.inv_freq.numpy()
+        plain = config.rope_parameters["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+        found["rope_freqs.weight"] = (plain / frequencies).astype(np.float32)
+    return found
+
+
+def _named(names: gguf.TensorNameMap, hf_name: str, value: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    if "experts.gate_up_proj" in hf_name:
+        layer = hf_name.split("layers.")[1].split(".")[0]
+        gate, up = np.split(value, 2, axis=1)
+        return {f"blk.{layer}.ffn_gate_exps.weight": gate.copy(), f"blk.{layer}.ffn_up_exps.weight": up.copy()}
+    if "experts.down_proj" in hf_name:
+        return {f"blk.{hf_name.split('layers.')[1].split('.')[0]}.ffn_down_exps.weight": value}
+    found = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, hf_name
+    return {found: value}
+
+
+def permuted(value: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """llama.cpp's order: the two halves of each head interleaved."""
+    halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
