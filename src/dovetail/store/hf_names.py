@@ -84,9 +84,8 @@ def _expert_pieces(spec: ModelSpec, prefix: str, module: str, shape: tuple[int, 
         return [(Piece(f"{prefix}{home}.gate.weight", shape),) for home in dict.fromkeys((block, "mlp"))]
     inner, hidden = spec.moe.intermediate_size, spec.hidden_size
     is_down = module == "experts.down"
-    parts, each, fused = (
-        ([down], (hidden, inner), "down_proj") if is_down else ([gate, up], (inner, hidden), "gate_up_proj")
-    )
+    parts, fused = ([down], "down_proj") if is_down else ([gate, up], "gate_up_proj")
+    each = (hidden, inner) if is_down else (inner, hidden)
     separate = tuple(
         Piece(f"{prefix}{block}.experts.{expert}.{part}.weight", each)
         for expert in range(spec.moe.num_experts)

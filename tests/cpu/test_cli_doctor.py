@@ -1,0 +1,88 @@
+"""`doctor` and what it looks at: the answers of `machine` for several kinds of processor, and a report on this one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dovetail.cli.doctor import examine, measure_read
+from dovetail.machine import Cpu, has_amx, has_fast_bf16, memory_bytes, preferred_dtype, read_cpu, read_gpus
+
+XEON = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R) 8480+\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\n"
+OLD_XEON = (
+    "processor\t: 0\nmodel name\t: Intel(R) Xeon(R) E5\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nflags\t: fpu amx_bf16\n"
+)
+GRAVITON3 = "processor\t: 0\nFeatures\t: fp asimd bf16 i8mm sve\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n\n"
+NEOVERSE_N1 = "processor\t: 0\nFeatures\t: fp asimd asimddp\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "bf16", "amx"),
+    [
+        (XEON, "Intel(R) Xeon(R) 8480+", True, True),
+        (OLD_XEON, "Intel(R) Xeon(R) E5", False, False),
+        (GRAVITON3, "Neoverse-V1", True, False),
+        (NEOVERSE_N1, "Neoverse-N1", False, False),
+    ],
+)
+def test_features_are_read_from_the_kernel(text: str, model: str, bf16: bool, amx: bool, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    cpu = read_cpu(tmp_path / "cpuinfo")
+    assert (cpu.model, cpu.has_fast_bf16, cpu.has_amx) == (model, bf16, amx)
+    assert cpu.cores >= 1
+
+
+def test_a_machine_without_cpuinfo_is_still_described(tmp_path: Path) -> None:
+    cpu = read_cpu(tmp_path / "none")
+    assert cpu.model
+    assert cpu.features == frozenset()
+
+
+def test_the_answers_about_this_machine_agree() -> None:
+    assert has_fast_bf16() == read_cpu().has_fast_bf16
+    assert has_amx() <= has_fast_bf16()
+    assert preferred_dtype() == ("bf16" if has_fast_bf16() else "f32")
+    total, available = memory_bytes()
+    assert total >= available > 0
+
+
+def test_gpus_are_read_from_the_driver_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "NVIDIA H200, 143771, 570.1"\necho "Broken, [N/A], 570.1"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (gpu,) = read_gpus()
+    assert (gpu.name, gpu.memory_bytes, gpu.driver) == ("NVIDIA H200", 143771 * 2**20, "570.1")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert read_gpus() == ()
+
+
+def test_the_report_says_what_follows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plain = Cpu("plain", "x86_64", frozenset({"avx2"}), 4)
+    monkeypatch.setattr("dovetail.cli.doctor.read_cpu", lambda: plain)
+    monkeypatch.setattr("dovetail.cli.doctor.read_gpus", lambda: ())
+    monkeypatch.setattr("dovetail.cli.doctor._read_torch", lambda: None)
+    report = examine(tmp_path / "not" / "yet")
+    assert any("no bf16 matrix instructions" in note for note in report.notes)
+    assert any("no NVIDIA GPU" in note for note in report.notes)
+    assert report.missing == ["torch cannot be imported: nothing can be served"]
+    assert report.store_read_bytes_per_s is None or report.store_read_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_not_measured(tmp_path: Path) -> None:
+    assert measure_read(tmp_path / "none") is None
+
+
+def test_doctor_runs_here() -> None:
+    import sys
+
+    line = [sys.executable, "-m", "dovetail", "doctor", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["torch"]["import_s"] > 0
+    assert report["dtype"] == preferred_dtype()
