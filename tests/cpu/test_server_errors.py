@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
-from server_fixture import Server, run_command, running_server
+from server_fixture import Server, eventually, run_command, running_server
 
 QUESTION: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -67,12 +68,7 @@ def test_a_grammar_that_compiles_only_to_nothing_leaves_the_server_alive(client:
 @pytest.fixture(scope="module")
 def guarded_server(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With keys, a quota, a queue of two and small bodies; its models are loaded when they are called."""
-    broken = tmp_path_factory.mktemp("models") / "broken"
     good = tiny_folder("llama")
-    broken.mkdir()
-    for file in good.iterdir():
-        data = file.read_bytes()
-        (broken / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
     config = tmp_path_factory.mktemp("config") / "dovetail.yaml"
     config.write_text(f"""
 models:
@@ -99,7 +95,7 @@ def test_a_missing_or_wrong_key_is_an_authentication_error(guarded_server: Serve
 def test_a_spent_quota_is_a_rate_limit_error_that_says_when_to_return(guarded_server: Server) -> None:
     client = guarded_server.client(api_key="sk-slow")
     for _ in range(2):
-        create(client, model="default")
+        assert create(client, model="default").model == "llama"
     with pytest.raises(openai.RateLimitError) as caught:
         create(client)
     assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
@@ -121,6 +117,18 @@ def test_a_body_over_the_limit_is_a_413(guarded_server: Server) -> None:
         with pytest.raises(openai.APIStatusError) as caught:
             create(client, messages=[{"role": "user", "content": "a" * size}])
         assert caught.value.status_code == 413
+
+
+def test_an_idle_model_leaves_after_its_keep_alive(guarded_server: Server) -> None:
+    header = {"authorization": "Bearer sk-free"}
+    assert create(guarded_server.client(api_key="sk-free")).choices
+
+    def models() -> list[Any]:
+        status = httpx.get(f"{guarded_server.url}/api/ps", headers=header).json()
+        return list(status["nodes"][0]["models"])
+
+    eventually(lambda: not models(), timeout_s=10)
+    assert create(guarded_server.client(api_key="sk-free")).choices
 
 
 def serve_error(*arguments: str | Path, **options: Any) -> str:

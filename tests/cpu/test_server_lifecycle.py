@@ -15,7 +15,16 @@ import openai
 import pytest
 from server_fixture import COMMAND, Server, eventually, run_command, running_server
 
-LONG = {"model": "llama", "prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True}
+# Many megabytes of events: more than fits into socket buffers, so that it goes on until somebody reads it.
+LONG = {
+    "model": "llama",
+    "prompt": "a",
+    "max_tokens": 250,
+    "n": 32,
+    "logprobs": 20,
+    "ignore_eos": True,
+    "stream": True,
+}
 
 
 def open_stream(server: Server) -> tuple[httpx.Client, httpx.Response]:
@@ -37,14 +46,17 @@ def test_a_client_that_goes_away_frees_its_blocks(tiny_server: Server, stream: b
                 next(response.iter_lines())
         else:
             with pytest.raises(httpx.ReadTimeout):
-                client.post(f"{tiny_server.url}/v1/completions", json=LONG | {"stream": False, "n": 8})
+                client.post(f"{tiny_server.url}/v1/completions", json=LONG | {"stream": False})
     eventually(lambda: tiny_server.status()["unfinished"] == 0, timeout_s=5)
     assert tiny_server.client().completions.create(model="llama", prompt="a", max_tokens=2).choices
     eventually(lambda: tiny_server.blocks_used() == 0)
 
 
-def test_a_stopping_server_lets_streams_finish_and_tells_probes(tiny_folder: Callable[[str], Path]) -> None:
-    with running_server(tiny_folder("llama"), "--threads", "1", "--kv-cache", "16MiB") as server:
+def test_a_stopping_server_lets_streams_finish_and_tells_probes(
+    tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    environment = {"TMPDIR": str(tmp_path)}
+    with running_server(tiny_folder("llama"), "--threads", "1", environment=environment) as server:
         client, response = open_stream(server)
         worker = server.node()["pid"]
         server.terminate()
@@ -59,6 +71,7 @@ def test_a_stopping_server_lets_streams_finish_and_tells_probes(tiny_folder: Cal
         assert json.loads(lines[-2])["choices"][0]["finish_reason"] == "length"
         assert server.wait() == 0
         eventually(lambda: not _is_alive(worker), timeout_s=5)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_signal_ends_a_draining_server_at_once(tiny_folder: Callable[[str], Path]) -> None:
@@ -83,8 +96,8 @@ def test_the_time_to_drain_is_bounded(tiny_folder: Callable[[str], Path]) -> Non
 
 def test_a_killed_worker_is_a_clear_error_and_the_next_request_works(tiny_folder: Callable[[str], Path]) -> None:
     with running_server(tiny_folder("llama"), "--threads", "1", "--kv-cache", "16MiB") as server:
-        client, response = open_stream(server)
         before = server.node()["pid"]
+        client, response = open_stream(server)
         os.kill(before, signal.SIGKILL)
         lines = finish(response)
         client.close()
@@ -96,9 +109,7 @@ def test_a_killed_worker_is_a_clear_error_and_the_next_request_works(tiny_folder
         assert node["pid"] != before
 
 
-def test_models_of_the_catalogue_are_loaded_when_called_and_leave_when_idle(
-    tiny_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_models_of_the_catalogue_are_loaded_when_called(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
     home = {"DOVETAIL_HOME": str(tmp_path)}
     for name in ("llama", "qwen3"):
         done = run_command("pull", tiny_folder(name), "--name", name, env={**os.environ, **home})

@@ -78,6 +78,15 @@ def test_text_parts_become_one_text_and_images_are_refused() -> None:
         template_messages([Message(role="user", content=image)])  # type: ignore[arg-type]
 
 
+def test_messages_reach_the_template_in_the_form_that_templates_know() -> None:
+    messages = [Message(role="developer", content="a"), Message(role="assistant"), Message(role="tool", content="b")]
+    assert template_messages(messages) == [
+        {"role": "system", "content": "a"},
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "content": "b"},
+    ]
+
+
 def test_the_arguments_of_tool_calls_reach_the_template_as_objects() -> None:
     calls = [{"function": {"name": "f", "arguments": '{"x": 1}'}}, {"function": {"name": "g", "arguments": "{"}}]
     (message,) = template_messages([Message(role="assistant", tool_calls=calls)])

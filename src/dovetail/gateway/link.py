@@ -44,6 +44,8 @@ from dovetail.types import ModelCard, Request, TokenEvent
 
 logger = logging.getLogger("dovetail.gateway")
 
+_MAX_DIRECTORY_CHARS = 80  # the address of a Unix socket has at most 107, on some systems 103
+
 
 class Inbox:
     """Where the events of one job arrive. Several requests may share it."""
@@ -172,7 +174,7 @@ class Link:
     """All nodes behind one socket."""
 
     def __init__(self, nodes: Sequence[NodeConfig], command: Sequence[str] | None = None) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="dovetail-"))  # mode 0700: nobody else may speak to the workers
+        self._directory = _private_directory()
         self._address = f"ipc://{self._directory}/gateway.sock"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -213,11 +215,11 @@ class Link:
         for node in nodes:
             if model in node.instances:
                 return node
-        chosen = min(nodes, key=lambda node: len(node.instances))
-        retry_after_s = self.supervisors[chosen.name].retry_after_s
-        if retry_after_s is not None:
-            raise Overloaded(f"the worker '{chosen.name}' is being restarted", retry_after_s=retry_after_s)
-        return chosen
+        usable = [node for node in nodes if self.supervisors[node.name].retry_after_s is None]
+        if not usable:
+            soonest = min(supervisor.retry_after_s or 0.0 for supervisor in self.supervisors.values())
+            raise Overloaded("the worker failed and is about to be restarted", retry_after_s=soonest)
+        return min(usable, key=lambda node: len(node.instances))
 
     def is_up(self) -> bool:
         return all(node.hello is not None for node in self.nodes.values())
@@ -274,6 +276,15 @@ class Link:
         reason = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         logger.error("worker %s %s", name, reason)
         self.nodes[name].reset(EngineFailed(f"the worker '{name}' {reason}"))
+
+
+def _private_directory() -> Path:
+    """Mode 0700: nobody else may speak to the workers."""
+    directory = Path(tempfile.mkdtemp(prefix="dovetail-"))
+    if len(str(directory)) <= _MAX_DIRECTORY_CHARS:
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="dovetail-", dir="/tmp"))
 
 
 def _deliver(node: NodeLink, message: Tokens) -> None:

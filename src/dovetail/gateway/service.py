@@ -109,6 +109,9 @@ class Service:
         if timer is not None:
             timer.cancel()
         node = self.link.node_of(model.name)
+        old = node.instances.get(model.name)
+        if old is not None and old.card != model.card and not old.requests:  # pulled again since it was loaded
+            node.unload(model.name)
         return node, node.load(model.card, model.config.dtype)
 
     def _begin(self, count: int) -> None:

@@ -21,6 +21,7 @@ STABLE_S = 30.0  # a worker that lived this long starts again without a pause
 MAX_PAUSE_S = 30.0
 SHUTDOWN_GRACE_S = 5.0
 TERMINATE_GRACE_S = 2.0
+_STDERR = 2  # what a worker prints must not get into the output of a command
 
 
 def worker_command() -> list[str]:
@@ -124,7 +125,9 @@ class Supervisor:
         self.starts += 1
         # Its own session: a Ctrl-C in the terminal is for the gateway, which drains and then ends the worker.
         try:
-            self._process = await asyncio.create_subprocess_exec(*self._argv, start_new_session=True)
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv, stdin=asyncio.subprocess.DEVNULL, stdout=_STDERR, start_new_session=True
+            )
         except OSError as error:
             logger.error("worker %s cannot be started: %s", self._name, error)
             return 127

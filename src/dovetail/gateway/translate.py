@@ -100,8 +100,12 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _template_message(message: Message, position: int) -> dict[str, Any]:
     fields = message.model_dump(exclude_unset=True)
+    if message.role == "developer":  # OpenAI's newer name for it, which no template knows
+        fields["role"] = "system"
     if isinstance(message.content, list):
         fields["content"] = "\n".join(_text_parts(message, position))
+    elif message.content is None and not message.tool_calls:
+        fields["content"] = ""
     for call in fields.get("tool_calls") or ():
         _parse_arguments(call)
     return fields

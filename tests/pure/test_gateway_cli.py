@@ -1,0 +1,81 @@
+"""The commands around the gateway, as far as they need no server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gateway_builders import make_card
+
+from dovetail.cli import chat, serve
+from dovetail.config import Config, ModelConfig
+from dovetail.errors import ModelNotFound, RequestError
+from dovetail.gateway.listen import base_url, listen
+
+
+def test_clearing_a_conversation_keeps_its_system_message() -> None:
+    conversation = chat.Conversation("be brief", {"temperature": 0})
+    conversation.messages.append({"role": "user", "content": "hi"})
+    conversation.clear()
+    assert conversation.body("m") == {
+        "model": "m",
+        "messages": [{"role": "system", "content": "be brief"}],
+        "temperature": 0,
+    }
+
+
+def test_events_of_a_stream_become_pieces_and_errors() -> None:
+    choice = {"delta": {"content": "a"}, "finish_reason": "stop"}
+    assert chat._piece({"choices": [choice]}) == chat.Piece("a", "stop", 0)
+    assert chat._piece({"choices": [], "usage": {"completion_tokens": 5}}) == chat.Piece("", None, 5)
+    with pytest.raises(RequestError, match="lost"):
+        chat._piece({"error": {"message": "lost"}})
+
+
+def test_options_win_over_the_file_and_keys_add_up() -> None:
+    config = Config.model_validate(
+        {"server": {"port": 1, "host": "::1"}, "auth": {"keys": [{"name": "a", "key": "x"}]}}
+    )
+    merged = serve._override(config, {"port": 2, "host": None}, {"max_batch": 3}, "secret", Path("/models"))
+    assert (merged.server.port, merged.server.host, merged.nodes[0].max_batch) == (2, "::1", 3)
+    assert [key.name for key in merged.auth.keys] == ["a", "command-line"]
+    assert "secret" not in repr(merged)
+    assert merged.store.path == Path("/models")
+
+
+class OneModel:
+    """A catalogue with one model, which can pull nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.card = make_card(folder, "here")
+
+    def get(self, name: str) -> object:
+        if name != "here":
+            raise ModelNotFound(f"model {name!r} not found")
+        return self.card
+
+
+def test_a_model_is_found_by_name_and_can_be_given_another(tmp_path: Path) -> None:
+    catalogue = OneModel(tmp_path)
+    assert serve.find_card(catalogue, "here").name == "here"  # type: ignore[arg-type]
+    assert serve.find_card(catalogue, "here", "alias").name == "alias"  # type: ignore[arg-type]
+    with pytest.raises(ModelNotFound, match="elsewhere"):
+        serve.find_card(catalogue, "elsewhere")  # type: ignore[arg-type]
+
+
+def test_models_named_in_the_config_are_served_with_their_settings(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {"models": {"a": {"source": "nowhere", "preload": True}}, "store": {"path": tmp_path}}
+    )
+    assert config.models["a"] == ModelConfig(source="nowhere", preload=True)
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        serve.make_offer(config, [])
+    empty = serve.make_offer(Config.model_validate({"store": {"path": tmp_path}}), [])
+    assert (empty.names, empty.preload) == ((), ())
+
+
+def test_the_address_that_is_printed_can_be_reached() -> None:
+    for host, shown in (("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:")):
+        listener = listen(host, 0)
+        assert base_url(listener) == f"{shown}{listener.getsockname()[1]}"
+        listener.close()
