@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import zmq
@@ -47,32 +47,37 @@ logger = logging.getLogger("dovetail.gateway")
 _MAX_DIRECTORY_CHARS = 80  # the address of a Unix socket has at most 107, on some systems 103
 
 
+class Arrival(NamedTuple):
+    event: TokenEvent
+    at: float  # loop time; a client that reads slowly does not make the worker late
+
+
 class Inbox:
     """Where the events of one job arrive. Several requests may share it."""
 
     def __init__(self) -> None:
-        self._events: list[TokenEvent] = []
+        self._arrivals: list[Arrival] = []
         self._error: RequestError | None = None
         self._arrived = asyncio.Event()
 
-    def put(self, event: TokenEvent) -> None:
-        self._events.append(event)
+    def put(self, arrival: Arrival) -> None:
+        self._arrivals.append(arrival)
         self._arrived.set()
 
     def fail(self, error: RequestError) -> None:
         self._error = error
         self._arrived.set()
 
-    async def get(self) -> list[TokenEvent]:
+    async def get(self) -> list[Arrival]:
         """Everything that has arrived, at least one event. Raises once the worker is lost, after what came before."""
         await self._arrived.wait()
         self._arrived.clear()
-        events, self._events = self._events, []
+        arrivals, self._arrivals = self._arrivals, []
         if self._error is not None:
-            if not events:
+            if not arrivals:
                 raise self._error
             self._arrived.set()
-        return events
+        return arrivals
 
 
 @dataclass
@@ -288,10 +293,11 @@ def _private_directory() -> Path:
 
 
 def _deliver(node: NodeLink, message: Tokens) -> None:
+    now = asyncio.get_running_loop().time()
     for event in message.events:
         entry = node.inboxes.get(event.request_id)
         if entry is not None:
-            entry[0].put(event)
+            entry[0].put(Arrival(event, now))
 
 
 def abort(node: NodeLink, request_id: str, choice: int | None = None) -> None:

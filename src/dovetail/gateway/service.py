@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.errors import EngineFailed, Overloaded, RequestError, Unprocessable
-from dovetail.gateway.link import Inbox, Instance, Link, NodeLink, abort
+from dovetail.gateway.link import Arrival, Inbox, Instance, Link, NodeLink, abort
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import Models, ServedModel
 from dovetail.gateway.slo import SloWatch
@@ -152,6 +152,9 @@ class _Run:
         self._node = node
         self._instance = instance
         self._metrics = metrics
+        # Looked up once, because they are used at every token.
+        self._generated = metrics.generation_tokens.labels(job.model.name)
+        self._inter_token = metrics.inter_token.labels(job.model.name)
         self._loop = asyncio.get_running_loop()
         self._arrival = self._loop.time()
         self._choices: dict[tuple[str, int], _Choice] = {}
@@ -167,11 +170,10 @@ class _Run:
             self._node.submit(request, self.inbox)
         self._metrics.prompt_tokens.labels(self.job.model.name).inc(self.job.num_prompt_tokens)
 
-    def take(self, events: Sequence[TokenEvent]) -> list[Delta]:
+    def take(self, arrivals: Sequence[Arrival]) -> list[Delta]:
         """Deltas of all events, one per choice: what piled up while the client was slow goes out together."""
-        now = self._loop.time()
         touched: dict[tuple[str, int], _Choice] = {}
-        for event in events:
+        for event, at in arrivals:
             key = (event.request_id, event.choice)
             if key not in self.open:
                 continue  # ended here by a stop string while this was on its way
@@ -179,11 +181,13 @@ class _Run:
                 raise _error_of(event)
             choice = touched[key] = self._choices[key]
             if event.token is not None:
-                self._observe_token(choice, now)
+                self._observe_token(choice, at)
             choice.feed(event)
             if choice.finish is not None:
                 self._close(key, by_worker=event.finish is not None)
-        return [delta for choice in touched.values() if (delta := choice.take()) is not None]
+        deltas = [delta for choice in touched.values() if (delta := choice.take()) is not None]
+        self._generated.inc(sum(delta.num_tokens for delta in deltas))
+        return deltas
 
     def complete(self) -> None:
         """Every choice has ended well."""
@@ -206,12 +210,10 @@ class _Run:
             self._metrics.success.labels(self.job.model.name, reason.value).inc(len(self.open))
 
     def _observe_token(self, choice: _Choice, now: float) -> None:
-        name, metrics = self.job.model.name, self._metrics
-        metrics.generation_tokens.labels(name).inc()
         if choice.last_token_at is None:
-            metrics.ttft.labels(name).observe(now - self._arrival)
+            self._metrics.ttft.labels(self.job.model.name).observe(now - self._arrival)
         else:
-            metrics.inter_token.labels(name).observe(now - choice.last_token_at)
+            self._inter_token.observe(now - choice.last_token_at)
         choice.last_token_at = now
         self._slo[choice.order].token(choice.num_tokens, now, self._cold_start_s())
 
