@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -81,6 +83,17 @@ def memory_bytes() -> tuple[int, int]:
 
     memory = psutil.virtual_memory()
     return memory.total, memory.available
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, to the hundredth."""
+    if sys.platform != "linux":
+        import psutil
+
+        return time.time() - psutil.Process().create_time()
+    # The kernel counts a start in ticks since boot; psutil adds them to a boot time in whole seconds.
+    start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def read_gpus(timeout_s: float = 10.0) -> tuple[Gpu, ...]:

@@ -25,6 +25,7 @@ import zmq
 
 from dovetail import messages
 from dovetail.errors import DovetailError
+from dovetail.machine import process_age_s
 from dovetail.node.rotation import Rotation
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.scheduler import Completed, Scheduler, SchedulerConfig
@@ -94,7 +95,7 @@ class Worker:
 
     def run(self) -> None:
         threading.Thread(target=self._load_forever, daemon=True, name="loader").start()
-        self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, _seconds_since_start()))
+        self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
         while self._running:
             self._receive(wait=not self._has_work())
             model = self._rotation.next(lambda name: self._instances[name].scheduler.has_work)
@@ -344,15 +345,6 @@ def _instance_stats(instance: Instance) -> messages.InstanceStats:
         turn_seconds=instance.turn_seconds,
         overhead_seconds=instance.overhead_seconds,
     )
-
-
-def _seconds_since_start() -> float:
-    if sys.platform != "linux":
-        return time.time() - psutil.Process().create_time()
-    # The kernel counts a process's start in ticks since boot; psutil adds them to a boot time in whole seconds.
-    with open("/proc/self/stat") as file:
-        start_ticks = int(file.read().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _die_with_parent() -> None:

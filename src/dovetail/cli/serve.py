@@ -10,7 +10,6 @@ import json
 import logging
 import signal
 import sys
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import typer
 
 from dovetail.config import Config, KeyConfig, ModelConfig, NodeConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError, InvalidRequest, ModelNotFound
+from dovetail.machine import process_age_s
 
 if TYPE_CHECKING:
     import socket
@@ -189,9 +189,7 @@ async def _serve_http(config: Config, link: Link, offer: Offer, listener: socket
 
 
 def _announce(address: str, names: Sequence[str], *, has_keys: bool, as_json: bool) -> None:
-    import psutil
-
-    seconds = time.time() - psutil.Process().create_time()
+    seconds = process_age_s()
     if as_json:
         print(json.dumps({"url": address, "models": names, "seconds": round(seconds, 3)}), flush=True)
         return
