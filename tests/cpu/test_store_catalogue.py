@@ -110,6 +110,12 @@ def test_a_source_that_cannot_be_read_leaves_nothing_behind(catalogue: Catalogue
     assert list((catalogue.root / "models").iterdir()) == []
 
 
+def test_a_store_that_cannot_be_written_says_so(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SourceError, match="cannot be written to"):
+        Catalogue(tmp_path / "file").pull(str(tiny_folder("llama")))
+
+
 def test_an_unknown_type_is_refused(catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
     with pytest.raises(SourceError, match="dtype 'int3' is not one of auto, f32, bf16, f16"):
         catalogue.pull(str(tiny_folder("llama")), dtype="int3")

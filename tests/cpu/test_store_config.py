@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -162,6 +163,22 @@ def test_what_the_engine_does_not_implement_is_refused_by_key_and_value(config: 
 @pytest.mark.parametrize(("config", "text"), DAMAGED, ids=[text for _, text in DAMAGED])
 def test_a_wrong_value_is_reported_by_key(config: dict[str, Any], text: str) -> None:
     expect(DamagedCheckpoint, config, text)
+
+
+JUNK: list[Any] = [None, True, -1, 0, 1, "x", [], {}, [1, "a"], {"a": 1}, 1e300, math.nan, 10**12]
+KEYS = ["rope_scaling", "rope_theta", "quantization_config", "layer_types", "text_config", "mlp_only_layers"]
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_no_value_of_any_key_leads_to_anything_but_a_spec_or_an_error_of_ours(name: str) -> None:
+    model_type, arguments = TINY_CONFIGS[name]
+    config = through_transformers({"model_type": model_type, **arguments})
+    rope = config.get("rope_parameters") or {}
+    damaged = [{**config, key: junk} for key in [*config, *KEYS] for junk in JUNK]
+    damaged += [{**config, "rope_parameters": {**rope, key: junk}} for key in rope for junk in JUNK]
+    for candidate in damaged:
+        with contextlib.suppress(CheckpointError):
+            spec_from_config(candidate)
 
 
 def expect(kind: type[CheckpointError], config: dict[str, Any], text: str) -> None:

@@ -200,6 +200,8 @@ def _progress(enabled: bool) -> Iterator[Callable[[str, int, int], None] | None]
 
         def report(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
+                for earlier in bars.tasks:  # a download of unknown length ends where the next stage begins
+                    bars.update(earlier.id, total=earlier.completed)
                 tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=None)
             bars.update(tasks[stage], completed=done, total=total or None)
 

@@ -24,6 +24,7 @@ from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import DTYPE_BYTES, ModelSpec
 from dovetail.node.ports import Checkpoint, HostTensor
 from dovetail.store.arrays import convert
+from dovetail.store.files import read_text
 from dovetail.store.safetensors_file import DTYPES, SafetensorsFile
 from dovetail.store.tokenizer_files import TokenFields
 from dovetail.types import ModelCard
@@ -70,7 +71,7 @@ class CanonicalFolder:
         return [self._file.tensor(name)]
 
     def tokenizer(self) -> tuple[TokenFields, str]:
-        return read_tokens(self.path), (self.path / TOKENIZER).read_text(encoding="utf-8")
+        return read_tokens(self.path), read_text(self.path / TOKENIZER)
 
     def close(self) -> None:
         self._file.close()
@@ -100,7 +101,7 @@ def read_stored_card(path: Path) -> StoredCard:
 
 def read_tokens(path: Path) -> TokenFields:
     template = path / TEMPLATE
-    text = template.read_text(encoding="utf-8") if template.is_file() else None
+    text = read_text(template) if template.is_file() else None
     return msgspec.structs.replace(read_stored_card(path).tokens, chat_template=text)
 
 

@@ -89,14 +89,23 @@ class Catalogue:
         present = self._present(source, name, kind)
         if present is not None and not force:
             return present
-        with fetch(source, progress) as fetched:
-            final = name or fetched.name
-            before = self._stamp(final)
-            with self._lock(final):
-                present = self._present(source, final, kind)
-                if present is not None and (not force or self._stamp(final) != before):
-                    return present  # another pull did the work while this one waited
-                return self._convert(fetched, source, final, kind, progress)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            # Downloads lie beside the models: a temporary folder may be in memory, and too small for them.
+            with fetch(source, progress, scratch=self.root) as fetched:
+                return self._take_over(fetched, source, name or fetched.name, kind, progress, force)
+        except OSError as error:  # a full disk, a folder that is not ours
+            raise SourceError(f"{source}: cannot be written to {self.root}: {error.strerror or error}") from error
+
+    def _take_over(
+        self, fetched: Fetched, source: str, name: str, dtype: str, progress: Progress | None, force: bool
+    ) -> ModelCard:
+        before = self._stamp(name)
+        with self._lock(name):
+            present = self._present(source, name, dtype)
+            if present is not None and (not force or self._stamp(name) != before):
+                return present  # another pull did the work while this one waited
+            return self._convert(fetched, source, name, dtype, progress)
 
     def _convert(self, fetched: Fetched, source: str, name: str, dtype: str, progress: Progress | None) -> ModelCard:
         folder = self._folder(name)
@@ -166,9 +175,10 @@ def _canonical_source(source: str) -> str:
     return str(path.resolve()) if path.exists() else source
 
 
-def _newest_change(source: str) -> float:
-    """When a local source was last written; 0 for what is fetched from elsewhere."""
+def _newest_change(source: str) -> int:
+    """The second in which a local source was last written, as cards count time; 0 for what comes from elsewhere."""
     path = Path(source)
     if not path.exists():
         return 0
-    return max(file.stat().st_mtime for file in ([*path.iterdir(), path] if path.is_dir() else [path]))
+    files = [*path.iterdir(), path] if path.is_dir() else [path]
+    return int(max(file.stat().st_mtime for file in files))

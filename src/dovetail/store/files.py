@@ -10,6 +10,15 @@ import msgspec
 from dovetail.errors import DamagedCheckpoint
 
 
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpoint(f"{path}: text that is not UTF-8") from error
+
+
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     """A JSON object from a file; empty where the file is optional and absent."""
     try:

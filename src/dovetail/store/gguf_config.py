@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.errors import UnsupportedModel
 from dovetail.modelspec import ModelSpec, MoeSpec
 from dovetail.store.gguf_rope import factors_to_rope, rope_from_metadata
-from dovetail.store.keys import Keys
+from dovetail.store.keys import MANY, Keys
 
 # llama.cpp knows these models by their number of layers, and gives them a scale of hidden/heads instead of head_dim.
 _GEMMA2_27B_LAYERS = 46
@@ -43,7 +43,7 @@ class GgufModel:
             if len(set(value)) != 1:
                 raise self.all.unsupported(full, "different from layer to layer")
             return int(value[0])
-        return self.all.integer(full)
+        return self.all.integer(full, at_most=MANY if key in ("block_count", "expert_count") else 2**31 - 1)
 
     def number(self, key: str, default: float) -> float:
         return default if self.get(key) is None else self.all.number(f"{self.architecture}.{key}")

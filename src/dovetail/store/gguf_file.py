@@ -42,7 +42,7 @@ class GgufFile:
         self.path = path
         self._reader = _open(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self.keys = Keys(_Metadata(self._reader), str(path))
+        self.keys = Keys(_Metadata(self._reader, path), str(path))
         if (self.keys.get("split.count") or 0) > 1:
             raise UnsupportedModel(f"{path}: one part of a split GGUF; merge the parts first")
         self.architecture = str(self.keys.get("general.architecture"))
@@ -152,14 +152,18 @@ class _LazyPieces(Sequence[HostTensor]):
 class _Metadata(Mapping[str, Any]):
     """Values decoded when asked for: the vocabulary is long, and most callers want a few numbers."""
 
-    def __init__(self, reader: gguf.GGUFReader) -> None:
+    def __init__(self, reader: gguf.GGUFReader, path: Path) -> None:
         self._fields = reader.fields
+        self._path = path
 
     def __getitem__(self, key: str) -> Any:
         field = self._fields[key]
         if field.types == [gguf.GGUFValueType.FLOAT32]:
             return float(str(field.parts[-1][0]))  # 1e-05 as it was meant, not the double nearest to its float32
-        return field.contents()
+        try:
+            return field.contents()
+        except UnicodeDecodeError as error:
+            raise DamagedCheckpoint(f"{self._path}: {key}: text that is not UTF-8") from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)

@@ -14,7 +14,7 @@ from dovetail.errors import UnsupportedModel
 from dovetail.modelspec import ModelSpec, MoeSpec
 from dovetail.store.hf_defaults import DEFAULTS, SHARED_DEFAULTS
 from dovetail.store.hf_rope import parse_rope, rope_from_config
-from dovetail.store.keys import Keys
+from dovetail.store.keys import MANY, Keys
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
@@ -31,8 +31,8 @@ ACTIVATIONS: dict[str, Activation] = {
 def spec_from_config(config: Mapping[str, Any], origin: str = "config.json") -> ModelSpec:
     """The shape of the model that this config describes, or an error that names the key at fault."""
     model_type = str(config.get("model_type"))
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unknown method")
+    if config.get("quantization_config") is not None:
+        method = Keys(config, origin).mapping("quantization_config").get("quant_method", "unknown method")
         raise UnsupportedModel(f"{origin}: quantization_config ({method}) is not supported; use unquantised weights")
     if model_type == "gemma3" and isinstance(config.get("text_config"), dict):
         # The multimodal wrapper; its language model alone is served.
@@ -59,7 +59,7 @@ def _shape(keys: Keys) -> dict[str, Any]:
     return {
         "vocab_size": keys.integer("vocab_size"),
         "hidden_size": hidden,
-        "num_layers": keys.integer("num_hidden_layers"),
+        "num_layers": _num_layers(keys),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -143,8 +143,8 @@ def _qwen3_moe(keys: Keys) -> ModelSpec:
         intermediate_size=keys.integer("moe_intermediate_size"),
         normalize_weights=keys.flag("norm_topk_prob"),
     )
-    step, plain = keys.integer("decoder_sparse_step"), keys.get("mlp_only_layers") or []
-    layers = range(keys.integer("num_hidden_layers"))
+    step, plain = keys.integer("decoder_sparse_step"), keys.sequence("mlp_only_layers")
+    layers = range(_num_layers(keys))
     return ModelSpec(
         family="qwen3_moe",
         **_shape(keys),
@@ -171,7 +171,7 @@ def _gemma(keys: Keys) -> dict[str, Any]:
         "out_bias": bias,
         "sandwich_norm": True,
         "embed_scale": math.sqrt(shape["hidden_size"]),
-        "attention_scale": keys.number("query_pre_attn_scalar") ** -0.5,
+        "attention_scale": keys.positive("query_pre_attn_scalar") ** -0.5,
         "final_softcap": keys.optional_number("final_logit_softcapping"),
     }
 
@@ -188,18 +188,17 @@ def _gemma2(keys: Keys) -> ModelSpec:
 
 def _gemma3(keys: Keys) -> ModelSpec:
     keys.require("attn_logit_softcapping", None)  # transformers reads it and never applies it
-    parameters = keys.get("rope_parameters") or {}
-    scaling = {"rope_type": "default"} | (keys.get("rope_scaling") or {})
-    full = parameters.get("full_attention") or scaling
-    local = parameters.get("sliding_attention") or {}
-    period = keys.get("_sliding_window_pattern") or keys.integer("sliding_window_pattern")
+    parameters = Keys(keys.mapping("rope_parameters"), f"{keys.origin}: rope_parameters")
+    full = parameters.mapping("full_attention") or keys.mapping("rope_scaling")
+    local = parameters.mapping("sliding_attention")
+    pattern = "_sliding_window_pattern" if keys.get("_sliding_window_pattern") else "sliding_window_pattern"
     return ModelSpec(
         family="gemma3",
         **_gemma(keys),
         qk_norm=True,
         rope=parse_rope({"rope_theta": keys.get("rope_theta")} | full, keys),
         rope_local=parse_rope({"rope_theta": keys.get("rope_local_base_freq")} | local, keys),
-        windows=_pattern_windows(keys, period),
+        windows=_pattern_windows(keys, keys.integer(pattern)),
     )
 
 
@@ -214,7 +213,7 @@ def _opt(keys: Keys) -> ModelSpec:
         family="opt",
         vocab_size=keys.integer("vocab_size"),
         hidden_size=hidden,
-        num_layers=keys.integer("num_hidden_layers"),
+        num_layers=_num_layers(keys),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
@@ -247,14 +246,19 @@ _BUILDERS: dict[str, Callable[[Keys], ModelSpec]] = {
 
 def _activation(keys: Keys, key: str) -> Activation:
     name = keys.get(key)
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise keys.unsupported(key, name)
     return ACTIVATIONS[name]
 
 
+def _num_layers(keys: Keys) -> int:
+    return keys.integer("num_hidden_layers", at_most=MANY)
+
+
 def _num_experts(keys: Keys) -> int:
     """Files of before and after transformers 5 disagree on the name; the one in the file wins over the default."""
-    return keys.integer("num_local_experts" if keys.get("num_local_experts") is not None else "num_experts")
+    key = "num_local_experts" if keys.get("num_local_experts") is not None else "num_experts"
+    return keys.integer(key, at_most=MANY)
 
 
 def _checked_moe(keys: Keys, moe: MoeSpec) -> MoeSpec:
@@ -266,32 +270,34 @@ def _checked_moe(keys: Keys, moe: MoeSpec) -> MoeSpec:
 def _same_window(keys: Keys) -> tuple[int, ...]:
     if keys.get("sliding_window") is None:
         return ()
-    return (keys.integer("sliding_window"),) * keys.integer("num_hidden_layers")
+    return (keys.integer("sliding_window"),) * _num_layers(keys)
 
 
 def _qwen_windows(keys: Keys) -> tuple[int, ...]:
     if not keys.flag("use_sliding_window") or keys.get("sliding_window") is None:
         return ()
-    layers = range(keys.integer("num_hidden_layers"))
+    layers = range(_num_layers(keys))
     first = keys.get("max_window_layers")  # 0 is a value here: every layer has a window
-    types = keys.get("layer_types") or ["sliding_attention" if layer >= first else "full_attention" for layer in layers]
+    types = keys.sequence("layer_types") or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in layers
+    ]
     return _windows_of_types(keys, types)
 
 
 def _pattern_windows(keys: Keys, period: int) -> tuple[int, ...]:
     """Every `period`-th layer sees everything, the others a window."""
-    layers = range(keys.integer("num_hidden_layers"))
-    types = keys.get("layer_types") or [
+    layers = range(_num_layers(keys))
+    types = keys.sequence("layer_types") or [
         "sliding_attention" if (layer + 1) % period else "full_attention" for layer in layers
     ]
     return _windows_of_types(keys, types)
 
 
 def _windows_of_types(keys: Keys, types: list[str]) -> tuple[int, ...]:
-    if len(types) != keys.integer("num_hidden_layers"):
-        raise keys.damaged("layer_types", f"{keys.integer('num_hidden_layers')} entries")
-    unknown = set(types) - {"sliding_attention", "full_attention"}
+    if len(types) != _num_layers(keys):
+        raise keys.damaged("layer_types", f"{_num_layers(keys)} entries")
+    unknown = [kind for kind in types if kind not in ("sliding_attention", "full_attention")]
     if unknown:
-        raise keys.unsupported("layer_types", sorted(unknown)[0])
+        raise keys.unsupported("layer_types", unknown[0])
     window = keys.integer("sliding_window") if "sliding_attention" in types else 0
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)

@@ -13,7 +13,7 @@ from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.store.arrays import as_array, from_array, to_float32
-from dovetail.store.files import read_json
+from dovetail.store.files import read_json, read_text
 from dovetail.store.hf_config import spec_from_config
 from dovetail.store.hf_names import EMBEDDING, LM_HEADS, PREFIXES, Piece, hf_pieces
 from dovetail.store.safetensors_file import SafetensorsFile
@@ -49,7 +49,7 @@ class HfFolder:
         return tensors
 
     def tokenizer(self) -> tuple[TokenFields, str]:
-        return read_token_fields(self.path), find_tokenizer(self.path).read_text(encoding="utf-8")
+        return read_token_fields(self.path), read_text(find_tokenizer(self.path))
 
     def close(self) -> None:
         for file in self._files:

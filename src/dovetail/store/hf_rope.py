@@ -12,7 +12,7 @@ from dovetail.store.keys import Keys
 
 def rope_from_config(keys: Keys) -> RopeSpec:
     """`rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
-    values = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    values = keys.mapping("rope_scaling") or keys.mapping("rope_parameters")
     if any(isinstance(value, dict) for value in values.values()):
         raise keys.unsupported("rope_parameters", "one per layer type")
     theta = 10_000.0 if keys.get("rope_theta") is None else keys.number("rope_theta")
@@ -24,18 +24,17 @@ def parse_rope(values: Mapping[str, Any], keys: Keys) -> RopeSpec:
     rope = Keys({key: value for key, value in values.items() if value is not None}, f"{keys.origin}: rope")
     rope.require("partial_rotary_factor", 1.0)
     kind = values.get("rope_type") or values.get("type") or "default"
-    theta = rope.number("rope_theta")
+    theta = rope.positive("rope_theta")
     if kind == "default":
         return RopeSpec(theta=theta)
     if kind == "linear":
-        return RopeSpec(theta=theta, kind="linear", factor=rope.number("factor"))
-    context = values.get("original_max_position_embeddings") or keys.get("original_max_position_embeddings")
-    context = context or keys.integer("max_position_embeddings")
+        return RopeSpec(theta=theta, kind="linear", factor=rope.positive("factor"))
+    context = _original_context(rope, keys)
     if kind == "llama3":
         return RopeSpec(
             theta=theta,
             kind="llama3",
-            factor=rope.number("factor"),
+            factor=rope.positive("factor"),
             original_context=context,
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
@@ -45,9 +44,17 @@ def parse_rope(values: Mapping[str, Any], keys: Keys) -> RopeSpec:
     raise rope.unsupported("rope_type", kind)
 
 
+def _original_context(rope: Keys, keys: Keys) -> int:
+    """Of the rotary settings, else of the config, else the context itself."""
+    name = "original_max_position_embeddings"
+    if rope.get(name) is not None:
+        return rope.integer(name)
+    return keys.integer(name if keys.get(name) is not None else "max_position_embeddings")
+
+
 def _parse_yarn(rope: Keys, theta: float, context: int, keys: Keys) -> RopeSpec:
     given = rope.get("factor") is not None
-    factor = rope.number("factor") if given else keys.integer("max_position_embeddings") / context
+    factor = rope.positive("factor") if given else keys.integer("max_position_embeddings") / context
     return RopeSpec(
         theta=theta,
         kind="yarn",

@@ -8,6 +8,8 @@ from typing import Any
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 
+MANY = 10_000  # more layers or experts than any model has; a damaged count must not become a loop without end
+
 
 class Keys:
     """Typed access to a mapping of settings: a missing or ill-typed value is an error that names its key."""
@@ -19,10 +21,12 @@ class Keys:
     def get(self, key: str) -> Any:
         return self._values.get(key)
 
-    def integer(self, key: str) -> int:
+    def integer(self, key: str, at_most: int = 2**31 - 1) -> int:
         value = self._values.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.damaged(key, "a whole number above 0")
+        if value > at_most:
+            raise self.damaged(key, f"at most {at_most}")
         return value
 
     def number(self, key: str) -> float:
@@ -31,14 +35,33 @@ class Keys:
             raise self.damaged(key, "a number")
         return float(value)
 
+    def positive(self, key: str) -> float:
+        if self.number(key) <= 0:
+            raise self.damaged(key, "a number above 0")
+        return self.number(key)
+
     def flag(self, key: str) -> bool:
         value = self._values.get(key)
-        if value not in (None, False, True):
+        if value is not None and not isinstance(value, bool):
             raise self.damaged(key, "true or false")
         return bool(value)
 
     def optional_number(self, key: str) -> float | None:
         return None if self._values.get(key) is None else self.number(key)
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """Empty where it is absent or null."""
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.damaged(key, "a mapping")
+        return value or {}
+
+    def sequence(self, key: str) -> list[Any]:
+        """Empty where it is absent or null."""
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self.damaged(key, "a list")
+        return value or []
 
     def require(self, key: str, wanted: Any) -> None:
         """The engine implements only `wanted`; what is absent or null counts as that."""

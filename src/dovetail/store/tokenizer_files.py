@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
-from dovetail.store.files import read_json
+from dovetail.store.files import read_json, read_text
 from dovetail.store.keys import Keys
 from dovetail.types import GenerationDefaults
 
@@ -76,7 +76,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """A file of its own wins over tokenizer_config.json, as in transformers; of several the one called default."""
     separate = folder / "chat_template.jinja"
     if separate.is_file():
-        return separate.read_text(encoding="utf-8")
+        return read_text(separate)
     value = read_json(folder / "chat_template.json", required=False).get("chat_template")
     value = value or settings.get("chat_template")
     if isinstance(value, list):
