@@ -154,6 +154,12 @@ def test_of_two_pulls_at_once_one_does_the_work(catalogue: Catalogue, tiny_folde
     assert written[0] == written[1] != ""
 
 
+def test_the_package_exports_what_others_may_use() -> None:
+    import dovetail.store
+
+    assert dovetail.store.__all__ == ["Catalogue", "describe", "open_checkpoint"]
+
+
 def test_the_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path))
     assert default_root() == tmp_path == Catalogue().root

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,19 @@ def test_a_length_that_is_a_lie_is_found_at_once(tmp_path: Path) -> None:
     content[16:24] = (2**60).to_bytes(8, "little")  # the number of metadata entries
     (tmp_path / "m.gguf").write_bytes(content)
     expect(DamagedCheckpoint, tmp_path / "m.gguf", "")
+
+
+def test_no_damage_to_a_header_leads_to_anything_but_a_model_or_an_error_of_ours(tmp_path: Path) -> None:
+    save_tiny_gguf("llama", tmp_path / "m.gguf", num_hidden_layers=1)
+    content = (tmp_path / "m.gguf").read_bytes()
+    draw = random.Random(3)
+    for _ in range(100):
+        damaged = bytearray(content)
+        for _ in range(draw.choice([1, 2, 5])):
+            damaged[draw.randrange(4, 9000)] = draw.choice([0, 255, draw.randrange(256)])
+        (tmp_path / "m.gguf").write_bytes(damaged)
+        with contextlib.suppress(CheckpointError):
+            open_checkpoint(tmp_path / "m.gguf").tokenizer()
 
 
 def test_what_is_not_a_gguf_says_so(tmp_path: Path) -> None:
