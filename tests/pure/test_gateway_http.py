@@ -15,8 +15,14 @@ from gateway_builders import running_service
 from pydantic import SecretStr
 
 from dovetail.config import AuthConfig, KeyConfig, ServerConfig
+from dovetail.errors import EngineFailed
+from dovetail.gateway import respond
+from dovetail.gateway.api import CompletionRequest
 from dovetail.gateway.app import make_app
+from dovetail.gateway.replies import TextReply
 from dovetail.gateway.service import Service
+from dovetail.gateway.translate import completion_job
+from dovetail.types import Slo
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEXT = {"model": "fake", "prompt": "hi ", "max_tokens": 6}
@@ -223,12 +229,34 @@ def test_a_failure_after_the_first_text_is_an_event_and_before_it_a_status(tmp_p
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.1)
         (inbox, _), *_ = node.inboxes.values()
-        from dovetail.errors import EngineFailed
-
         inbox.fail(EngineFailed("lost"))
         chunks = events(await stream)
         assert chunks[0]["choices"]
         assert chunks[-1]["error"]["message"] == "lost"
+
+    on_app(tmp_path, test)
+
+
+def test_a_client_that_stops_reading_loses_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(respond, "SEND_TIMEOUT_S", 0.05)
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        model = service.models.get("fake")
+        body = CompletionRequest(model="fake", prompt="a", max_tokens=100)
+        job = await completion_job(body, model, "job", 512, Slo())
+        reply = TextReply(job, 0, with_logprobs=False, with_usage=False)
+        response = respond.GenerationResponse(service, job, reply, stream=True, include_usage=False)
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        with pytest.raises(TimeoutError):
+            await response({"type": "http"}, receive, send)
+        assert service.unfinished == 0
 
     on_app(tmp_path, test)
 

@@ -147,6 +147,7 @@ def test_a_dying_worker_ends_its_requests_and_the_next_one_is_served(tmp_path: P
             assert isinstance(result, EngineFailed)
         assert text_of((await collect(service, "ab", max_tokens=4))[0]) == "abab"
         assert service.link.supervisors["cpu-0"].starts == 2
+        assert b'dovetail:worker_exits_total{node="cpu-0"} 1.0' in service.metrics.render()
 
     on_service(tmp_path, test)
 

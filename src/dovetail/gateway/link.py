@@ -190,6 +190,7 @@ class Link:
         self.nodes = {config.name: NodeLink(config, self._send) for config in nodes}
         self.supervisors = {config.name: Supervisor(config, self._address, command, self._on_exit) for config in nodes}
         self.observers: list[Observer] = []
+        self.exit_observers: list[Callable[[str], None]] = []
         self._receiver: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -281,6 +282,8 @@ class Link:
         reason = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         logger.error("worker %s %s", name, reason)
         self.nodes[name].reset(EngineFailed(f"the worker '{name}' {reason}"))
+        for observer in self.exit_observers:
+            observer(name)
 
 
 def _private_directory() -> Path:

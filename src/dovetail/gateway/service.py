@@ -47,6 +47,7 @@ class Service:
         self._idle.set()
         self._unloads: dict[str, asyncio.TimerHandle] = {}
         link.observers.append(metrics.observe_message)
+        link.exit_observers.append(metrics.forget_node)
 
     @property
     def unfinished(self) -> int:
