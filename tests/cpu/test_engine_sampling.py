@@ -139,6 +139,28 @@ def test_a_rows_token_does_not_depend_on_the_other_rows(others: list[tuple[float
         assert outcomes[rows.index(mine)].token == alone
 
 
+@pytest.mark.parametrize(
+    "other", [{"top_k": 50}, {"top_k": 300}, {"top_p": 0.99999, "temperature": 2.0}, {"temperature": 0.0}]
+)
+@pytest.mark.parametrize("mine", [{"top_p": 0.8}, {"top_k": 40, "top_p": 0.8}, {"top_k": 300, "top_p": 0.8}])
+def test_nor_does_it_in_a_large_vocabulary_with_ties(mine: dict[str, Any], other: dict[str, Any]) -> None:
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(0)).mul(1.5).bfloat16().float()
+    rows = [row_of(seed=seed, temperature=0.5, **mine) for seed in range(100)]
+    alone = [sample(logits[None].clone(), [row], NO_GRAMMARS)[0].token for row in rows]
+    together = sample(logits.repeat(101, 1), [row_of(**other), *rows], NO_GRAMMARS)
+    assert [outcome.token for outcome in together[1:]] == alone
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token"),
+    [({"temperature": 5e-324}, 11), ({"temperature": 1e-308}, 11), ({"repetition_penalty": 1e-300}, 9)],
+)
+def test_absurdly_small_values_lead_to_the_token_that_they_favour(sampling: dict[str, Any], token: int) -> None:
+    logits = LOGITS.flip(0)[None].clone()  # token 0 is the least likely
+    (outcome,) = sample(logits, [row_of([9], **sampling)], NO_GRAMMARS)
+    assert (outcome.error, outcome.token) == (None, token)
+
+
 # Structured output on a random model: the text is nonsense, its form is not
 
 

@@ -82,7 +82,8 @@ def _penalize(logits: Tensor, row: TurnRow) -> None:
         seen = torch.tensor(sorted(set(row.tokens)))
         values = logits[seen]
         penalty = sampling.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        largest = torch.finfo(logits.dtype).max
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp(-largest, largest)
     if sampling.presence_penalty or sampling.frequency_penalty:
         counts = Counter(row.tokens[row.num_prompt :])
         if counts:
@@ -111,7 +112,8 @@ def _keeps_all(sampling: SamplingParams) -> bool:
 
 def _draw(logits: Tensor, rows: list[TurnRow], whole: bool) -> list[int]:
     temperature = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float64)[:, None]
-    scaled = logits.double() / temperature
+    # Below the likeliest, so that no temperature, however small, leads beyond the largest number.
+    scaled = (logits - logits.max(dim=-1, keepdim=True).values).double() / temperature
     probabilities = torch.softmax(scaled, dim=-1)  # [rows, vocab]
     order: Tensor | None = None
     if not whole:
@@ -132,17 +134,30 @@ def _filtered(probabilities: Tensor, rows: list[TurnRow]) -> tuple[Tensor, Tenso
     vocab = probabilities.shape[1]
     top_k = torch.tensor([row.sampling.top_k or vocab for row in rows])[:, None]
     top_p = torch.tensor([row.sampling.top_p for row in rows], dtype=torch.float64)[:, None]
-    width = min(_CANDIDATES, vocab)
-    values, order = probabilities.topk(width, dim=-1)
-    covered = values.sum(dim=-1, keepdim=True) >= top_p
-    if width < vocab and not bool((covered | (top_k <= width)).all()):
-        values, order = probabilities.sort(dim=-1, descending=True)
+    values, order = _ranked(probabilities, top_k, top_p)
     rank = torch.arange(values.shape[1])
     values = values.masked_fill(rank >= top_k, 0.0)
     # top-p counts within what top-k left; a token stays if those before it have not reached p yet
-    shares = values / values.sum(dim=-1, keepdim=True) if bool((top_k < vocab).any()) else values
-    before = shares.cumsum(dim=-1) - shares
-    return values.masked_fill((before >= top_p) & (rank > 0), 0.0), order
+    reached = values.cumsum(dim=-1)
+    enough = top_p * torch.where(top_k < vocab, reached[:, -1:], 1.0)
+    return values.masked_fill((reached - values >= enough) & (rank > 0), 0.0), order
+
+
+def _ranked(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each row, as many as its filters can keep; zeros where another row needs more.
+
+    Whether a row is sorted whole is decided by the row alone, because the two ways order equal values differently."""
+    count, vocab = probabilities.shape
+    width = min(_CANDIDATES, vocab)
+    values, order = probabilities.topk(width, dim=-1)
+    covered = (top_k >= vocab) & (values.cumsum(dim=-1)[:, -1:] >= top_p)
+    beyond = ~(covered | (top_k <= width))[:, 0]
+    if width == vocab or not bool(beyond.any()):
+        return values, order
+    values = torch.cat((values, values.new_zeros(count, vocab - width)), dim=-1)
+    order = torch.cat((order, order.new_zeros(count, vocab - width)), dim=-1)
+    values[beyond], order[beyond] = probabilities[beyond].sort(dim=-1, descending=True)
+    return values, order
 
 
 # Reporting
