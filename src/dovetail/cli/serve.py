@@ -195,7 +195,9 @@ def _announce(address: str, names: Sequence[str], *, has_keys: bool, as_json: bo
         return
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     print(f"Serving {listed or 'no model yet (dovetail pull)'} at {address} (ready after {seconds:.1f} s). Try:\n")
-    body = {"model": names[0] if names else "MODEL", "messages": [{"role": "user", "content": PROMPT}]}
+    # Greedy and bounded: a small model at the API's default temperature may ramble to the end of its context.
+    message = {"role": "user", "content": PROMPT}
+    body = {"model": names[0] if names else "MODEL", "messages": [message], "temperature": 0, "max_tokens": 64}
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_keys else ""
     command = f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
     print(f"  {command}\n", flush=True)
