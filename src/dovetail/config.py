@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from dovetail.errors import ConfigError
 from dovetail.types import ServiceClass
@@ -48,6 +50,12 @@ Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | s
 Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=float | str)]
 
 
+def _check_distinct(what: str, names: Iterable[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"{what} {twice[0]!r} is given twice")
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -78,8 +86,8 @@ class ServerConfig(_Section):
 
 
 class NodeConfig(_Section):
-    name: str = "cpu-0"
-    device: str = "cpu"
+    name: str = Field(default="cpu-0", min_length=1, max_length=64)
+    device: Literal["cpu"] = "cpu"
     threads: int = Field(default=0, ge=0)  # 0 = every core
     kv_cache: Size = 0  # per model; 0 = a tenth of the machine's memory
     max_batch: int = Field(default=64, ge=1)  # sequences in one iteration
@@ -97,14 +105,31 @@ class KeyConfig(_Section):
     requests_per_minute: int | None = Field(default=None, ge=1)  # more are answered 429
 
 
+def _distinct_keys(keys: tuple[KeyConfig, ...]) -> tuple[KeyConfig, ...]:
+    _check_distinct("the name", (key.name for key in keys))  # a quota belongs to a name
+    return keys
+
+
+def _distinct_nodes(nodes: tuple[NodeConfig, ...]) -> tuple[NodeConfig, ...]:
+    if not nodes:
+        raise ValueError("at least one node is needed")
+    _check_distinct("the name", (node.name for node in nodes))
+    return nodes
+
+
+def _distinct_names(models: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
+    _check_distinct("the name or alias", [*models, *(alias for model in models.values() for alias in model.aliases)])
+    return models
+
+
 class AuthConfig(_Section):
-    keys: tuple[KeyConfig, ...] = ()  # none = open
+    keys: Annotated[tuple[KeyConfig, ...], AfterValidator(_distinct_keys)] = ()  # none = open
 
 
 class Config(_Section):
-    models: dict[str, ModelConfig] = {}
+    models: Annotated[dict[str, ModelConfig], AfterValidator(_distinct_names)] = {}
     server: ServerConfig = ServerConfig()
-    nodes: tuple[NodeConfig, ...] = (NodeConfig(),)
+    nodes: Annotated[tuple[NodeConfig, ...], AfterValidator(_distinct_nodes)] = (NodeConfig(),)
     store: StoreConfig = StoreConfig()
     auth: AuthConfig = AuthConfig()
 
