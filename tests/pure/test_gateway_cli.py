@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +34,42 @@ def test_events_of_a_stream_become_pieces_and_errors() -> None:
     assert chat._piece({"choices": [], "usage": {"completion_tokens": 5}}) == chat.Piece("", None, 5)
     with pytest.raises(RequestError, match="lost"):
         chat._piece({"error": {"message": "lost"}})
+
+
+ECHO_CHAT = """
+import asyncio
+from dovetail.cli import chat
+
+class Echo:
+    async def answer(self, conversation):
+        yield chat.Piece(repr(conversation.messages[-1]["content"]))
+
+with asyncio.Runner() as runner:
+    chat._converse(runner, Echo(), chat.Conversation(None, {}))
+"""
+
+
+def test_pasted_lines_are_one_message() -> None:
+    terminal, side = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", ECHO_CHAT], stdin=side, stdout=side, stderr=side, env=os.environ | {"TERM": "xterm"}
+    ) as process:
+        os.close(side)
+        assert b"\x1b[?2004h" in _read_until(terminal, b">>> ")  # asks the terminal to mark what is pasted
+        os.write(terminal, b"\x1b[200~one\ntwo\x1b[201~\r")
+        seen = _read_until(terminal, b"'\r\n")
+        os.write(terminal, b"\r/bye\r")
+        _read_until(terminal, b"/bye\r\n")
+        assert process.wait(timeout=10) == 0
+    os.close(terminal)
+    assert b"'one\\ntwo'" in seen
+
+
+def _read_until(terminal: int, wanted: bytes) -> bytes:
+    seen = b""
+    while wanted not in seen:
+        seen += os.read(terminal, 1024)
+    return seen
 
 
 def test_options_win_over_the_file_and_keys_add_up() -> None:

@@ -124,8 +124,9 @@ def _answer_once(
 
 
 def _converse(runner: asyncio.Runner, backend: Backend, conversation: Conversation) -> None:
-    import readline  # noqa: F401  gives `input` editing and history
+    import readline  # gives `input` editing and history
 
+    readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message, not one each
     print(_HELP)
     while True:
         try:
