@@ -15,6 +15,7 @@ import msgspec
 
 from dovetail import messages
 from dovetail.bench.worker_process import WorkerDied, WorkerProcess
+from dovetail.errors import DovetailError
 from dovetail.types import ModelCard, Request, SamplingParams
 
 PROMPT_TOKENS = 128
@@ -31,6 +32,10 @@ with torch.inference_mode():
     model(torch.arange(1, int(sys.argv[2]) + 1)[None]).logits[0, -1].argmax().item()
 print(i - t, l - i, time.perf_counter() - l)
 """
+
+
+class PeerFailed(DovetailError):
+    pass
 
 
 class ColdStart(msgspec.Struct, frozen=True):
@@ -76,9 +81,12 @@ def start_transformers(folder: str) -> ColdStart:
     """The peer in this environment, on an HF folder of the same shape, in float32."""
     started = time.monotonic()
     command = [sys.executable, "-c", _TRANSFORMERS, folder, str(PROMPT_TOKENS)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    import_s, load_s, first_s = (float(word) for word in output.split()[-3:])
-    return ColdStart("transformers", import_s, load_s, first_s, time.monotonic() - started)
+    done = subprocess.run(command, capture_output=True, text=True)
+    total_s = time.monotonic() - started
+    if done.returncode != 0:
+        raise PeerFailed(f"transformers on {folder}: {done.stderr.strip().splitlines()[-1]}")
+    import_s, load_s, first_s = (float(word) for word in done.stdout.split()[-3:])
+    return ColdStart("transformers", import_s, load_s, first_s, total_s)
 
 
 def import_torch_s() -> float:
