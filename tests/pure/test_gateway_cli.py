@@ -55,13 +55,14 @@ def test_pasted_lines_are_one_message() -> None:
         [sys.executable, "-c", ECHO_CHAT], stdin=side, stdout=side, stderr=side, env=os.environ | {"TERM": "xterm"}
     ) as process:
         os.close(side)
-        assert b"\x1b[?2004h" in _read_until(terminal, b">>> ")  # asks the terminal to mark what is pasted
+        prompt = _read_until(terminal, b">>> ")
         os.write(terminal, b"\x1b[200~one\ntwo\x1b[201~\r")
         seen = _read_until(terminal, b"'\r\n")
         os.write(terminal, b"\r/bye\r")
         _read_until(terminal, b"/bye\r\n")
         assert process.wait(timeout=10) == 0
     os.close(terminal)
+    assert b"\x1b[?2004h" in prompt, "the terminal is asked to mark what is pasted"
     assert b"'one\\ntwo'" in seen
 
 
