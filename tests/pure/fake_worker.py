@@ -85,8 +85,9 @@ class FakeWorker:
             ends = token in request.sampling.stop_token_ids
             is_last = made + 1 == request.sampling.max_tokens
             finish = FinishReason.STOP if ends else FinishReason.LENGTH if is_last else None
-            top = TokenLogprobs(-0.5, (TokenLogprob(token, -0.5), TokenLogprob(0, float("-inf"))))
-            logprobs = top if request.sampling.logprobs is not None else None
+            top = (TokenLogprob(token, -0.5), TokenLogprob(0, float("-inf")))
+            wanted = request.sampling.logprobs
+            logprobs = None if wanted is None else TokenLogprobs(-0.5, top[:wanted])
             events.append(TokenEvent(*key, token, finish, logprobs))
             if finish is None:
                 self.open[key] = (request, made + 1)

@@ -209,6 +209,8 @@ def test_logprobs_echo_and_several_prompts(tmp_path: Path) -> None:
         logprobs = answer["choices"][0]["logprobs"]
         assert logprobs["tokens"] == ["h", "i", " "]
         assert logprobs["text_offset"] == [0, 1, 2]
+        answer = (await client.post("/v1/completions", json=TEXT | {"logprobs": 0, "max_tokens": 2})).json()
+        assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"h": -0.5}, {"i": -0.5}]  # the chosen one always
         answer = (await client.post("/v1/chat/completions", json=CHAT | {"logprobs": True, "top_logprobs": 2})).json()
         entry = answer["choices"][0]["logprobs"]["content"][1]
         assert entry["logprob"] == -0.5

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from dovetail.gateway.detokenizer import Vocabulary
 from dovetail.gateway.service import Delta
 from dovetail.gateway.translate import Job
-from dovetail.types import FinishReason, TokenLogprobs
+from dovetail.types import FinishReason, TokenLogprob, TokenLogprobs
 
 _MIN_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -382,10 +382,7 @@ class TextReply:
         return TextLogprobs(
             tokens=tokens,
             token_logprobs=[_finite(logprobs.chosen) for _, logprobs in entries],
-            top_logprobs=[
-                {vocabulary.token_text(top.token): _finite(top.logprob) for top in logprobs.top}
-                for _, logprobs in entries
-            ],
+            top_logprobs=[_alternatives(vocabulary, token, logprobs) for token, logprobs in entries],
             text_offset=offsets,
         )
 
@@ -414,6 +411,15 @@ def _entry(vocabulary: Vocabulary, token: int, logprobs: TokenLogprobs) -> Token
         bytes=list(vocabulary.token_bytes(token)),
         top_logprobs=top,
     )
+
+
+def _alternatives(vocabulary: Vocabulary, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
+    """The likeliest by their text and, as OpenAI has it, always the chosen one: it may be one more than asked for.
+    Of several halves of a character, which look alike, the likeliest stays."""
+    found: dict[str, float] = {}
+    for top in (*logprobs.top, TokenLogprob(token, logprobs.chosen)):
+        found.setdefault(vocabulary.token_text(top.token), _finite(top.logprob))
+    return found
 
 
 def _finite(logprob: float) -> float:
