@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import psutil
@@ -25,7 +25,7 @@ import zmq
 
 from dovetail import messages
 from dovetail.errors import DovetailError
-from dovetail.machine import process_age_s
+from dovetail.machine import process_age_s, usable_cores
 from dovetail.node.rotation import Rotation
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.scheduler import Completed, Scheduler, SchedulerConfig
@@ -69,6 +69,14 @@ class Instance:
     is_released: bool = True  # no KV page has been written since they were last given back
 
 
+@dataclass(eq=False)
+class Loading:
+    """A model on its way."""
+
+    message: messages.Load
+    held: list[Request] = field(default_factory=list)  # requests that wait for it
+
+
 class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -84,10 +92,10 @@ class Worker:
         self._poller.register(self._wake, zmq.POLLIN)
         self._instances: dict[str, Instance] = {}
         self._rotation = Rotation()
-        self._held: dict[str, list[Request]] = {}  # requests whose model is loading
+        self._loading: dict[str, Loading] = {}
         self._load_errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
-        self._loads: queue.Queue[messages.Load | None] = queue.Queue()
-        self._loaded: queue.Queue[tuple[Instance | None, messages.ToGateway]] = queue.Queue()
+        self._loads: queue.Queue[Loading | None] = queue.Queue()
+        self._loaded: queue.Queue[tuple[Loading, Instance | None, messages.ToGateway]] = queue.Queue()
         self._running = True
         self._stats_due = 0.0
         self._last_turn_end: float | None = None
@@ -205,8 +213,8 @@ class Worker:
         instance = self._instances.get(request.model)
         if instance is not None:
             instance.scheduler.add(request)
-        elif request.model in self._held:
-            self._held[request.model].append(request)
+        elif request.model in self._loading:
+            self._loading[request.model].held.append(request)
         else:
             absent = f"model {request.model} is not loaded on {self._config.node}"
             self._refuse([request], self._load_errors.get(request.model, absent))
@@ -215,17 +223,20 @@ class Worker:
         for instance in self._instances.values():
             instance.scheduler.abort(request_id, choice)
         if choice is None:
-            for model, requests in self._held.items():
-                self._held[model] = [request for request in requests if request.id != request_id]
+            for loading in self._loading.values():
+                loading.held = [request for request in loading.held if request.id != request_id]
 
     def _load(self, message: messages.Load) -> None:
         name = message.card.name
-        if name not in self._instances and name not in self._held:
-            self._held[name] = []
+        if name not in self._instances and name not in self._loading:
+            self._loading[name] = Loading(message)
             self._load_errors.pop(name, None)
-            self._loads.put(message)
+            self._loads.put(self._loading[name])
 
     def _unload(self, model: str) -> None:
+        loading = self._loading.pop(model, None)  # what comes of it is thrown away
+        if loading is not None:
+            self._refuse(loading.held, "the model was unloaded")
         instance = self._instances.pop(model, None)
         if instance is not None:
             self._rotation.remove(model)
@@ -251,8 +262,8 @@ class Worker:
     def _load_forever(self) -> None:
         wake = self._context.socket(zmq.PUSH)
         wake.connect(_WAKE)
-        while (message := self._loads.get()) is not None:
-            self._loaded.put(self._build(message))
+        while (loading := self._loads.get()) is not None:
+            self._loaded.put((loading, *self._build(loading.message)))
             wake.send(b"")
         wake.close()
 
@@ -267,18 +278,22 @@ class Worker:
             return None, messages.LoadFailed(name, f"{name}: {type(error).__name__}: {error}")
 
     def _finish_load(self) -> None:
-        instance, answer = self._loaded.get_nowait()
+        loading, instance, answer = self._loaded.get_nowait()
         assert isinstance(answer, messages.Loaded | messages.LoadFailed)
-        held = self._held.pop(answer.model)
+        if self._loading.get(answer.model) is not loading:  # unloaded before it was there
+            if instance is not None:
+                instance.executor.close()
+            return
+        del self._loading[answer.model]
         self._send(answer)
         if instance is None:
             assert isinstance(answer, messages.LoadFailed)
             self._load_errors[answer.model] = answer.error
-            self._refuse(held, answer.error)
+            self._refuse(loading.held, answer.error)
             return
         self._instances[answer.model] = instance
         self._rotation.add(answer.model)
-        for request in held:
+        for request in loading.held:
             instance.scheduler.add(request)
         self._stats_due = 0.0
 
@@ -374,7 +389,7 @@ def parse_arguments(arguments: list[str] | None = None) -> WorkerConfig:
     parser.add_argument("--node", default="cpu-0")
     parser.add_argument("--connect", required=True, help="ZeroMQ address of the gateway")
     parser.add_argument("--device", default="cpu", choices=["cpu"])
-    parser.add_argument("--threads", type=int, default=0, help="0 = every core")
+    parser.add_argument("--threads", type=int, default=0, help="0 = every core that it may use")
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--max-turn-tokens", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=16)
@@ -397,7 +412,7 @@ def main() -> None:
     import_torch_eager()
     import torch
 
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.threads or usable_cores())
     Worker(config).run()
 
 

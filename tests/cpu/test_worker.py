@@ -147,6 +147,22 @@ def test_unloading_ends_its_requests_and_frees_the_name(worker: WorkerProcess, f
     worker.wait_for(messages.Loaded)
 
 
+def test_a_model_unloaded_while_it_loads_makes_way_for_the_next_of_its_name(
+    worker: WorkerProcess, tiny_folder: Callable[[str], Path]
+) -> None:
+    worker.send(messages.Load(describe(tiny_folder("llama"), "swap"), dtype="f32"))
+    worker.send(messages.Submit(request_to("swap", "early", [1], max_tokens=2)))
+    worker.send(messages.Unload("swap"))
+    worker.send(messages.Load(describe(tiny_folder("gemma2"), "swap"), dtype="f32"))
+    worker.send(messages.Submit(request_to("swap", "late", [1, 2, 3], max_tokens=8)))
+    events = collect(worker, {"early", "late"})
+    executor = make_executor(tiny_folder("gemma2"))
+    (alone,) = Engine(executor).run(make_request([1, 2, 3], max_tokens=8)).values()
+    executor.close()
+    assert [event.token for event in events["late"]] == alone
+    assert events["early"][-1].finish is not None
+
+
 def test_signals_to_the_group_are_left_to_the_gateway(worker: WorkerProcess, folders: dict[str, Path]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(worker.process.pid, number)
