@@ -156,7 +156,7 @@ def test_without_memory_the_latest_is_preempted_and_still_gets_its_text() -> Non
 
 
 def test_a_request_larger_than_the_pool_ends_with_an_error_and_others_go_on() -> None:
-    scheduler, memory = make_scheduler(num_blocks=4), BlockMemory()
+    scheduler, memory = make_scheduler(num_blocks=4, max_turn_tokens=8), BlockMemory()
     scheduler.add(make_request("large", list(range(40))))
     scheduler.add(make_request("small", [1, 2]))
     events = drain(scheduler, memory)
@@ -164,6 +164,8 @@ def test_a_request_larger_than_the_pool_ends_with_an_error_and_others_go_on() ->
     assert failed.finish is FinishReason.ERROR
     assert failed.error is not None
     assert "KV pool" in failed.error
+    assert failed.unprocessable, "to try again would not help"
+    assert scheduler.num_preemptions == 0, "it pushed nobody out"
     assert tokens_of(events, "small") == expected([1, 2], 5)
     assert scheduler.pool.num_held == 0
 

@@ -158,7 +158,7 @@ class Scheduler:
                 return True
             victim = self._running[-1]
             if victim is sequence and len(self._running) == 1:
-                self._fail(sequence, _TOO_LARGE.format(self.pool.target))
+                self._refuse(sequence)
                 return False
             rows.pop(victim.id, None)
             self._preempt(victim)
@@ -179,11 +179,11 @@ class Scheduler:
             if not sequence.is_ready:
                 held_back.append(sequence)
                 continue
+            if not self._fits(sequence):  # before it has pushed others out in vain
+                self._refuse(sequence)
+                continue
             count = self._start(sequence, budget)
             if count == 0:
-                if not self._fits(sequence):
-                    self._fail(sequence, _TOO_LARGE.format(self.pool.target))
-                    continue
                 held_back.append(sequence)
                 break
             self._running.append(sequence)
@@ -254,9 +254,11 @@ class Scheduler:
 
     # Ends
 
-    def _fail(self, sequence: Sequence, error: str) -> None:
+    def _refuse(self, sequence: Sequence) -> None:
+        """It is larger than the whole pool. The gateway cannot know while the model is not loaded."""
         self._end(sequence)
-        self._failed.append(_end_event(sequence, FinishReason.ERROR, error))
+        event = _end_event(sequence, FinishReason.ERROR, _TOO_LARGE.format(self.pool.target))
+        self._failed.append(msgspec.structs.replace(event, unprocessable=True))
 
     def _end(self, sequence: Sequence) -> None:
         self._let_go(sequence)
