@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from gateway_builders import make_card
 
@@ -34,6 +35,15 @@ def test_events_of_a_stream_become_pieces_and_errors() -> None:
     assert chat._piece({"choices": [], "usage": {"completion_tokens": 5}}) == chat.Piece("", None, 5)
     with pytest.raises(RequestError, match="lost"):
         chat._piece({"error": {"message": "lost"}})
+
+
+def test_a_server_is_asked_for_the_very_name_so_that_it_may_be_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(url: str, **options: object) -> httpx.Response:
+        return httpx.Response(200 if url == "http://here/v1/models/a%2Fnick" else 404, json={"id": "name"})
+
+    monkeypatch.setattr(httpx, "get", get)
+    assert chat._serves("http://here/", "a/nick")
+    assert not chat._serves("http://here", "/a/folder")
 
 
 ECHO_CHAT = """

@@ -101,13 +101,15 @@ def run(
 
 
 def _serves(url: str, model: str) -> bool:
-    """Whether a server is there and has the model; every doubt means no."""
+    """Whether a server is there and has the model, by its name or an alias; every doubt means no."""
+    from urllib.parse import quote
+
     import httpx
 
     try:
-        response = httpx.get(f"{url.rstrip('/')}/v1/models", headers=key_header(), timeout=2)
-        return any(item["id"] == model for item in response.json()["data"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+        response = httpx.get(f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}", headers=key_header(), timeout=2)
+        return response.status_code == 200 and "id" in response.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError):
         return False
 
 
