@@ -407,9 +407,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if config.parent:
         _die_with_parent()
-    from dovetail.engine.torch_import import import_torch_eager
+    from dovetail.engine.torch_import import import_torch_for_worker
 
-    import_torch_eager()
+    import_torch_for_worker()
     import torch
 
     torch.set_num_threads(config.threads or usable_cores())
