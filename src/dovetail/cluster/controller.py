@@ -1,0 +1,174 @@
+"""Where each request goes: ranks candidates on mirrored views and proposes; nodes accept or refuse (S9–S11).
+
+A state machine like the node: requests, notices and retries come in with `now`, decisions go out through `outbox`.
+It keeps every request that has no place and forgets one when it has ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dovetail.cluster.decisions import Decision, Dropped, How, Moving, Placed, Queued
+from dovetail.node.events import Evicted, Finished, HandedOver, InstanceClosed, InstanceGone, Notice, Victim
+from dovetail.node.ports import NodeHandle
+from dovetail.node.work import Phase, Work
+from dovetail.policy.consolidate import rank_instances
+from dovetail.policy.headroom import Refusal
+from dovetail.policy.knobs import Knobs
+from dovetail.policy.placement import DeviceKind, is_hopeless, rank_nodes
+
+
+@dataclass(slots=True, eq=False)
+class InstanceView:
+    """What the controller believes about an instance."""
+
+    node: NodeHandle
+    id: int
+    model: str
+    phase: Phase
+    batch: int
+    on_cpu: bool
+
+
+class Controller:
+    def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs, *, kv_bytes_per_s: float = 12.5e9) -> None:
+        self.nodes = [node for node in nodes if knobs.use_cpu or node.kind is not DeviceKind.CPU]
+        self.knobs = knobs
+        self.outbox: list[Decision] = []
+        self.queued: dict[int, Work] = {}  # without a place, by request id
+        self._kv_bytes_per_s = kv_bytes_per_s
+        self._instances: dict[tuple[str, int], InstanceView] = {}  # (node, instance)
+        self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
+        self._turn_of: Counter[str] = Counter()  # round robin, by model
+        self._refusals: Counter[str] = Counter()
+
+    # Requests
+
+    def submit(self, work: Work, now: float) -> None:
+        """A new request. It is placed at once or queued."""
+        if self.knobs.disaggregate and work.phase is Phase.ANY:
+            work.phase = Phase.PREFILL
+        self._seek(work, now)
+
+    def retry(self, work_id: int, now: float) -> None:
+        """A queued request tries again, or is given up."""
+        work = self.queued.pop(work_id, None)
+        if work is None:
+            return
+        if is_hopeless(work.due_s, now):
+            self.outbox.append(Dropped(work, "deadline"))
+        else:
+            self._seek(work, now)
+
+    def _seek(self, work: Work, now: float) -> None:
+        self._refusals.clear()
+        placed = self._join(work, now) or self._preempt(work, now) or self._start(work, now)
+        if placed is not None:
+            self.outbox.append(placed)
+            return
+        self.queued[work.id] = work
+        retry_at_s = now + (self.knobs.retry_s or 0.25)
+        self.outbox.append(Queued(work, retry_at_s, dict(self._refusals)))
+
+    # The three steps of placement
+
+    def _join(self, work: Work, now: float) -> Placed | None:
+        for view in self._candidates(work):
+            refusal = view.node.join(view.id, work, now)
+            if refusal is None:
+                view.batch += 1
+                return Placed(work, view.node.name, view.id, How.JOIN)
+            self._refusals[refusal] += 1
+        return None
+
+    def _candidates(self, work: Work) -> list[InstanceView]:
+        views = [view for view in self._by_model[work.model] if view.phase is work.phase]
+        if not self.knobs.round_robin or len(views) < 2:
+            return rank_instances(views, reactive=self.knobs.reactive)
+        turn = self._turn_of[work.model] % len(views)
+        self._turn_of[work.model] += 1
+        return views[turn:] + views[:turn]
+
+    def _preempt(self, work: Work, now: float) -> Placed | None:
+        """S9: make room for an instance of the model by moving a smaller neighbour's requests elsewhere."""
+        if not self.knobs.proactive or self.knobs.disaggregate:
+            return None
+        for view in self._candidates(work):
+            for victim in view.node.victims_for(view.id, work, now):
+                if not self._can_move(victim, view.node, now):
+                    continue
+                view.node.preempt(victim.instance, "preempted")
+                self._forget(view.node, victim.instance)
+                if view.node.join(view.id, work, now) is None:
+                    view.batch += 1
+                    return Placed(work, view.node.name, view.id, How.PREEMPT)
+                return None
+        return None
+
+    def _can_move(self, victim: Victim, source: NodeHandle, now: float) -> bool:
+        """Every request of the victim would be accepted somewhere else."""
+        return all(self._has_other_place(work, source, now) for work in victim.works)
+
+    def _has_other_place(self, work: Work, source: NodeHandle, now: float) -> bool:
+        for view in self._by_model[work.model]:
+            if view.node is not source and view.node.check_join(view.id, work, now) is None:
+                return True
+        return any(node is not source and node.check_start(work, now) is None for node in self.nodes)
+
+    def _start(self, work: Work, now: float) -> Placed | None:
+        for node in rank_nodes(self.nodes, pack=self.knobs.reactive):
+            answer = node.start(work, now)
+            if not isinstance(answer, Refusal):
+                view = InstanceView(node, answer, work.model, work.phase, 1, node.kind is DeviceKind.CPU)
+                self._instances[(node.name, answer)] = view
+                self._by_model[work.model].append(view)
+                return Placed(work, node.name, answer, How.START)
+            self._refusals[answer] += 1
+        return None
+
+    # What nodes report
+
+    def notice(self, node: NodeHandle, notice: Notice, now: float) -> None:
+        if isinstance(notice, Finished):
+            self._left(node, notice.instance)
+        elif isinstance(notice, Evicted):
+            self._left(node, notice.instance)
+            notice.work.cached = False
+            self._seek(notice.work, now)
+        elif isinstance(notice, HandedOver):
+            self._left(node, notice.instance)
+            self._hand_over(notice, now)
+        elif isinstance(notice, InstanceClosed | InstanceGone):
+            self._forget(node, notice.instance)
+
+    def lost(self, node: NodeHandle, works: Sequence[Work], now: float) -> None:
+        """The node is gone; its unfinished requests start over elsewhere, with the tokens they have."""
+        for key in [key for key in self._instances if key[0] == node.name]:
+            self._forget(node, key[1])
+        for work in works:
+            work.cached = False
+            work.moves += 1
+            if self.knobs.disaggregate:
+                work.phase = Phase.PREFILL
+            self._seek(work, now)
+
+    def _hand_over(self, notice: HandedOver, now: float) -> None:
+        work = notice.work
+        travel_s = notice.kv_bytes / self._kv_bytes_per_s
+        work.phase = Phase.DECODE
+        work.cached = True
+        work.give_grace(travel_s)
+        self.queued[work.id] = work
+        self.outbox.append(Moving(work, now + travel_s, "handover"))
+
+    def _left(self, node: NodeHandle, instance_id: int) -> None:
+        view = self._instances.get((node.name, instance_id))
+        if view is not None:
+            view.batch -= 1
+
+    def _forget(self, node: NodeHandle, instance_id: int) -> None:
+        view = self._instances.pop((node.name, instance_id), None)
+        if view is not None:
+            self._by_model[view.model].remove(view)
