@@ -38,6 +38,7 @@ class Controller:
         self.knobs = knobs
         self.outbox: list[Decision] = []
         self.queued: dict[int, Work] = {}  # without a place, by request id
+        self.parked: dict[str, dict[int, Work]] = {}  # swapped out with headroom to spare, by model
         self._kv_bytes_per_s = kv_bytes_per_s
         self._instances: dict[tuple[str, int], InstanceView] = {}  # (node, instance)
         self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
@@ -54,7 +55,7 @@ class Controller:
 
     def retry(self, work_id: int, now: float) -> None:
         """A queued request tries again, or is given up."""
-        work = self.queued.pop(work_id, None)
+        work = self.queued.pop(work_id, None) or self._unpark(work_id)
         if work is None:
             return
         if is_hopeless(work.due_s, now):
@@ -65,8 +66,11 @@ class Controller:
     def _seek(self, work: Work, now: float) -> None:
         self._refusals.clear()
         placed = self._join(work, now) or self._preempt(work, now) or self._start(work, now)
+        if placed is None and self.knobs.pause:
+            placed = self._pause(work, now)
         if placed is not None:
             self.outbox.append(placed)
+            self._reunite(work.model, now)
             return
         self.queued[work.id] = work
         retry_at_s = now + (self.knobs.retry_s or 0.25)
@@ -97,15 +101,23 @@ class Controller:
             return None
         for view in self._candidates(work):
             for victim in view.node.victims_for(view.id, work, now):
-                if not self._can_move(victim, view.node, now):
+                can_wait = self._can_wait(victim)
+                if not can_wait and not self._can_move(victim, view.node, now):
                     continue
-                view.node.preempt(victim.instance, "preempted")
+                view.node.preempt(victim.instance, "paused" if can_wait else "preempted")
                 self._forget(view.node, victim.instance)
                 if view.node.join(view.id, work, now) is None:
                     view.batch += 1
                     return Placed(work, view.node.name, view.id, How.PREEMPT)
                 return None
         return None
+
+    def _can_wait(self, victim: Victim) -> bool:
+        """Its requests are so far ahead that they may be swapped out for a while."""
+        knobs = self.knobs
+        if not knobs.pause or victim.headroom_s < knobs.pause_headroom_s:
+            return False
+        return len(self.parked) < knobs.pause_models and len(victim.works) <= knobs.pause_batch
 
     def _can_move(self, victim: Victim, source: NodeHandle, now: float) -> bool:
         """Every request of the victim would be accepted somewhere else."""
@@ -118,15 +130,43 @@ class Controller:
         return any(node is not source and node.check_start(work, now) is None for node in self.nodes)
 
     def _start(self, work: Work, now: float) -> Placed | None:
+        if self.knobs.demand_first and self.queued:
+            waiting = Counter(other.model for other in self.queued.values())
+            own = waiting[work.model] + 1
+            if max(waiting.values()) > own and work.due_s - now > self.knobs.pause_last_s:
+                return None
         for node in rank_nodes(self.nodes, pack=self.knobs.reactive):
-            answer = node.start(work, now)
-            if not isinstance(answer, Refusal):
-                view = InstanceView(node, answer, work.model, work.phase, 1, node.kind is DeviceKind.CPU)
-                self._instances[(node.name, answer)] = view
-                self._by_model[work.model].append(view)
-                return Placed(work, node.name, answer, How.START)
-            self._refusals[answer] += 1
+            placed = self._start_on(node, work, now, How.START)
+            if placed is not None:
+                return placed
         return None
+
+    def _start_on(self, node: NodeHandle, work: Work, now: float, how: How) -> Placed | None:
+        answer = node.start(work, now)
+        if isinstance(answer, Refusal):
+            self._refusals[answer] += 1
+            return None
+        view = InstanceView(node, answer, work.model, work.phase, 1, node.kind is DeviceKind.CPU)
+        self._instances[(node.name, answer)] = view
+        self._by_model[work.model].append(view)
+        return Placed(work, node.name, answer, how)
+
+    def _pause(self, work: Work, now: float) -> Placed | None:
+        """Swap out the instance with the longest headroom, if that makes room for an instance of the work's model."""
+        if work.due_s - now > self.knobs.pause_last_s or len(self.parked) >= self.knobs.pause_models:
+            return None  # something may still become free by itself
+        best: tuple[float, NodeHandle, int] | None = None
+        for node in self.nodes:
+            if node.kind is DeviceKind.GPU:
+                for option in node.pausable_for(work, now)[:1]:
+                    if best is None or option.headroom_s > best[0]:
+                        best = (option.headroom_s, node, option.instance)
+        if best is None:
+            return None
+        _, node, instance = best
+        node.preempt(instance, "paused")
+        self._forget(node, instance)
+        return self._start_on(node, work, now, How.PAUSE)
 
     # What nodes report
 
@@ -136,12 +176,54 @@ class Controller:
         elif isinstance(notice, Evicted):
             self._left(node, notice.instance)
             notice.work.cached = False
-            self._seek(notice.work, now)
+            if notice.reason == "paused":
+                self._park(notice.work, now)
+            else:
+                self._seek(notice.work, now)
         elif isinstance(notice, HandedOver):
             self._left(node, notice.instance)
             self._hand_over(notice, now)
         elif isinstance(notice, InstanceClosed | InstanceGone):
             self._forget(node, notice.instance)
+            if self.parked and isinstance(notice, InstanceGone):
+                self._resume(now)
+
+    # Paused work
+
+    def _park(self, work: Work, now: float) -> None:
+        retry_at_s = max(now, work.due_s - self.knobs.pause_lead_s)
+        self.parked.setdefault(work.model, {})[work.id] = work
+        self.outbox.append(Moving(work, retry_at_s, "paused"))
+
+    def _unpark(self, work_id: int) -> Work | None:
+        for model, works in self.parked.items():
+            work = works.pop(work_id, None)
+            if work is not None:
+                if not works:
+                    del self.parked[model]
+                return work
+        return None
+
+    def _reunite(self, model: str, now: float) -> None:
+        """An instance of the model takes work again: those swapped out come back to it."""
+        works = self.parked.pop(model, {})
+        for work in sorted(works.values(), key=lambda one: (one.due_s, one.id)):
+            placed = self._join(work, now)
+            if placed is not None:
+                self.outbox.append(placed)
+            else:
+                self.parked.setdefault(model, {})[work.id] = work
+
+    def _resume(self, now: float) -> None:
+        """Memory is free: the swapped-out model that is due first comes back, unless someone waits more urgently."""
+        work = min((w for works in self.parked.values() for w in works.values()), key=lambda one: (one.due_s, one.id))
+        if any(other.due_s < work.due_s for other in self.queued.values()):
+            return
+        placed = self._join(work, now) or self._start(work, now)
+        if placed is not None:
+            self._unpark(work.id)
+            self.outbox.append(placed)
+            self._reunite(work.model, now)
 
     def lost(self, node: NodeHandle, works: Sequence[Work], now: float) -> None:
         """The node is gone; its unfinished requests start over elsewhere, with the tokens they have."""

@@ -93,6 +93,29 @@ class Admitter:
             return [one for one in ranked if self._time(target, work, free_at_s, without=one) is None]
         return []
 
+    def pausable(self, work: Work, now: float, free_at_s: float) -> list[Instance]:
+        """Instances so far ahead of their deadlines that they may be swapped out, each alone making room for an
+        instance of the work's model; the one with the longest headroom first."""
+        hosting = self.hostings.get(work.model)
+        if hosting is None or hosting.weights_in_place or any(one.state is State.LOADING for one in self._instances.values()):
+            return []
+        need = hosting.weight_bytes
+        need += self.required(hosting, [(work.input_tokens, work.produced)]) * hosting.kv_bytes_per_token
+        gap = need - self._residency.ledger.available
+        soonest = now + self.knobs.pause_headroom_s
+        found = [one for one in self._instances.values() if self._may_pause(one, work, gap, soonest)]
+        found = [one for one in found if self._time(None, work, free_at_s, without=one) is None]
+        return sorted(found, key=lambda one: -one.deadline_s)
+
+    def _may_pause(self, instance: Instance, work: Work, gap: int, soonest_s: float) -> bool:
+        return (
+            instance.can_run
+            and instance.model != work.model
+            and instance.batch <= self.knobs.pause_batch
+            and instance.deadline_s > soonest_s
+            and self._residency.planned_bytes(instance) >= gap
+        )
+
     # Slots and shares
 
     def _slots(self, hosting: Hosting) -> Refusal | None:

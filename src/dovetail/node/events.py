@@ -23,6 +23,14 @@ class Victim(NamedTuple):
 
     instance: int
     works: tuple[Work, ...]
+    headroom_s: float  # until the first of them needs a token
+
+
+class Pausable(NamedTuple):
+    """An instance that could be swapped out for a while."""
+
+    instance: int
+    headroom_s: float  # until the first of its requests needs a token
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dovetail.node.events import (
     InstanceGone,
     InstanceReady,
     Notice,
+    Pausable,
     SetTimer,
     Turn,
     Victim,
@@ -114,7 +115,15 @@ class Node:
         instance = self.instances.get(instance_id)
         if instance is None or not self.up:
             return []
-        return [Victim(one.id, tuple(one.works())) for one in self.admit.victims(instance, work, self._free_at_s(now))]
+        found = self.admit.victims(instance, work, self._free_at_s(now))
+        return [Victim(one.id, tuple(one.works()), one.deadline_s - now) for one in found]
+
+    def pausable_for(self, work: Work, now: float) -> list[Pausable]:
+        """Instances that could be swapped out to start one for the work."""
+        if not self.up:
+            return []
+        found = self.admit.pausable(work, now, self._free_at_s(now))
+        return [Pausable(one.id, one.deadline_s - now) for one in found]
 
     def preempt(self, instance_id: int, reason: str) -> None:
         """Close an instance; its work comes back as Evicted notices."""
@@ -299,7 +308,8 @@ class Node:
     def load_done(self, instance_id: int, now: float, duration_s: float) -> None:
         instance = self.instances[instance_id]
         for work in instance.works():  # S1: those who waited for the cold start get it on top
-            work.give_grace(min(duration_s, now - work.arrival_s) if work.produced == 0 else duration_s)
+            if work.produced == 0:
+                work.give_grace(min(duration_s, now - work.arrival_s))
         if instance.state is State.LOADING:
             instance.state = State.READY
             self.outbox.append(InstanceReady(instance.id, instance.model))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from dovetail.modelspec import ModelSpec
-from dovetail.node.events import StartLoad, StartResize, StartUnload, Victim
+from dovetail.node.events import Pausable, StartLoad, StartResize, StartUnload, Victim
 from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import DeviceKind
@@ -96,5 +96,7 @@ class NodeHandle(Protocol):
     def start(self, work: Work, now: float) -> int | Refusal: ...
 
     def victims_for(self, instance_id: int, work: Work, now: float) -> list[Victim]: ...
+
+    def pausable_for(self, work: Work, now: float) -> list[Pausable]: ...
 
     def preempt(self, instance_id: int, reason: str) -> None: ...

@@ -47,6 +47,11 @@ class Knobs:
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
     free_resize: bool = False  # pools grow and shrink in place
     pause: bool = False  # swap out an instance whose requests are far ahead, to make room for one that is due
-    pause_headroom_s: float = 6.0  # the least headroom a paused instance keeps beyond its reload
+    pause_headroom_s: float = 8.0  # an instance with less is not swapped out
+    pause_last_s: float = 0.6  # a request causes a swap only this shortly before it would be given up
+    pause_models: int = 1000  # models that may be swapped out at once
+    pause_batch: int = 1000  # a larger batch is not swapped out: each of its requests pays a prefill
+    demand_first: bool = False
+    pause_lead_s: float = 3.0  # swapped-out requests insist on coming back this long before their next token is due
     serial_loads: bool = False  # one load at a time on a link, most urgent first
     batch_join_s: float = 0.0  # a cold start waits at most this long for company

@@ -124,8 +124,8 @@ class TransferModel:
     load_fixed_s: float = 0.0
     unload_s: float = 0.1
     resize_fixed_s: float = 0.0
-    resize_new_s_per_byte: float = 0.0187 / GIB  # allocating the new pool
-    resize_copy_s_per_byte: float = 0.0220 / GIB  # moving the old blocks over when the pool grows
+    resize_new_s_per_byte: float = 0.0200 / GIB  # allocating the new pool
+    resize_copy_s_per_byte: float = 0.0194 / GIB  # moving the old blocks over when the pool grows
     migrate_fixed_s: float = 0.0
     migrate_bytes_per_s: float = 12.5e9  # 100 Gbit/s
 

@@ -40,6 +40,7 @@ class Handle:
         self.check_join = node.check_join
         self.check_start = node.check_start
         self.victims_for = node.victims_for
+        self.pausable_for = node.pausable_for
 
     @property
     def up(self) -> bool:
@@ -236,7 +237,7 @@ class Simulation:
         end = max(now, device.link_free_s) + duration  # one link, one load at a time
         device.link_free_s = end
         self.result.cold_starts += 1
-        arguments = (said.instance, end, end - now)
+        arguments = (said.instance, end, duration)
         self._push(end, MEMORY, self._op_end, (device, device.epoch, device.node.load_done, arguments))
         self._note(now, device.node, "load", said)
 
