@@ -72,8 +72,11 @@ class Controller:
             self.outbox.append(placed)
             self._reunite(work.model, now)
             return
+        if self._refusals and set(self._refusals) == {Refusal.HARDWARE}:
+            self.outbox.append(Dropped(work, "hardware"))
+            return
         self.queued[work.id] = work
-        retry_at_s = now + (self.knobs.retry_s or 0.25)
+        retry_at_s = now + self.knobs.retry_s
         self.outbox.append(Queued(work, retry_at_s, dict(self._refusals)))
 
     # The three steps of placement
@@ -130,16 +133,19 @@ class Controller:
         return any(node is not source and node.check_start(work, now) is None for node in self.nodes)
 
     def _start(self, work: Work, now: float) -> Placed | None:
-        if self.knobs.demand_first and self.queued:
-            waiting = Counter(other.model for other in self.queued.values())
-            own = waiting[work.model] + 1
-            if max(waiting.values()) > own and work.due_s - now > self.knobs.pause_last_s:
-                return None
+        if self.knobs.demand_first and not self._is_most_wanted(work.model):
+            self._refusals["demand"] += 1
+            return None
         for node in rank_nodes(self.nodes, pack=self.knobs.reactive):
             placed = self._start_on(node, work, now, How.START)
             if placed is not None:
                 return placed
         return None
+
+    def _is_most_wanted(self, model: str) -> bool:
+        """No other model has more requests without a place: a large batch costs hardly more than a small one."""
+        waiting = Counter(other.model for other in self.queued.values())
+        return not waiting or max(waiting.values()) <= waiting[model] + 1
 
     def _start_on(self, node: NodeHandle, work: Work, now: float, how: How) -> Placed | None:
         answer = node.start(work, now)

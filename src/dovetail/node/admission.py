@@ -14,6 +14,7 @@ from dovetail.node.work import Phase, Work
 from dovetail.policy.consolidate import rank_victims
 from dovetail.policy.headroom import INFINITY, Joiner, Load, Refusal, validate
 from dovetail.policy.knobs import Admission, Knobs
+from dovetail.policy.latency import GIB
 from dovetail.policy.memory import OutputMean, granted_tokens, recommended_tokens, required_tokens
 from dovetail.policy.placement import DeviceKind, Hosting, can_ever_serve
 
@@ -97,7 +98,11 @@ class Admitter:
         """Instances so far ahead of their deadlines that they may be swapped out, each alone making room for an
         instance of the work's model; the one with the longest headroom first."""
         hosting = self.hostings.get(work.model)
-        if hosting is None or hosting.weights_in_place or any(one.state is State.LOADING for one in self._instances.values()):
+        if (
+            hosting is None
+            or hosting.weights_in_place
+            or any(one.state is State.LOADING for one in self._instances.values())
+        ):
             return []
         need = hosting.weight_bytes
         need += self.required(hosting, [(work.input_tokens, work.produced)]) * hosting.kv_bytes_per_token
@@ -112,6 +117,7 @@ class Admitter:
             instance.can_run
             and instance.model != work.model
             and instance.batch <= self.knobs.pause_batch
+            and instance.hosting.weight_bytes <= self.knobs.pause_weights_gib * GIB
             and instance.deadline_s > soonest_s
             and self._residency.planned_bytes(instance) >= gap
         )

@@ -27,7 +27,7 @@ class Knobs:
     slo_scale: float = 0.95  # the scheduler holds SLOs at this share of their value
     cpu_overestimate: float = 1.10  # S4: factor on predicted iterations
     gpu_overestimate: float = 1.05
-    retry_s: float | None = 0.25  # a request without a place tries again this often; None: whenever something is freed
+    retry_s: float = 0.25  # a request without a place tries again this often
     # memory
     watermark: float = 0.25  # S6
     floor_tokens: int = 4096  # S5: L_min
@@ -43,15 +43,14 @@ class Knobs:
     disaggregate: bool = False  # prefill and decode on instances of their own
     # beyond the paper
     turns: TurnOrder = TurnOrder.DEADLINE
-    slack_s: float = 1.0  # DRAIN: headroom below which deadline order rules
+    slack_s: float = 2.0  # DRAIN: headroom below which deadline order rules
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
-    free_resize: bool = False  # pools grow and shrink in place
-    pause: bool = False  # swap out an instance whose requests are far ahead, to make room for one that is due
-    pause_headroom_s: float = 8.0  # an instance with less is not swapped out
-    pause_last_s: float = 0.6  # a request causes a swap only this shortly before it would be given up
-    pause_models: int = 1000  # models that may be swapped out at once
-    pause_batch: int = 1000  # a larger batch is not swapped out: each of its requests pays a prefill
-    demand_first: bool = False
-    pause_lead_s: float = 3.0  # swapped-out requests insist on coming back this long before their next token is due
-    serial_loads: bool = False  # one load at a time on a link, most urgent first
-    batch_join_s: float = 0.0  # a cold start waits at most this long for company
+    free_resize: bool = False  # pools grow and shrink in place, without copying
+    demand_first: bool = False  # a free place goes to the model that most queued requests wait for
+    pause: bool = False  # swap out instances that are far ahead of their deadlines, to make room for others
+    pause_headroom_s: float = 12.0  # an instance with less is not swapped out
+    pause_last_s: float = 0.6  # a request swaps out another model only this shortly before it would be given up
+    pause_lead_s: float = 4.0  # swapped-out requests insist on coming back this long before their next token is due
+    pause_models: int = 32  # models that may be swapped out at once
+    pause_batch: int = 4  # larger batches are not swapped out: each request in them pays a prefill
+    pause_weights_gib: float = 16.0  # larger models are not swapped out for a start: two loads cost more than they win

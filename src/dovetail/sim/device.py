@@ -23,7 +23,10 @@ class Device:
         self.outputs = outputs  # request id → tokens that it will produce
         self.slowdown = 1.0  # a fault: everything takes this much longer
         self.epoch = 0  # counts deaths: answers from before one are void
-        self.stalled_until_s = 0.0
+        self.stalled_until_s = 0.0  # a fault: nothing ends before
+        self.failing_loads = 0  # a fault: this many further loads fail
+        self.lag_s = 0.0  # a fault: what the node says arrives this late
+        self.last_said_s = 0.0
         self.decode_turns = 0
         self.decode_tokens = 0
         self.link_free_s = 0.0
@@ -77,6 +80,13 @@ class Device:
 
     def forget(self, instance_id: int) -> None:
         self._ends.pop(instance_id, None)
+
+    def die(self) -> list[Work]:
+        """Returns the work that was on it."""
+        self.epoch += 1
+        self.link_free_s = 0.0
+        self._ends.clear()
+        return self.node.fail()
 
     def load_s(self, command: StartLoad) -> float:
         return self.transfer.load_s(command.num_bytes) * self.slowdown

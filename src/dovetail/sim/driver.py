@@ -5,6 +5,7 @@ The heap's key is (time, priority, serial): the same inputs and seed give the sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
@@ -14,65 +15,21 @@ from dovetail.cluster.decisions import Dropped, Moving, Placed, Queued
 from dovetail.node import events
 from dovetail.node.node import Node
 from dovetail.node.work import Work
-from dovetail.policy.headroom import Refusal, SloRule
+from dovetail.policy.headroom import SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
 from dovetail.sim.device import Device
+from dovetail.sim.faults import Fault, FaultKind
+from dovetail.sim.handle import Handle
 from dovetail.sim.log import EventLog
-from dovetail.sim.metrics import Fate, Record, Result, Sample
+from dovetail.sim.metrics import Fate, Record, Result
+from dovetail.sim.sampling import Sampler
 from dovetail.sim.trace import Arrival
 
 # Priorities of events at the same instant: memory first, then turns, then timers, then requests, then samples.
 MEMORY, TURN, TIMER, REQUEST, SAMPLE = range(5)
 SAMPLE_EVERY_S = 1.0
-
-
-class Handle:
-    """An in-process NodeHandle that notes which nodes have something to say."""
-
-    def __init__(self, device: Device, dirty: list[Device]) -> None:
-        node = device.node
-        self._device = device
-        self._dirty = dirty
-        self._node = node
-        self.name = node.name
-        self.kind = node.kind
-        self.check_join = node.check_join
-        self.check_start = node.check_start
-        self.victims_for = node.victims_for
-        self.pausable_for = node.pausable_for
-
-    @property
-    def up(self) -> bool:
-        return self._node.up
-
-    @property
-    def in_use(self) -> bool:
-        return self._node.in_use
-
-    @property
-    def fullness(self) -> float:
-        return self._node.fullness
-
-    def join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
-        answer = self._node.join(instance_id, work, now)
-        if answer is None:
-            self._dirty.append(self._device)
-            if work.cached:
-                self._device.joined_running(instance_id, work)
-        return answer
-
-    def start(self, work: Work, now: float) -> int | Refusal:
-        answer = self._node.start(work, now)
-        if not isinstance(answer, Refusal):
-            self._dirty.append(self._device)
-            if work.cached:
-                self._device.joined_running(answer, work)
-        return answer
-
-    def preempt(self, instance_id: int, reason: str) -> None:
-        self._node.preempt(instance_id, reason)
-        self._dirty.append(self._device)
+DETECT_S = 0.5  # until the controller knows that a node is gone
 
 
 class Simulation:
@@ -85,7 +42,7 @@ class Simulation:
         rule: SloRule | None = None,
         horizon_s: float | None = None,
         log: EventLog | None = None,
-        model_name: Callable[[int], str] = str,
+        faults: Sequence[Fault] = (),
     ) -> None:
         self.devices = list(devices)
         self.knobs = knobs
@@ -94,9 +51,12 @@ class Simulation:
         self.horizon_s = horizon_s if horizon_s is not None else arrivals[-1].arrival_s
         self.now = 0.0
         self.log = log
-        self.records = [Record(i, a.model, a.arrival_s, a.input_tokens, a.output_tokens) for i, a in enumerate(arrivals)]
+        self.records = [
+            Record(i, a.model, a.arrival_s, a.input_tokens, a.output_tokens) for i, a in enumerate(arrivals)
+        ]
         self.open = 0  # requests that have arrived and not ended
-        self._model_name = model_name
+        self.faults = faults
+        self.on_sample: Callable[[float], None] | None = None
         self._dirty: list[Device] = []
         self.handles = [Handle(device, self._dirty) for device in self.devices]
         self._handle_of = {id(device): handle for device, handle in zip(self.devices, self.handles, strict=True)}
@@ -105,13 +65,21 @@ class Simulation:
         self.result.rule = self.rule
         self._heap: list[tuple[float, int, int, Callable[..., None], Any]] = []
         self._serial = 0
-        self._born: dict[tuple[str, int], float] = {}
-        self._busy_before: dict[tuple[str, int], float] = {}
+        self._sampler = Sampler(self.devices)
 
     # The loop
 
+    def timed_run(self) -> Result:
+        """Run, and note the wall time."""
+        started = time.perf_counter()
+        result = self.run()
+        result.wall_s = time.perf_counter() - started
+        return result
+
     def run(self) -> Result:
         self._push(self.arrivals[0].arrival_s, REQUEST, self._arrive, 0)
+        for fault in self.faults:
+            self._push(fault.at_s, MEMORY, self._strike, fault)
         self._push(0.0, SAMPLE, self._sample, None)
         heap = self._heap
         while heap:
@@ -136,7 +104,7 @@ class Simulation:
             self._push(self.arrivals[index + 1].arrival_s, REQUEST, self._arrive, index + 1)
         scale = self.knobs.slo_scale
         ttft_s = self.rule.ttft_s(arrival.input_tokens) * scale
-        name = self._model_name(arrival.model)
+        name = str(arrival.model)
         work = Work(index, name, arrival.input_tokens, now, ttft_s, self.rule.tpot_s * scale, scale)
         self.open += 1
         if self.log is not None:
@@ -151,6 +119,9 @@ class Simulation:
     def _turn_end(self, now: float, key: tuple[Device, int]) -> None:
         device, epoch = key
         if epoch != device.epoch:
+            return
+        if now < device.stalled_until_s:
+            self._push(device.stalled_until_s, TURN, self._turn_end, key)
             return
         node = device.node
         turn = node.turn
@@ -170,13 +141,17 @@ class Simulation:
 
     def _op_end(self, now: float, key: tuple[Device, int, Callable[..., None], tuple[Any, ...]]) -> None:
         device, epoch, method, arguments = key
-        if epoch == device.epoch:
+        if now < device.stalled_until_s:
+            self._push(device.stalled_until_s, MEMORY, self._op_end, key)
+        elif epoch == device.epoch:
             method(*arguments)
             self._dirty.append(device)
             self._settle(now)
 
     def _sample(self, now: float, _: None) -> None:
-        self.result.samples.append(self._take_sample(now))
+        self.result.samples.append(self._sampler.take(now, len(self.controller.queued)))
+        if self.on_sample is not None:
+            self.on_sample(now)
         if now + SAMPLE_EVERY_S <= self.horizon_s or self.open:
             self._push(now + SAMPLE_EVERY_S, SAMPLE, self._sample, None)
 
@@ -213,7 +188,12 @@ class Simulation:
     def _carry_out(self, device: Device, said: events.Command | events.Notice, now: float) -> None:
         node = device.node
         if isinstance(said, events.SetTimer):
-            self._push(said.at_s, TIMER, self._op_end, (device, device.epoch, node.timer, (said.instance, said.epoch, said.at_s)))
+            self._push(
+                said.at_s,
+                TIMER,
+                self._op_end,
+                (device, device.epoch, node.timer, (said.instance, said.epoch, said.at_s)),
+            )
         elif isinstance(said, events.StartResize):
             duration = device.resize_s(said) if node.kind is DeviceKind.GPU else 0.0
             self._op(device, now, duration, node.resize_done, said.instance)
@@ -237,8 +217,12 @@ class Simulation:
         end = max(now, device.link_free_s) + duration  # one link, one load at a time
         device.link_free_s = end
         self.result.cold_starts += 1
-        arguments = (said.instance, end, duration)
-        self._push(end, MEMORY, self._op_end, (device, device.epoch, device.node.load_done, arguments))
+        if device.failing_loads:
+            device.failing_loads -= 1
+            self._push(end, MEMORY, self._op_end, (device, device.epoch, device.node.load_failed, (said.instance, end)))
+        else:
+            arguments = (said.instance, end, duration)
+            self._push(end, MEMORY, self._op_end, (device, device.epoch, device.node.load_done, arguments))
         self._note(now, device.node, "load", said)
 
     def _report(self, device: Device, notice: events.Notice, now: float) -> None:
@@ -255,12 +239,21 @@ class Simulation:
             device.forget(notice.instance)
         if self.log is not None and not isinstance(notice, events.Finished):
             self._note(now, device.node, type(notice).__name__.lower(), notice)
-        self.controller.notice(self._handle_of[id(device)], notice, now)
+        if device.lag_s or device.last_said_s > now:
+            device.last_said_s = max(device.last_said_s, now + device.lag_s)  # late, but in order
+            self._push(device.last_said_s, REQUEST, self._deliver, (device, notice))
+        else:
+            self.controller.notice(self._handle_of[id(device)], notice, now)
+
+    def _deliver(self, now: float, key: tuple[Device, events.Notice]) -> None:
+        self.controller.notice(self._handle_of[id(key[0])], key[1], now)
+        self._settle(now)
 
     def _decide(self, decision: Placed | Queued | Dropped | Moving, now: float) -> None:
         work = decision.work
         if isinstance(decision, Dropped):
-            self._end(work, Fate.DROPPED if work.produced == 0 else Fate.FAILED, decision.reason, now)
+            unserved = Fate.REJECTED if decision.reason == "hardware" else Fate.DROPPED
+            self._end(work, unserved if work.produced == 0 else Fate.FAILED, decision.reason, now)
         elif isinstance(decision, Queued | Moving):
             self._push(decision.retry_at_s, REQUEST, self._retry, work.id)
         if self.log is not None:
@@ -283,41 +276,40 @@ class Simulation:
         if self.log is not None:
             self.log.said(now, node.name, event, said)
 
-    # Samples
+    # Faults
 
-    def _take_sample(self, now: float) -> Sample:
-        used = {DeviceKind.CPU: 0, DeviceKind.GPU: 0}
-        memory: list[float] = []
-        kv: list[float] = []
-        batches: list[int] = []
-        holders: list[dict[str, float]] = []
-        resident: list[list[str]] = []
-        for device in self.devices:
-            node = device.node
-            held: dict[str, float] = {}
-            if node.in_use:
-                used[node.kind] += 1
-                if node.kind is DeviceKind.GPU:
-                    memory.append(node.residency.ledger.planned / node.residency.ledger.capacity)
-            for instance in node.instances.values():
-                batches.append(instance.batch)
-                if node.kind is DeviceKind.GPU and instance.kv_tokens:
-                    kv.append(min(instance.tokens / instance.kv_tokens, 1.0))
-                key = (node.name, instance.id)
-                held[instance.model] = held.get(instance.model, 0.0) + instance.busy_s - self._busy_before.get(key, 0.0)
-                self._busy_before[key] = instance.busy_s
-            holders.append(held)
-            resident.append([instance.model for instance in node.instances.values()])
-        mean_memory = sum(memory) / len(memory) if memory else 0.0
-        mean_kv = sum(kv) / len(kv) if kv else 0.0
-        return Sample(
-            now,
-            used[DeviceKind.CPU],
-            used[DeviceKind.GPU],
-            len(self.controller.queued),
-            mean_memory,
-            mean_kv,
-            batches,
-            holders,
-            resident,
-        )
+    def _strike(self, now: float, fault: Fault) -> None:
+        device = self.devices[fault.node]
+        if self.log is not None:
+            self.log.write(now, "fault", node=device.node.name, kind=fault.kind.value)
+        if fault.kind is FaultKind.DIE:
+            self._die(device, fault, now)
+        elif fault.kind is FaultKind.STALL:
+            device.stalled_until_s = max(device.stalled_until_s, now + fault.duration_s)
+        elif fault.kind is FaultKind.SLOW:
+            device.slowdown = fault.factor
+            self._push(now + fault.duration_s, MEMORY, self._calm, device)
+        elif fault.kind is FaultKind.LOAD_FAILS:
+            device.failing_loads += 1
+        else:
+            device.lag_s = fault.factor
+            self._push(now + fault.duration_s, MEMORY, self._calm, device)
+
+    def _calm(self, now: float, device: Device) -> None:
+        device.slowdown = 1.0
+        device.lag_s = 0.0
+
+    def _die(self, device: Device, fault: Fault, now: float) -> None:
+        if not device.node.up:
+            return
+        lost = device.die()
+        self._push(now + DETECT_S, REQUEST, self._lost, (device, lost))
+        self._push(now + DETECT_S + fault.duration_s, MEMORY, self._recover, device)
+
+    def _lost(self, now: float, key: tuple[Device, list[Work]]) -> None:
+        device, works = key
+        self.controller.lost(self._handle_of[id(device)], works, now)
+        self._settle(now)
+
+    def _recover(self, now: float, device: Device) -> None:
+        device.node.recover()

@@ -68,8 +68,7 @@ class Sample:
     gpu_memory: float  # share planned, mean over GPU nodes in use
     kv_used: float  # share of committed KV that holds tokens, mean over GPU instances
     batches: list[int]  # of every instance
-    holders: list[dict[str, float]]  # per node: model → seconds of turns since the last sample
-    resident: list[list[str]]  # per node: models that are there
+    holders: list[dict[str, float]]  # per node: resident model → seconds of turns since the last sample
 
 
 @dataclass
@@ -82,10 +81,8 @@ class Result:
     cold_starts: int = 0
     resizes: int = 0
     resize_s: float = 0.0
-    instance_s: float = 0.0  # sum of GPU instances' lifetimes
     decode_turns: int = 0
     decode_tokens: int = 0
-    busy_s: list[float] = field(default_factory=list)  # per node
     events: int = 0
     wall_s: float = 0.0
     rule: SloRule = field(default_factory=SloRule)

@@ -18,7 +18,19 @@ SLLM_C = Knobs(
 )
 SLLM = replace(SLLM_C, name="sllm", use_cpu=False)
 SLLM_CS = replace(SLLM_C, name="sllm+c+s", sharing=True, shares=2)
-DOVETAIL = replace(SLINFER, name="dovetail", turns=TurnOrder.DRAIN)
+# Each improvement over SLINFER by name, so that its share can be shown.
+IMPROVEMENTS: dict[str, dict[str, object]] = {
+    "in-place resize": {"free_resize": True},
+    "memory decides, not slots": {"slots_limited": False},
+    "no KV floor": {"floor_tokens": 0},
+    "no keep-alive": {"keep_alive_s": 0.0},
+    "drain small batches": {"turns": TurnOrder.DRAIN},
+    "demand first": {"demand_first": True},
+    "pause and swap": {"pause": True},
+}
+DOVETAIL = replace(SLINFER, name="dovetail")
+for _changes in IMPROVEMENTS.values():
+    DOVETAIL = replace(DOVETAIL, **_changes)  # type: ignore[arg-type]
 
 POLICIES = {knobs.name: knobs for knobs in (SLINFER, SLLM, SLLM_C, SLLM_CS, DOVETAIL)}
 

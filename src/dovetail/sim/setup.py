@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -113,10 +112,7 @@ def check_fit(devices: list[Device], names: list[int]) -> None:
 
 
 def run(setup: Setup, log: EventLog | None = None) -> Result:
-    started = time.perf_counter()
-    result = build(setup, log).run()
-    result.wall_s = time.perf_counter() - started
-    return result
+    return build(setup, log).timed_run()
 
 
 def with_knobs(setup: Setup, **changes: object) -> Setup:
