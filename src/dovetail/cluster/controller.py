@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dovetail.cluster.decisions import Decision, Dropped, How, Moving, Placed, Queued
-from dovetail.node.events import Evicted, Finished, HandedOver, InstanceClosed, InstanceGone, Notice, Victim
+from dovetail.node.events import Evicted, Finished, HandedOver, InstanceClosed, InstanceGone, Notice, Pausable, Victim
 from dovetail.node.ports import NodeHandle
 from dovetail.node.work import Phase, Work
 from dovetail.policy.consolidate import rank_instances
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
+from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind, is_hopeless, rank_nodes
 
 
@@ -159,13 +160,15 @@ class Controller:
 
     def _pause(self, work: Work, now: float) -> Placed | None:
         """Swap out the instance with the longest headroom, if that makes room for an instance of the work's model."""
-        if work.due_s - now > self.knobs.pause_last_s or len(self.parked) >= self.knobs.pause_models:
-            return None  # something may still become free by itself
+        if len(self.parked) >= self.knobs.pause_models:
+            return None
+        urgent = work.due_s - now <= self.knobs.pause_last_s
+        demand = 1 + sum(other.model == work.model for other in self.queued.values())
         best: tuple[float, NodeHandle, int] | None = None
         for node in self.nodes:
             if node.kind is DeviceKind.GPU:
-                for option in node.pausable_for(work, now)[:1]:
-                    if best is None or option.headroom_s > best[0]:
+                for option in node.pausable_for(work, now):
+                    if self._pays(option, demand, urgent) and (best is None or option.headroom_s > best[0]):
                         best = (option.headroom_s, node, option.instance)
         if best is None:
             return None
@@ -173,6 +176,11 @@ class Controller:
         node.preempt(instance, "paused")
         self._forget(node, instance)
         return self._start_on(node, work, now, How.PAUSE)
+
+    def _pays(self, option: Pausable, demand: int, urgent: bool) -> bool:
+        """A swap costs two loads: it pays for a larger batch, or for a light model at the last moment."""
+        light = option.weight_bytes <= self.knobs.pause_weights_gib * GIB
+        return option.batch < demand or (light and urgent)
 
     # What nodes report
 

@@ -14,7 +14,6 @@ from dovetail.node.work import Phase, Work
 from dovetail.policy.consolidate import rank_victims
 from dovetail.policy.headroom import INFINITY, Joiner, Load, Refusal, validate
 from dovetail.policy.knobs import Admission, Knobs
-from dovetail.policy.latency import GIB
 from dovetail.policy.memory import OutputMean, granted_tokens, recommended_tokens, required_tokens
 from dovetail.policy.placement import DeviceKind, Hosting, can_ever_serve
 
@@ -117,7 +116,6 @@ class Admitter:
             instance.can_run
             and instance.model != work.model
             and instance.batch <= self.knobs.pause_batch
-            and instance.hosting.weight_bytes <= self.knobs.pause_weights_gib * GIB
             and instance.deadline_s > soonest_s
             and self._residency.planned_bytes(instance) >= gap
         )

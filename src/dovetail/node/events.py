@@ -31,6 +31,8 @@ class Pausable(NamedTuple):
 
     instance: int
     headroom_s: float  # until the first of its requests needs a token
+    batch: int
+    weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

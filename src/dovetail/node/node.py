@@ -123,7 +123,7 @@ class Node:
         if not self.up:
             return []
         found = self.admit.pausable(work, now, self._free_at_s(now))
-        return [Pausable(one.id, one.deadline_s - now) for one in found]
+        return [Pausable(one.id, one.deadline_s - now, one.batch, one.hosting.weight_bytes) for one in found]
 
     def preempt(self, instance_id: int, reason: str) -> None:
         """Close an instance; its work comes back as Evicted notices."""
