@@ -20,6 +20,8 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind, is_hopeless, rank_nodes
 
+MAX_CANDIDATES = 64  # nodes considered for one start: bounds the time of a decision in large clusters
+
 
 @dataclass(slots=True, eq=False)
 class InstanceView:
@@ -45,6 +47,8 @@ class Controller:
         self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
         self._turn_of: Counter[str] = Counter()  # round robin, by model
         self._refusals: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()  # queued requests by model
+        self._cursor = 0  # where the next window of candidate nodes begins
 
     # Requests
 
@@ -56,7 +60,7 @@ class Controller:
 
     def retry(self, work_id: int, now: float) -> None:
         """A queued request tries again, or is given up."""
-        work = self.queued.pop(work_id, None) or self._unpark(work_id)
+        work = self._dequeue(work_id) or self._unpark(work_id)
         if work is None:
             return
         if is_hopeless(work.due_s, now):
@@ -76,11 +80,23 @@ class Controller:
         if self._refusals and set(self._refusals) == {Refusal.HARDWARE}:
             self.outbox.append(Dropped(work, "hardware"))
             return
-        self.queued[work.id] = work
+        self._enqueue(work)
         retry_at_s = now + self.knobs.retry_s
         self.outbox.append(Queued(work, retry_at_s, dict(self._refusals)))
 
-    # The three steps of placement
+    def _enqueue(self, work: Work) -> None:
+        self.queued[work.id] = work
+        self._waiting[work.model] += 1
+
+    def _dequeue(self, work_id: int) -> Work | None:
+        work = self.queued.pop(work_id, None)
+        if work is not None:
+            self._waiting[work.model] -= 1
+            if not self._waiting[work.model]:
+                del self._waiting[work.model]
+        return work
+
+    # The steps of placement
 
     def _join(self, work: Work, now: float) -> Placed | None:
         for view in self._candidates(work):
@@ -131,22 +147,29 @@ class Controller:
         for view in self._by_model[work.model]:
             if view.node is not source and view.node.check_join(view.id, work, now) is None:
                 return True
-        return any(node is not source and node.check_start(work, now) is None for node in self.nodes)
+        return any(node is not source and node.check_start(work, now) is None for node in self._window())
 
     def _start(self, work: Work, now: float) -> Placed | None:
         if self.knobs.demand_first and not self._is_most_wanted(work.model):
             self._refusals["demand"] += 1
             return None
-        for node in rank_nodes(self.nodes, pack=self.knobs.reactive):
+        for node in rank_nodes(self._window(), pack=self.knobs.reactive):
             placed = self._start_on(node, work, now, How.START)
             if placed is not None:
                 return placed
         return None
 
+    def _window(self) -> Sequence[NodeHandle]:
+        """All nodes of a small cluster; of a large one a window that moves on with every call."""
+        if len(self.nodes) <= MAX_CANDIDATES:
+            return self.nodes
+        start = self._cursor % len(self.nodes)
+        self._cursor = start + MAX_CANDIDATES
+        return (self.nodes[start:] + self.nodes[:start])[:MAX_CANDIDATES]
+
     def _is_most_wanted(self, model: str) -> bool:
         """No other model has more requests without a place: a large batch costs hardly more than a small one."""
-        waiting = Counter(other.model for other in self.queued.values())
-        return not waiting or max(waiting.values()) <= waiting[model] + 1
+        return not self._waiting or max(self._waiting.values()) <= self._waiting[model] + 1
 
     def _start_on(self, node: NodeHandle, work: Work, now: float, how: How) -> Placed | None:
         answer = node.start(work, now)
@@ -163,9 +186,9 @@ class Controller:
         if len(self.parked) >= self.knobs.pause_models:
             return None
         urgent = work.due_s - now <= self.knobs.pause_last_s
-        demand = 1 + sum(other.model == work.model for other in self.queued.values())
+        demand = 1 + self._waiting[work.model]
         best: tuple[float, NodeHandle, int] | None = None
-        for node in self.nodes:
+        for node in self._window():
             if node.kind is DeviceKind.GPU:
                 for option in node.pausable_for(work, now):
                     if self._pays(option, demand, urgent) and (best is None or option.headroom_s > best[0]):
@@ -192,6 +215,9 @@ class Controller:
             notice.work.cached = False
             if notice.reason == "paused":
                 self._park(notice.work, now)
+            elif notice.reason == "kv_short":  # at once it would only come back to where it did not fit
+                self._enqueue(notice.work)
+                self.outbox.append(Moving(notice.work, now + self.knobs.retry_s, notice.reason))
             else:
                 self._seek(notice.work, now)
         elif isinstance(notice, HandedOver):
@@ -256,7 +282,7 @@ class Controller:
         work.phase = Phase.DECODE
         work.cached = True
         work.give_grace(travel_s)
-        self.queued[work.id] = work
+        self._enqueue(work)
         self.outbox.append(Moving(work, now + travel_s, "handover"))
 
     def _left(self, node: NodeHandle, instance_id: int) -> None:

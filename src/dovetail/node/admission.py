@@ -67,7 +67,7 @@ class Admitter:
         if refusal is not None:
             return refusal
         if self.knobs.admission is Admission.CONCURRENCY:
-            return Grant(self._share_tokens(hosting))
+            return self._share(hosting)
         if not can_ever_serve(hosting, work.known_tokens, work.ttft_s, work.tpot_s, self._has_matrix_unit):
             return Refusal.HARDWARE
         grant = self._memory_for_start(hosting, work)
@@ -138,10 +138,15 @@ class Admitter:
     def _limit(self, hosting: Hosting) -> int:
         return hosting.half_concurrency if self.knobs.shares > 1 else hosting.concurrency
 
-    def _share_tokens(self, hosting: Hosting) -> int:
+    def _share(self, hosting: Hosting) -> Grant | Refusal:
+        """A static share of the node: weights, and KV for all the rest of it."""
+        ledger = self._residency.ledger
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        share = self._residency.ledger.capacity // self.knobs.shares - weights
-        return max(share // hosting.kv_bytes_per_token // hosting.block_tokens * hosting.block_tokens, 0)
+        blocks = (ledger.capacity // self.knobs.shares - weights) // hosting.kv_bytes_per_token // hosting.block_tokens
+        tokens = blocks * hosting.block_tokens
+        if tokens <= 0 or weights + tokens * hosting.kv_bytes_per_token > ledger.available:
+            return Refusal.MEMORY
+        return Grant(tokens)
 
     # Memory
 

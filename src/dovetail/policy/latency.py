@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class Curve:
         if not points:
             raise ValueError("a curve needs at least one point")
         xs = [float(x) for x, _ in points]
-        if any(a >= b for a, b in zip(xs, xs[1:], strict=False)):
+        if any(a >= b for a, b in pairwise(xs)):
             raise ValueError(f"curve arguments must rise, got {xs}")
         self._xs = xs
         self._ys = [float(y) for _, y in points]

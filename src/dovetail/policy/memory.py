@@ -125,7 +125,8 @@ class Ledger:
     def issue(self, account: Account, new_bytes: int) -> list[Op]:
         """Plan `account` at `new_bytes`; the caller has checked `available`. Returns what may start now."""
         entry = self._accounts.setdefault(account, _Account())
-        assert new_bytes >= 0 and self.planned - entry.planned + new_bytes <= self.capacity, "planned over capacity"
+        assert new_bytes >= 0, f"{account}: {new_bytes} bytes"
+        assert self.planned - entry.planned + new_bytes <= self.capacity, "planned over capacity"
         self.planned += new_bytes - entry.planned
         entry.planned = new_bytes
         return self._start(account, entry)

@@ -56,6 +56,7 @@ class Simulation:
         ]
         self.open = 0  # requests that have arrived and not ended
         self.faults = faults
+        self.keep_samples = True
         self.on_sample: Callable[[float], None] | None = None
         self._dirty: list[Device] = []
         self.handles = [Handle(device, self._dirty) for device in self.devices]
@@ -149,7 +150,9 @@ class Simulation:
             self._settle(now)
 
     def _sample(self, now: float, _: None) -> None:
-        self.result.samples.append(self._sampler.take(now, len(self.controller.queued)))
+        if self.keep_samples:
+            self.result.samples.append(self._sampler.take(now, len(self.controller.queued)))
+            self.result.gpu_instance_s += SAMPLE_EVERY_S * self._sampler.gpu_instances
         if self.on_sample is not None:
             self.on_sample(now)
         if now + SAMPLE_EVERY_S <= self.horizon_s or self.open:
@@ -197,7 +200,7 @@ class Simulation:
         elif isinstance(said, events.StartResize):
             duration = device.resize_s(said) if node.kind is DeviceKind.GPU else 0.0
             self._op(device, now, duration, node.resize_done, said.instance)
-            if node.kind is DeviceKind.GPU:
+            if node.kind is DeviceKind.GPU and said.old_bytes:
                 self.result.resizes += 1
                 self.result.resize_s += duration
             self._note(now, node, "resize", said)

@@ -80,7 +80,8 @@ class Result:
     horizon_s: float
     cold_starts: int = 0
     resizes: int = 0
-    resize_s: float = 0.0
+    resize_s: float = 0.0  # GPU instances, resizes of live pools
+    gpu_instance_s: float = 0.0  # sum of their lives, to the second
     decode_turns: int = 0
     decode_tokens: int = 0
     events: int = 0
@@ -92,6 +93,10 @@ class Result:
 
     def met_strictly(self) -> int:
         return sum(record.meets_strictly(self.rule) for record in self.records)
+
+    def resize_share(self) -> float:
+        """Share of their lives that GPU instances spend resizing (S6)."""
+        return self.resize_s / self.gpu_instance_s if self.gpu_instance_s else 0.0
 
     def count(self, fate: Fate) -> int:
         return sum(record.fate is fate for record in self.records)

@@ -1,7 +1,8 @@
 """Measured profiles as JSON: model shapes and iteration times by hardware, turned into what nodes need (S3).
 
-The layout: models → name → shape {weight_gib, kv_kib_per_token} and hardware → name → {kind, prefill_ms: [[tokens, ms]],
-decode_ms: [{mean_length, batch_ms: [[batch, ms]]}], sllm_concurrency, sllm_half_node_concurrency}.
+The layout: models → name → shape {weight_gib, kv_kib_per_token} and hardware → name → {kind,
+prefill_ms: [[tokens, ms]], decode_ms: [{mean_length, batch_ms: [[batch, ms]]}], sllm_concurrency,
+sllm_half_node_concurrency}.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ class Sampler:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self._busy_before: dict[int, float] = {}
+        self.gpu_instances = 0  # at the last sample
 
     def take(self, now: float, queued: int) -> Sample:
         used = {DeviceKind.CPU: 0, DeviceKind.GPU: 0}
@@ -20,6 +21,7 @@ class Sampler:
         kv: list[float] = []
         batches: list[int] = []
         holders: list[dict[str, float]] = []
+        self.gpu_instances = 0
         before, self._busy_before = self._busy_before, {}
         for device in self._devices:
             node = device.node
@@ -30,6 +32,7 @@ class Sampler:
             used[node.kind] += 1
             on_gpu = node.kind is DeviceKind.GPU
             if on_gpu:
+                self.gpu_instances += len(node.instances)
                 memory.append(node.residency.ledger.planned / node.residency.ledger.capacity)
             for instance in node.instances.values():
                 batches.append(instance.batch)
