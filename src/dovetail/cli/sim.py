@@ -32,7 +32,7 @@ from dovetail.sim.storm import run_storm
 from dovetail.sim.sweeps import SWEEPS, Cell, sweep
 
 app = typer.Typer(no_args_is_help=True, help="Simulate token-level sharing in virtual time.")
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 200)  # a pipe gets whole rows
 
 TraceOption = Annotated[Path, typer.Option(help="CSV of arrival_s, model, input_tokens, output_tokens; may be .gz")]
 ProfileOption = Annotated[Path, typer.Option(help="JSON of measured iteration times")]

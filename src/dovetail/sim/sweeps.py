@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from dovetail.errors import ConfigError
@@ -50,6 +51,7 @@ class Cell:
         return {"labels": list(self.labels), "published": self.published}
 
 
+FIGURES = ("met", "rate", "strict", "GPUs", "CPUs", "TTFT p50", "TTFT p95", "cold", "batch", "resizing")
 Runs = Iterator[tuple[Cell, Setup]]
 
 
@@ -60,20 +62,7 @@ class Sweep:
     runs: Callable[[Setup], Runs]
 
     def table(self, rows: list[tuple[Cell, Result]]) -> Table:
-        extra = (
-            "met",
-            "rate",
-            "strict",
-            "GPUs",
-            "CPUs",
-            "TTFT p50",
-            "TTFT p95",
-            "cold",
-            "batch",
-            "resizing",
-            "published",
-        )
-        table = Table(*self.columns, *extra, title=self.title)
+        table = Table(*self.columns, *FIGURES, "published", title=self.title, box=box.MARKDOWN)
         for cell, result in rows:
             table.add_row(*[str(label) for label in cell.labels], *_figures(result), cell.published)
         return table
