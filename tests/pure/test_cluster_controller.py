@@ -159,23 +159,6 @@ def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
     assert any(isinstance(one, Moving) and one.reason == "paused" for one in said(controller))
 
 
-def test_a_free_place_goes_to_the_model_that_more_requests_wait_for() -> None:
-    knobs = Knobs(demand_first=True)
-    node = make_node(("a", "b", "c"), hosting=make_hosting(slots=1), knobs=knobs)
-    controller = make_cluster(node, knobs=knobs)
-    running = make_work(0, "a", ttft_s=9.0)
-    submit(controller, running)
-    for index, model in enumerate(("b", "c", "c"), start=1):
-        submit(controller, make_work(index, model, ttft_s=9.0))
-    serve_memory(node, 0.0)
-    node.preempt(0, "gone")
-    serve_memory(node, 0.0)
-    controller.retry(1, 0.25)
-    assert isinstance(said(controller)[-1], Queued)
-    controller.retry(2, 0.25)
-    assert isinstance(said(controller)[-1], Placed)
-
-
 def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:
     controller = make_cluster(*[make_node(name=f"gpu-{index}") for index in range(200)])
     assert len(controller._window()) == MAX_CANDIDATES

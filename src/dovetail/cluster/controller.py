@@ -150,9 +150,6 @@ class Controller:
         return any(node is not source and node.check_start(work, now) is None for node in self._window())
 
     def _start(self, work: Work, now: float) -> Placed | None:
-        if self.knobs.demand_first and not self._is_most_wanted(work.model):
-            self._refusals["demand"] += 1
-            return None
         for node in rank_nodes(self._window(), pack=self.knobs.reactive):
             placed = self._start_on(node, work, now, How.START)
             if placed is not None:
@@ -166,10 +163,6 @@ class Controller:
         start = self._cursor % len(self.nodes)
         self._cursor = start + MAX_CANDIDATES
         return (self.nodes[start:] + self.nodes[:start])[:MAX_CANDIDATES]
-
-    def _is_most_wanted(self, model: str) -> bool:
-        """No other model has more requests without a place: a large batch costs hardly more than a small one."""
-        return not self._waiting or max(self._waiting.values()) <= self._waiting[model] + 1
 
     def _start_on(self, node: NodeHandle, work: Work, now: float, how: How) -> Placed | None:
         answer = node.start(work, now)
@@ -201,7 +194,7 @@ class Controller:
         return self._start_on(node, work, now, How.PAUSE)
 
     def _pays(self, option: Pausable, demand: int, urgent: bool) -> bool:
-        """A swap costs two loads: it pays for a larger batch, or for a light model at the last moment."""
+        """A swap costs two loads: it pays for a larger batch, or at the last moment for light weights."""
         light = option.weight_bytes <= self.knobs.pause_weights_gib * GIB
         return option.batch < demand or (light and urgent)
 

@@ -18,7 +18,6 @@ WORDS = {
     "concurrency": "the instance is at its concurrency limit",
     "hardware": "this device can never meet the SLO of this request",
     "closed": "the instance was closing",
-    "demand": "another model had more requests waiting",
 }
 HOW = {
     "join": "joined a running instance",

@@ -22,10 +22,7 @@ SLLM_CS = replace(SLLM_C, name="sllm+c+s", sharing=True, shares=2)
 IMPROVEMENTS: dict[str, dict[str, object]] = {
     "in-place resize": {"free_resize": True},
     "memory decides, not slots": {"slots_limited": False},
-    "no KV floor": {"floor_tokens": 0},
-    "no keep-alive": {"keep_alive_s": 0.0},
     "drain small batches": {"turns": TurnOrder.DRAIN},
-    "demand first": {"demand_first": True},
     "pause and swap": {"pause": True},
 }
 DOVETAIL = replace(SLINFER, name="dovetail")
