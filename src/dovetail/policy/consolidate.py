@@ -21,9 +21,11 @@ PlacedT = TypeVar("PlacedT", bound=PlacedBatch)
 
 
 def rank_instances(instances: Iterable[PlacedT], *, reactive: bool) -> list[PlacedT]:
-    """S10, S11: CPU before GPU, then the largest batch first so that small ones drain; the other way without S10."""
-    sign = -1 if reactive else 1
-    return sorted(instances, key=lambda instance: (not instance.on_cpu, sign * instance.batch))
+    """S10, S11: CPU before GPU, then the largest batch first so that small ones drain. Without S10 the load is spread:
+    the smallest batch first, wherever it is."""
+    if not reactive:
+        return sorted(instances, key=lambda instance: instance.batch)
+    return sorted(instances, key=lambda instance: (not instance.on_cpu, -instance.batch))
 
 
 def rank_victims(neighbours: Iterable[BatchT], batch: int) -> list[BatchT]:

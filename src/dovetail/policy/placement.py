@@ -58,9 +58,10 @@ def can_ever_serve(hosting: Hosting, input_tokens: int, ttft_s: float, tpot_s: f
 
 
 def rank_nodes(nodes: Iterable[NodeT], *, pack: bool) -> list[NodeT]:
-    """S11: CPU before GPU; within a kind nodes in use first, the fullest first (without packing the emptiest first)."""
-    sign = -1.0 if pack else 1.0
-    return sorted(nodes, key=lambda node: (node.kind is DeviceKind.GPU, not node.in_use, sign * node.fullness))
+    """S11: CPU before GPU; within a kind nodes in use first, the fullest first. Without packing the emptiest first."""
+    if pack:
+        return sorted(nodes, key=lambda node: (node.kind is DeviceKind.GPU, not node.in_use, -node.fullness))
+    return sorted(nodes, key=lambda node: (node.kind is DeviceKind.GPU, node.fullness))
 
 
 def is_hopeless(deadline_s: float, now: float) -> bool:
