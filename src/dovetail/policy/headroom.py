@@ -38,6 +38,7 @@ class Refusal(StrEnum):
     DECODE_OVERCOMMITTED = "decode_overcommitted"
     MEMORY = "memory"
     SLOTS = "slots"
+    LINK = "link"  # loads that are under way would hold its own back too long
     CONCURRENCY = "concurrency"
     HARDWARE = "hardware"  # this device can never serve this request within its SLO
     CLOSED = "closed"  # the instance is being unloaded, or the node is down

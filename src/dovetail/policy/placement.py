@@ -30,6 +30,7 @@ class Hosting:
     slots: int = 1  # at most this many instances of this shape on one node
     concurrency: int = 1  # limit of the ServerlessLLM baselines, whole node
     half_concurrency: int = 1  # the same with half a node
+    load_s: float = 0.0  # bringing the weights onto the device
     weights_in_place: bool = False  # served from host memory: no load, no share of the ledger
 
 

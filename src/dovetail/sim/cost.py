@@ -14,7 +14,7 @@ from dovetail.node.work import Work
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.sim.device import Device
+from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.metrics import percentile
 from dovetail.sim.policies import DOVETAIL
@@ -83,7 +83,7 @@ def cluster(
     node_type: type[Node] = Node,
 ) -> list[Device]:
     """Half CPU nodes, half GPU nodes, all models of one shape."""
-    rng = Random(seed)
+    noise = Noise(Random(seed), 0.05)
     measured = read_profile(profile)
     outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
     names = {arrival.model for arrival in arrivals}
@@ -98,5 +98,5 @@ def cluster(
         memory = int(memory_gib(kind, hosting, knobs) * GIB)
         first = index * INSTANCE_IDS
         node = node_type(f"{kind.value}-{index}", kind, memory, catalogues[kind], knobs, first_instance=first)
-        devices.append(Device(node, outputs, IN_PLACE_RESIZE, 0.05, rng))
+        devices.append(Device(node, outputs, IN_PLACE_RESIZE, noise))
     return devices

@@ -16,8 +16,20 @@ from dovetail.policy.latency import TransferModel
 NOISE_TABLE = 4096
 
 
+class Noise:
+    """Factors around 1, drawn once and walked through by every device from a place of its own."""
+
+    def __init__(self, rng: Random, deviation: float) -> None:
+        low, high = 1 - 3 * deviation, 1 + 3 * deviation
+        self.factors = [min(max(rng.gauss(1.0, deviation), low), high) for _ in range(NOISE_TABLE)]
+        self._rng = rng
+
+    def start(self) -> int:
+        return self._rng.randrange(NOISE_TABLE)
+
+
 class Device:
-    def __init__(self, node: Node, outputs: dict[int, int], transfer: TransferModel, noise: float, rng: Random) -> None:
+    def __init__(self, node: Node, outputs: dict[int, int], transfer: TransferModel, noise: Noise) -> None:
         self.node = node
         self.transfer = transfer
         self.outputs = outputs  # request id → tokens that it will produce
@@ -30,8 +42,8 @@ class Device:
         self.decode_turns = 0
         self.decode_tokens = 0
         self.link_free_s = 0.0
-        self._noise = [min(max(rng.gauss(1.0, noise), 1 - 3 * noise), 1 + 3 * noise) for _ in range(NOISE_TABLE)]
-        self._draw = rng.randrange(NOISE_TABLE)
+        self._noise = noise.factors
+        self._draw = noise.start()
         self._ends: dict[int, list[tuple[int, int, int]]] = {}  # instance → heap of (clock, request, joined)
 
     def duration_s(self, turn: Turn) -> float:

@@ -14,6 +14,7 @@ WORDS = {
     "neighbour_late": "a neighbour's next token would be late",
     "decode_overcommitted": "one iteration of everybody would exceed the token pace",
     "memory": "not enough memory",
+    "link": "other loads on the node's link would delay its own too long",
     "slots": "no free slot",
     "concurrency": "the instance is at its concurrency limit",
     "hardware": "this device can never meet the SLO of this request",

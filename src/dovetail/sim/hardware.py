@@ -101,6 +101,7 @@ def hosting_of(hardware: Hardware, shape: Shape) -> Hosting:
         latency=latency_of(hardware, shape),
         block_tokens=32 if on_cpu else 16,
         slots=min(fits, 8),
+        load_s=0.0 if on_cpu else shape.weight_gib / hardware.load_gib_per_s,
         weights_in_place=on_cpu,
     )
 

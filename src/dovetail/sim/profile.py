@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
+from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 
 KIB = 1024
@@ -43,6 +43,7 @@ class Profile:
             slots=cpu_slots if on_cpu else gpu_slots,
             concurrency=measured.get("sllm_concurrency") or 1,
             half_concurrency=measured.get("sllm_half_node_concurrency") or 1,
+            load_s=0.0 if on_cpu else TransferModel().load_s(int(weight_gib * GIB)),
             weights_in_place=on_cpu,
         )
 

@@ -12,7 +12,7 @@ from dovetail.node.node import Node
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.sim.device import Device
+from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Result
@@ -68,7 +68,7 @@ def assemble(
     horizon_s: float,
     log: EventLog | None = None,
 ) -> Simulation:
-    rng = Random(setup.seed)
+    noise = Noise(Random(setup.seed), setup.noise)
     outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
     names = sorted({arrival.model for arrival in arrivals})
     transfer = IN_PLACE_RESIZE if setup.knobs.free_resize else TransferModel()
@@ -86,7 +86,7 @@ def assemble(
                 setup.knobs,
                 first_instance=len(devices) * INSTANCE_IDS,
             )
-            devices.append(Device(node, outputs, transfer, setup.noise, rng))
+            devices.append(Device(node, outputs, transfer, noise))
     if not devices:
         raise ConfigError("--cpu-nodes and --gpu-nodes are both 0")
     check_fit(devices, names)

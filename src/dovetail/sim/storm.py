@@ -13,7 +13,7 @@ from dovetail.node.node import Node
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.sim.device import Device
+from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.faults import draw_faults
 from dovetail.sim.policies import POLICIES
@@ -61,13 +61,14 @@ def build_storm(seed: int) -> Simulation:
     arrivals = generate(workload, seed, LENGTHS)
     outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
     transfer = IN_PLACE_RESIZE if knobs.free_resize else TransferModel()
+    noise = Noise(rng, 0.1)
     devices: list[Device] = []
     for index in range(rng.randrange(1, 5)):
         kind = rng.choice((DeviceKind.CPU, DeviceKind.GPU)) if index and knobs.use_cpu else DeviceKind.GPU
         memory = int(rng.uniform(14, 60) * GIB)
         catalogue = {str(model): _draw_hosting(Random(seed + model), kind) for model in range(workload.models)}
         node = Node(f"{kind.value}-{index}", kind, memory, catalogue, knobs, first_instance=index * INSTANCE_IDS)
-        devices.append(Device(node, outputs, transfer, 0.1, rng))
+        devices.append(Device(node, outputs, transfer, noise))
     horizon_s = arrivals[-1].arrival_s
     faults = draw_faults(rng, rng.randrange(0, 9), len(devices), horizon_s + 10)
     return Simulation(devices, knobs, arrivals, horizon_s=horizon_s, faults=faults)
