@@ -70,10 +70,7 @@ class Admitter:
             return self._share(hosting)
         if not can_ever_serve(hosting, work.known_tokens, work.ttft_s, work.tpot_s, self._has_matrix_unit):
             return Refusal.HARDWARE
-        if (
-            self.knobs.count_loads
-            and self._link_wait_s() + free_at_s + self._bare_prefill_s(hosting, work) > work.due_s
-        ):
+        if self.knobs.count_loads and not hosting.weights_in_place and self._is_link_late(hosting, work, free_at_s):
             return Refusal.LINK
         grant = self._memory_for_start(hosting, work)
         if isinstance(grant, Refusal):
@@ -125,12 +122,11 @@ class Admitter:
             and self._residency.planned_bytes(instance) >= gap
         )
 
-    def _link_wait_s(self) -> float:
-        """L6: the loads that come before a new one; one link serves them one after another."""
-        return sum(one.hosting.load_s for one in self._instances.values() if one.state is State.LOADING)
-
-    def _bare_prefill_s(self, hosting: Hosting, work: Work) -> float:
-        return hosting.latency.prefill_s(work.known_tokens) * self.overestimate
+    def _is_link_late(self, hosting: Hosting, work: Work, free_at_s: float) -> bool:
+        """L6: one link serves the loads one after another, and the grace covers the request's own load only."""
+        wait_s = sum(one.hosting.load_s for one in self._instances.values() if one.state is State.LOADING)
+        prefill_s = hosting.latency.prefill_s(work.known_tokens) * self.overestimate
+        return free_at_s + wait_s + prefill_s > work.due_s
 
     # Slots and shares
 

@@ -236,6 +236,8 @@ class Simulation:
             if self.log is not None:
                 self.log.write(now, "first_token", request=notice.work.id, node=device.node.name)
             return
+        handle = self._handle_of[id(device)]
+        handle.changed()
         if isinstance(notice, events.Finished):
             self._end(notice.work, Fate.FINISHED, "", now)
         elif isinstance(notice, events.InstanceGone):
@@ -246,7 +248,7 @@ class Simulation:
             device.last_said_s = max(device.last_said_s, now + device.lag_s)  # late, but in order
             self._push(device.last_said_s, REQUEST, self._deliver, (device, notice))
         else:
-            self.controller.notice(self._handle_of[id(device)], notice, now)
+            self.controller.notice(handle, notice, now)
 
     def _deliver(self, now: float, key: tuple[Device, events.Notice]) -> None:
         self.controller.notice(self._handle_of[id(key[0])], key[1], now)

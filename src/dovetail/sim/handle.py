@@ -13,6 +13,7 @@ class Handle:
         self._device = device
         self._dirty = dirty
         self._node = node
+        self._fullness: float | None = None
         self.name = node.name
         self.kind = node.kind
         self.check_join = node.check_join
@@ -30,12 +31,19 @@ class Handle:
 
     @property
     def fullness(self) -> float:
-        return self._node.fullness
+        """As of the node's last change of membership, like a view mirrored from reports."""
+        if self._fullness is None:
+            self._fullness = self._node.fullness
+        return self._fullness
+
+    def changed(self) -> None:
+        self._fullness = None
 
     def join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
         answer = self._node.join(instance_id, work, now)
         if answer is None:
             self._dirty.append(self._device)
+            self._fullness = None
             if work.cached:
                 self._device.joined_running(instance_id, work)
         return answer
@@ -44,6 +52,7 @@ class Handle:
         answer = self._node.start(work, now)
         if not isinstance(answer, Refusal):
             self._dirty.append(self._device)
+            self._fullness = None
             if work.cached:
                 self._device.joined_running(answer, work)
         return answer
@@ -51,3 +60,4 @@ class Handle:
     def preempt(self, instance_id: int, reason: str) -> None:
         self._node.preempt(instance_id, reason)
         self._dirty.append(self._device)
+        self._fullness = None

@@ -13,7 +13,7 @@ from dovetail.sim.policies import DOVETAIL
 from dovetail.sim.workload import Workload, generate
 
 LENGTHS = ((128, 8), (256, 16), (512, 16), (1024, 32))
-RATE_PER_NODE = 1.5  # requests/s
+RATE_PER_NODE = 1.0  # requests/s
 
 
 def run_scale(profile: Path, nodes: int, models: int, requests: int, seed: int) -> dict[str, Any]:
