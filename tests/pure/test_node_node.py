@@ -170,6 +170,18 @@ def test_an_idle_instance_goes_after_its_keep_alive_unless_work_comes() -> None:
     assert node.residency.ledger.held == 0
 
 
+def test_an_idle_instance_gives_way_to_a_start_before_its_keep_alive_is_over() -> None:
+    node = make_node(memory_gib=15.0, knobs=Knobs(keep_alive_s=600.0, reclaim_idle=True))
+    work = make_work(0, "a")
+    start(node, work)
+    serve_memory(node, 0.0)
+    assert node.start(make_work(1, "b"), 0.0) is Refusal.MEMORY  # it is busy
+    take_turn(node, 0.0, finished=[work])
+    start(node, make_work(2, "b"), 1.0)
+    serve_memory(node, 1.0)
+    assert [instance.model for instance in node.instances.values()] == ["b"]
+
+
 def test_preempting_hands_back_every_request_with_its_tokens() -> None:
     node = make_node()
     work = make_work(0)

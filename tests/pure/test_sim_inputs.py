@@ -14,9 +14,9 @@ from builders import PROFILE, SHARED, needs_shared
 
 from dovetail.errors import ConfigError
 from dovetail.policy.placement import DeviceKind
-from dovetail.sim.hardware import PRESETS, Shape, hosting_of, latency_of, roofline_error
-from dovetail.sim.profile import read_profile
-from dovetail.sim.trace import Arrival, keep_models, read_trace
+from dovetail.sim.hardware import PRESETS, Shape, hosting_of, latency_of
+from dovetail.sim.profile import preset_errors, read_profile
+from dovetail.sim.trace import Arrival, keep_models, read_trace, write_trace
 from dovetail.sim.workload import Workload, generate, read_lengths
 
 HEADER = "arrival_s,model,input_tokens,output_tokens\n"
@@ -172,14 +172,16 @@ def test_a_preset_serves_any_shape_and_larger_work_takes_longer(name: str) -> No
 
 
 @needs_shared
-@pytest.mark.parametrize(("preset", "measured"), [("a100-80g", "a100-80g"), ("xeon-32c-amx", "xeon-6462c-32c-amx")])
-@pytest.mark.parametrize("model", ["llama-2-7b", "llama-2-13b"])
-def test_the_roofline_is_within_a_fifth_of_the_measured_profiles(preset: str, measured: str, model: str) -> None:
-    profile = read_profile(PROFILE)
-    shape = profile.models[model]["shape"]
-    hosting = profile.hosting(model, PRESETS[preset].kind, measured)
-    error = roofline_error(
-        PRESETS[preset], Shape(shape["weight_gib"], shape["kv_kib_per_token"], shape["layers"]), hosting.latency
-    )
-    assert error.prefill_mean < 0.2
-    assert error.decode_mean < 0.2
+@pytest.mark.parametrize("preset", ["a100-80g", "xeon-16c-amx", "xeon-32c-amx"])
+def test_the_roofline_is_within_a_fifth_of_the_measured_profiles(preset: str) -> None:
+    errors = preset_errors(read_profile(PROFILE), preset)
+    assert len(errors) >= 3
+    for model, error in errors.items():
+        assert error.prefill_mean < 0.2, model
+        assert error.decode_mean < 0.2, model
+
+
+def test_a_generated_trace_can_be_read_back(tmp_path: Path) -> None:
+    arrivals = generate(Workload(50, 4, 1.0), 0)
+    write_trace(tmp_path / "t.csv", arrivals)
+    assert [row[1:] for row in read_trace(tmp_path / "t.csv")] == [row[1:] for row in arrivals]

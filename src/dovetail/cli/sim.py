@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,14 +22,19 @@ from dovetail.sim import replay as replaying
 from dovetail.sim.cost import measure_decisions
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain
+from dovetail.sim.hardware import PRESETS
 from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Result
 from dovetail.sim.policies import POLICIES, policy
+from dovetail.sim.profile import preset_errors, read_profile
 from dovetail.sim.report import write_report
 from dovetail.sim.scale import run_scale
 from dovetail.sim.setup import Setup, build
 from dovetail.sim.storm import run_storm
 from dovetail.sim.sweeps import SWEEPS, Cell, sweep
+from dovetail.sim.trace import write_trace
+from dovetail.sim.workload import DEFAULT_LENGTHS, Workload, read_lengths
+from dovetail.sim.workload import generate as generate_workload
 
 app = typer.Typer(no_args_is_help=True, help="Simulate token-level sharing in virtual time.")
 console = Console(width=None if sys.stdout.isatty() else 200)  # a pipe gets whole rows
@@ -39,6 +44,8 @@ ProfileOption = Annotated[Path, typer.Option(help="JSON of measured iteration ti
 ModelsOption = Annotated[int | None, typer.Option(help="keep this many of the trace's models")]
 ShapeOption = Annotated[str, typer.Option("--shape", "--size", help="model shape, a name in the profile")]
 NoiseOption = Annotated[float, typer.Option(help="standard deviation of iteration times, relative")]
+NodesOption = Annotated[int | None, typer.Option(min=1, help="this many CPU nodes and this many GPU nodes")]
+HardwareOption = Annotated[str | None, typer.Option(help="a name in the profile, or a preset of `sim presets`")]
 WithoutOption = Annotated[
     list[str] | None, typer.Option(help="switch a part off: no-cpu, no-sharing, no-consolidation, watermark-0; or pd")
 ]
@@ -96,6 +103,10 @@ def run(
     report: Annotated[Path | None, typer.Option(help="write an HTML report here")] = None,
     request: Annotated[int | None, typer.Option("--explain", help="tell the story of this request (0 = first)")] = None,
     limit: Annotated[float | None, typer.Option(help="leave out arrivals after this many seconds")] = None,
+    nodes: NodesOption = None,
+    cpu_hardware: HardwareOption = None,
+    gpu_hardware: HardwareOption = None,
+    faults: Annotated[int, typer.Option(min=0, help="inject this many faults, drawn from the seed")] = 0,
 ) -> None:
     """One trace, one policy."""
     setup = Setup(
@@ -104,11 +115,14 @@ def run(
         knobs=knobs_of(policy, without, changes),
         shape=shape,
         models=models,
-        cpu_nodes=cpu_nodes,
-        gpu_nodes=gpu_nodes,
+        cpu_nodes=cpu_nodes if nodes is None else nodes,
+        gpu_nodes=gpu_nodes if nodes is None else nodes,
         seed=seed,
         noise=noise,
         limit_s=limit,
+        cpu_hardware=cpu_hardware,
+        gpu_hardware=gpu_hardware,
+        faults=faults,
     )
     result = _run(setup, event_log, request, quiet=as_json)
     if report is not None:
@@ -151,10 +165,16 @@ def compare(
     seed: int = 0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     report: Annotated[Path | None, typer.Option(help="write an HTML report of all runs here")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="only these policies; may be repeated")] = None,
+    nodes: NodesOption = None,
 ) -> None:
     """Several policies or settings side by side, one table."""
     rows: list[tuple[Cell, Result]] = []
     for cell, setup in sweep(name, trace, profile, shape, models, seed):
+        if policy and setup.knobs.name not in policy:
+            continue
+        if nodes is not None:
+            setup = replace(setup, cpu_nodes=nodes, gpu_nodes=nodes)
         result = simulate(build(setup), as_json, " ".join(str(part) for part in cell.labels))
         rows.append((cell, result))
     if report is not None:
@@ -190,6 +210,40 @@ def storm(
     typer.echo(f"{seeds} seeds, {len(failures)} violated an invariant")
     if failures:
         raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    out: Annotated[Path, typer.Argument(help="trace to write, CSV")],
+    requests: int = 10_000,
+    models: int = 128,
+    rate: Annotated[float, typer.Option(help="requests per second")] = 5.0,
+    zipf: Annotated[float, typer.Option(help="popularity of rank r falls as r^-zipf")] = 1.0,
+    cv: Annotated[float, typer.Option(help="coefficient of variation of the gaps; 1 = Poisson")] = 1.0,
+    wave: Annotated[float, typer.Option(help="share by which the rate swings over a day")] = 0.0,
+    burst_every: Annotated[float, typer.Option(help="mean seconds between bursts of one model; 0 = none")] = 0.0,
+    lengths: Annotated[Path | None, typer.Option(help="table of input and output tokens")] = None,
+    seed: int = 0,
+) -> None:
+    """Write a workload as a trace that `run` reads."""
+    workload = Workload(requests, models, rate, zipf=zipf, cv=cv, wave=wave, burst_every_s=burst_every)
+    arrivals = generate_workload(workload, seed, read_lengths(lengths) if lengths else DEFAULT_LENGTHS)
+    write_trace(out, arrivals)
+    typer.echo(f"{out}: {len(arrivals)} requests in {arrivals[-1].arrival_s:.0f} s")
+
+
+@app.command()
+def presets(profile: ProfileOption) -> None:
+    """Hardware presets, and how far their roofline is from the profile where it has the same hardware."""
+    table = Table("preset", "TFLOP/s", "GB/s", "GiB", "model", "prefill mean", "worst", "decode mean", "worst")
+    for name, hardware in PRESETS.items():
+        figures = (f"{hardware.flops / 1e12:.0f}", f"{hardware.bandwidth / 1e9:.0f}", f"{hardware.memory_gib:.0f}")
+        errors = preset_errors(read_profile(profile), name)
+        for model, error in errors.items():
+            table.add_row(name, *figures, model, *[f"{share:.0%}" for share in asdict(error).values()])
+        if not errors:
+            table.add_row(name, *figures)
+    console.print(table)
 
 
 @app.command()

@@ -38,9 +38,9 @@ class Instance:
         "epoch",
         "hosting",
         "id",
+        "idle_since_s",
         "in_turn",
         "kv_tokens",
-        "load_started_s",
         "mixed_pace",
         "model",
         "op_running",
@@ -77,7 +77,7 @@ class Instance:
         self.ops: deque[PendingOp] = deque()  # memory operations that wait for the end of a turn or of each other
         self.op_running = False
         self.starved = False  # its next step does not fit its KV pool, which is being enlarged
-        self.load_started_s = 0.0
+        self.idle_since_s = 0.0
         self.epoch = 0  # counts idle periods, so that a stale keep-alive timer is recognised
         self.busy_s = 0.0
         self.turns = 0

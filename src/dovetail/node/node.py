@@ -96,6 +96,8 @@ class Node:
     def start(self, work: Work, now: float) -> int | Refusal:
         """Start an instance for the work; returns the instance's id."""
         grant = self.admit.start(work, self._free_at_s(now)) if self.up else Refusal.CLOSED
+        if grant is Refusal.MEMORY and self.knobs.reclaim_idle:
+            grant = self._reclaim(work, now)
         if isinstance(grant, Refusal):
             return grant
         hosting = self.admit.hostings[work.model]
@@ -103,7 +105,6 @@ class Node:
         self._next_instance += 1
         self.instances[instance.id] = instance
         instance.add(work)
-        instance.load_started_s = now
         self.residency.load(instance)
         if grant.kv_tokens is not None:
             self.residency.resize(instance, grant.kv_tokens)
@@ -155,6 +156,16 @@ class Node:
 
     def recover(self) -> None:
         self.up = True
+
+    def _reclaim(self, work: Work, now: float) -> Grant | Refusal:
+        """Close idle instances, the longest idle first, until the work's model can start."""
+        idle = [one for one in self.instances.values() if not one.batch and one.state is State.READY]
+        for instance in sorted(idle, key=lambda one: one.idle_since_s):
+            self._close(instance)
+            grant = self.admit.start(work, self._free_at_s(now))
+            if grant is not Refusal.MEMORY:
+                return grant
+        return Refusal.MEMORY
 
     def _consider_join(self, instance_id: int, work: Work, now: float) -> Grant | Refusal:
         instance = self.instances.get(instance_id)
@@ -358,6 +369,7 @@ class Node:
             return
         self._update_active(instance)
         instance.epoch += 1
+        instance.idle_since_s = now
         keep_alive_s = 0.0 if instance.hosting.weights_in_place else self.knobs.keep_alive_s
         if keep_alive_s <= 0.0:
             self._close(instance)

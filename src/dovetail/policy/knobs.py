@@ -46,6 +46,7 @@ class Knobs:
     slack_s: float = 2.0  # DRAIN: headroom below which deadline order rules
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
     free_resize: bool = False  # pools grow and shrink in place, without copying
+    reclaim_idle: bool = False  # idle instances give way to a start before their keep-alive is over
     count_loads: bool = False  # a start counts the loads before its own on the link (L6)
     pause: bool = False  # swap out instances that are far ahead of their deadlines, to make room for others
     pause_headroom_s: float = 12.0  # an instance with less is not swapped out

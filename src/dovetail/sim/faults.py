@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from random import Random
 from typing import NamedTuple
@@ -32,8 +31,3 @@ def draw_faults(rng: Random, count: int, nodes: int, horizon_s: float) -> list[F
         factor = rng.uniform(0.05, 1.5) if kind is FaultKind.LATE else rng.uniform(1.5, 6.0)
         faults.append(Fault(rng.uniform(0, horizon_s), kind, rng.randrange(nodes), rng.uniform(0.5, 15.0), factor))
     return sorted(faults)
-
-
-def check_faults(faults: Sequence[Fault], nodes: int) -> None:
-    for fault in faults:
-        assert 0 <= fault.node < nodes, f"fault on node {fault.node} of {nodes}"

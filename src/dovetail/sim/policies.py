@@ -22,7 +22,7 @@ SLLM_CS = replace(SLLM_C, name="sllm+c+s", sharing=True, shares=2)
 IMPROVEMENTS: dict[str, dict[str, object]] = {
     "in-place resize": {"free_resize": True},
     "memory decides, not slots": {"slots_limited": False},
-    "loads count": {"count_loads": True},
+    "starts mind idle instances and loads": {"reclaim_idle": True, "count_loads": True},
     "drain small batches": {"turns": TurnOrder.DRAIN},
     "pause and swap": {"pause": True},
 }

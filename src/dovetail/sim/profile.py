@@ -15,8 +15,16 @@ from typing import Any
 from dovetail.errors import ConfigError
 from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.sim.hardware import PRESETS, RooflineError, Shape, roofline_error
 
 KIB = 1024
+# Presets and the names under which the profile has the same hardware.
+MEASURED = {
+    "a100-80g": "a100-80g",
+    "xeon-8c-amx": "xeon-amx-8c",
+    "xeon-16c-amx": "xeon-amx-16c",
+    "xeon-32c-amx": "xeon-6462c-32c-amx",
+}
 SLOTS = ((8.0, 4, 8), (20.0, 2, 4), (float("inf"), 1, 2))  # weights below this many GiB: slots on a CPU, on a GPU
 
 
@@ -46,6 +54,17 @@ class Profile:
             load_s=0.0 if on_cpu else TransferModel().load_s(int(weight_gib * GIB)),
             weights_in_place=on_cpu,
         )
+
+    def shape(self, shape: str) -> Shape:
+        """For the roofline."""
+        entry = self._model(shape).get("shape", {})
+        where = f"models.{shape}.shape"
+        names = ("weight_gib", "kv_kib_per_token", "layers")
+        weight_gib, kv_kib, layers = (self._number(shape, entry, name, where) for name in names)
+        return Shape(weight_gib, kv_kib, int(layers))
+
+    def hardware_of(self, shape: str) -> list[str]:
+        return list(self._model(shape).get("hardware", {}))
 
     def _model(self, shape: str) -> dict[str, Any]:
         if shape not in self.models:
@@ -102,3 +121,14 @@ def read_profile(path: Path) -> Profile:
     if not isinstance(raw, dict) or not isinstance(raw.get("models"), dict):
         raise ConfigError(f"{path}: line 1: expected an object with the key 'models'")
     return Profile(path, text, raw["models"])
+
+
+def preset_errors(profile: Profile, preset: str) -> dict[str, RooflineError]:
+    """By model: how far the preset's roofline is from the profile's measurements on the same hardware."""
+    errors = {}
+    name = MEASURED.get(preset)
+    for model in profile.models:
+        if name in profile.hardware_of(model):
+            measured = profile.hosting(model, PRESETS[preset].kind, name).latency
+            errors[model] = roofline_error(PRESETS[preset], profile.shape(model), measured)
+    return errors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -14,9 +14,11 @@ from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
+from dovetail.sim.faults import draw_faults
+from dovetail.sim.hardware import PRESETS, hosting_of
 from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Result
-from dovetail.sim.profile import read_profile
+from dovetail.sim.profile import Profile, read_profile
 from dovetail.sim.trace import Arrival, keep_models, read_trace
 
 GPU_MEMORY_GIB = 78.0
@@ -41,6 +43,7 @@ class Setup:
     cpu_hardware: str | None = None
     gpu_hardware: str | None = None
     limit_s: float | None = None  # arrivals after this are left out
+    faults: int = 0  # this many, drawn from the seed
 
 
 def build(setup: Setup, log: EventLog | None = None) -> Simulation:
@@ -54,11 +57,18 @@ def build(setup: Setup, log: EventLog | None = None) -> Simulation:
     profile = read_profile(setup.profile)
     hostings: dict[DeviceKind, Hosting] = {}
     if setup.cpu_nodes:
-        hostings[DeviceKind.CPU] = profile.hosting(setup.shape, DeviceKind.CPU, setup.cpu_hardware)
+        hostings[DeviceKind.CPU] = _hosting(profile, setup.shape, DeviceKind.CPU, setup.cpu_hardware)
     if setup.gpu_nodes:
-        hostings[DeviceKind.GPU] = profile.hosting(setup.shape, DeviceKind.GPU, setup.gpu_hardware)
+        hostings[DeviceKind.GPU] = _hosting(profile, setup.shape, DeviceKind.GPU, setup.gpu_hardware)
     horizon_s = math.ceil(arrivals[-1].arrival_s / 60) * 60.0
     return assemble(setup, arrivals, hostings, horizon_s, log)
+
+
+def _hosting(profile: Profile, shape: str, kind: DeviceKind, hardware: str | None) -> Hosting:
+    """Measured where the profile has it, by roofline where the name is a preset's."""
+    if hardware in PRESETS and hardware not in profile.hardware_of(shape):
+        return hosting_of(PRESETS[hardware], profile.shape(shape))
+    return profile.hosting(shape, kind, hardware)
 
 
 def assemble(
@@ -77,7 +87,8 @@ def assemble(
         for index in range(count):
             hosting = hostings[kind]
             catalogue = {str(model): hosting for model in names}
-            memory = int(memory_gib(kind, hosting, setup.knobs) * GIB)
+            hardware = setup.cpu_hardware if kind is DeviceKind.CPU else setup.gpu_hardware
+            memory = int(memory_gib(kind, hosting, setup.knobs, hardware) * GIB)
             node = Node(
                 f"{kind.value}-{index}",
                 kind,
@@ -90,11 +101,14 @@ def assemble(
     if not devices:
         raise ConfigError("--cpu-nodes and --gpu-nodes are both 0")
     check_fit(devices, names)
-    return Simulation(devices, setup.knobs, arrivals, horizon_s=horizon_s, log=log)
+    faults = draw_faults(Random(setup.seed + 1), setup.faults, len(devices), horizon_s)
+    return Simulation(devices, setup.knobs, arrivals, horizon_s=horizon_s, log=log, faults=faults)
 
 
-def memory_gib(kind: DeviceKind, hosting: Hosting, knobs: Knobs) -> float:
+def memory_gib(kind: DeviceKind, hosting: Hosting, knobs: Knobs, hardware: str | None = None) -> float:
     total = CPU_MEMORY_GIB if kind is DeviceKind.CPU else GPU_MEMORY_GIB
+    if hardware in PRESETS:
+        total = PRESETS[hardware].memory_gib
     return total - RESERVED_PER_SLOT_GIB * (hosting.slots if knobs.slots_limited else 1)
 
 
@@ -113,7 +127,3 @@ def check_fit(devices: list[Device], names: list[int]) -> None:
 
 def run(setup: Setup, log: EventLog | None = None) -> Result:
     return build(setup, log).timed_run()
-
-
-def with_knobs(setup: Setup, **changes: object) -> Setup:
-    return replace(setup, knobs=replace(setup.knobs, **changes))  # type: ignore[arg-type]

@@ -83,3 +83,10 @@ def keep_models(arrivals: Sequence[Arrival], models: int) -> list[Arrival]:
         raise ConfigError(f"--models {models}: the trace has only {total}")
     kept = models * 8 / total
     return [arrival for arrival in arrivals if arrival.model % 8 < kept]
+
+
+def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows((f"{row.arrival_s:.4f}", row.model, row.input_tokens, row.output_tokens) for row in arrivals)
