@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from builders import make_hosting, make_node, make_work, serve_memory
+from sim_builders import make_hosting, make_node, make_work, serve_memory
 
 from dovetail.cluster.controller import MAX_CANDIDATES, Controller
 from dovetail.cluster.decisions import Decision, Dropped, How, Moving, Placed, Queued

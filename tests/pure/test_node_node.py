@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from builders import make_hosting, make_node, make_work, serve_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim_builders import make_hosting, make_node, make_work, serve_memory
 
 from dovetail.node.events import (
     Evicted,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from builders import PROFILE, make_latency, needs_shared
 from hypothesis import given
 from hypothesis import strategies as st
+from sim_builders import PROFILE, make_latency, needs_shared
 
 from dovetail.policy.latency import (
     GIB,

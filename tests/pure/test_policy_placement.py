@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from builders import make_hosting
+from sim_builders import make_hosting
 
 from dovetail.policy.consolidate import rank_instances, rank_victims
 from dovetail.policy.placement import DeviceKind, can_ever_serve, is_hopeless, rank_nodes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import PROFILE, SHARED, needs_shared
+from sim_builders import PROFILE, SHARED, needs_shared
 
 from dovetail.errors import ConfigError
 from dovetail.policy.placement import DeviceKind

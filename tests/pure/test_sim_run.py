@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from builders import CONVERSATION, PROFILE, needs_shared
+from sim_builders import CONVERSATION, PROFILE, needs_shared
 from typer.testing import CliRunner
 
 from dovetail.cli.sim import app, knobs_of
