@@ -231,6 +231,21 @@ def test_when_the_pool_runs_short_and_cannot_grow_the_longest_headroom_is_evicte
     assert evicted[0].reason == "kv_short"
 
 
+def test_an_instance_that_lost_its_last_request_for_want_of_kv_is_reclaimed_like_any_idle_one() -> None:
+    node = make_node(memory_gib=10.3, knobs=Knobs(floor_tokens=0, watermark=0.0))  # 0.3 GiB of KV: 614 tokens
+    start(node, make_work(0, input_tokens=300, ttft_s=1.0))
+    said: list[object] = serve_memory(node, 0.0)
+    for step in range(400):
+        if node.next_turn(step * 0.01) is not None:
+            node.turn_done(step * 0.01, [])
+        said += serve_memory(node, step * 0.01)
+    assert any(isinstance(one, Evicted) and one.reason == "kv_short" for one in said)
+    timer = next(one for one in said if isinstance(one, SetTimer))
+    node.timer(timer.instance, timer.epoch, timer.at_s)
+    serve_memory(node, timer.at_s)
+    assert not node.instances
+
+
 def test_a_failed_load_evicts_and_frees() -> None:
     node = make_node()
     start(node, make_work(0))

@@ -252,7 +252,7 @@ def cost(
     nodes: Annotated[list[int] | None, typer.Option(help="cluster sizes")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Wall time of scheduling decisions, by number of nodes."""
+    """Wall time of scheduling decisions of the dovetail policy, by number of nodes."""
     rows = [measure_decisions(profile, count) for count in nodes or [8, 64, 512]]
     if as_json:
         typer.echo(json.dumps(rows))
@@ -270,9 +270,11 @@ def scale(
     models: int = 10_000,
     requests: int = 1_000_000,
     seed: int = 0,
+    changes: SetOption = None,
 ) -> None:
     """A run of a large generated cluster, with its time and memory."""
-    typer.echo(json.dumps(run_scale(profile, nodes, models, requests, seed)))
+    knobs = knobs_of("dovetail", None, changes)
+    typer.echo(json.dumps(run_scale(profile, nodes, models, requests, seed, knobs)))
 
 
 def main() -> None:

@@ -205,7 +205,7 @@ class Node:
             prefill = chosen.waiting[0] if chosen.waiting else None
             if prefill is not None and chosen.is_short(prefill.known_tokens + 1):
                 if not chosen.running:
-                    self._make_room(chosen, prefill.known_tokens + 1)
+                    self._make_room(chosen, prefill.known_tokens + 1, now)
                     continue
                 prefill = None
             break
@@ -244,7 +244,7 @@ class Node:
         if prefill is not None and instance.phase is Phase.PREFILL and prefill.id in instance.running:
             self._hand_over(instance, prefill, now)
         if instance.tokens + len(instance.running) * instance.hosting.block_tokens > instance.kv_tokens:
-            self._make_room(instance, 0)
+            self._make_room(instance, 0, now)
         if instance.ops or instance.state is State.CLOSING:
             self.residency.pump(instance)
             self._after_op(instance)
@@ -283,7 +283,7 @@ class Node:
 
     # Memory
 
-    def _make_room(self, instance: Instance, prefill_tokens: int) -> None:
+    def _make_room(self, instance: Instance, prefill_tokens: int, now: float) -> None:
         """S8: the next step does not fit the KV pool. Enlarge it, or evict the request with the longest headroom."""
         while instance.is_short(prefill_tokens):
             if self.residency.planned_kv_tokens(instance) > instance.kv_tokens or instance.op_running:
@@ -293,7 +293,8 @@ class Node:
                 continue
             works = instance.works()
             self._evict(instance, max(works, key=lambda work: (instance.due_s(work), work.id)), "kv_short")
-            if not instance.works():
+            if not instance.batch:
+                self._after_leaving(instance, now)
                 break
         self._update_active(instance)
 

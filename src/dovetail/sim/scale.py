@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dovetail.policy.knobs import Knobs
 from dovetail.sim.cost import cluster
 from dovetail.sim.driver import Simulation
 from dovetail.sim.policies import DOVETAIL
@@ -16,11 +17,13 @@ LENGTHS = ((128, 8), (256, 16), (512, 16), (1024, 32))
 RATE_PER_NODE = 1.0  # requests/s
 
 
-def run_scale(profile: Path, nodes: int, models: int, requests: int, seed: int) -> dict[str, Any]:
+def run_scale(
+    profile: Path, nodes: int, models: int, requests: int, seed: int, knobs: Knobs = DOVETAIL
+) -> dict[str, Any]:
     started = time.perf_counter()
     workload = Workload(requests, models, RATE_PER_NODE * nodes, zipf=0.9, cv=2.0)
     arrivals = generate(workload, seed, LENGTHS)
-    simulation = Simulation(cluster(profile, nodes, arrivals, DOVETAIL, "llama-2-7b", seed), DOVETAIL, arrivals)
+    simulation = Simulation(cluster(profile, nodes, arrivals, knobs, "llama-2-7b", seed), knobs, arrivals)
     simulation.keep_samples = False
     result = simulation.timed_run()
     return {
