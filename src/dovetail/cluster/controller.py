@@ -20,7 +20,10 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind, is_hopeless, rank_nodes
 
-MAX_CANDIDATES = 64  # nodes considered for one start: bounds the time of a decision in large clusters
+# Bounds on what one decision looks at, so that its time does not grow with the cluster.
+MAX_CANDIDATES = 16  # nodes asked for a start, or where a preempted request could go
+MAX_INSTANCES = 16  # instances of the model asked to take a request
+MAX_VICTIMS = 8  # neighbours considered for giving way
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +113,7 @@ class Controller:
     def _candidates(self, work: Work) -> list[InstanceView]:
         views = [view for view in self._by_model[work.model] if view.phase is work.phase]
         if not self.knobs.round_robin or len(views) < 2:
-            return rank_instances(views, reactive=self.knobs.reactive)
+            return rank_instances(views, reactive=self.knobs.reactive)[:MAX_INSTANCES]
         turn = self._turn_of[work.model] % len(views)
         self._turn_of[work.model] += 1
         return views[turn:] + views[:turn]
@@ -119,8 +122,12 @@ class Controller:
         """S9: make room for an instance of the model by moving a smaller neighbour's requests elsewhere."""
         if not self.knobs.proactive or self.knobs.disaggregate:
             return None
+        considered = 0
         for view in self._candidates(work):
+            if considered >= MAX_VICTIMS:
+                return None
             for victim in view.node.victims_for(view.id, work, now):
+                considered += 1
                 can_wait = self._can_wait(victim)
                 if not can_wait and not self._can_move(victim, view.node, now):
                     continue
@@ -144,7 +151,7 @@ class Controller:
         return all(self._has_other_place(work, source, now) for work in victim.works)
 
     def _has_other_place(self, work: Work, source: NodeHandle, now: float) -> bool:
-        for view in self._by_model[work.model]:
+        for view in self._by_model[work.model][:MAX_INSTANCES]:
             if view.node is not source and view.node.check_join(view.id, work, now) is None:
                 return True
         return any(node is not source and node.check_start(work, now) is None for node in self._window())
@@ -157,12 +164,13 @@ class Controller:
         return None
 
     def _window(self) -> Sequence[NodeHandle]:
-        """All nodes of a small cluster; of a large one a window that moves on with every call."""
-        if len(self.nodes) <= MAX_CANDIDATES:
+        """All nodes of a small cluster; of a large one some from all over it, others with every call."""
+        count = len(self.nodes)
+        if count <= MAX_CANDIDATES:
             return self.nodes
-        start = self._cursor % len(self.nodes)
-        self._cursor = start + MAX_CANDIDATES
-        return (self.nodes[start:] + self.nodes[:start])[:MAX_CANDIDATES]
+        self._cursor = start = (self._cursor + 1) % count
+        stride = count // MAX_CANDIDATES
+        return [self.nodes[(start + step * stride) % count] for step in range(MAX_CANDIDATES)]
 
     def _start_on(self, node: NodeHandle, work: Work, now: float, how: How) -> Placed | None:
         answer = node.start(work, now)
