@@ -22,8 +22,8 @@ from dovetail.policy.placement import DeviceKind, is_hopeless, rank_nodes
 
 # Bounds on what one decision looks at, so that its time does not grow with the cluster.
 MAX_CANDIDATES = 16  # nodes asked for a start, or where a preempted request could go
-MAX_INSTANCES = 16  # instances of the model asked to take a request
-MAX_VICTIMS = 8  # neighbours considered for giving way
+MAX_INSTANCES = 8  # instances of the model asked to take a request
+MAX_VICTIMS = 4  # neighbours considered for giving way
 
 
 @dataclass(slots=True, eq=False)
