@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from dovetail.modelspec import ModelSpec
+from dovetail.node.events import Pausable, StartLoad, StartResize, StartUnload, Victim
+from dovetail.node.work import Work
+from dovetail.policy.headroom import Refusal
+from dovetail.policy.placement import DeviceKind
 from dovetail.sched.turn import Outcome, Turn
 
 
@@ -47,3 +51,52 @@ class Checkpoint(Protocol):
         """The tensor `name` as one or more pieces which, concatenated along dimension 0, reshape to its shape."""
 
     def close(self) -> None: ...
+
+
+class Loader(Protocol):
+    """Moves memory on one device. Each call starts the operation; its end comes back to the node as an event."""
+
+    def load(self, command: StartLoad) -> None:
+        """Ends in `Node.load_done` or `Node.load_failed`."""
+
+    def unload(self, command: StartUnload) -> None:
+        """Ends in `Node.unload_done`."""
+
+    def resize(self, command: StartResize) -> None:
+        """Ends in `Node.resize_done`."""
+
+
+class NodeHandle(Protocol):
+    """A node as the cluster sees it, in this process or in another. The controller proposes, the node disposes:
+    every answer is the node's own, and the properties may be a little old."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> DeviceKind: ...
+
+    @property
+    def up(self) -> bool: ...
+
+    @property
+    def in_use(self) -> bool: ...
+
+    @property
+    def fullness(self) -> float: ...
+
+    def check_join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
+        """Would `join` accept?"""
+
+    def check_start(self, work: Work, now: float) -> Refusal | None:
+        """Would `start` accept?"""
+
+    def join(self, instance_id: int, work: Work, now: float) -> Refusal | None: ...
+
+    def start(self, work: Work, now: float) -> int | Refusal: ...
+
+    def victims_for(self, instance_id: int, work: Work, now: float) -> list[Victim]: ...
+
+    def pausable_for(self, work: Work, now: float) -> list[Pausable]: ...
+
+    def preempt(self, instance_id: int, reason: str) -> None: ...

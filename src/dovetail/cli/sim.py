@@ -1,0 +1,289 @@
+"""`dovetail sim`: run a trace through a policy in virtual time, compare policies, sweep settings, break things.
+
+Only reads options and prints; the work is in `dovetail.sim`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dovetail.errors import ConfigError, DovetailError
+from dovetail.policy.knobs import Knobs, TurnOrder
+from dovetail.sim import replay as replaying
+from dovetail.sim.cost import measure_decisions
+from dovetail.sim.driver import Simulation
+from dovetail.sim.explain import Explainer, explain
+from dovetail.sim.hardware import PRESETS
+from dovetail.sim.log import EventLog
+from dovetail.sim.metrics import Result
+from dovetail.sim.policies import POLICIES, policy
+from dovetail.sim.profile import preset_errors, read_profile
+from dovetail.sim.report import write_report
+from dovetail.sim.scale import run_scale
+from dovetail.sim.setup import Setup, build
+from dovetail.sim.storm import run_storm
+from dovetail.sim.sweeps import SWEEPS, Cell, sweep
+from dovetail.sim.trace import write_trace
+from dovetail.sim.workload import DEFAULT_LENGTHS, Workload, read_lengths
+from dovetail.sim.workload import generate as generate_workload
+
+app = typer.Typer(no_args_is_help=True, help="Simulate token-level sharing in virtual time.")
+console = Console(width=None if sys.stdout.isatty() else 200)  # a pipe gets whole rows
+
+TraceOption = Annotated[Path, typer.Option(help="CSV of arrival_s, model, input_tokens, output_tokens; may be .gz")]
+ProfileOption = Annotated[Path, typer.Option(help="JSON of measured iteration times")]
+ModelsOption = Annotated[int | None, typer.Option(help="keep this many of the trace's models")]
+ShapeOption = Annotated[str, typer.Option("--shape", "--size", help="model shape, a name in the profile")]
+NoiseOption = Annotated[float, typer.Option(help="standard deviation of iteration times, relative")]
+NodesOption = Annotated[int | None, typer.Option(min=1, help="this many CPU nodes and this many GPU nodes")]
+HardwareOption = Annotated[str | None, typer.Option(help="a name in the profile, or a preset of `sim presets`")]
+WithoutOption = Annotated[
+    list[str] | None, typer.Option(help="switch a part off: no-cpu, no-sharing, no-consolidation, watermark-0; or pd")
+]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="KNOB=VALUE, any field of policy.knobs.Knobs")]
+
+
+def knobs_of(name: str, without: list[str] | None, changes: list[str] | None) -> Knobs:
+    kinds = {field.name: field.type for field in fields(Knobs)}
+    values: dict[str, Any] = {}
+    for change in changes or []:
+        key, _, text = change.partition("=")
+        if key not in kinds:
+            raise ConfigError(f"--set {change}: no such knob; there are {', '.join(kinds)}")
+        values[key] = _parse(key, text, getattr(POLICIES["slinfer"], key))
+    return policy(name, tuple(without or ()), **values)
+
+
+def _parse(key: str, text: str, example: Any) -> Any:
+    try:
+        if isinstance(example, bool):
+            return {"true": True, "false": False}[text.lower()]
+        if isinstance(example, TurnOrder):
+            return TurnOrder(text)
+        return type(example)(text)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"--set {key}={text}: expected a {type(example).__name__}") from error
+
+
+def simulate(simulation: Simulation, quiet: bool, label: str) -> Result:
+    """Run with a progress bar over virtual time on stderr."""
+    if quiet or not sys.stderr.isatty():
+        return simulation.timed_run()
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} s"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task(label, total=simulation.horizon_s)
+        simulation.on_sample = lambda now: progress.update(task, completed=now)
+        return simulation.timed_run()
+
+
+@app.command()
+def run(
+    trace: TraceOption,
+    profile: ProfileOption,
+    models: ModelsOption = None,
+    shape: ShapeOption = "llama-2-7b",
+    cpu_nodes: Annotated[int, typer.Option(min=0)] = 4,
+    gpu_nodes: Annotated[int, typer.Option(min=0)] = 4,
+    policy: Annotated[str, typer.Option(help=", ".join(POLICIES))] = "dovetail",
+    without: WithoutOption = None,
+    changes: SetOption = None,
+    seed: int = 0,
+    noise: NoiseOption = 0.05,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    event_log: Annotated[Path | None, typer.Option(help="write every event here, one JSON object a line")] = None,
+    report: Annotated[Path | None, typer.Option(help="write an HTML report here")] = None,
+    request: Annotated[int | None, typer.Option("--explain", help="tell the story of this request (0 = first)")] = None,
+    limit: Annotated[float | None, typer.Option(help="leave out arrivals after this many seconds")] = None,
+    nodes: NodesOption = None,
+    cpu_hardware: HardwareOption = None,
+    gpu_hardware: HardwareOption = None,
+    faults: Annotated[int, typer.Option(min=0, help="inject this many faults, drawn from the seed")] = 0,
+) -> None:
+    """One trace, one policy."""
+    setup = Setup(
+        trace=trace,
+        profile=profile,
+        knobs=knobs_of(policy, without, changes),
+        shape=shape,
+        models=models,
+        cpu_nodes=cpu_nodes if nodes is None else nodes,
+        gpu_nodes=gpu_nodes if nodes is None else nodes,
+        seed=seed,
+        noise=noise,
+        limit_s=limit,
+        cpu_hardware=cpu_hardware,
+        gpu_hardware=gpu_hardware,
+        faults=faults,
+    )
+    result = _run(setup, event_log, request, quiet=as_json)
+    if report is not None:
+        write_report(report, [result])
+    if as_json:
+        typer.echo(json.dumps(result.summary()))
+    elif request is None:
+        console.print(_summary_table([("", result)]))
+
+
+def _run(setup: Setup, event_log: Path | None, request: int | None, quiet: bool) -> Result:
+    if request is not None:
+        explainer = Explainer(request)
+        simulation = build(setup, explainer)
+        result = simulate(simulation, quiet, setup.knobs.name)
+        typer.echo(explain(explainer, result))
+        return result
+    if event_log is None:
+        return simulate(build(setup), quiet, setup.knobs.name)
+    with event_log.open("w", encoding="utf-8") as file:
+        log = EventLog(file)
+        log.header(**replaying.settings_of(setup))
+        return simulate(build(setup, log), quiet, setup.knobs.name)
+
+
+@app.command()
+def replay(log: Annotated[Path, typer.Argument(help="an event log written by --event-log")]) -> None:
+    """Run a stored log's settings again and check that every event comes out the same."""
+    lines = replaying.replay(log)
+    typer.echo(f"{log}: {lines} lines, identical")
+
+
+@app.command()
+def compare(
+    trace: TraceOption,
+    profile: ProfileOption,
+    name: Annotated[str, typer.Option("--sweep", help=", ".join(SWEEPS))] = "policies",
+    shape: Annotated[str, typer.Option("--shape", "--size")] = "llama-2-7b",
+    models: ModelsOption = None,
+    seed: int = 0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    report: Annotated[Path | None, typer.Option(help="write an HTML report of all runs here")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="only these policies; may be repeated")] = None,
+    nodes: NodesOption = None,
+) -> None:
+    """Several policies or settings side by side, one table."""
+    rows: list[tuple[Cell, Result]] = []
+    for cell, setup in sweep(name, trace, profile, shape, models, seed):
+        if policy and setup.knobs.name not in policy:
+            continue
+        if nodes is not None:
+            setup = replace(setup, cpu_nodes=nodes, gpu_nodes=nodes)
+        result = simulate(build(setup), as_json, " ".join(str(part) for part in cell.labels))
+        rows.append((cell, result))
+    if report is not None:
+        write_report(report, [result for _, result in rows], [" ".join(map(str, cell.labels)) for cell, _ in rows])
+    if as_json:
+        typer.echo(json.dumps([{**cell.as_dict(), **result.summary()} for cell, result in rows]))
+    else:
+        console.print(SWEEPS[name].table(rows))
+
+
+def _summary_table(rows: list[tuple[str, Result]]) -> Table:
+    table = Table("", *[label for label, _ in rows], show_header=False)
+    for key in rows[0][1].summary():
+        table.add_row(key, *[str(result.summary()[key]) for _, result in rows])
+    for quarter in range(4):
+        shares = [result.by_popularity() for _, result in rows]
+        if all(len(share) > quarter for share in shares):
+            table.add_row(f"met, popularity quartile {quarter + 1}", *[f"{share[quarter]:.1%}" for share in shares])
+    return table
+
+
+@app.command()
+def storm(
+    seeds: Annotated[int, typer.Option(min=1)] = 1000,
+    first: Annotated[int, typer.Option(help="first seed; a failing run is replayed with --first SEED --seeds 1")] = 0,
+) -> None:
+    """Fault storms: small random clusters with dying, stalling and slow nodes; every invariant is checked."""
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("storm", total=seeds)
+        failures = run_storm(range(first, first + seeds), lambda: progress.advance(task))
+    for seed, problem in failures:
+        typer.echo(f"seed {seed}: {problem}")
+    typer.echo(f"{seeds} seeds, {len(failures)} violated an invariant")
+    if failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    out: Annotated[Path, typer.Argument(help="trace to write, CSV")],
+    requests: int = 10_000,
+    models: int = 128,
+    rate: Annotated[float, typer.Option(help="requests per second")] = 5.0,
+    zipf: Annotated[float, typer.Option(help="popularity of rank r falls as r^-zipf")] = 1.0,
+    cv: Annotated[float, typer.Option(help="coefficient of variation of the gaps; 1 = Poisson")] = 1.0,
+    wave: Annotated[float, typer.Option(help="share by which the rate swings over a day")] = 0.0,
+    burst_every: Annotated[float, typer.Option(help="mean seconds between bursts of one model; 0 = none")] = 0.0,
+    lengths: Annotated[Path | None, typer.Option(help="table of input and output tokens")] = None,
+    seed: int = 0,
+) -> None:
+    """Write a workload as a trace that `run` reads."""
+    workload = Workload(requests, models, rate, zipf=zipf, cv=cv, wave=wave, burst_every_s=burst_every)
+    arrivals = generate_workload(workload, seed, read_lengths(lengths) if lengths else DEFAULT_LENGTHS)
+    write_trace(out, arrivals)
+    typer.echo(f"{out}: {len(arrivals)} requests in {arrivals[-1].arrival_s:.0f} s")
+
+
+@app.command()
+def presets(profile: ProfileOption) -> None:
+    """Hardware presets, and how far their roofline is from the profile where it has the same hardware."""
+    table = Table("preset", "TFLOP/s", "GB/s", "GiB", "model", "prefill mean", "worst", "decode mean", "worst")
+    for name, hardware in PRESETS.items():
+        figures = (f"{hardware.flops / 1e12:.0f}", f"{hardware.bandwidth / 1e9:.0f}", f"{hardware.memory_gib:.0f}")
+        errors = preset_errors(read_profile(profile), name)
+        for model, error in errors.items():
+            table.add_row(name, *figures, model, *[f"{share:.0%}" for share in asdict(error).values()])
+        if not errors:
+            table.add_row(name, *figures)
+    console.print(table)
+
+
+@app.command()
+def cost(
+    profile: ProfileOption,
+    nodes: Annotated[list[int] | None, typer.Option(help="cluster sizes")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Wall time of scheduling decisions of the dovetail policy, by number of nodes."""
+    rows = [measure_decisions(profile, count) for count in nodes or [8, 64, 512]]
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*[str(value) for value in row.values()])
+    console.print(table)
+
+
+@app.command()
+def scale(
+    profile: ProfileOption,
+    nodes: int = 1000,
+    models: int = 10_000,
+    requests: int = 1_000_000,
+    seed: int = 0,
+    changes: SetOption = None,
+) -> None:
+    """A run of a large generated cluster, with its time and memory."""
+    knobs = knobs_of("dovetail", None, changes)
+    typer.echo(json.dumps(run_scale(profile, nodes, models, requests, seed, knobs)))
+
+
+def main() -> None:
+    try:
+        app(standalone_mode=True)
+    except DovetailError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    main()

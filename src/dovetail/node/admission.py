@@ -1,0 +1,214 @@
+"""Whether a node can take a request: slots, memory (S5–S8) and time (S4), or a plain concurrency limit.
+
+Reads the node's state and changes nothing. A Grant says how large the KV pool must become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dovetail.node.instance import Instance, State
+from dovetail.node.residency import Residency
+from dovetail.node.work import Phase, Work
+from dovetail.policy.consolidate import rank_victims
+from dovetail.policy.headroom import INFINITY, Joiner, Load, Refusal, validate
+from dovetail.policy.knobs import Admission, Knobs
+from dovetail.policy.memory import OutputMean, granted_tokens, recommended_tokens, required_tokens
+from dovetail.policy.placement import DeviceKind, Hosting, can_ever_serve
+
+EMPTY = Load(INFINITY, INFINITY, 0.0, 0.0, INFINITY, blocked=False)
+STARTING = Load(INFINITY, INFINITY, 0.0, 0.0, INFINITY, blocked=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    kv_tokens: int | None = None  # new size of the KV pool; None leaves it
+
+
+KEEP = Grant()
+
+
+class Admitter:
+    def __init__(
+        self,
+        kind: DeviceKind,
+        hostings: Mapping[str, Hosting],
+        knobs: Knobs,
+        residency: Residency,
+        instances: dict[int, Instance],
+        outputs: OutputMean,
+        has_matrix_unit: bool,
+    ) -> None:
+        self.kind = kind
+        self.hostings = hostings
+        self.knobs = knobs
+        self.overestimate = knobs.cpu_overestimate if kind is DeviceKind.CPU else knobs.gpu_overestimate
+        self._residency = residency
+        self._instances = instances
+        self._outputs = outputs
+        self._has_matrix_unit = has_matrix_unit
+
+    def join(self, instance: Instance, work: Work, free_at_s: float, *, ignore_memory: bool = False) -> Grant | Refusal:
+        if instance.state is State.CLOSING or instance.phase is not work.phase:
+            return Refusal.CLOSED
+        if self.knobs.admission is Admission.CONCURRENCY:
+            return KEEP if instance.batch < self._limit(instance.hosting) else Refusal.CONCURRENCY
+        grant: Grant | Refusal = KEEP if ignore_memory else self._memory(instance, work)
+        if isinstance(grant, Refusal):
+            return grant
+        return self._time(instance, work, free_at_s) or grant
+
+    def start(self, work: Work, free_at_s: float) -> Grant | Refusal:
+        hosting = self.hostings.get(work.model)
+        if hosting is None:
+            return Refusal.HARDWARE
+        refusal = self._slots(hosting)
+        if refusal is not None:
+            return refusal
+        if self.knobs.admission is Admission.CONCURRENCY:
+            return self._share(hosting)
+        if not can_ever_serve(hosting, work.known_tokens, work.ttft_s, work.tpot_s, self._has_matrix_unit):
+            return Refusal.HARDWARE
+        if self.knobs.count_loads and not hosting.weights_in_place and self._is_link_late(hosting, work, free_at_s):
+            return Refusal.LINK
+        grant = self._memory_for_start(hosting, work)
+        if isinstance(grant, Refusal):
+            return grant
+        return self._time(None, work, free_at_s) or grant
+
+    def victims(self, target: Instance, work: Work, free_at_s: float) -> list[Instance]:
+        """S9: neighbours whose going, each alone, would let `target` take the work; smallest batch first."""
+        if target.state is State.CLOSING or target.phase is not work.phase:
+            return []
+        neighbours = [one for one in self._instances.values() if one is not target and one.state is not State.CLOSING]
+        ranked = rank_victims(neighbours, target.batch + 1)
+        if not ranked:
+            return []
+        refusal = self.join(target, work, free_at_s)
+        if refusal is Refusal.MEMORY:
+            if isinstance(self.join(target, work, free_at_s, ignore_memory=True), Refusal):
+                return []
+            gap = self._memory_gap(target, work)
+            return [one for one in ranked if self._residency.planned_bytes(one) >= gap]
+        if refusal is Refusal.DECODE_OVERCOMMITTED:
+            return [one for one in ranked if self._time(target, work, free_at_s, without=one) is None]
+        return []
+
+    def pausable(self, work: Work, now: float, free_at_s: float) -> list[Instance]:
+        """Instances so far ahead of their deadlines that they may be swapped out, each alone making room for an
+        instance of the work's model; the one with the longest headroom first."""
+        hosting = self.hostings.get(work.model)
+        if (
+            hosting is None
+            or hosting.weights_in_place
+            or any(one.state is State.LOADING for one in self._instances.values())
+        ):
+            return []
+        need = hosting.weight_bytes
+        need += self.required(hosting, [(work.input_tokens, work.produced)]) * hosting.kv_bytes_per_token
+        gap = need - self._residency.ledger.available
+        soonest = now + self.knobs.pause_headroom_s
+        found = [one for one in self._instances.values() if self._may_pause(one, work, gap, soonest)]
+        found = [one for one in found if self._time(None, work, free_at_s, without=one) is None]
+        return sorted(found, key=lambda one: -one.deadline_s)
+
+    def _may_pause(self, instance: Instance, work: Work, gap: int, soonest_s: float) -> bool:
+        return (
+            instance.can_run
+            and instance.model != work.model
+            and instance.batch <= self.knobs.pause_batch
+            and instance.deadline_s > soonest_s
+            and self._residency.planned_bytes(instance) >= gap
+        )
+
+    def _is_link_late(self, hosting: Hosting, work: Work, free_at_s: float) -> bool:
+        """L6: one link serves the loads one after another, and the grace covers the request's own load only."""
+        wait_s = sum(one.hosting.load_s for one in self._instances.values() if one.state is State.LOADING)
+        prefill_s = hosting.latency.prefill_s(work.known_tokens) * self.overestimate
+        return free_at_s + wait_s + prefill_s > work.due_s
+
+    # Slots and shares
+
+    def _slots(self, hosting: Hosting) -> Refusal | None:
+        count = len(self._instances)
+        if not self.knobs.sharing and count:
+            return Refusal.SLOTS
+        if self.knobs.whole_node_kv:
+            full = count >= min(self.knobs.shares, hosting.slots)
+            return Refusal.SLOTS if full else None
+        if self.knobs.slots_limited:
+            used = sum(1.0 / one.hosting.slots for one in self._instances.values())
+            if used + 1.0 / hosting.slots > 1.0 + 1e-9:
+                return Refusal.SLOTS
+        return None
+
+    def _limit(self, hosting: Hosting) -> int:
+        return hosting.half_concurrency if self.knobs.shares > 1 else hosting.concurrency
+
+    def _share(self, hosting: Hosting) -> Grant | Refusal:
+        """A static share of the node: weights, and KV for all the rest of it."""
+        ledger = self._residency.ledger
+        weights = 0 if hosting.weights_in_place else hosting.weight_bytes
+        blocks = (ledger.capacity // self.knobs.shares - weights) // hosting.kv_bytes_per_token // hosting.block_tokens
+        tokens = blocks * hosting.block_tokens
+        if tokens <= 0 or weights + tokens * hosting.kv_bytes_per_token > ledger.available:
+            return Refusal.MEMORY
+        return Grant(tokens)
+
+    # Memory
+
+    def required(self, hosting: Hosting, lengths: list[tuple[int, int]]) -> int:
+        need = required_tokens(lengths, self._outputs.value, self.knobs.floor_tokens)
+        need += len(lengths) * (hosting.block_tokens - 1)  # each request's last block is partly empty
+        return -(need // -hosting.block_tokens) * hosting.block_tokens
+
+    def recommended(self, hosting: Hosting, required: int) -> int:
+        tokens = recommended_tokens(required, self.knobs.watermark)
+        return -(tokens // -hosting.block_tokens) * hosting.block_tokens
+
+    def _memory(self, instance: Instance, work: Work) -> Grant | Refusal:
+        hosting = instance.hosting
+        required = self.required(hosting, [*instance.lengths(), (work.input_tokens, work.produced)])
+        current = self._residency.planned_kv_tokens(instance)
+        if required <= current:
+            return KEEP
+        room = current + self._residency.ledger.available // hosting.kv_bytes_per_token
+        granted = granted_tokens(required, self.recommended(hosting, required), room)
+        return Refusal.MEMORY if granted is None else Grant(granted)
+
+    def _memory_for_start(self, hosting: Hosting, work: Work) -> Grant | Refusal:
+        weights = 0 if hosting.weights_in_place else hosting.weight_bytes
+        available = self._residency.ledger.available - weights
+        if available < 0:
+            return Refusal.MEMORY
+        required = self.required(hosting, [(work.input_tokens, work.produced)])
+        room = available // hosting.kv_bytes_per_token
+        granted = granted_tokens(required, self.recommended(hosting, required), room)
+        return Refusal.MEMORY if granted is None else Grant(granted)
+
+    def _memory_gap(self, instance: Instance, work: Work) -> int:
+        required = self.required(instance.hosting, [*instance.lengths(), (work.input_tokens, work.produced)])
+        missing = required - self._residency.planned_kv_tokens(instance)
+        return missing * instance.hosting.kv_bytes_per_token - self._residency.ledger.available
+
+    # Time
+
+    def _time(
+        self, target: Instance | None, work: Work, free_at_s: float, without: Instance | None = None
+    ) -> Refusal | None:
+        """S4 with `target` (None: a new instance) and without `without`."""
+        loads = [one.load() for one in self._instances.values() if one is not target and one is not without]
+        hosting = self.hostings[work.model] if target is None else target.hosting
+        known = work.known_tokens
+        if target is None:
+            loads.append(EMPTY if hosting.weights_in_place else STARTING)
+            decode_s = hosting.latency.decode_s(1, known) * self.overestimate
+        else:
+            loads.append(target.load())
+            decode_s = target.decode_s(known, 1)
+        prefill_s = 0.0 if work.cached else hosting.latency.prefill_s(known) * self.overestimate
+        if work.phase is Phase.PREFILL:
+            decode_s = 0.0
+        joiner = Joiner(work.due_s, prefill_s, decode_s, work.tpot_s)
+        return validate(loads, len(loads) - 1, joiner, free_at_s)

@@ -1,0 +1,130 @@
+"""What a node says: commands to its devices, and notices to whoever placed work on it. Plain records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from dovetail.node.work import Work
+
+if TYPE_CHECKING:
+    from dovetail.node.instance import Instance
+
+
+class Turn(NamedTuple):
+    """One iteration of one instance: the prefill of one request, or a decode of its running batch."""
+
+    instance: Instance
+    prefill: Work | None
+
+
+class Victim(NamedTuple):
+    """An instance that could give way, and the work that would need another place."""
+
+    instance: int
+    works: tuple[Work, ...]
+    headroom_s: float  # until the first of them needs a token
+
+
+class Pausable(NamedTuple):
+    """An instance that could be swapped out for a while."""
+
+    instance: int
+    headroom_s: float  # until the first of its requests needs a token
+    batch: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartLoad:
+    """Bring the weights onto the device. Answer with `load_done` or `load_failed`."""
+
+    instance: int
+    model: str
+    num_bytes: int
+    due_s: float  # deadline of its most urgent request: a link that serves one load at a time goes by it
+
+
+@dataclass(frozen=True, slots=True)
+class StartUnload:
+    """Free the weights. Answer with `unload_done`."""
+
+    instance: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartResize:
+    """Make the KV pool this large. Answer with `resize_done`."""
+
+    instance: int
+    model: str
+    old_bytes: int
+    new_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Call `timer` at this time with the same two numbers."""
+
+    at_s: float
+    instance: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    work: Work
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The work has all its tokens and has left."""
+
+    work: Work
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """The work has left unfinished and needs another place. Its tokens so far are counted in it."""
+
+    work: Work
+    instance: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A prefill instance has made the first token; the rest belongs on a decode instance."""
+
+    work: Work
+    instance: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReady:
+    instance: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceClosed:
+    """It takes no more work; its memory will come back."""
+
+    instance: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceGone:
+    """Its memory and its slot are free."""
+
+    instance: int
+    model: str
+
+
+Command = StartLoad | StartUnload | StartResize | SetTimer
+Notice = FirstToken | Finished | Evicted | HandedOver | InstanceReady | InstanceClosed | InstanceGone

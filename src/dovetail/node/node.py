@@ -1,0 +1,407 @@
+"""One device: its instances, its memory, whose turn it is, and what it accepts or refuses (S2, S4–S8).
+
+A state machine: events come in as method calls with `now`, commands and notices go out through `outbox`. The node
+has the last word on everything that touches its memory or its time; where else a request could go is not its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dovetail.node.admission import Admitter, Grant
+from dovetail.node.events import (
+    Command,
+    Evicted,
+    Finished,
+    FirstToken,
+    HandedOver,
+    InstanceClosed,
+    InstanceGone,
+    InstanceReady,
+    Notice,
+    Pausable,
+    SetTimer,
+    Turn,
+    Victim,
+)
+from dovetail.node.instance import Instance, State
+from dovetail.node.residency import Residency
+from dovetail.node.work import Phase, Work
+from dovetail.policy.headroom import INFINITY, Refusal
+from dovetail.policy.knobs import Knobs, TurnOrder
+from dovetail.policy.memory import OutputMean, granted_tokens, should_shrink
+from dovetail.policy.placement import DeviceKind, Hosting
+
+
+class Node:
+    def __init__(
+        self,
+        name: str,
+        kind: DeviceKind,
+        memory_bytes: int,
+        hostings: Mapping[str, Hosting],
+        knobs: Knobs,
+        *,
+        has_matrix_unit: bool = True,
+        first_instance: int = 0,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.knobs = knobs
+        self.up = True
+        self.instances: dict[int, Instance] = {}
+        self.outbox: list[Command | Notice] = []
+        self.outputs = OutputMean()
+        self.residency = Residency(memory_bytes, self.instances, self.outbox, self._update_active)
+        self.admit = Admitter(kind, hostings, knobs, self.residency, self.instances, self.outputs, has_matrix_unit)
+        self.turn: Turn | None = None
+        self.turn_started_s = 0.0
+        self._active: list[Instance] = []  # can run and have work, in order of id
+        self._next_instance = first_instance
+        self._drains = knobs.turns is TurnOrder.DRAIN
+        self._throttle = knobs.shares if knobs.shares > 1 and kind is DeviceKind.GPU else 0
+        self._rest_until: dict[int, float] = {}
+
+    # What the cluster may see
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.instances)
+
+    @property
+    def fullness(self) -> float:
+        """CPUs are short of time, GPUs of memory: packing goes by that."""
+        if self.kind is DeviceKind.GPU:
+            return float(self.residency.ledger.planned)
+        return sum(instance.decode_s() for instance in self.instances.values())
+
+    # Admission
+
+    def check_join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
+        grant = self._consider_join(instance_id, work, now)
+        return grant if isinstance(grant, Refusal) else None
+
+    def check_start(self, work: Work, now: float) -> Refusal | None:
+        grant = self.admit.start(work, self._free_at_s(now)) if self.up else Refusal.CLOSED
+        return grant if isinstance(grant, Refusal) else None
+
+    def join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
+        """Add the work to an instance that is there."""
+        grant = self._consider_join(instance_id, work, now)
+        if isinstance(grant, Refusal):
+            return grant
+        self._accept(self.instances[instance_id], work, grant)
+        return None
+
+    def start(self, work: Work, now: float) -> int | Refusal:
+        """Start an instance for the work; returns the instance's id."""
+        grant = self.admit.start(work, self._free_at_s(now)) if self.up else Refusal.CLOSED
+        if grant is Refusal.MEMORY and self.knobs.reclaim_idle:
+            grant = self._reclaim(work, now)
+        if isinstance(grant, Refusal):
+            return grant
+        hosting = self.admit.hostings[work.model]
+        instance = Instance(self._next_instance, work.model, hosting, self.admit.overestimate, work.phase)
+        self._next_instance += 1
+        self.instances[instance.id] = instance
+        instance.add(work)
+        self.residency.load(instance)
+        if grant.kv_tokens is not None:
+            self.residency.resize(instance, grant.kv_tokens)
+        self._update_active(instance)
+        return instance.id
+
+    def victims_for(self, instance_id: int, work: Work, now: float) -> list[Victim]:
+        """S9: neighbours whose going, each alone, would let the instance take the work; smallest batch first."""
+        instance = self.instances.get(instance_id)
+        if instance is None or not self.up:
+            return []
+        found = self.admit.victims(instance, work, self._free_at_s(now))
+        return [Victim(one.id, tuple(one.works()), one.deadline_s - now) for one in found]
+
+    def pausable_for(self, work: Work, now: float) -> list[Pausable]:
+        """Instances that could be swapped out to start one for the work."""
+        if not self.up:
+            return []
+        found = self.admit.pausable(work, now, self._free_at_s(now))
+        return [Pausable(one.id, one.deadline_s - now, one.batch, one.hosting.weight_bytes) for one in found]
+
+    def preempt(self, instance_id: int, reason: str) -> None:
+        """Close an instance; its work comes back as Evicted notices."""
+        instance = self.instances[instance_id]
+        for work in instance.works():
+            self._evict(instance, work, reason)
+        self._close(instance)
+
+    def withdraw(self, instance_id: int, work: Work, now: float) -> None:
+        """Take back one piece of work (an abort, or a move that the cluster decided)."""
+        instance = self.instances[instance_id]
+        instance.remove(work)
+        self._after_leaving(instance, now)
+
+    def fail(self) -> list[Work]:
+        """The device is gone, with everything on it; returns the work that was there."""
+        lost = [work for instance in self.instances.values() for work in instance.works()]
+        for instance in self.instances.values():
+            for work in instance.works():
+                instance.remove(work)
+        self.instances.clear()
+        self._active.clear()
+        self._rest_until.clear()
+        self.residency.ledger.clear()
+        self.outbox.clear()
+        self.turn = None
+        self.up = False
+        return lost
+
+    def recover(self) -> None:
+        self.up = True
+
+    def _reclaim(self, work: Work, now: float) -> Grant | Refusal:
+        """Close idle instances, the longest idle first, until the work's model can start."""
+        idle = [one for one in self.instances.values() if not one.batch and one.state is State.READY]
+        for instance in sorted(idle, key=lambda one: one.idle_since_s):
+            self._close(instance)
+            grant = self.admit.start(work, self._free_at_s(now))
+            if grant is not Refusal.MEMORY:
+                return grant
+        return Refusal.MEMORY
+
+    def _consider_join(self, instance_id: int, work: Work, now: float) -> Grant | Refusal:
+        instance = self.instances.get(instance_id)
+        if instance is None or not self.up:
+            return Refusal.CLOSED
+        return self.admit.join(instance, work, self._free_at_s(now))
+
+    def _accept(self, instance: Instance, work: Work, grant: Grant) -> None:
+        instance.epoch += 1
+        instance.add(work)
+        if grant.kv_tokens is not None:
+            self.residency.resize(instance, grant.kv_tokens)
+        self._update_active(instance)
+
+    def _free_at_s(self, now: float) -> float:
+        """When the device should be done with the turn under way."""
+        if self.turn is None:
+            return now
+        instance, prefill = self.turn
+        latency = instance.hosting.latency
+        if prefill is not None:
+            duration = latency.prefill_s(prefill.known_tokens)
+        else:
+            duration = latency.decode_s(len(instance.running), instance.tokens) if instance.running else 0.0
+        return max(now, self.turn_started_s + duration * instance.overestimate)
+
+    # Turns
+
+    def next_turn(self, now: float) -> Turn | None:
+        """Whose turn it is (S2); None when the device is busy or nobody can run."""
+        if self.turn is not None:
+            return None
+        while True:
+            chosen = self._choose(now)
+            if chosen is None:
+                return None
+            prefill = chosen.waiting[0] if chosen.waiting else None
+            if prefill is not None and chosen.is_short(prefill.known_tokens + 1):
+                if not chosen.running:
+                    self._make_room(chosen, prefill.known_tokens + 1, now)
+                    continue
+                prefill = None
+            break
+        chosen.in_turn = True
+        self.turn = turn = Turn(chosen, prefill)
+        self.turn_started_s = now
+        return turn
+
+    def _choose(self, now: float) -> Instance | None:
+        candidates = self._rested(now) if self._throttle else self._active
+        best: Instance | None = None
+        due = INFINITY
+        for instance in candidates:
+            if instance.deadline_s < due:
+                due = instance.deadline_s
+                best = instance
+        if self._drains and best is not None and due - now > self.knobs.slack_s:
+            return min(candidates, key=_drain_key)
+        return best
+
+    def turn_done(self, now: float, finished: Sequence[Work]) -> None:
+        """The iteration has ended; `finished` got their last token in it."""
+        turn = self.turn
+        assert turn is not None, f"{self.name}: no turn under way"
+        instance, prefill = turn
+        self.turn = None
+        instance.in_turn = False
+        instance.busy_s += now - self.turn_started_s
+        instance.turns += 1
+        if prefill is None:
+            instance.decoded(now)
+        elif prefill in instance.waiting:
+            self._prefilled(instance, prefill, now)
+        if finished:
+            self._finish(instance, finished, now)
+        if prefill is not None and instance.phase is Phase.PREFILL and prefill.id in instance.running:
+            self._hand_over(instance, prefill, now)
+        if instance.tokens + len(instance.running) * instance.hosting.block_tokens > instance.kv_tokens:
+            self._make_room(instance, 0, now)
+        if instance.ops or instance.state is State.CLOSING:
+            self.residency.pump(instance)
+            self._after_op(instance)
+        if self._throttle:
+            self._rest(instance, now)
+
+    def _prefilled(self, instance: Instance, work: Work, now: float) -> None:
+        if now > work.true_due_s(work.due_s):
+            work.late_tokens += 1
+        instance.prefilled(work)
+        if work.produced == 1:
+            self.outbox.append(FirstToken(work, instance.id))
+
+    def _finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:
+        for work in finished:
+            instance.remove(work)
+            self.outputs.add(work.produced)
+            self.outbox.append(Finished(work, instance.id))
+        self._after_leaving(instance, now)
+
+    def _hand_over(self, instance: Instance, work: Work, now: float) -> None:
+        """A prefill instance lets go of a request that has its first token."""
+        instance.remove(work)
+        self.outbox.append(HandedOver(work, instance.id, work.known_tokens * instance.hosting.kv_bytes_per_token))
+        self._after_leaving(instance, now)
+
+    def _rested(self, now: float) -> list[Instance]:
+        return [one for one in self._active if self._rest_until.get(one.id, 0.0) <= now]
+
+    def _rest(self, instance: Instance, now: float) -> None:
+        """A static share of a device: after each turn the instance rests until it has had no more than its share."""
+        until = self.turn_started_s + (now - self.turn_started_s) * self._throttle
+        self._rest_until[instance.id] = until
+        if instance.batch:
+            self.outbox.append(SetTimer(until, instance.id, -1))
+
+    # Memory
+
+    def _make_room(self, instance: Instance, prefill_tokens: int, now: float) -> None:
+        """S8: the next step does not fit the KV pool. Enlarge it, or evict the request with the longest headroom."""
+        while instance.is_short(prefill_tokens):
+            if self.residency.planned_kv_tokens(instance) > instance.kv_tokens or instance.op_running:
+                instance.starved = True  # the growth is under way
+                break
+            if self._grow(instance, prefill_tokens):
+                continue
+            works = instance.works()
+            self._evict(instance, max(works, key=lambda work: (instance.due_s(work), work.id)), "kv_short")
+            if not instance.batch:
+                self._after_leaving(instance, now)
+                break
+        self._update_active(instance)
+
+    def _grow(self, instance: Instance, prefill_tokens: int) -> bool:
+        hosting = instance.hosting
+        bare = (instance.used_blocks() + len(instance.running) + 1) * hosting.block_tokens + prefill_tokens
+        required = max(self.admit.required(hosting, instance.lengths()), bare)
+        room = instance.kv_tokens + self.residency.ledger.available // hosting.kv_bytes_per_token
+        granted = granted_tokens(bare, self.admit.recommended(hosting, required), room)
+        if granted is None or granted <= instance.kv_tokens:
+            return False
+        self.residency.resize(instance, granted)
+        return True
+
+    def _maybe_shrink(self, instance: Instance) -> None:
+        """S6, when a request has left."""
+        if self.knobs.whole_node_kv or instance.hosting.weights_in_place:
+            return
+        required = self.admit.required(instance.hosting, instance.lengths())
+        if should_shrink(self.residency.planned_kv_tokens(instance), required, self.knobs.watermark):
+            self.residency.resize(instance, self.admit.recommended(instance.hosting, required))
+
+    def load_done(self, instance_id: int, now: float, duration_s: float) -> None:
+        instance = self.instances[instance_id]
+        for work in instance.works():  # S1: those who waited for the cold start get it on top
+            if work.produced == 0:
+                work.give_grace(min(duration_s, now - work.arrival_s))
+        if instance.state is State.LOADING:
+            instance.state = State.READY
+            self.outbox.append(InstanceReady(instance.id, instance.model))
+        instance.waiting.sort(key=lambda work: (work.due_s, work.id))
+        instance.refresh()
+        self.residency.done(instance, "weights")
+        self._after_op(instance)
+
+    def load_failed(self, instance_id: int, now: float) -> None:
+        instance = self.instances[instance_id]
+        for work in instance.works():
+            self._evict(instance, work, "load_failed")
+        self.residency.failed(instance)
+        self._close(instance)
+        self._after_op(instance)
+
+    def unload_done(self, instance_id: int, now: float) -> None:
+        self.residency.done(self.instances[instance_id], "weights")
+        self._after_op(self.instances[instance_id])
+
+    def resize_done(self, instance_id: int, now: float) -> None:
+        instance = self.instances[instance_id]
+        self.residency.done(instance, "kv")
+        instance.starved = False
+        self._after_op(instance)
+
+    def timer(self, instance_id: int, epoch: int, now: float) -> None:
+        """Keep-alive is over, unless the instance has had work since (S11)."""
+        instance = self.instances.get(instance_id)
+        if instance is not None and instance.epoch == epoch and not instance.batch:
+            self._close(instance)
+
+    # Leaving
+
+    def _evict(self, instance: Instance, work: Work, reason: str) -> None:
+        instance.remove(work)
+        work.moves += 1
+        self.outbox.append(Evicted(work, instance.id, reason))
+        self._update_active(instance)
+
+    def _after_leaving(self, instance: Instance, now: float) -> None:
+        instance.starved = False
+        if instance.batch:
+            self._maybe_shrink(instance)
+            self._update_active(instance)
+            return
+        self._update_active(instance)
+        instance.epoch += 1
+        instance.idle_since_s = now
+        keep_alive_s = 0.0 if instance.hosting.weights_in_place else self.knobs.keep_alive_s
+        if keep_alive_s <= 0.0:
+            self._close(instance)
+        else:
+            self.outbox.append(SetTimer(now + keep_alive_s, instance.id, instance.epoch))
+
+    def _close(self, instance: Instance) -> None:
+        if instance.state is State.CLOSING:
+            return
+        instance.state = State.CLOSING
+        self._update_active(instance)
+        self.outbox.append(InstanceClosed(instance.id, instance.model))
+        self.residency.release(instance)
+        self._after_op(instance)
+
+    def _after_op(self, instance: Instance) -> None:
+        self._update_active(instance)
+        if instance.state is State.CLOSING and not instance.in_turn and self.residency.is_empty(instance):
+            del self.instances[instance.id]
+            self._rest_until.pop(instance.id, None)
+            self.outbox.append(InstanceGone(instance.id, instance.model))
+
+    def _update_active(self, instance: Instance) -> None:
+        wanted = instance.batch > 0 and instance.can_run
+        if wanted != (instance in self._active):
+            if wanted:
+                self._active.append(instance)
+                self._active.sort(key=lambda one: one.id)
+            else:
+                self._active.remove(instance)
+
+
+def _drain_key(instance: Instance) -> tuple[int, float]:
+    return (instance.batch, instance.deadline_s)

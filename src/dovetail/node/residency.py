@@ -1,0 +1,109 @@
+"""What lies in a node's memory: turns the ledger's decisions (S7) into loads, unloads and resizes, one at a time each.
+
+An instance takes no turn while an operation of its own is under way or waiting for the end of its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from dovetail.node.events import Command, Notice, StartLoad, StartResize, StartUnload
+from dovetail.node.instance import Instance, PendingOp, State
+from dovetail.policy.memory import Ledger, Op
+
+Part = Literal["weights", "kv"]
+
+
+class Residency:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        instances: dict[int, Instance],
+        outbox: list[Command | Notice],
+        changed: Callable[[Instance], None],
+    ) -> None:
+        self.ledger = Ledger(capacity_bytes)
+        self._instances = instances
+        self._outbox = outbox
+        self._changed = changed  # the instance got an operation to do: it may not run now
+
+    def planned_kv_tokens(self, instance: Instance) -> int:
+        return self.ledger.planned_of((instance.id, "kv")) // instance.hosting.kv_bytes_per_token
+
+    def planned_bytes(self, instance: Instance) -> int:
+        return self.ledger.planned_of((instance.id, "kv")) + self.ledger.planned_of((instance.id, "weights"))
+
+    def is_empty(self, instance: Instance) -> bool:
+        """Everything it held has been given back."""
+        return not instance.ops and not instance.op_running and self._holds_nothing(instance)
+
+    def _holds_nothing(self, instance: Instance) -> bool:
+        return all(
+            self.ledger.is_settled((instance.id, part)) and self.ledger.planned_of((instance.id, part)) == 0
+            for part in ("weights", "kv")
+        )
+
+    def load(self, instance: Instance) -> None:
+        if instance.hosting.weights_in_place:
+            instance.state = State.READY
+        else:
+            self._queue(self.ledger.issue((instance.id, "weights"), instance.hosting.weight_bytes))
+
+    def resize(self, instance: Instance, kv_tokens: int) -> None:
+        num_bytes = kv_tokens * instance.hosting.kv_bytes_per_token
+        self._queue(self.ledger.issue((instance.id, "kv"), num_bytes))
+
+    def release(self, instance: Instance) -> None:
+        self._queue(self.ledger.issue((instance.id, "kv"), 0))
+        self._queue(self.ledger.issue((instance.id, "weights"), 0))
+
+    def done(self, instance: Instance, part: Part) -> None:
+        """The device reports the end of the instance's operation."""
+        assert instance.op_running
+        instance.op_running = False
+        held = self.ledger.held_of((instance.id, part))
+        ops = self.ledger.done((instance.id, part))
+        if part == "kv":
+            instance.kv_tokens = min(held, self._pool_bytes(instance, ops)) // instance.hosting.kv_bytes_per_token
+        self._queue(ops)
+        self.pump(instance)
+
+    def failed(self, instance: Instance) -> None:
+        """The load came to nothing."""
+        assert instance.op_running
+        instance.op_running = False
+        self._queue(self.ledger.failed((instance.id, "weights")))
+        self.pump(instance)
+
+    def _pool_bytes(self, instance: Instance, ops: Iterable[Op]) -> int:
+        """What the pool holds for sure: its old size where a next operation has been handed out already."""
+        for op in ops:
+            if op.account == (instance.id, "kv"):
+                return op.old_bytes
+        return self.ledger.held_of((instance.id, "kv"))
+
+    def _queue(self, ops: Iterable[Op]) -> None:
+        for op in ops:
+            instance_id, part = op.account
+            instance = self._instances[instance_id]
+            instance.ops.append(PendingOp(part, op.old_bytes, op.new_bytes))
+            self.pump(instance)
+            self._changed(instance)
+
+    def pump(self, instance: Instance) -> None:
+        """Start the instance's next operation, unless it is in a turn or in another operation."""
+        if instance.in_turn or instance.op_running or not instance.ops:
+            return
+        op = instance.ops.popleft()
+        instance.op_running = True
+        self._outbox.append(self._command(instance, op))
+
+    def _command(self, instance: Instance, op: PendingOp) -> Command:
+        if op.part == "kv":
+            if op.new_bytes < op.old_bytes:  # the tail may go at any moment from now on
+                instance.kv_tokens = op.new_bytes // instance.hosting.kv_bytes_per_token
+            return StartResize(instance.id, instance.model, op.old_bytes, op.new_bytes)
+        if op.new_bytes:
+            return StartLoad(instance.id, instance.model, op.new_bytes, instance.deadline_s)
+        return StartUnload(instance.id, instance.model)

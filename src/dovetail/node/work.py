@@ -1,0 +1,79 @@
+"""A request as schedulers see it: lengths, deadlines and counters, no tokens and no text (S1, S2)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """What a piece of work is waiting for. PREFILL and DECODE are the roles of disaggregated instances."""
+
+    ANY = "any"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Work:
+    """`produced` is exact while the work is not in a running batch; inside one the instance's clock adds to it."""
+
+    __slots__ = (
+        "arrival_s",
+        "cached",
+        "first_due_s",
+        "grace_s",
+        "id",
+        "input_tokens",
+        "joined_clock",
+        "late_tokens",
+        "model",
+        "moves",
+        "phase",
+        "produced",
+        "slo_scale",
+        "tpot_s",
+        "ttft_s",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        model: str,
+        input_tokens: int,
+        arrival_s: float,
+        ttft_s: float,
+        tpot_s: float,
+        slo_scale: float = 1.0,
+    ) -> None:
+        self.id = id
+        self.model = model
+        self.input_tokens = input_tokens
+        self.arrival_s = arrival_s
+        self.ttft_s = ttft_s  # as the scheduler holds it, safety included
+        self.tpot_s = tpot_s
+        self.slo_scale = slo_scale  # the share of the true SLOs at which the two above are held
+        self.grace_s = 0.0  # cold start that its first token had to wait for
+        self.first_due_s = arrival_s + ttft_s
+        self.produced = 0
+        self.joined_clock = 0  # the instance's clock when it joined the running batch
+        self.cached = False  # its KV blocks travel with it: no prefill needed
+        self.phase = Phase.ANY
+        self.late_tokens = 0  # tokens after their own true deadline
+        self.moves = 0
+
+    @property
+    def due_s(self) -> float:
+        """When its next token is due, while it is in no running batch."""
+        return self.first_due_s + self.tpot_s * self.produced
+
+    @property
+    def known_tokens(self) -> int:
+        return self.input_tokens + self.produced
+
+    def give_grace(self, seconds: float) -> None:
+        self.grace_s += seconds
+        self.first_due_s += seconds
+
+    def true_due_s(self, due_s: float) -> float:
+        """The deadline without the scheduler's safety."""
+        base = self.arrival_s + self.grace_s
+        return base + (due_s - base) / self.slo_scale

@@ -1,0 +1,57 @@
+"""Every switch of the policies in one frozen record: the faithful SLINFER, its ablations, the baselines, and Dovetail.
+
+A policy is a value of Knobs; node and controller read it and contain no policy names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Admission(StrEnum):
+    SHADOW = "shadow"  # S4, S5–S8
+    CONCURRENCY = "concurrency"  # a fixed limit per instance (ServerlessLLM)
+
+
+class TurnOrder(StrEnum):
+    DEADLINE = "deadline"  # S2: the shortest headroom runs
+    DRAIN = "drain"  # while everyone has slack, the instance that will free its memory soonest runs
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    name: str = "slinfer"
+    # SLOs and admission
+    admission: Admission = Admission.SHADOW
+    slo_scale: float = 0.95  # the scheduler holds SLOs at this share of their value
+    cpu_overestimate: float = 1.10  # S4: factor on predicted iterations
+    gpu_overestimate: float = 1.05
+    retry_s: float = 0.25  # a request without a place tries again this often
+    # memory
+    watermark: float = 0.25  # S6
+    floor_tokens: int = 4096  # S5: L_min
+    whole_node_kv: bool = False  # give an instance its share of the node at start, never resize
+    shares: int = 1  # with whole_node_kv: instances that split a node statically
+    # sharing and placement
+    sharing: bool = True  # several instances on one node
+    use_cpu: bool = True  # S11
+    proactive: bool = True  # S9
+    reactive: bool = True  # S10; False: spread over the emptiest
+    keep_alive_s: float = 1.0  # on devices that must load weights
+    round_robin: bool = False  # over a model's instances (ServerlessLLM)
+    disaggregate: bool = False  # prefill and decode on instances of their own
+    # beyond the paper
+    turns: TurnOrder = TurnOrder.DEADLINE
+    slack_s: float = 2.0  # DRAIN: headroom below which deadline order rules
+    slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
+    free_resize: bool = False  # pools grow and shrink in place, without copying
+    reclaim_idle: bool = False  # idle instances give way to a start before their keep-alive is over
+    count_loads: bool = False  # a start counts the loads before its own on the link (L6)
+    pause: bool = False  # swap out instances that are far ahead of their deadlines, to make room for others
+    pause_headroom_s: float = 12.0  # an instance with less is not swapped out
+    pause_last_s: float = 0.6  # a request swaps out another model only this shortly before it would be given up
+    pause_lead_s: float = 4.0  # swapped-out requests insist on coming back this long before their next token is due
+    pause_models: int = 32  # models that may be swapped out at once
+    pause_batch: int = 4  # larger batches are not swapped out: each request in them pays a prefill
+    pause_weights_gib: float = 16.0  # larger models are not swapped out for a start: two loads cost more than they win

@@ -1,0 +1,147 @@
+"""How long things take: interpolated iteration times, fitted from samples (S3), and linear models of moving bytes (S6).
+
+Beyond the measured range the rule is stated once, in `Curve.at`: below the first point the first value holds, above the
+last point time grows in proportion to the argument. Knows nothing of requests or deadlines.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+GIB = 1024**3
+
+
+class PrefillSample(NamedTuple):
+    tokens: int
+    seconds: float
+
+
+class DecodeSample(NamedTuple):
+    batch: int
+    mean_length: float
+    seconds: float
+
+
+class Curve:
+    """Piecewise-linear time over one argument."""
+
+    __slots__ = ("_xs", "_ys")
+
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+        if not points:
+            raise ValueError("a curve needs at least one point")
+        xs = [float(x) for x, _ in points]
+        if any(a >= b for a, b in pairwise(xs)):
+            raise ValueError(f"curve arguments must rise, got {xs}")
+        self._xs = xs
+        self._ys = [float(y) for _, y in points]
+
+    def at(self, x: float) -> float:
+        xs, ys = self._xs, self._ys
+        if x <= xs[0]:
+            return ys[0]
+        if x >= xs[-1]:
+            return ys[-1] * x / xs[-1]
+        i = bisect_left(xs, x)
+        left, right = xs[i - 1], xs[i]
+        return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - left) / (right - left)
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return list(zip(self._xs, self._ys, strict=True))
+
+
+class Surface:
+    """Time of one decode iteration over batch size and mean length: a Curve over batch for each measured length.
+
+    For a fixed batch the surface is itself piecewise linear in the mean length, so each batch size that occurs gets its
+    own Curve once; the hot path then costs one bisection.
+    """
+
+    __slots__ = ("_by_batch", "_rows")
+
+    def __init__(self, rows: Sequence[tuple[float, Curve]]) -> None:
+        if not rows:
+            raise ValueError("a surface needs at least one row")
+        self._rows = sorted(rows, key=lambda row: row[0])
+        self._by_batch: dict[int, Curve] = {}
+
+    def at(self, batch: int, mean_length: float) -> float:
+        curve = self._by_batch.get(batch)
+        if curve is None:
+            curve = self._by_batch[batch] = Curve([(length, row.at(batch)) for length, row in self._rows])
+        return curve.at(mean_length)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """One model on one kind of hardware."""
+
+    prefill: Curve  # seconds over input tokens
+    decode: Surface  # seconds over batch size and mean length
+
+    def prefill_s(self, tokens: int) -> float:
+        return self.prefill.at(tokens)
+
+    def decode_s(self, batch: int, total_tokens: int) -> float:
+        """One iteration of `batch` sequences that hold `total_tokens` together."""
+        return self.decode.at(batch, total_tokens / batch)
+
+
+def fit_prefill(samples: Iterable[PrefillSample]) -> Curve:
+    by_length: dict[float, list[float]] = defaultdict(list)
+    for sample in samples:
+        by_length[float(sample.tokens)].append(sample.seconds)
+    return Curve([(length, median(times)) for length, times in sorted(by_length.items())])
+
+
+def fit_decode(samples: Iterable[DecodeSample]) -> Surface:
+    grid: dict[float, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        grid[float(sample.mean_length)][float(sample.batch)].append(sample.seconds)
+    rows = [
+        (length, Curve([(batch, median(times)) for batch, times in sorted(row.items())]))
+        for length, row in sorted(grid.items())
+    ]
+    return Surface(rows)
+
+
+def fit(prefill: Iterable[PrefillSample], decode: Iterable[DecodeSample]) -> LatencyModel:
+    """Repeated measurements of one point count by their median, so that a hiccup does not bend the curve."""
+    return LatencyModel(fit_prefill(prefill), fit_decode(decode))
+
+
+@dataclass(frozen=True, slots=True)
+class TransferModel:
+    """Times of loads, unloads, resizes and migrations on one node, all linear in bytes."""
+
+    load_bytes_per_s: float = 13.0 * GIB
+    load_fixed_s: float = 0.0
+    unload_s: float = 0.1
+    resize_fixed_s: float = 0.0
+    resize_new_s_per_byte: float = 0.0200 / GIB  # allocating the new pool
+    resize_copy_s_per_byte: float = 0.0194 / GIB  # moving the old blocks over when the pool grows
+    migrate_fixed_s: float = 0.0
+    migrate_bytes_per_s: float = 12.5e9  # 100 Gbit/s
+
+    def load_s(self, num_bytes: int) -> float:
+        return self.load_fixed_s + num_bytes / self.load_bytes_per_s
+
+    def resize_s(self, old_bytes: int, new_bytes: int) -> float:
+        if new_bytes == 0:
+            return self.resize_fixed_s
+        copied = old_bytes if new_bytes > old_bytes else 0
+        return self.resize_fixed_s + new_bytes * self.resize_new_s_per_byte + copied * self.resize_copy_s_per_byte
+
+    def migrate_s(self, num_bytes: int) -> float:
+        return self.migrate_fixed_s + num_bytes / self.migrate_bytes_per_s
+
+
+# Pools in reserved address ranges: a resize commits or releases pages at the tail and copies nothing.
+IN_PLACE_RESIZE = TransferModel(resize_fixed_s=0.002, resize_new_s_per_byte=0.0, resize_copy_s_per_byte=0.0)

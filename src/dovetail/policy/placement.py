@@ -1,0 +1,70 @@
+"""Where a model may start, and in which order nodes are asked (S11); when a queued request is given up.
+
+Hardware checks come first: CPUs without matrix units never serve, and a device whose bare prefill or decode time breaks
+the SLO is passed over. Then bin packing: nodes in use before empty ones, the fullest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+from dovetail.policy.latency import LatencyModel
+
+
+class DeviceKind(StrEnum):
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """One model shape on one kind of node: what it takes and how fast it runs."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    latency: LatencyModel
+    block_tokens: int = 16
+    slots: int = 1  # at most this many instances of this shape on one node
+    concurrency: int = 1  # limit of the ServerlessLLM baselines, whole node
+    half_concurrency: int = 1  # the same with half a node
+    load_s: float = 0.0  # bringing the weights onto the device
+    weights_in_place: bool = False  # served from host memory: no load, no share of the ledger
+
+
+class NodeLoad(Protocol):
+    """What packing needs to know of a node."""
+
+    @property
+    def kind(self) -> DeviceKind: ...
+
+    @property
+    def in_use(self) -> bool: ...
+
+    @property
+    def fullness(self) -> float: ...
+
+
+NodeT = TypeVar("NodeT", bound=NodeLoad)
+
+
+def can_ever_serve(hosting: Hosting, input_tokens: int, ttft_s: float, tpot_s: float, has_matrix_unit: bool) -> bool:
+    """S11: the profile check on an otherwise empty node."""
+    if not has_matrix_unit:
+        return False
+    latency = hosting.latency
+    return latency.prefill_s(input_tokens) <= ttft_s and latency.decode_s(1, input_tokens) <= tpot_s
+
+
+def rank_nodes(nodes: Iterable[NodeT], *, pack: bool) -> list[NodeT]:
+    """S11: CPU before GPU; within a kind nodes in use first, the fullest first. Without packing the emptiest first."""
+    if pack:
+        return sorted(nodes, key=lambda node: (node.kind is DeviceKind.GPU, not node.in_use, -node.fullness))
+    return sorted(nodes, key=lambda node: (node.kind is DeviceKind.GPU, node.fullness))
+
+
+def is_hopeless(deadline_s: float, now: float) -> bool:
+    """A request that still queues when its token is due is dropped."""
+    return now > deadline_s

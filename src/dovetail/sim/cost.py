@@ -1,0 +1,102 @@
+"""What decisions cost in wall time: admission in the controller, choice of turn in a node, by size of the cluster."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from dovetail.cluster.controller import Controller
+from dovetail.node.events import Turn
+from dovetail.node.node import Node
+from dovetail.node.work import Work
+from dovetail.policy.knobs import Knobs
+from dovetail.policy.latency import GIB, IN_PLACE_RESIZE
+from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.sim.device import Device, Noise
+from dovetail.sim.driver import Simulation
+from dovetail.sim.metrics import percentile
+from dovetail.sim.policies import DOVETAIL
+from dovetail.sim.profile import read_profile
+from dovetail.sim.setup import INSTANCE_IDS, memory_gib
+from dovetail.sim.trace import Arrival
+from dovetail.sim.workload import Workload, generate
+
+REQUESTS_PER_NODE = 40
+MODELS_PER_NODE = 16
+RATE_PER_NODE = 0.65  # requests/s: the load of the 128-model trace on 8 nodes
+
+
+class TimedNode(Node):
+    turn_times_s: list[float]
+
+    def next_turn(self, now: float) -> Turn | None:
+        started = time.perf_counter()
+        turn = super().next_turn(now)
+        if turn is not None:
+            self.turn_times_s.append(time.perf_counter() - started)
+        return turn
+
+
+class TimedController(Controller):
+    admission_times_s: list[float]
+
+    def submit(self, work: Work, now: float) -> None:
+        started = time.perf_counter()
+        super().submit(work, now)
+        self.admission_times_s.append(time.perf_counter() - started)
+
+
+def measure_decisions(profile: Path, nodes: int, shape: str = "llama-2-7b", seed: int = 0) -> dict[str, Any]:
+    requests = max(REQUESTS_PER_NODE * nodes, 2000)
+    arrivals = generate(Workload(requests, MODELS_PER_NODE * nodes, RATE_PER_NODE * nodes, zipf=1.0, cv=2.0), seed)
+    devices = cluster(profile, nodes, arrivals, DOVETAIL, shape, seed, TimedNode)
+    turn_times_s: list[float] = []
+    for device in devices:
+        assert isinstance(device.node, TimedNode)
+        device.node.turn_times_s = turn_times_s
+    simulation = Simulation(devices, DOVETAIL, arrivals)
+    controller = TimedController(simulation.handles, DOVETAIL)
+    controller.admission_times_s = []
+    simulation.controller = controller
+    simulation.run()
+    admissions = sorted(controller.admission_times_s)
+    turns = sorted(turn_times_s)
+    return {
+        "nodes": nodes,
+        "requests": requests,
+        "admission_p50_us": round(1e6 * percentile(admissions, 0.50), 1),
+        "admission_p99_us": round(1e6 * percentile(admissions, 0.99), 1),
+        "turn_p50_us": round(1e6 * percentile(turns, 0.50), 2),
+        "turn_p99_us": round(1e6 * percentile(turns, 0.99), 2),
+    }
+
+
+def cluster(
+    profile: Path,
+    nodes: int,
+    arrivals: list[Arrival],
+    knobs: Knobs,
+    shape: str,
+    seed: int,
+    node_type: type[Node] = Node,
+) -> list[Device]:
+    """Half CPU nodes, half GPU nodes, all models of one shape."""
+    noise = Noise(Random(seed), 0.05)
+    measured = read_profile(profile)
+    outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
+    names = {arrival.model for arrival in arrivals}
+    devices = []
+    catalogues: dict[DeviceKind, dict[str, Hosting]] = {}
+    for kind in DeviceKind:
+        hosting = measured.hosting(shape, kind)
+        catalogues[kind] = {str(model): hosting for model in names}
+    for index in range(nodes):
+        kind = DeviceKind.CPU if index < nodes // 2 else DeviceKind.GPU
+        hosting = next(iter(catalogues[kind].values()))
+        memory = int(memory_gib(kind, hosting, knobs) * GIB)
+        first = index * INSTANCE_IDS
+        node = node_type(f"{kind.value}-{index}", kind, memory, catalogues[kind], knobs, first_instance=first)
+        devices.append(Device(node, outputs, IN_PLACE_RESIZE, noise))
+    return devices

@@ -1,0 +1,84 @@
+"""Why a request was placed, queued, moved or dropped: its own events of a run, in words."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+from dovetail.sim.log import EventLog
+from dovetail.sim.metrics import Fate, Result
+
+WORDS = {
+    "first_token_late": "its first token would be late",
+    "neighbour_late": "a neighbour's next token would be late",
+    "decode_overcommitted": "one iteration of everybody would exceed the token pace",
+    "memory": "not enough memory",
+    "link": "other loads on the node's link would delay its own too long",
+    "slots": "no free slot",
+    "concurrency": "the instance is at its concurrency limit",
+    "hardware": "this device can never meet the SLO of this request",
+    "closed": "the instance was closing",
+}
+HOW = {
+    "join": "joined a running instance",
+    "preempt": "joined a running instance after a smaller neighbour gave way",
+    "start": "started a new instance",
+    "pause": "started a new instance after another model was swapped out",
+}
+
+
+class Explainer(EventLog):
+    """An event log that keeps the events of one request only."""
+
+    def __init__(self, request: int) -> None:
+        super().__init__(io.StringIO())
+        self.request = request
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, now: float, event: str, **values: Any) -> None:
+        if values.get("request") == self.request:
+            self.events.append(json.loads(json.dumps({"t": now, "event": event, **values})))
+
+
+def explain(explainer: Explainer, result: Result) -> str:
+    if not 0 <= explainer.request < len(result.records):
+        return f"no request {explainer.request}: the run has 0 to {len(result.records) - 1}"
+    record = result.records[explainer.request]
+    start = record.arrival_s
+    lines = [
+        f"request {record.id}: model {record.model}, {record.input_tokens} tokens in, {record.output_tokens} out, "
+        f"TTFT SLO {result.rule.ttft_s(record.input_tokens):.2f} s"
+    ]
+    lines += [f"  {event['t'] - start:+9.3f} s  {_sentence(event)}" for event in explainer.events]
+    lines.append(f"  {_verdict(result, explainer.request)}")
+    return "\n".join(lines)
+
+
+def _sentence(event: dict[str, Any]) -> str:
+    kind = event["event"]
+    if kind == "placed":
+        return f"{HOW[event['how']]} on {event['node']} (instance {event['instance']})"
+    if kind == "queued":
+        reasons = [f"{WORDS.get(name, name)} ({count}×)" for name, count in sorted(event["refusals"].items())]
+        return (
+            "no place: "
+            + ("; ".join(reasons) or "no candidate")
+            + f"; tries again in {event['retry_at_s'] - event['t']:.2f} s"
+        )
+    if kind == "evicted":
+        return f"lost its place on {event['node']}: {event['reason']}"
+    if kind == "moving":
+        return f"waits elsewhere ({event['reason']})"
+    if kind == "first_token":
+        return f"first token on {event['node']}"
+    return f"{kind}" + (f": {event['reason']}" if event.get("reason") else "")
+
+
+def _verdict(result: Result, request: int) -> str:
+    record = result.records[request]
+    if record.fate is not Fate.FINISHED:
+        return f"SLO missed: {record.fate}"
+    met = "met" if record.meets(result.rule) else "missed"
+    grace = f" (grace {record.grace_s:.3f} s)" if record.grace_s else ""
+    return f"SLO {met}: TTFT {record.ttft_s:.3f} s{grace}, TPOT {record.tpot_s:.3f} s, {record.late_tokens} late tokens"

@@ -1,0 +1,33 @@
+"""Faults to inject: a node dies, stalls or slows down; a load fails; what a node says arrives late."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from random import Random
+from typing import NamedTuple
+
+
+class FaultKind(StrEnum):
+    DIE = "die"  # everything on the node is lost; it comes back empty after `duration_s`
+    STALL = "stall"  # nothing on the node ends before the stall is over
+    SLOW = "slow"  # everything on the node takes `factor` times as long
+    LOAD_FAILS = "load_fails"  # the next load on the node fails
+    LATE = "late"  # notices of the node reach the controller `factor` seconds late
+
+
+class Fault(NamedTuple):
+    at_s: float
+    kind: FaultKind
+    node: int  # index
+    duration_s: float
+    factor: float = 1.0
+
+
+def draw_faults(rng: Random, count: int, nodes: int, horizon_s: float) -> list[Fault]:
+    """A seeded storm, in order of time."""
+    faults = []
+    for _ in range(count):
+        kind = rng.choice(list(FaultKind))
+        factor = rng.uniform(0.05, 1.5) if kind is FaultKind.LATE else rng.uniform(1.5, 6.0)
+        faults.append(Fault(rng.uniform(0, horizon_s), kind, rng.randrange(nodes), rng.uniform(0.5, 15.0), factor))
+    return sorted(faults)

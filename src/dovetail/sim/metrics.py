@@ -1,0 +1,150 @@
+"""What became of every request, how full the nodes were, and the summary that `dovetail sim run --json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dovetail.policy.headroom import SloRule
+
+
+class Fate(StrEnum):
+    """Every request ends in exactly one of these."""
+
+    FINISHED = "finished"
+    DROPPED = "dropped"  # no place before its token was due
+    REJECTED = "rejected"  # nothing here can ever serve it
+    FAILED = "failed"  # it was running and could not be saved
+
+
+@dataclass(slots=True)
+class Record:
+    """One request's story."""
+
+    id: int
+    model: int
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    fate: Fate | None = None
+    reason: str = ""
+    first_token_s: float | None = None
+    end_s: float = 0.0
+    grace_s: float = 0.0
+    late_tokens: int = 0
+    moves: int = 0
+    on_gpu: bool = False
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.first_token_s is not None
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        assert self.first_token_s is not None
+        return (self.end_s - self.first_token_s) / max(self.output_tokens - 1, 1)
+
+    def meets(self, rule: SloRule) -> bool:
+        """TTFT within the SLO plus grace, and mean TPOT within the SLO."""
+        if self.fate is not Fate.FINISHED:
+            return False
+        return self.ttft_s <= rule.ttft_s(self.input_tokens) + self.grace_s and self.tpot_s <= rule.tpot_s
+
+    def meets_strictly(self, rule: SloRule) -> bool:
+        """Every token by its own deadline."""
+        return self.meets(rule) and self.late_tokens == 0
+
+
+@dataclass(slots=True)
+class Sample:
+    """The state of the nodes at one second."""
+
+    time_s: float
+    cpu_nodes: int  # in use
+    gpu_nodes: int
+    queued: int
+    gpu_memory: float  # share planned, mean over GPU nodes in use
+    kv_used: float  # share of committed KV that holds tokens, mean over GPU instances
+    batches: list[int]  # of every instance
+    holders: list[dict[str, float]]  # per node: resident model → seconds of turns since the last sample
+
+
+@dataclass
+class Result:
+    policy: str
+    records: list[Record]
+    samples: list[Sample]
+    node_names: list[str]
+    horizon_s: float
+    cold_starts: int = 0
+    resizes: int = 0
+    resize_s: float = 0.0  # GPU instances, resizes of live pools
+    gpu_instance_s: float = 0.0  # sum of their lives, to the second
+    decode_turns: int = 0
+    decode_tokens: int = 0
+    events: int = 0
+    wall_s: float = 0.0
+    rule: SloRule = field(default_factory=SloRule)
+
+    def met(self) -> int:
+        return sum(record.meets(self.rule) for record in self.records)
+
+    def met_strictly(self) -> int:
+        return sum(record.meets_strictly(self.rule) for record in self.records)
+
+    def resize_share(self) -> float:
+        """Share of their lives that GPU instances spend resizing (S6)."""
+        return self.resize_s / self.gpu_instance_s if self.gpu_instance_s else 0.0
+
+    def count(self, fate: Fate) -> int:
+        return sum(record.fate is fate for record in self.records)
+
+    def summary(self) -> dict[str, float | int | str]:
+        ttfts = sorted(record.ttft_s for record in self.records if record.first_token_s is not None)
+        tpots = sorted(record.tpot_s for record in self.records if record.fate is Fate.FINISHED)
+        in_run = [sample for sample in self.samples if sample.time_s < self.horizon_s] or self.samples
+        return {
+            "policy": self.policy,
+            "requests": len(self.records),
+            "slo_met": self.met(),
+            "slo_met_strict": self.met_strictly(),
+            "dropped": self.count(Fate.DROPPED),
+            "rejected": self.count(Fate.REJECTED),
+            "failed": self.count(Fate.FAILED),
+            "cpu_nodes_mean": round(mean([sample.cpu_nodes for sample in in_run]), 3),
+            "gpu_nodes_mean": round(mean([sample.gpu_nodes for sample in in_run]), 3),
+            "ttft_p50_s": round(percentile(ttfts, 0.50), 4),
+            "ttft_p95_s": round(percentile(ttfts, 0.95), 4),
+            "tpot_p50_s": round(percentile(tpots, 0.50), 4),
+            "cold_starts": self.cold_starts,
+            "batch_mean": round(self.decode_tokens / max(self.decode_turns, 1), 3),
+            "moves": sum(record.moves for record in self.records),
+            "events": self.events,
+            "wall_s": round(self.wall_s, 2),
+        }
+
+    def by_popularity(self, groups: int = 4) -> list[float]:
+        """SLO attainment by popularity of the model: the hottest quarter of the models first."""
+        by_model: dict[int, list[Record]] = {}
+        for record in self.records:
+            by_model.setdefault(record.model, []).append(record)
+        ranked = sorted(by_model.values(), key=lambda records: -len(records))
+        size = -(-len(ranked) // groups)
+        shares = []
+        for start in range(0, len(ranked), size):
+            records = [record for group in ranked[start : start + size] for record in group]
+            shares.append(sum(record.meets(self.rule) for record in records) / len(records))
+        return shares
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def percentile(ranked: Sequence[float], share: float) -> float:
+    """Nearest rank; `ranked` rises."""
+    if not ranked:
+        return 0.0
+    return ranked[min(int(share * len(ranked)), len(ranked) - 1)]

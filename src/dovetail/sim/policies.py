@@ -1,0 +1,53 @@
+"""The policies by name: faithful SLINFER, its ablations, the ServerlessLLM baselines (S12), and Dovetail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dovetail.errors import ConfigError
+from dovetail.policy.knobs import Admission, Knobs, TurnOrder
+
+SLINFER = Knobs(name="slinfer")
+SLLM_C = Knobs(
+    name="sllm+c",
+    admission=Admission.CONCURRENCY,
+    whole_node_kv=True,
+    sharing=False,
+    proactive=False,
+    round_robin=True,
+)
+SLLM = replace(SLLM_C, name="sllm", use_cpu=False)
+SLLM_CS = replace(SLLM_C, name="sllm+c+s", sharing=True, shares=2)
+# Each improvement over SLINFER by name, so that its share can be shown.
+IMPROVEMENTS: dict[str, dict[str, object]] = {
+    "in-place resize": {"free_resize": True},
+    "memory decides, not slots": {"slots_limited": False},
+    "starts mind idle instances and loads": {"reclaim_idle": True, "count_loads": True},
+    "drain small batches": {"turns": TurnOrder.DRAIN},
+    "pause and swap": {"pause": True},
+}
+DOVETAIL = replace(SLINFER, name="dovetail")
+for _changes in IMPROVEMENTS.values():
+    DOVETAIL = replace(DOVETAIL, **_changes)  # type: ignore[arg-type]
+
+POLICIES = {knobs.name: knobs for knobs in (SLINFER, SLLM, SLLM_C, SLLM_CS, DOVETAIL)}
+
+# Switches that --set understands beside any field of Knobs.
+ABLATIONS = {
+    "no-cpu": {"use_cpu": False},
+    "no-sharing": {"sharing": False},
+    "no-consolidation": {"proactive": False, "reactive": False},
+    "watermark-0": {"watermark": 0.0},
+    "pd": {"disaggregate": True},
+}
+
+
+def policy(name: str, ablations: tuple[str, ...] = (), **changes: object) -> Knobs:
+    if name not in POLICIES:
+        raise ConfigError(f"--policy {name}: unknown, expected one of {', '.join(POLICIES)}")
+    knobs = POLICIES[name]
+    for ablation in ablations:
+        if ablation not in ABLATIONS:
+            raise ConfigError(f"--without {ablation}: unknown, expected one of {', '.join(ABLATIONS)}")
+        knobs = replace(knobs, **ABLATIONS[ablation])
+    return replace(knobs, **changes) if changes else knobs  # type: ignore[arg-type]

@@ -1,0 +1,134 @@
+"""Measured profiles as JSON: model shapes and iteration times by hardware, turned into what nodes need (S3).
+
+The layout: models → name → shape {weight_gib, kv_kib_per_token} and hardware → name → {kind,
+prefill_ms: [[tokens, ms]], decode_ms: [{mean_length, batch_ms: [[batch, ms]]}], sllm_concurrency,
+sllm_half_node_concurrency}.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface, TransferModel
+from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.sim.hardware import PRESETS, RooflineError, Shape, roofline_error
+
+KIB = 1024
+# Presets and the names under which the profile has the same hardware.
+MEASURED = {
+    "a100-80g": "a100-80g",
+    "xeon-8c-amx": "xeon-amx-8c",
+    "xeon-16c-amx": "xeon-amx-16c",
+    "xeon-32c-amx": "xeon-6462c-32c-amx",
+}
+SLOTS = ((8.0, 4, 8), (20.0, 2, 4), (float("inf"), 1, 2))  # weights below this many GiB: slots on a CPU, on a GPU
+
+
+@dataclass(frozen=True)
+class Profile:
+    path: Path
+    text: str
+    models: dict[str, Any]
+
+    def hosting(self, shape: str, kind: DeviceKind, hardware: str | None = None) -> Hosting:
+        """`shape` on `hardware`, or on the first hardware of that kind that the profile has."""
+        entry = self._model(shape)
+        name, measured = self._hardware(shape, entry, kind, hardware)
+        where = f"models.{shape}.hardware.{name}"
+        weight_gib = self._number(shape, entry.get("shape", {}), "weight_gib", f"models.{shape}.shape")
+        kv_kib = self._number(shape, entry.get("shape", {}), "kv_kib_per_token", f"models.{shape}.shape")
+        cpu_slots, gpu_slots = next((cpu, gpu) for limit, cpu, gpu in SLOTS if weight_gib < limit)
+        on_cpu = kind is DeviceKind.CPU
+        return Hosting(
+            weight_bytes=int(weight_gib * GIB),
+            kv_bytes_per_token=int(kv_kib * KIB),
+            latency=self._latency(name, measured, where),
+            block_tokens=32 if on_cpu else 16,
+            slots=cpu_slots if on_cpu else gpu_slots,
+            concurrency=measured.get("sllm_concurrency") or 1,
+            half_concurrency=measured.get("sllm_half_node_concurrency") or 1,
+            load_s=0.0 if on_cpu else TransferModel().load_s(int(weight_gib * GIB)),
+            weights_in_place=on_cpu,
+        )
+
+    def shape(self, shape: str) -> Shape:
+        """For the roofline."""
+        entry = self._model(shape).get("shape", {})
+        where = f"models.{shape}.shape"
+        names = ("weight_gib", "kv_kib_per_token", "layers")
+        weight_gib, kv_kib, layers = (self._number(shape, entry, name, where) for name in names)
+        return Shape(weight_gib, kv_kib, int(layers))
+
+    def hardware_of(self, shape: str) -> list[str]:
+        return list(self._model(shape).get("hardware", {}))
+
+    def _model(self, shape: str) -> dict[str, Any]:
+        if shape not in self.models:
+            known = ", ".join(sorted(self.models))
+            raise ConfigError(f"{self.path}: line {self._line('models')}: no model {shape!r}; it has {known}")
+        entry: dict[str, Any] = self.models[shape]
+        return entry
+
+    def _hardware(
+        self, shape: str, entry: dict[str, Any], kind: DeviceKind, hardware: str | None
+    ) -> tuple[str, dict[str, Any]]:
+        for name, measured in entry.get("hardware", {}).items():
+            if name == hardware or (hardware is None and measured.get("kind") == kind.value):
+                return name, measured
+        wanted = hardware or f"hardware of kind {kind.value}"
+        raise ConfigError(f"{self.path}: line {self._line(shape)}: models.{shape} has no {wanted}")
+
+    def _latency(self, name: str, measured: dict[str, Any], where: str) -> LatencyModel:
+        prefill = measured.get("prefill_ms")
+        decode = measured.get("decode_ms")
+        if not prefill:
+            raise ConfigError(f"{self.path}: line {self._line(name)}: {where}: no prefill_ms point")
+        if not decode or not all(row.get("batch_ms") for row in decode):
+            raise ConfigError(f"{self.path}: line {self._line(name)}: {where}: no decode_ms point")
+        try:
+            curve = Curve([(tokens, ms / 1000) for tokens, ms in prefill])
+            rows = [(row["mean_length"], Curve([(b, ms / 1000) for b, ms in row["batch_ms"]])) for row in decode]
+            return LatencyModel(curve, Surface(rows))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{self.path}: line {self._line(name)}: {where}: {error}") from error
+
+    def _number(self, key: str, section: dict[str, Any], name: str, where: str) -> float:
+        value = section.get(name)
+        if not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{self.path}: line {self._line(key)}: {where}.{name}: expected a positive number")
+        return float(value)
+
+    def _line(self, key: str) -> int:
+        """Where the key stands in the file, for messages."""
+        for number, line in enumerate(self.text.splitlines(), start=1):
+            if f'"{key}"' in line:
+                return number
+        return 1
+
+
+def read_profile(path: Path) -> Profile:
+    try:
+        text = path.read_text()
+        raw = json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: line {error.lineno}: not valid JSON: {error.msg}") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("models"), dict):
+        raise ConfigError(f"{path}: line 1: expected an object with the key 'models'")
+    return Profile(path, text, raw["models"])
+
+
+def preset_errors(profile: Profile, preset: str) -> dict[str, RooflineError]:
+    """By model: how far the preset's roofline is from the profile's measurements on the same hardware."""
+    errors = {}
+    name = MEASURED.get(preset)
+    for model in profile.models:
+        if name in profile.hardware_of(model):
+            measured = profile.hosting(model, PRESETS[preset].kind, name).latency
+            errors[model] = roofline_error(PRESETS[preset], profile.shape(model), measured)
+    return errors

@@ -1,0 +1,49 @@
+"""Replay: a stored event log carries its settings; running them again must give the same bytes."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.policy.knobs import Admission, Knobs, TurnOrder
+from dovetail.sim.log import EventLog
+from dovetail.sim.setup import Setup, build
+
+
+def settings_of(setup: Setup) -> dict[str, Any]:
+    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(setup).items()}
+
+
+def setup_of(settings: dict[str, Any]) -> Setup:
+    knobs = settings["knobs"]
+    enums = {"admission": Admission(knobs["admission"]), "turns": TurnOrder(knobs["turns"])}
+    values = {**settings, "knobs": Knobs(**{**knobs, **enums})}
+    values["trace"] = Path(values["trace"])
+    values["profile"] = Path(values["profile"])
+    values.pop("dovetail_sim")
+    return Setup(**values)
+
+
+def replay(path: Path) -> int:
+    """Number of lines that came out the same; the first that differs is an error."""
+    try:
+        stored = path.read_text(encoding="utf-8").splitlines()
+        setup = setup_of(json.loads(stored[0]))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"{path}: line 1: not the header of an event log: {error}") from error
+    buffer = io.StringIO()
+    log = EventLog(buffer)
+    log.header(**settings_of(setup))
+    build(setup, log).run()
+    for number, (old, new) in enumerate(zip(stored, buffer.getvalue().splitlines(), strict=False), start=1):
+        if old != new:
+            raise ConfigError(f"{path}: line {number}: stored {old}, replayed {new}")
+    if len(stored) != len(buffer.getvalue().splitlines()):
+        raise ConfigError(f"{path}: {len(stored)} lines stored, {len(buffer.getvalue().splitlines())} replayed")
+    return len(stored)

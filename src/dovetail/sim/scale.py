@@ -1,0 +1,36 @@
+"""One large run: many nodes, models and requests, with its wall time and peak memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from dovetail.policy.knobs import Knobs
+from dovetail.sim.cost import cluster
+from dovetail.sim.driver import Simulation
+from dovetail.sim.policies import DOVETAIL
+from dovetail.sim.workload import Workload, generate
+
+LENGTHS = ((128, 8), (256, 16), (512, 16), (1024, 32))
+RATE_PER_NODE = 1.0  # requests/s
+
+
+def run_scale(
+    profile: Path, nodes: int, models: int, requests: int, seed: int, knobs: Knobs = DOVETAIL
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    workload = Workload(requests, models, RATE_PER_NODE * nodes, zipf=0.9, cv=2.0)
+    arrivals = generate(workload, seed, LENGTHS)
+    simulation = Simulation(cluster(profile, nodes, arrivals, knobs, "llama-2-7b", seed), knobs, arrivals)
+    simulation.keep_samples = False
+    result = simulation.timed_run()
+    return {
+        **result.summary(),
+        "nodes": nodes,
+        "models": models,
+        "virtual_s": round(simulation.now, 1),
+        "total_wall_s": round(time.perf_counter() - started, 1),
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }

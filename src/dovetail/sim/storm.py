@@ -1,0 +1,141 @@
+"""Fault storms: small random clusters, models, knobs and faults from one seed, with every invariant checked.
+
+A violated invariant is reported with its seed; the same seed replays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from random import Random
+
+from dovetail.node.node import Node
+from dovetail.policy.knobs import Knobs
+from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface, TransferModel
+from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.sim.device import Device, Noise
+from dovetail.sim.driver import Simulation
+from dovetail.sim.faults import draw_faults
+from dovetail.sim.policies import POLICIES
+from dovetail.sim.setup import INSTANCE_IDS
+from dovetail.sim.workload import Workload, generate
+
+PATIENCE_S = 600.0  # virtual time after the last arrival by which everything must have ended
+LENGTHS = ((64, 8), (300, 40), (900, 90), (1500, 200))
+
+
+class Stuck(AssertionError):
+    """A request neither ends nor moves."""
+
+
+def run_storm(seeds: Iterable[int], tick: Callable[[], None] = lambda: None) -> list[tuple[int, str]]:
+    """(seed, what was violated) for every seed that violates an invariant."""
+    failures = []
+    for seed in seeds:
+        try:
+            run_one(seed)
+        except (AssertionError, KeyError, ValueError) as error:
+            failures.append((seed, f"{type(error).__name__}: {error}"))
+        tick()
+    return failures
+
+
+def run_one(seed: int) -> Simulation:
+    simulation = build_storm(seed)
+    simulation.on_sample = lambda now: check(simulation, now)
+    simulation.run()
+    check_end(simulation)
+    return simulation
+
+
+def build_storm(seed: int) -> Simulation:
+    rng = Random(seed)
+    knobs = _draw_knobs(rng)
+    workload = Workload(
+        requests=rng.randrange(30, 120),
+        models=rng.randrange(2, 9),
+        rate_per_s=rng.uniform(0.5, 8.0),
+        zipf=rng.uniform(0.0, 1.5),
+        cv=rng.choice((0.5, 1.0, 4.0)),
+    )
+    arrivals = generate(workload, seed, LENGTHS)
+    outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
+    transfer = IN_PLACE_RESIZE if knobs.free_resize else TransferModel()
+    noise = Noise(rng, 0.1)
+    devices: list[Device] = []
+    for index in range(rng.randrange(1, 5)):
+        kind = rng.choice((DeviceKind.CPU, DeviceKind.GPU)) if index and knobs.use_cpu else DeviceKind.GPU
+        memory = int(rng.uniform(14, 60) * GIB)
+        catalogue = {str(model): _draw_hosting(Random(seed + model), kind) for model in range(workload.models)}
+        node = Node(f"{kind.value}-{index}", kind, memory, catalogue, knobs, first_instance=index * INSTANCE_IDS)
+        devices.append(Device(node, outputs, transfer, noise))
+    horizon_s = arrivals[-1].arrival_s
+    faults = draw_faults(rng, rng.randrange(0, 9), len(devices), horizon_s + 10)
+    return Simulation(devices, knobs, arrivals, horizon_s=horizon_s, faults=faults)
+
+
+def _draw_knobs(rng: Random) -> Knobs:
+    knobs = POLICIES[rng.choice(list(POLICIES))]
+    if knobs.name in ("slinfer", "sllm+c+s") and rng.random() < 0.25:
+        knobs = replace(knobs, disaggregate=True)
+    if knobs.whole_node_kv:
+        return knobs
+    return replace(
+        knobs,
+        watermark=rng.choice((0.0, 0.25)),
+        floor_tokens=rng.choice((0, 512, 4096)),
+        proactive=rng.random() < 0.8,
+        keep_alive_s=rng.choice((0.0, 1.0, 5.0)),
+        pause_headroom_s=rng.choice((1.0, 4.0, 12.0)),
+        pause_last_s=rng.choice((0.3, 5.0)),
+    )
+
+
+def _draw_hosting(rng: Random, kind: DeviceKind) -> Hosting:
+    size = rng.choice((2.0, 6.0, 12.0))
+    speed = size * (0.001 if kind is DeviceKind.GPU else 0.006)
+    rows = [(length, Curve([(1, speed), (64, speed * (2 + length / 2048))])) for length in (512, 2048)]
+    return Hosting(
+        weight_bytes=int(size * GIB),
+        kv_bytes_per_token=int(size * 2**16),
+        latency=LatencyModel(Curve([(1, speed), (2048, speed * 20)]), Surface(rows)),
+        slots=rng.choice((1, 2, 4)),
+        concurrency=4,
+        half_concurrency=2,
+        weights_in_place=kind is DeviceKind.CPU,
+    )
+
+
+def check(simulation: Simulation, now: float) -> None:
+    """Invariants that hold at any instant."""
+    if now > simulation.horizon_s + PATIENCE_S:
+        stuck = [record.id for record in simulation.records if record.fate is None]
+        raise Stuck(f"requests {stuck} have not ended by {now:.0f} s")
+    for device in simulation.devices:
+        check_node(device.node)
+
+
+def check_node(node: Node) -> None:
+    node.residency.ledger.check()
+    for instance in node.instances.values():
+        produced = {work.id: instance.produced(work) for work in instance.running.values()}
+        tokens = sum(work.input_tokens + produced[work.id] for work in instance.running.values())
+        assert instance.tokens == tokens, f"{node.name}: {instance.tokens} tokens counted, {tokens} there"
+        used = instance.used_blocks() * instance.hosting.block_tokens
+        assert used <= instance.kv_tokens or instance.starved or not instance.can_run, (
+            f"{node.name}: instance {instance.id} uses {used} of {instance.kv_tokens} tokens of KV"
+        )
+
+
+def check_end(simulation: Simulation) -> None:
+    """Every request ended exactly once (the driver asserts that none ends twice), and all memory came back."""
+    open_requests = [record.id for record in simulation.records if record.fate is None]
+    assert not open_requests, f"requests {open_requests} never ended"
+    assert simulation.open == 0, f"{simulation.open} requests counted as open"
+    assert not simulation.controller.queued, "the controller still queues requests"
+    assert not simulation.controller.parked, "the controller still has swapped-out requests"
+    for device in simulation.devices:
+        ledger = device.node.residency.ledger
+        assert ledger.waiting == 0, f"{device.node.name}: {ledger.waiting} operations wait in the reservation station"
+        assert not device.node.instances, f"{device.node.name}: instances {list(device.node.instances)} remain"
+        assert ledger.planned == ledger.held == 0, f"{device.node.name}: {ledger.held} bytes still held"

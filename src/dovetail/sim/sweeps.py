@@ -1,0 +1,189 @@
+"""Sets of runs that reproduce the paper's evaluation (S12), each beside the published figures where there are any.
+
+Published figures are SLINFER's: Fig 22 and Table III (SLO rate and GPUs for 7B), and the ranges in its section IX-B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from dovetail.errors import ConfigError
+from dovetail.policy.knobs import Knobs
+from dovetail.sim.metrics import Result
+from dovetail.sim.policies import DOVETAIL, IMPROVEMENTS, SLINFER, SLLM_CS, policy
+from dovetail.sim.setup import Setup
+
+SHAPES = {"3B": "llama-3.2-3b", "7B": "llama-2-7b", "13B": "llama-2-13b"}
+SYSTEMS = ("sllm", "sllm+c", "sllm+c+s", "slinfer", "dovetail")
+# (size, models, system) → (SLO rate in percent or None, GPUs or None, CPUs or None)
+PUBLISHED: dict[tuple[str, int, str], tuple[int | None, float | None, float | None]] = {
+    ("7B", 32, "slinfer"): (99, 0.9, None),
+    ("7B", 64, "slinfer"): (99, 2.5, None),
+    ("7B", 128, "slinfer"): (86, 4.0, None),
+    ("7B", 32, "sllm+c+s"): (99, 2.0, None),
+    ("7B", 64, "sllm+c+s"): (93, 3.6, None),
+    ("7B", 128, "sllm+c+s"): (65, 4.0, None),
+    ("7B", 32, "sllm+c"): (None, 1.5, None),
+    ("3B", 32, "slinfer"): (None, 0.0, 3.0),
+    ("3B", 32, "sllm"): (None, 3.2, None),
+}
+PUBLISHED_PD = {("sllm+c+s", 32): (93, 3.0), ("sllm+c+s", 64): (70, 3.9), ("sllm+c+s", 128): (35, 4.0)} | {
+    ("slinfer", 32): (99, 1.0),
+    ("slinfer", 64): (98, 2.9),
+    ("slinfer", 128): (69, 4.0),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep: what varies, and what the paper has for it."""
+
+    labels: tuple[str | int | float, ...]
+    published: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"labels": list(self.labels), "published": self.published}
+
+
+FIGURES = ("met", "rate", "strict", "GPUs", "CPUs", "TTFT p50", "TTFT p95", "cold", "batch", "resizing")
+Runs = Iterator[tuple[Cell, Setup]]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    title: str
+    columns: tuple[str, ...]
+    runs: Callable[[Setup], Runs]
+
+    def table(self, rows: list[tuple[Cell, Result]]) -> Table:
+        table = Table(*self.columns, *FIGURES, "published", title=self.title, box=box.MARKDOWN)
+        for cell, result in rows:
+            table.add_row(*[str(label) for label in cell.labels], *_figures(result), cell.published)
+        return table
+
+
+def _figures(result: Result) -> list[str]:
+    summary = result.summary()
+    total = len(result.records)
+    return [
+        str(summary["slo_met"]),
+        f"{100 * result.met() / total:.1f}%",
+        f"{100 * result.met_strictly() / total:.1f}%",
+        f"{summary['gpu_nodes_mean']:.2f}",
+        f"{summary['cpu_nodes_mean']:.2f}",
+        f"{summary['ttft_p50_s']:.2f}",
+        f"{summary['ttft_p95_s']:.2f}",
+        str(summary["cold_starts"]),
+        f"{summary['batch_mean']:.2f}",
+        f"{100 * result.resize_share():.1f}%",
+    ]
+
+
+def sweep(name: str, trace: Path, profile: Path, shape: str, models: int | None, seed: int) -> Runs:
+    if name not in SWEEPS:
+        raise ConfigError(f"--sweep {name}: unknown, expected one of {', '.join(SWEEPS)}")
+    return SWEEPS[name].runs(Setup(trace, profile, SLINFER, shape=shape, models=models, seed=seed))
+
+
+def _policies(base: Setup) -> Runs:
+    for system in SYSTEMS:
+        yield Cell((system,)), replace(base, knobs=policy(system))
+
+
+def _reproduction(base: Setup) -> Runs:
+    for size, shape in SHAPES.items():
+        for models in (32, 64, 128):
+            for system in SYSTEMS:
+                rate, gpus, cpus = PUBLISHED.get((size, models, system), (None, None, None))
+                parts = [f"{rate} %" if rate else "", f"{gpus} GPU" if gpus is not None else ""]
+                parts += [f"{cpus} CPU" if cpus is not None else ""]
+                cell = Cell((size, models, system), ", ".join(part for part in parts if part))
+                yield cell, replace(base, knobs=policy(system), shape=shape, models=models)
+
+
+def _improvements(base: Setup) -> Runs:
+    """From SLINFER to Dovetail one step at a time, then Dovetail without each."""
+    knobs: Knobs = SLINFER
+    yield Cell(("slinfer",)), replace(base, knobs=knobs)
+    for name, changes in IMPROVEMENTS.items():
+        knobs = replace(knobs, **changes)  # type: ignore[arg-type]
+        yield Cell((f"+ {name}",)), replace(base, knobs=knobs)
+    for name, changes in IMPROVEMENTS.items():
+        back = {key: getattr(SLINFER, key) for key in changes}
+        yield Cell((f"dovetail without {name}",)), replace(base, knobs=replace(DOVETAIL, **back))
+
+
+def _ablation(base: Setup) -> Runs:
+    yield Cell(("full",), "99 %"), base
+    for part, published in (("no-cpu", ""), ("no-consolidation", ""), ("no-sharing", "89 %")):
+        yield Cell((part,), published), replace(base, knobs=policy("slinfer", (part,)))
+
+
+def _cpu_scaling(base: Setup) -> Runs:
+    for gpus, cpus in ((2, 0), (2, 1), (2, 2), (2, 4), (2, 6), (2, 8), (3, 0), (4, 0)):
+        yield Cell((gpus, cpus)), replace(base, cpu_nodes=cpus, gpu_nodes=gpus)
+
+
+def _nodes(base: Setup) -> Runs:
+    for system in ("sllm", "sllm+c", "sllm+c+s", "slinfer"):
+        for count in (1, 2, 3, 4):
+            yield Cell((system, count)), replace(base, knobs=policy(system), cpu_nodes=count, gpu_nodes=count)
+
+
+def _keep_alive(base: Setup) -> Runs:
+    for knobs in (SLLM_CS, SLINFER):
+        for seconds in (0.0, 1.0, 2.0, 4.0, 8.0, 16.0):
+            yield Cell((knobs.name, seconds)), replace(base, knobs=replace(knobs, keep_alive_s=seconds))
+
+
+def _watermark(base: Setup) -> Runs:
+    published = {0.0: "11.3 % of life resizing", 0.25: "1.4 %"}
+    for share in (0.0, 0.1, 0.25, 0.5, 1.0):
+        cell = Cell((share,), published.get(share, ""))
+        yield cell, replace(base, knobs=replace(SLINFER, watermark=share))
+
+
+def _datasets(base: Setup) -> Runs:
+    folder = base.trace.parent
+    for dataset in ("conversation", "sharegpt", "humaneval"):
+        for knobs in (SLLM_CS, SLINFER):
+            trace = folder / f"azure_128_{dataset}.csv.gz"
+            yield Cell((dataset, knobs.name)), replace(base, trace=trace, knobs=knobs, shape="llama-3.1-8b")
+
+
+def _burstgpt(base: Setup) -> Runs:
+    published = {("slinfer", 4): "99.0 %", ("sllm+c+s", 4): "92.3 %"}
+    for rate in (1, 4):
+        for system in ("sllm+c+s", "slinfer", "dovetail"):
+            trace = base.trace.parent / f"burstgpt_64_rps{rate}.csv.gz"
+            cell = Cell((rate, system), published.get((system, rate), ""))
+            yield cell, replace(base, trace=trace, models=None, knobs=policy(system))
+
+
+def _disaggregation(base: Setup) -> Runs:
+    for system in ("sllm+c+s", "slinfer"):
+        for models in (32, 64, 128):
+            rate, gpus = PUBLISHED_PD[(system, models)]
+            cell = Cell((system, models), f"{rate} %, {gpus} GPU")
+            yield cell, replace(base, models=models, knobs=policy(system, ("pd",)))
+
+
+SWEEPS = {
+    "policies": Sweep("Policies", ("policy",), _policies),
+    "reproduction": Sweep("SLINFER's Fig 22 and Table III", ("size", "models", "policy"), _reproduction),
+    "improvements": Sweep("From SLINFER to Dovetail", ("policy",), _improvements),
+    "ablation": Sweep("Ablation (Fig 23)", ("slinfer",), _ablation),
+    "cpu-scaling": Sweep("CPU scaling (Fig 24)", ("GPU nodes", "CPU nodes"), _cpu_scaling),
+    "nodes": Sweep("Node counts (Fig 32)", ("policy", "nodes of each kind"), _nodes),
+    "keep-alive": Sweep("Keep-alive (Fig 30)", ("policy", "seconds"), _keep_alive),
+    "watermark": Sweep("Watermark (Fig 31)", ("watermark",), _watermark),
+    "datasets": Sweep("Datasets (Fig 35)", ("dataset", "policy"), _datasets),
+    "burstgpt": Sweep("BurstGPT (Fig 27)", ("requests/s", "policy"), _burstgpt),
+    "pd": Sweep("Prefill–decode disaggregation (Table III)", ("policy", "models"), _disaggregation),
+}

@@ -1,0 +1,166 @@
+"""The controller: order of candidates, the steps of placement, queueing, giving up, and losing nodes."""
+
+from __future__ import annotations
+
+from sim_builders import make_hosting, make_node, make_work, serve_memory
+
+from dovetail.cluster.controller import MAX_CANDIDATES, Controller
+from dovetail.cluster.decisions import Decision, Dropped, How, Moving, Placed, Queued
+from dovetail.node.events import Evicted, HandedOver
+from dovetail.node.node import Node
+from dovetail.node.work import Phase, Work
+from dovetail.policy.knobs import Knobs
+from dovetail.policy.placement import DeviceKind
+
+
+def make_cluster(*nodes: Node, knobs: Knobs | None = None) -> Controller:
+    for index, node in enumerate(nodes):
+        node._next_instance = index * 1000
+    return Controller(nodes, knobs or Knobs())
+
+
+def said(controller: Controller) -> list[Decision]:
+    decisions, controller.outbox = controller.outbox, []
+    return decisions
+
+
+def submit(controller: Controller, work: Work, now: float = 0.0) -> Decision:
+    controller.submit(work, now)
+    return said(controller)[-1]
+
+
+def test_a_request_goes_to_a_cpu_first() -> None:
+    gpu, cpu = make_node(name="gpu"), make_node(kind=DeviceKind.CPU, name="cpu")
+    placed = submit(make_cluster(gpu, cpu), make_work())
+    assert isinstance(placed, Placed)
+    assert (placed.node, placed.how) == ("cpu", How.START)
+
+
+def test_a_request_that_a_cpu_cannot_serve_in_time_goes_to_a_gpu() -> None:
+    cpu = make_node(kind=DeviceKind.CPU, name="cpu", hosting=make_hosting(in_place=True, prefill_s_per_k=3.0))
+    placed = submit(make_cluster(cpu, make_node(name="gpu")), make_work(input_tokens=1024))
+    assert isinstance(placed, Placed)
+    assert placed.node == "gpu"
+
+
+def test_without_cpus_only_gpus_are_asked() -> None:
+    cpu, gpu = make_node(kind=DeviceKind.CPU, name="cpu"), make_node(name="gpu")
+    placed = submit(make_cluster(cpu, gpu, knobs=Knobs(use_cpu=False)), make_work())
+    assert isinstance(placed, Placed)
+    assert placed.node == "gpu"
+
+
+def test_a_second_request_joins_the_instance_of_the_first() -> None:
+    controller = make_cluster(make_node(), make_node(name="other"))
+    first = submit(controller, make_work(0))
+    second = submit(controller, make_work(1))
+    assert isinstance(first, Placed)
+    assert isinstance(second, Placed)
+    assert (second.instance, second.how) == (first.instance, How.JOIN)
+
+
+def test_a_request_without_a_place_is_queued_and_dropped_when_its_token_is_due() -> None:
+    controller = make_cluster(make_node(hosting=make_hosting(slots=1)))
+    submit(controller, make_work(0, "a"))
+    queued = submit(controller, make_work(1, "b", ttft_s=1.0))
+    assert isinstance(queued, Queued)
+    assert queued.retry_at_s == 0.25
+    assert queued.refusals == {"slots": 1}
+    controller.retry(1, 0.9)
+    assert isinstance(said(controller)[-1], Queued)
+    controller.retry(1, 1.1)
+    dropped = said(controller)[-1]
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "deadline"
+    assert not controller.queued
+
+
+def test_a_request_that_no_hardware_can_serve_is_refused_at_once() -> None:
+    slow = make_node(hosting=make_hosting(decode_s=0.9))
+    dropped = submit(make_cluster(slow), make_work())
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "hardware"
+
+
+def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> None:
+    tight = make_node(memory_gib=21.7, name="tight", knobs=Knobs(floor_tokens=0))
+    other = make_node(name="other", knobs=Knobs(floor_tokens=0))
+    controller = make_cluster(tight)
+    for index in range(2):
+        submit(controller, make_work(index, "a", 400, ttft_s=5.0))
+    submit(controller, make_work(2, "b", 300, ttft_s=5.0))
+    serve_memory(tight, 0.0)
+    controller.nodes.append(other)
+    placed = submit(controller, make_work(3, "a", 2000, ttft_s=5.0))
+    assert isinstance(placed, Placed)
+    assert (placed.node, placed.how) == ("tight", How.PREEMPT)
+    evicted = next(one for one in tight.outbox if isinstance(one, Evicted))
+    controller.notice(tight, evicted, 0.1)
+    moved = said(controller)[-1]
+    assert isinstance(moved, Placed)
+    assert moved.node == "other"
+
+
+def test_an_evicted_request_is_placed_again_with_its_tokens() -> None:
+    node = make_node()
+    controller = make_cluster(node)
+    work = make_work(0, ttft_s=5.0)
+    submit(controller, work)
+    work.produced = 7
+    controller.notice(node, Evicted(work, 0, "preempted"), 1.0)
+    assert isinstance(said(controller)[-1], Placed)
+    assert work.produced == 7
+
+
+def test_a_lost_node_sends_its_requests_elsewhere() -> None:
+    first, second = make_node(name="first"), make_node(name="second")
+    controller = make_cluster(first, second)
+    placed = submit(controller, make_work(0, ttft_s=5.0))
+    assert isinstance(placed, Placed)
+    lost = first if placed.node == "first" else second
+    controller.lost(lost, lost.fail(), 0.5)
+    again = said(controller)[-1]
+    assert isinstance(again, Placed)
+    assert again.node != placed.node
+
+
+def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_token() -> None:
+    node = make_node()
+    controller = make_cluster(node, knobs=Knobs(disaggregate=True))
+    work = make_work(0, ttft_s=5.0)
+    placed = submit(controller, work)
+    assert isinstance(placed, Placed)
+    assert node.instances[placed.instance].phase is Phase.PREFILL
+    node.instances[placed.instance].remove(work)
+    work.produced = 1
+    controller.notice(node, HandedOver(work, placed.instance, 10**9), 1.0)
+    moving = said(controller)[-1]
+    assert isinstance(moving, Moving)
+    controller.retry(0, moving.retry_at_s)
+    decode = said(controller)[-1]
+    assert isinstance(decode, Placed)
+    assert node.instances[decode.instance].phase is Phase.DECODE
+    assert work.id in node.instances[decode.instance].running
+
+
+def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
+    knobs = Knobs(pause=True, floor_tokens=0, proactive=False, pause_headroom_s=5.0, pause_last_s=1.0)
+    node = make_node(memory_gib=14.0, knobs=knobs)
+    controller = make_cluster(node, knobs=knobs)
+    ahead = make_work(0, "a", ttft_s=20.0)
+    submit(controller, ahead)
+    serve_memory(node, 0.0)
+    placed = submit(controller, make_work(1, "b", ttft_s=0.5))
+    assert isinstance(placed, Placed)
+    assert placed.how is How.PAUSE
+    for notice in serve_memory(node, 0.0):
+        controller.notice(node, notice, 0.0)  # type: ignore[arg-type]
+    assert ahead.id in controller.parked["a"]
+    assert any(isinstance(one, Moving) and one.reason == "paused" for one in said(controller))
+
+
+def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:
+    controller = make_cluster(*[make_node(name=f"gpu-{index}") for index in range(200)])
+    assert len(controller._window()) == MAX_CANDIDATES
+    seen = {node.name for _ in range(200) for node in controller._window()}
+    assert len(seen) == 200

@@ -1,0 +1,347 @@
+"""The node: whose turn it is, what it accepts, how it makes room, and that its books always balance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_builders import make_hosting, make_node, make_work, serve_memory
+
+from dovetail.node.events import (
+    Evicted,
+    Finished,
+    FirstToken,
+    HandedOver,
+    InstanceGone,
+    SetTimer,
+    StartLoad,
+    StartResize,
+    StartUnload,
+)
+from dovetail.node.instance import State
+from dovetail.node.node import Node
+from dovetail.node.work import Phase, Work
+from dovetail.policy.headroom import Refusal
+from dovetail.policy.knobs import Admission, Knobs, TurnOrder
+from dovetail.policy.placement import DeviceKind
+from dovetail.sim.storm import check_node
+
+
+def start(node: Node, work: Work, now: float = 0.0) -> int:
+    answer = node.start(work, now)
+    assert isinstance(answer, int), answer
+    return answer
+
+
+def take_turn(node: Node, now: float, finished: list[Work] | None = None) -> str:
+    turn = node.next_turn(now)
+    assert turn is not None
+    label = f"{turn.instance.model}:{'prefill' if turn.prefill else 'decode'}"
+    node.turn_done(now + 0.01, finished or [])
+    return label
+
+
+def test_a_new_instance_loads_its_weights_before_its_first_turn() -> None:
+    node = make_node()
+    instance = start(node, make_work())
+    kinds = [type(said) for said in node.outbox]
+    assert StartLoad in kinds
+    assert node.next_turn(0.0) is None
+    serve_memory(node, 1.0)
+    assert node.instances[instance].state is State.READY
+    assert take_turn(node, 1.0) == "a:prefill"
+
+
+def test_a_cold_start_is_added_to_the_first_deadline_only_as_far_as_it_was_waited_for() -> None:
+    node = make_node()
+    early, late = make_work(0, arrival_s=0.0), make_work(1, arrival_s=0.8)
+    instance = start(node, early)
+    node.join(instance, late, 0.8)
+    load = next(said for said in node.outbox if isinstance(said, StartLoad))
+    node.load_done(load.instance, 1.0, 1.0)
+    assert early.grace_s == pytest.approx(1.0)
+    assert late.grace_s == pytest.approx(0.2)
+
+
+def test_the_shortest_headroom_runs_and_prefill_comes_before_decode() -> None:
+    node = make_node()
+    start(node, make_work(0, "a", ttft_s=2.0))
+    start(node, make_work(1, "b", ttft_s=1.0))
+    serve_memory(node, 0.0)
+    assert take_turn(node, 0.0) == "b:prefill"  # due at 1.0, then at 1.25
+    assert take_turn(node, 0.0) == "b:decode"  # then at 1.5, 1.75, 2.0
+    for _ in range(2):
+        assert take_turn(node, 0.0) == "b:decode"
+    assert take_turn(node, 0.0) == "a:prefill"
+
+
+def test_draining_runs_the_smallest_batch_while_everyone_has_slack() -> None:
+    node = make_node(knobs=Knobs(turns=TurnOrder.DRAIN, slack_s=0.5))
+    large = start(node, make_work(0, "a", ttft_s=5.0))
+    node.join(large, make_work(1, "a", ttft_s=5.0), 0.0)
+    start(node, make_work(2, "b", ttft_s=6.0))
+    serve_memory(node, 0.0)
+    assert take_turn(node, 0.0) == "b:prefill"
+    assert take_turn(node, 0.1) == "b:decode"
+    assert take_turn(node, 4.6) == "a:prefill"  # now it is urgent
+
+
+def test_an_iteration_gives_every_running_request_one_token() -> None:
+    node = make_node()
+    works = [make_work(index) for index in range(3)]
+    instance = node.instances[start(node, works[0])]
+    for work in works[1:]:
+        node.join(instance.id, work, 0.0)
+    serve_memory(node, 0.0)
+    for _ in range(3):
+        take_turn(node, 0.1)
+    take_turn(node, 0.2)
+    assert [instance.produced(work) for work in works] == [2, 2, 2]
+    take_turn(node, 0.3, finished=[works[1]])
+    assert works[1].produced == 3
+    said = serve_memory(node, 0.3)
+    assert [type(one) for one in said].count(FirstToken) == 3
+    assert any(isinstance(one, Finished) and one.work is works[1] for one in said)
+    check_node(node)
+
+
+def test_requests_with_different_paces_share_a_batch() -> None:
+    node = make_node()
+    relaxed, strict = make_work(0, tpot_s=0.5, ttft_s=0.6), make_work(1, tpot_s=0.1, ttft_s=1.0)
+    instance = node.instances[start(node, relaxed)]
+    node.join(instance.id, strict, 0.0)
+    serve_memory(node, 0.0)
+    for _ in range(2):
+        take_turn(node, 0.0)
+    assert instance.deadline_s == pytest.approx(min(0.6 + 0.5, 1.0 + 0.1))
+    take_turn(node, 0.0)
+    assert instance.deadline_s == pytest.approx(min(0.6 + 1.0, 1.0 + 0.2))
+
+
+def test_a_node_refuses_for_want_of_memory_slots_or_time() -> None:
+    assert make_node(memory_gib=11.0).start(make_work(), 0.0) is Refusal.MEMORY
+    node = make_node(hosting=make_hosting(slots=1))
+    start(node, make_work(0, "a"))
+    assert node.start(make_work(1, "b"), 0.0) is Refusal.SLOTS
+    busy = make_node(kind=DeviceKind.CPU, hosting=make_hosting(in_place=True, decode_s=0.15))
+    start(busy, make_work(0, "a", ttft_s=9.0))
+    assert busy.start(make_work(1, "b", ttft_s=9.0), 0.0) is Refusal.DECODE_OVERCOMMITTED
+    assert make_node(has_matrix_unit=False).start(make_work(), 0.0) is Refusal.HARDWARE
+    assert make_node().start(make_work(model="unknown"), 0.0) is Refusal.HARDWARE
+
+
+def test_a_concurrency_limit_ignores_deadlines() -> None:
+    knobs = Knobs(admission=Admission.CONCURRENCY, whole_node_kv=True, sharing=False)
+    node = make_node(knobs=knobs)
+    instance = start(node, make_work(0, ttft_s=0.0))
+    answers = [node.join(instance, make_work(index, ttft_s=0.0), 9.0) for index in range(1, 5)]
+    assert answers == [None, None, None, Refusal.CONCURRENCY]
+    assert node.start(make_work(9, "b"), 0.0) is Refusal.SLOTS
+
+
+def test_a_join_grows_the_pool_to_the_recommendation() -> None:
+    node = make_node(knobs=Knobs(floor_tokens=0, watermark=0.25))
+    instance = start(node, make_work(0, input_tokens=1000))
+    serve_memory(node, 0.0)
+    before = node.instances[instance].kv_tokens
+    node.join(instance, make_work(1, input_tokens=1000), 0.0)
+    resize = next(said for said in node.outbox if isinstance(said, StartResize))
+    assert resize.new_bytes > resize.old_bytes == before * node.instances[instance].hosting.kv_bytes_per_token
+
+
+def test_an_idle_instance_goes_after_its_keep_alive_unless_work_comes() -> None:
+    node = make_node(knobs=Knobs(keep_alive_s=1.0))
+    work = make_work(0)
+    instance = start(node, work)
+    serve_memory(node, 0.0)
+    take_turn(node, 0.0, finished=[work])
+    timer = next(said for said in serve_memory(node, 0.0) if isinstance(said, SetTimer))
+    again = make_work(1, arrival_s=0.5)
+    assert node.join(instance, again, 0.5) is None
+    node.timer(timer.instance, timer.epoch, timer.at_s)
+    assert instance in node.instances
+    take_turn(node, 0.6, finished=[again])
+    timer = next(said for said in serve_memory(node, 0.6) if isinstance(said, SetTimer))
+    node.timer(timer.instance, timer.epoch, timer.at_s)
+    said = serve_memory(node, timer.at_s)
+    assert any(isinstance(one, InstanceGone) for one in said)
+    assert node.residency.ledger.held == 0
+
+
+def test_an_idle_instance_gives_way_to_a_start_before_its_keep_alive_is_over() -> None:
+    node = make_node(memory_gib=15.0, knobs=Knobs(keep_alive_s=600.0, reclaim_idle=True))
+    work = make_work(0, "a")
+    start(node, work)
+    serve_memory(node, 0.0)
+    assert node.start(make_work(1, "b"), 0.0) is Refusal.MEMORY  # it is busy
+    take_turn(node, 0.0, finished=[work])
+    start(node, make_work(2, "b"), 1.0)
+    serve_memory(node, 1.0)
+    assert [instance.model for instance in node.instances.values()] == ["b"]
+
+
+def test_preempting_hands_back_every_request_with_its_tokens() -> None:
+    node = make_node()
+    work = make_work(0)
+    instance = start(node, work)
+    serve_memory(node, 0.0)
+    take_turn(node, 0.0)
+    take_turn(node, 0.1)
+    node.preempt(instance, "preempted")
+    evicted = [said for said in node.outbox if isinstance(said, Evicted)]
+    assert [one.work for one in evicted] == [work]
+    assert work.produced == 2
+    serve_memory(node, 0.2)
+    assert not node.instances
+    assert node.residency.ledger.held == 0
+
+
+def test_a_preempted_instance_unloads_only_after_its_turn() -> None:
+    node = make_node()
+    instance = start(node, make_work(0))
+    serve_memory(node, 0.0)
+    node.next_turn(0.0)
+    node.preempt(instance, "preempted")
+    assert not any(isinstance(said, StartUnload | StartResize) for said in node.outbox)
+    node.turn_done(0.1, [])
+    assert any(isinstance(said, StartResize | StartUnload) for said in node.outbox)
+    serve_memory(node, 0.2)
+    assert not node.instances
+
+
+def test_when_the_pool_runs_short_and_cannot_grow_the_longest_headroom_is_evicted() -> None:
+    node = make_node(memory_gib=10.7, knobs=Knobs(floor_tokens=0, watermark=0.0))  # 0.7 GiB of KV: 1,433 tokens
+    node.outputs.add(0)
+    urgent, relaxed = make_work(0, input_tokens=500, ttft_s=1.0), make_work(1, input_tokens=400, ttft_s=5.0)
+    instance = start(node, urgent)
+    assert node.join(instance, relaxed, 0.0) is None
+    serve_memory(node, 0.0)
+    evicted: list[Evicted] = []
+    for step in range(1200):
+        if node.next_turn(step * 0.01) is not None:
+            node.turn_done(step * 0.01, [])
+        evicted += [one for one in serve_memory(node, step * 0.01) if isinstance(one, Evicted)]
+        check_node(node)
+        if evicted:
+            break
+    assert evicted
+    assert evicted[0].work is relaxed
+    assert evicted[0].reason == "kv_short"
+
+
+def test_an_instance_that_lost_its_last_request_for_want_of_kv_is_reclaimed_like_any_idle_one() -> None:
+    node = make_node(memory_gib=10.3, knobs=Knobs(floor_tokens=0, watermark=0.0))  # 0.3 GiB of KV: 614 tokens
+    start(node, make_work(0, input_tokens=300, ttft_s=1.0))
+    said: list[object] = serve_memory(node, 0.0)
+    for step in range(400):
+        if node.next_turn(step * 0.01) is not None:
+            node.turn_done(step * 0.01, [])
+        said += serve_memory(node, step * 0.01)
+    assert any(isinstance(one, Evicted) and one.reason == "kv_short" for one in said)
+    timer = next(one for one in said if isinstance(one, SetTimer))
+    node.timer(timer.instance, timer.epoch, timer.at_s)
+    serve_memory(node, timer.at_s)
+    assert not node.instances
+
+
+def test_a_failed_load_evicts_and_frees() -> None:
+    node = make_node()
+    start(node, make_work(0))
+    load = next(said for said in node.outbox if isinstance(said, StartLoad))
+    node.outbox.clear()
+    node.load_failed(load.instance, 1.0)
+    said = serve_memory(node, 1.0)
+    assert any(isinstance(one, Evicted) and one.reason == "load_failed" for one in said)
+
+
+def test_a_prefill_instance_hands_over_after_the_first_token() -> None:
+    node = make_node()
+    work = make_work(0)
+    work.phase = Phase.PREFILL
+    start(node, work)
+    serve_memory(node, 0.0)
+    take_turn(node, 0.0)
+    handed = [said for said in serve_memory(node, 0.0) if isinstance(said, HandedOver)]
+    assert [one.work for one in handed] == [work]
+    assert handed[0].kv_bytes == work.known_tokens * 512 * 1024
+
+
+def test_a_dead_node_returns_its_work_and_refuses_until_it_recovers() -> None:
+    node = make_node()
+    work = make_work(0)
+    start(node, work)
+    assert node.fail() == [work]
+    assert node.start(make_work(1), 0.0) is Refusal.CLOSED
+    node.recover()
+    assert isinstance(node.start(make_work(2), 0.0), int)
+
+
+# Any interleaving
+
+
+def _random_step(node: Node, what: int, which: int, number: int, pending: list[Callable[[], None]]) -> None:
+    now = number * 0.05
+    models = ("a", "b", "c")
+    instances = list(node.instances)
+    if what < 3:
+        work = make_work(number, models[which % 3], 100 + 300 * (which % 5), now, ttft_s=5.0)
+        if not instances or node.join(instances[which % len(instances)], work, now) is not None:
+            node.start(work, now)
+    elif what < 7:
+        turn = node.turn or node.next_turn(now)
+        if turn is not None and node.turn is not None:
+            running = list(turn.instance.running.values())
+            ends = running[:1] if turn.prefill is None and which % 4 == 0 else []
+            node.turn_done(now, ends)
+    elif what < 10 and pending:
+        pending.pop(which % len(pending))()
+    elif what == 10 and instances:
+        node.preempt(instances[which % len(instances)], "preempted")
+    elif what == 11:
+        node.next_turn(now)
+
+
+def _collect(node: Node, number: int, pending: list[Callable[[], None]]) -> None:
+    now = number * 0.05
+    for said in node.outbox:
+        if isinstance(said, StartLoad):
+            pending.append(lambda i=said.instance: node.load_done(i, now, 0.5))
+        elif isinstance(said, StartUnload):
+            pending.append(lambda i=said.instance: node.unload_done(i, now))
+        elif isinstance(said, StartResize):
+            pending.append(lambda i=said.instance: node.resize_done(i, now))
+        elif isinstance(said, SetTimer):
+            pending.append(lambda i=said.instance, e=said.epoch: node.timer(i, e, now))
+    node.outbox.clear()
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 19)), max_size=60),
+    st.sampled_from([0, 512, 4096]),
+    st.sampled_from([15.0, 25.0, 40.0]),
+)
+def test_any_interleaving_keeps_the_books_balanced(
+    steps: list[tuple[int, int]], floor_tokens: int, memory_gib: float
+) -> None:
+    node = make_node(memory_gib=memory_gib, knobs=Knobs(floor_tokens=floor_tokens, slots_limited=False))
+    pending: list[Callable[[], None]] = []
+    for number, (what, which) in enumerate(steps):
+        _random_step(node, what, which, number, pending)
+        _collect(node, number, pending)
+        check_node(node)
+    if node.turn is not None:
+        node.turn_done(99.0, [])
+        _collect(node, 99, pending)
+    for instance in list(node.instances):
+        node.preempt(instance, "end")
+        _collect(node, 99, pending)
+    for _ in range(200):
+        if not pending:
+            break
+        pending.pop(0)()
+        _collect(node, 99, pending)
+    assert not node.instances
+    assert node.residency.ledger.held == node.residency.ledger.planned == node.residency.ledger.waiting == 0

@@ -1,0 +1,61 @@
+"""Where models may start, in which order, and which instance takes or gives way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim_builders import make_hosting
+
+from dovetail.policy.consolidate import rank_instances, rank_victims
+from dovetail.policy.placement import DeviceKind, can_ever_serve, is_hopeless, rank_nodes
+
+
+@dataclass(frozen=True)
+class FakeNode:
+    kind: DeviceKind
+    in_use: bool
+    fullness: float
+
+
+@dataclass(frozen=True)
+class FakeInstance:
+    batch: int
+    on_cpu: bool = False
+
+
+def test_cpu_nodes_come_first_then_nodes_in_use_then_the_fullest() -> None:
+    empty_cpu = FakeNode(DeviceKind.CPU, False, 0.0)
+    used_cpu = FakeNode(DeviceKind.CPU, True, 0.1)
+    full_gpu = FakeNode(DeviceKind.GPU, True, 9.0)
+    half_gpu = FakeNode(DeviceKind.GPU, True, 5.0)
+    nodes = [half_gpu, empty_cpu, full_gpu, used_cpu]
+    assert rank_nodes(nodes, pack=True) == [used_cpu, empty_cpu, full_gpu, half_gpu]
+    assert rank_nodes(nodes, pack=False) == [empty_cpu, used_cpu, half_gpu, full_gpu]
+
+
+def test_a_device_that_breaks_the_slo_even_alone_is_excluded() -> None:
+    slow = make_hosting(decode_s=0.3)
+    assert not can_ever_serve(slow, 512, 1.0, 0.25, has_matrix_unit=True)
+    fast = make_hosting(decode_s=0.1, prefill_s_per_k=1.0)
+    assert can_ever_serve(fast, 512, 1.0, 0.25, has_matrix_unit=True)
+    assert not can_ever_serve(fast, 4096, 1.0, 0.25, has_matrix_unit=True)
+
+
+def test_cpus_without_matrix_units_never_serve() -> None:
+    assert not can_ever_serve(make_hosting(), 10, 8.0, 0.25, has_matrix_unit=False)
+
+
+def test_new_requests_go_to_the_largest_batch_on_cpu_first() -> None:
+    small, large, cpu = FakeInstance(1), FakeInstance(5), FakeInstance(2, on_cpu=True)
+    assert rank_instances([small, large, cpu], reactive=True) == [cpu, large, small]
+    assert rank_instances([small, large, cpu], reactive=False) == [small, cpu, large]
+
+
+def test_only_smaller_neighbours_give_way_the_smallest_first() -> None:
+    one, two, three = FakeInstance(1), FakeInstance(2), FakeInstance(3)
+    assert rank_victims([three, two, one], batch=3) == [one, two]
+
+
+def test_a_queued_request_is_given_up_when_its_token_is_due() -> None:
+    assert not is_hopeless(5.0, 5.0)
+    assert is_hopeless(5.0, 5.1)

@@ -1,0 +1,242 @@
+"""Whole runs in virtual time: determinism, replay, faults, the command line, and the paper's figures."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from sim_builders import CONVERSATION, PROFILE, needs_shared
+from typer.testing import CliRunner
+
+from dovetail.cli.sim import app, knobs_of
+from dovetail.errors import ConfigError
+from dovetail.sim.explain import Explainer, explain
+from dovetail.sim.log import EventLog
+from dovetail.sim.metrics import Fate, Result
+from dovetail.sim.policies import POLICIES, policy
+from dovetail.sim.replay import replay, settings_of
+from dovetail.sim.report import write_report
+from dovetail.sim.setup import Setup, build, run
+from dovetail.sim.storm import build_storm, run_one, run_storm
+from dovetail.sim.sweeps import SWEEPS, sweep
+from dovetail.sim.workload import Workload, generate
+
+PROFILE_TEXT = json.dumps(
+    {
+        "models": {
+            "tiny": {
+                "shape": {"weight_gib": 10.0, "kv_kib_per_token": 512},
+                "hardware": {
+                    "slow": {
+                        "kind": "cpu",
+                        "prefill_ms": [[1, 60], [1024, 500]],
+                        "decode_ms": [{"mean_length": 512, "batch_ms": [[1, 60], [32, 120]]}],
+                        "sllm_concurrency": 8,
+                        "sllm_half_node_concurrency": 4,
+                    },
+                    "fast": {
+                        "kind": "gpu",
+                        "prefill_ms": [[1, 15], [1024, 90]],
+                        "decode_ms": [{"mean_length": 512, "batch_ms": [[1, 14], [32, 30]]}],
+                        "sllm_concurrency": 32,
+                        "sllm_half_node_concurrency": 12,
+                    },
+                },
+            }
+        }
+    }
+)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A generated trace and a small profile."""
+    trace, profile = tmp_path / "trace.csv", tmp_path / "profile.json"
+    rows = generate(Workload(250, 24, 4.0, cv=3.0), 5)
+    lines = [f"{row.arrival_s:.4f},{row.model},{row.input_tokens},{row.output_tokens}" for row in rows]
+    trace.write_text("arrival_s,model,input_tokens,output_tokens\n" + "\n".join(lines) + "\n")
+    profile.write_text(PROFILE_TEXT)
+    return trace, profile
+
+
+def make_setup(files: tuple[Path, Path], name: str = "dovetail", seed: int = 0, **changes: object) -> Setup:
+    return Setup(files[0], files[1], policy(name, **changes), shape="tiny", cpu_nodes=1, gpu_nodes=2, seed=seed)
+
+
+def event_log(setup: Setup) -> str:
+    buffer = io.StringIO()
+    log = EventLog(buffer)
+    log.header(**settings_of(setup))
+    build(setup, log).run()
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_request_ends_exactly_once_under_every_policy(files: tuple[Path, Path], name: str) -> None:
+    result = run(make_setup(files, name))
+    assert all(record.fate is not None for record in result.records)
+    assert sum(result.count(fate) for fate in Fate) == 250
+    assert 0 < result.met() <= result.count(Fate.FINISHED)
+    assert result.met_strictly() <= result.met()
+
+
+@pytest.mark.parametrize("name", ["slinfer", "dovetail", "sllm+c+s"])
+def test_one_seed_gives_one_log_to_the_byte_and_another_seed_another(files: tuple[Path, Path], name: str) -> None:
+    first = event_log(make_setup(files, name))
+    assert first == event_log(make_setup(files, name))
+    assert first != event_log(make_setup(files, name, seed=1))
+
+
+def test_a_stored_log_replays_and_a_changed_one_does_not(files: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    text = event_log(make_setup(files))
+    path.write_text(text)
+    assert replay(path) == len(text.splitlines())
+    path.write_text(text.replace('"event": "placed"', '"event": "mislaid"', 1))
+    with pytest.raises(ConfigError, match="mislaid"):
+        replay(path)
+    path.write_text("{}\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        replay(path)
+
+
+def test_sharing_serves_more_than_exclusive_nodes(files: tuple[Path, Path]) -> None:
+    met = {name: run(make_setup(files, name)).met() for name in ("sllm", "sllm+c", "slinfer")}
+    assert max(met["sllm"], met["sllm+c"]) < met["slinfer"]
+
+
+def test_disaggregation_runs_and_costs(files: tuple[Path, Path]) -> None:
+    apart = run(Setup(files[0], files[1], policy("slinfer", ("pd",)), shape="tiny", cpu_nodes=1, gpu_nodes=2))
+    assert all(record.fate is not None for record in apart.records)
+    assert apart.met() <= run(make_setup(files, "slinfer")).met()
+
+
+def test_a_model_that_fits_nowhere_is_an_error(files: tuple[Path, Path]) -> None:
+    files[1].write_text(PROFILE_TEXT.replace('"weight_gib": 10.0', '"weight_gib": 500.0'))
+    setup = Setup(files[0], files[1], policy("slinfer"), shape="tiny", cpu_nodes=0, gpu_nodes=2)
+    with pytest.raises(ConfigError, match="fits nowhere"):
+        build(setup)
+
+
+def test_a_request_can_be_explained(files: tuple[Path, Path]) -> None:
+    explainer = Explainer(3)
+    result = build(make_setup(files), explainer).run()
+    text = explain(explainer, result)
+    assert "request 3: model" in text
+    assert "started a new instance" in text or "joined a running instance" in text
+    assert "SLO met" in text or "SLO missed" in text
+
+
+def test_a_report_is_one_file_that_fetches_nothing(files: tuple[Path, Path], tmp_path: Path) -> None:
+    results: list[Result] = [run(make_setup(files, name)) for name in ("slinfer", "dovetail")]
+    path = tmp_path / "report.html"
+    write_report(path, results)
+    text = path.read_text()
+    for part in ("TTFT", "SLO attainment", "GPU nodes in use", "GPU memory", "Batch size", "Who held which device"):
+        assert part in text
+    assert "http" not in text
+    assert "<script" not in text
+
+
+# The command line
+
+NAMES = ("requests", "slo_met", "dropped", "rejected", "failed", "cpu_nodes_mean", "gpu_nodes_mean", "ttft_p50_s")
+NAMES += ("ttft_p95_s", "tpot_p50_s", "cold_starts", "batch_mean", "wall_s")
+
+
+def test_run_prints_one_object_with_the_fixed_names(files: tuple[Path, Path], tmp_path: Path) -> None:
+    options = ["run", "--trace", str(files[0]), "--profile", str(files[1]), "--shape", "tiny", "--cpu-nodes", "1"]
+    options += ["--gpu-nodes", "1", "--policy", "slinfer", "--seed", "0", "--json"]
+    done = CliRunner().invoke(app, [*options, "--event-log", str(tmp_path / "log")])
+    assert done.exit_code == 0, done.output
+    assert set(NAMES) <= set(json.loads(done.stdout))
+    again = CliRunner().invoke(app, ["replay", str(tmp_path / "log")])
+    assert "identical" in again.stdout
+
+
+def test_compare_prints_a_table(files: tuple[Path, Path]) -> None:
+    options = ["compare", "--trace", str(files[0]), "--profile", str(files[1]), "--shape", "tiny"]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    assert "dovetail" in done.stdout
+
+
+def test_presets_and_faults_can_be_asked_for_and_replayed(files: tuple[Path, Path], tmp_path: Path) -> None:
+    text = PROFILE_TEXT.replace('"kv_kib_per_token": 512', '"kv_kib_per_token": 512, "layers": 32')
+    files[1].write_text(text)
+    options = ["run", "--trace", str(files[0]), "--profile", str(files[1]), "--shape", "tiny", "--nodes", "1", "--json"]
+    options += ["--gpu-hardware", "h100-80g", "--faults", "6", "--event-log", str(tmp_path / "log")]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    assert '"event": "fault"' in (tmp_path / "log").read_text()
+    assert "identical" in CliRunner().invoke(app, ["replay", str(tmp_path / "log")]).stdout
+
+
+def test_a_workload_is_generated_as_a_trace(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["generate", str(tmp_path / "t.csv"), "--requests", "100", "--cv", "4"])
+    assert "100 requests" in done.stdout, done.output
+
+
+def test_knobs_can_be_set_and_wrong_ones_are_named() -> None:
+    assert knobs_of("slinfer", None, ["watermark=0.5", "sharing=false"]).watermark == 0.5
+    with pytest.raises(ConfigError, match="no such knob"):
+        knobs_of("slinfer", None, ["colour=red"])
+    with pytest.raises(ConfigError, match="expected a float"):
+        knobs_of("slinfer", None, ["watermark=high"])
+    with pytest.raises(ConfigError, match="unknown"):
+        knobs_of("slinfer", ["no-luck"], None)
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_sweep_has_runs(name: str) -> None:
+    cells = list(sweep(name, CONVERSATION, PROFILE, "llama-2-7b", 64, 0))
+    assert len(cells) >= 3
+    assert len({cell.labels for cell, _ in cells}) == len(cells)
+
+
+# Faults
+
+
+def test_fault_storms_violate_no_invariant() -> None:
+    assert run_storm(range(150)) == []
+
+
+def test_a_storm_repeats_itself() -> None:
+    first, second = run_one(7), run_one(7)
+    assert [(r.fate, r.end_s) for r in first.records] == [(r.fate, r.end_s) for r in second.records]
+
+
+def test_a_violated_invariant_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(seed: int) -> object:
+        simulation = build_storm(seed)
+        simulation.controller.retry = lambda work_id, now: None  # type: ignore[method-assign]
+        return simulation
+
+    monkeypatch.setattr("dovetail.sim.storm.build_storm", broken)
+    failures = run_storm(range(5))
+    assert failures
+    assert all("have not ended" in problem or "never ended" in problem for _, problem in failures)
+
+
+# The paper
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "models", "rate", "gpus"),
+    [("slinfer", 32, 0.99, 0.9), ("slinfer", 128, 0.86, 4.0), ("sllm+c+s", 64, 0.93, 3.6)],
+)
+def test_published_rates_and_node_counts_are_reproduced(name: str, models: int, rate: float, gpus: float) -> None:
+    summary = run(Setup(CONVERSATION, PROFILE, policy(name), models=models)).summary()
+    assert int(summary["slo_met"]) / int(summary["requests"]) == pytest.approx(rate, abs=0.03)
+    assert summary["gpu_nodes_mean"] == pytest.approx(gpus, abs=0.3)
+
+
+@needs_shared
+def test_dovetail_meets_a_tenth_more_than_slinfer_at_128_models() -> None:
+    ours = run(Setup(CONVERSATION, PROFILE, policy("dovetail"), models=128))
+    paper = run(Setup(CONVERSATION, PROFILE, policy("slinfer"), models=128))
+    assert ours.met() >= 1.10 * paper.met()
+    assert all(a >= b for a, b in zip(ours.by_popularity(), paper.by_popularity(), strict=True))
