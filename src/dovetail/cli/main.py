@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "show": Command("dovetail.cli.models", "show", "Show all that is known about a model."),
     "rm": Command("dovetail.cli.models", "remove", "Delete models."),
     "ps": Command("dovetail.cli.ps", "ps", "Show what a running server is doing."),
+    "sim": Command("dovetail.cli.sim", "app", "Run traces through the scheduling policies in virtual time."),
     "bench": Command("dovetail.cli.bench", "app", "Measure this machine and this build."),
     "doctor": Command("dovetail.cli.doctor", "doctor", "Look at this machine: what it has, what follows from it."),
 }
@@ -52,9 +53,6 @@ def main() -> None:
         _fail(str(error), debug)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # `dovetail list | head`
-        sys.stderr.close()
-        raise SystemExit(0) from None
     except Exception as error:
         _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", debug)
 
