@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dovetail.sim.metrics import Result, Sample, percentile
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 640, 240, 48, 28
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM = 640, 240, 48, 24, 28
 COLOURS = ("#0b6e99", "#c4511d", "#2f7d32", "#7b3fa0", "#8a6d00", "#b0224f", "#555555", "#008a8a")
 STYLE = """body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:1000px;color:#222;background:#fff}
 table{border-collapse:collapse;margin:1rem 0}td,th{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:right}
@@ -106,14 +106,14 @@ def _chart(title: str, names: Sequence[str], series: Sequence[Points]) -> str:
     x_max, y_max = max(max(xs), 1e-9), max(max(ys), 1e-9)
 
     def place(x: float, y: float) -> str:
-        across = LEFT + x / x_max * (WIDTH - LEFT - 8)
+        across = LEFT + x / x_max * (WIDTH - LEFT - RIGHT)
         return f"{across:.1f},{HEIGHT - BOTTOM - y / y_max * (HEIGHT - BOTTOM - 12):.1f}"
 
     lines = ""
     for index, points in enumerate(series):
         path = " ".join(place(x, y) for x, y in points)
         lines += f"<polyline fill=none stroke='{_colour(index)}' stroke-width=1.5 points='{path}'/>"
-    axes = f"<path d='M{LEFT},8V{HEIGHT - BOTTOM}H{WIDTH - 8}' fill=none stroke='#999'/>"
+    axes = f"<path d='M{LEFT},8V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}' fill=none stroke='#999'/>"
     ticks = "".join(_tick(place, x_max * part / 4, y_max * part / 4) for part in range(5))
     frame = f"viewBox='0 0 {WIDTH} {HEIGHT}' width={WIDTH} role=img aria-label='{escape(title)}'"
     return f"<h2>{escape(title)}</h2><svg {frame}>{axes}{ticks}{lines}</svg>"
