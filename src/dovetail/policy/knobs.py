@@ -43,7 +43,7 @@ class Knobs:
     disaggregate: bool = False  # prefill and decode on instances of their own
     # beyond the paper
     turns: TurnOrder = TurnOrder.DEADLINE
-    slack_s: float = 2.0  # DRAIN: headroom below which deadline order rules
+    slack_s: float = 4.0  # DRAIN: headroom below which deadline order rules
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
     free_resize: bool = False  # pools grow and shrink in place, without copying
     reclaim_idle: bool = False  # idle instances give way to a start before their keep-alive is over
