@@ -26,7 +26,7 @@ import zmq
 
 from dovetail import messages
 from dovetail.errors import DovetailError
-from dovetail.machine import process_age_s, usable_cores
+from dovetail.machine import memory_bytes, process_age_s, usable_cores
 from dovetail.node.rotation import Rotation
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.scheduler import Completed, Scheduler, SchedulerConfig
@@ -123,7 +123,9 @@ class Worker:
         instance.is_released = False
         scheduler = instance.scheduler
         turn = scheduler.next_turn()
-        completed = scheduler.take_failed() if turn is None else self._execute(instance, turn)
+        self._report(instance, scheduler.take_failed() if turn is None else self._execute(instance, turn))
+
+    def _report(self, instance: Instance, completed: Completed) -> None:
         for sequence in completed.ended:
             instance.executor.forget(sequence)
         if completed.events:
@@ -223,6 +225,7 @@ class Worker:
     def _abort(self, request_id: str, choice: int | None) -> None:
         for instance in self._instances.values():
             instance.scheduler.abort(request_id, choice)
+            self._report(instance, instance.scheduler.take_failed())  # no turn may follow to do it
         if choice is None:
             for loading in self._loading.values():
                 loading.held = [request for request in loading.held if request.id != request_id]
@@ -323,7 +326,7 @@ def build_instance(message: messages.Load, config: WorkerConfig) -> tuple[Instan
     executor = CpuExecutor(
         checkpoint,
         ExecutorConfig(
-            kv_bytes=message.kv_bytes or config.kv_bytes or psutil.virtual_memory().total // 10,
+            kv_bytes=message.kv_bytes or config.kv_bytes or memory_bytes()[0] // 10,
             block_size=config.block_size,
             max_tokens=config.max_batch * context,
             dtype=message.dtype,

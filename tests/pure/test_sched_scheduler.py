@@ -183,6 +183,17 @@ def test_an_abort_during_a_turn_frees_blocks_when_the_turn_ends() -> None:
     assert not scheduler.has_work
 
 
+def test_what_an_abort_ends_is_told_without_another_turn() -> None:
+    scheduler, memory = make_scheduler(), BlockMemory()
+    scheduler.add(make_request("a", [1, 2]))
+    turn = scheduler.next_turn()
+    assert turn is not None
+    scheduler.complete(memory.run(turn))
+    scheduler.abort("a")
+    assert not scheduler.has_work
+    assert scheduler.take_failed().ended == (turn.rows[0].sequence,)
+
+
 def test_a_failed_turn_ends_its_sequences_and_no_others() -> None:
     scheduler = make_scheduler(max_batch=1)
     scheduler.add(make_request("a", [1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.errors import ConfigError
-from dovetail.machine import has_fast_bf16
+from dovetail.machine import preferred_dtype
 
 TORCH_DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -14,8 +14,7 @@ def compute_dtype(name: str, stored: str) -> str:
     """The type to compute in. "auto": the stored one if this CPU has instructions for it, else float32, which every
     CPU multiplies well (bf16 without them is a hundred times slower)."""
     if name == "auto":
-        half = stored in ("bf16", "f16")
-        return "bf16" if half and has_fast_bf16() else "f32" if half else stored
+        return preferred_dtype() if stored in ("bf16", "f16") else stored
     if name not in TORCH_DTYPES:
         raise ConfigError(f"dtype: {name!r} is none of auto, {', '.join(TORCH_DTYPES)}")
     return name

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from dovetail.engine.batch import build_batch
+from dovetail.engine.batch import Batch, build_batch
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
@@ -58,18 +58,14 @@ class CpuExecutor:
         return self._cache.committed_bytes
 
     def run(self, turn: Turn) -> Outcome:
-        assert self._model is not None, "the executor is closed"
         with torch.inference_mode():
-            batch = build_batch(turn, self._cache.block_size)
-            logits = forward(self._model, batch, self._cache, self._ops)
+            batch, logits = self._forward(turn)
             return Outcome(tuple(sample(logits, batch.sampled, self._grammars)) if batch.sampled else ())
 
     def logits(self, turn: Turn) -> dict[int, torch.Tensor]:
         """The same iteration, but the logits of each sampling sequence instead of its token."""
-        assert self._model is not None, "the executor is closed"
         with torch.inference_mode():
-            batch = build_batch(turn, self._cache.block_size)
-            logits = forward(self._model, batch, self._cache, self._ops)
+            batch, logits = self._forward(turn)
             return {row.sequence: logits[at] for at, row in enumerate(batch.sampled)}
 
     def resize(self, num_blocks: int) -> None:
@@ -82,6 +78,11 @@ class CpuExecutor:
     def close(self) -> None:
         self._model = None
         self._cache.close()
+
+    def _forward(self, turn: Turn) -> tuple[Batch, torch.Tensor]:
+        assert self._model is not None, "the executor is closed"
+        batch = build_batch(turn, self._cache.block_size)
+        return batch, forward(self._model, batch, self._cache, self._ops)
 
 
 def _max_blocks(config: ExecutorConfig, block_bytes: int) -> int:

@@ -41,9 +41,10 @@ def replay(path: Path) -> int:
     log = EventLog(buffer)
     log.header(**settings_of(setup))
     build(setup, log).run()
-    for number, (old, new) in enumerate(zip(stored, buffer.getvalue().splitlines(), strict=False), start=1):
+    replayed = buffer.getvalue().splitlines()
+    for number, (old, new) in enumerate(zip(stored, replayed, strict=False), start=1):
         if old != new:
             raise ConfigError(f"{path}: line {number}: stored {old}, replayed {new}")
-    if len(stored) != len(buffer.getvalue().splitlines()):
-        raise ConfigError(f"{path}: {len(stored)} lines stored, {len(buffer.getvalue().splitlines())} replayed")
+    if len(stored) != len(replayed):
+        raise ConfigError(f"{path}: {len(stored)} lines stored, {len(replayed)} replayed")
     return len(stored)
