@@ -12,14 +12,13 @@ from dovetail.node.events import Turn
 from dovetail.node.node import Node
 from dovetail.node.work import Work
 from dovetail.policy.knobs import Knobs
-from dovetail.policy.latency import GIB, IN_PLACE_RESIZE
-from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.placement import DeviceKind
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.metrics import percentile
 from dovetail.sim.policies import DOVETAIL
 from dovetail.sim.profile import read_profile
-from dovetail.sim.setup import INSTANCE_IDS, memory_gib
+from dovetail.sim.setup import make_devices
 from dovetail.sim.trace import Arrival
 from dovetail.sim.workload import Workload, generate
 
@@ -83,20 +82,7 @@ def cluster(
     node_type: type[Node] = Node,
 ) -> list[Device]:
     """Half CPU nodes, half GPU nodes, all models of one shape."""
-    noise = Noise(Random(seed), 0.05)
     measured = read_profile(profile)
-    outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
-    names = {arrival.model for arrival in arrivals}
-    devices = []
-    catalogues: dict[DeviceKind, dict[str, Hosting]] = {}
-    for kind in DeviceKind:
-        hosting = measured.hosting(shape, kind)
-        catalogues[kind] = {str(model): hosting for model in names}
-    for index in range(nodes):
-        kind = DeviceKind.CPU if index < nodes // 2 else DeviceKind.GPU
-        hosting = next(iter(catalogues[kind].values()))
-        memory = int(memory_gib(kind, hosting, knobs) * GIB)
-        first = index * INSTANCE_IDS
-        node = node_type(f"{kind.value}-{index}", kind, memory, catalogues[kind], knobs, first_instance=first)
-        devices.append(Device(node, outputs, IN_PLACE_RESIZE, noise))
-    return devices
+    hostings = {kind: measured.hosting(shape, kind) for kind in DeviceKind}
+    counts = {DeviceKind.CPU: nodes // 2, DeviceKind.GPU: nodes - nodes // 2}
+    return make_devices(counts, hostings, arrivals, knobs, Noise(Random(seed), 0.05), node_type=node_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -79,30 +80,40 @@ def assemble(
     log: EventLog | None = None,
 ) -> Simulation:
     noise = Noise(Random(setup.seed), setup.noise)
-    outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
-    names = sorted({arrival.model for arrival in arrivals})
-    transfer = IN_PLACE_RESIZE if setup.knobs.free_resize else TransferModel()
-    devices = []
-    for kind, count in ((DeviceKind.CPU, setup.cpu_nodes), (DeviceKind.GPU, setup.gpu_nodes)):
-        for index in range(count):
-            hosting = hostings[kind]
-            catalogue = {str(model): hosting for model in names}
-            hardware = setup.cpu_hardware if kind is DeviceKind.CPU else setup.gpu_hardware
-            memory = int(memory_gib(kind, hosting, setup.knobs, hardware) * GIB)
-            node = Node(
-                f"{kind.value}-{index}",
-                kind,
-                memory,
-                catalogue,
-                setup.knobs,
-                first_instance=len(devices) * INSTANCE_IDS,
-            )
-            devices.append(Device(node, outputs, transfer, noise))
+    counts = {DeviceKind.CPU: setup.cpu_nodes, DeviceKind.GPU: setup.gpu_nodes}
+    hardware = {DeviceKind.CPU: setup.cpu_hardware, DeviceKind.GPU: setup.gpu_hardware}
+    devices = make_devices(counts, hostings, arrivals, setup.knobs, noise, hardware)
     if not devices:
         raise ConfigError("--cpu-nodes and --gpu-nodes are both 0")
-    check_fit(devices, names)
+    check_fit(devices, sorted({arrival.model for arrival in arrivals}))
     faults = draw_faults(Random(setup.seed + 1), setup.faults, len(devices), horizon_s)
     return Simulation(devices, setup.knobs, arrivals, horizon_s=horizon_s, log=log, faults=faults)
+
+
+def make_devices(
+    counts: Mapping[DeviceKind, int],
+    hostings: Mapping[DeviceKind, Hosting],
+    arrivals: Sequence[Arrival],
+    knobs: Knobs,
+    noise: Noise,
+    hardware: Mapping[DeviceKind, str | None] | None = None,
+    node_type: type[Node] = Node,
+) -> list[Device]:
+    """CPU nodes, then GPU nodes; every model of the arrivals has the one shape of its kind's hosting."""
+    outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
+    names = sorted({arrival.model for arrival in arrivals})
+    transfer = IN_PLACE_RESIZE if knobs.free_resize else TransferModel()
+    devices: list[Device] = []
+    for kind in DeviceKind:
+        if not counts[kind]:
+            continue
+        catalogue = {str(model): hostings[kind] for model in names}
+        memory = int(memory_gib(kind, hostings[kind], knobs, (hardware or {}).get(kind)) * GIB)
+        for index in range(counts[kind]):
+            first = len(devices) * INSTANCE_IDS
+            node = node_type(f"{kind.value}-{index}", kind, memory, catalogue, knobs, first_instance=first)
+            devices.append(Device(node, outputs, transfer, noise))
+    return devices
 
 
 def memory_gib(kind: DeviceKind, hosting: Hosting, knobs: Knobs, hardware: str | None = None) -> float:
