@@ -81,6 +81,17 @@ class Request(msgspec.Struct, frozen=True):
     num_choices: int = 1
     slo: Slo = Slo()
     service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
+    # What each choice has said already, where the request goes on after its worker died; None = that choice has ended.
+    # These tokens are output: limits, penalties, grammars and draws count them as if they had been made here.
+    generated: tuple[tuple[int, ...] | None, ...] = ()
+
+    @property
+    def open_choices(self) -> tuple[int, ...]:
+        """Choices that are still to be answered; only these have events."""
+        return tuple(choice for choice in range(self.num_choices) if self.generated_by(choice) is not None)
+
+    def generated_by(self, choice: int) -> tuple[int, ...] | None:
+        return self.generated[choice] if self.generated else ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -109,6 +120,8 @@ class TokenEvent(msgspec.Struct, frozen=True):
     error: str | None = None  # with FinishReason.ERROR: one line for the client
     # With FinishReason.ERROR: the caller's fault (a schema that does not compile), so 422 rather than 500.
     unprocessable: bool = False
+    # With FinishReason.ERROR: refused for want of capacity, so 503; seconds after which it is worth asking again.
+    retry_after_s: float | None = None
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """A worker without a model, for tests of the gateway: speaks the real messages, answers with the prompt's own tokens.
 
 A prompt [a, b, c] is answered a, b, c, a, b, … one token per choice and tick. Models named "broken" fail to load; the
-prompt token CRASH ends the process without a word, the token FAIL fails its request.
+prompt token CRASH ends the process without a word, the token FAIL fails its request, the token BUSY has it refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dovetail.messages import (
 )
 from dovetail.types import FinishReason, Request, TokenEvent, TokenLogprob, TokenLogprobs
 
-CRASH, FAIL = 7, 8
+CRASH, FAIL, BUSY = 7, 8, 9
 TICK_S = 0.001
 
 
@@ -66,8 +66,9 @@ class FakeWorker:
         elif isinstance(message, Submit) and message.request.model in self.models:
             if CRASH in message.request.prompt:
                 os._exit(9)
-            for choice in range(message.request.num_choices):
-                self.open[message.request.id, choice] = (message.request, 0)
+            for choice in message.request.open_choices:
+                made = len(message.request.generated_by(choice) or ())
+                self.open[message.request.id, choice] = (message.request, made)
         elif isinstance(message, Abort):
             for key in list(self.open):
                 if key[0] == message.request_id and message.choice in (None, key[1]):
@@ -79,6 +80,10 @@ class FakeWorker:
         for key, (request, made) in list(self.open.items()):
             if FAIL in request.prompt:
                 events.append(TokenEvent(*key, None, FinishReason.ERROR, error="no luck"))
+                del self.open[key]
+                continue
+            if BUSY in request.prompt:
+                events.append(TokenEvent(*key, None, FinishReason.ERROR, error="no room in time", retry_after_s=2.5))
                 del self.open[key]
                 continue
             token = request.prompt[made % len(request.prompt)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_worker import FAIL
+from fake_worker import BUSY, FAIL
 from gateway_builders import running_service
 from pydantic import SecretStr
 
@@ -235,6 +235,16 @@ def test_a_failure_after_the_first_text_is_an_event_and_before_it_a_status(tmp_p
         chunks = events(await stream)
         assert chunks[0]["choices"]
         assert chunks[-1]["error"]["message"] == "lost"
+
+    on_app(tmp_path, test)
+
+
+def test_a_request_that_the_worker_refuses_is_a_503_that_says_when_to_return(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        for stream in (False, True):
+            response = await client.post("/v1/completions", json=TEXT | {"prompt": [BUSY], "stream": stream, "n": 2})
+            assert check_error(response, 503)["message"] == "no room in time"
+            assert response.headers["retry-after"] == "3"
 
     on_app(tmp_path, test)
 

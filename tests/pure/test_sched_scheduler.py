@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,6 +126,22 @@ def test_choices_of_one_request_compute_their_prompt_once() -> None:
     scheduler.complete(memory.run(second))
     events = drain(scheduler, memory)
     assert {event.choice for event in events} == {0, 1, 2}
+
+
+def test_a_resumed_request_goes_on_where_its_answer_was() -> None:
+    scheduler, memory = make_scheduler(), BlockMemory()
+    prompt = list(range(6))
+    whole = expected(prompt, 30)
+    scheduler.add(make_request("a", prompt, max_tokens=30))
+    drain(scheduler, memory)
+    resumed = make_request("b", prompt, max_tokens=30, num_choices=3)
+    scheduler.add(msgspec.structs.replace(resumed, generated=(tuple(whole[:17]), None, ())))
+    events = drain(scheduler, memory)
+    assert tokens_of(events, "b") == whole[17:]
+    assert tokens_of(events, "b", 1) == []
+    assert tokens_of(events, "b", 2) == whole
+    assert [event.choice for event in events if event.finish is FinishReason.LENGTH] == [0, 2]
+    assert scheduler.prefix_hits <= scheduler.prefix_queries, "the answer is cached too, but it is no prompt"
 
 
 def test_a_request_ends_by_stop_token_by_length_and_by_context() -> None:

@@ -295,4 +295,6 @@ class _Choice:
 
 def _error_of(event: TokenEvent) -> RequestError:
     message = event.error or "the request was ended by the worker"
+    if event.retry_after_s is not None:
+        return Overloaded(message, code="overloaded", retry_after_s=event.retry_after_s)
     return Unprocessable(message) if event.unprocessable else EngineFailed(message)

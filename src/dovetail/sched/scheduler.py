@@ -205,9 +205,9 @@ class Scheduler:
         sequence.num_computed, sequence.num_sealed, sequence.last_key = computed, len(blocks), key
         if not sequence.was_admitted:
             sequence.was_admitted = True
-            sequence.cached_tokens = computed
+            sequence.cached_tokens = min(computed, sequence.num_prompt)  # a resumed answer may be cached as well
             self.prefix_queries += sequence.num_prompt
-            self.prefix_hits += computed
+            self.prefix_hits += sequence.cached_tokens
         return count
 
     def _fits(self, sequence: Sequence) -> bool:

@@ -59,16 +59,16 @@ class Sequence:
 
 
 def sequences_of(request: Request, first_id: int) -> list[Sequence]:
-    """A sequence per choice. Choice 0 uses the seed as it is, the others derive theirs from it."""
+    """A sequence per open choice. Choice 0 uses the seed as it is, the others derive theirs from it."""
     made: list[Sequence] = []
-    for choice in range(request.num_choices):
+    for choice in request.open_choices:
         seed = request.sampling.seed if choice == 0 else mix64(request.sampling.seed, choice)
         made.append(
             Sequence(
-                id=first_id + choice,
+                id=first_id + len(made),
                 request_id=request.id,
                 choice=choice,
-                tokens=list(request.prompt),
+                tokens=[*request.prompt, *(request.generated_by(choice) or ())],
                 num_prompt=len(request.prompt),
                 sampling=msgspec.structs.replace(request.sampling, seed=seed),
                 leader=made[0] if made else None,
