@@ -83,6 +83,9 @@ class ServerConfig(_Section):
     max_body_bytes: Size = 16 * 1024 * 1024
     max_queue: int = Field(default=512, ge=1)  # unfinished requests in the whole server; more are answered 503
     drain_timeout: Duration = 120.0  # how long SIGTERM waits for streams
+    # A request whose worker dies goes on, from the tokens that it has, on the worker that takes its place.
+    max_resumptions: int = Field(default=2, ge=0)  # of one request; one more death is an error
+    resume_timeout: Duration = Field(default=5.0, ge=0)  # how long a stream waits for the new worker before an error
 
 
 class NodeConfig(_Section):

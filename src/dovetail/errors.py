@@ -10,6 +10,7 @@ DovetailError
 │   ├── Unprocessable            422  well formed, but cannot be honoured (a schema that does not compile)
 │   ├── QuotaExceeded            429  this key's quota is spent; says when to come back
 │   ├── EngineFailed             500  the worker failed while serving this request
+│   │   └── WorkerLost           500  the worker died; what is left of the request can be served by another
 │   └── Overloaded               503  no capacity now, or draining; says when to come back
 ├── ConfigError                  a configuration value is wrong; names the key
 ├── CheckpointError              model files cannot be used; names the file
@@ -85,6 +86,10 @@ class QuotaExceeded(RequestError):
 class EngineFailed(RequestError):
     status = 500
     kind = "server_error"
+
+
+class WorkerLost(EngineFailed):
+    pass
 
 
 class Overloaded(RequestError):

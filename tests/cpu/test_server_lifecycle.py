@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -92,21 +91,6 @@ def test_the_time_to_drain_is_bounded(tiny_folder: Callable[[str], Path]) -> Non
         server.terminate()
         assert server.wait() == 0
         client.close()
-
-
-def test_a_killed_worker_is_a_clear_error_and_the_next_request_works(tiny_folder: Callable[[str], Path]) -> None:
-    with running_server(tiny_folder("llama"), "--threads", "1", "--kv-cache", "16MiB") as server:
-        before = server.node()["pid"]
-        client, response = open_stream(server)
-        os.kill(before, signal.SIGKILL)
-        lines = finish(response)
-        client.close()
-        assert "killed by signal 9" in json.loads(lines[-2])["error"]["message"]
-        answer = server.client().completions.create(model="llama", prompt="a", max_tokens=2)
-        assert answer.choices[0].finish_reason in ("length", "stop")
-        node = server.node()
-        assert (node["state"], node["starts"]) == ("up", 2)
-        assert node["pid"] != before
 
 
 def test_models_of_the_catalogue_are_loaded_when_called(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A worker without a model, for tests of the gateway: speaks the real messages, answers with the prompt's own tokens.
 
-A prompt [a, b, c] is answered a, b, c, a, b, … one token per choice and tick. Models named "broken" fail to load; the
-prompt token CRASH ends the process without a word, the token FAIL fails its request, the token BUSY has it refused.
+A prompt [a, b, c] is answered a, b, c, a, b, … one token per choice and tick. The model "broken" fails to load unless
+its source is "good", the model "slow" takes a second. In a prompt, CRASH ends the process without a word, FAIL fails
+the request and BUSY has it refused.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from dovetail.messages import (
     Stats,
     Submit,
     Tokens,
+    Unload,
+    Unloaded,
     decode_for_worker,
     encode,
 )
@@ -58,7 +61,9 @@ class FakeWorker:
     def take(self, message: object) -> None:
         if isinstance(message, Load):
             name = message.card.name
-            if name == "broken":
+            if name == "slow":
+                time.sleep(1.0)
+            if name == "broken" and message.card.source != "good":
                 self.socket.send(encode(LoadFailed(name, "the weights are truncated")))
             else:
                 self.models.add(name)
@@ -69,6 +74,9 @@ class FakeWorker:
             for choice in message.request.open_choices:
                 made = len(message.request.generated_by(choice) or ())
                 self.open[message.request.id, choice] = (message.request, made)
+        elif isinstance(message, Unload):
+            self.models.discard(message.model)
+            self.socket.send(encode(Unloaded(message.model)))
         elif isinstance(message, Abort):
             for key in list(self.open):
                 if key[0] == message.request_id and message.choice in (None, key[1]):

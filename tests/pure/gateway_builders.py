@@ -14,7 +14,7 @@ from dovetail.config import ModelConfig, NodeConfig
 from dovetail.gateway.link import Link
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import FixedCatalogue, Models
-from dovetail.gateway.service import Service
+from dovetail.gateway.service import Limits, Service
 from dovetail.modelspec import ModelSpec
 from dovetail.types import ModelCard
 
@@ -25,6 +25,7 @@ TEMPLATE = (
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
 END = 256
 CONTEXT = 512
+LIMITS = Limits(max_queue=64)
 
 
 def byte_level_tokenizer() -> Tokenizer:
@@ -72,12 +73,12 @@ def make_card(folder: Path, name: str = "fake", **changes: Any) -> ModelCard:
 
 @asynccontextmanager
 async def running_service(
-    folder: Path, *cards: ModelCard, max_queue: int = 64, keep_alive: float = -1, **config: Any
+    folder: Path, *cards: ModelCard, limits: Limits = LIMITS, keep_alive: float = -1, **config: Any
 ) -> AsyncIterator[Service]:
     served = cards or (make_card(folder), make_card(folder, "broken"))
     link = Link([NodeConfig(**config)], [sys.executable, str(Path(__file__).parent / "fake_worker.py")])
     configs = {card.name: ModelConfig(source="", keep_alive=keep_alive) for card in served}
-    service = Service(link, Models(FixedCatalogue(list(served)), configs), Metrics(), max_queue=max_queue)
+    service = Service(link, Models(FixedCatalogue(list(served)), configs), Metrics(), limits)
     link.start()
     try:
         yield service

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_worker import CRASH, FAIL
 from gateway_builders import END, make_card, running_service
 
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
 from dovetail.gateway.api import CompletionRequest
-from dovetail.gateway.service import Delta, Service
+from dovetail.gateway.models import FixedCatalogue, Models
+from dovetail.gateway.run import Delta
+from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.status import server_status
 from dovetail.gateway.translate import Job, completion_job
-from dovetail.types import FinishReason, Slo
+from dovetail.types import FinishReason, ModelCard, Slo
 
 counter = iter(range(10**9))
 
@@ -42,9 +45,11 @@ def text_of(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def on_service(folder: Path, test: Callable[[Service], Awaitable[None]], **options: Any) -> None:
+def on_service(
+    folder: Path, test: Callable[[Service], Awaitable[None]], cards: Sequence[ModelCard] = (), **options: Any
+) -> None:
     async def run() -> None:
-        async with running_service(folder, **options) as service:
+        async with running_service(folder, *cards, **options) as service:
             await asyncio.wait_for(test(service), 60)
             assert service.unfinished == 0
             assert not any(node.inboxes for node in service.link.nodes.values())
@@ -136,20 +141,72 @@ def test_a_model_that_cannot_be_loaded_ends_every_request_that_waits(tmp_path: P
     on_service(tmp_path, test)
 
 
-def test_a_dying_worker_ends_its_requests_and_the_next_one_is_served(tmp_path: Path) -> None:
+def test_answers_go_on_when_their_worker_dies(tmp_path: Path) -> None:
     async def test(service: Service) -> None:
         await collect(service, "a")
-        running = [asyncio.create_task(collect(service, "ab", max_tokens=500)) for _ in range(3)]
-        await eventually(lambda: service.unfinished == 3)
-        with pytest.raises(EngineFailed, match="ended with code 9"):
-            await collect(service, [CRASH])
-        for result in await asyncio.gather(*running, return_exceptions=True):
-            assert isinstance(result, EngineFailed)
-        assert text_of((await collect(service, "ab", max_tokens=4))[0]) == "abab"
+        running = [asyncio.create_task(collect(service, "abc", max_tokens=400, n=2)) for _ in range(5)]
+        await eventually(lambda: service.metrics.generation_tokens.labels("fake")._value.get() > 500)
+        kill_worker(service)
+        for found in await asyncio.gather(*running):
+            for deltas in found.values():
+                assert text_of(deltas) == ("abc" * 134)[:400]
+                assert sum(delta.num_tokens for delta in deltas) == 400
+                assert [delta.finish for delta in deltas].count(FinishReason.LENGTH) == 1
         assert service.link.supervisors["cpu-0"].starts == 2
-        assert b'dovetail:worker_exits_total{node="cpu-0"} 1.0' in service.metrics.render()
+        shown = service.metrics.render()
+        assert b'dovetail:worker_exits_total{node="cpu-0"} 1.0' in shown
+        assert b'dovetail:request_resumptions_total{model_name="fake"} 5.0' in shown
 
     on_service(tmp_path, test)
+
+
+def test_an_answer_goes_on_twice_and_then_ends_with_an_error(tmp_path: Path) -> None:
+    async def test(service: Service) -> None:
+        await collect(service, "a")
+        stopped = asyncio.create_task(collect(service, "abc", stop=["zzz"], max_tokens=400))
+        crashing = asyncio.create_task(collect(service, [CRASH]))
+        with pytest.raises(EngineFailed, match="ended with code 9 again, after 2 attempts"):
+            await crashing
+        with pytest.raises(EngineFailed, match="after 2 attempts"):  # it was there each time
+            await stopped
+        assert service.link.supervisors["cpu-0"].starts == 3
+
+    on_service(tmp_path, test, limits=Limits(resume_timeout_s=30))
+
+
+def test_without_resumptions_a_death_is_an_error_at_once(tmp_path: Path) -> None:
+    async def test(service: Service) -> None:
+        with pytest.raises(EngineFailed, match=r"ended with code 9$"):
+            await collect(service, [CRASH])
+        assert text_of((await collect(service, "ab", max_tokens=4))[0]) == "abab"
+
+    on_service(tmp_path, test, limits=Limits(max_resumptions=0))
+
+
+def test_a_stream_does_not_wait_for_its_worker_longer_than_the_limit(tmp_path: Path) -> None:
+    async def test(service: Service) -> None:
+        async with aclosing(service.run(await make_job(service, "ab", max_tokens=400))) as deltas:
+            await anext(deltas)
+            kill_worker(service)
+            with pytest.raises(Overloaded, match="killed by signal 9 and was not back within 0 s") as caught:
+                async for _ in deltas:
+                    pass
+        assert caught.value.retry_after_s
+        assert text_of((await collect(service, "ab", max_tokens=4))[0]) == "abab"
+
+    on_service(tmp_path, test, limits=Limits(resume_timeout_s=0))
+
+
+def test_a_worker_that_dies_while_it_loads_costs_the_waiting_requests_nothing(tmp_path: Path) -> None:
+    async def test(service: Service) -> None:
+        await service.link.supervisors["cpu-0"].greeted
+        waiting = [asyncio.create_task(collect(service, "ab", model="slow", max_tokens=4)) for _ in range(3)]
+        await eventually(lambda: service.unfinished == 3)
+        kill_worker(service)
+        for found in await asyncio.gather(*waiting):
+            assert text_of(found[0]) == "abab"
+
+    on_service(tmp_path, test, cards=[make_card(tmp_path), make_card(tmp_path, "slow")])
 
 
 def test_a_worker_that_dies_again_and_again_is_given_pauses(tmp_path: Path) -> None:
@@ -161,20 +218,53 @@ def test_a_worker_that_dies_again_and_again_is_given_pauses(tmp_path: Path) -> N
             await collect(service, "ab")
         assert caught.value.retry_after_s
 
-    on_service(tmp_path, test)
+    on_service(tmp_path, test, limits=Limits(max_resumptions=0))
 
 
-def test_a_killed_worker_is_named_by_its_signal(tmp_path: Path) -> None:
+def kill_worker(service: Service) -> None:
+    pid = server_status(service).nodes[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_failed_load_that_crossed_an_unload_says_nothing_of_the_next_one(tmp_path: Path) -> None:
     async def test(service: Service) -> None:
-        task = asyncio.create_task(collect(service, "ab", max_tokens=500))
-        await eventually(lambda: service.link.nodes["cpu-0"].stats or service.link.nodes["cpu-0"].hello)
-        pid = server_status(service).nodes[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineFailed, match="killed by signal 9"):
-            await task
+        await service.link.supervisors["cpu-0"].greeted
+        node = service.link.nodes["cpu-0"]
+        good = service.models.get("fake").card
+        node.load(msgspec.structs.replace(good, name="broken"), "auto")
+        node.unload("broken")  # its LoadFailed is on the way by the time the next Load is sent
+        again = node.load(msgspec.structs.replace(good, name="broken", source="good"), "auto")
+        await again.ready
+        assert node.instances["broken"] is again
 
     on_service(tmp_path, test)
+
+
+def test_a_model_that_was_pulled_again_is_served_when_the_old_answers_are_finished(tmp_path: Path) -> None:
+    cards = [make_card(tmp_path)]
+
+    async def test(service: Service) -> None:
+        old = asyncio.create_task(collect(service, "ab", max_tokens=300))
+        await eventually(lambda: service.unfinished)
+        new = make_card(tmp_path, created=1)
+        service.models = Models(FixedCatalogue([new]), {})
+        fresh = [asyncio.create_task(collect(service, "cd", max_tokens=4)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in [old, *fresh])
+        assert text_of((await old)[0]) == "ab" * 150
+        assert [text_of(found[0]) for found in await asyncio.gather(*fresh)] == ["cdcd"] * 3
+        assert service.link.nodes["cpu-0"].instances["fake"].card == new
+
+    on_service(tmp_path, test, cards=cards)
+
+
+def test_a_job_that_can_never_be_queued_is_the_callers_to_change(tmp_path: Path) -> None:
+    async def test(service: Service) -> None:
+        with pytest.raises(InvalidRequest, match="3 prompts are more than this server queues"):
+            await collect(service, ["a", "b", "c"])
+
+    on_service(tmp_path, test, limits=Limits(max_queue=2))
 
 
 def test_one_failing_request_leaves_the_others_alone(tmp_path: Path) -> None:
@@ -196,7 +286,7 @@ def test_more_than_max_queue_is_refused(tmp_path: Path) -> None:
         assert caught.value.retry_after_s
         await asyncio.gather(*running)
 
-    on_service(tmp_path, test, max_queue=2)
+    on_service(tmp_path, test, limits=Limits(max_queue=2))
 
 
 def test_an_idle_model_is_unloaded_after_its_keep_alive_and_comes_back(tmp_path: Path) -> None:

@@ -196,9 +196,9 @@ class LocalChat:
         self._link.start()
         offer = await asyncio.to_thread(make_offer, self._config, [self._model])
         from dovetail.gateway.metrics import Metrics
-        from dovetail.gateway.service import Service
+        from dovetail.gateway.service import Limits, Service
 
-        self._service = Service(self._link, offer.models, Metrics(), max_queue=1)
+        self._service = Service(self._link, offer.models, Metrics(), Limits(max_queue=1))
         await self._service.start(offer.preload)
         self._model = offer.names[0]
 

@@ -168,9 +168,9 @@ async def _serve_http(config: Config, link: Link, offer: Offer, listener: socket
     from dovetail.gateway.listen import base_url
     from dovetail.gateway.metrics import Metrics
     from dovetail.gateway.server import HttpServer
-    from dovetail.gateway.service import Service
+    from dovetail.gateway.service import Limits, Service
 
-    service = Service(link, offer.models, Metrics(), max_queue=config.server.max_queue)
+    service = Service(link, offer.models, Metrics(), Limits.of(config.server))
     app = make_app(service, config.server, config.auth)
     server = HttpServer(app, service, config.server.drain_timeout)
     address = base_url(listener)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from dovetail.config import NodeConfig
-from dovetail.errors import EngineFailed, Overloaded, RequestError
+from dovetail.errors import EngineFailed, Overloaded, RequestError, WorkerLost
 from dovetail.gateway.supervisor import Supervisor
 from dovetail.messages import (
     Abort,
@@ -88,6 +89,19 @@ class Instance:
     requests: set[str] = field(default_factory=set)  # unfinished
     was_waited_for: bool = False  # a request came before it was loaded: a cold start
     ready_at: float | None = None  # loop time
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while `requests` is empty
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    def begin(self, request_id: str) -> None:
+        self.requests.add(request_id)
+        self.idle.clear()
+
+    def end(self, request_id: str) -> None:
+        self.requests.discard(request_id)
+        if not self.requests:
+            self.idle.set()
 
     @property
     def loaded(self) -> Loaded | None:
@@ -107,6 +121,7 @@ class NodeLink:
         self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
         self._send = send
         self._outbox: list[ToWorker] = []  # until the worker has said Hello
+        self._unloading: Counter[str] = Counter()  # Unload messages that the worker has not confirmed
 
     def send(self, message: ToWorker) -> None:
         if self.hello is None:
@@ -130,13 +145,25 @@ class NodeLink:
         return instance
 
     def unload(self, model: str) -> None:
-        if self.instances.pop(model, None) is not None:
+        instance = self.instances.pop(model, None)
+        if instance is not None:
+            instance.idle.set()  # whoever waits for it looks again
+            self._unloading[model] += 1
             self.send(Unload(model))
+
+    def confirm_unload(self, model: str) -> None:
+        if self._unloading[model]:
+            self._unloading[model] -= 1
+
+    def is_current(self, model: str) -> bool:
+        """Whether what the worker says of loading this model is about the last Load. Messages keep their order, so all
+        that comes before the answer to an Unload is about an instance that is given up."""
+        return not self._unloading[model]
 
     def submit(self, request: Request, inbox: Inbox) -> None:
         instance = self.instances[request.model]
         instance.was_waited_for |= instance.loaded is None
-        instance.requests.add(request.id)
+        instance.begin(request.id)
         self.inboxes[request.id] = (inbox, request.model)
         self.send(Submit(request))
 
@@ -145,12 +172,16 @@ class NodeLink:
         entry = self.inboxes.pop(request_id, None)
         instance = self.instances.get(entry[1]) if entry else None
         if instance is not None:
-            instance.requests.discard(request_id)
+            instance.end(request_id)
 
     def fail_model(self, model: str, error: RequestError) -> None:
+        """The instance is gone, and with it its requests."""
         instance = self.instances.pop(model, None)
-        if instance is not None and not instance.ready.done():
-            instance.ready.set_exception(error)
+        if instance is not None:
+            if not instance.ready.done():
+                instance.ready.set_exception(error)
+            instance.requests.clear()
+            instance.idle.set()
         for request_id in [key for key, (_, owner) in self.inboxes.items() if owner == model]:
             self.inboxes.pop(request_id)[0].fail(error)
 
@@ -158,6 +189,7 @@ class NodeLink:
         """The worker is gone, and with it its models and requests."""
         self.hello, self.stats = None, None
         self._outbox.clear()
+        self._unloading.clear()
         for model in list(self.instances):
             self.fail_model(model, error)
         for inbox, _ in self.inboxes.values():  # of models that were unloaded under them
@@ -261,24 +293,21 @@ class Link:
             return
         elif isinstance(message, Tokens):
             _deliver(node, message)
-        elif isinstance(message, Loaded):
-            instance = node.instances.get(message.model)
-            if instance is not None and not instance.ready.done():
-                instance.ready_at = asyncio.get_running_loop().time()
-                instance.ready.set_result(message)
-        elif isinstance(message, LoadFailed):
-            node.fail_model(message.model, EngineFailed(f"'{message.model}' cannot be loaded: {message.error}"))
+        elif isinstance(message, Loaded | LoadFailed):
+            if node.is_current(message.model):
+                _settle(node, message)
         elif isinstance(message, Stats):
             node.stats = message
         else:
             assert isinstance(message, Unloaded)
+            node.confirm_unload(message.model)
         for observer in self.observers:
             observer(node.name, message)
 
     def _on_exit(self, name: str, code: int) -> None:
         reason = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         logger.error("worker %s %s", name, reason)
-        self.nodes[name].reset(EngineFailed(f"the worker '{name}' {reason}"))
+        self.nodes[name].reset(WorkerLost(f"the worker '{name}' {reason}"))
         for observer in self.exit_observers:
             observer(name)
 
@@ -298,6 +327,16 @@ def _deliver(node: NodeLink, message: Tokens) -> None:
         entry = node.inboxes.get(event.request_id)
         if entry is not None:
             entry[0].put(Arrival(event, now))
+
+
+def _settle(node: NodeLink, message: Loaded | LoadFailed) -> None:
+    if isinstance(message, LoadFailed):
+        node.fail_model(message.model, EngineFailed(f"'{message.model}' cannot be loaded: {message.error}"))
+        return
+    instance = node.instances.get(message.model)
+    if instance is not None and not instance.ready.done():
+        instance.ready_at = asyncio.get_running_loop().time()
+        instance.ready.set_result(message)
 
 
 def abort(node: NodeLink, request_id: str, choice: int | None = None) -> None:

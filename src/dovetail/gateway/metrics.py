@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from dovetail.gateway.figures import ModelFigures
+from dovetail.gateway.slo import Outcome
 from dovetail.messages import InstanceStats, Loaded, Stats, ToGateway
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -22,6 +24,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._seen: dict[tuple[str, str], InstanceStats] = {}  # worker counters as of the last Stats
+        self._figures: dict[str, ModelFigures] = {}
         self._define_gauges()
         self._define_counters()
         self._define_histograms()
@@ -30,6 +33,7 @@ class Metrics:
         self.running = self._gauge("num_requests_running", "Requests in the batch.")
         self.waiting = self._gauge("num_requests_waiting", "Requests waiting for their first turn.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all.")
+        self.attainment = self._gauge("slo_attainment", "Share of requests with targets that met them, 1 = all.")
         self.resident = Gauge("dovetail:resident_bytes", "Memory of a worker.", ["node"], registry=self.registry)
 
     def _define_counters(self) -> None:
@@ -44,6 +48,7 @@ class Metrics:
         self.turn_seconds = self._counter("turn_seconds_total", "Time in iterations.")
         self.overhead_seconds = self._counter("turn_overhead_seconds_total", "Time between iterations with work there.")
         self.slo = self._counter("slo_requests_total", "Requests with targets, by outcome.", "outcome")
+        self.resumptions = self._counter("request_resumptions_total", "Requests that went on after a worker died.")
         self.cold_starts = self._counter("cold_starts_total", "Loads that a request waited for.", "tier")
         self.http = Counter(
             "dovetail:http_requests_total", "Answers by route and status.", ["path", "status"], registry=self.registry
@@ -71,6 +76,19 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+    def figures_of(self, model: str) -> ModelFigures:
+        return self._figures.setdefault(model, ModelFigures())
+
+    def observe_ttft(self, model: str, seconds: float) -> None:
+        self.ttft.labels(model).observe(seconds)
+        self.figures_of(model).add_ttft(seconds)
+
+    def observe_outcome(self, model: str, outcome: Outcome) -> None:
+        self.slo.labels(model, outcome).inc()
+        figures = self.figures_of(model)
+        figures.outcomes[outcome] += 1
+        self.attainment.labels(model).set(figures.attainment or 0.0)
 
     def observe_message(self, node: str, message: ToGateway) -> None:
         if isinstance(message, Stats):

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from dovetail.gateway.detokenizer import Vocabulary
-from dovetail.gateway.service import Delta
+from dovetail.gateway.run import Delta
 from dovetail.gateway.translate import Job
 from dovetail.types import FinishReason, TokenLogprob, TokenLogprobs
 

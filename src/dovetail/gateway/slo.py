@@ -6,6 +6,9 @@ from typing import Literal
 
 from dovetail.types import Request, ServiceClass
 
+# What a request with targets got: its tokens in time, too late, no place, or an error that was not its own.
+Outcome = Literal["attained", "violated", "refused", "failed"]
+
 DEFAULT_TPOT_S = 0.25
 
 
@@ -29,7 +32,7 @@ class SloWatch:
         self._violated |= now > due
 
     @property
-    def outcome(self) -> Literal["attained", "violated"] | None:
+    def outcome(self) -> Outcome | None:
         if not self._counts:
             return None
         return "violated" if self._violated else "attained"

@@ -67,7 +67,8 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        """None between two workers."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     @property
     def retry_after_s(self) -> float | None:

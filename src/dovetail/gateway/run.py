@@ -1,0 +1,249 @@
+"""One job while it runs: its requests on a node, the tokens and text of its choices, its clock.
+
+Every token that came is kept, so that a job whose worker died can be submitted again with what it has said. When to do
+that, and where, is `service`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dovetail.errors import EngineFailed, Overloaded, RequestError, Unprocessable
+from dovetail.gateway.link import Arrival, Inbox, Instance, NodeLink, abort
+from dovetail.gateway.metrics import Metrics
+from dovetail.gateway.slo import Outcome, SloWatch
+from dovetail.gateway.stopper import Stopper
+from dovetail.gateway.translate import Job
+from dovetail.types import FinishReason, Request, TokenEvent, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one choice. `index` counts choices over all prompts of the job."""
+
+    index: int
+    text: str = ""
+    num_tokens: int = 0
+    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)  # token and what was said of it
+    cached_tokens: int = 0
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or token that ended it
+
+
+class Run:
+    """A job from its submission to its end, on one node after another if workers die under it."""
+
+    def __init__(self, job: Job, metrics: Metrics) -> None:
+        self.job = job
+        self.node: NodeLink | None = None
+        self.resumptions = 0
+        self._inbox = Inbox()
+        self._instance: Instance | None = None
+        self._first_instance: Instance | None = None
+        self._metrics = metrics
+        # Looked up once, because they are used at every token.
+        self._generated = metrics.generation_tokens.labels(job.model.name)
+        self._inter_token = metrics.inter_token.labels(job.model.name)
+        self._loop = asyncio.get_running_loop()
+        self._arrival = self._loop.time()
+        self._choices: dict[tuple[str, int], _Choice] = {}
+        for order, request in enumerate(job.requests):
+            for number in range(request.num_choices):
+                index = order * request.num_choices + number
+                self._choices[request.id, number] = _Choice(index, job, request)
+        self.open = set(self._choices)
+        self._slo = [SloWatch(request, self._arrival) for request in job.requests]
+
+    @property
+    def has_tokens(self) -> bool:
+        """Something has been said, so that a client may be waiting in the middle of a text."""
+        return any(choice.tokens for choice in self._choices.values())
+
+    def submit(self, node: NodeLink, instance: Instance) -> None:
+        """Hand what is left of the job to a node: all of it at first, the rest of its open choices later."""
+        if self._first_instance is None:
+            self._first_instance = instance
+            self._metrics.prompt_tokens.labels(self.job.model.name).inc(self.job.num_prompt_tokens)
+        self.node, self._instance = node, instance
+        self._inbox = Inbox()
+        for request in self.job.requests:
+            if self._is_open(request):
+                node.submit(self._rest_of(request), self._inbox)
+
+    async def next(self) -> list[Delta]:
+        """What is new. Raises WorkerLost after everything that came before it, and whatever else ends the job."""
+        return self.take(await self._inbox.get())
+
+    def _rest_of(self, request: Request) -> Request:
+        choices = [(request.id, number) for number in range(request.num_choices)]
+        if not any(self._choices[key].tokens for key in choices):
+            return request
+        said = tuple(tuple(self._choices[key].tokens) if key in self.open else None for key in choices)
+        return msgspec.structs.replace(request, generated=said)
+
+    def _is_open(self, request: Request) -> bool:
+        return any(request_id == request.id for request_id, _ in self.open)
+
+    def take(self, arrivals: Sequence[Arrival]) -> list[Delta]:
+        """Deltas of all events, one per choice: what piled up while the client was slow goes out together."""
+        touched: dict[tuple[str, int], _Choice] = {}
+        for event, at in arrivals:
+            key = (event.request_id, event.choice)
+            if key not in self.open:
+                continue  # ended here by a stop string while this was on its way
+            if event.finish in (FinishReason.ERROR, FinishReason.ABORTED):
+                raise _error_of(event)
+            choice = touched[key] = self._choices[key]
+            if event.token is not None:
+                self._observe_token(choice, at)
+            choice.feed(event)
+            if choice.finish is not None:
+                self._close(key, by_worker=event.finish is not None)
+        deltas = [delta for choice in touched.values() if (delta := choice.take()) is not None]
+        self._generated.inc(sum(delta.num_tokens for delta in deltas))
+        return deltas
+
+    def complete(self) -> None:
+        """Every choice has ended well."""
+        name, metrics = self.job.model.name, self._metrics
+        metrics.e2e.labels(name).observe(self._loop.time() - self._arrival)
+        for request in self.job.requests:
+            metrics.request_prompt.labels(name).observe(len(request.prompt))
+        self._record_outcomes(None)
+        assert self._instance is not None
+        if self._instance.was_waited_for:  # one cold start, however many requests waited for it
+            self._instance.was_waited_for = False
+            metrics.cold_starts.labels(name, "disk").inc()
+
+    def fail(self, error: RequestError) -> None:
+        """What is open ends with this error. Only what the server is to blame for counts against its targets."""
+        self._metrics.success.labels(self.job.model.name, FinishReason.ERROR.value).inc(len(self.open))
+        if error.status >= 500:
+            self._record_outcomes("refused" if isinstance(error, Overloaded) else "failed")
+        self._leave()
+
+    def abort_rest(self) -> None:
+        """Nobody waits for what is still open."""
+        if self.open:
+            self._metrics.success.labels(self.job.model.name, FinishReason.ABORTED.value).inc(len(self.open))
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.node is not None:
+            for request in self.job.requests:
+                abort(self.node, request.id)
+        self.open.clear()
+
+    def _record_outcomes(self, failure: Outcome | None) -> None:
+        for request, watch in zip(self.job.requests, self._slo, strict=True):
+            outcome = watch.outcome
+            if outcome is not None:
+                self._metrics.observe_outcome(
+                    self.job.model.name, failure if failure and self._is_open(request) else outcome
+                )
+
+    def _observe_token(self, choice: _Choice, now: float) -> None:
+        if choice.last_token_at is None:
+            choice.first_token_at = now
+            self._metrics.observe_ttft(self.job.model.name, now - self._arrival)
+        else:
+            self._inter_token.observe(now - choice.last_token_at)
+        choice.last_token_at = now
+        self._slo[choice.order].token(len(choice.tokens), now, self._cold_start_s())
+
+    def _cold_start_s(self) -> float:
+        """S1: a request that waited for its model to load has that much more time. A restart is no such excuse."""
+        ready_at = self._first_instance.ready_at if self._first_instance is not None else None
+        return max((ready_at or 0.0) - self._arrival, 0.0)
+
+    def _close(self, key: tuple[str, int], *, by_worker: bool) -> None:
+        self.open.discard(key)
+        choice = self._choices[key]
+        assert choice.finish is not None
+        name = self.job.model.name
+        self._metrics.success.labels(name, choice.finish.value).inc()
+        self._metrics.request_generation.labels(name).observe(len(choice.tokens))
+        if choice.tpot_s is not None:
+            self._metrics.figures_of(name).add_tpot(choice.tpot_s)
+        assert self.node is not None
+        if not by_worker:
+            abort(self.node, *key)
+        if not any(request_id == key[0] for request_id, _ in self.open):
+            self.node.finish(key[0])
+
+
+class _Choice:
+    """The text of one choice: tokens in, what may be shown out."""
+
+    def __init__(self, index: int, job: Job, request: Request) -> None:
+        self.index = index
+        self.order = index // request.num_choices
+        self.tokens: list[int] = []
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.finish: FinishReason | None = None
+        self._stop_ids = frozenset(request.sampling.stop_token_ids)
+        self._eos_ids = job.model.card.eos_token_ids
+        self._min_tokens = request.sampling.min_tokens
+        self._include_stop = job.include_stop
+        self._stopper = Stopper(job.stops, include_stop=job.include_stop)
+        self._detokenizer = job.model.vocabulary.detokenizer(
+            request.prompt, skip_special_tokens=job.skip_special_tokens
+        )
+        self._delta = Delta(index)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a token after the first."""
+        if self.first_token_at is None or self.last_token_at is None or len(self.tokens) < 2:
+            return None
+        return (self.last_token_at - self.first_token_at) / (len(self.tokens) - 1)
+
+    def feed(self, event: TokenEvent) -> None:
+        delta = self._delta
+        delta.cached_tokens += event.cached_tokens
+        text = ""
+        if event.token is not None:
+            self.tokens.append(event.token)
+            delta.num_tokens += 1
+            if event.logprobs is not None:
+                delta.logprobs.append((event.token, event.logprobs))
+            ends_it = event.finish is FinishReason.STOP and event.token in self._stop_ids
+            if ends_it and event.token not in self._eos_ids:  # an end of its own needs no reason
+                delta.stop_reason = event.token
+            if not ends_it or self._include_stop:  # the token that ends a text is not part of it
+                text = self._detokenizer.feed(event.token)
+        if event.finish is not None:
+            text += self._detokenizer.flush()
+        self._show(text, event.finish)
+
+    def take(self) -> Delta | None:
+        """What is new, or None while all of it is held back."""
+        delta = self._delta
+        if not delta.text and self.finish is None:
+            return None
+        self._delta = Delta(self.index)
+        return delta
+
+    def _show(self, text: str, finish: FinishReason | None) -> None:
+        if len(self.tokens) <= self._min_tokens and finish is None:
+            self._delta.text += text  # a stop string counts only after min_tokens, as stop tokens do
+            return
+        self._delta.text += self._stopper.feed(text)
+        if self._stopper.matched is not None:
+            self.finish = self._delta.finish = FinishReason.STOP
+            self._delta.stop_reason = self._stopper.matched
+        elif finish is not None:
+            self._delta.text += self._stopper.flush()
+            self.finish = self._delta.finish = finish
+
+
+def _error_of(event: TokenEvent) -> RequestError:
+    message = event.error or "the request was ended by the worker"
+    if event.retry_after_s is not None:
+        return Overloaded(message, code="overloaded", retry_after_s=event.retry_after_s)
+    return Unprocessable(message) if event.unprocessable else EngineFailed(message)
