@@ -6,7 +6,10 @@ DovetailError
 │   │   └── ContextTooLong       400  prompt and answer do not fit the model's context
 │   ├── Unauthenticated          401  no key, or an unknown one
 │   ├── ModelNotFound            404  no such model in the catalogue
+│   ├── PermissionDenied         403  this key, or this client without one, may not do that
+│   ├── Conflict                 409  the name is taken, or the model is in use
 │   ├── PayloadTooLarge          413  request body over the limit
+│   ├── UnsupportedMediaType     415  a body that is not announced as JSON
 │   ├── Unprocessable            422  well formed, but cannot be honoured (a schema that does not compile)
 │   ├── QuotaExceeded            429  this key's quota is spent; says when to come back
 │   ├── EngineFailed             500  the worker failed while serving this request
@@ -66,6 +69,21 @@ class Unauthenticated(RequestError):
 class ModelNotFound(RequestError):
     status = 404
     kind = "not_found_error"
+
+
+class PermissionDenied(RequestError):
+    status = 403
+    kind = "permission_error"
+
+
+class Conflict(RequestError):
+    status = 409
+    kind = "invalid_request_error"
+
+
+class UnsupportedMediaType(RequestError):
+    status = 415
+    kind = "invalid_request_error"
 
 
 class PayloadTooLarge(RequestError):

@@ -87,6 +87,17 @@ def test_messages_reach_the_template_in_the_form_that_templates_know() -> None:
     ]
 
 
+def test_a_call_without_text_is_null_only_for_templates_that_ask_for_it(tmp_path: Path) -> None:
+    messages = template_messages([Message(role="assistant", content=None, tool_calls=[{"id": "1"}])])
+    plain = "{% for m in messages %}{{ '<' + m['content'] + '>' }}{{ m.tool_calls[0].id }}{% endfor %}"
+    asking = "{% for m in messages %}{% if m['content'] is none %}call {{ m.tool_calls[0].id }}{% endif %}{% endfor %}"
+    named = (
+        "{% for m in messages %}{% set content = m.content %}{% if content is not none %}text{% endif %}{% endfor %}"
+    )
+    for template, wanted in ((plain, "<>1"), (asking, "call 1"), (named, "")):
+        assert ChatTemplate(make_card(tmp_path, chat_template=template)).render(messages) == wanted
+
+
 def test_the_arguments_of_tool_calls_reach_the_template_as_objects() -> None:
     calls = [{"function": {"name": "f", "arguments": '{"x": 1}'}}, {"function": {"name": "g", "arguments": "{"}}]
     (message,) = template_messages([Message(role="assistant", tool_calls=calls)])

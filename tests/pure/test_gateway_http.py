@@ -26,6 +26,7 @@ from dovetail.types import Slo
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEXT = {"model": "fake", "prompt": "hi ", "max_tokens": 6}
+JSON = {"content-type": "application/json"}
 KEYS = AuthConfig(
     keys=(
         KeyConfig(name="free", key=SecretStr("sk-free")),
@@ -154,7 +155,20 @@ def test_a_wrong_value_is_a_400_that_names_the_parameter(tmp_path: Path) -> None
 def test_a_body_that_is_no_json_of_ours_is_a_400(tmp_path: Path, body: bytes) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         for path in ("/v1/completions", "/v1/chat/completions", "/detokenize"):
-            check_error(await client.post(path, content=body), 400)
+            check_error(await client.post(path, content=body, headers=JSON), 400)
+
+    on_app(tmp_path, test)
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
+def test_a_body_that_is_not_announced_as_json_is_a_415(tmp_path: Path, kind: str) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        body = json.dumps(TEXT).encode()
+        response = await client.post("/v1/completions", content=body, headers={"content-type": kind})
+        assert "application/json" in check_error(response, 415)["message"]
+        for fine in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
+            response = await client.post("/v1/completions", content=body, headers={"content-type": fine})
+            assert response.status_code == 200
 
     on_app(tmp_path, test)
 
@@ -310,7 +324,7 @@ def test_a_body_over_the_limit_is_refused_without_reading_it_all(tmp_path: Path)
                 sent += 1
                 yield b"x" * 100
 
-        check_error(await client.post("/v1/completions", content=endless()), 413)
+        check_error(await client.post("/v1/completions", content=endless(), headers=JSON), 413)
         assert sent < 30
 
     on_app(tmp_path, test, max_body_bytes=2000)

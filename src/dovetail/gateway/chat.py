@@ -32,8 +32,10 @@ class ChatTemplate:
             raise InvalidRequest(f"the model '{card.name}' has no chat template; use /v1/completions", param="messages")
         self._name = card.name
         self._tokens = {"bos_token": card.bos_token or "", "eos_token": card.eos_token or ""}
+        environment = _environment()
         try:
-            self._template = _environment().from_string(card.chat_template)
+            self._template = environment.from_string(card.chat_template)
+            self._knows_null = _asks_for_null_content(environment.parse(card.chat_template))
         except jinja2.TemplateError as error:
             raise self._problem(error) from error
 
@@ -47,6 +49,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
+        if not self._knows_null:
+            messages = [{**message, "content": message.get("content") or ""} for message in messages]
         context = {
             **(extra or {}),
             **self._tokens,
@@ -82,6 +86,19 @@ class ChatTemplate:
             param="messages",
             code="chat_template_error",
         )
+
+
+def _asks_for_null_content(template: nodes.Template) -> bool:
+    """Whether it tells messages without content (calls of tools) by `content is none`. Others put their text together
+    from whatever is there, and would fail on a null or show it as "None"."""
+    names = (test.node for test in template.find_all(nodes.Test) if test.name == "none")
+    return any(_last_name(node) == "content" for node in names)
+
+
+def _last_name(node: nodes.Expr) -> object:
+    if isinstance(node, nodes.Getitem):
+        return node.arg.value if isinstance(node.arg, nodes.Const) else None
+    return getattr(node, "attr", getattr(node, "name", None))
 
 
 def _cut_after_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 import dovetail
-from dovetail.errors import InvalidRequest
+from dovetail.errors import InvalidRequest, UnsupportedMediaType
 from dovetail.gateway.api import (
     ChatRequest,
     CompletionRequest,
@@ -52,8 +52,8 @@ Handler = Callable[..., Awaitable[Response]]
 Body = TypeVar("Body", bound=BaseModel)
 
 
-_JOB_ERRORS = (400, 401, 404, 413, 422, 429, 500, 503)
-_BODY_ERRORS = (400, 401, 404, 413)
+_JOB_ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
+_BODY_ERRORS = (400, 401, 404, 413, 415)
 _PLAIN_TEXT: Responses = {
     200: {"description": "Prometheus text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
 }
@@ -194,12 +194,23 @@ class Endpoints:
 
 
 async def _read(kind: type[Body], request: Request) -> Body:
+    _check_media_type(request.headers.get("content-type", ""))
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             body = await request.body()
     except TimeoutError:
         raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s", code="timeout") from None
     return parse_body(kind, body)
+
+
+def _check_media_type(content_type: str) -> None:
+    """Also keeps pages of other origins out: what a browser sends them without asking first is never JSON."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType(
+            f"unsupported content type {media_type[:100]!r}: send 'Content-Type: application/json'",
+            code="unsupported_media_type",
+        )
 
 
 async def _tokenize_text(body: TokenizeRequest, model: ServedModel) -> list[int]:

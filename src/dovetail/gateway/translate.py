@@ -106,6 +106,8 @@ def _template_message(message: Message, position: int) -> dict[str, Any]:
         fields["content"] = "\n".join(_text_parts(message, position))
     elif message.content is None and not message.tool_calls:
         fields["content"] = ""
+    elif message.content is None:
+        fields["content"] = None  # what a template makes of it is `chat`'s to know
     for call in fields.get("tool_calls") or ():
         _parse_arguments(call)
     return fields
