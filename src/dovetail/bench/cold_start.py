@@ -14,8 +14,8 @@ from collections.abc import Callable
 import msgspec
 
 from dovetail import messages
+from dovetail.bench.peers import PeerFailed
 from dovetail.bench.worker_process import WorkerDied, WorkerProcess
-from dovetail.errors import DovetailError
 from dovetail.types import ModelCard, Request, SamplingParams
 
 PROMPT_TOKENS = 128
@@ -32,10 +32,6 @@ with torch.inference_mode():
     model(torch.arange(1, int(sys.argv[2]) + 1)[None]).logits[0, -1].argmax().item()
 print(i - t, l - i, time.perf_counter() - l)
 """
-
-
-class PeerFailed(DovetailError):
-    pass
 
 
 class ColdStart(msgspec.Struct, frozen=True):

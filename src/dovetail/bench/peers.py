@@ -1,0 +1,195 @@
+"""Peers to measure against: each in a virtual environment of its own, spoken to through a child process that stays.
+
+A peer's packages never enter our environment, where they could pull another torch or numpy. An environment is made once
+and kept; where this interpreter already has all that a peer needs, it is used as it is. The child answers one command
+at a time, so that starting a process and importing are not in what is measured. What cannot be had on this machine is
+PeerUnavailable with the reason: a bench says so in its table and goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import platform
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from dovetail.errors import DovetailError
+
+TORCH = "torch==2.13.0"
+_READY = "ready.json"
+_PIP_TIMEOUT_S = 1800.0
+
+Report = Callable[[str], None]  # what is being done now
+
+
+class PeerFailed(DovetailError):
+    """A peer that is there did not do what it was asked."""
+
+
+class PeerUnavailable(DovetailError):
+    """A peer that cannot be had on this machine, and why."""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    name: str
+    requirements: tuple[str, ...]  # for pip, in order; the first one is installed before the others are looked at
+    modules: tuple[str, ...]  # must be importable afterwards
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("safetensors", (TORCH, "safetensors==0.8.0"), ("torch", "safetensors")),
+        Peer("fastsafetensors", (TORCH, "fastsafetensors==0.5.0"), ("torch", "fastsafetensors")),
+        Peer("runai-model-streamer", (TORCH, "runai-model-streamer==0.17.0"), ("torch", "runai_model_streamer")),
+    )
+}
+
+
+class _Ready(msgspec.Struct):
+    """Written last, so that half an environment is never taken for a whole one."""
+
+    requirements: tuple[str, ...]
+    python: str
+
+
+def default_folder() -> Path:
+    home = os.environ.get("DOVETAIL_HOME")
+    return (Path(home) if home else Path.home() / ".cache" / "dovetail") / "peers"
+
+
+def find_python(peer: Peer, folder: Path) -> Path | None:
+    """An interpreter that has the peer: this one, or the one made for it earlier."""
+    if all(importlib.util.find_spec(module) is not None for module in peer.modules):
+        return Path(sys.executable)
+    python = folder / peer.name / "bin" / "python"
+    try:
+        ready = msgspec.json.decode((folder / peer.name / _READY).read_bytes(), type=_Ready)
+    except (OSError, msgspec.DecodeError):
+        return None
+    is_current = ready.requirements == peer.requirements and ready.python == platform.python_version()
+    return python if is_current and python.exists() else None
+
+
+def set_up(peer: Peer, folder: Path, *, install: bool = True, report: Report = lambda text: None) -> Path:
+    """The peer's interpreter; makes its environment if there is none yet. PeerUnavailable says why there cannot be."""
+    if (python := find_python(peer, folder)) is not None:
+        return python
+    if not install:
+        raise PeerUnavailable(f"{peer.name} is not installed")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder / f"{peer.name}.lock"):
+        return find_python(peer, folder) or _install(peer, folder / peer.name, report)
+
+
+def _install(peer: Peer, place: Path, report: Report) -> Path:
+    shutil.rmtree(place, ignore_errors=True)
+    report(f"{peer.name}: making an environment")
+    _run(peer, [sys.executable, "-m", "venv", str(place)])
+    python = place / "bin" / "python"
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]
+    for count, requirement in enumerate(peer.requirements):
+        report(f"{peer.name}: installing {requirement}")
+        # With the earlier ones named again pip cannot exchange them for what this one would rather have.
+        _run(peer, [*pip, *peer.requirements[: count + 1]])
+    report(f"{peer.name}: trying to import it")
+    _run(peer, [str(python), "-c", "import " + ", ".join(peer.modules)])
+    ready = _Ready(peer.requirements, platform.python_version())
+    (place / _READY).write_bytes(msgspec.json.encode(ready))
+    return python
+
+
+def _run(peer: Peer, command: list[str]) -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, env=environment)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerUnavailable(f"{peer.name} cannot be installed: {error}") from error
+    if done.returncode != 0:
+        here = f"{platform.machine()}, Python {platform.python_version()}"
+        raise PeerUnavailable(f"{peer.name} cannot be installed on {here}: {_reason(done.stderr)}")
+
+
+def _reason(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:") or "Error:" in line]
+    return (errors or lines or ["no reason given"])[-1].removeprefix("ERROR:").strip()
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Two benches at once make one environment."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class PeerProcess:
+    """A child under the peer's interpreter: one JSON object a line in, one out. Ended on leaving."""
+
+    def __init__(self, python: Path, script: Path, name: str, environment: dict[str, str] | None = None) -> None:
+        self.name = name
+        command = [str(python), str(script)]
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
+        self._received = b""
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, command: dict[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
+        line = msgspec.json.encode(command) + b"\n"
+        try:
+            _pipe(self._process.stdin).write(line)
+            _pipe(self._process.stdin).flush()
+        except BrokenPipeError as error:
+            raise self._died() from error
+        answer: dict[str, Any] = msgspec.json.decode(self._read_line(time.monotonic() + timeout_s))
+        if "error" in answer:
+            raise PeerFailed(f"{self.name}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        _pipe(self._process.stdin).close()  # the child's loop ends with its input
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        _pipe(self._process.stdout).close()
+
+    def _read_line(self, deadline: float) -> bytes:
+        output = _pipe(self._process.stdout)
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([output], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._process.kill()
+                raise PeerFailed(f"{self.name}: no answer in time")
+            part = os.read(output.fileno(), 65536)
+            if not part:
+                raise self._died()
+            self._received += part
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _died(self) -> PeerFailed:
+        return PeerFailed(f"{self.name}: its process ended with {self._process.wait()}")
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
