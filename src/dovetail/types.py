@@ -148,5 +148,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     defaults: GenerationDefaults = GenerationDefaults()
     source: str = ""  # what `pull` was given
     dtype: str = ""  # storage type of the matrices
+    layout: str = "plain"  # how the matrices lie in memory, see `dovetail.layouts`
+    partitions: int = 1  # files that hold the weights, one per device of a tensor-parallel group
     size_bytes: int = 0  # of the weights on disk
     created: int = 0  # Unix seconds of the pull

@@ -17,6 +17,8 @@ from dovetail.errors import CheckpointError, InvalidRequest, ModelNotFound, Sour
 from dovetail.machine import preferred_dtype
 from dovetail.store import Catalogue, open_checkpoint
 from dovetail.store.catalogue import default_root
+from dovetail.store.format import partition_files
+from dovetail.store.place import source_key
 
 TinyFolder = Callable[[str], Path]
 
@@ -32,7 +34,7 @@ def test_a_pulled_folder_can_be_listed_opened_and_removed(catalogue: Catalogue, 
     assert catalogue.cards() == [card] == [catalogue.get("mine")]
     assert (card.name, card.dtype, card.source) == ("mine", preferred_dtype(), str(tiny_folder("qwen2")))
     assert open_checkpoint(card.path).spec == card.spec
-    assert catalogue.remove("mine") == card
+    assert catalogue.remove("mine") >= card.size_bytes
     assert catalogue.cards() == []
 
 
@@ -59,15 +61,15 @@ def test_pulling_again_does_nothing_until_the_source_changes_or_it_is_forced(
     for path in (*source.iterdir(), source):
         os.utime(path, (time.time() - 100,) * 2)
     first = catalogue.pull(str(source))
-    weights = Path(first.path) / "weights.safetensors"
-    written = [weights.stat().st_mtime_ns]
+    manifest = Path(first.path) / "manifest.json"
+    written = [manifest.stat().st_mtime_ns]
     assert catalogue.pull(str(source)) == first
-    assert weights.stat().st_mtime_ns == written[-1]
+    assert manifest.stat().st_mtime_ns == written[-1]
     catalogue.pull(str(source), force=True)
-    written.append(weights.stat().st_mtime_ns)
+    written.append(manifest.stat().st_mtime_ns)
     os.utime(source / "config.json", (time.time() + 100,) * 2)
     catalogue.pull(str(source))
-    written.append(weights.stat().st_mtime_ns)
+    written.append(manifest.stat().st_mtime_ns)
     assert written == sorted(set(written))
 
 
@@ -125,10 +127,14 @@ def test_a_damaged_model_is_left_out_of_the_list_and_explained_when_asked_for(
     catalogue: Catalogue, tiny_folder: TinyFolder
 ) -> None:
     card = catalogue.pull(str(tiny_folder("llama")), name="mine")
-    (Path(card.path) / "weights.safetensors").unlink()
+    ((blob, _),) = partition_files(Path(card.path))
+    blob.unlink()
     assert catalogue.cards() == []
-    with pytest.raises(CheckpointError, match=r"weights\.safetensors: missing"):
+    with pytest.raises(CheckpointError, match=rf"{blob}: missing"):
         catalogue.get("mine")
+    assert [entry.problem for entry in catalogue.entries()] == [f"{blob}: missing"]
+    catalogue.remove("mine")
+    assert catalogue.entries() == []
 
 
 PULL = """
@@ -137,13 +143,13 @@ from pathlib import Path
 from dovetail.store import Catalogue
 print("started", flush=True)
 card = Catalogue(sys.argv[1]).pull(sys.argv[2], name="shared")
-print((Path(card.path) / "weights.safetensors").stat().st_mtime_ns)
+print((Path(card.path) / "manifest.json").stat().st_mtime_ns)
 """
 
 
 def test_of_two_pulls_at_once_one_does_the_work(catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
     command = [sys.executable, "-c", PULL, str(catalogue.root), str(tiny_folder("llama"))]
-    with catalogue._lock("shared"):  # both must wait here, having found nothing
+    with catalogue.place.lock(f"source-{source_key(str(tiny_folder('llama')))}"):  # both must wait here
         pulls = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         for pull in pulls:
             assert pull.stdout is not None

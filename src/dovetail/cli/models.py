@@ -107,9 +107,9 @@ def remove(
         total = human_bytes(sum(card.size_bytes for card in cards))
         typer.confirm(f"Delete {', '.join(card.name for card in cards)} ({total})?", abort=True)
     for card in cards:
-        catalogue.remove(card.name)
+        freed = catalogue.remove(card.name)
         if not as_json:
-            typer.echo(f"deleted {card.name} ({human_bytes(card.size_bytes)})")
+            typer.echo(f"deleted {card.name} ({human_bytes(freed)} freed)")
     if as_json:
         print_json([_summary(card) for card in cards])
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dovetail.engine.dtypes import TORCH_DTYPES
+from dovetail.layouts import unpack
 from dovetail.native import Ops
 from dovetail.node.ports import Checkpoint, HostTensor
 
@@ -89,6 +90,10 @@ class Weights:
 
     def _tensor(self, piece: HostTensor, dtype: torch.dtype) -> Tensor:
         count = math.prod(piece.shape)
+        if piece.layout != "plain":
+            self.num_bytes += count * dtype.itemsize
+            self.copied_bytes += count * dtype.itemsize
+            return torch.from_numpy(unpack(piece.layout, piece.dtype, piece.shape, piece.data)).to(dtype)
         with warnings.catch_warnings():
             # A mapped checkpoint is read-only, and so are its pages: a stray write faults instead of going unnoticed.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")

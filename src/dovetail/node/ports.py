@@ -32,9 +32,10 @@ class Executor(Protocol):
 class HostTensor(NamedTuple):
     """Raw bytes in host memory. `data` may be a view of a mapped file: whoever holds it keeps the mapping alive."""
 
-    dtype: str  # a key of modelspec.DTYPE_BYTES
+    dtype: str  # a key of modelspec.DTYPE_BYTES; of the values, where the layout packs them
     shape: tuple[int, ...]
-    data: memoryview  # contiguous, row-major
+    data: memoryview  # contiguous
+    layout: str = "plain"  # row-major; the others are in `dovetail.layouts`
 
 
 class Checkpoint(Protocol):

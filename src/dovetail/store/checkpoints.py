@@ -9,9 +9,10 @@ import msgspec
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.node.ports import Checkpoint
-from dovetail.store.canonical import CanonicalFolder, is_canonical_folder, read_card
+from dovetail.store.format import StoredModel, is_stored, read_card
 from dovetail.store.hf_folder import HfFolder, is_hf_folder
 from dovetail.store.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
+from dovetail.store.version_one import VersionOneFolder, is_version_one, read_old_card
 from dovetail.types import ModelCard
 
 
@@ -21,11 +22,16 @@ class ModelFiles(Checkpoint, Protocol):
     def tokenizer(self) -> tuple[TokenFields, str]:
         """What the card says about text, and the text of tokenizer.json."""
 
+    def release(self) -> None:
+        """Lets go of pages that were read; they come back when touched."""
+
 
 def open_checkpoint(path: str | Path) -> ModelFiles:
     path = _existing(path)
-    if is_canonical_folder(path):
-        return CanonicalFolder(path)
+    if is_stored(path):
+        return StoredModel(path)
+    if is_version_one(path):
+        return VersionOneFolder(path)
     if is_hf_folder(path):
         return HfFolder(path)
     if is_gguf(path):
@@ -38,13 +44,18 @@ def open_checkpoint(path: str | Path) -> ModelFiles:
 def describe(path: str | Path, name: str) -> ModelCard:
     """The card of a model that is served where it lies, without pulling it."""
     path = _existing(path).resolve()
-    if is_canonical_folder(path):
-        return read_card(path, name)
+    if is_stored(path) or is_version_one(path):
+        return read_any_card(path, name)
     if is_hf_folder(path):
         return _describe_hf_folder(path, name)
     if is_gguf(path):
         raise UnsupportedModel(f"{path}: a GGUF file is not served in place; pull it first")
     raise _not_a_model(path)
+
+
+def read_any_card(path: Path, name: str) -> ModelCard:
+    """Of a folder of the store; one that has both forms is read as the newer."""
+    return read_old_card(path, name) if is_version_one(path) and not is_stored(path) else read_card(path, name)
 
 
 def is_gguf(path: Path) -> bool:

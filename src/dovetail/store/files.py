@@ -1,7 +1,8 @@
-"""Reading other people's small files with errors that name the file."""
+"""Small files: reading other people's with errors that name the file, writing ours so that a crash leaves no half."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,25 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DamagedCheckpoint(f"{path}: expected a JSON object")
     return value
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """The old content or the new, whatever happens."""
+    building = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        with building.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        building.rename(path)
+    finally:
+        building.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

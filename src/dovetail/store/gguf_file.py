@@ -6,6 +6,7 @@ large model needs little memory.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.store.arrays import from_array
+from dovetail.store.format import release_pages
 from dovetail.store.gguf_config import GgufModel, spec_from_metadata
 from dovetail.store.gguf_names import Part, gguf_parts
 from dovetail.store.gguf_tokenizer import Vocabulary, build_tokenizer, token_fields
@@ -31,7 +33,7 @@ _IN_PLACE = {
     gguf.GGMLQuantizationType.F16: "f16",
     gguf.GGMLQuantizationType.BF16: "bf16",
 }
-_PIECE_BYTES = 64 * 2**20  # of float32
+_PIECE_BYTES = 32 * 2**20  # of float32
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError)  # what the reader trips over in a bad file
 
 
@@ -60,6 +62,9 @@ class GgufFile:
     def tokenizer(self) -> tuple[TokenFields, str]:
         vocabulary = Vocabulary(self.keys)
         return token_fields(vocabulary), build_tokenizer(vocabulary, self.architecture).to_str()
+
+    def release(self) -> None:
+        release_pages([self._reader.mapping])
 
     def close(self) -> None:
         """Nothing to do: views of the mapped file keep it open, and it goes with the last of them."""
@@ -108,15 +113,17 @@ class GgufFile:
                 raise UnsupportedModel(f"{self.path}: {error}") from error
 
     def _slabs(self, part: Part) -> Iterator[_Slab]:
-        """The part cut into runs of rows; rows that change places stay together."""
+        """The part cut into runs of rows; where rows change places, these are whole heads."""
         tensor = self._tensors[part.tensor]
         data = tensor.data if part.expert is None else tensor.data[part.expert]
         rows = data.shape[0]
         bytes_per_row = 4 * int(np.prod(part.piece_shape[1:], dtype=np.int64))
-        step = rows if part.heads else max(1, _PIECE_BYTES // bytes_per_row)
+        unit = rows // part.heads if part.heads else 1
+        step = unit * max(1, _PIECE_BYTES // (bytes_per_row * unit))
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            yield _Slab(tensor, data[start:stop], (stop - start, *part.piece_shape[1:]), part.heads)
+            heads = (stop - start) // unit if part.heads else 0
+            yield _Slab(tensor, data[start:stop], (stop - start, *part.piece_shape[1:]), heads)
 
 
 class _Slab(NamedTuple):
@@ -181,6 +188,7 @@ class _BoundedReader(gguf.GGUFReader):
 
     @data.setter
     def data(self, value: npt.NDArray[Any]) -> None:
+        self.mapping = _mapping_of(value)
         self._bytes = np.asarray(value)  # slicing a plain view instead of a memmap halves the time of a vocabulary
 
     def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: Any = None) -> npt.NDArray[Any]:
@@ -195,7 +203,7 @@ class _Truncated(Exception):
     pass
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+def _open(path: Path) -> _BoundedReader:
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -208,6 +216,14 @@ def _open(path: Path) -> gguf.GGUFReader:
         raise DamagedCheckpoint(f"{path}: {error}") from error
     except _DAMAGE as error:
         raise DamagedCheckpoint(f"{path}: damaged GGUF header: {error}") from error
+
+
+def _mapping_of(array: npt.NDArray[Any]) -> mmap.mmap:
+    """The mapping under numpy's memmap."""
+    base: Any = array
+    while not isinstance(base, mmap.mmap):
+        base = base.obj if isinstance(base, memoryview) else base.base
+    return base
 
 
 def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:

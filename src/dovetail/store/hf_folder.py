@@ -51,6 +51,10 @@ class HfFolder:
     def tokenizer(self) -> tuple[TokenFields, str]:
         return read_token_fields(self.path), read_text(find_tokenizer(self.path))
 
+    def release(self) -> None:
+        for file in self._files:
+            file.release()
+
     def close(self) -> None:
         for file in self._files:
             file.close()

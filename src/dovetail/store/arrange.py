@@ -1,0 +1,125 @@
+"""What lies where: how a model's tensors are cut for the devices of a tensor-parallel group, in which layout each is
+kept, and at which offset. Pure arithmetic; reads and writes nothing.
+
+Cut as Megatron does: the matrix before an activation or attention by rows (outputs), the one after it by columns
+(inputs), so that one sum over the devices per half layer suffices; embedding and head by rows of the vocabulary, of
+which the last rank may have fewer. Norms, the router, learned positions and biases of summed matrices are in every
+partition.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from dovetail.errors import UnsupportedModel
+from dovetail.layouts import packed_bytes
+from dovetail.modelspec import ModelSpec
+from dovetail.store.assemble import cut_axis
+from dovetail.store.format import ALIGNMENT, MAX_PARTITIONS, PAGE_BYTES, Axis, TensorEntry
+
+
+class Cut(NamedTuple):
+    axis: Axis
+    sections: tuple[int, ...] = ()  # rows of the whole, cut one by one
+
+
+class Tensor(NamedTuple):
+    """One canonical tensor and its share of each partition."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut
+    shares: tuple[TensorEntry, ...]
+
+
+class Arrangement(NamedTuple):
+    tensors: tuple[Tensor, ...]  # in order of use, which is their order in the files
+    sizes: tuple[int, ...]  # of the partitions
+
+
+def arrange(spec: ModelSpec, dtype: str, layout: str = "plain", ranks: int = 1) -> Arrangement:
+    _check_ranks(spec, ranks)
+    ends, tensors, group = [0] * ranks, [], ""
+    for name, shape in spec.tensors():
+        here = name.rsplit(".", 1)[0] if not name.startswith("layers.") else ".".join(name.split(".")[:2])
+        step = ALIGNMENT if here == group else PAGE_BYTES  # a layer can be read by itself
+        group = here
+        cut = cut_of(spec, name) if ranks > 1 else Cut("")
+        kind, packing = _kept_as(name, shape, dtype, layout)
+        shares = []
+        for rank in range(ranks):
+            share, sections = _share(cut, shape, rank, ranks)
+            offset = _up(ends[rank], step)
+            size = packed_bytes(packing, kind, share)
+            ends[rank] = offset + size
+            shares.append(TensorEntry(name, rank, offset, size, kind, share, packing, cut.axis, sections))
+        tensors.append(Tensor(name, shape, cut, tuple(shares)))
+    return Arrangement(tuple(tensors), tuple(_up(end, PAGE_BYTES) for end in ends))
+
+
+def cut_of(spec: ModelSpec, name: str) -> Cut:
+    module, kind = (name.split(".", 2)[2] if name.startswith("layers.") else name).rsplit(".", 1)
+    if module in ("embed", "lm_head"):
+        return Cut("rows", (spec.vocab_size,))
+    if module == "qkv":
+        return Cut("rows", (spec.q_size, spec.kv_size, spec.kv_size))
+    if module == "gate_up":
+        return Cut("rows", (spec.intermediate_size,) * 2)
+    if module == "up":
+        return Cut("rows", (spec.intermediate_size,))
+    if module == "experts.gate_up" and spec.moe is not None:
+        return Cut("rows", (spec.moe.intermediate_size,) * (2 * spec.moe.num_experts))
+    if kind == "weight" and module in ("out", "down", "experts.down"):
+        return Cut("columns")
+    return Cut("")
+
+
+def bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The part of `size` rows or columns that a rank has; all but the last have equally many."""
+    step = -(-size // ranks)
+    return min(rank * step, size), min((rank + 1) * step, size)
+
+
+def _share(cut: Cut, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if cut.axis == "":
+        return shape, ()
+    axis = cut_axis(cut.axis, len(shape))
+    share = list(shape)
+    if cut.axis == "columns":
+        start, stop = bounds(shape[axis], rank, ranks)
+        share[axis] = stop - start
+        return tuple(share), ()
+    sections = tuple(stop - start for start, stop in (bounds(size, rank, ranks) for size in cut.sections))
+    share[axis] = sum(sections) // math.prod(shape[:-2])
+    return tuple(share), sections
+
+
+def _kept_as(name: str, shape: tuple[int, ...], dtype: str, layout: str) -> tuple[str, str]:
+    """Norms stay in float32: they are small, and Gemma's are 1 plus something that 16 bits would lose. Only matrices
+    that multiply are packed: rows of an embedding are looked up, and a router decides by small differences."""
+    if "norm." in name:
+        return "f32", "plain"
+    is_matrix = len(shape) >= 2 and (name.startswith("layers.") or name == "lm_head.weight") and "router" not in name
+    if layout == "plain" or not is_matrix:
+        return dtype, "plain"
+    return ("bf16", layout) if layout == "amx-bf16" else (dtype, layout)
+
+
+def _check_ranks(spec: ModelSpec, ranks: int) -> None:
+    if not 1 <= ranks <= MAX_PARTITIONS:
+        raise UnsupportedModel(f"tensor parallelism over {ranks} devices is not supported")
+    counts = {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads}
+    counts["rows of the MLP"] = spec.intermediate_size
+    if spec.moe is not None:
+        counts["rows of an expert"] = spec.moe.intermediate_size
+    for what, count in counts.items():
+        if count % ranks:
+            raise UnsupportedModel(f"{count} {what} cannot be shared by {ranks} devices")
+    start, stop = bounds(spec.vocab_size, ranks - 1, ranks)
+    if start == stop:
+        raise UnsupportedModel(f"a vocabulary of {spec.vocab_size} cannot be shared by {ranks} devices")
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

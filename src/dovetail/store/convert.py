@@ -1,0 +1,206 @@
+"""Turns a checkpoint of any kind into partition files, in order, some megabytes of rows at a time.
+
+Memory does not grow with the model: a slab of rows in the source's type, the same in float32 and once more packed, and
+the scales of the tensor at hand (an eighth of it in int4). The source's pages are let go of as they have been read.
+
+An interrupted conversion leaves its files and a journal of what was safely on disk; the next one with the same
+`identity` goes on from there. Bytes are written before the journal that counts them, so the journal never lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from dovetail.errors import DamagedCheckpoint
+from dovetail.layouts import NUMPY, Packer, packer, unpack
+from dovetail.node.ports import Checkpoint, HostTensor
+from dovetail.store.arrange import Arrangement, Cut, Tensor, bounds
+from dovetail.store.files import write_file
+from dovetail.store.format import Partition, TensorEntry
+from dovetail.store.partition_writer import PartitionWriter
+
+SLAB_BYTES = 16 * 2**20  # of float32
+JOURNAL_BYTES = 256 * 2**20  # written between two entries of the journal: what an interruption can cost
+RELEASE_BYTES = 64 * 2**20
+JOURNAL = "journal.json"
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Array = np.ndarray[Any, Any]
+
+
+class Source(Checkpoint, Protocol):
+    def release(self) -> None:
+        """Lets go of pages that were read; they come back when touched."""
+
+
+class Journal(msgspec.Struct, frozen=True):
+    """How far a conversion has come: everything named here is on disk."""
+
+    identity: str  # of the source's files and of what is made of them
+    num_tensors: int = 0  # finished
+    positions: tuple[int, ...] = ()  # per partition
+    chunks: tuple[tuple[str, ...], ...] = ()
+
+
+class Conversion:
+    """Files `partition-0`… in `folder`, which is this conversion's own."""
+
+    def __init__(self, folder: Path, identity: str, journal_bytes: int = JOURNAL_BYTES) -> None:
+        self._folder = folder
+        self._identity = identity
+        self._journal_bytes = journal_bytes
+
+    def path(self, rank: int) -> Path:
+        return self._folder / f"partition-{rank}"
+
+    def resumable_bytes(self) -> int:
+        return sum(self._read_journal().positions)
+
+    def run(self, source: Source, arrangement: Arrangement, progress: Progress | None = None) -> list[Partition]:
+        journal = self._read_journal()
+        fresh = not journal.positions
+        count = len(arrangement.sizes)
+        positions = journal.positions or (0,) * count
+        writers = [
+            PartitionWriter(self.path(rank), positions[rank], () if fresh else journal.chunks[rank])
+            for rank in range(count)
+        ]
+        try:
+            self._write_tensors(source, arrangement, writers, journal.num_tensors, progress)
+            return [writer.finish(size) for writer, size in zip(writers, arrangement.sizes, strict=True)]
+        finally:
+            for writer in writers:
+                writer.close()
+
+    def _write_tensors(
+        self,
+        source: Source,
+        arrangement: Arrangement,
+        writers: list[PartitionWriter],
+        done: int,
+        progress: Progress | None,
+    ) -> None:
+        total = sum(arrangement.sizes)
+        noted = released = sum(writer.position for writer in writers)
+        for number, tensor in enumerate(arrangement.tensors[done:], done):
+            for _ in write_tensor(source, tensor, writers):
+                written = sum(writer.position for writer in writers)
+                if progress is not None:
+                    progress(written, total)
+                if written - released >= RELEASE_BYTES:
+                    source.release()
+                    released = written
+            if written - noted >= self._journal_bytes:
+                self._note(number + 1, writers)
+                noted = written
+        source.release()
+        if progress is not None:
+            progress(total, total)
+
+    def _note(self, num_tensors: int, writers: list[PartitionWriter]) -> None:
+        for writer in writers:
+            writer.sync()
+        positions = tuple(writer.position for writer in writers)
+        chunks = tuple(tuple(writer.chunks) for writer in writers)
+        entry = Journal(self._identity, num_tensors, positions, chunks)
+        write_file(self._folder / JOURNAL, msgspec.json.encode(entry))
+
+    def _read_journal(self) -> Journal:
+        """Empty where there is none, or one of other files."""
+        try:
+            found = msgspec.json.decode((self._folder / JOURNAL).read_bytes(), type=Journal)
+        except (OSError, msgspec.DecodeError):
+            return Journal(self._identity)
+        return found if found.identity == self._identity else Journal(self._identity)
+
+
+def write_tensor(source: Checkpoint, tensor: Tensor, writers: list[PartitionWriter]) -> Iterator[None]:
+    """Yields after every slab."""
+    sinks = [_Sink(share, writers[share.partition]) for share in tensor.shares]
+    columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
+    wanted = math.prod(tensor.shape) // columns
+    row = 0
+    for piece in source.pieces(tensor.name):
+        for slab in _slabs(piece, columns):
+            if row + len(slab.rows) > wanted:
+                raise DamagedCheckpoint(f"{tensor.name}: more rows than shape {list(tensor.shape)} has")
+            for rank, part in _routed(tensor.cut, slab.rows, row, len(sinks)):
+                sinks[rank].take(slab.dtype, part)
+            row += len(slab.rows)
+            yield
+    if row != wanted:
+        raise DamagedCheckpoint(f"{tensor.name}: {row} rows, shape {list(tensor.shape)} has {wanted}")
+    for sink in sinks:
+        sink.finish()
+    yield
+
+
+class _Slab(NamedTuple):
+    dtype: str
+    rows: Array  # [rows, columns]; bfloat16 as bits
+
+
+def _slabs(piece: HostTensor, columns: int) -> Iterator[_Slab]:
+    dtype, data = piece.dtype, piece.data
+    if piece.layout != "plain":
+        values = unpack(piece.layout, piece.dtype, piece.shape, piece.data).reshape(-1, columns)
+        dtype = "f32"
+    else:
+        values = np.frombuffer(data, NUMPY[dtype]).reshape(-1, columns)
+    step = max(1, SLAB_BYTES // (4 * columns))
+    for start in range(0, len(values), step):
+        yield _Slab(dtype, values[start : start + step])
+
+
+def _routed(cut: Cut, rows: Array, first: int, ranks: int) -> Iterator[tuple[int, Array]]:
+    """(rank, its part of these rows), the first of which is row `first` of the whole."""
+    if cut.axis == "":
+        yield from ((rank, rows) for rank in range(ranks))
+    elif cut.axis == "columns":
+        for rank in range(ranks):
+            start, stop = bounds(rows.shape[1], rank, ranks)
+            yield rank, rows[:, start:stop]
+    else:
+        begin = 0
+        for size in cut.sections:
+            for rank in range(ranks):
+                start, stop = bounds(size, rank, ranks)
+                part = rows[max(0, begin + start - first) : max(0, begin + stop - first)]
+                if len(part):
+                    yield rank, part
+            begin += size
+
+
+class _Sink:
+    """One share on its way into its partition."""
+
+    def __init__(self, share: TensorEntry, writer: PartitionWriter) -> None:
+        self._share = share
+        self._writer = writer
+        shape = share.shape if len(share.shape) > 1 else (*share.shape, 1)
+        self._packer: Packer = packer(share.layout, share.dtype, shape)
+        writer.pad_to(share.offset)
+
+    def take(self, dtype: str, rows: Array) -> None:
+        if self._share.layout == "plain" and dtype == self._share.dtype:
+            self._writer.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))  # to the bit, NaNs included
+            return
+        for data in self._packer.rows(_float32(dtype, rows)):
+            self._writer.write(data)
+
+    def finish(self) -> None:
+        for data in self._packer.finish():
+            self._writer.write(data)
+        end = self._share.offset + self._share.size
+        assert self._writer.position == end, f"{self._share.name}: {self._writer.position} != {end}"
+
+
+def _float32(dtype: str, rows: Array) -> Array:
+    rows = np.ascontiguousarray(rows)
+    return unpack("plain", dtype, rows.shape, memoryview(rows.reshape(-1).view(np.uint8).data))
