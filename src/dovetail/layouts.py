@@ -261,7 +261,8 @@ class _ScaledPacker:
 def _nearest(values: Float32, scales: Float32, limit: int) -> npt.NDArray[np.int8]:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = np.where(scales > 0, values / scales, 0.0)
-    return np.rint(np.clip(np.nan_to_num(ratio, nan=0.0), -limit, limit)).astype(np.int8)
+    codes: npt.NDArray[np.int8] = np.rint(np.clip(np.nan_to_num(ratio, nan=0.0), -limit, limit)).astype(np.int8)
+    return codes
 
 
 def _widen(array: Array, dtype: str) -> Float32:
