@@ -50,6 +50,17 @@ Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | s
 Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=float | str)]
 
 
+def _parse_switch(value: object) -> object:
+    """YAML reads a bare on and off as booleans."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+Switch = Annotated[
+    Literal["auto", "on", "off"],
+    BeforeValidator(_parse_switch, json_schema_input_type=Literal["auto", "on", "off"] | bool),
+]
+
+
 def _check_distinct(what: str, names: Iterable[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -100,6 +111,10 @@ class NodeConfig(_Section):
 
 class StoreConfig(_Section):
     path: Path | None = None  # default: $DOVETAIL_HOME, then ~/.cache/dovetail
+    host_pool: Size | None = None  # memory for models between uses; default: half of the machine's; 0 = map files
+    host_keep_alive: Duration = 600.0  # pool memory that nobody used for this long is given back; negative = never
+    direct_io: Switch = "auto"  # auto = where the file system allows it and the cache is cold
+    readers: int = Field(default=8, ge=1, le=256)  # threads that read the disk
 
 
 class KeyConfig(_Section):

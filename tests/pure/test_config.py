@@ -22,7 +22,7 @@ models:
     preload: true
 server: {port: 9000, max_body_bytes: 1MiB}
 nodes: [{name: cpu-0, threads: 2, kv_cache: 2GiB}]
-store: {path: /tmp/models}
+store: {path: /tmp/models, host_pool: 4GiB, host_keep_alive: 5m, direct_io: off, readers: 4}
 auth: {keys: [{name: team, key: "${env.TEAM_KEY}", requests_per_minute: 60}]}
 """
 
@@ -39,6 +39,7 @@ def test_a_whole_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     model = config.models["small"]
     assert (model.slo.ttft, model.slo.tpot, model.keep_alive, model.service_class) == (0.5, 0.1, 600.0, "be")
     assert (config.server.max_body_bytes, config.nodes[0].kv_cache) == (1 << 20, 2 << 30)
+    assert (config.store.host_pool, config.store.host_keep_alive, config.store.direct_io) == (4 << 30, 300.0, "off")
     assert config.auth.keys[0].key.get_secret_value() == "s3cret"
     assert "s3cret" not in repr(config)
 
@@ -60,6 +61,8 @@ def test_a_whole_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("nodes: [{device: abacus}]", "nodes.0.device: "),
         ("models: {a: {source: x, aliases: [b]}, b: {source: y}}", "models: the name or alias 'b' is given twice"),
         ("auth: {keys: [{name: a, key: x}, {name: a, key: y}]}", "auth.keys: the name 'a' is given twice"),
+        ("store: {host_pool: much}", "store.host_pool: expected a size"),
+        ("store: {direct_io: perhaps}", "store.direct_io: "),
         ("- a list", "expected a mapping"),
         ("models: [", "not valid YAML"),
     ],

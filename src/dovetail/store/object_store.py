@@ -1,0 +1,157 @@
+"""Reads from an object store (s3://, gs://, az://) by ranged GETs, which are made again until it is hopeless.
+
+Which bucket is in the address; credentials, region and endpoint come from the environment alone (AWS_ACCESS_KEY_ID,
+AWS_ENDPOINT_URL, …) and appear in no message. Knows bytes and names, not what they mean.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from dovetail.errors import DamagedCheckpoint, SourceError
+from dovetail.store.lease import Lease
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+SCHEMES = ("s3://", "gs://", "az://", "abfs://")
+_QUERY = re.compile(r"\?\S*")  # may carry a signature
+Answer = TypeVar("Answer")
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """How long to believe in a request, and in the store."""
+
+    attempts: int = 6
+    first_pause_s: float = 0.2  # doubled each time, and shaken, so that many do not come back at once
+    longest_pause_s: float = 10.0
+    answer_s: float = 10.0  # to connect and to begin
+    min_bytes_per_s: float = 1e6  # a request that is slower than this is given up and made again
+    range_bytes: int = 16 << 20  # the largest that is asked for at once
+
+
+class Bucket:
+    """A folder of an object store."""
+
+    def __init__(self, url: str, patience: Patience | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._patience = patience or Patience()
+        self._store = _connect(self.url, self._patience)
+
+    def blob(self, path: str, size_bytes: int) -> RemoteBlob:
+        return RemoteBlob(self, path, size_bytes)
+
+    def size_of(self, path: str) -> int:
+        import obstore
+
+        return int(self._persist(path, "looking", lambda: obstore.head(self._store, path)["size"]))
+
+    def read(self, path: str, begin: int, end: int) -> memoryview:
+        """Bytes begin..end of an object."""
+        import obstore
+
+        def get() -> memoryview:
+            return memoryview(obstore.get_range(self._store, path, start=begin, end=end))
+
+        data = self._persist(path, f"reading at byte {begin:,}", get)
+        if len(data) != end - begin:
+            raise DamagedCheckpoint(f"{self.url}/{path}: ends at byte {begin + len(data):,}, {end:,} expected")
+        return data
+
+    def read_all(self, path: str, limit_bytes: int) -> bytes:
+        """A small object, whole."""
+        size = self.size_of(path)
+        if size > limit_bytes:
+            raise DamagedCheckpoint(f"{self.url}/{path}: {size:,} bytes, at most {limit_bytes:,} expected")
+        step = self._patience.range_bytes
+        return b"".join(self.read(path, at, min(at + step, size)) for at in range(0, size, step))
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Of all objects below `prefix`."""
+        import obstore
+
+        def listed() -> list[str]:
+            return [item["path"] for page in obstore.list(self._store, prefix=prefix or None) for item in page]
+
+        return self._persist(prefix, "listing", listed)
+
+    def _persist(self, path: str, what: str, ask: Callable[[], Answer]) -> Answer:
+        from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
+
+        patience = self._patience
+        pause_s = patience.first_pause_s
+        for attempt in range(patience.attempts):
+            try:
+                return ask()
+            except (NotFoundError, FileNotFoundError):
+                raise SourceError(f"{self.url}/{path}: no such object") from None
+            except (PermissionDeniedError, UnauthenticatedError) as error:
+                hint = "check the credentials in the environment"
+                raise SourceError(f"{self.url}/{path}: {_reason(error)}; {hint}") from None
+            except (BaseError, OSError) as error:
+                if attempt + 1 == patience.attempts:
+                    told = f"{what} failed {patience.attempts} times: {_reason(error)}"
+                    raise SourceError(f"{self.url}/{path}: {told}") from None
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, patience.longest_pause_s)
+        raise AssertionError("at least one attempt is made")
+
+
+class RemoteBlob:
+    """One object as a source of ranges."""
+
+    def __init__(self, bucket: Bucket, path: str, size_bytes: int) -> None:
+        self._bucket = bucket
+        self._path = path
+        self.size_bytes = size_bytes
+
+    @property
+    def origin(self) -> str:
+        return f"{self._bucket.url}/{self._path}"
+
+    def read_into(self, lease: Lease, begin: int, end: int) -> None:
+        lease.populate(begin, end)
+        data = self._bucket.read(self._path, begin, end)
+        at = 0
+        for piece in lease.pieces(begin, end):
+            piece[:] = data[at : at + len(piece)]
+            at += len(piece)
+
+    def close(self) -> None:
+        pass  # connections are the bucket's
+
+
+def is_object_address(text: str) -> bool:
+    return text.startswith(SCHEMES)
+
+
+def _connect(url: str, patience: Patience) -> ObjectStore:
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    slowest_s = patience.answer_s + patience.range_bytes / patience.min_bytes_per_s
+    try:
+        return from_url(
+            url,
+            client_options={
+                "timeout": timedelta(seconds=slowest_s),
+                "connect_timeout": timedelta(seconds=patience.answer_s),
+                "allow_http": True,  # an endpoint of one's own may be plain; which one is said by the environment
+            },
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=slowest_s)},  # ours, so that one counts
+        )
+    except (BaseError, ValueError) as error:
+        raise SourceError(f"{url}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """One line without what could be signed."""
+    text = str(error).strip().splitlines()
+    return _QUERY.sub("", text[0])[:300] if text else type(error).__name__

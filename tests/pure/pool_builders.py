@@ -1,0 +1,74 @@
+"""Builders for the tests of the store's tiers: small pools, files and other processes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dovetail.store.lease import Lease
+from dovetail.store.loader import PartitionSource
+from dovetail.store.pool import HostPool
+
+CHUNK = 16 << 10
+
+
+@contextmanager
+def make_pool(num_chunks: int = 8, chunk_bytes: int = CHUNK) -> Iterator[HostPool]:
+    pool = HostPool.create(num_chunks * chunk_bytes, chunk_bytes)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def content(key: str, size_bytes: int) -> bytes:
+    """Bytes that no other key has."""
+    return random.Random(key).randbytes(size_bytes)
+
+
+def fill(lease: Lease) -> None:
+    """What a loader does, without a file."""
+    data = content(lease.key, lease.size_bytes)
+    at = 0
+    for piece in lease.pieces(0, lease.size_bytes):
+        piece[:] = data[at : at + len(piece)]
+        at += len(piece)
+    lease.advance(lease.size_bytes)
+    lease.commit()
+
+
+def write_partition(folder: Path, key: str, size_bytes: int, digest_bytes: int = 0) -> PartitionSource:
+    """A file of `content`; with `digest_bytes`, checksums of pieces of that size."""
+    data = content(key, size_bytes)
+    path = folder / key
+    path.write_bytes(data)
+    digests = None
+    if digest_bytes:
+        pieces = (data[at : at + digest_bytes] for at in range(0, size_bytes, digest_bytes))
+        digests = tuple(hashlib.sha256(piece).hexdigest() for piece in pieces)
+    return PartitionSource(key, path, size_bytes, digests, digest_bytes)
+
+
+@contextmanager
+def python_process(code: str, pool: HostPool, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Runs `code` in a process that inherits the pool: its descriptor is the first argument. Killed at the end."""
+    command = [sys.executable, "-c", code, str(pool.file), *arguments]
+    folder = str(Path(__file__).parent)
+    process = subprocess.Popen(
+        command,
+        pass_fds=[pool.file],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
