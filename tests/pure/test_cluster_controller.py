@@ -143,6 +143,33 @@ def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_toke
     assert work.id in node.instances[decode.instance].running
 
 
+def test_a_request_handed_over_late_asks_for_a_decode_place_before_it_is_given_up() -> None:
+    """Requests are dropped for queueing too long (S11); this one has its first token and has not queued yet."""
+    controller = make_cluster(make_node(hosting=make_hosting(slots=2)), knobs=Knobs(disaggregate=True))
+    work = make_work()
+    submit(controller, work)
+    work.produced = 1
+    controller.notice(controller.nodes[0], HandedOver(work, 0, 0), 9.0)
+    said(controller)
+    controller.retry(work.id, 9.0)
+    placed = said(controller)[-1]
+    assert isinstance(placed, Placed)
+    assert placed.how is How.START
+
+
+def test_a_request_handed_over_late_that_finds_no_decode_place_is_given_up_on_the_next_try() -> None:
+    controller = make_cluster(make_node(hosting=make_hosting(slots=1)), knobs=Knobs(disaggregate=True))
+    work = make_work()
+    submit(controller, work)
+    work.produced = 1
+    controller.notice(controller.nodes[0], HandedOver(work, 0, 0), 9.0)
+    said(controller)
+    controller.retry(work.id, 9.0)
+    assert isinstance(said(controller)[-1], Queued)
+    controller.retry(work.id, 9.25)
+    assert isinstance(said(controller)[-1], Dropped)
+
+
 def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
     knobs = Knobs(pause=True, floor_tokens=0, proactive=False, pause_headroom_s=5.0, pause_last_s=1.0)
     node = make_node(memory_gib=14.0, knobs=knobs)

@@ -72,6 +72,7 @@ def test_resizes_cost_what_the_paper_measured() -> None:
     transfer = TransferModel()
     assert transfer.resize_s(32 * GIB, 16 * GIB) == pytest.approx(0.3, abs=0.05)
     assert transfer.resize_s(32 * GIB, 64 * GIB) == pytest.approx(1.9, abs=0.05)
+    assert 0 < transfer.resize_s(32 * GIB, 0) < transfer.resize_s(32 * GIB, 1 * GIB)
     assert IN_PLACE_RESIZE.resize_s(32 * GIB, 64 * GIB) < 0.01
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
-from sim_builders import CONVERSATION, PROFILE, needs_shared
+from sim_builders import CONVERSATION, PROFILE, make_node, needs_shared
 from typer.testing import CliRunner
 
 from dovetail.cli.sim import app, knobs_of
 from dovetail.errors import ConfigError
+from dovetail.policy.latency import TransferModel
+from dovetail.sim.device import Device, Noise
+from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain
 from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Fate, Result
@@ -21,6 +25,7 @@ from dovetail.sim.report import write_report
 from dovetail.sim.setup import Setup, build, run
 from dovetail.sim.storm import build_storm, run_one, run_storm
 from dovetail.sim.sweeps import SWEEPS, sweep
+from dovetail.sim.trace import Arrival
 from dovetail.sim.workload import Workload, generate
 
 PROFILE_TEXT = json.dumps(
@@ -111,6 +116,24 @@ def test_disaggregation_runs_and_costs(files: tuple[Path, Path]) -> None:
     apart = run(Setup(files[0], files[1], policy("slinfer", ("pd",)), shape="tiny", cpu_nodes=1, gpu_nodes=2))
     assert all(record.fate is not None for record in apart.records)
     assert apart.met() <= run(make_setup(files, "slinfer")).met()
+
+
+def test_loads_that_wait_for_each_other_are_excused_to_those_who_wait_for_them() -> None:
+    """One link: the second load takes twice as long, and the grace of its request is the cold start it went through."""
+    knobs = policy("slinfer")
+    node = make_node(("0", "1"), knobs=knobs)
+    arrivals = [Arrival(0.0, 0, 64, 4), Arrival(0.0, 1, 64, 4)]
+    device = Device(node, {0: 4, 1: 4}, TransferModel(), Noise(Random(0), 0.0))
+    result = Simulation([device], knobs, arrivals).run()
+    alone_s = TransferModel().load_s(node.admit.hostings["0"].weight_bytes)
+    assert [record.grace_s for record in result.records] == pytest.approx([alone_s, 2 * alone_s])
+    assert result.met() == 2
+
+
+def test_what_comes_after_the_first_token_excuses_no_late_first_token(files: tuple[Path, Path]) -> None:
+    apart = run(Setup(files[0], files[1], policy("slinfer", ("pd",)), shape="tiny", cpu_nodes=1, gpu_nodes=0))
+    assert apart.met()
+    assert all(record.grace_s == 0.0 for record in apart.records)  # no cold starts there; blocks travel, though
 
 
 def test_a_model_that_fits_nowhere_is_an_error(files: tuple[Path, Path]) -> None:
@@ -230,6 +253,17 @@ def test_a_violated_invariant_is_reported_with_its_seed(monkeypatch: pytest.Monk
 )
 def test_published_rates_and_node_counts_are_reproduced(name: str, models: int, rate: float, gpus: float) -> None:
     summary = run(Setup(CONVERSATION, PROFILE, policy(name), models=models)).summary()
+    assert int(summary["slo_met"]) / int(summary["requests"]) == pytest.approx(rate, abs=0.03)
+    assert summary["gpu_nodes_mean"] == pytest.approx(gpus, abs=0.3)
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "models", "rate", "gpus"),
+    [("slinfer", 32, 0.99, 1.0), ("slinfer", 64, 0.98, 2.9), ("sllm+c+s", 32, 0.93, 3.0)],
+)
+def test_published_figures_of_disaggregation_are_reproduced(name: str, models: int, rate: float, gpus: float) -> None:
+    summary = run(Setup(CONVERSATION, PROFILE, policy(name, ("pd",)), models=models)).summary()
     assert int(summary["slo_met"]) / int(summary["requests"]) == pytest.approx(rate, abs=0.03)
     assert summary["gpu_nodes_mean"] == pytest.approx(gpus, abs=0.3)
 

@@ -52,6 +52,7 @@ class Controller:
         self._refusals: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()  # queued requests by model
         self._cursor = 0  # where the next window of candidate nodes begins
+        self._travelling: set[int] = set()  # handed over; they have not asked for a decode place yet
 
     # Requests
 
@@ -66,7 +67,9 @@ class Controller:
         work = self._dequeue(work_id) or self._unpark(work_id)
         if work is None:
             return
-        if is_hopeless(work.due_s, now):
+        arrived = work_id in self._travelling
+        self._travelling.discard(work_id)
+        if not arrived and is_hopeless(work.due_s, now):  # one that has just come over is tried before it is given up
             self.outbox.append(Dropped(work, "deadline"))
         else:
             self._seek(work, now)
@@ -284,6 +287,7 @@ class Controller:
         work.cached = True
         work.give_grace(travel_s)
         self._enqueue(work)
+        self._travelling.add(work.id)
         self.outbox.append(Moving(work, now + travel_s, "handover"))
 
     def _left(self, node: NodeHandle, instance_id: int) -> None:

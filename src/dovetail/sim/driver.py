@@ -200,7 +200,7 @@ class Simulation:
         elif isinstance(said, events.StartResize):
             duration = device.resize_s(said) if node.kind is DeviceKind.GPU else 0.0
             self._op(device, now, duration, node.resize_done, said.instance)
-            if node.kind is DeviceKind.GPU and said.old_bytes:
+            if node.kind is DeviceKind.GPU:
                 self.result.resizes += 1
                 self.result.resize_s += duration
             self._note(now, node, "resize", said)
@@ -224,7 +224,7 @@ class Simulation:
             device.failing_loads -= 1
             self._push(end, MEMORY, self._op_end, (device, device.epoch, device.node.load_failed, (said.instance, end)))
         else:
-            arguments = (said.instance, end, duration)
+            arguments = (said.instance, end, end - now)  # the cold start is what was waited, the link's queue included
             self._push(end, MEMORY, self._op_end, (device, device.epoch, device.node.load_done, arguments))
         self._note(now, device.node, "load", said)
 
@@ -232,6 +232,7 @@ class Simulation:
         if isinstance(notice, events.FirstToken):
             record = self.records[notice.work.id]
             record.first_token_s = now
+            record.grace_s = notice.work.grace_s  # what comes after the first token excuses no late first token
             record.on_gpu = device.node.kind is DeviceKind.GPU
             if self.log is not None:
                 self.log.write(now, "first_token", request=notice.work.id, node=device.node.name)
@@ -270,7 +271,6 @@ class Simulation:
         record.fate = fate
         record.reason = reason
         record.end_s = now
-        record.grace_s = work.grace_s
         record.late_tokens = work.late_tokens
         record.moves = work.moves
         self.open -= 1

@@ -80,7 +80,7 @@ class Result:
     horizon_s: float
     cold_starts: int = 0
     resizes: int = 0
-    resize_s: float = 0.0  # GPU instances, resizes of live pools
+    resize_s: float = 0.0  # GPU instances, the first allocation and the release included
     gpu_instance_s: float = 0.0  # sum of their lives, to the second
     decode_turns: int = 0
     decode_tokens: int = 0
