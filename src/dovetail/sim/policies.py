@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.policy.knobs import Admission, Knobs, TurnOrder
@@ -33,7 +34,7 @@ for _changes in IMPROVEMENTS.values():
 POLICIES = {knobs.name: knobs for knobs in (SLINFER, SLLM, SLLM_C, SLLM_CS, DOVETAIL)}
 
 # Switches that --set understands beside any field of Knobs.
-ABLATIONS = {
+ABLATIONS: dict[str, dict[str, Any]] = {
     "no-cpu": {"use_cpu": False},
     "no-sharing": {"sharing": False},
     "no-consolidation": {"proactive": False, "reactive": False},
