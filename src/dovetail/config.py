@@ -111,6 +111,7 @@ class NodeConfig(_Section):
 
 class StoreConfig(_Section):
     path: Path | None = None  # default: $DOVETAIL_HOME, then ~/.cache/dovetail
+    max_size: Size | None = None  # of all models on disk; those not served go, least recently used first; None = any
     host_pool: Size | None = None  # memory for models between uses; default: half of the machine's; 0 = map files
     host_keep_alive: Duration = 600.0  # pool memory that nobody used for this long is given back; negative = never
     direct_io: Switch = "auto"  # auto = where the file system allows it and the cache is cold

@@ -17,7 +17,7 @@ from dovetail.errors import CheckpointError, DamagedCheckpoint, SourceError, Uns
 from dovetail.layouts import bfloat16_bits
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
-from dovetail.store import Catalogue, catalogue, open_checkpoint
+from dovetail.store import Catalogue, open_checkpoint, pull
 from dovetail.store.arrays import as_array, convert, from_array, to_float32
 from dovetail.store.checkpoints import ModelFiles
 from dovetail.store.format import CHUNK_BYTES, PAGE_BYTES, StoredModel, partition_files, read_card, read_manifest
@@ -167,7 +167,7 @@ def test_a_write_that_fails_leaves_the_old_model(
 ) -> None:
     before = stored(tiny_folder("llama"), tmp_path)
     files = sorted(path for path in tmp_path.rglob("*") if "tmp" not in path.parts[len(tmp_path.parts) :])
-    monkeypatch.setattr(catalogue, "open_checkpoint", lambda path: Failing(open_checkpoint(path)))
+    monkeypatch.setattr(pull, "open_checkpoint", lambda path: Failing(open_checkpoint(path)))
     with pytest.raises(SourceError, match="disk on fire"):
         stored(tiny_folder("llama_bias"), tmp_path)
     after = StoredModel(before.path)

@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "list": Command("dovetail.cli.models", "list_models", "List the models that are here."),
     "show": Command("dovetail.cli.models", "show", "Show all that is known about a model."),
     "rm": Command("dovetail.cli.models", "remove", "Delete models."),
+    "store": Command("dovetail.cli.store", "app", "What lies on disk, whether it is sound, and what may go."),
     "ps": Command("dovetail.cli.ps", "ps", "Show what a running server is doing."),
     "sim": Command("dovetail.cli.sim", "app", "Run traces through the scheduling policies in virtual time."),
     "bench": Command("dovetail.cli.bench", "app", "Measure this machine and this build."),

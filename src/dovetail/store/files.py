@@ -20,16 +20,20 @@ def read_text(path: Path) -> str:
         raise DamagedCheckpoint(f"{path}: text that is not UTF-8") from error
 
 
-def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """A JSON object from a file; empty where the file is optional and absent."""
+def read_bytes(path: Path) -> bytes:
     try:
-        text = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
-        if not required:
-            return {}
         raise DamagedCheckpoint(f"{path}: missing") from None
     except OSError as error:
         raise DamagedCheckpoint(f"{path}: {error.strerror}") from error
+
+
+def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object from a file; empty where the file is optional and absent."""
+    if not required and not path.exists():
+        return {}
+    text = read_bytes(path)
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -40,6 +40,7 @@ from dovetail.store.tokenizer_files import TokenFields
 from dovetail.types import ModelCard
 
 MANIFEST, TOKENIZER, TEMPLATE = "manifest.json", "tokenizer.json", "chat_template.jinja"
+USED, PINNED = "used", "pinned"  # marks in a model's folder: when it was last opened, and that it must stay
 FORMAT, VERSION = "dovetail-checkpoint", 2
 CHUNK_BYTES = 16 * 2**20  # what a checksum covers, and what one read takes
 PAGE_BYTES = 4096  # layers begin and files end on these, for direct I/O
@@ -78,10 +79,11 @@ class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter: base weight W becomes W + alpha/rank · B·A."""
+    """A LoRA adapter: base weight W becomes W + scaling · B·A."""
 
     rank: Count
     alpha: float
+    scaling: float  # alpha / rank, or / √rank where its author chose that
     target_modules: tuple[str, ...]
     base_model: str  # as the adapter's author wrote it
 
@@ -157,6 +159,8 @@ class StoredModel(StoredTensors):
         if self.manifest.spec is None:
             raise UnsupportedModel(f"{folder / MANIFEST}: an adapter, not a model that can be served by itself")
         self.spec: ModelSpec = self.manifest.spec
+        with suppress(OSError):  # a store that is not ours to write keeps no record of use
+            (folder / USED).touch()
 
     @property
     def in_place(self) -> bool:
@@ -178,7 +182,7 @@ def partition_files(folder: Path) -> list[tuple[Path, Partition]]:
     """The blobs of a model in order of device, present and of the right length: what a loader reads."""
     found = _files_of(folder, read_manifest(folder))
     for path, partition in found:
-        os.close(_open_blob(path, partition))
+        os.close(open_blob(path, partition))
     return found
 
 
@@ -248,7 +252,7 @@ def read_card(folder: Path, name: str) -> ModelCard:
     if manifest.spec is None:
         raise UnsupportedModel(f"{folder / MANIFEST}: an adapter, not a model that can be served by itself")
     for path, partition in _files_of(folder, manifest):
-        os.close(_open_blob(path, partition))
+        os.close(open_blob(path, partition))
     return ModelCard(
         name=name,
         path=str(folder),
@@ -380,7 +384,7 @@ def _checked_buffers(folder: Path, buffers: Sequence[memoryview], manifest: Mani
     return [buffer.cast("B").toreadonly() for buffer in buffers]
 
 
-def _open_blob(path: Path, partition: Partition) -> int:
+def open_blob(path: Path, partition: Partition) -> int:
     """A descriptor. Links are not followed: a blob lies in the store itself."""
     try:
         if path.parent.is_symlink():
@@ -400,7 +404,7 @@ def _open_blob(path: Path, partition: Partition) -> int:
 
 
 def _map_blob(path: Path, partition: Partition) -> mmap.mmap:
-    descriptor = _open_blob(path, partition)
+    descriptor = open_blob(path, partition)
     try:
         with suppress(OSError):  # a file system without locks: then nothing counts as in use there
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -16,7 +16,16 @@ from pathlib import Path
 
 from dovetail.errors import CheckpointError
 from dovetail.store.files import sync_folder, write_file
-from dovetail.store.format import MANIFEST, Manifest, Partition, blob_path, encode_manifest, is_stored, read_manifest
+from dovetail.store.format import (
+    MANIFEST,
+    PINNED,
+    Manifest,
+    Partition,
+    blob_path,
+    encode_manifest,
+    is_stored,
+    read_manifest,
+)
 from dovetail.store.place import STORE_LOCK, Place
 
 
@@ -39,6 +48,7 @@ def publish(
     folder = place.folder(name)
     with place.lock(STORE_LOCK):
         recover(place, folder)
+        pinned = (folder / PINNED).exists()
         for path, partition in partitions:
             _place_blob(place, path, partition, renew_blobs)
         if beside:
@@ -49,6 +59,8 @@ def publish(
         building.mkdir()
         for file, content in files.items():
             write_file(building / file, content)
+        if pinned:
+            (building / PINNED).touch()
         write_file(building / MANIFEST, encode_manifest(manifest))
         _put_in_place(place, building, folder)
 
@@ -58,16 +70,21 @@ def withdraw(place: Place, name: str) -> int:
     its pages until they let go."""
     folder = place.folder(name)
     with place.lock(STORE_LOCK):
-        try:
-            blobs = {partition.digest for partition in read_manifest(folder).partitions} if is_stored(folder) else set()
-        except CheckpointError:
-            blobs = set()  # a manifest that cannot be read names nothing; gc finds what is left
-        doomed = place.staging / f"removed-{name}"
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)  # gone at once, however long deleting takes
-        freed = _bytes_in(doomed)
-        shutil.rmtree(doomed)
-        return freed + drop_blobs(place, blobs)
+        return withdraw_locked(place, folder)
+
+
+def withdraw_locked(place: Place, folder: Path) -> int:
+    """The caller holds the store's lock."""
+    try:
+        blobs = {partition.digest for partition in read_manifest(folder).partitions} if is_stored(folder) else set()
+    except CheckpointError:
+        blobs = set()  # a manifest that cannot be read names nothing; gc finds what is left
+    doomed = place.staging / f"removed-{folder.name}"
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)  # gone at once, however long deleting takes
+    freed = _bytes_in(doomed)
+    shutil.rmtree(doomed)
+    return freed + drop_blobs(place, blobs)
 
 
 def drop_blobs(place: Place, digests: Collection[str]) -> int:
@@ -95,6 +112,11 @@ def references(place: Place) -> Counter[str] | None:
             except CheckpointError:
                 return None
     return found
+
+
+def recover_all(place: Place) -> None:
+    for replaced in place.models.glob(".replaced-*"):
+        recover(place, place.models / replaced.name.removeprefix(".replaced-"))
 
 
 def recover(place: Place, folder: Path) -> None:

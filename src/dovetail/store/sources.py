@@ -211,7 +211,7 @@ def _fetch_repository(reference: str, folder: Path, report: Progress) -> Fetched
         raise SourceError("hf: sources need huggingface_hub; install dovetail[convert]") from None
     repository, revision = match.groups()
     report("download", 0, 0)
-    patterns = ["*.json", "model*.safetensors", "*.model", "*.jinja"]
+    patterns = ["*.json", "model*.safetensors", "adapter_model.safetensors", "*.model", "*.jinja"]
     try:
         snapshot_download(repository, revision=revision, local_dir=folder / "model", allow_patterns=patterns)
     except (OSError, ValueError) as error:  # what its own errors derive from, network included

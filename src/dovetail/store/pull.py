@@ -1,0 +1,138 @@
+"""One source on its way into the store: fetched, converted, published. Its lock is held by the caller."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from dovetail.errors import CheckpointError, SourceError, UnsupportedModel
+from dovetail.store.adapters import PeftFolder, is_adapter_folder
+from dovetail.store.arrange import Arrangement, arrange
+from dovetail.store.checkpoints import ModelFiles, open_checkpoint
+from dovetail.store.convert import JOURNAL_BYTES, Conversion, Source
+from dovetail.store.format import FORMAT, TEMPLATE, TOKENIZER, VERSION, Manifest, Partition
+from dovetail.store.place import Place, source_key
+from dovetail.store.publish import digests_of, publish
+from dovetail.store.sources import Fetched, Progress, fetch, files_identity
+
+Written = list[tuple[Path, Partition]]
+
+
+class Form(NamedTuple):
+    """What a pull makes of the weights."""
+
+    dtype: str
+    layout: str = "plain"
+    ranks: int = 1
+
+
+class Pull(NamedTuple):
+    place: Place
+    source: str  # as manifests keep it
+    name: str | None  # None = after the source
+    form: Form
+    progress: Progress | None = None
+    force: bool = False
+    keep_dtype: bool = False  # an adapter keeps its own type
+    journal_bytes: int = JOURNAL_BYTES
+
+    @property
+    def key(self) -> str:
+        return source_key(self.source)
+
+    def run(self, given: str) -> str:
+        """Returns the name. A download that is complete stays until its conversion is, an incomplete one until the
+        next attempt; one that turns out to be of no use goes at once."""
+        download = self.place.staging / f"fetch-{self.key}"
+        if self.force:
+            shutil.rmtree(download, ignore_errors=True)
+        try:
+            with fetch(given, self.progress, download) as fetched:
+                name = self.take_over(fetched)
+        except CheckpointError:
+            shutil.rmtree(download, ignore_errors=True)
+            raise
+        shutil.rmtree(download, ignore_errors=True)
+        return name
+
+    def take_over(self, fetched: Fetched, beside: bool = False) -> str:
+        """`beside`: a folder of the first form gets its manifest from its own files."""
+        name = self.name or fetched.name
+        self.place.folder(name)
+        convert = self._convert_adapter if is_adapter_folder(fetched.path) else self._convert_model
+        manifest, files, written = convert(fetched.path)
+        publish(self.place, name, manifest, files, written, renew_blobs=self.force, beside=beside)
+        shutil.rmtree(self._staging, ignore_errors=True)
+        return name
+
+    @property
+    def _staging(self) -> Path:
+        return self.place.staging / f"convert-{self.key}"
+
+    def _convert_model(self, path: Path) -> tuple[Manifest, dict[str, bytes], Written]:
+        checkpoint = open_checkpoint(path)
+        try:
+            arrangement = arrange(checkpoint.spec, *self.form)
+            files = _texts(checkpoint)  # what is wrong with them should be known before an hour of work
+            written = self._write(checkpoint, arrangement, path)
+            tokens = msgspec.structs.replace(checkpoint.tokenizer()[0], chat_template=None)
+            manifest = self._manifest(arrangement, written, self.form, files)
+            return msgspec.structs.replace(manifest, spec=checkpoint.spec, tokens=tokens), files, written
+        finally:
+            checkpoint.close()
+
+    def _convert_adapter(self, path: Path) -> tuple[Manifest, dict[str, bytes], Written]:
+        if self.form[1:] != Form("")[1:]:
+            raise UnsupportedModel(f"{path}: an adapter is kept plain and whole; leave out --layout and --tp")
+        folder = PeftFolder(path)
+        try:
+            form = Form(folder.dtype if self.keep_dtype else self.form.dtype)
+            arrangement = folder.arrange(form.dtype)
+            written = self._write(folder, arrangement, path)
+            manifest = self._manifest(arrangement, written, form, {})
+            return msgspec.structs.replace(manifest, kind="adapter", adapter=folder.adapter), {}, written
+        finally:
+            folder.close()
+
+    def _write(self, source: Source, arrangement: Arrangement, path: Path) -> Written:
+        staging = self._staging
+        identity = f"{FORMAT} {VERSION} {self.form} {files_identity(path)}"
+        conversion = Conversion(staging, identity, self.journal_bytes)
+        if self.force or not conversion.resumable_bytes():
+            shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(exist_ok=True)
+        needed = sum(arrangement.sizes) - conversion.resumable_bytes()
+        free = shutil.disk_usage(staging).free
+        if needed > free:
+            raise SourceError(
+                f"{self.source}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {self.place.root}"
+            )
+        progress = self.progress
+        report = None if progress is None else lambda done, total: progress("convert", done, total)
+        partitions = conversion.run(source, arrangement, report)
+        return [(conversion.path(rank), partition) for rank, partition in enumerate(partitions)]
+
+    def _manifest(self, arrangement: Arrangement, written: Written, form: Form, files: dict[str, bytes]) -> Manifest:
+        return Manifest(
+            format=FORMAT,
+            version=VERSION,
+            checksum="",
+            kind="model",
+            source=self.source,
+            created=int(time.time()),
+            dtype=form.dtype,
+            layout=form.layout,
+            partitions=tuple(partition for _, partition in written),
+            tensors=tuple(share for tensor in arrangement.tensors for share in tensor.shares),
+            files=digests_of(files),
+        )
+
+
+def _texts(checkpoint: ModelFiles) -> dict[str, bytes]:
+    tokens, tokenizer = checkpoint.tokenizer()
+    files = {TOKENIZER: tokenizer.encode()}
+    return files if tokens.chat_template is None else files | {TEMPLATE: tokens.chat_template.encode()}

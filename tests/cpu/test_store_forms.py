@@ -1,0 +1,148 @@
+"""Layouts and partitions of whole models: the engine computes from every form, to the bit where the form keeps bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drive import logits_of, make_executor
+from store_builders import flat, stored
+from tiny_gguf import Q, save_tiny_gguf
+
+from dovetail.errors import UnsupportedModel
+from dovetail.layouts import unpack
+from dovetail.store import Catalogue, open_checkpoint
+from dovetail.store.arrange import bounds
+
+TinyFolder = Callable[[str], Path]
+FAMILIES = ["llama", "llama_bias", "qwen3", "gemma2", "opt", "mixtral"]
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+
+
+def logits(path: Path, dtype: str = "f32", weights: str = "resident") -> torch.Tensor:
+    """`resident` fuses what lies apart in either, so that both make the same matrix products."""
+    executor = make_executor(path, dtype=dtype, weights=weights)
+    try:
+        return torch.stack(logits_of(executor, TOKENS, [7, 8]))
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_logits_after_conversion_are_those_of_the_folder_bit_for_bit(
+    family: str, dtype: str, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    model = stored(tiny_folder(family), tmp_path, dtype=dtype)
+    expected = logits(tiny_folder(family), dtype)
+    assert torch.equal(logits(model.path, dtype), expected)
+    assert torch.equal(logits(model.path, dtype, "auto"), expected)  # mapped, as a worker uses it
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.Q8_0])
+def test_logits_after_conversion_are_those_of_the_gguf_bit_for_bit(kind: Q, tmp_path: Path) -> None:
+    # Rows of whole blocks of 32, as quantised types need.
+    save_tiny_gguf("llama", tmp_path / "m.gguf", kind, hidden_size=96, intermediate_size=128)
+    model = stored(tmp_path / "m.gguf", tmp_path / "store")
+    assert torch.equal(logits(model.path), logits(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama_bias"}))  # whose one key/value head cannot be cut
+@pytest.mark.parametrize("layout", ["plain", "amx-bf16", "int8", "int4"])
+def test_a_model_cut_in_two_is_put_together_again_as_it_was(
+    family: str, layout: str, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    whole = stored(tiny_folder(family), tmp_path, "whole", layout=layout)
+    cut = stored(tiny_folder(family), tmp_path, "cut", layout=layout, ranks=2)
+    assert len(cut.manifest.partitions) == 2
+    for name, shape in whole.spec.tensors():
+        pieces = cut.pieces(name)
+        assert sum(np.prod(piece.shape) for piece in pieces) == np.prod(shape), name
+        both = flat(cut, name), flat(whole, name)
+        if layout == "int4" and any(entry.axis == "columns" for entry in cut.manifest.tensors if entry.name == name):
+            np.testing.assert_allclose(*both, atol=0.2)  # groups of a share begin elsewhere
+        elif layout == "int8":
+            np.testing.assert_allclose(*both, atol=0.02)  # a share of a row has a scale of its own
+        else:
+            np.testing.assert_array_equal(*both, err_msg=name)
+    if layout == "plain":
+        assert torch.equal(logits(cut.path), logits(tiny_folder(family)))
+
+
+def test_shares_are_what_a_rank_multiplies(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """Checked against slices of the whole, written out by hand."""
+    original = open_checkpoint(tiny_folder("llama"))
+    model, spec = stored(tiny_folder("llama"), tmp_path, ranks=2), original.spec
+
+    def whole(name: str) -> Any:
+        return flat(original, name).reshape(dict(spec.tensors())[name])
+
+    def share(name: str, rank: int) -> Any:
+        tensor = model.share(name, rank)
+        return unpack(tensor.layout, tensor.dtype, tensor.shape, tensor.data)
+
+    q, k, v = np.split(whole("layers.1.qkv.weight"), [spec.q_size, spec.q_size + spec.kv_size])
+    gate, up = np.split(whole("layers.1.gate_up.weight"), 2)
+    for rank in range(2):
+        halves = [np.split(part, 2)[rank] for part in (q, k, v)]
+        np.testing.assert_array_equal(share("layers.1.qkv.weight", rank), np.concatenate(halves))
+        halves = [np.split(part, 2)[rank] for part in (gate, up)]
+        np.testing.assert_array_equal(share("layers.1.gate_up.weight", rank), np.concatenate(halves))
+        for name in ("layers.1.out.weight", "layers.1.down.weight"):
+            np.testing.assert_array_equal(share(name, rank), np.split(whole(name), 2, axis=1)[rank])
+        start, stop = bounds(spec.vocab_size, rank, 2)
+        np.testing.assert_array_equal(share("lm_head.weight", rank), whole("lm_head.weight")[start:stop])
+        np.testing.assert_array_equal(share("final_norm.weight", rank), whole("final_norm.weight"))
+
+
+@pytest.mark.parametrize(("layout", "tolerance"), [("amx-bf16", 0.03), ("int8", 0.06), ("int4", 1.0)])
+def test_the_engine_computes_from_packed_weights(
+    layout: str, tolerance: float, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    model = stored(tiny_folder("qwen3"), tmp_path, layout=layout)
+    kinds = {entry.name: (entry.dtype, entry.layout) for entry in model.manifest.tensors}
+    assert kinds["layers.0.attn_norm.weight"] == kinds["embed.weight"] == ("f32", "plain")
+    assert kinds["layers.0.down.weight"][1] == layout
+    executor = make_executor(model.path)
+    packed = sum(entry.layout != "plain" for entry in model.manifest.tensors)
+    assert packed > 0
+    assert 0 < executor.copied_bytes < executor.weight_bytes  # what is plain stays in place
+    executor.close()
+    error = (logits(model.path) - logits(tiny_folder("qwen3"))).abs().max()
+    assert 0 < error < tolerance
+
+
+def test_a_stored_model_can_be_pulled_into_another_form(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    tiles = stored(tiny_folder("llama"), tmp_path / "a", layout="amx-bf16", dtype="bf16", ranks=2)
+    plain = stored(tiles.path, tmp_path / "b", dtype="bf16")
+    direct = stored(tiny_folder("llama"), tmp_path / "c", dtype="bf16")
+    assert plain.manifest.partitions == direct.manifest.partitions
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [(3, "2 key/value heads cannot be shared by 3"), (0, "over 0 devices"), (2000, "over 2000")]
+)
+def test_a_cut_that_does_not_fit_is_refused(ranks: int, text: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=text):
+        Catalogue(tmp_path).pull(str(tiny_folder("llama")), ranks=ranks)
+    assert Catalogue(tmp_path).entries() == []
+
+
+def test_equal_weights_are_stored_once(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    one, two = stored(tiny_folder("llama"), tmp_path, "one"), stored(tiny_folder("llama"), tmp_path, "two")
+    other = stored(tiny_folder("llama"), tmp_path, "other", dtype="bf16")
+    assert one.manifest.partitions == two.manifest.partitions != other.manifest.partitions
+    assert len(list((tmp_path / "blobs").glob("*/*"))) == 2
+    catalogue = Catalogue(tmp_path)
+    assert catalogue.remove("one") < one.manifest.size_bytes  # the other still needs the blob
+    np.testing.assert_array_equal(flat(catalogue_model(catalogue, "two"), "embed.weight"), flat(two, "embed.weight"))
+    assert catalogue.remove("two") > one.manifest.size_bytes
+    assert len(list((tmp_path / "blobs").glob("*/*"))) == 1
+
+
+def catalogue_model(catalogue: Catalogue, name: str) -> Any:
+    return open_checkpoint(catalogue.get(name).path)
