@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dovetail.errors import CheckpointError, DovetailError
+from dovetail.store.files import sync_folder
 from dovetail.store.lease import Lease
 
 
@@ -64,17 +65,9 @@ class BlobWriter:
                 os.fsync(file.fileno())
                 self._building.chmod(0o444)
                 self._building.rename(self.path)
-                _sync_folder(self.path.parent)
+                sync_folder(self.path.parent)
 
 
 def _write_range(file: int, lease: Lease, begin: int, end: int) -> None:
     while begin < end:
         begin += os.pwritev(file, lease.pieces(begin, end), begin)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,90 @@
+"""Models and adapters of the store in the host pool: partitions brought there by the node's loader, tensors as views of
+them. The thin place where the format and the tiers meet (L1, L3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from dovetail.store.format import Partition, StoredModel, StoredTensors, partition_files
+from dovetail.store.loader import Loader, PartitionSource, Ticket
+
+
+class _InPool(StoredTensors):
+    """Holds its tickets until `close`; the bytes stay for as long as a tensor upon them does."""
+
+    def __init__(self, folder: Path, tickets: Sequence[Ticket]) -> None:
+        super().__init__(folder, [ticket.lease.view() for ticket in tickets])
+        self.tickets = tuple(tickets)
+
+    def wait(self, name: str | None = None) -> None:
+        """Until a tensor has arrived (None: all of them). Tensors lie in the order of their use, so that whoever asks
+        for them in that order can work while the rest is read."""
+        if name is None:
+            for ticket in self.tickets:
+                ticket.wait()
+        else:
+            for entry in self._entries[name]:
+                self.tickets[entry.partition].wait(entry.offset + entry.size)
+
+    def close(self) -> None:
+        super().close()
+        for ticket in self.tickets:
+            ticket.close()
+
+
+class PooledModel(_InPool, StoredModel):
+    """A node.ports.Checkpoint."""
+
+
+class PooledAdapter(_InPool):
+    """The tensors of an adapter."""
+
+
+def open_pooled(
+    folder: Path,
+    loader: Loader,
+    *,
+    priority: int = 0,
+    room_wait_s: float = float("inf"),
+    verify: bool = False,
+    whole: bool = True,
+) -> PooledModel:
+    """Load a model of the store into the pool, unless it is there. With `whole` false it returns as soon as there is
+    room for it: `wait` for a tensor before it is used. `verify` checks every chunk against the manifest as it comes."""
+    with ExitStack() as undo:
+        tickets = _load(folder, loader, priority, room_wait_s, verify, undo)
+        model = PooledModel(folder, tickets)
+        undo.callback(model.close)  # its views too: an error's traceback keeps the model for a while
+        if whole:
+            model.wait()
+        undo.pop_all()
+        return model
+
+
+def open_pooled_adapter(folder: Path, loader: Loader, *, priority: int = 0, verify: bool = False) -> PooledAdapter:
+    with ExitStack() as undo:
+        adapter = PooledAdapter(folder, _load(folder, loader, priority, float("inf"), verify, undo))
+        undo.callback(adapter.close)
+        adapter.wait()
+        undo.pop_all()
+        return adapter
+
+
+def source_of(path: Path, partition: Partition, *, verify: bool = False) -> PartitionSource:
+    digests = partition.chunks if verify else None
+    return PartitionSource(partition.digest, path, partition.size, digests, partition.chunk_bytes)
+
+
+def _load(
+    folder: Path, loader: Loader, priority: int, room_wait_s: float, verify: bool, undo: ExitStack
+) -> list[Ticket]:
+    sources = [source_of(path, partition, verify=verify) for path, partition in partition_files(folder)]
+    tickets = loader.load_all(sources, priority, room_wait_s)
+    for ticket in tickets:
+        undo.callback(ticket.close)
+    for ticket in tickets:
+        ticket.wait(0)  # for its place in the pool
+    return tickets

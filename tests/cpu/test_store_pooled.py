@@ -1,0 +1,109 @@
+"""Models served from the host pool: the same bits, no copy, and gone when they are let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drive import Engine, logits_of, make_executor, make_request
+from store_builders import flat, flip_bit, stored
+
+from dovetail.engine.executor import CpuExecutor, ExecutorConfig
+from dovetail.errors import DamagedCheckpoint
+from dovetail.store.format import StoredModel, partition_files
+from dovetail.store.loader import Loader, LoaderConfig, Place
+from dovetail.store.pool import HostPool
+from dovetail.store.pooled import open_pooled
+
+CHUNK = 64 << 10
+CONFIG = ExecutorConfig(kv_bytes=1 << 22, block_size=4, dtype="f32")
+
+
+@pytest.fixture
+def loader() -> Iterator[Loader]:
+    pool = HostPool.create(64 * CHUNK, CHUNK)
+    loader = Loader(pool, LoaderConfig(readers=2, range_bytes=CHUNK))
+    yield loader
+    loader.close()
+    assert pool.stats().pinned_bytes == 0, "somebody still holds a model"
+    pool.close()
+
+
+@pytest.fixture
+def model(tiny_folder: Callable[[str], Path], tmp_path: Path) -> StoredModel:
+    return stored(tiny_folder("qwen2"), tmp_path)
+
+
+def test_the_pool_holds_what_the_files_hold(model: StoredModel, loader: Loader) -> None:
+    pooled = open_pooled(model.path, loader)
+    for name, _ in model.spec.tensors():
+        assert np.array_equal(flat(pooled, name), flat(model, name))
+    pooled.close()
+
+
+def test_an_executor_runs_on_the_pool_in_place(model: StoredModel, loader: Loader) -> None:
+    pooled = open_pooled(model.path, loader)
+    executor = CpuExecutor(pooled, CONFIG)
+    executor.resize(executor.max_blocks)
+    pooled.close()  # the executor's tensors hold the bytes
+    assert executor.copied_bytes == 0
+    mapped = make_executor(model.path, kv_bytes=1 << 22)
+    tokens = [5, 6, 7, 8, 9]
+    for ours, theirs in zip(logits_of(executor, tokens, [3, 2]), logits_of(mapped, tokens, [3, 2]), strict=True):
+        assert torch.equal(ours, theirs)
+    assert loader.pool.stats().pinned_bytes > 0
+    executor.close()
+    assert loader.pool.stats().pinned_bytes == 0
+    mapped.close()
+
+
+def test_the_second_start_reads_no_file(model: StoredModel, loader: Loader) -> None:
+    open_pooled(model.path, loader).close()
+    again = open_pooled(model.path, loader)
+    assert [ticket.place for ticket in again.tickets] == [Place.HOST]
+    assert loader.meter(Place.DISK).total_bytes == model.manifest.size_bytes
+    again.close()
+
+
+def test_a_tensor_can_be_used_as_soon_as_it_has_arrived(model: StoredModel, loader: Loader) -> None:
+    pooled = open_pooled(model.path, loader, whole=False)
+    for name, _ in model.spec.tensors():
+        pooled.wait(name)
+        assert np.array_equal(flat(pooled, name), flat(model, name))
+    pooled.close()
+
+
+def test_a_flipped_bit_is_found_while_loading(model: StoredModel, loader: Loader) -> None:
+    path, _ = partition_files(model.path)[0]
+    flip_bit(path, 5000)
+    with pytest.raises(DamagedCheckpoint, match=path.name):
+        open_pooled(model.path, loader, verify=True)
+    assert loader.pool.stats().used_bytes == 0
+
+
+def test_tensors_of_a_model_that_was_cut_for_two_devices_come_together(
+    tiny_folder: Callable[[str], Path], tmp_path: Path, loader: Loader
+) -> None:
+    model = stored(tiny_folder("llama"), tmp_path, ranks=2)
+    pooled = open_pooled(model.path, loader)
+    assert len(pooled.tickets) == 2
+    for name, _ in model.spec.tensors():
+        assert np.array_equal(flat(pooled, name), flat(model, name))
+    pooled.close()
+
+
+def test_two_executors_of_one_model_share_its_memory(model: StoredModel, loader: Loader) -> None:
+    executors = []
+    for _ in range(2):
+        pooled = open_pooled(model.path, loader)
+        executors.append(CpuExecutor(pooled, CONFIG))
+        executors[-1].resize(executors[-1].max_blocks)
+        pooled.close()
+    assert loader.pool.stats().used_bytes < 2 * model.manifest.size_bytes
+    answers = [Engine(executor).run(make_request([1, 2, 3])) for executor in executors]
+    assert answers[0] == answers[1]
+    for executor in executors:
+        executor.close()
