@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.cli.output import print_json
+from dovetail.cli.output import human_bytes, print_json
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from dovetail.bench.cold_start import Summary
 
 app = typer.Typer(help="Measure this machine and this build.", no_args_is_help=True)
@@ -55,12 +57,68 @@ def cold_start(
 
 
 def _print(summaries: list[Summary], plain_s: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("engine", "import", "load", "first token", "total (spread)", box=None)
+    table = _table("engine", "import", "load", "first token", "total (spread)")
     for each in summaries:
         parts = [f"{value:.3f} s" for value in (each.import_s, each.load_s, each.first_token_s)]
         table.add_row(each.engine, *parts, f"{each.total_s:.3f} s ({each.total_spread_s:.3f})")
-    Console().print(table)
+    _show(table)
     typer.echo(f"A plain `import torch` takes {plain_s:.2f} s here.")
+
+
+@app.command("mapped-start")
+def mapped_start(
+    shape: Annotated[list[str] | None, typer.Option(help="0.5b (Qwen2.5) or 1b (Llama 3.2); may be repeated.")] = None,
+    runs: Annotated[int, typer.Option(help="Starts of each model.", min=1)] = 20,
+    folder: Annotated[Path | None, typer.Option(help="Where to write the random models for the time being.")] = None,
+    dtype: Annotated[str, typer.Option(help="f32, bf16, f16, or what this machine prefers.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Seconds from host memory to a model that is ready on a CPU, and the bytes that were copied for it.
+
+    Example: dovetail bench mapped-start --shape 0.5b --shape 1b --runs 20
+    """
+    from rich.progress import Progress
+
+    from dovetail.bench.mapped_start import SHAPES, measure
+
+    shapes = shape or ["0.5b", "1b"]
+    for name in shapes:
+        if name not in SHAPES:
+            raise typer.BadParameter(f"{name} is not one of {', '.join(SHAPES)}", param_hint="--shape")
+    results = []
+    with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
+        for name in shapes:
+            task = progress.add_task(f"Writing and measuring {name}", total=None)
+            results.append(
+                measure(
+                    name,
+                    runs,
+                    folder,
+                    dtype,
+                    lambda done, total, at=task: progress.update(at, completed=done, total=total),
+                )
+            )
+    if as_json:
+        print_json(results)
+        return
+    table = _table("model", "weights", "ready (worst)", "copied", "private memory", "first token")
+    for each in results:
+        ready = f"{1e3 * each.start_s_median:.1f} ms ({1e3 * each.start_s_worst:.1f})"
+        growth = f"{each.private_growth_bytes / 1e6:+.1f} MB"
+        weights, copied = human_bytes(each.weight_bytes), human_bytes(each.copied_bytes)
+        table.add_row(
+            f"{each.model} {each.dtype}", weights, ready, copied, growth, f"{each.first_token_s_median:.3f} s"
+        )
+    _show(table)
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    return Table(*columns, box=None)
+
+
+def _show(table: Table) -> None:
+    from rich.console import Console
+
+    Console().print(table)

@@ -19,7 +19,7 @@ from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.model import DecoderModel
 from dovetail.engine.runner import forward
 from dovetail.engine.sampler import sample
-from dovetail.engine.weights import Weights
+from dovetail.engine.weights import Weights, from_read_only_memory
 from dovetail.errors import OutOfMemory
 from dovetail.native import select
 from dovetail.node.ports import Checkpoint
@@ -46,7 +46,8 @@ class CpuExecutor:
         self._ops = select(config.level)
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
         weights = Weights(checkpoint, dtype, "mapped" if in_place else "resident", self._ops)
-        self._model: DecoderModel | None = DecoderModel(spec, weights, dtype, self._ops)
+        with from_read_only_memory():
+            self._model: DecoderModel | None = DecoderModel(spec, weights, dtype, self._ops)
         self.weight_bytes = weights.num_bytes
         self.copied_bytes = weights.copied_bytes
         self.max_blocks = _max_blocks(config, spec.kv_bytes_per_token(self.dtype) * config.block_size)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -22,6 +24,15 @@ from dovetail.native import Ops
 from dovetail.node.ports import Checkpoint, HostTensor
 
 Kind = Literal["resident", "mapped"]
+
+
+@contextmanager
+def from_read_only_memory() -> Iterator[None]:
+    """A mapped checkpoint is read-only, and so are its pages: a stray write faults instead of going unnoticed. torch
+    warns of such buffers; silenced once for the whole of a model, since doing it takes longer than making a tensor."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        yield
 
 
 class Linear:
@@ -94,10 +105,7 @@ class Weights:
             self.num_bytes += count * dtype.itemsize
             self.copied_bytes += count * dtype.itemsize
             return torch.from_numpy(unpack(piece.layout, piece.dtype, piece.shape, piece.data)).to(dtype)
-        with warnings.catch_warnings():
-            # A mapped checkpoint is read-only, and so are its pages: a stray write faults instead of going unnoticed.
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            stored = torch.frombuffer(piece.data, dtype=TORCH_DTYPES[piece.dtype], count=count).view(piece.shape)
+        stored = torch.frombuffer(piece.data, dtype=TORCH_DTYPES[piece.dtype], count=count).view(piece.shape)
         self.num_bytes += count * dtype.itemsize
         if self.kind == "mapped" and stored.dtype == dtype:
             return stored

@@ -116,9 +116,12 @@ class StoredTensors:
     is in use; the operating system lets go of it with the mapping, also where a process dies.
     """
 
-    def __init__(self, folder: Path, buffers: Sequence[memoryview] | None = None) -> None:
+    def __init__(
+        self, folder: Path, buffers: Sequence[memoryview] | None = None, manifest: Manifest | None = None
+    ) -> None:
+        """`manifest` saves reading and checking it once more."""
         self.path = folder
-        self.manifest = read_manifest(folder)
+        self.manifest = manifest or read_manifest(folder)
         self._maps: list[mmap.mmap] = []
         if buffers is None:
             self._maps = [_map_blob(path, part) for path, part in _files_of(folder, self.manifest)]
@@ -154,8 +157,10 @@ class StoredTensors:
 class StoredModel(StoredTensors):
     """A node.ports.Checkpoint; with `buffers` (one per partition, in order) no file but the manifest is touched."""
 
-    def __init__(self, folder: Path, buffers: Sequence[memoryview] | None = None) -> None:
-        super().__init__(folder, buffers)
+    def __init__(
+        self, folder: Path, buffers: Sequence[memoryview] | None = None, manifest: Manifest | None = None
+    ) -> None:
+        super().__init__(folder, buffers, manifest)
         if self.manifest.spec is None:
             raise UnsupportedModel(f"{folder / MANIFEST}: an adapter, not a model that can be served by itself")
         self.spec: ModelSpec = self.manifest.spec
@@ -178,9 +183,9 @@ def is_stored(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def partition_files(folder: Path) -> list[tuple[Path, Partition]]:
+def partition_files(folder: Path, manifest: Manifest | None = None) -> list[tuple[Path, Partition]]:
     """The blobs of a model in order of device, present and of the right length: what a loader reads."""
-    found = _files_of(folder, read_manifest(folder))
+    found = _files_of(folder, manifest or read_manifest(folder))
     for path, partition in found:
         os.close(open_blob(path, partition))
     return found

@@ -197,10 +197,12 @@ class Loader:
     ) -> list[Ticket]:
         """All of them or none. Lower priorities go first; `wait_s` limits the wait for room in the pool."""
         tickets = [Ticket(self, source, priority) for source in sources]
+        group = _Group((priority, next(self._serials)), tickets, time.monotonic() + wait_s)
+        if group.keys <= self.pool.keys() and self._admit(group):
+            return tickets  # at once, without waking another thread
         with self._lock:
             assert not self._is_closed, "the loader is closed"
-            order = priority, next(self._serials)
-            self._waiting.append(_Group(order, tickets, time.monotonic() + wait_s))
+            self._waiting.append(group)
             self._waiting.sort(key=lambda group: group.order)
             if self._admitter is None:
                 self._admitter = threading.Thread(target=self._admit_forever, name="load-queue", daemon=True)

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from dovetail.store.format import Partition, StoredModel, StoredTensors, partition_files
+from dovetail.store.format import Manifest, Partition, StoredModel, StoredTensors, partition_files, read_manifest
 from dovetail.store.loader import Loader, PartitionSource, Ticket
 
 
 class _InPool(StoredTensors):
     """Holds its tickets until `close`; the bytes stay for as long as a tensor upon them does."""
 
-    def __init__(self, folder: Path, tickets: Sequence[Ticket]) -> None:
-        super().__init__(folder, [ticket.lease.view() for ticket in tickets])
+    def __init__(self, folder: Path, manifest: Manifest, tickets: Sequence[Ticket]) -> None:
+        super().__init__(folder, [ticket.lease.view() for ticket in tickets], manifest)
         self.tickets = tuple(tickets)
 
     def wait(self, name: str | None = None) -> None:
@@ -55,8 +55,8 @@ def open_pooled(
     """Load a model of the store into the pool, unless it is there. With `whole` false it returns as soon as there is
     room for it: `wait` for a tensor before it is used. `verify` checks every chunk against the manifest as it comes."""
     with ExitStack() as undo:
-        tickets = _load(folder, loader, priority, room_wait_s, verify, undo)
-        model = PooledModel(folder, tickets)
+        manifest = read_manifest(folder)
+        model = PooledModel(folder, manifest, _load(folder, manifest, loader, priority, room_wait_s, verify, undo))
         undo.callback(model.close)  # its views too: an error's traceback keeps the model for a while
         if whole:
             model.wait()
@@ -66,7 +66,9 @@ def open_pooled(
 
 def open_pooled_adapter(folder: Path, loader: Loader, *, priority: int = 0, verify: bool = False) -> PooledAdapter:
     with ExitStack() as undo:
-        adapter = PooledAdapter(folder, _load(folder, loader, priority, float("inf"), verify, undo))
+        manifest = read_manifest(folder)
+        tickets = _load(folder, manifest, loader, priority, float("inf"), verify, undo)
+        adapter = PooledAdapter(folder, manifest, tickets)
         undo.callback(adapter.close)
         adapter.wait()
         undo.pop_all()
@@ -79,9 +81,15 @@ def source_of(path: Path, partition: Partition, *, verify: bool = False) -> Part
 
 
 def _load(
-    folder: Path, loader: Loader, priority: int, room_wait_s: float, verify: bool, undo: ExitStack
+    folder: Path,
+    manifest: Manifest,
+    loader: Loader,
+    priority: int,
+    room_wait_s: float,
+    verify: bool,
+    undo: ExitStack,
 ) -> list[Ticket]:
-    sources = [source_of(path, partition, verify=verify) for path, partition in partition_files(folder)]
+    sources = [source_of(path, partition, verify=verify) for path, partition in partition_files(folder, manifest)]
     tickets = loader.load_all(sources, priority, room_wait_s)
     for ticket in tickets:
         undo.callback(ticket.close)
