@@ -23,6 +23,7 @@ from dovetail.sim.cost import measure_decisions
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain
 from dovetail.sim.hardware import PRESETS
+from dovetail.sim.layout import Layout, read_layout
 from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Result
 from dovetail.sim.policies import POLICIES, policy
@@ -85,8 +86,22 @@ def simulate(simulation: Simulation, quiet: bool, label: str) -> Result:
         return simulation.timed_run()
 
 
+OF_A_LAYOUT = ("models", "shape", "cpu_nodes", "gpu_nodes", "nodes", "cpu_hardware", "gpu_hardware")
+
+
+def _layout(context: typer.Context, config: Path | None) -> Layout | None:
+    if config is None:
+        return None
+    for name in OF_A_LAYOUT:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise ConfigError(f"--{name.replace('_', '-')}: {config} has the nodes and models; leave one of them out")
+    return read_layout(config)
+
+
 @app.command()
 def run(
+    context: typer.Context,
     trace: TraceOption,
     profile: ProfileOption,
     models: ModelsOption = None,
@@ -107,8 +122,9 @@ def run(
     cpu_hardware: HardwareOption = None,
     gpu_hardware: HardwareOption = None,
     faults: Annotated[int, typer.Option(min=0, help="inject this many faults, drawn from the seed")] = 0,
+    config: Annotated[Path | None, typer.Option(help="YAML with nodes and models, instead of the options")] = None,
 ) -> None:
-    """One trace, one policy."""
+    """One trace, one policy. Example: dovetail sim run --trace t.csv --profile p.json --config cluster.yaml --json"""
     setup = Setup(
         trace=trace,
         profile=profile,
@@ -123,6 +139,8 @@ def run(
         cpu_hardware=cpu_hardware,
         gpu_hardware=gpu_hardware,
         faults=faults,
+        layout=_layout(context, config),
+        config=config,
     )
     result = _run(setup, event_log, request, quiet=as_json)
     if report is not None:
@@ -271,10 +289,23 @@ def scale(
     requests: int = 1_000_000,
     seed: int = 0,
     changes: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """A run of a large generated cluster, with its time and memory."""
+    """A run of a large generated cluster, with its time and memory.
+
+    Example: dovetail sim scale --profile p.json --nodes 100 --models 1000 --requests 20000 --json
+    """
     knobs = knobs_of("dovetail", None, changes)
-    typer.echo(json.dumps(run_scale(profile, nodes, models, requests, seed, knobs)))
+    with Progress(console=Console(stderr=True), disable=as_json or not sys.stderr.isatty()) as progress:
+        task = progress.add_task("scale", total=1.0)
+        figures = run_scale(profile, nodes, models, requests, seed, knobs, lambda p: progress.update(task, completed=p))
+    if as_json:
+        typer.echo(json.dumps(figures))
+        return
+    table = Table("", "", show_header=False)
+    for key, value in figures.items():
+        table.add_row(key, str(value))
+    console.print(table)
 
 
 def main() -> None:

@@ -135,7 +135,8 @@ class Admitter:
         if not self.knobs.sharing and count:
             return Refusal.SLOTS
         if self.knobs.whole_node_kv:
-            full = count >= min(self.knobs.shares, hosting.slots)
+            residents = (one.hosting.slots for one in self._instances.values())
+            full = count >= min(self.knobs.shares, hosting.slots, *residents)
             return Refusal.SLOTS if full else None
         if self.knobs.slots_limited:
             used = sum(1.0 / one.hosting.slots for one in self._instances.values())
@@ -150,7 +151,8 @@ class Admitter:
         """A static share of the node: weights, and KV for all the rest of it."""
         ledger = self._residency.ledger
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        blocks = (ledger.capacity // self.knobs.shares - weights) // hosting.kv_bytes_per_token // hosting.block_tokens
+        share = ledger.capacity // min(self.knobs.shares, hosting.slots)  # too large for a share: the whole node
+        blocks = (share - weights) // hosting.kv_bytes_per_token // hosting.block_tokens
         tokens = blocks * hosting.block_tokens
         if tokens <= 0 or weights + tokens * hosting.kv_bytes_per_token > ledger.available:
             return Refusal.MEMORY

@@ -276,7 +276,7 @@ class Node:
 
     def _rest(self, instance: Instance, now: float) -> None:
         """A static share of a device: after each turn the instance rests until it has had no more than its share."""
-        until = self.turn_started_s + (now - self.turn_started_s) * self._throttle
+        until = self.turn_started_s + (now - self.turn_started_s) * min(self._throttle, instance.hosting.slots)
         self._rest_until[instance.id] = until
         if instance.batch:
             self.outbox.append(SetTimer(until, instance.id, -1))

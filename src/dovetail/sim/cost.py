@@ -18,7 +18,7 @@ from dovetail.sim.driver import Simulation
 from dovetail.sim.metrics import percentile
 from dovetail.sim.policies import DOVETAIL
 from dovetail.sim.profile import read_profile
-from dovetail.sim.setup import make_devices
+from dovetail.sim.setup import make_devices, uniform_groups
 from dovetail.sim.trace import Arrival
 from dovetail.sim.workload import Workload, generate
 
@@ -85,4 +85,5 @@ def cluster(
     measured = read_profile(profile)
     hostings = {kind: measured.hosting(shape, kind) for kind in DeviceKind}
     counts = {DeviceKind.CPU: nodes // 2, DeviceKind.GPU: nodes - nodes // 2}
-    return make_devices(counts, hostings, arrivals, knobs, Noise(Random(seed), 0.05), node_type=node_type)
+    groups = uniform_groups(counts, hostings, arrivals, knobs)
+    return make_devices(groups, arrivals, knobs, Noise(Random(seed), 0.05), node_type=node_type)

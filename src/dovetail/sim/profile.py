@@ -25,6 +25,7 @@ MEASURED = {
     "xeon-16c-amx": "xeon-amx-16c",
     "xeon-32c-amx": "xeon-6462c-32c-amx",
 }
+DEFAULT_PRESETS = {DeviceKind.CPU: "xeon-32c-amx", DeviceKind.GPU: "a100-80g"}
 SLOTS = ((8.0, 4, 8), (20.0, 2, 4), (float("inf"), 1, 2))  # weights below this many GiB: slots on a CPU, on a GPU
 
 

@@ -10,12 +10,15 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.policy.knobs import Admission, Knobs, TurnOrder
+from dovetail.sim.layout import Layout
 from dovetail.sim.log import EventLog
 from dovetail.sim.setup import Setup, build
 
 
 def settings_of(setup: Setup) -> dict[str, Any]:
-    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(setup).items()}
+    values = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(setup).items()}
+    values["layout"] = None if setup.layout is None else setup.layout.model_dump(mode="json")
+    return values
 
 
 def setup_of(settings: dict[str, Any]) -> Setup:
@@ -24,6 +27,8 @@ def setup_of(settings: dict[str, Any]) -> Setup:
     values = {**settings, "knobs": Knobs(**{**knobs, **enums})}
     values["trace"] = Path(values["trace"])
     values["profile"] = Path(values["profile"])
+    values["config"] = Path(values["config"]) if values["config"] else None
+    values["layout"] = Layout.model_validate(values["layout"]) if values["layout"] else None
     values.pop("dovetail_sim")
     return Setup(**values)
 

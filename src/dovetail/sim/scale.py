@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,20 @@ RATE_PER_NODE = 1.0  # requests/s
 
 
 def run_scale(
-    profile: Path, nodes: int, models: int, requests: int, seed: int, knobs: Knobs = DOVETAIL
+    profile: Path,
+    nodes: int,
+    models: int,
+    requests: int,
+    seed: int,
+    knobs: Knobs = DOVETAIL,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Any]:
     started = time.perf_counter()
     workload = Workload(requests, models, RATE_PER_NODE * nodes, zipf=0.9, cv=2.0)
     arrivals = generate(workload, seed, LENGTHS)
     simulation = Simulation(cluster(profile, nodes, arrivals, knobs, "llama-2-7b", seed), knobs, arrivals)
     simulation.keep_samples = False
+    simulation.on_sample = lambda now: progress(min(now / simulation.horizon_s, 1.0))
     result = simulation.timed_run()
     return {
         **result.summary(),

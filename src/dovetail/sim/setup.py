@@ -1,10 +1,10 @@
-"""From options to a simulation: nodes of the paper's test bed, models of one shape, a trace, a policy, a seed."""
+"""From options to a simulation: nodes of the paper's test bed or of a layout, a trace, a policy, a seed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -16,11 +16,12 @@ from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.faults import draw_faults
-from dovetail.sim.hardware import PRESETS, hosting_of
+from dovetail.sim.hardware import PRESETS, Shape, hosting_of
+from dovetail.sim.layout import Layout, ModelSection, NodeSection, line_of
 from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Result
-from dovetail.sim.profile import Profile, read_profile
-from dovetail.sim.trace import Arrival, keep_models, read_trace
+from dovetail.sim.profile import DEFAULT_PRESETS, MEASURED, Profile, read_profile
+from dovetail.sim.trace import Arrival, first_line_of, keep_models, read_trace
 
 GPU_MEMORY_GIB = 78.0
 CPU_MEMORY_GIB = 256.0
@@ -45,6 +46,20 @@ class Setup:
     gpu_hardware: str | None = None
     limit_s: float | None = None  # arrivals after this are left out
     faults: int = 0  # this many, drawn from the seed
+    layout: Layout | None = None  # instead of shape, models and the four about nodes
+    config: Path | None = None  # where the layout was read, for messages
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """`count` nodes alike, and what each can host."""
+
+    name: str
+    kind: DeviceKind
+    count: int
+    catalogue: Mapping[str, Hosting]  # by the trace's number of the model
+    memory_gib: float
+    hardware: str | None = None
 
 
 def build(setup: Setup, log: EventLog | None = None) -> Simulation:
@@ -53,16 +68,84 @@ def build(setup: Setup, log: EventLog | None = None) -> Simulation:
         arrivals = keep_models(arrivals, setup.models)
     if setup.limit_s is not None:
         arrivals = [arrival for arrival in arrivals if arrival.arrival_s < setup.limit_s]
-    if not arrivals:
-        raise ConfigError(f"{setup.trace}: no request is left after --models and --limit")
     profile = read_profile(setup.profile)
-    hostings: dict[DeviceKind, Hosting] = {}
-    if setup.cpu_nodes:
-        hostings[DeviceKind.CPU] = _hosting(profile, setup.shape, DeviceKind.CPU, setup.cpu_hardware)
-    if setup.gpu_nodes:
-        hostings[DeviceKind.GPU] = _hosting(profile, setup.shape, DeviceKind.GPU, setup.gpu_hardware)
-    horizon_s = math.ceil(arrivals[-1].arrival_s / 60) * 60.0
-    return assemble(setup, arrivals, hostings, horizon_s, log)
+    if setup.layout is not None:
+        groups, arrivals = _groups_of_layout(setup, setup.layout, profile, arrivals)
+    else:
+        groups = _groups_of_options(setup, profile, arrivals)
+    if not arrivals:
+        raise ConfigError(f"{setup.trace}: no request is left after --models, --limit and --config")
+    return assemble(setup, arrivals, groups, log)
+
+
+def _groups_of_options(setup: Setup, profile: Profile, arrivals: Sequence[Arrival]) -> list[NodeGroup]:
+    """All models of one shape on CPU nodes and GPU nodes of one hardware each."""
+    counts = {DeviceKind.CPU: setup.cpu_nodes, DeviceKind.GPU: setup.gpu_nodes}
+    hardware = {DeviceKind.CPU: setup.cpu_hardware, DeviceKind.GPU: setup.gpu_hardware}
+    if not any(counts.values()):
+        raise ConfigError("--cpu-nodes and --gpu-nodes are both 0")
+    hostings = {kind: _hosting(profile, setup.shape, kind, hardware[kind]) for kind in DeviceKind if counts[kind]}
+    return uniform_groups(counts, hostings, arrivals, setup.knobs, hardware)
+
+
+def uniform_groups(
+    counts: Mapping[DeviceKind, int],
+    hostings: Mapping[DeviceKind, Hosting],
+    arrivals: Sequence[Arrival],
+    knobs: Knobs,
+    hardware: Mapping[DeviceKind, str | None] | None = None,
+) -> list[NodeGroup]:
+    """CPU nodes, then GPU nodes; every model of the arrivals has the one shape of its kind's hosting."""
+    names = [str(model) for model in sorted({arrival.model for arrival in arrivals})]
+    groups = []
+    for kind in DeviceKind:
+        if counts[kind]:
+            name = (hardware or {}).get(kind)
+            memory = memory_gib(kind, hostings[kind].slots, knobs, name)
+            groups.append(NodeGroup(kind.value, kind, counts[kind], dict.fromkeys(names, hostings[kind]), memory, name))
+    return groups
+
+
+def _groups_of_layout(
+    setup: Setup, layout: Layout, profile: Profile, arrivals: Sequence[Arrival]
+) -> tuple[list[NodeGroup], list[Arrival]]:
+    """What the file asks for, and the arrivals of the models that it asks for."""
+    sections = layout.assign(sorted({arrival.model for arrival in arrivals}))
+    groups = []
+    for index, node in enumerate(layout.nodes):
+        kind = DeviceKind(node.device)
+        hostings = {
+            name: _section_hosting(setup, index, node, name, model, profile)
+            for name, model in layout.models.items()
+            if node.device in model.devices
+        }
+        catalogue = {str(model): hostings[name] for model, name in sections.items() if name in hostings}
+        slots = max((hosting.slots for hosting in hostings.values()), default=1)
+        total_gib = None if node.memory is None else node.memory / GIB
+        memory = memory_gib(kind, slots, setup.knobs, node.hardware, total_gib)
+        groups.append(NodeGroup(node.name, kind, node.count, catalogue, memory, node.hardware))
+    return groups, [arrival for arrival in arrivals if arrival.model in sections]
+
+
+def _section_hosting(
+    setup: Setup, index: int, node: NodeSection, name: str, model: ModelSection, profile: Profile
+) -> Hosting:
+    kind = DeviceKind(node.device)
+    where = line_of(setup.config, "nodes", index, "hardware") + f"nodes.{index}.hardware"
+    if model.shape is not None:
+        if node.hardware is not None and node.hardware not in (*PRESETS, *profile.hardware_of(model.shape)):
+            raise ConfigError(f"{where}: {node.hardware!r} is neither a preset nor in {setup.profile}")
+        hosting = _hosting(profile, model.shape, kind, node.hardware)
+    else:
+        presets = {measured: preset for preset, measured in MEASURED.items()}
+        preset = presets.get(node.hardware or "", node.hardware or DEFAULT_PRESETS[kind])
+        if preset not in PRESETS:
+            raise ConfigError(f"{where}: models.{name} needs a preset, and {preset!r} is none")
+        weights, kv_per_token, layers = model.roofline
+        hosting = hosting_of(PRESETS[preset], Shape(weights / GIB, kv_per_token / 1024, layers))
+    if model.concurrency is None:
+        return hosting
+    return replace(hosting, concurrency=model.concurrency, half_concurrency=model.concurrency)
 
 
 def _hosting(profile: Profile, shape: str, kind: DeviceKind, hardware: str | None) -> Hosting:
@@ -73,67 +156,76 @@ def _hosting(profile: Profile, shape: str, kind: DeviceKind, hardware: str | Non
 
 
 def assemble(
-    setup: Setup,
-    arrivals: list[Arrival],
-    hostings: dict[DeviceKind, Hosting],
-    horizon_s: float,
-    log: EventLog | None = None,
+    setup: Setup, arrivals: list[Arrival], groups: Sequence[NodeGroup], log: EventLog | None = None
 ) -> Simulation:
-    noise = Noise(Random(setup.seed), setup.noise)
-    counts = {DeviceKind.CPU: setup.cpu_nodes, DeviceKind.GPU: setup.gpu_nodes}
-    hardware = {DeviceKind.CPU: setup.cpu_hardware, DeviceKind.GPU: setup.gpu_hardware}
-    devices = make_devices(counts, hostings, arrivals, setup.knobs, noise, hardware)
-    if not devices:
-        raise ConfigError("--cpu-nodes and --gpu-nodes are both 0")
-    check_fit(devices, sorted({arrival.model for arrival in arrivals}))
+    devices = make_devices(groups, arrivals, setup.knobs, Noise(Random(setup.seed), setup.noise))
+    check_fit(setup, devices, sorted({arrival.model for arrival in arrivals}))
+    horizon_s = math.ceil(arrivals[-1].arrival_s / 60) * 60.0
     faults = draw_faults(Random(setup.seed + 1), setup.faults, len(devices), horizon_s)
     return Simulation(devices, setup.knobs, arrivals, horizon_s=horizon_s, log=log, faults=faults)
 
 
 def make_devices(
-    counts: Mapping[DeviceKind, int],
-    hostings: Mapping[DeviceKind, Hosting],
+    groups: Sequence[NodeGroup],
     arrivals: Sequence[Arrival],
     knobs: Knobs,
     noise: Noise,
-    hardware: Mapping[DeviceKind, str | None] | None = None,
     node_type: type[Node] = Node,
 ) -> list[Device]:
-    """CPU nodes, then GPU nodes; every model of the arrivals has the one shape of its kind's hosting."""
     outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
-    names = sorted({arrival.model for arrival in arrivals})
-    transfer = IN_PLACE_RESIZE if knobs.free_resize else TransferModel()
     devices: list[Device] = []
-    for kind in DeviceKind:
-        if not counts[kind]:
-            continue
-        catalogue = {str(model): hostings[kind] for model in names}
-        memory = int(memory_gib(kind, hostings[kind], knobs, (hardware or {}).get(kind)) * GIB)
-        for index in range(counts[kind]):
+    for group in groups:
+        transfer = _transfer(group, knobs)
+        memory = int(group.memory_gib * GIB)
+        for index in range(group.count):
             first = len(devices) * INSTANCE_IDS
-            node = node_type(f"{kind.value}-{index}", kind, memory, catalogue, knobs, first_instance=first)
+            name = f"{group.name}-{index}"
+            node = node_type(name, group.kind, memory, group.catalogue, knobs, first_instance=first)
             devices.append(Device(node, outputs, transfer, noise))
     return devices
 
 
-def memory_gib(kind: DeviceKind, hosting: Hosting, knobs: Knobs, hardware: str | None = None) -> float:
-    total = CPU_MEMORY_GIB if kind is DeviceKind.CPU else GPU_MEMORY_GIB
-    if hardware in PRESETS:
-        total = PRESETS[hardware].memory_gib
-    return total - RESERVED_PER_SLOT_GIB * (hosting.slots if knobs.slots_limited else 1)
+def _transfer(group: NodeGroup, knobs: Knobs) -> TransferModel:
+    transfer = IN_PLACE_RESIZE if knobs.free_resize else TransferModel()
+    if group.hardware in PRESETS:
+        return replace(transfer, load_bytes_per_s=PRESETS[group.hardware].load_gib_per_s * GIB)
+    return transfer
 
 
-def check_fit(devices: list[Device], names: list[int]) -> None:
+def memory_gib(
+    kind: DeviceKind, slots: int, knobs: Knobs, hardware: str | None = None, total_gib: float | None = None
+) -> float:
+    """What instances may take of a node: without the runtime of as many as it may hold."""
+    if total_gib is None:
+        total_gib = CPU_MEMORY_GIB if kind is DeviceKind.CPU else GPU_MEMORY_GIB
+        if hardware in PRESETS:
+            total_gib = PRESETS[hardware].memory_gib
+    return total_gib - RESERVED_PER_SLOT_GIB * (slots if knobs.slots_limited else 1)
+
+
+def check_fit(setup: Setup, devices: list[Device], models: list[int]) -> None:
     """A model that fits no node is an error of the set-up, not a request to drop."""
-    for name in names:
-        for device in devices:
-            hosting = device.node.admit.hostings[str(name)]
-            need = 0 if hosting.weights_in_place else hosting.weight_bytes
-            need += device.node.admit.required(hosting, [(1, 0)]) * hosting.kv_bytes_per_token
-            if need <= device.node.residency.ledger.capacity:
-                break
-        else:
-            raise ConfigError(f"model {name} fits nowhere: it needs {need / GIB:.1f} GiB, more than any node has")
+    for model in models:
+        hosts = [device.node for device in devices if str(model) in device.node.admit.hostings]
+        if not any(_need_bytes(node, model) <= node.residency.ledger.capacity for node in hosts):
+            need_gib = min((_need_bytes(node, model) for node in hosts), default=0) / GIB
+            largest_gib = max((node.residency.ledger.capacity for node in hosts), default=0) / GIB
+            reason = f"it needs {need_gib:.1f} GiB, more than any node has ({largest_gib:.1f} GiB)"
+            raise ConfigError(_where(setup, model) + (reason if hosts else "no node is of a device that it names"))
+
+
+def _need_bytes(node: Node, model: int) -> int:
+    hosting = node.admit.hostings[str(model)]
+    weights = 0 if hosting.weights_in_place else hosting.weight_bytes
+    return weights + node.admit.required(hosting, [(1, 0)]) * hosting.kv_bytes_per_token
+
+
+def _where(setup: Setup, model: int) -> str:
+    if setup.layout is not None and setup.config is not None:
+        name = setup.layout.assign([model])[model]
+        return f"{line_of(setup.config, 'models', name)}models.{name}: model {model} of the trace fits nowhere: "
+    line = first_line_of(setup.trace, model)
+    return f"{setup.trace}: line {line}: model {model} ({setup.shape}) fits nowhere: "
 
 
 def run(setup: Setup, log: EventLog | None = None) -> Result:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from dovetail.errors import ConfigError
 from dovetail.policy.knobs import Knobs
+from dovetail.sim.layout import Layout, ModelSection, NodeSection
 from dovetail.sim.metrics import Result
 from dovetail.sim.policies import DOVETAIL, IMPROVEMENTS, SLINFER, SLLM_CS, policy
 from dovetail.sim.setup import Setup
@@ -38,6 +39,9 @@ PUBLISHED_PD = {("sllm+c+s", 32): (93, 3.0), ("sllm+c+s", 64): (70, 3.9), ("sllm
     ("slinfer", 64): (98, 2.9),
     ("slinfer", 128): (69, 4.0),
 }
+MIXES = ((4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (2, 2, 2, 0), (0, 0, 0, 1))  # of 3B, 7B, 13B, 34B in every eight
+# CodeLlama-34B by roofline on one GPU each: the paper splits it over two, which one node cannot show.
+LARGE = {"weights": "62.8GiB", "kv_per_token": "192KiB", "layers": 48, "devices": ["gpu"], "concurrency": 16}
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,19 @@ def _disaggregation(base: Setup) -> Runs:
             yield cell, replace(base, models=models, knobs=policy(system, ("pd",)))
 
 
+def _mixed(base: Setup) -> Runs:
+    """4 CPU and 6 GPU nodes, models of several sizes at once."""
+    nodes = (NodeSection(name="cpu", device="cpu", count=4), NodeSection(name="gpu", device="gpu", count=6))
+    for mix in MIXES:
+        sections = [{"shape": shape} for shape in SHAPES.values()] + [LARGE]
+        named = zip((*SHAPES, "34B"), sections, mix, strict=True)
+        models = {name: ModelSection.model_validate({**section, "share": n}) for name, section, n in named if n}
+        layout = Layout(nodes=nodes, models=models)
+        for system in ("sllm+c", "sllm+c+s", "slinfer", "dovetail"):
+            cell = Cell((":".join(map(str, mix)), system))
+            yield cell, replace(base, knobs=policy(system), models=None, layout=layout)
+
+
 SWEEPS = {
     "policies": Sweep("Policies", ("policy",), _policies),
     "reproduction": Sweep("SLINFER's Fig 22 and Table III", ("size", "models", "policy"), _reproduction),
@@ -185,5 +202,6 @@ SWEEPS = {
     "watermark": Sweep("Watermark (Fig 31)", ("watermark",), _watermark),
     "datasets": Sweep("Datasets (Fig 35)", ("dataset", "policy"), _datasets),
     "burstgpt": Sweep("BurstGPT (Fig 27)", ("requests/s", "policy"), _burstgpt),
+    "mixed": Sweep("Mixed sizes (Fig 26)", ("3B:7B:13B:34B", "policy"), _mixed),
     "pd": Sweep("Prefill–decode disaggregation (Table III)", ("policy", "models"), _disaggregation),
 }

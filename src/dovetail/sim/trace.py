@@ -76,6 +76,14 @@ def _row(path: Path, line: int, cells: Sequence[str], order: Sequence[int]) -> A
     return row
 
 
+def first_line_of(path: Path, model: int) -> int:
+    """The line of the model's first request as the file has it, for messages."""
+    with _open(path) as file:
+        reader = csv.reader(file)
+        column = [name.strip() for name in next(reader)].index("model")
+        return next((reader.line_num for cells in reader if cells and int(cells[column]) == model), 1)
+
+
 def keep_models(arrivals: Sequence[Arrival], models: int) -> list[Arrival]:
     """A share of the models, spread evenly over popularity: of every eight neighbours the first `models`·8/total."""
     total = max(arrival.model for arrival in arrivals) + 1
