@@ -122,6 +122,7 @@ class KeyConfig(_Section):
     name: str
     key: SecretStr
     requests_per_minute: int | None = Field(default=None, ge=1)  # more are answered 429
+    admin: bool = False  # may add, change and remove models through /api
 
 
 def _distinct_keys(keys: tuple[KeyConfig, ...]) -> tuple[KeyConfig, ...]:

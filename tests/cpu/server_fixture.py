@@ -37,8 +37,8 @@ class Server:
     def _client_options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 120} | options
 
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, **options)
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=120, **options)
@@ -57,6 +57,9 @@ class Server:
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
+    def hang_up(self) -> None:
+        self.process.send_signal(signal.SIGHUP)
+
     def wait(self) -> int:
         return self.process.wait(STOP_TIMEOUT_S)
 
@@ -69,10 +72,15 @@ def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None
 
 
 @contextmanager
-def running_server(*arguments: str | Path, environment: dict[str, str] | None = None) -> Iterator[Server]:
+def running_server(
+    *arguments: str | Path, environment: dict[str, str] | None = None, log: Path | None = None
+) -> Iterator[Server]:
     """`dovetail serve …` on a free port; ended by SIGTERM, or killed when that does not help."""
     command = [*COMMAND, "serve", *map(str, arguments), "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})})
+    errors = log.open("w") if log is not None else None
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(environment or {})}
+    )
     try:
         ready = json.loads(_first_line(process))
         yield Server(process, ready["url"], ready["models"])
@@ -87,6 +95,8 @@ def running_server(*arguments: str | Path, environment: dict[str, str] | None = 
                 raise
         assert process.stdout is not None
         process.stdout.close()
+        if errors is not None:
+            errors.close()
 
 
 def run_command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from dovetail.config import ModelConfig, NodeConfig
+from dovetail.config import Config, ModelConfig, NodeConfig
+from dovetail.errors import ModelNotFound, SourceError
+from dovetail.gateway.admin import Admin, ConfigFile
 from dovetail.gateway.link import Link
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.service import Limits, Service
+from dovetail.gateway.settings import Settings
 from dovetail.modelspec import ModelSpec
 from dovetail.types import ModelCard
 
@@ -69,6 +74,35 @@ def make_card(folder: Path, name: str = "fake", **changes: Any) -> ModelCard:
     spec = ModelSpec("llama", 300, 8, 1, 1, 1, 8, 8, CONTEXT)
     fields = {"chat_template": TEMPLATE, "eos_token": "<|end|>", "eos_token_ids": (END,)} | changes
     return ModelCard(name=name, path=str(folder), spec=spec, tokenizer_file=str(file), **fields)
+
+
+class FakeStore:
+    """Has the models that it is given; pulls the source "remote:name" when `gate` opens, and fails on "remote:bad"."""
+
+    def __init__(self, *cards: ModelCard) -> None:
+        self.cards = {card.name: card for card in cards}
+        self.gate = threading.Event()
+
+    def find(self, source: str, name: str) -> ModelCard | None:
+        if source.startswith("remote:"):
+            return None
+        if source not in self.cards:
+            raise ModelNotFound(f"{source}: neither a model that is here nor a folder, file or source")
+        return msgspec.structs.replace(self.cards[source], name=name)
+
+    def pull(self, source: str, name: str, progress: Callable[[str, int, int], None]) -> ModelCard:
+        progress("download", 25, 100)
+        while not self.gate.wait(0.01):
+            progress("download", 50, 100)
+        progress("convert", 100, 100)
+        if source == "remote:bad":
+            raise SourceError("remote:bad: no such model")
+        return msgspec.structs.replace(next(iter(self.cards.values())), name=name, source=source)
+
+
+def make_admin(service: Service, config: Config | None = None, file: ConfigFile | None = None) -> Admin:
+    store = FakeStore(*(model.card for model in service.models.all()))
+    return Admin(service, Settings(config or Config(), None if file is None else "dovetail.yaml"), store, file)
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from gateway_builders import make_card
 
-from dovetail.cli import chat, serve
+from dovetail.cli import chat, offer, serve
 from dovetail.config import Config, ModelConfig
 from dovetail.errors import ModelNotFound, RequestError
 from dovetail.gateway.listen import base_url, listen
@@ -108,10 +108,10 @@ class OneModel:
 
 def test_a_model_is_found_by_name_and_can_be_given_another(tmp_path: Path) -> None:
     catalogue = OneModel(tmp_path)
-    assert serve.find_card(catalogue, "here").name == "here"  # type: ignore[arg-type]
-    assert serve.find_card(catalogue, "here", "alias").name == "alias"  # type: ignore[arg-type]
+    assert offer.find_card(catalogue, "here").name == "here"  # type: ignore[arg-type]
+    assert offer.find_card(catalogue, "here", "alias").name == "alias"  # type: ignore[arg-type]
     with pytest.raises(ModelNotFound, match="elsewhere"):
-        serve.find_card(catalogue, "elsewhere")  # type: ignore[arg-type]
+        offer.find_card(catalogue, "elsewhere")  # type: ignore[arg-type]
 
 
 def test_models_named_in_the_config_are_served_with_their_settings(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_models_named_in_the_config_are_served_with_their_settings(tmp_path: Pat
     )
     assert config.models["a"] == ModelConfig(source="nowhere", preload=True)
     with pytest.raises(ModelNotFound, match="nowhere"):
-        serve.make_offer(config, [])
-    empty = serve.make_offer(Config.model_validate({"store": {"path": tmp_path}}), [])
+        offer.make_offer(config, [])
+    empty = offer.make_offer(Config.model_validate({"store": {"path": tmp_path}}), [])
     assert (empty.names, empty.preload) == ((), ())
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from fake_worker import BUSY, FAIL
-from gateway_builders import running_service
+from gateway_builders import make_admin, running_service
 from pydantic import SecretStr
 
-from dovetail.config import AuthConfig, KeyConfig, ServerConfig
+from dovetail.config import AuthConfig, Config, KeyConfig, ServerConfig
 from dovetail.errors import EngineFailed
 from dovetail.gateway import respond
 from dovetail.gateway.api import CompletionRequest
@@ -42,7 +42,7 @@ def on_app(folder: Path, test: Test, *, auth: AuthConfig | None = None, **server
         async with running_service(folder) as service:
             await service.link.supervisors["cpu-0"].greeted
             service.is_ready = True
-            app = make_app(service, ServerConfig(**server), auth or AuthConfig())
+            app = make_app(make_admin(service, Config(server=ServerConfig(**server), auth=auth or AuthConfig())))
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)  # type: ignore[arg-type]
             async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
                 await asyncio.wait_for(test(client, service), 60)

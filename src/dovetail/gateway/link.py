@@ -87,6 +87,7 @@ class Instance:
     card: ModelCard
     ready: asyncio.Future[Loaded]  # fails with the error that the waiting requests get
     requests: set[str] = field(default_factory=set)  # unfinished
+    has_served: bool = False
     was_waited_for: bool = False  # a request came before it was loaded: a cold start
     ready_at: float | None = None  # loop time
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while `requests` is empty
@@ -96,6 +97,7 @@ class Instance:
 
     def begin(self, request_id: str) -> None:
         self.requests.add(request_id)
+        self.has_served = True
         self.idle.clear()
 
     def end(self, request_id: str) -> None:
@@ -182,6 +184,14 @@ class NodeLink:
                 instance.ready.set_exception(error)
             instance.requests.clear()
             instance.idle.set()
+        self._fail_requests(model, error)
+
+    def drop(self, model: str, error: RequestError) -> None:
+        """Unload at once; its requests end with this error."""
+        self.unload(model)
+        self._fail_requests(model, error)
+
+    def _fail_requests(self, model: str, error: RequestError) -> None:
         for request_id in [key for key, (_, owner) in self.inboxes.items() if owner == model]:
             self.inboxes.pop(request_id)[0].fail(error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import re
 import secrets
 from collections import deque
@@ -13,12 +14,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail.config import KeyConfig
-from dovetail.errors import PayloadTooLarge, QuotaExceeded, RequestError, Unauthenticated
+from dovetail.errors import PayloadTooLarge, PermissionDenied, QuotaExceeded, RequestError, Unauthenticated
 from dovetail.gateway.respond import problem_response
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 _OPEN_PATHS = {"/health", "/live", "/version", "/metrics", "/openapi.json"}  # probes and scrapers carry no key
 _METERED_PATHS = {"/v1/chat/completions", "/v1/completions"}
+_ADMIN_PREFIX = "/api/"
+_CONFIG_PATH = "/api/config"  # sources may hold what is not for everyone
 _WINDOW_S = 60.0
 
 
@@ -62,25 +65,44 @@ class Quota:
         return None
 
 
-class Auth:
-    """Bearer keys and their quotas. Without keys the server is open."""
+class Keys:
+    """The keys in force. None means that the server is open, and that only this machine may change it."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[KeyConfig], clock: Callable[[], float]) -> None:
-        self._app = app
+    def __init__(self, keys: Sequence[KeyConfig], clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._keys: list[tuple[bytes, KeyConfig]] = []
+        self._quotas: dict[str, Quota] = {}
+        self.replace(keys)
+
+    def replace(self, keys: Sequence[KeyConfig]) -> None:
+        """A quota that did not change keeps what was taken from it."""
+        before = {key.name: (key.requests_per_minute, self._quotas.get(key.name)) for _, key in self._keys}
         self._keys = [(_digest(key.key.get_secret_value().encode()), key) for key in keys]
-        self._quotas = {key.name: Quota(key.requests_per_minute) for key in keys if key.requests_per_minute is not None}
+        self._quotas = {}
+        for key in keys:
+            if key.requests_per_minute is not None:
+                limit, quota = before.get(key.name, (None, None))
+                kept = quota if limit == key.requests_per_minute else None
+                self._quotas[key.name] = kept or Quota(key.requests_per_minute)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in _OPEN_PATHS:
-            try:
-                self._check(scope)
-            except RequestError as error:
-                return await problem_response(error)(scope, receive, send)
-        await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
+    def check(self, scope: Scope) -> None:
+        path = scope["path"]
+        if path in _OPEN_PATHS:
+            return
+        is_looking = scope["method"] in ("GET", "HEAD") and path != _CONFIG_PATH
+        is_admin = path.startswith(_ADMIN_PREFIX) and not is_looking
+        if not self._keys:
+            if is_admin:
+                _check_is_local(scope)
+            return
         key = self._find(Headers(scope=scope).get("authorization", ""))
+        if is_admin and not key.admin:
+            raise PermissionDenied(
+                f"the key '{key.name}' may not change the server; a key with admin: true may", code="admin_required"
+            )
+        self._check_quota(key, scope)
+
+    def _check_quota(self, key: KeyConfig, scope: Scope) -> None:
         quota = self._quotas.get(key.name)
         if quota is None or scope["path"] not in _METERED_PATHS or scope["method"] != "POST":
             return
@@ -106,6 +128,41 @@ class Auth:
         return found
 
 
+class Auth:
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._keys.check(scope)
+            except RequestError as error:
+                return await problem_response(error)(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+def _check_is_local(scope: Scope) -> None:
+    """Without keys, the one who may change the server sits at this machine: not behind a proxy that happens to run
+    here, and not a page of another site in a browser that does."""
+    headers = Headers(scope=scope)
+    client = (scope.get("client") or ("",))[0]
+    is_forwarded = "x-forwarded-for" in headers or "forwarded" in headers
+    is_foreign_page = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+    if is_forwarded or is_foreign_page or not _is_loopback(client):
+        raise PermissionDenied(
+            "a server without keys is changed from its own machine only; configure a key with admin: true",
+            code="admin_required",
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
@@ -113,15 +170,15 @@ def _digest(key: bytes) -> bytes:
 class BodyLimit:
     """Refuses a body over the limit: at once when its length is announced, else as soon as it goes over."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, limit: Callable[[], int]) -> None:
         self._app = app
-        self._max_bytes = max_bytes
+        self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isascii() and announced.isdigit() and int(announced[:20]) > self._max_bytes:
+        if announced.isascii() and announced.isdigit() and int(announced[:20]) > self._limit():
             return await problem_response(self._error())(scope, receive, send)
         received = 0
 
@@ -129,11 +186,11 @@ class BodyLimit:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
+            if received > self._limit():
                 raise self._error()
             return message
 
         await self._app(scope, receive_limited, send)
 
     def _error(self) -> PayloadTooLarge:
-        return PayloadTooLarge(f"the body is larger than {self._max_bytes} bytes", code="payload_too_large")
+        return PayloadTooLarge(f"the body is larger than {self._limit()} bytes", code="payload_too_large")

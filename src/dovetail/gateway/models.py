@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Never, Protocol
 
 from tokenizers import Tokenizer
 
 from dovetail.config import ModelConfig
-from dovetail.errors import CheckpointError, EngineFailed, InvalidRequest, ModelNotFound
+from dovetail.errors import CheckpointError, EngineFailed, InvalidRequest, ModelNotFound, Overloaded
 from dovetail.gateway.chat import ChatTemplate
 from dovetail.gateway.detokenizer import Vocabulary
+from dovetail.gateway.pulls import Pull
 from dovetail.types import ModelCard
 
 # Shorter texts take less time to tokenise than a thread takes to start on them.
@@ -114,30 +117,154 @@ class ServedModel:
         return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a configuration asks for, as far as it is there: models with their settings, and what is still missing."""
+
+    catalogue: Catalogue
+    configs: Mapping[str, ModelConfig]
+    preload: tuple[str, ...] = ()  # loaded before the server says that it is ready
+    missing: tuple[str, ...] = ()  # to be pulled
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*(card.name for card in self.catalogue.cards()), *self.missing)
+
+
+@dataclass
+class Entry:
+    """A model that joined while the server runs. Without a card it is still being pulled, or could not be."""
+
+    config: ModelConfig
+    card: ModelCard | None
+    in_file: bool  # named by the configuration file, which may take it back
+    pull: Pull | None = None
+
+
 class Models:
-    """Looks models up by name or alias; a model that joins the catalogue later is found."""
+    """Looks models up by name or alias. The catalogue is what the server started with (all of the store, or what was
+    named); entries are what joined since; hidden is what was removed since. Config: the file's, then what was changed
+    through the API, which lasts until the file is read again."""
 
     def __init__(self, catalogue: Catalogue, configs: Mapping[str, ModelConfig] | None = None) -> None:
         self._catalogue = catalogue
         self._configs = dict(configs or {})
-        self._names = {alias: name for name, config in self._configs.items() for alias in config.aliases}
+        self._entries: dict[str, Entry] = {}
+        self._hidden: set[str] = set()
         self._served: dict[str, ServedModel] = {}
 
     def get(self, name: str) -> ServedModel:
-        card = self._card(self._names.get(name, name))
+        card = self._card(self.resolve(name))
+        config = self.config_of(card.name, card)
         served = self._served.get(card.name)
         if served is None or served.card != card:  # pulled again since
-            config = self._configs.get(card.name, ModelConfig(source=card.source))
             served = self._served[card.name] = ServedModel(card, config)
+        served.config = config
         return served
 
-    def _card(self, name: str) -> ModelCard:
+    def all(self) -> list[ServedModel]:
+        """Those that can be asked for."""
+        added = [name for name, entry in list(self._entries.items()) if entry.card is not None]
         try:
+            offered = [card.name for card in self._catalogue.cards()]
+        except OSError as error:
+            raise EngineFailed(f"the store cannot be read: {error}", code="store_unavailable") from error
+        found = []
+        for name in (*added, *filter(self._is_plain, offered)):
+            with suppress(ModelNotFound):  # deleted this very moment
+                found.append(self.get(name))
+        return found
+
+    def arriving(self) -> dict[str, Entry]:
+        """Those that are not there yet."""
+        return {name: entry for name, entry in self._entries.items() if entry.card is None}
+
+    def resolve(self, name: str) -> str:
+        """The name behind an alias."""
+        return next((owner for owner, config in self._all_configs() if name in config.aliases), name)
+
+    def config_of(self, name: str, card: ModelCard | None = None) -> ModelConfig:
+        entry = self._entries.get(name)
+        if entry is not None:
+            return entry.config
+        return self._configs.get(name) or ModelConfig(source=card.source if card is not None else name)
+
+    def is_taken(self, name: str) -> bool:
+        """By a model, or as an alias of one."""
+        entry = self._entries.get(name)
+        if entry is not None and entry.pull is not None and entry.pull.error is not None:
+            return False  # it never came; whoever tries again may have the name
+        if self.resolve(name) != name or entry is not None:
+            return True
+        try:
+            self._card(name)
+        except ModelNotFound:
+            return False
+        except EngineFailed:
+            return True
+        return True
+
+    # Changes while the server runs
+
+    def add(self, name: str, entry: Entry) -> None:
+        self._entries[name] = entry
+        self._hidden.discard(name)
+
+    def configure(self, name: str, config: ModelConfig) -> None:
+        if name in self._entries:
+            self._entries[name].config = config
+        else:
+            self._configs[name] = config
+        if name in self._served:
+            self._served[name].config = config
+
+    def remove(self, name: str) -> None:
+        self._entries.pop(name, None)
+        self._configs.pop(name, None)
+        self._served.pop(name, None)
+        self._hidden.add(name)
+
+    def replace(self, catalogue: Catalogue, configs: Mapping[str, ModelConfig]) -> None:
+        """What the configuration file says now. What joined through the API stays, unless the file names it too."""
+        self._catalogue = catalogue
+        self._configs = dict(configs)
+        self._entries = {
+            name: entry for name, entry in self._entries.items() if not entry.in_file and name not in configs
+        }
+        self._hidden -= set(configs)
+
+    def _all_configs(self) -> list[tuple[str, ModelConfig]]:
+        # Copied first: `all` may be at work in a thread.
+        entries = [(name, entry.config) for name, entry in list(self._entries.items())]
+        return [*entries, *(item for item in list(self._configs.items()) if self._is_plain(item[0]))]
+
+    def _is_plain(self, name: str) -> bool:
+        """In the catalogue, neither removed nor replaced."""
+        return name not in self._hidden and name not in self._entries
+
+    def _card(self, name: str) -> ModelCard:
+        entry = self._entries.get(name)
+        if entry is not None:
+            return entry.card or _not_there_yet(name, entry.pull)
+        try:
+            if name in self._hidden:
+                raise ModelNotFound(f"model {name!r} was removed", param="model", code="model_not_found")
             return self._catalogue.get(name)
         except InvalidRequest as error:  # a name that no model can have is the name of none
             raise ModelNotFound(f"model {name[:200]!r} not found", param="model", code="model_not_found") from error
-        except CheckpointError as error:
-            raise EngineFailed(f"model {name!r} cannot be used: {error}") from error
+        except ModelNotFound as error:
+            if name not in self._served or name in self._hidden:
+                raise
+            path = self._served[name].card.path  # it was there: say where it should be
+            raise ModelNotFound(
+                f"model {name!r} is no longer in the store: {path} is gone", param="model", code="model_not_found"
+            ) from error
+        except (CheckpointError, OSError) as error:
+            raise EngineFailed(f"model {name!r} cannot be used: {error}", code="store_unavailable") from error
 
-    def all(self) -> list[ServedModel]:
-        return [self.get(card.name) for card in self._catalogue.cards()]
+
+def _not_there_yet(name: str, pull: Pull | None) -> Never:
+    if pull is not None and pull.error is not None:
+        raise EngineFailed(f"model {name!r} could not be pulled: {pull.error}", code="pull_failed")
+    progress = f" ({pull.describe()})" if pull is not None else ""
+    raise Overloaded(f"model {name!r} is being pulled{progress}", code="model_pulling", retry_after_s=5)

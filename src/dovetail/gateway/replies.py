@@ -131,6 +131,7 @@ class ModelInfo(BaseModel):
     created: int
     owned_by: str = "dovetail"
     max_model_len: int
+    root: str = Field(description="the model that answers; differs from `id` for an alias")
 
 
 class ModelList(BaseModel):
@@ -151,6 +152,7 @@ class Detokenized(BaseModel):
 
 class Status(BaseModel):
     status: str
+    config_problem: str | None = Field(default=None, description="why the last configuration was refused")
 
 
 class Version(BaseModel):
@@ -161,6 +163,9 @@ class ModelStatus(BaseModel):
     name: str
     state: Literal["loading", "loaded"]
     unfinished: int = Field(description="requests that this server has not finished")
+    attainment: float | None = Field(default=None, description="share of requests with targets that met them")
+    ttft_p50_s: float | None = None
+    tpot_p50_s: float | None = None
     dtype: str | None = None
     weight_bytes: int | None = None
     mapped: bool | None = None

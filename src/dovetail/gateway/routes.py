@@ -6,29 +6,27 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 import dovetail
-from dovetail.errors import InvalidRequest, UnsupportedMediaType
+from dovetail.errors import InvalidRequest
 from dovetail.gateway.api import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse_body,
 )
+from dovetail.gateway.endpoint import Handler, Responses, json_response, read_body, request_body, responses
 from dovetail.gateway.metrics import CONTENT_TYPE
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.replies import (
     ChatCompletion,
     ChatReply,
     Detokenized,
-    ErrorBody,
     ModelInfo,
     ModelList,
     ServerStatus,
@@ -40,17 +38,12 @@ from dovetail.gateway.replies import (
 )
 from dovetail.gateway.respond import GenerationResponse
 from dovetail.gateway.service import Service
+from dovetail.gateway.settings import Settings
 from dovetail.gateway.status import server_status
 from dovetail.gateway.translate import chat_job, chat_prompt, completion_job
 from dovetail.types import Slo
 
-BODY_TIMEOUT_S = 60.0
 _MAX_SLO_MS = 1e9
-
-Responses = dict[int | str, dict[str, Any]]
-Handler = Callable[..., Awaitable[Response]]
-Body = TypeVar("Body", bound=BaseModel)
-
 
 _JOB_ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
 _BODY_ERRORS = (400, 401, 404, 413, 415)
@@ -59,57 +52,46 @@ _PLAIN_TEXT: Responses = {
 }
 
 
-def make_router(service: Service) -> APIRouter:
-    endpoints = Endpoints(service)
+def make_router(service: Service, settings: Settings) -> APIRouter:
+    endpoints = Endpoints(service, settings)
     router = APIRouter()
 
-    def post(path: str, handler: Handler, body: type[BaseModel], responses: Responses) -> None:
-        extra = {"requestBody": _request_body(body)}
-        router.add_api_route(path, handler, methods=["POST"], responses=responses, openapi_extra=extra)
+    def post(path: str, handler: Handler, body: type[BaseModel], answers: Responses) -> None:
+        extra = {"requestBody": request_body(body)}
+        router.add_api_route(path, handler, methods=["POST"], responses=answers, openapi_extra=extra)
 
-    def get(path: str, handler: Handler, responses: Responses) -> None:
-        router.add_api_route(path, handler, methods=["GET"], responses=responses)
+    def get(path: str, handler: Handler, answers: Responses) -> None:
+        router.add_api_route(path, handler, methods=["GET"], responses=answers)
 
     post("/v1/chat/completions", endpoints.chat, ChatRequest, _streamed(ChatCompletion, _JOB_ERRORS))
     post("/v1/completions", endpoints.complete, CompletionRequest, _streamed(TextCompletion, _JOB_ERRORS))
-    post("/tokenize", endpoints.tokenize, TokenizeRequest, _responses(Tokenized, _BODY_ERRORS))
-    post("/detokenize", endpoints.detokenize, DetokenizeRequest, _responses(Detokenized, _BODY_ERRORS))
-    get("/v1/models", endpoints.list_models, _responses(ModelList, (401,)))
-    get("/v1/models/{model:path}", endpoints.show_model, _responses(ModelInfo, (401, 404)))
-    get("/health", endpoints.health, {**_responses(Status), 503: {"model": Status, "description": "not now"}})
-    get("/live", endpoints.live, _responses(Status))
-    get("/version", endpoints.version, _responses(Version))
-    get("/api/ps", endpoints.ps, _responses(ServerStatus, (401,)))
+    post("/tokenize", endpoints.tokenize, TokenizeRequest, responses(Tokenized, _BODY_ERRORS))
+    post("/detokenize", endpoints.detokenize, DetokenizeRequest, responses(Detokenized, _BODY_ERRORS))
+    get("/v1/models", endpoints.list_models, responses(ModelList, (401,)))
+    get("/v1/models/{model:path}", endpoints.show_model, responses(ModelInfo, (401, 404)))
+    get("/health", endpoints.health, {**responses(Status), 503: {"model": Status, "description": "not now"}})
+    get("/live", endpoints.live, responses(Status))
+    get("/version", endpoints.version, responses(Version))
+    get("/api/ps", endpoints.ps, responses(ServerStatus, (401,)))
     get("/metrics", endpoints.metrics, _PLAIN_TEXT)
     return router
 
 
-def _request_body(kind: type[BaseModel]) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
-
-
-def _responses(answer: type[BaseModel], errors: Sequence[int] = ()) -> Responses:
-    return {
-        200: {"model": answer, "description": "OK"},
-        **{status: {"model": ErrorBody, "description": "error"} for status in errors},
-    }
-
-
 def _streamed(answer: type[BaseModel], errors: Sequence[int]) -> Responses:
-    responses = _responses(answer, errors)
-    responses[200]["content"] = {"text/event-stream": {}}  # each event is a chunk, which OpenAPI 3.1 cannot say
-    return responses
+    found = responses(answer, errors)
+    found[200]["content"] = {"text/event-stream": {}}  # each event is a chunk, which OpenAPI 3.1 cannot say
+    return found
 
 
 class Endpoints:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, settings: Settings) -> None:
         self._service = service
+        self._settings = settings
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         self._service.check_admission()
-        body = await _read(ChatRequest, request)
+        body = await read_body(ChatRequest, request)
         model = self._service.models.get(body.model)
         slo = _slo(request, model)
         job = await chat_job(body, model, _new_id(), self._service.context_limit(model), slo)
@@ -121,7 +103,7 @@ class Endpoints:
     async def complete(self, request: Request) -> Response:
         """Go on with a text."""
         self._service.check_admission()
-        body = await _read(CompletionRequest, request)
+        body = await read_body(CompletionRequest, request)
         model = self._service.models.get(body.model)
         slo = _slo(request, model)
         job = await completion_job(body, model, _new_id(), self._service.context_limit(model), slo)
@@ -135,7 +117,7 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a text or a conversation."""
-        body = await _read(TokenizeRequest, request)
+        body = await read_body(TokenizeRequest, request)
         model = self._service.models.get(body.model)
         await model.prepare()
         if body.messages is not None:
@@ -147,23 +129,24 @@ class Endpoints:
             tokens = await _tokenize_text(body, model)
         strings = [model.tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None
         context = model.card.spec.context_length
-        return _json(Tokenized(tokens=tokens, count=len(tokens), max_model_len=context, token_strs=strings))
+        return json_response(Tokenized(tokens=tokens, count=len(tokens), max_model_len=context, token_strs=strings))
 
     async def detokenize(self, request: Request) -> Response:
         """Text of tokens."""
-        body = await _read(DetokenizeRequest, request)
+        body = await read_body(DetokenizeRequest, request)
         model = self._service.models.get(body.model)
         await model.prepare()
-        return _json(Detokenized(prompt=await model.decode(body.tokens, skip_special_tokens=False)))
+        return json_response(Detokenized(prompt=await model.decode(body.tokens, skip_special_tokens=False)))
 
     async def list_models(self) -> Response:
         """Models on offer, loaded or not."""
         models = await asyncio.to_thread(self._service.models.all)
-        return _json(ModelList(data=[_model_info(model) for model in models]))
+        names = [(name, model) for model in models for name in (model.name, *model.config.aliases)]
+        return json_response(ModelList(data=[_model_info(name, model) for name, model in names]))
 
     async def show_model(self, model: str) -> Response:
         """One model."""
-        return _json(_model_info(self._service.models.get(model)))
+        return json_response(_model_info(model, self._service.models.get(model)))
 
     async def health(self) -> Response:
         """Whether requests should be sent here."""
@@ -174,15 +157,16 @@ class Endpoints:
             status = "starting"
         elif not self._service.link.is_up():
             status = "a worker is down"
-        return _json(Status(status=status), 200 if status == "ok" else 503)
+        detail = Status(status=status, config_problem=self._settings.problem)  # which stops nothing
+        return json_response(detail, 200 if status == "ok" else 503)
 
     async def live(self) -> Response:
         """Whether the process is alive."""
-        return _json(Status(status="ok"))
+        return json_response(Status(status="ok"))
 
     async def version(self) -> Response:
         """Version of the server."""
-        return _json(Version(version=dovetail.__version__))
+        return json_response(Version(version=dovetail.__version__))
 
     async def metrics(self) -> Response:
         """Metrics for Prometheus."""
@@ -190,27 +174,7 @@ class Endpoints:
 
     async def ps(self) -> Response:
         """What runs where."""
-        return _json(server_status(self._service))
-
-
-async def _read(kind: type[Body], request: Request) -> Body:
-    _check_media_type(request.headers.get("content-type", ""))
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await request.body()
-    except TimeoutError:
-        raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s", code="timeout") from None
-    return parse_body(kind, body)
-
-
-def _check_media_type(content_type: str) -> None:
-    """Also keeps pages of other origins out: what a browser sends them without asking first is never JSON."""
-    media_type = content_type.partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise UnsupportedMediaType(
-            f"unsupported content type {media_type[:100]!r}: send 'Content-Type: application/json'",
-            code="unsupported_media_type",
-        )
+        return json_response(server_status(self._service))
 
 
 async def _tokenize_text(body: TokenizeRequest, model: ServedModel) -> list[int]:
@@ -245,13 +209,10 @@ def _header_seconds(request: Request, name: str) -> float | None:
     return milliseconds / 1000
 
 
-def _model_info(model: ServedModel) -> ModelInfo:
+def _model_info(name: str, model: ServedModel) -> ModelInfo:
+    """Under its own name or an alias; `root` is the model that answers."""
     card = model.card
-    return ModelInfo(id=card.name, created=card.created, max_model_len=card.spec.context_length)
-
-
-def _json(record: BaseModel, status: int = 200) -> Response:
-    return Response(record.model_dump_json(), status, media_type="application/json")
+    return ModelInfo(id=name, created=card.created, max_model_len=card.spec.context_length, root=card.name)
 
 
 def _new_id() -> str:

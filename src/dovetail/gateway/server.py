@@ -1,4 +1,5 @@
-"""uvicorn with our signals: the first SIGTERM or SIGINT drains, the second leaves at once; a drained server exits 0."""
+"""uvicorn with our signals: the first SIGTERM or SIGINT drains, the second leaves at once; a drained server exits 0.
+SIGHUP has the configuration read again."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from dovetail.gateway.service import Service
+from dovetail.gateway.admin import Admin
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT_S = 5  # for connections, once their streams have ended
@@ -19,7 +20,7 @@ _CLOSE_TIMEOUT_S = 5  # for connections, once their streams have ended
 class HttpServer(uvicorn.Server):
     """Serves until told to stop. While it drains it still answers: probes must see it go."""
 
-    def __init__(self, app: ASGIApp, service: Service, drain_timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, admin: Admin) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -31,8 +32,9 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
             )
         )
-        self._service = service
-        self._drain_timeout_s = drain_timeout_s
+        self._admin = admin
+        self._service = admin.service
+        self._reload: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -41,10 +43,11 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         try:
             yield
         finally:
-            for number in _SIGNALS:
+            for number in (*_SIGNALS, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
@@ -55,9 +58,12 @@ class HttpServer(uvicorn.Server):
         self._service.is_draining = True
         self._drain = asyncio.create_task(self._exit_when_idle())
 
+    def _on_hangup(self) -> None:
+        self._reload = asyncio.create_task(self._admin.reload_and_log())
+
     async def _exit_when_idle(self) -> None:
         try:
-            async with asyncio.timeout(self._drain_timeout_s):
+            async with asyncio.timeout(self._admin.settings.drain_timeout_s):
                 await self._service.wait_until_idle()
         except TimeoutError:
             self.force_exit = True

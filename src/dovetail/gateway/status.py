@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import dovetail
+from dovetail.gateway.figures import ModelFigures
 from dovetail.gateway.link import Instance, Link, NodeLink
 from dovetail.gateway.replies import ModelStatus, NodeStatus, ServerStatus
 from dovetail.gateway.service import Service
@@ -14,11 +17,11 @@ def server_status(service: Service) -> ServerStatus:
         version=dovetail.__version__,
         draining=service.is_draining,
         unfinished=service.unfinished,
-        nodes=[_node_status(service.link, node) for node in service.link.nodes.values()],
+        nodes=[_node_status(service.link, node, service.metrics.figures_of) for node in service.link.nodes.values()],
     )
 
 
-def _node_status(link: Link, node: NodeLink) -> NodeStatus:
+def _node_status(link: Link, node: NodeLink, figures: Callable[[str], ModelFigures]) -> NodeStatus:
     supervisor = link.supervisors[node.name]
     stats = {item.model: item for item in node.stats.instances} if node.stats else {}
     return NodeStatus(
@@ -29,14 +32,19 @@ def _node_status(link: Link, node: NodeLink) -> NodeStatus:
         starts=supervisor.starts,
         import_s=node.hello.import_s if node.hello else None,
         resident_bytes=node.stats.resident_bytes if node.stats else None,
-        models=[_model_status(item, stats.get(name)) for name, item in node.instances.items()],
+        models=[_model_status(item, stats.get(name), figures(name)) for name, item in node.instances.items()],
     )
 
 
-def _model_status(instance: Instance, stats: InstanceStats | None) -> ModelStatus:
+def _model_status(instance: Instance, stats: InstanceStats | None, figures: ModelFigures) -> ModelStatus:
     loaded = instance.loaded
     status = ModelStatus(
-        name=instance.card.name, state="loaded" if loaded else "loading", unfinished=len(instance.requests)
+        name=instance.card.name,
+        state="loaded" if loaded else "loading",
+        unfinished=len(instance.requests),
+        attainment=figures.attainment,
+        ttft_p50_s=figures.ttft_p50_s,
+        tpot_p50_s=figures.tpot_p50_s,
     )
     if loaded is not None:
         status.dtype, status.weight_bytes, status.mapped = loaded.dtype, loaded.weight_bytes, loaded.mapped

@@ -1,0 +1,113 @@
+"""What a server offers: configuration and names from the command line, models from the store. The one place where the
+gateway gets its catalogue."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dovetail.config import Config, ModelConfig, load_config
+from dovetail.errors import ConfigError, DovetailError, InvalidRequest, ModelNotFound
+from dovetail.gateway.models import FixedCatalogue, Offer
+from dovetail.store import Catalogue, describe
+from dovetail.store.collect import collect
+from dovetail.types import ModelCard
+
+Find = Callable[[str, str | None], ModelCard | None]  # by source, under a name; None = has to be pulled
+
+
+def make_offer(config: Config, wanted: Sequence[str] = ()) -> Offer:
+    """What was named, else what the config names, else the whole catalogue. What is not here is pulled, with a bar."""
+    catalogue = Catalogue(config.store.path)
+    offer = _offer(config, wanted, catalogue, lambda source, name: find_card(catalogue, source, name))
+    if config.store.max_size is not None and offer.configs:
+        collect(catalogue.place, config.store.max_size, keep=[Path(card.path).name for card in offer.catalogue.cards()])
+    return offer
+
+
+def find_card(catalogue: Catalogue, source: str, name: str | None = None) -> ModelCard:
+    """A model by its name in the catalogue, in place in its folder, or pulled from where it is."""
+    from dovetail.cli.models import progress_bar
+
+    card = find_local(catalogue, source, name)
+    if card is not None:
+        return card
+    with progress_bar(enabled=sys.stderr.isatty()) as progress:
+        return catalogue.pull(source, name=name, progress=progress)
+
+
+def find_local(catalogue: Catalogue, source: str, name: str | None = None) -> ModelCard | None:
+    """None if it has to be fetched or converted first."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return describe(path, name or path.resolve().name)
+    if ":" in source or path.is_file():
+        return None
+    try:
+        card = catalogue.get(source)
+    except InvalidRequest as error:
+        raise ModelNotFound(f"{source}: neither a model that is here nor a folder, file or source") from error
+    return card if name is None else msgspec.structs.replace(card, name=name)
+
+
+def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Find) -> Offer:
+    configs = dict(config.models)
+    if not wanted and not configs:
+        return Offer(catalogue, {})
+    cards, preload, missing = [], [], []
+    for name in wanted or config.models:
+        entry = configs.get(name)
+        card = find(name, None) if entry is None else find(entry.source, name)
+        if entry is None:
+            # Asked for by name, so it stays until it is stopped.
+            assert card is not None, "what the command line names is pulled before the server starts"
+            configs[card.name] = ModelConfig(source=card.source or name, keep_alive=-1)
+        if wanted or (entry is not None and entry.preload):
+            preload.append(card.name if card is not None else name)
+        if card is not None:
+            cards.append(card)
+        else:
+            missing.append(name)
+    return Offer(FixedCatalogue(cards), configs, tuple(preload), tuple(missing))
+
+
+class LocalStore:
+    """The store as a running server uses it."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._catalogue = Catalogue(root)
+
+    def find(self, source: str, name: str) -> ModelCard | None:
+        return find_local(self._catalogue, source, name)
+
+    def pull(self, source: str, name: str, progress: Callable[[str, int, int], None]) -> ModelCard:
+        return self._catalogue.pull(source, name=name, progress=progress)
+
+
+class ConfigFile:
+    """`dovetail.yaml` under the options of the command line, as often as it is wanted."""
+
+    def __init__(self, path: Path, override: Callable[[Config], Config], wanted: Sequence[str]) -> None:
+        self._path = path
+        self._override = override
+        self._wanted = wanted
+
+    def read(self) -> Config:
+        return self._override(load_config(self._path))
+
+    def offer(self, config: Config) -> Offer:
+        """Pulls nothing: that would keep everything else in the file waiting."""
+        catalogue = Catalogue(config.store.path)
+
+        def find(source: str, name: str | None) -> ModelCard | None:
+            if name is None:  # was given on the command line, and is here since
+                return find_card(catalogue, source)
+            try:
+                return find_local(catalogue, source, name)
+            except DovetailError as error:
+                raise ConfigError(f"{self._path}: models.{name}.source: {error}") from error
+
+        return _offer(config, self._wanted, catalogue, find)

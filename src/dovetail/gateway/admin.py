@@ -1,0 +1,229 @@
+"""Changing a running server: models that come, change and go, and its configuration file read again.
+
+Nothing here drops a running answer unless it is told to. HTTP is `admin_routes`'; the store and the file are handed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from dovetail.config import Config, ModelConfig, describe
+from dovetail.errors import (
+    ConfigError,
+    Conflict,
+    DovetailError,
+    InvalidRequest,
+    ModelNotFound,
+    RequestError,
+)
+from dovetail.gateway.link import Instance, NodeLink
+from dovetail.gateway.models import Entry, Offer
+from dovetail.gateway.pulls import Puller, Pulls
+from dovetail.gateway.service import Limits, Service
+from dovetail.gateway.settings import Settings
+from dovetail.types import ModelCard
+
+logger = logging.getLogger("dovetail.gateway")
+
+
+class Store(Puller, Protocol):
+    """Where models come from."""
+
+    def find(self, source: str, name: str) -> ModelCard | None:
+        """The model if it is on this machine, under this name; None if it has to be pulled. Raises DovetailError for
+        what is not a model."""
+
+
+class ConfigFile(Protocol):
+    """Where the configuration comes from. Both raise DovetailError, with file and key."""
+
+    def read(self) -> Config: ...
+
+    def offer(self, config: Config) -> Offer: ...
+
+
+class Admin:
+    def __init__(self, service: Service, settings: Settings, store: Store, file: ConfigFile | None = None) -> None:
+        self.service = service
+        self.settings = settings
+        self.pulls = Pulls(store)
+        self._models = service.models
+        self._store = store
+        self._file = file
+        self._changing = asyncio.Lock()  # one change at a time: each looks before it acts
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # Models
+
+    async def add(self, name: str, config: ModelConfig) -> None:
+        """On offer at once if it is here, else as soon as it is pulled."""
+        async with self._changing:
+            self._check_free([name, *config.aliases])
+            try:
+                card = await asyncio.to_thread(self._store.find, config.source, name)
+            except (DovetailError, OSError) as error:
+                raise InvalidRequest(f"source: {error}", param="source") from error
+            self._offer(name, config, card, in_file=False)
+
+    async def change(self, name: str, changes: dict[str, Any]) -> None:
+        async with self._changing:
+            name = self._known(name)
+            before = self._models.config_of(name)
+            values = before.model_dump(by_alias=True) | changes
+            values["slo"] = before.slo.model_dump() | (changes.get("slo") or {})
+            try:
+                config = ModelConfig.model_validate(values)
+            except ValidationError as error:
+                raise InvalidRequest(describe(error), param=str(error.errors()[0]["loc"][0])) from error
+            self._check_free(alias for alias in config.aliases if alias not in before.aliases)
+            self._models.configure(name, config)
+            self.service.reconfigure(name)
+
+    async def remove(self, name: str, *, force: bool) -> int:
+        """No new requests; the running ones finish, or end with an error. Returns how many there were."""
+        async with self._changing:
+            name = self._known(name)
+            self.pulls.cancel(name)
+            self._models.remove(name)
+            return self._retire(name, force=force)
+
+    async def load(self, name: str) -> None:
+        """Returns when it is ready."""
+        await self.service.preload([self._known(name)])
+
+    def unload(self, name: str, *, force: bool) -> int:
+        """Its memory is free; the next request loads it again. Returns how many requests it ended."""
+        name = self._known(name)
+        unfinished = sum(len(instance.requests) for _, instance in self._instances(name))
+        if unfinished and not force:
+            raise Conflict(f"'{name}' is answering {unfinished} requests; force ends them", code="model_in_use")
+        error = ModelNotFound(f"'{name}' was unloaded while it answered", param="model", code="model_unloaded")
+        for node, _ in self._instances(name):
+            node.drop(name, error)
+        return unfinished
+
+    # The configuration
+
+    async def reload(self) -> None:
+        """The file as it is now, or the configuration as it was and a ConfigError that says why."""
+        if self._file is None:
+            raise ConfigError("there is no configuration file to read again; the server was started without --config")
+        async with self._changing:
+            try:
+                config = await asyncio.to_thread(self._file.read)
+                offer = await asyncio.to_thread(self._file.offer, config)
+            except (DovetailError, OSError) as error:
+                self.settings.refuse(str(error))
+                raise ConfigError(f"{error}; the configuration stays as it was") from error
+            self._apply(config, offer)
+
+    async def reload_and_log(self) -> None:
+        try:
+            await self.reload()
+        except ConfigError as error:
+            logger.error("not reloaded: %s", error)
+            return
+        names = ", ".join(self.settings.config.models) or "the whole store"
+        logger.info("reloaded %s: %s", self.settings.file, names)
+        for key in self.settings.needs_restart:
+            logger.warning(
+                "%s: %s has changed; it takes effect when the server is started again", self.settings.file, key
+            )
+
+    def _apply(self, config: Config, offer: Offer) -> None:
+        """In one tick: no request sees half of it."""
+        arriving = self._models.arriving()
+        self.settings.accept(config)
+        self.service.limits = Limits.of(config.server)
+        self._models.replace(offer.catalogue, offer.configs)
+        for name in offer.missing:
+            self._keep_pulling(name, offer.configs[name], arriving.get(name))
+        for name in arriving.keys() - self._models.arriving().keys():
+            self.pulls.cancel(name)
+        for name in {name for node in self.service.link.nodes.values() for name in node.instances}:
+            if self._models.is_taken(name):
+                self.service.reconfigure(name)
+            else:
+                self._retire(name, force=False)
+        self._spawn(self._load_all([name for name in offer.preload if name not in offer.missing]))
+
+    def _keep_pulling(self, name: str, config: ModelConfig, entry: Entry | None) -> None:
+        pull = entry.pull if entry is not None else None
+        if entry is None or pull is None or pull.is_over or pull.source != config.source:
+            self.pulls.cancel(name)
+            self._offer(name, config, None, in_file=True)
+        else:
+            entry.config, entry.in_file = config, True
+            self._models.add(name, entry)
+
+    # How it is done
+
+    def _offer(self, name: str, config: ModelConfig, card: ModelCard | None, *, in_file: bool) -> None:
+        pull = None if card is not None else self.pulls.begin(name, config.source, time.time())
+        entry = Entry(config, card, in_file, pull)
+        self._models.add(name, entry)
+        self._spawn(self._arrive(name, entry))
+
+    async def _arrive(self, name: str, entry: Entry) -> None:
+        if entry.pull is not None:
+            logger.info("pulling %s from %s", name, entry.pull.source)
+            try:
+                entry.card = await self.pulls.run(entry.pull)
+            except (DovetailError, OSError) as error:
+                entry.pull.error = str(error)
+                logger.error("%s could not be pulled: %s", name, error)
+                return
+        if entry.card is not None and entry.config.preload:
+            await self._load_all([name])
+
+    async def _load_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                await self.service.preload([name])
+            except RequestError as error:
+                logger.error("%s could not be loaded: %s", name, error.message)
+
+    def _retire(self, name: str, *, force: bool) -> int:
+        unfinished = 0
+        for node, instance in self._instances(name):
+            unfinished += len(instance.requests)
+            if force:
+                error = ModelNotFound(f"'{name}' was removed while it answered", param="model", code="model_removed")
+                node.drop(name, error)
+            else:
+                self._spawn(_unload_when_idle(node, name, instance))
+        return unfinished
+
+    def _instances(self, name: str) -> list[tuple[NodeLink, Instance]]:
+        nodes = self.service.link.nodes.values()
+        return [(node, instance) for node in nodes if (instance := node.instances.get(name)) is not None]
+
+    def _known(self, name: str) -> str:
+        name = self._models.resolve(name)
+        if name not in self._models.arriving():
+            self._models.get(name)  # raises ModelNotFound
+        return name
+
+    def _check_free(self, names: Iterable[str]) -> None:
+        seen: set[str] = set()
+        for name in names:
+            if name in seen or self._models.is_taken(name):
+                raise Conflict(f"the name '{name}' is taken", param="name", code="name_taken")
+            seen.add(name)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _unload_when_idle(node: NodeLink, name: str, instance: Instance) -> None:
+    await instance.idle.wait()
+    if node.instances.get(name) is instance and not instance.requests:
+        node.unload(name)

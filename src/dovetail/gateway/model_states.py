@@ -1,0 +1,91 @@
+"""What `/api/models` says of each model: its state and tier on the nodes, its settings, what its requests got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.config import ModelConfig
+from dovetail.gateway.admin import Admin
+from dovetail.gateway.admin_api import ModelState, PullState, State, Tier
+from dovetail.gateway.link import Instance, NodeLink
+from dovetail.gateway.models import ServedModel
+from dovetail.gateway.pulls import Pull
+from dovetail.gateway.service import Service
+from dovetail.types import ModelCard
+
+
+def model_states(admin: Admin, models: Sequence[ServedModel]) -> list[ModelState]:
+    """Of these, and of those that are on their way."""
+    there = [_described(admin.service, model.name, model.config, model.card, None) for model in models]
+    return [*there, *(model_state(admin, name) for name in admin.service.models.arriving())]
+
+
+def model_state(admin: Admin, name: str) -> ModelState:
+    service = admin.service
+    name = service.models.resolve(name)
+    entry = service.models.arriving().get(name)
+    if entry is not None:
+        pull = pull_state(entry.pull) if entry.pull is not None else None
+        return _described(service, name, entry.config, None, pull)
+    model = service.models.get(name)
+    return _described(service, name, model.config, model.card, None)
+
+
+def _described(
+    service: Service, name: str, config: ModelConfig, card: ModelCard | None, pull: PullState | None
+) -> ModelState:
+    figures = service.metrics.figures_of(name)
+    state = ModelState(
+        name=name,
+        aliases=list(config.aliases),
+        source=config.source,
+        state="absent",
+        tier="disk" if card is not None else "remote",
+        service_class=config.service_class,
+        slo=config.slo,
+        keep_alive=config.keep_alive,
+        preload=config.preload,
+        size_bytes=card.size_bytes if card is not None else 0,
+        requests=figures.num_requests,
+        attainment=figures.attainment,
+        ttft_p50_s=figures.ttft_p50_s,
+        tpot_p50_s=figures.tpot_p50_s,
+        pull=pull,
+    )
+    for node in service.link.nodes.values():
+        instance = node.instances.get(name)
+        if instance is not None:
+            _add_instance(state, node, instance)
+    return state
+
+
+def _add_instance(state: ModelState, node: NodeLink, instance: Instance) -> None:
+    state.node = node.name
+    state.unfinished = len(instance.requests)
+    state.state, state.tier = _life(instance)
+    if instance.loaded is not None:
+        state.weight_bytes = instance.loaded.weight_bytes
+    for stats in node.stats.instances if node.stats is not None else ():
+        if stats.model == state.name:
+            state.kv_bytes = stats.kv_committed_bytes
+
+
+def _life(instance: Instance) -> tuple[State, Tier]:
+    if instance.loaded is None:
+        return "loading", "disk"
+    if instance.requests:
+        return "serving", "device"
+    return ("idle" if instance.has_served else "ready"), "device"
+
+
+def pull_state(pull: Pull) -> PullState:
+    return PullState(
+        name=pull.name,
+        source=pull.source,
+        state=pull.state,
+        stage=pull.stage,
+        done_bytes=pull.done_bytes,
+        total_bytes=pull.total_bytes,
+        started=pull.started,
+        error=pull.error,
+    )

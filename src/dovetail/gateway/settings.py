@@ -1,0 +1,52 @@
+"""The configuration in force, and what came of the last attempt to change it.
+
+Applies what may change while the server runs; says what takes a restart. Reading files is the command line's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from dovetail.config import Config
+from dovetail.gateway.middleware import Keys
+
+# Sockets and processes are made of these once.
+_FIXED = ("server.host", "server.port", "nodes", "store")
+
+
+class Settings:
+    def __init__(self, config: Config, file: str | None = None) -> None:
+        self.config = config
+        self.file = file  # None = everything was said on the command line
+        self.loaded_at = time.time()
+        self.problem: str | None = None  # why the last reading was refused
+        self.needs_restart: tuple[str, ...] = ()  # keys that differ in the file and stay as they were
+        self.keys = Keys(config.auth.keys, time.monotonic)
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self.config.server.max_body_bytes
+
+    @property
+    def drain_timeout_s(self) -> float:
+        return self.config.server.drain_timeout
+
+    def accept(self, config: Config) -> None:
+        self.needs_restart = tuple(key for key in _FIXED if _value(config, key) != _value(self.config, key))
+        server = config.server.model_copy(update={"host": self.config.server.host, "port": self.config.server.port})
+        fixed = {"server": server, "nodes": self.config.nodes, "store": self.config.store}
+        self.config = config.model_copy(update=fixed)
+        self.keys.replace(config.auth.keys)
+        self.loaded_at = time.time()
+        self.problem = None
+
+    def refuse(self, problem: str) -> None:
+        self.problem = problem
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

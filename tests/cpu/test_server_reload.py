@@ -1,0 +1,127 @@
+"""A real server whose dovetail.yaml is edited while it serves, and whose models come and go through its API."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from server_fixture import Server, eventually, running_server
+
+KEY = {"authorization": "Bearer sk-boss"}
+
+
+class Edited:
+    """A server, its file and its log."""
+
+    def __init__(self, server: Server, file: Path, log: Path, folders: dict[str, Path]) -> None:
+        self.server = server
+        self.file = file
+        self.log = log
+        self.folders = folders
+
+    def write(self, models: str, keys: str = "{name: boss, key: sk-boss, admin: true}", server: str = "{}") -> None:
+        self.file.write_text(f"models: {{{models}}}\nserver: {server}\nauth: {{keys: [{keys}]}}\n")
+
+    def reload(self, *, says: str) -> None:
+        before = len(self.log.read_text())
+        self.server.hang_up()
+        eventually(lambda: says in self.log.read_text()[before:])
+
+    def model(self, name: str, **settings: object) -> str:
+        entry = {"source": str(self.folders[name.partition("-")[0]]), **settings}
+        return f"{name}: {json.dumps(entry)}"
+
+    def names(self) -> set[str]:
+        return {model.id for model in self.server.client(api_key="sk-boss").models.list()}
+
+
+@pytest.fixture(scope="module")
+def edited(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edited]:
+    folder = tmp_path_factory.mktemp("edited")
+    file, log = folder / "dovetail.yaml", folder / "log"
+    folders = {}
+    for name in ("llama", "qwen3", "opt"):
+        folders[name] = folder / name
+        shutil.copytree(tiny_folder(name), folders[name])
+    options = ("--config", file, "--threads", "1", "--kv-cache", "16MiB", "--store", folder / "store")
+    made = Edited(None, file, log, folders)  # type: ignore[arg-type]
+    made.write(made.model("llama"))
+    with running_server(*options, log=log) as made.server:
+        yield made
+
+
+def test_a_reload_changes_models_and_keys_under_a_running_stream(edited: Edited) -> None:
+    client = edited.server.client(api_key="sk-boss")
+    text = {"prompt": "go on", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(model="llama", **text).choices[0].text
+    stream = client.completions.create(model="llama", stream=True, n=1, **text)
+    pieces = [next(stream).choices[0].text]
+    boss, guest = "{name: boss, key: sk-boss, admin: true}", "{name: guest, key: sk-guest}"
+    edited.write(edited.model("qwen3", aliases=["q"], preload=True, slo={"ttft": "3s"}), keys=f"{boss}, {guest}")
+    edited.reload(says="reloaded")
+    assert edited.names() == {"qwen3", "q"}
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="llama", prompt="a")
+    guest_client = edited.server.client(api_key="sk-guest")
+    assert guest_client.completions.create(model="q", prompt="a", max_tokens=2).model == "qwen3"
+    pieces += [chunk.choices[0].text for chunk in stream]
+    assert "".join(pieces) == whole
+    shown = edited.server.get("/api/models/q", headers=KEY).json()
+    assert (shown["state"], shown["slo"]["ttft"]) == ("idle", 3.0)
+    eventually(
+        lambda: [m["name"] for m in edited.server.get("/api/ps", headers=KEY).json()["nodes"][0]["models"]] == ["qwen3"]
+    )
+    edited.write(edited.model("qwen3"))
+    edited.reload(says="reloaded")
+    with pytest.raises(openai.AuthenticationError):
+        guest_client.completions.create(model="qwen3", prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [
+        ("qwen3: {source: here, keepalive: 5}", "models.qwen3.keepalive: unknown key"),
+        ("qwen3: {source: /no/such/folder}", "models.qwen3.source: /no/such/folder: neither"),
+        ("qwen3: {source: '${env.NO_SUCH_VARIABLE}'}", "NO_SUCH_VARIABLE is not set"),
+        ("qwen3: [", "not valid YAML"),
+    ],
+)
+def test_a_mistake_leaves_everything_as_it_was(edited: Edited, models: str, says: str) -> None:
+    edited.write(edited.model("qwen3", aliases=["fine"]))
+    edited.reload(says="reloaded")
+    edited.write(models)
+    edited.reload(says="stays as it was")
+    line = [line for line in edited.log.read_text().splitlines() if "not reloaded" in line][-1]
+    assert says in line, line
+    assert str(edited.file) in line
+    assert edited.names() == {"qwen3", "fine"}
+    assert says in edited.server.get("/health").json()["config_problem"]
+    assert edited.server.client(api_key="sk-boss").completions.create(model="fine", prompt="a", max_tokens=2).choices
+    assert edited.server.process.poll() is None
+
+
+def test_what_takes_a_restart_is_named(edited: Edited) -> None:
+    edited.write(edited.model("qwen3"), server="{max_queue: 9, host: 0.0.0.0}")
+    edited.reload(says="server.host has changed")
+    shown = edited.server.get("/api/config", headers=KEY).json()
+    assert (shown["config"]["server"]["max_queue"], shown["needs_restart"]) == (9, ["server.host"])
+
+
+def test_a_store_that_is_gone_is_an_error_for_each_request_and_no_more(edited: Edited) -> None:
+    edited.write(edited.model("qwen3", preload=True) + ", " + edited.model("llama"))
+    edited.reload(says="reloaded")
+    client = edited.server.client(api_key="sk-boss")
+    assert client.completions.create(model="qwen3", prompt="a", max_tokens=2).choices
+    shutil.rmtree(edited.folders["llama"])
+    shutil.rmtree(edited.folders["qwen3"])
+    for _ in range(2):
+        with pytest.raises(openai.InternalServerError, match="llama"):
+            client.completions.create(model="llama", prompt="a")
+    # What is in memory is served on.
+    assert client.completions.create(model="qwen3", prompt="a", max_tokens=2).choices
+    assert httpx.get(f"{edited.server.url}/health").status_code == 200

@@ -1,0 +1,370 @@
+"""Changing a running server: models that come and go, keys that may do it, a configuration that is read again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_builders import FakeStore, make_admin, make_card, running_service
+
+from dovetail.config import Config, parse_config
+from dovetail.errors import ConfigError
+from dovetail.gateway.admin import Admin
+from dovetail.gateway.app import make_app
+from dovetail.gateway.models import FixedCatalogue, Offer
+
+TEXT = {"model": "fake", "prompt": "ab", "max_tokens": 4}
+Test = Callable[[httpx.AsyncClient, Admin], Awaitable[None]]
+
+
+class FakeFile:
+    """A configuration file that a test writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.raw: dict[str, Any] = {}
+
+    def read(self) -> Config:
+        return parse_config(self.raw, "dovetail.yaml")
+
+    def offer(self, config: Config) -> Offer:
+        there = {name: model for name, model in config.models.items() if not model.source.startswith("remote:")}
+        for name, model in there.items():
+            if model.source == "nowhere":
+                raise ConfigError(f"dovetail.yaml: models.{name}.source: nowhere: no such folder")
+        missing = tuple(config.models.keys() - there.keys())
+        preload = tuple(name for name, model in config.models.items() if model.preload)
+        cards = [make_card(self.folder, name) for name in there]
+        return Offer(FixedCatalogue(cards), config.models, preload, missing)
+
+
+def on_admin(
+    folder: Path, test: Test, config: Mapping[str, Any] | None = None, client: str = "127.0.0.1", file: Any = None
+) -> None:
+    async def run() -> None:
+        async with running_service(folder) as service:
+            await service.link.supervisors["cpu-0"].greeted
+            service.is_ready = True
+            admin = make_admin(service, Config.model_validate(config or {}), file)
+            transport = httpx.ASGITransport(make_app(admin), raise_app_exceptions=False, client=(client, 1))  # type: ignore[arg-type]
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as http:
+                await asyncio.wait_for(test(http, admin), 60)
+            assert service.unfinished == 0
+
+    asyncio.run(run())
+
+
+def store_of(admin: Admin) -> FakeStore:
+    store = admin._store
+    assert isinstance(store, FakeStore)
+    return store
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never happened")
+
+
+async def ask(client: httpx.AsyncClient, model: str, **options: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json=TEXT | {"model": model} | options)
+
+
+async def states(client: httpx.AsyncClient) -> dict[str, Any]:
+    return {model["name"]: model for model in (await client.get("/api/models")).json()["data"]}
+
+
+def test_a_model_that_is_here_is_served_at_once_with_its_settings(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        assert (await ask(client, "new")).status_code == 404
+        body = {
+            "name": "new",
+            "source": "fake",
+            "slo": {"ttft": "2s"},
+            "keep_alive": "1m",
+            "aliases": ["nick"],
+            "class": "be",
+        }
+        added = await client.post("/api/models", json=body)
+        assert added.status_code == 201, added.text
+        shown = added.json()
+        assert (shown["state"], shown["tier"], shown["keep_alive"], shown["class"]) == ("absent", "disk", 60, "be")
+        assert (await ask(client, "new")).json()["choices"][0]["text"] == "abab"
+        assert (await ask(client, "nick")).json()["model"] == "new"
+        assert (await states(client))["new"]["state"] == "idle"
+        listed = {model["id"]: model["root"] for model in (await client.get("/v1/models")).json()["data"]}
+        assert listed == {"fake": "fake", "broken": "broken", "new": "new", "nick": "new"}
+        assert (await client.get("/v1/models/nick")).json()["id"] == "nick"
+
+    on_admin(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"name": "fake", "source": "fake"}, 409, "name"),
+        ({"name": "x", "source": "fake", "aliases": ["fake"]}, 409, "name"),
+        ({"name": "x", "source": "fake", "aliases": ["x"]}, 409, "name"),
+        ({"name": "../x", "source": "fake"}, 400, "name"),
+        ({"name": "x", "source": "nowhere"}, 400, "source"),
+        ({"name": "x"}, 400, "source"),
+        ({"name": "x", "source": "fake", "keep_alive": "soon"}, 400, "keep_alive"),
+        ({"name": "x", "source": "fake", "keepalive": 5}, 400, "keepalive"),
+        ({"name": "x", "source": "fake", "slo": {"ttft": "x"}}, 400, "slo.ttft"),
+    ],
+)
+def test_a_model_that_cannot_be_added_is_refused_by_name(
+    tmp_path: Path, body: dict[str, Any], status: int, param: str
+) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        response = await client.post("/api/models", json=body)
+        assert response.status_code == status, response.text
+        assert response.json()["error"]["param"] == param
+        assert set(await states(client)) == {"fake", "broken"}
+
+    on_admin(tmp_path, test)
+
+
+def test_a_model_that_has_to_be_pulled_is_there_when_it_has_come(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        added = await client.post("/api/models", json={"name": "far", "source": "remote:far", "preload": True})
+        assert added.status_code == 202, added.text
+        assert (added.json()["state"], added.json()["tier"]) == ("absent", "remote")
+        await eventually(lambda: admin.pulls.all()[0].done_bytes == 50)
+        pulls = (await client.get("/api/pulls")).json()["data"]
+        assert (pulls[0]["state"], pulls[0]["stage"], pulls[0]["total_bytes"]) == ("running", "download", 100)
+        waiting = await ask(client, "far")
+        assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "5")
+        assert "download 50 %" in waiting.json()["error"]["message"]
+        assert (await client.post("/api/models", json={"name": "far", "source": "fake"})).status_code == 409
+        store_of(admin).gate.set()
+        await eventually(lambda: "far" in admin.service.link.nodes["cpu-0"].instances)  # preloaded
+        assert (await ask(client, "far")).status_code == 200
+        assert (await client.get("/api/pulls")).json()["data"][0]["state"] == "done"
+
+    on_admin(tmp_path, test)
+
+
+def test_a_pull_that_fails_says_why_and_can_be_tried_again(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        store_of(admin).gate.set()
+        await client.post("/api/models", json={"name": "far", "source": "remote:bad"})
+        await eventually(lambda: admin.pulls.all()[0].is_over)
+        shown = (await states(client))["far"]["pull"]
+        assert (shown["state"], shown["error"]) == ("failed", "remote:bad: no such model")
+        failed = await ask(client, "far")
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "pull_failed")
+        assert (await client.post("/api/models", json={"name": "far", "source": "remote:good"})).status_code == 202
+        await eventually(lambda: "far" not in admin.service.models.arriving())
+        assert (await ask(client, "far")).status_code == 200
+
+    on_admin(tmp_path, test)
+
+
+def test_a_model_that_is_removed_while_it_comes_never_arrives(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        await client.post("/api/models", json={"name": "far", "source": "remote:far"})
+        await eventually(lambda: admin.pulls.all()[0].stage)
+        assert (await client.delete("/api/models/far")).status_code == 200
+        await eventually(lambda: admin.pulls.all()[0].state == "cancelled")
+        assert (await ask(client, "far")).status_code == 404
+
+    on_admin(tmp_path, test)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_model_removed_while_it_serves_finishes_or_says_so(tmp_path: Path, force: bool) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        running = [asyncio.create_task(ask(client, "fake", max_tokens=300)) for _ in range(3)]
+        await eventually(lambda: admin.service.unfinished == 3)
+        await eventually(lambda: admin.service.metrics.generation_tokens.labels("fake")._value.get() > 10)
+        removed = await client.delete("/api/models/fake", params={"force": force})
+        assert removed.json() == {"name": "fake", "unfinished": 3}
+        assert (await ask(client, "fake")).status_code == 404
+        assert set(await states(client)) == {"broken"}
+        for response in await asyncio.gather(*running):
+            if force:
+                assert response.status_code == 404
+                assert response.json()["error"]["message"] == "'fake' was removed while it answered"
+            else:
+                assert response.json()["choices"][0]["text"] == "ab" * 150
+        await eventually(lambda: not admin.service.link.nodes["cpu-0"].instances)
+        assert (await client.post("/api/models", json={"name": "fake", "source": "fake"})).status_code == 201
+        assert (await ask(client, "fake")).status_code == 200
+
+    on_admin(tmp_path, test)
+
+
+def test_settings_change_while_a_model_is_served(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        await ask(client, "fake")
+        change = {"slo": {"tpot": 0.5}, "aliases": ["a", "b"]}
+        changed = (await client.patch("/api/models/fake", json=change)).json()
+        assert (changed["slo"], changed["aliases"]) == ({"ttft": None, "tpot": 0.5}, ["a", "b"])
+        changed = (await client.patch("/api/models/b", json={"slo": {"ttft": 2}, "aliases": ["b"]})).json()
+        assert changed["slo"] == {"ttft": 2.0, "tpot": 0.5}
+        assert (await ask(client, "a")).status_code == 404
+        assert (await ask(client, "b")).status_code == 200
+        for bad in ({"aliases": ["broken"]}, {"source": "x"}, {"keep_alive": "x"}):
+            assert (await client.patch("/api/models/fake", json=bad)).status_code in (400, 409)
+        assert (await client.patch("/api/models/none", json={})).status_code == 404
+        assert "fake" in admin.service.link.nodes["cpu-0"].instances
+        await client.patch("/api/models/fake", json={"keep_alive": 0})  # it is idle, so that it goes at once
+        await eventually(lambda: "fake" not in admin.service.link.nodes["cpu-0"].instances)
+
+    on_admin(tmp_path, test)
+
+
+def test_models_are_loaded_and_unloaded_when_told(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        assert (await client.post("/api/models/fake/load")).json()["state"] == "ready"
+        assert (await client.post("/api/models/broken/load")).status_code == 500
+        assert (await client.post("/api/models/none/load")).status_code == 404
+        running = asyncio.create_task(ask(client, "fake", max_tokens=300))
+        await eventually(lambda: admin.service.unfinished)
+        busy = await client.post("/api/models/fake/unload")
+        assert (busy.status_code, busy.json()["error"]["code"]) == (409, "model_in_use")
+        assert (await client.post("/api/models/fake/unload?force=yes")).status_code == 400
+        assert (await client.post("/api/models/fake/unload?force=true")).json()["unfinished"] == 1
+        assert (await running).json()["error"]["code"] == "model_unloaded"
+        assert (await states(client))["fake"]["state"] == "absent"
+        assert (await ask(client, "fake")).status_code == 200
+
+    on_admin(tmp_path, test)
+
+
+KEYS = {"auth": {"keys": [{"name": "tenant", "key": "sk-tenant"}, {"name": "boss", "key": "sk-boss", "admin": True}]}}
+
+
+def test_only_admin_keys_change_the_server(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        tenant, boss = ({"authorization": f"Bearer sk-{name}"} for name in ("tenant", "boss"))
+        for path in ("/api/models", "/api/pulls", "/api/ps", "/api/models/fake"):
+            assert (await client.get(path)).status_code == 401
+            assert (await client.get(path, headers=tenant)).status_code == 200
+        assert (await client.post("/api/models/fake/load", headers=boss)).status_code == 200
+        for response in (
+            await client.delete("/api/models/fake", headers=tenant),
+            await client.patch("/api/models/fake", json={}, headers=tenant),
+            await client.post("/api/models/fake/unload", headers=tenant),
+            await client.get("/api/config", headers=tenant),
+        ):
+            assert response.status_code == 403, response.text
+            assert response.json()["error"]["code"] == "admin_required"
+        shown = (await client.get("/api/config", headers=boss)).text
+        assert "boss" in shown
+        assert "sk-" not in shown
+
+    on_admin(tmp_path, test, KEYS)
+
+
+def test_without_keys_only_this_machine_changes_the_server(tmp_path: Path) -> None:
+    async def far(client: httpx.AsyncClient, admin: Admin) -> None:
+        assert (await client.delete("/api/models/fake")).status_code == 403
+        assert (await ask(client, "fake")).status_code == 200
+
+    async def near(client: httpx.AsyncClient, admin: Admin) -> None:
+        for header in ({"x-forwarded-for": "10.0.0.7"}, {"sec-fetch-site": "cross-site"}):
+            assert (await client.post("/api/models/fake/unload", headers=header)).status_code == 403
+        assert (await client.post("/api/models/fake/unload")).status_code == 200
+
+    on_admin(tmp_path, far, client="10.0.0.7")
+    on_admin(tmp_path, near, client="::1")
+
+
+def test_a_file_that_is_read_again_changes_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    file = FakeFile(tmp_path)
+
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        await client.post("/api/models", json={"name": "added", "source": "fake"})
+        running = asyncio.create_task(ask(client, "fake", max_tokens=300))
+        await eventually(lambda: admin.service.unfinished)
+        file.raw = {
+            "models": {"other": {"source": "x", "aliases": ["o"]}, "far": {"source": "remote:far"}},
+            "server": {"port": 9, "max_queue": 7},
+            "nodes": [{"threads": 1}],
+        }
+        reloaded = await client.post("/api/config/reload")
+        assert reloaded.status_code == 200, reloaded.text
+        assert reloaded.json()["needs_restart"] == ["server.port", "nodes"]
+        assert reloaded.json()["config"]["server"]["port"] == 8000
+        assert admin.service.limits.max_queue == 7
+        assert set(await states(client)) == {"added", "other", "far"}
+        assert (await ask(client, "o")).json()["model"] == "other"
+        assert (await ask(client, "fake")).status_code == 404
+        assert (await running).json()["choices"][0]["text"] == "ab" * 150
+        await eventually(lambda: "fake" not in admin.service.link.nodes["cpu-0"].instances)
+        pull = admin.pulls.all()[0]
+        await client.post("/api/config/reload")
+        assert admin.pulls.all() == [pull], "a pull that is under way is not begun again"
+        file.raw = {"models": {"other": {"source": "x"}}}
+        await client.post("/api/config/reload")
+        assert pull.is_cancelled
+        assert (await ask(client, "o")).status_code == 404
+
+    on_admin(tmp_path, test, file=file)
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ({"models": {"m": {"source": "x", "keepalive": 5}}}, "dovetail.yaml: models.m.keepalive: unknown key"),
+        ({"models": {"m": {"source": "nowhere"}}}, "dovetail.yaml: models.m.source: nowhere: no such folder"),
+        ({"server": {"max_queue": 0}}, "server.max_queue"),
+    ],
+)
+def test_a_file_with_a_mistake_changes_nothing_and_is_reported(
+    tmp_path: Path, raw: dict[str, Any], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = FakeFile(tmp_path)
+
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        file.raw = raw
+        await admin.reload_and_log()
+        assert problem in caplog.text
+        assert "stays as it was" in caplog.text
+        refused = await client.post("/api/config/reload")
+        assert refused.status_code == 400
+        assert problem in refused.json()["error"]["message"]
+        assert set(await states(client)) == {"fake", "broken"}
+        assert (await ask(client, "fake")).status_code == 200
+        health = await client.get("/health")
+        assert health.status_code == 200
+        assert problem in health.json()["config_problem"]
+        assert problem in (await client.get("/api/config")).json()["problem"]
+        file.raw = {"models": {"m": {"source": "x"}}}
+        assert (await client.post("/api/config/reload")).json()["problem"] is None
+        assert (await client.get("/health")).json()["config_problem"] is None
+
+    on_admin(tmp_path, test, file=file)
+
+
+def test_keys_change_with_the_file_and_a_quota_remembers(tmp_path: Path) -> None:
+    file = FakeFile(tmp_path)
+    keys = [{"name": "slow", "key": "sk-slow", "requests_per_minute": 1}, {"name": "boss", "key": "b", "admin": True}]
+
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        slow, boss = {"authorization": "Bearer sk-slow"}, {"authorization": "Bearer b"}
+        assert (await client.post("/v1/completions", json=TEXT, headers=slow)).status_code == 200
+        file.raw = {"auth": {"keys": [keys[0] | {"key": "sk-new"}, keys[1]]}, "models": {"fake": {"source": "x"}}}
+        assert (await client.post("/api/config/reload", headers=boss)).status_code == 200
+        assert (await client.post("/v1/completions", json=TEXT, headers=slow)).status_code == 401
+        new = {"authorization": "Bearer sk-new"}
+        assert (await client.post("/v1/completions", json=TEXT, headers=new)).status_code == 429
+
+    on_admin(tmp_path, test, {"auth": {"keys": keys}}, file=file)
+
+
+def test_without_a_file_there_is_nothing_to_read_again(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        refused = await client.post("/api/config/reload")
+        assert refused.status_code == 400
+        assert "--config" in refused.json()["error"]["message"]
+
+    on_admin(tmp_path, test)
