@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from server_fixture import Server, eventually, running_server
+from server_fixture import Server, eventually, run_command, running_server
+from tiny_gguf import save_tiny_gguf
 
 KEY = {"authorization": "Bearer sk-boss"}
 
@@ -110,6 +112,35 @@ def test_what_takes_a_restart_is_named(edited: Edited) -> None:
     edited.reload(says="server.host has changed")
     shown = edited.server.get("/api/config", headers=KEY).json()
     assert (shown["config"]["server"]["max_queue"], shown["needs_restart"]) == (9, ["server.host"])
+
+
+def test_a_model_is_added_served_stopped_and_removed_from_the_command_line(edited: Edited, tmp_path: Path) -> None:
+    edited.write(edited.model("qwen3"))
+    edited.reload(says="reloaded")
+    options = {"env": {**os.environ, "DOVETAIL_API_KEY": "sk-boss", "DOVETAIL_URL": edited.server.url}}
+    weights = tmp_path / "tiny.gguf"
+    save_tiny_gguf("llama", weights)
+    for name, source in (("there", edited.folders["opt"]), ("pulled", weights)):
+        done = run_command("add", name, source, "--alias", f"{name}-too", "--ttft", "20s", "--tpot", "20s", **options)
+        assert (done.returncode, done.stdout) == (0, f"{name} is served at {edited.server.url}\n"), done.stderr
+    client = edited.server.client(api_key="sk-boss")
+    assert client.completions.create(model="there-too", prompt="a", max_tokens=2).model == "there"
+    assert client.completions.create(model="pulled", prompt="a", max_tokens=2).choices
+    table = run_command("ps", "--all", **options).stdout
+    row = next(line for line in table.splitlines() if "there" in line)
+    assert "100 %" in row
+    assert row.count("ms") == 2
+    again = run_command("add", "there", edited.folders["opt"], **options)
+    assert (again.returncode, "is taken" in again.stderr) == (1, True)
+    assert "unloaded" in run_command("stop", "there", **options).stdout
+    shown = json.loads(run_command("ps", "--all", "--json", **options).stdout)
+    assert {model["name"]: model["state"] for model in shown["models"]}["there"] == "absent"
+    assert client.completions.create(model="there", prompt="a", max_tokens=2).choices
+    assert "removed" in run_command("stop", "there", "pulled", "--remove", **options).stdout
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="there-too", prompt="a")
+    missing = run_command("stop", "there", **options)
+    assert (missing.returncode, "was removed" in missing.stderr) == (1, True)
 
 
 def test_a_store_that_is_gone_is_an_error_for_each_request_and_no_more(edited: Edited) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 from gateway_builders import FakeStore, make_admin, make_card, running_service
 
 from dovetail.config import Config, parse_config
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, ModelNotFound
 from dovetail.gateway.admin import Admin
 from dovetail.gateway.app import make_app
 from dovetail.gateway.models import FixedCatalogue, Offer
+from dovetail.types import ModelCard
 
 TEXT = {"model": "fake", "prompt": "ab", "max_tokens": 4}
 Test = Callable[[httpx.AsyncClient, Admin], Awaitable[None]]
@@ -359,6 +362,48 @@ def test_keys_change_with_the_file_and_a_quota_remembers(tmp_path: Path) -> None
         assert (await client.post("/v1/completions", json=TEXT, headers=new)).status_code == 429
 
     on_admin(tmp_path, test, {"auth": {"keys": keys}}, file=file)
+
+
+def test_a_store_that_goes_away_is_named_in_every_answer(tmp_path: Path) -> None:
+    class Gone:
+        """A catalogue whose disk has failed, or whose folder was removed."""
+
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def cards(self) -> list[ModelCard]:
+            raise self.error
+
+        def get(self, name: str) -> ModelCard:
+            raise self.error
+
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        assert (await ask(client, "fake")).status_code == 200
+        models = admin.service.models
+        models.replace(Gone(OSError(5, "Input/output error", "/store")), {})
+        for response in (await ask(client, "fake"), await client.get("/v1/models"), await client.get("/api/models")):
+            assert response.status_code == 500
+            assert "Input/output error: '/store'" in response.json()["error"]["message"]
+        models.replace(Gone(ModelNotFound("model 'fake' not found; nothing is pulled yet")), {})
+        gone = await ask(client, "fake")
+        assert gone.status_code == 404
+        assert f"{tmp_path} is gone" in gone.json()["error"]["message"]
+        models.replace(FixedCatalogue([make_card(tmp_path)]), {})
+        assert (await ask(client, "fake")).status_code == 200
+
+    on_admin(tmp_path, test)
+
+
+def test_a_restarted_worker_gets_the_models_that_shall_always_be_there(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        admin._preload = ("broken", "fake")  # one that fails does not keep the other away
+        pid = admin.service.link.supervisors["cpu-0"].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: "fake" in admin.service.link.nodes["cpu-0"].instances)
+        assert admin.service.link.supervisors["cpu-0"].starts == 2
+
+    on_admin(tmp_path, test)
 
 
 def test_without_a_file_there_is_nothing_to_read_again(tmp_path: Path) -> None:

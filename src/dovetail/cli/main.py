@@ -32,6 +32,8 @@ COMMANDS: dict[str, Command] = {
     "show": Command("dovetail.cli.models", "show", "Show all that is known about a model."),
     "rm": Command("dovetail.cli.models", "remove", "Delete models."),
     "store": Command("dovetail.cli.store", "app", "What lies on disk, whether it is sound, and what may go."),
+    "add": Command("dovetail.cli.remote", "add", "Offer one more model in a running server."),
+    "stop": Command("dovetail.cli.remote", "stop", "Free the memory of models in a running server."),
     "ps": Command("dovetail.cli.ps", "ps", "Show what a running server is doing."),
     "sim": Command("dovetail.cli.sim", "app", "Run traces through the scheduling policies in virtual time."),
     "bench": Command("dovetail.cli.bench", "app", "Measure this machine and this build."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Annotated, Any
 
 import httpx
@@ -19,26 +20,30 @@ Url = Annotated[str, typer.Option(envvar="DOVETAIL_URL", help="Address of the se
 
 def ps(
     url: Url = DEFAULT_URL,
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also the models that are not loaded.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Show what a running server is doing.
+    """Show what a running server is doing, and how many of its requests met their targets.
 
-    Example: dovetail ps --url http://127.0.0.1:8000
+    Example: dovetail ps --all --url http://127.0.0.1:8000
     """
     status = ask(url, "/api/ps", timeout_s=5)
+    if show_all:
+        status["models"] = ask(url, "/api/models", timeout_s=5)["data"]
     if as_json:
         print_json(status)
     else:
         _print_table(status)
 
 
-def ask(url: str, path: str, *, timeout_s: float) -> Any:
+def ask(url: str, path: str, *, timeout_s: float, method: str = "GET", body: dict[str, Any] | None = None) -> Any:
     """A record of the server, or one line on why there is none."""
+    address = url.rstrip("/") + path
     try:
-        response = httpx.get(url.rstrip("/") + path, headers=key_header(), timeout=timeout_s)
+        response = httpx.request(method, address, json=body, headers=key_header(), timeout=timeout_s)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DovetailError(f"no server at {url}: {error or type(error).__name__}") from error
-    if response.status_code != 200:
+    if not response.is_success:
         raise DovetailError(f"{url} answers {response.status_code}: {error_message(response)}")
     try:
         return response.json()
@@ -58,19 +63,28 @@ def error_message(response: httpx.Response) -> str:
         return response.text[:200]
 
 
+_HEADINGS = ("NODE", "STATE", "MEMORY", "MODEL", "TYPE", "RUN", "WAIT", "KV", "IN TIME", "TTFT", "TPOT")
+_PIPE_WIDTH = 200  # columns where nobody looks: whoever reads a pipe wants whole names
+
+
 def _print_table(status: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("NODE", "STATE", "MEMORY", "MODEL", "TYPE", "RUNNING", "WAITING", "KV BLOCKS"):
+    for heading in _HEADINGS:
         table.add_column(heading, no_wrap=True)
     for node in status["nodes"]:
         memory = human_bytes(node["resident_bytes"]) if node["resident_bytes"] else ""
         models = node["models"] or [None]
         for model in models:
             table.add_row(node["name"], node["state"], memory, *_model_cells(model))
-    console = Console()
+    for model in status.get("models", ()):
+        if model["node"] is None:
+            table.add_row(
+                "", model["state"], "", model["name"] + _pull_note(model["pull"]), "", "", "", "", *_figures(model)
+            )
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     console.print(table)
     if status["draining"]:
         console.print("The server is shutting down.")
@@ -80,5 +94,18 @@ def _model_cells(model: dict[str, Any] | None) -> list[str]:
     if model is None:
         return []
     name = model["name"] if model["state"] == "loaded" else f"{model['name']} (loading)"
-    blocks = f"{model['blocks_used']} of {model['blocks_total']}"
-    return [name, model["dtype"] or "", str(model["running"]), str(model["waiting"]), blocks]
+    blocks = f"{100 * model['blocks_used'] / model['blocks_total']:.0f} %" if model["blocks_total"] else ""
+    return [name, model["dtype"] or "", str(model["running"]), str(model["waiting"]), blocks, *_figures(model)]
+
+
+def _figures(model: dict[str, Any]) -> list[str]:
+    """Share of requests within their targets, median TTFT and TPOT."""
+    share = "" if model["attainment"] is None else f"{100 * model['attainment']:.0f} %"
+    times = ["" if model[key] is None else f"{1000 * model[key]:.0f} ms" for key in ("ttft_p50_s", "tpot_p50_s")]
+    return [share, *times]
+
+
+def _pull_note(pull: dict[str, Any] | None) -> str:
+    if pull is None:
+        return ""
+    return f" ({pull['error']})" if pull["error"] else f" ({pull['stage'] or pull['state']})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -27,6 +27,7 @@ from dovetail.gateway.models import Entry, Offer
 from dovetail.gateway.pulls import Puller, Pulls
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.settings import Settings
+from dovetail.messages import Hello, ToGateway
 from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")
@@ -49,7 +50,14 @@ class ConfigFile(Protocol):
 
 
 class Admin:
-    def __init__(self, service: Service, settings: Settings, store: Store, file: ConfigFile | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        settings: Settings,
+        store: Store,
+        file: ConfigFile | None = None,
+        preload: Sequence[str] = (),
+    ) -> None:
         self.service = service
         self.settings = settings
         self.pulls = Pulls(store)
@@ -58,6 +66,8 @@ class Admin:
         self._file = file
         self._changing = asyncio.Lock()  # one change at a time: each looks before it acts
         self._tasks: set[asyncio.Task[None]] = set()
+        self._preload = tuple(preload)
+        service.link.observers.append(self._on_message)
 
     # Models
 
@@ -151,7 +161,8 @@ class Admin:
                 self.service.reconfigure(name)
             else:
                 self._retire(name, force=False)
-        self._spawn(self._load_all([name for name in offer.preload if name not in offer.missing]))
+        self._preload = tuple(name for name in offer.preload if name not in offer.missing)
+        self._spawn(self._load_all(self._preload))
 
     def _keep_pulling(self, name: str, config: ModelConfig, entry: Entry | None) -> None:
         pull = entry.pull if entry is not None else None
@@ -188,6 +199,11 @@ class Admin:
                 await self.service.preload([name])
             except RequestError as error:
                 logger.error("%s could not be loaded: %s", name, error.message)
+
+    def _on_message(self, node: str, message: ToGateway) -> None:
+        """A worker that took another's place has none of the models that shall always be there."""
+        if isinstance(message, Hello) and self.service.is_ready:
+            self._spawn(self._load_all(self._preload))
 
     def _retire(self, name: str, *, force: bool) -> int:
         unfinished = 0
