@@ -66,7 +66,7 @@ def test_nothing_is_removed_unless_all_are_there(run: Run, tiny_folder: TinyFold
         (("show", "nope"), "model 'nope' not found; nothing is pulled yet"),
         (("rm", "../../etc", "--yes"), "model name '../../etc'"),
         (("pull", "./nowhere"), "./nowhere: no such file or folder"),
-        (("pull", "s3://bucket/x"), "s3 sources are not supported yet"),
+        (("pull", "s3:bucket/x"), "expected s3://bucket/path"),
         (("pull", "pypi:-x"), "expected pypi:package"),
         (("pull", "/dev/null"), "neither a model folder nor a .gguf file"),
     ],

@@ -158,7 +158,8 @@ def test_without_the_hub_package_the_way_out_is_named(monkeypatch: pytest.Monkey
     [
         ("hf:name", "expected hf:org/name"),
         ("hf:a/b/c", "expected hf:org/name"),
-        ("s3://bucket/model", "s3 sources are not supported yet"),
+        ("s3://", "expected s3://bucket/path"),
+        ("s3://bucket/../other", "expected s3://bucket/path"),
         ("./nowhere", "./nowhere: no such file or folder"),
         ("smollm2", "known: pypi:package, hf:org/name, a path"),
     ],

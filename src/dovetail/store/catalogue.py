@@ -21,7 +21,7 @@ from dovetail.store.format import MANIFEST, Manifest, is_stored, read_manifest
 from dovetail.store.place import STORE_LOCK, Place
 from dovetail.store.publish import recover, withdraw
 from dovetail.store.pull import Form, Pull
-from dovetail.store.sources import Fetched, Progress
+from dovetail.store.sources import Fetched, Progress, is_remote
 from dovetail.store.version_one import is_version_one
 from dovetail.types import ModelCard
 
@@ -202,7 +202,7 @@ def _examine(folder: Path) -> Entry:
 def _canonical_source(source: str) -> str:
     """Paths are kept absolute, so that the same folder is known again from elsewhere."""
     path = Path(source).expanduser()
-    return str(path.resolve()) if path.exists() else source
+    return source if is_remote(source) or not path.exists() else str(path.resolve())
 
 
 def _newest_change(source: str) -> int:

@@ -27,7 +27,7 @@ from dovetail.store.partition_writer import PartitionWriter
 
 SLAB_BYTES = 16 * 2**20  # of float32
 JOURNAL_BYTES = 256 * 2**20  # written between two entries of the journal: what an interruption can cost
-RELEASE_BYTES = 64 * 2**20
+RELEASE_BYTES = 32 * 2**20  # written; with what was read for it, at most four times that is mapped at once
 JOURNAL = "journal.json"
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all

