@@ -74,6 +74,20 @@ class Controller:
         else:
             self._seek(work, now)
 
+    def cancel(self, work_id: int) -> Work | None:
+        """Nobody wants it any more; returns it if it was without a place."""
+        return self._dequeue(work_id) or self._unpark(work_id)
+
+    def left(self, node: NodeHandle, instance_id: int) -> None:
+        """Work was withdrawn from an instance without a notice."""
+        self._left(node, instance_id)
+
+    def add_instance(self, node: NodeHandle, instance_id: int, model: str) -> None:
+        """An instance that was started without work."""
+        view = InstanceView(node, instance_id, model, Phase.ANY, 0, node.kind is DeviceKind.CPU)
+        self._instances[node.name, instance_id] = view
+        self._by_model[model].append(view)
+
     def _seek(self, work: Work, now: float) -> None:
         self._refusals.clear()
         placed = self._join(work, now) or self._preempt(work, now) or self._start(work, now)

@@ -6,6 +6,7 @@ in one process without knowing of each other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -69,8 +70,9 @@ class CpuExecutor:
             batch, logits = self._forward(turn)
             return {row.sequence: logits[at] for at, row in enumerate(batch.sampled)}
 
-    def resize(self, num_blocks: int) -> None:
+    def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
         assert num_blocks <= self.max_blocks
+        self._cache.move(moves)
         self._cache.resize(num_blocks)
 
     def forget(self, sequence: int) -> None:

@@ -8,6 +8,8 @@ whom is `sched.blocks`' matter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dovetail.engine.arena import HostArena
@@ -31,6 +33,13 @@ class KVCache:
     def resize(self, num_blocks: int) -> None:
         self._arena.resize(num_blocks * self.block_bytes)
         self.num_blocks = num_blocks
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, each (from, to); no block is both."""
+        if moves:
+            assert self._blocks is not None, "the cache is closed"
+            sources, places = zip(*moves, strict=True)
+            self._blocks[list(places)] = self._blocks[list(sources)]
 
     def layer(self, index: int) -> torch.Tensor:
         """[blocks, 2, block_size, kv_heads, head_dim] of one layer; only the first `num_blocks` may be touched."""

@@ -169,23 +169,41 @@ class Admitter:
         tokens = recommended_tokens(required, self.knobs.watermark)
         return -(tokens // -hosting.block_tokens) * hosting.block_tokens
 
+    def room(self, hosting: Hosting, kv_tokens: int, reserved_bytes: int = 0) -> int:
+        """To how many tokens a KV pool of `kv_tokens` could grow now, with so many bytes left for something else."""
+        room = kv_tokens + (self._residency.ledger.available - reserved_bytes) // hosting.kv_bytes_per_token
+        room -= room % hosting.block_tokens
+        return room if hosting.max_kv_tokens is None else min(room, hosting.max_kv_tokens)
+
+    def most_tokens(self, hosting: Hosting) -> int:
+        """The KV pool of the model if it had the node to itself."""
+        weights = 0 if hosting.weights_in_place else hosting.weight_bytes
+        tokens = max(self._residency.ledger.capacity - weights, 0) // hosting.kv_bytes_per_token
+        tokens -= tokens % hosting.block_tokens
+        return tokens if hosting.max_kv_tokens is None else min(tokens, hosting.max_kv_tokens)
+
+    def _bare(self, hosting: Hosting, work: Work) -> int:
+        """What it needs for its next token: whole blocks, and one to spare."""
+        return (-((work.known_tokens + 1) // -hosting.block_tokens) + 1) * hosting.block_tokens
+
     def _memory(self, instance: Instance, work: Work) -> Grant | Refusal:
         hosting = instance.hosting
         required = self.required(hosting, [*instance.lengths(), (work.input_tokens, work.produced)])
         current = self._residency.planned_kv_tokens(instance)
         if required <= current:
             return KEEP
-        room = current + self._residency.ledger.available // hosting.kv_bytes_per_token
+        room = self.room(hosting, current)
         granted = granted_tokens(required, self.recommended(hosting, required), room)
         return Refusal.MEMORY if granted is None else Grant(granted)
 
     def _memory_for_start(self, hosting: Hosting, work: Work) -> Grant | Refusal:
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        available = self._residency.ledger.available - weights
-        if available < 0:
+        if self._residency.ledger.available < weights:
             return Refusal.MEMORY
         required = self.required(hosting, [(work.input_tokens, work.produced)])
-        room = available // hosting.kv_bytes_per_token
+        if hosting.max_kv_tokens is not None and required > (most := self.most_tokens(hosting)):
+            required = max(most, self._bare(hosting, work))  # alone it gets what there is: its answer may be short
+        room = self.room(hosting, 0, weights)
         granted = granted_tokens(required, self.recommended(hosting, required), room)
         return Refusal.MEMORY if granted is None else Grant(granted)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dovetail.node.admission import Admitter, Grant
+from dovetail.node.admission import KEEP, Admitter, Grant
 from dovetail.node.events import (
     Command,
     Evicted,
@@ -100,16 +100,41 @@ class Node:
             grant = self._reclaim(work, now)
         if isinstance(grant, Refusal):
             return grant
-        hosting = self.admit.hostings[work.model]
-        instance = Instance(self._next_instance, work.model, hosting, self.admit.overestimate, work.phase)
+        instance = self._begin(work.model, work.phase)
+        instance.add(work)
+        self._load(instance, grant)
+        return instance.id
+
+    def warm(self, model: str, now: float) -> int | Refusal:
+        """Start an instance before anybody asks for it; it is idle from the start. Its KV pool comes with its work."""
+        hosting = self.admit.hostings.get(model)
+        if hosting is None or not self.up:
+            return Refusal.HARDWARE if self.up else Refusal.CLOSED
+        if not hosting.weights_in_place and hosting.weight_bytes > self.residency.ledger.available:
+            return Refusal.MEMORY
+        instance = self._begin(model, Phase.ANY)
+        self._load(instance, KEEP)
+        self._after_leaving(instance, now)
+        return instance.id
+
+    def _begin(self, model: str, phase: Phase) -> Instance:
+        instance = Instance(self._next_instance, model, self.admit.hostings[model], self.admit.overestimate, phase)
         self._next_instance += 1
         self.instances[instance.id] = instance
-        instance.add(work)
+        return instance
+
+    def _load(self, instance: Instance, grant: Grant) -> None:
         self.residency.load(instance)
         if grant.kv_tokens is not None:
             self.residency.resize(instance, grant.kv_tokens)
         self._update_active(instance)
-        return instance.id
+
+    def close_idle(self, count: int = 1) -> int:
+        """Close up to `count` idle instances, the longest idle first; returns how many. For a host short of memory."""
+        closed = self._idle()[:count]
+        for instance in closed:
+            self._close(instance)
+        return len(closed)
 
     def victims_for(self, instance_id: int, work: Work, now: float) -> list[Victim]:
         """S9: neighbours whose going, each alone, would let the instance take the work; smallest batch first."""
@@ -159,13 +184,18 @@ class Node:
 
     def _reclaim(self, work: Work, now: float) -> Grant | Refusal:
         """Close idle instances, the longest idle first, until the work's model can start."""
-        idle = [one for one in self.instances.values() if not one.batch and one.state is State.READY]
-        for instance in sorted(idle, key=lambda one: one.idle_since_s):
+        for instance in self._idle():
             self._close(instance)
             grant = self.admit.start(work, self._free_at_s(now))
             if grant is not Refusal.MEMORY:
                 return grant
         return Refusal.MEMORY
+
+    def _idle(self) -> list[Instance]:
+        """Instances that may be closed, the longest idle first; one that is kept forever is not among them."""
+        idle = [one for one in self.instances.values() if not one.batch and one.state is State.READY]
+        idle = [one for one in idle if one.hosting.keep_alive_s != INFINITY]
+        return sorted(idle, key=lambda one: one.idle_since_s)
 
     def _consider_join(self, instance_id: int, work: Work, now: float) -> Grant | Refusal:
         instance = self.instances.get(instance_id)
@@ -302,7 +332,7 @@ class Node:
         hosting = instance.hosting
         bare = (instance.used_blocks() + len(instance.running) + 1) * hosting.block_tokens + prefill_tokens
         required = max(self.admit.required(hosting, instance.lengths()), bare)
-        room = instance.kv_tokens + self.residency.ledger.available // hosting.kv_bytes_per_token
+        room = self.admit.room(hosting, instance.kv_tokens)
         granted = granted_tokens(bare, self.admit.recommended(hosting, required), room)
         if granted is None or granted <= instance.kv_tokens:
             return False
@@ -371,10 +401,12 @@ class Node:
         self._update_active(instance)
         instance.epoch += 1
         instance.idle_since_s = now
-        keep_alive_s = 0.0 if instance.hosting.weights_in_place else self.knobs.keep_alive_s
+        keep_alive_s = instance.hosting.keep_alive_s
+        if keep_alive_s is None:
+            keep_alive_s = 0.0 if instance.hosting.weights_in_place else self.knobs.keep_alive_s
         if keep_alive_s <= 0.0:
             self._close(instance)
-        else:
+        elif keep_alive_s != INFINITY:
             self.outbox.append(SetTimer(now + keep_alive_s, instance.id, instance.epoch))
 
     def _close(self, instance: Instance) -> None:

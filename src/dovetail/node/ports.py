@@ -19,8 +19,8 @@ class Executor(Protocol):
     def run(self, turn: Turn) -> Outcome:
         """Compute one iteration. Blocks until it is done."""
 
-    def resize(self, num_blocks: int) -> None:
-        """Commit or release KV memory so that blocks 0..num_blocks-1 can be used."""
+    def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
+        """Commit or release KV memory so that blocks 0..num_blocks-1 can be used, after copying (from, to) blocks."""
 
     def forget(self, sequence: int) -> None:
         """Drop whatever is kept for this sequence besides its blocks."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 GIB = 1024**3
 
@@ -77,6 +77,14 @@ class Surface:
         if curve is None:
             curve = self._by_batch[batch] = Curve([(length, row.at(batch)) for length, row in self._rows])
         return curve.at(mean_length)
+
+
+class Latency(Protocol):
+    """What schedulers ask. `LatencyModel` answers from measurements, `live.LiveLatency` goes on learning."""
+
+    def prefill_s(self, tokens: int) -> float: ...
+
+    def decode_s(self, batch: int, total_tokens: int) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from dovetail.policy.latency import LatencyModel
+from dovetail.policy.latency import Latency
 
 
 class DeviceKind(StrEnum):
@@ -25,13 +25,15 @@ class Hosting:
 
     weight_bytes: int
     kv_bytes_per_token: int
-    latency: LatencyModel
+    latency: Latency
     block_tokens: int = 16
     slots: int = 1  # at most this many instances of this shape on one node
     concurrency: int = 1  # limit of the ServerlessLLM baselines, whole node
     half_concurrency: int = 1  # the same with half a node
     load_s: float = 0.0  # bringing the weights onto the device
     weights_in_place: bool = False  # served from host memory: no load, no share of the ledger
+    max_kv_tokens: int | None = None  # its KV pool is never made larger
+    keep_alive_s: float | None = None  # of its own; None = the policy's, infinite = never unloaded
 
 
 class NodeLoad(Protocol):

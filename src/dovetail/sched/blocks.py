@@ -119,6 +119,20 @@ class BlockPool:
         self.committed = max(self.committed, num_blocks)
         self._trim()
 
+    def relocate(self, num_blocks: int) -> list[tuple[int, int]]:
+        """Make room to end the pool at `num_blocks`: every held block beyond gets a place below. Returns (from, to)
+        pairs; the caller copies the contents and renames the blocks in its tables before it calls `resize`."""
+        moves: list[tuple[int, int]] = []
+        self._drop_beyond(num_blocks)
+        for block in range(num_blocks, self.target):
+            if self._references[block]:
+                assert self._free or self._cached, f"no room below {num_blocks} for what is held beyond it"
+                place = heapq.heappop(self._free) if self._free else self._evict()
+                self._rename(block, place)
+                moves.append((block, place))
+        self.target = num_blocks
+        return moves
+
     def drop_cache(self) -> None:
         """Forget every prefix that nobody holds."""
         while self._cached:
@@ -147,6 +161,13 @@ class BlockPool:
             self._cached[block] = None
         else:
             heapq.heappush(self._free, block)
+
+    def _rename(self, block: int, place: int) -> None:
+        self._references[place], self._references[block] = self._references[block], 0
+        content = self._content.pop(block, None)
+        if content is not None:
+            self._content[place] = content
+            self._index[content] = (place, self._index[content][1])
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

@@ -8,6 +8,7 @@ preempted and recomputed later. Whose turn it is among models is `node`'s matter
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
@@ -23,6 +24,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     context_length: int
     max_batch: int = 64  # sequences in one turn
     max_turn_tokens: int = 512  # tokens in one turn
+    max_tokens: int = 0  # longest sequence that the pool could be grown for; 0 = what it holds now
 
 
 class Completed(msgspec.Struct, frozen=True):
@@ -82,6 +84,62 @@ class Scheduler:
         for sequence in sequences:
             self._end(sequence)
         return [_end_event(sequence, FinishReason.ERROR, "the model was unloaded") for sequence in sequences]
+
+    # Sequences that somebody else places: `node` says who takes part, the pool follows its ledger
+
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence that was made elsewhere; it may have run on another instance before."""
+        assert sequence.num_computed == 0
+        assert not sequence.blocks
+        self._waiting.append(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take it back with the tokens it has; its blocks are free. Not while a turn is running."""
+        assert self._turn is None
+        self._let_go(sequence)
+        (self._running if sequence in self._running else self._waiting).remove(sequence)
+
+    def turn_of(self, sequences: Iterable[Sequence]) -> Turn | None:
+        """An iteration of exactly these, each catching up as far as the token budget goes; None if nothing is due or
+        the pool is too small, which whoever sizes it has to prevent."""
+        assert self._turn is None, "the last turn was not completed"
+        rows: list[TurnRow] = []
+        budget = self._config.max_turn_tokens
+        for sequence in sequences:
+            if budget == 0 or len(rows) == self._config.max_batch:
+                break
+            count = self._extend(sequence, budget) if sequence.blocks else self._start(sequence, budget)
+            if count == 0:
+                continue
+            if sequence in self._waiting:
+                self._waiting.remove(sequence)
+                self._running.append(sequence)
+            rows.append(_row(sequence, count))
+            budget -= count
+        self._turn = Turn(tuple(rows)) if rows else None
+        return self._turn
+
+    def _extend(self, sequence: Sequence, budget: int) -> int:
+        count = min(sequence.num_pending, budget)
+        missing = self.pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
+        if missing > 0:
+            blocks = self.pool.allocate(missing)
+            if blocks is None:
+                return 0
+            sequence.blocks.extend(blocks)
+        return count
+
+    def resize(self, num_blocks: int) -> list[tuple[int, int]]:
+        """Move the end of the pool, and what is held beyond it; returns the (from, to) blocks to copy."""
+        moves: list[tuple[int, int]] = []
+        if num_blocks < self.pool.target:
+            moves = self.pool.relocate(num_blocks)
+            places = dict(moves)
+            for sequence in self._running:
+                sequence.blocks = [places.get(block, block) for block in sequence.blocks]
+        self.pool.resize(num_blocks)
+        assert self.pool.committed == num_blocks
+        return moves
 
     # A turn: schedule, run elsewhere, complete
 
@@ -239,7 +297,7 @@ class Scheduler:
             return FinishReason.STOP
         if result.token in sampling.stop_token_ids and sequence.num_generated >= sampling.min_tokens:
             return FinishReason.STOP
-        capacity = self.pool.target * self.pool.block_size
+        capacity = self._config.max_tokens or self.pool.target * self.pool.block_size
         limit = min(sequence.num_prompt + sampling.max_tokens, self._config.context_length, capacity)
         return FinishReason.LENGTH if len(sequence.tokens) >= limit else None
 

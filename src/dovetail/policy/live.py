@@ -1,0 +1,78 @@
+"""A latency model that goes on learning: what was measured or estimated before, corrected by what iterations take.
+
+Corrections are ratios of observed to predicted time, averaged in the logarithm and kept by size of the iteration
+(powers of two), because a device that is 10 % slower at decoding single tokens need not be so at prefilling thousands.
+A size that has not been seen yet takes the correction of its kind as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+from dovetail.policy.latency import Latency
+
+STEP = 0.1  # weight of a new observation once enough have been made
+BOUND = math.log(2.0)  # one observation counts as at most twice or half of what was expected: a hiccup is no trend
+
+
+class Correction:
+    """The running ratio of one kind of iteration."""
+
+    __slots__ = ("_count", "_log")
+
+    def __init__(self) -> None:
+        self._log = 0.0
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @property
+    def factor(self) -> float:
+        return math.exp(self._log)
+
+    def observe(self, ratio: float) -> None:
+        self._count += 1
+        error = math.log(ratio) - self._log
+        if self._count > 3:  # a preset may be wrong by any factor; afterwards only outliers are
+            error = min(max(error, -BOUND), BOUND)
+        self._log += error * max(STEP, 1.0 / self._count)
+
+
+class LiveLatency:
+    """`base` with corrections. Predicts like `LatencyModel`."""
+
+    def __init__(self, base: Latency) -> None:
+        self.base = base
+        self._prefill = Correction()
+        self._decode = Correction()
+        self._sizes: dict[Hashable, Correction] = {}
+
+    def prefill_s(self, tokens: int) -> float:
+        return self.base.prefill_s(tokens) * self._factor(_size(tokens), self._prefill)
+
+    def decode_s(self, batch: int, total_tokens: int) -> float:
+        size = (_size(batch), _size(total_tokens // batch))
+        return self.base.decode_s(batch, total_tokens) * self._factor(size, self._decode)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        self._observe(_size(tokens), self._prefill, seconds / self.base.prefill_s(tokens))
+
+    def observe_decode(self, batch: int, total_tokens: int, seconds: float) -> None:
+        size = (_size(batch), _size(total_tokens // batch))
+        self._observe(size, self._decode, seconds / self.base.decode_s(batch, total_tokens))
+
+    def _factor(self, size: Hashable, kind: Correction) -> float:
+        own = self._sizes.get(size)
+        return own.factor if own is not None else kind.factor
+
+    def _observe(self, size: Hashable, kind: Correction, ratio: float) -> None:
+        if ratio > 0.0:
+            kind.observe(ratio)
+            self._sizes.setdefault(size, Correction()).observe(ratio)
+
+
+def _size(number: int) -> int:
+    return max(number, 1).bit_length()
