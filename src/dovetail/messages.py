@@ -12,11 +12,14 @@ from dovetail.types import ModelCard, Request, TokenEvent
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Make this model ready. Answered by Loaded or LoadFailed; loading does not stall other models' turns."""
+    """Make this model known, and ready if `start`. Whenever an instance of it becomes ready the node says Loaded,
+    whenever the last one is gone Unloaded; LoadFailed takes the model back."""
 
     card: ModelCard
     dtype: str = "auto"  # compute type; auto = what this device multiplies fastest
     kv_bytes: int = 0  # upper limit of the KV pool; 0 = the worker's default
+    keep_alive_s: float = -1.0  # idle time after which the node unloads it; 0 = at once, negative = never
+    start: bool = True  # False: make it known only; its first request starts it
 
 
 class Unload(msgspec.Struct, frozen=True, tag="unload"):
@@ -29,6 +32,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Serve this request. Held while its model is loading."""
 
     request: Request
+    at: float = 0.0  # when it arrived, on the monotonic clock of this machine; 0 = now
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -104,6 +108,13 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     node: str
     resident_bytes: int
     instances: tuple[InstanceStats, ...]
+    memory_budget_bytes: int = 0  # what weights and KV pools may take together
+    memory_planned_bytes: int = 0  # what they take or are about to
+    resizes: int = 0
+    resize_seconds: float = 0.0
+    refused: int = 0  # requests whose targets could not be kept
+    overhead_p50_s: float = 0.0  # between the end of an iteration and the start of the next, while there was work
+    overhead_p99_s: float = 0.0
 
 
 ToWorker = Load | Unload | Submit | Abort | Shutdown

@@ -365,8 +365,10 @@ class Node:
         for work in instance.works():
             self._evict(instance, work, "load_failed")
         self.residency.failed(instance)
-        self._close(instance)
-        self._after_op(instance)
+        if instance.state is State.CLOSING:
+            self._after_op(instance)
+        else:
+            self._close(instance)
 
     def unload_done(self, instance_id: int, now: float) -> None:
         self.residency.done(self.instances[instance_id], "weights")

@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, TextIO
 
 from dovetail.cluster.decisions import Decision
+from dovetail.node.node import Node
 from dovetail.node.work import Work
+from dovetail.policy.latency import Latency
+from dovetail.policy.placement import Hosting
+from dovetail.sim.hardware import BATCHES, LENGTHS
+
+
+def open_log(path: Path) -> EventLog:
+    """A new log in this file; every line is there as soon as it is written."""
+    return EventLog(path.open("w", buffering=1, encoding="utf-8"))
 
 
 class EventLog:
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
+    def close(self) -> None:
+        self._file.close()
+
     def header(self, **settings: Any) -> None:
         """First line: everything that a replay needs."""
         self._file.write(json.dumps({"dovetail_sim": 1, **settings}) + "\n")
+
+    def start_real(self, node: Node, device: str) -> None:
+        """First line of a real node's log: what a simulation of the same node needs. Its models follow as they come."""
+        self.header(
+            real=True,
+            node=node.name,
+            device=device,
+            memory_bytes=node.residency.ledger.capacity,
+            knobs=asdict(node.knobs),
+        )
+
+    def hosting(self, now: float, model: str, hosting: Hosting) -> None:
+        values = {field.name: getattr(hosting, field.name) for field in fields(hosting) if field.name != "latency"}
+        if values["keep_alive_s"] == float("inf"):
+            values["keep_alive_s"] = -1.0
+        self.write(now, "hosting", model=model, **values, latency=tabulate(hosting.latency))
 
     def write(self, now: float, event: str, **values: Any) -> None:
         self._file.write(json.dumps({"t": round(now, 6), "event": event, **values}) + "\n")
@@ -39,3 +68,17 @@ def _flat(record: Any) -> dict[str, Any]:
         else:
             values[field.name] = value
     return values
+
+
+def tabulate(latency: Latency) -> dict[str, Any]:
+    """A latency model as the points of a profile."""
+    return {
+        "prefill_ms": [[n, round(latency.prefill_s(n) * 1e3, 4)] for n in LENGTHS],
+        "decode_ms": [
+            {
+                "mean_length": length,
+                "batch_ms": [[batch, round(latency.decode_s(batch, batch * length) * 1e3, 4)] for batch in BATCHES],
+            }
+            for length in LENGTHS[1:]
+        ],
+    }

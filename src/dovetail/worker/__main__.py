@@ -1,0 +1,75 @@
+"""`python -m dovetail.worker`: arguments, signals, and the import of torch before the first message."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import signal
+import sys
+
+from dovetail.machine import usable_cores
+
+
+def _die_with_parent() -> None:
+    """Linux: be killed when the gateway dies, however it dies. Elsewhere the loop notices within a second."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dovetail.worker", description="One device of a Dovetail server.")
+    parser.add_argument("--node", default="cpu-0")
+    parser.add_argument("--connect", required=True, help="ZeroMQ address of the gateway")
+    parser.add_argument("--device", default="cpu", choices=["cpu"])
+    parser.add_argument("--threads", type=int, default=0, help="0 = every core that it may use")
+    parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--max-turn-tokens", type=int, default=512)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--kv-bytes", type=int, default=0, help="most per model; 0 = what the node has")
+    parser.add_argument("--memory-bytes", type=int, default=0, help="weights and KV; 0 = three quarters of the machine")
+    parser.add_argument("--idle-release-s", type=float, default=30.0)
+    parser.add_argument("--policy", default="dovetail")
+    parser.add_argument("--profiles", default="", help="folder of measured profiles")
+    parser.add_argument("--event-log", default="", help="file to append decisions to")
+    parser.add_argument("--parent", type=int, default=0, help="leave when this process is gone")
+    return parser.parse_args(arguments)
+
+
+def _import_engine() -> None:
+    """torch and what is built on it. What an import makes stays: looking through it for garbage meanwhile takes an
+    eighth of the time, and looking again in the middle of a burst would be no better."""
+    gc.disable()
+    from dovetail.engine.torch_import import import_torch_for_worker
+
+    import_torch_for_worker()
+    import dovetail.engine.executor
+    import dovetail.store
+    import dovetail.worker.process  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
+
+
+def main() -> None:
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    arguments = parse_arguments()
+    # A signal to the whole group is the gateway's to answer: it lets streams finish, then says Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if arguments.parent:
+        _die_with_parent()
+    arguments.threads = arguments.threads or usable_cores()
+    _import_engine()
+    import torch
+
+    from dovetail.worker.process import Worker, WorkerConfig
+
+    torch.set_num_threads(arguments.threads)
+    Worker(WorkerConfig(**vars(arguments))).run()
+
+
+if __name__ == "__main__":
+    main()

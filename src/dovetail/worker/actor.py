@@ -1,0 +1,123 @@
+"""One model instance with its real memory: a scheduler for its sequences and the executor that computes them.
+
+Runs what it is told and measures how long that takes; whose turn it is and how large its pool may be is `stage`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import Protocol
+
+from dovetail import messages
+from dovetail.node.ports import Executor
+from dovetail.sched.blocks import BlockPool
+from dovetail.sched.scheduler import Completed, Scheduler, SchedulerConfig
+from dovetail.sched.sequence import Sequence
+from dovetail.types import ModelCard
+
+log = logging.getLogger("dovetail.worker")
+
+
+class RealExecutor(Executor, Protocol):
+    """An executor that says what it holds."""
+
+    dtype: str
+    max_blocks: int
+    weight_bytes: int
+    copied_bytes: int
+
+    @property
+    def kv_committed_bytes(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Meter:
+    turns: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    overhead_seconds: float = 0.0  # between iterations while there was work
+    moves: int = 0  # sequences that lost their blocks
+
+
+class Actor:
+    def __init__(self, card: ModelCard, executor: RealExecutor, config: SchedulerConfig, block_size: int) -> None:
+        self.card = card
+        self.executor = executor
+        self.scheduler = Scheduler(config, BlockPool(0, block_size))
+        self.meter = Meter()
+        self.idle_since: float | None = None  # None = busy, or its pages are released already
+        self.is_released = True  # no KV page has been written since they were last given back
+        self._max_batch = config.max_batch
+
+    def iterate(self, sequences: Several[Sequence]) -> Completed:
+        """One iteration of exactly these sequences. Ends that came of it are the caller's to report."""
+        turn = self.scheduler.turn_of(sequences)
+        if turn is None:
+            return self.scheduler.take_failed()
+        self.is_released = False
+        started = time.monotonic()
+        try:
+            outcome = self.executor.run(turn)
+        except Exception as error:  # one model's fault must not end the others
+            log.error("%s: iteration failed\n%s", self.card.name, traceback.format_exc())
+            return self._forget(self.scheduler.fail_turn(f"the iteration failed: {type(error).__name__}"))
+        self.meter.turns += 1
+        self.meter.tokens += turn.num_tokens
+        self.meter.seconds += time.monotonic() - started
+        return self._forget(self.scheduler.complete(outcome))
+
+    def batches(self, sequences: Several[Sequence]) -> list[Several[Sequence]]:
+        """As many as fit into one iteration together."""
+        return [sequences[i : i + self._max_batch] for i in range(0, len(sequences), self._max_batch)]
+
+    def resize(self, num_blocks: int) -> None:
+        moves = self.scheduler.resize(num_blocks)
+        self.executor.resize(num_blocks, moves)
+
+    def drop(self, sequence: Sequence) -> None:
+        """It goes elsewhere or nowhere: free its blocks and what the executor keeps for it."""
+        self.meter.moves += bool(sequence.blocks) and not sequence.aborted
+        self.scheduler.leave(sequence)
+        self.executor.forget(sequence.id)
+
+    def release_pages(self) -> None:
+        """Forget cached prefixes and give the pages back; the addresses stay, the next request touches fresh pages."""
+        pool = self.scheduler.pool
+        pool.drop_cache()
+        pool.check()
+        assert pool.num_available == pool.target, "an idle instance holds no block"
+        self.executor.resize(0)
+        self.executor.resize(pool.target)
+        self.idle_since = None
+        self.is_released = True
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def stats(self, running: int, waiting: int) -> messages.InstanceStats:
+        scheduler, meter = self.scheduler, self.meter
+        return messages.InstanceStats(
+            model=self.card.name,
+            running=running,
+            waiting=waiting,
+            blocks_total=scheduler.pool.target,
+            blocks_used=scheduler.pool.num_held,
+            blocks_cached=scheduler.pool.num_cached,
+            kv_committed_bytes=self.executor.kv_committed_bytes,
+            preemptions=self.meter.moves,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            turns=meter.turns,
+            turn_tokens=meter.tokens,
+            turn_seconds=meter.seconds,
+            overhead_seconds=meter.overhead_seconds,
+        )
+
+    def _forget(self, completed: Completed) -> Completed:
+        for sequence in completed.ended:
+            self.executor.forget(sequence)
+        return completed

@@ -1,0 +1,167 @@
+"""What a model takes on this device and how fast it runs: from a stored profile, else by roofline, then learnt live.
+
+Profiles are kept one file per device in the layout that `sim.profile` reads, so that a measured machine can be
+simulated as it is. Models of one shape share a profile, and what is learnt about one of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dovetail.machine import read_cpu
+from dovetail.modelspec import ModelSpec
+from dovetail.policy.latency import GIB, Latency
+from dovetail.policy.live import LiveLatency
+from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.sim.hardware import Hardware, Shape, latency_of
+from dovetail.sim.profile import read_profile
+from dovetail.types import ModelCard
+
+# Shares of the measured peaks that whole iterations reach, and their fixed costs: a first guess, corrected by the first
+# iterations.
+PREFILL_EFFICIENCY, READ_EFFICIENCY = 0.6, 0.6
+FLOOR_S, LAYER_S = 0.002, 0.0003
+
+
+def device_name(threads: int) -> str:
+    cpu = read_cpu()
+    return f"{_slug(cpu.model)}-{threads}c"
+
+
+def shape_name(spec: ModelSpec, dtype: str) -> str:
+    """Readable, and different for any two shapes that could differ in speed."""
+    digest = hashlib.sha256(msgspec.json.encode(spec)).hexdigest()[:8]
+    return f"{_slug(spec.family)}-{spec.num_parameters() / 1e6:.0f}m-{dtype}-{digest}"
+
+
+def shape_of(spec: ModelSpec, dtype: str) -> Shape:
+    return Shape(spec.weight_bytes(dtype) / GIB, spec.kv_bytes_per_token(dtype) / 1024, spec.num_layers)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Measured on this device in a few hundredths of a second."""
+
+    flops: float
+    bandwidth: float  # bytes/s
+
+
+def measure_peaks(dtype: str) -> Peaks:
+    import time
+
+    import torch
+
+    from dovetail.engine.dtypes import TORCH_DTYPES
+
+    def best(function: Any, repeat: int = 3) -> float:
+        times = []
+        for _ in range(repeat):
+            started = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    rows = torch.rand(128, 1024).to(TORCH_DTYPES[dtype])
+    matrix = torch.rand(1024, 1024).to(TORCH_DTYPES[dtype])
+    large = torch.zeros(16 * 2**20, dtype=torch.uint8).view(torch.int64)
+    product_s = best(lambda: torch.nn.functional.linear(rows, matrix))
+    read_s = best(lambda: large.sum())
+    return Peaks(2 * rows.shape[0] * matrix.numel() / product_s, large.numel() * large.itemsize / read_s)
+
+
+class Profiles:
+    """Latency models by shape."""
+
+    def __init__(self, folder: Path | None, threads: int) -> None:
+        self.device = device_name(threads)
+        self.path = folder / f"{self.device}.json" if folder is not None else None
+        self._live: dict[str, LiveLatency] = {}
+        self._peaks: dict[str, Peaks] = {}
+
+    def hosting(
+        self, card: ModelCard, dtype: str, *, block_size: int, max_kv_tokens: int, keep_alive_s: float, load_s: float
+    ) -> Hosting:
+        return Hosting(
+            weight_bytes=card.spec.weight_bytes(dtype),
+            kv_bytes_per_token=card.spec.kv_bytes_per_token(dtype),
+            latency=self.latency(card.spec, dtype),
+            block_tokens=block_size,
+            load_s=load_s,
+            max_kv_tokens=max_kv_tokens,
+            keep_alive_s=keep_alive_s,
+        )
+
+    def latency(self, spec: ModelSpec, dtype: str) -> LiveLatency:
+        name = shape_name(spec, dtype)
+        live = self._live.get(name)
+        if live is None:
+            live = self._live[name] = LiveLatency(self.measured(spec, dtype) or self._estimated(spec, dtype))
+        return live
+
+    def measured(self, spec: ModelSpec, dtype: str) -> Latency | None:
+        if self.path is None or not self.path.exists():
+            return None
+        profile = read_profile(self.path)
+        name = shape_name(spec, dtype)
+        if name not in profile.models:
+            return None
+        return profile.hosting(name, DeviceKind.CPU, self.device).latency
+
+    def _estimated(self, spec: ModelSpec, dtype: str) -> Latency:
+        peaks = self._peaks.get(dtype)
+        if peaks is None:
+            peaks = self._peaks[dtype] = measure_peaks(dtype)
+        shape = shape_of(spec, dtype)
+        bytes_each = spec.weight_bytes(dtype) / spec.num_parameters()
+        hardware = Hardware(
+            name=self.device,
+            kind=DeviceKind.CPU,
+            flops=peaks.flops * bytes_each / 2,  # the roofline counts parameters as 16 bits
+            bandwidth=peaks.bandwidth,
+            memory_gib=0.0,
+            load_gib_per_s=1.0,
+            prefill_efficiency=PREFILL_EFFICIENCY,
+            weight_efficiency=READ_EFFICIENCY,
+            kv_efficiency=READ_EFFICIENCY,
+            floor_s=FLOOR_S,
+            layer_s=LAYER_S,
+        )
+        return latency_of(hardware, shape)
+
+
+def store_profile(
+    path: Path, device: str, spec: ModelSpec, dtype: str, prefill_ms: list[Any], decode_ms: list[Any], **facts: Any
+) -> None:
+    """Add or replace one shape; the file is replaced as a whole, so that a reader never sees half of it."""
+    content: dict[str, Any] = {"models": {}}
+    if path.exists():
+        read_profile(path)  # a damaged file is an error, not something to overwrite
+        content = json.loads(path.read_text())
+    shape = shape_of(spec, dtype)
+    entry = content["models"].setdefault(shape_name(spec, dtype), {})
+    entry["shape"] = {
+        "weight_gib": shape.weight_gib,
+        "kv_kib_per_token": shape.kv_kib_per_token,
+        "layers": shape.layers,
+    }
+    entry.setdefault("hardware", {})[device] = {
+        "kind": "cpu",
+        "prefill_ms": prefill_ms,
+        "decode_ms": decode_ms,
+        **facts,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    building = path.with_name(f".{path.name}.new")
+    building.write_text(json.dumps(content, indent=1))
+    building.replace(path)
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"

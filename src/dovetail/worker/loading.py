@@ -1,0 +1,131 @@
+"""Loads models in a thread of its own, the most urgent first, so that loading never stalls the turns of others."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dovetail import messages
+from dovetail.errors import DovetailError
+from dovetail.node.events import StartLoad
+from dovetail.sched.scheduler import SchedulerConfig
+from dovetail.types import ModelCard
+from dovetail.worker.actor import Actor
+
+log = logging.getLogger("dovetail.worker")
+
+STEP = 0.3  # weight of a new load in the expected time of the next one
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build an instance of one model."""
+
+    card: ModelCard
+    dtype: str
+    kv_bytes: int
+    block_size: int
+    max_batch: int
+    max_turn_tokens: int
+    max_tokens: int  # longest sequence that the node can hold
+
+
+class LoadResult(NamedTuple):
+    instance: int
+    model: str
+    actor: Actor | None
+    seconds: float
+    loaded: messages.Loaded | None
+    error: str
+
+
+@dataclass(order=True)
+class _Order:
+    due_s: float
+    serial: int
+    command: StartLoad | None = field(compare=False)
+
+
+class LoaderThread:
+    """`load` hands in, `results` gives back; `wake` is called from the thread for every result."""
+
+    def __init__(self, recipe_of: Callable[[str], Recipe | None], wake: Callable[[], None]) -> None:
+        self.results: queue.Queue[LoadResult] = queue.Queue()
+        self.expected_s: dict[str, float] = {}  # by model, from the loads seen
+        self._recipe_of = recipe_of
+        self._wake = wake
+        self._orders: queue.PriorityQueue[_Order] = queue.PriorityQueue()
+        self._serials = itertools.count()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="loader")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._orders.put(_Order(float("-inf"), next(self._serials), None))
+
+    def load(self, command: StartLoad) -> None:
+        self._orders.put(_Order(command.due_s, next(self._serials), command))
+
+    def _run(self) -> None:
+        while (command := self._orders.get().command) is not None:
+            self.results.put(self._load(command))
+            self._wake()
+
+    def _load(self, command: StartLoad) -> LoadResult:
+        name = command.model
+        started = time.monotonic()
+        recipe = self._recipe_of(name)
+        if recipe is None:
+            return LoadResult(command.instance, name, None, 0.0, None, "the model was unloaded")
+        try:
+            actor, loaded = build_actor(recipe)
+        except DovetailError as error:
+            return LoadResult(command.instance, name, None, 0.0, None, str(error))
+        except Exception as error:  # whatever a checkpoint can do wrong, the worker lives on
+            log.error("%s: loading failed\n%s", name, traceback.format_exc())
+            return LoadResult(command.instance, name, None, 0.0, None, f"{name}: {type(error).__name__}: {error}")
+        seconds = time.monotonic() - started
+        before = self.expected_s.get(name, seconds)
+        self.expected_s[name] = before + STEP * (seconds - before)
+        return LoadResult(command.instance, name, actor, seconds, loaded, "")
+
+
+def build_actor(recipe: Recipe) -> tuple[Actor, messages.Loaded]:
+    from dovetail.engine.executor import CpuExecutor, ExecutorConfig
+    from dovetail.store import open_checkpoint
+
+    card = recipe.card
+    started = time.monotonic()
+    checkpoint = open_checkpoint(card.path)
+    opened = time.monotonic()
+    context = checkpoint.spec.context_length
+    executor = CpuExecutor(
+        checkpoint,
+        ExecutorConfig(
+            kv_bytes=recipe.kv_bytes,
+            block_size=recipe.block_size,
+            max_tokens=recipe.max_batch * context,
+            dtype=recipe.dtype,
+            tokenizer_file=card.tokenizer_file,
+            eos_token_ids=card.eos_token_ids,
+        ),
+    )
+    checkpoint.close()
+    limits = SchedulerConfig(context, recipe.max_batch, recipe.max_turn_tokens, recipe.max_tokens)
+    actor = Actor(card, executor, limits, recipe.block_size)
+    return actor, messages.Loaded(
+        model=card.name,
+        dtype=executor.dtype,
+        kv_capacity_tokens=recipe.max_tokens,
+        weight_bytes=executor.weight_bytes,
+        mapped=executor.copied_bytes < executor.weight_bytes // 2,
+        times=messages.LoadTimes(open_s=opened - started, build_s=time.monotonic() - opened),
+    )

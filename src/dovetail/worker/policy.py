@@ -1,0 +1,16 @@
+"""The policies of `sim.policies` as a real node runs them: what costs nothing here is set to cost nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dovetail.policy.knobs import Knobs
+from dovetail.sim.policies import policy
+
+# A pool grows and shrinks in place, so a small floor costs nothing; a queued request looks often, because a decision
+# takes a fraction of a millisecond and an iteration many.
+REAL = {"floor_tokens": 256, "retry_s": 0.02, "free_resize": True, "slots_limited": False}
+
+
+def real_knobs(name: str) -> Knobs:
+    return replace(policy(name), **REAL)

@@ -1,0 +1,318 @@
+"""The shell of a worker: socket, loader thread and clock around `stage`, where everything is decided and computed.
+
+Between two iterations it takes in all messages, so that an abort frees its blocks before the next one. It knows tokens,
+no text.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import zmq
+
+from dovetail import messages
+from dovetail.engine.dtypes import compute_dtype
+from dovetail.machine import memory_bytes, process_age_s
+from dovetail.policy.headroom import INFINITY, Refusal
+from dovetail.sim.log import open_log
+from dovetail.types import FinishReason, Request, TokenEvent
+from dovetail.worker.actor import Actor
+from dovetail.worker.hosting import Profiles
+from dovetail.worker.loading import LoaderThread, LoadResult, Recipe
+from dovetail.worker.policy import real_knobs
+from dovetail.worker.stage import Stage
+
+log = logging.getLogger("dovetail.worker")
+
+POLL_MS = 1000  # how often an idle worker looks whether its parent lives
+STATS_S = 1.0
+MEMORY_SHARE = 0.75  # of the machine, where no budget is given
+LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
+_WAKE = "inproc://loader"
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    node: str
+    connect: str
+    device: str
+    threads: int
+    max_batch: int
+    max_turn_tokens: int
+    block_size: int
+    kv_bytes: int
+    memory_bytes: int  # weights and KV of everything that is ready; 0 = three quarters of the machine
+    idle_release_s: float  # an instance without requests for this long gives its KV pages back
+    policy: str
+    profiles: str  # folder of measured profiles; empty = none
+    event_log: str  # file; empty = none
+    parent: int
+
+
+class Worker:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, config.node.encode())
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(config.connect)
+        self._wake = self._context.socket(zmq.PULL)
+        self._wake.bind(_WAKE)
+        self._waker = self._context.socket(zmq.PUSH)
+        self._waker.connect(_WAKE)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._recipes: dict[str, Recipe] = {}
+        self._errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
+        self._loader = LoaderThread(self._recipes.get, lambda: self._waker.send(b""))
+        self._profiles = Profiles(Path(config.profiles) if config.profiles else None, config.threads)
+        self._log = open_log(Path(config.event_log)) if config.event_log else None
+        self.total_bytes = memory_bytes()[0]
+        self._stage = Stage(
+            config.node,
+            config.memory_bytes or int(self.total_bytes * MEMORY_SHARE),
+            real_knobs(config.policy),
+            self._loader,
+            time.monotonic,
+            self._log,
+            on_pause=self._pause,
+        )
+        self._running = True
+        self._stats_due = 0.0
+        self._pressure_due = 0.0
+
+    # The loop
+
+    def run(self) -> None:
+        self._loader.start()
+        if self._log is not None:
+            self._log.start_real(self._stage.node, self._profiles.device)
+        self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
+        is_idle = True
+        while self._running:
+            self._receive(wait=is_idle)
+            is_idle = not self._stage.take_turn()
+            self._tell()
+            self._tend(time.monotonic())
+        self._close()
+
+    def _pause(self) -> None:
+        self._receive(wait=False)
+        self._tell()
+
+    def _tell(self) -> None:
+        """What has come of the last iteration, one message per model."""
+        report = self._stage.take_report()
+        for model, events in report.tokens.items():
+            self._send(messages.Tokens(model, tuple(events)))
+        for model in report.gone:
+            self._send(messages.Unloaded(model))
+            self._stats_due = 0.0
+
+    def _tend(self, now: float) -> None:
+        """What is due by the clock: statistics, pages of idle instances, the host's memory, a parent that is gone."""
+        for actor in self._stage.actors.values():
+            if self._tend_idle(actor, now):
+                self._stats_due = now  # the last state of a burst is reported at once
+        is_busy = self._stage.has_work
+        if is_busy and self._stats_due == INFINITY:  # and so is its start
+            self._stats_due = now
+        if now >= self._stats_due and self._recipes:
+            self._send(self._stats())
+            self._stats_due = now + STATS_S if is_busy else INFINITY
+        if now >= self._pressure_due:
+            self._pressure_due = now + STATS_S
+            self._watch_host()
+        if self._config.parent and os.getppid() != self._config.parent:
+            log.warning("the gateway is gone, leaving")
+            self._running = False
+
+    def _tend_idle(self, actor: Actor, now: float) -> bool:
+        """Notice when an instance falls idle (by its last token or by an abort) and when it has been for long enough
+        to give its pages back; True if one of the two was now."""
+        if actor.scheduler.has_work or actor.is_released:
+            actor.idle_since = None
+            return False
+        if actor.idle_since is None:
+            actor.idle_since = now
+            return True
+        if now - actor.idle_since < self._config.idle_release_s:
+            return False
+        actor.release_pages()
+        return True
+
+    def _watch_host(self) -> None:
+        available = memory_bytes()[1]
+        if available < self.total_bytes * LOW_MEMORY_SHARE:
+            closed = self._stage.relieve()
+            log.warning("the host has %d MB left; %d idle models closed", available >> 20, closed)
+
+    # Messages
+
+    def _receive(self, wait: bool) -> None:
+        """Take in everything that has arrived; wait for something if there is nothing else to do."""
+        ready = dict(self._poller.poll(self._patience_ms() if wait else 0))
+        if self._wake in ready:
+            self._wake.recv()
+            self._take_load(self._loader.results.get_nowait())
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(messages.decode_for_worker(frame))
+
+    def _patience_ms(self) -> int:
+        idle = [actor.idle_since for actor in self._stage.actors.values() if actor.idle_since is not None]
+        dues = [since + self._config.idle_release_s for since in idle]
+        due = self._stage.next_due_s()
+        if due is not None:
+            dues.append(due)
+        if not dues:
+            return POLL_MS
+        return max(0, min(POLL_MS, int((min(dues) - time.monotonic()) * 1000) + 1))
+
+    def _handle(self, message: messages.ToWorker) -> None:
+        match message:
+            case messages.Submit(request, at):
+                self._submit(request, at or time.monotonic())
+            case messages.Abort(request_id, choice):
+                self._stage.abort(request_id, choice)
+            case messages.Load():
+                self._register(message)
+            case messages.Unload(model):
+                self._unload(model)
+            case messages.Shutdown():
+                self._running = False
+
+    def _submit(self, request: Request, at: float) -> None:
+        if request.model in self._recipes:
+            self._stage.submit(request, at)
+            return
+        absent = f"model {request.model} is not loaded on {self._config.node}"
+        error = self._errors.get(request.model, absent)
+        events = tuple(
+            TokenEvent(request.id, choice, token=None, finish=FinishReason.ERROR, error=error)
+            for choice in request.open_choices
+        )
+        self._send(messages.Tokens(request.model, events))
+
+    def _register(self, message: messages.Load) -> None:
+        name = message.card.name
+        self._errors.pop(name, None)
+        if name not in self._recipes:
+            recipe = self._recipe(message)
+            self._recipes[name] = recipe
+            max_kv_tokens = recipe.max_tokens + recipe.block_size
+            hosting = self._profiles.hosting(
+                message.card,
+                recipe.dtype,
+                block_size=recipe.block_size,
+                max_kv_tokens=max_kv_tokens,
+                keep_alive_s=message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY,
+                load_s=self._loader.expected_s.get(name, 0.0),
+            )
+            self._stage.register(name, hosting)
+        if message.start:
+            refusal = self._stage.warm(name)
+            if refusal is not None:
+                self._fail_load(name, self._why_not(name, refusal))
+
+    def _recipe(self, message: messages.Load) -> Recipe:
+        config, spec = self._config, message.card.spec
+        dtype = compute_dtype(message.dtype, message.card.dtype or "f32")
+        block_bytes = spec.kv_bytes_per_token(dtype) * config.block_size
+        room = max(self._stage.node.residency.ledger.capacity - spec.weight_bytes(dtype), 0)
+        kv_bytes = min(message.kv_bytes or config.kv_bytes or room, room)
+        blocks = min(kv_bytes // block_bytes, -(-config.max_batch * spec.context_length // config.block_size) + 1)
+        return Recipe(
+            card=message.card,
+            dtype=dtype,
+            kv_bytes=blocks * block_bytes,
+            block_size=config.block_size,
+            max_batch=config.max_batch,
+            max_turn_tokens=config.max_turn_tokens,
+            max_tokens=max(blocks - 1, 0) * config.block_size,  # a sequence always has a block to spare
+        )
+
+    def _why_not(self, name: str, refusal: Refusal) -> str:
+        if refusal is not Refusal.MEMORY:
+            return f"{name}: {refusal.value}"
+        ledger, hosting = self._stage.node.residency.ledger, self._stage.hostings[name]
+        return (
+            f"{name}: its weights take {hosting.weight_bytes / 1e9:.2f} GB, {ledger.available / 1e9:.2f} of the node's "
+            f"{ledger.capacity / 1e9:.2f} GB are free"
+        )
+
+    def _unload(self, model: str) -> None:
+        is_here = bool(self._stage.instances_of(model))
+        self._stage.unregister(model, "the model was unloaded")
+        self._recipes.pop(model, None)
+        self._tell()
+        if not is_here:
+            self._send(messages.Unloaded(model))
+
+    def _take_load(self, result: LoadResult) -> None:
+        is_wanted = result.instance in self._stage.instances_of(result.model)  # else it was unloaded on its way
+        if result.actor is not None:
+            assert result.loaded is not None
+            self._stage.loaded(result.instance, result.actor, result.seconds)
+            if is_wanted:
+                self._send(result.loaded)
+                self._stats_due = 0.0
+            return
+        self._stage.load_failed(result.instance, result.error, ends_model=is_wanted)
+        if is_wanted:
+            self._fail_load(result.model, result.error)
+
+    def _fail_load(self, model: str, error: str) -> None:
+        self._stage.unregister(model, error)
+        del self._recipes[model]
+        self._errors[model] = error
+        self._send(messages.LoadFailed(model, error))
+        self._tell()
+
+    def _send(self, message: messages.ToGateway) -> None:
+        self._socket.send(messages.encode(message))
+
+    # Reports and the end
+
+    def _stats(self) -> messages.Stats:
+        stage = self._stage
+        waiting: dict[str, int] = {}
+        for piece in stage.pieces.values():
+            if piece.instance is None:
+                waiting[piece.request.model] = waiting.get(piece.request.model, 0) + 1
+        instances: dict[str, messages.InstanceStats] = {}
+        for id, actor in stage.actors.items():
+            instance, name = stage.node.instances[id], actor.card.name
+            queued = waiting.get(name, 0) + len(instance.waiting)
+            instances[name] = actor.stats(len(instance.running), queued)
+        gaps = sorted(stage.gaps)
+        return messages.Stats(
+            self._config.node,
+            psutil.Process().memory_info().rss,
+            tuple(instances.values()),
+            memory_budget_bytes=stage.node.residency.ledger.capacity,
+            memory_planned_bytes=stage.node.residency.ledger.planned,
+            resizes=stage.resizes,
+            resize_seconds=stage.resize_s,
+            refused=stage.refused,
+            overhead_p50_s=gaps[len(gaps) // 2] if gaps else 0.0,
+            overhead_p99_s=gaps[len(gaps) * 99 // 100] if gaps else 0.0,
+        )
+
+    def _close(self) -> None:
+        self._loader.stop()
+        for actor in self._stage.actors.values():
+            actor.close()
+        if self._log is not None:
+            self._log.close()
+        self._socket.close()

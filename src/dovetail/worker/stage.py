@@ -1,0 +1,435 @@
+"""Real time for the production policies: carries out what node and controller decide, on real executors.
+
+The counterpart of `sim.driver`: the same state machines, the same records in the log, but turns are computed, weights
+are mapped and pools are resized. Everything happens between two iterations on one thread; only loads have their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Protocol
+
+from dovetail.cluster.controller import Controller
+from dovetail.cluster.decisions import Decision, Dropped, Moving, Placed, Queued
+from dovetail.node import events
+from dovetail.node.node import Node
+from dovetail.node.work import Work
+from dovetail.policy.headroom import Refusal
+from dovetail.policy.knobs import Knobs
+from dovetail.policy.live import LiveLatency
+from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.sched.sequence import Sequence
+from dovetail.sim.explain import WORDS
+from dovetail.sim.log import EventLog
+from dovetail.types import FinishReason, Request, TokenEvent
+from dovetail.worker.actor import Actor
+from dovetail.worker.piece import Piece, pieces_of, relax
+
+log = logging.getLogger("dovetail.worker")
+
+REFUSED = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) cannot be kept now: {}"
+NEVER = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) are beyond this device"
+TOO_LARGE = "this request needs {} tokens of KV memory, the node has room for {}"
+RETRY_AFTER_S = 1.0
+KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
+
+
+class Loads(Protocol):
+    """Where weights come from. It answers with `Stage.loaded` or `Stage.load_failed`, on the stage's thread."""
+
+    def load(self, command: events.StartLoad) -> None: ...
+
+
+@dataclass
+class Report:
+    """What the stage has to say to the outside since it was last asked."""
+
+    tokens: dict[str, list[TokenEvent]]  # by model
+    ready: list[str]  # models that can run
+    gone: list[str]  # models whose memory is free
+
+
+class Stage:
+    def __init__(
+        self,
+        name: str,
+        memory_bytes: int,
+        knobs: Knobs,
+        loads: Loads,
+        clock: Callable[[], float],
+        log: EventLog | None = None,
+        on_pause: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.hostings: dict[str, Hosting] = {}
+        self.node = Node(name, DeviceKind.CPU, memory_bytes, self.hostings, knobs)
+        self.controller = Controller([self.node], knobs)
+        self.actors: dict[int, Actor] = {}  # by instance
+        self.pieces: dict[int, Piece] = {}
+        self.report = Report({}, [], [])
+        self.gaps: deque[float] = deque(maxlen=KEPT_GAPS)  # seconds between the ends and starts of iterations
+        self.resizes = 0
+        self.resize_s = 0.0
+        self.refused = 0
+        self._loads = loads
+        self._clock = clock
+        self._log = log
+        self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
+        self._by_request: dict[str, list[Piece]] = {}
+        self._timers: list[tuple[float, int, Callable[[float], None]]] = []
+        self._serial = 0
+        self._next_id = 0
+        self._last_end: float | None = None
+
+    # Models
+
+    def register(self, model: str, hosting: Hosting) -> None:
+        self.hostings[model] = hosting
+        if self._log is not None:
+            self._log.hosting(self._clock(), model, hosting)
+
+    def warm(self, model: str) -> Refusal | None:
+        """Start an instance of the model, unless there is one."""
+        if self.instances_of(model):
+            return None
+        now = self._clock()
+        answer = self.node.warm(model, now)
+        if isinstance(answer, Refusal):
+            return answer
+        self.controller.add_instance(self.node, answer, model)
+        self._settle(now)
+        return None
+
+    def instances_of(self, model: str) -> list[int]:
+        return [one.id for one in self.node.instances.values() if one.model == model and one.state != "closing"]
+
+    def unregister(self, model: str, error: str) -> None:
+        """End its requests, free its memory."""
+        self._fail([piece for piece in self.pieces.values() if piece.request.model == model], error)
+        self.close_model(model)
+        self.hostings.pop(model, None)
+
+    def close_model(self, model: str) -> None:
+        for instance in self.instances_of(model):
+            self.node.preempt(instance, "unloaded")
+        self._settle(self._clock())
+
+    # Requests
+
+    def submit(self, request: Request, arrival_s: float) -> None:
+        now = self._clock()
+        hosting = self.hostings[request.model]
+        pieces = pieces_of(request, self._next_id, arrival_s, self.node.knobs.slo_scale, hosting.latency)
+        self._next_id += len(pieces)
+        self._by_request[request.id] = pieces
+        self.pieces.update((piece.id, piece) for piece in pieces)
+        need, most = pieces[0].work.known_tokens + 1, self.node.admit.most_tokens(hosting)
+        if need > most - hosting.block_tokens:
+            self._fail(pieces, TOO_LARGE.format(need, most - hosting.block_tokens), unprocessable=True)
+            return
+        self._place(pieces[0], now)
+        self._settle(now)
+
+    def _place(self, piece: Piece, now: float) -> None:
+        work = piece.work
+        if self._log is not None:
+            self._log.write(now, "arrive", request=work.id, model=work.model, input=work.input_tokens)
+        self.controller.submit(work, now)
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Free what these choices hold. No event follows for them."""
+        now = self._clock()
+        for piece in list(self._by_request.get(request_id, ())):
+            if choice in (None, piece.sequence.choice):
+                self._leave(piece, now)
+                self._forget(piece, "aborted", now)
+        self._settle(now)
+
+    def _leave(self, piece: Piece, now: float) -> None:
+        """Take it from wherever it is; the piece stays known."""
+        if piece.instance is None:
+            self.controller.cancel(piece.id)
+            return
+        self._drop_sequence(piece)
+        self.node.withdraw(piece.instance, piece.work, now)
+        self.controller.left(self.node, piece.instance)
+        piece.instance = None
+
+    def _drop_sequence(self, piece: Piece) -> None:
+        assert piece.instance is not None
+        actor = self.actors.get(piece.instance)
+        if actor is not None:
+            actor.drop(piece.sequence)
+
+    # Turns
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.pieces)
+
+    def next_due_s(self) -> float | None:
+        return self._timers[0][0] if self._timers else None
+
+    def take_turn(self) -> bool:
+        """Compute the next iteration, if there is one to compute."""
+        self._ring()
+        turn = self.node.next_turn(self._clock())
+        if self.node.outbox:  # choosing may have had something to say, and somebody else may be able to run for it
+            self._settle(self._clock())
+            turn = turn or self.node.next_turn(self._clock())
+        if turn is None:
+            self._last_end = None
+            return False
+        if turn.prefill is not None:
+            self._prefill(turn.instance.id, self.pieces[turn.prefill.id])
+        else:
+            self._decode(turn.instance.id, [self.pieces[id].sequence for id in turn.instance.running])
+        return True
+
+    def _prefill(self, instance: int, piece: Piece) -> None:
+        """All of its prompt, in as many iterations as that takes."""
+        actor = self.actors[instance]
+        sequence = piece.sequence
+        known = len(sequence.tokens)
+        started, computed = self._begin(actor), actor.meter.tokens
+        finished: list[Work] = []
+        while piece.instance == instance:
+            finished = self._deliver(actor.card.name, actor.iterate([sequence]).events)
+            if finished or len(sequence.tokens) > known:
+                break
+            self._on_pause()
+        now = self._end()
+        if actor.meter.tokens - computed == known:  # else part of it was in the cache, or it was given up
+            self._observe(instance, lambda latency: latency.observe_prefill(known, now - started))
+        self._turn_done(now, finished)
+
+    def _decode(self, instance: int, sequences: list[Sequence]) -> None:
+        actor = self.actors[instance]
+        started = self._begin(actor)
+        total = sum(len(sequence.tokens) for sequence in sequences)
+        finished: list[Work] = []
+        for batch in actor.batches(sequences):
+            finished += self._deliver(actor.card.name, actor.iterate(batch).events)
+        now = self._end()
+        if sequences:
+            self._observe(instance, lambda latency: latency.observe_decode(len(sequences), total, now - started))
+        self._turn_done(now, finished)
+
+    def _observe(self, instance: int, tell: Callable[[LiveLatency], None]) -> None:
+        latency = self.node.instances[instance].hosting.latency
+        if isinstance(latency, LiveLatency):
+            tell(latency)
+
+    def _begin(self, actor: Actor) -> float:
+        now = self._clock()
+        if self._last_end is not None:
+            self.gaps.append(now - self._last_end)
+            actor.meter.overhead_seconds += now - self._last_end
+        return now
+
+    def _end(self) -> float:
+        self._last_end = self._clock()
+        return self._last_end
+
+    def _deliver(self, model: str, token_events: Iterable[TokenEvent]) -> list[Work]:
+        """Tell the tokens; returns the work that has ended with them."""
+        finished = []
+        for event in token_events:
+            self.report.tokens.setdefault(model, []).append(event)
+            if event.finish is not None:
+                piece = next(one for one in self._by_request[event.request_id] if one.sequence.choice == event.choice)
+                finished.append(piece.work)
+        return finished
+
+    def _turn_done(self, now: float, finished: list[Work]) -> None:
+        self.node.turn_done(now, finished)
+        self._settle(now)
+
+    # Carrying out what node and controller say
+
+    def _settle(self, now: float) -> None:
+        controller, box = self.controller, self.node.outbox
+        while controller.outbox or box:
+            decisions, controller.outbox = controller.outbox, []
+            for decision in decisions:
+                self._decide(decision, now)
+            while box:
+                self._carry_out(box.pop(0), now)
+                if controller.outbox:
+                    break
+
+    def _decide(self, decision: Decision, now: float) -> None:
+        piece = self.pieces[decision.work.id]
+        if self._log is not None:
+            self._log.decision(now, decision)
+        if isinstance(decision, Placed):
+            piece.instance = decision.instance
+            actor = self.actors.get(decision.instance)
+            if actor is not None:
+                actor.scheduler.enter(piece.sequence)
+        elif isinstance(decision, Dropped):
+            self._refuse(piece, decision.reason, now)
+        else:
+            assert isinstance(decision, Queued | Moving)
+            if isinstance(decision, Queued):
+                piece.refusals = decision.refusals
+            self._at(decision.retry_at_s, lambda at: self._retry(piece.id, at))
+
+    def _retry(self, work_id: int, now: float) -> None:
+        self.controller.retry(work_id, now)
+        self._settle(now)
+
+    def _refuse(self, piece: Piece, reason: str, now: float) -> None:
+        """Refuse what was asked to be in time; serve the rest late rather than not at all."""
+        work = piece.work
+        if not piece.is_strict or work.produced > 0:
+            relax(piece, now, self.hostings[work.model].latency)
+            self.controller.submit(work, now)
+            return
+        self.refused += 1
+        ttft_s, tpot_s = work.ttft_s / work.slo_scale, work.tpot_s / work.slo_scale
+        if reason == "hardware":
+            self._fail([piece, *piece.followers], NEVER.format(ttft_s, tpot_s), unprocessable=True)
+            return
+        why = "; ".join(WORDS.get(name, name) for name in piece.refusals) or "its time has passed"
+        self._fail([piece, *piece.followers], REFUSED.format(ttft_s, tpot_s, why), retry_after_s=RETRY_AFTER_S)
+
+    def _carry_out(self, said: events.Command | events.Notice, now: float) -> None:
+        if isinstance(said, events.SetTimer):
+            self._at(said.at_s, lambda at: self._timer(said.instance, said.epoch, at))
+        elif isinstance(said, events.StartLoad):
+            self._note(now, "load", said)
+            self._loads.load(said)
+        elif isinstance(said, events.StartUnload):
+            self.actors.pop(said.instance).close()
+            self.node.unload_done(said.instance, now)
+        elif isinstance(said, events.StartResize):
+            self._note(now, "resize", said)
+            self._resize(said)
+        else:
+            self._notice(said, now)
+
+    def _resize(self, command: events.StartResize) -> None:
+        started = self._clock()
+        hosting = self.node.instances[command.instance].hosting
+        actor = self.actors.get(command.instance)
+        if actor is not None:  # a load that failed leaves nothing to resize
+            actor.resize(command.new_bytes // (hosting.kv_bytes_per_token * hosting.block_tokens))
+        ended = self._clock()
+        self.resizes += 1
+        self.resize_s += ended - started
+        self.node.resize_done(command.instance, ended)
+
+    def _notice(self, notice: events.Notice, now: float) -> None:
+        if isinstance(notice, events.FirstToken):
+            if self._log is not None:
+                self._log.write(now, "first_token", request=notice.work.id, node=self.node.name)
+            self._release_followers(self.pieces[notice.work.id], now)
+            return
+        if isinstance(notice, events.Evicted):
+            piece = self.pieces[notice.work.id]
+            self._drop_sequence(piece)
+            piece.instance = None
+        elif isinstance(notice, events.Finished):
+            self._forget(self.pieces[notice.work.id], "finished", now)
+        elif isinstance(notice, events.InstanceReady):
+            self.report.ready.append(notice.model)
+        elif isinstance(notice, events.InstanceGone) and not self.instances_of(notice.model):
+            self.report.gone.append(notice.model)
+        if not isinstance(notice, events.Finished):
+            self._note(now, type(notice).__name__.lower(), notice)
+        self.controller.notice(self.node, notice, now)
+
+    # Loads
+
+    def loaded(self, instance: int, actor: Actor, seconds: float) -> None:
+        now = self._clock()
+        self.actors[instance] = actor
+        actor.idle_since = None
+        for work in self.node.instances[instance].works():
+            actor.scheduler.enter(self.pieces[work.id].sequence)
+        self.node.load_done(instance, now, seconds)
+        self._settle(now)
+
+    def load_failed(self, instance: int, error: str, *, ends_model: bool = True) -> None:
+        """Nobody waits for a model that cannot be loaded."""
+        if ends_model:
+            model = self.node.instances[instance].model
+            self._fail([piece for piece in self.pieces.values() if piece.request.model == model], error)
+        now = self._clock()
+        self.node.load_failed(instance, now)
+        self._settle(now)
+
+    # The end of a piece
+
+    def _fail(
+        self, pieces: list[Piece], error: str, *, unprocessable: bool = False, retry_after_s: float | None = None
+    ) -> None:
+        """Take them from wherever they are and tell why."""
+        now = self._clock()
+        for piece in pieces:
+            piece.followers = []  # they are among the pieces, or will be asked about on their own
+        for piece in pieces:
+            self._leave(piece, now)
+            event = TokenEvent(
+                piece.request.id,
+                piece.sequence.choice,
+                token=None,
+                finish=FinishReason.ERROR,
+                error=error,
+                unprocessable=unprocessable,
+                retry_after_s=retry_after_s,
+            )
+            self.report.tokens.setdefault(piece.request.model, []).append(event)
+            self._forget(piece, "failed", now)
+
+    def _forget(self, piece: Piece, fate: str, now: float) -> None:
+        if self._log is not None:
+            self._log.write(now, fate, request=piece.id, reason="", output=piece.sequence.num_generated)
+        del self.pieces[piece.id]
+        siblings = self._by_request[piece.request.id]
+        siblings.remove(piece)
+        if not siblings:
+            del self._by_request[piece.request.id]
+        self._release_followers(piece, now)
+
+    def _release_followers(self, piece: Piece, now: float) -> None:
+        followers, piece.followers = piece.followers, []
+        for follower in followers:
+            if follower.id in self.pieces:
+                self._place(follower, now)
+
+    def relieve(self) -> int:
+        """The host is short of memory: give idle pages back, then close the longest idle instance."""
+        for actor in self.actors.values():
+            if not actor.is_released and not actor.scheduler.has_work:
+                actor.release_pages()
+        closed = self.node.close_idle()
+        self._settle(self._clock())
+        return closed
+
+    # Time and the log
+
+    def _timer(self, instance: int, epoch: int, now: float) -> None:
+        self.node.timer(instance, epoch, now)
+        self._settle(now)
+
+    def _at(self, at_s: float, action: Callable[[float], None]) -> None:
+        self._serial += 1
+        heappush(self._timers, (at_s, self._serial, action))
+
+    def _ring(self) -> None:
+        now = self._clock()
+        while self._timers and self._timers[0][0] <= now:
+            heappop(self._timers)[2](now)
+
+    def _note(self, now: float, event: str, said: events.Command | events.Notice) -> None:
+        if self._log is not None:
+            self._log.said(now, self.node.name, event, said)
+
+    def take_report(self) -> Report:
+        report, self.report = self.report, Report({}, [], [])
+        return report
