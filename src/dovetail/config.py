@@ -103,7 +103,10 @@ class NodeConfig(_Section):
     name: str = Field(default="cpu-0", min_length=1, max_length=64)
     device: Literal["cpu"] = "cpu"
     threads: int = Field(default=0, ge=0)  # 0 = every core
-    kv_cache: Size = 0  # per model; 0 = a tenth of the machine's memory
+    memory: Size = 0  # weights and KV of all that is ready; 0 = three quarters of the machine's memory
+    kv_cache: Size = 0  # at most per model; 0 = what the node has
+    policy: Literal["dovetail", "slinfer", "sllm+c", "sllm+c+s"] = "dovetail"  # who runs when, and who gives way
+    event_log: Path | None = None  # every decision, in the simulator's format
     max_batch: int = Field(default=64, ge=1)  # sequences in one iteration
     max_turn_tokens: int = Field(default=512, ge=16)  # tokens in one iteration: the prefill chunk
     block_size: int = Field(default=16, ge=1)
@@ -116,6 +119,13 @@ class StoreConfig(_Section):
     host_keep_alive: Duration = 600.0  # pool memory that nobody used for this long is given back; negative = never
     direct_io: Switch = "auto"  # auto = where the file system allows it and the cache is cold
     readers: int = Field(default=8, ge=1, le=256)  # threads that read the disk
+
+    @property
+    def profiles(self) -> Path:
+        """Where measured profiles of devices are kept."""
+        home = os.environ.get("DOVETAIL_HOME")
+        root = self.path or (Path(home) if home else Path.home() / ".cache" / "dovetail")
+        return root.expanduser() / "profiles"
 
 
 class KeyConfig(_Section):

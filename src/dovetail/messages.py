@@ -13,7 +13,7 @@ from dovetail.types import ModelCard, Request, TokenEvent
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
     """Make this model known, and ready if `start`. Whenever an instance of it becomes ready the node says Loaded,
-    whenever the last one is gone Unloaded; LoadFailed takes the model back."""
+    whenever the last one has gone Reclaimed; LoadFailed takes the model back. Said again it changes the keep-alive."""
 
     card: ModelCard
     dtype: str = "auto"  # compute type; auto = what this device multiplies fastest
@@ -75,6 +75,14 @@ class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
 
 
 class Unloaded(msgspec.Struct, frozen=True, tag="unloaded"):
+    """The answer to Unload."""
+
+    model: str
+
+
+class Reclaimed(msgspec.Struct, frozen=True, tag="reclaimed"):
+    """The node has taken the model's memory back, of itself; its next request starts it again."""
+
     model: str
 
 
@@ -118,7 +126,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 
 
 ToWorker = Load | Unload | Submit | Abort | Shutdown
-ToGateway = Hello | Loaded | LoadFailed | Unloaded | Tokens | Stats
+ToGateway = Hello | Loaded | LoadFailed | Unloaded | Reclaimed | Tokens | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

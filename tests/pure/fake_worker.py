@@ -21,6 +21,7 @@ from dovetail.messages import (
     Loaded,
     LoadFailed,
     LoadTimes,
+    Reclaimed,
     Shutdown,
     Stats,
     Submit,
@@ -44,6 +45,7 @@ class FakeWorker:
         self.socket.connect(address)
         self.node = node
         self.models: set[str] = set()
+        self.keep_alive_s = -1.0  # of the last model; 0 = let go of them when nothing is open
         self.open: dict[tuple[str, int], tuple[Request, int]] = {}  # tokens made so far
 
     def run(self) -> None:
@@ -67,6 +69,7 @@ class FakeWorker:
                 self.socket.send(encode(LoadFailed(name, "the weights are truncated")))
             else:
                 self.models.add(name)
+                self.keep_alive_s = message.keep_alive_s
                 self.socket.send(encode(Loaded(name, "f32", 4096, 1, False, LoadTimes(0.0, 0.0))))
         elif isinstance(message, Submit) and message.request.model in self.models:
             if CRASH in message.request.prompt:
@@ -109,6 +112,8 @@ class FakeWorker:
         self.socket.send(encode(Tokens("fake", tuple(events))))
         if not self.open:
             self.send_stats()
+            for name in self.models if self.keep_alive_s == 0 else ():
+                self.socket.send(encode(Reclaimed(name)))
 
     def send_stats(self) -> None:
         used = len(self.open)

@@ -191,8 +191,9 @@ class LocalChat:
     async def open(self) -> None:
         from dovetail.cli.offer import make_offer
         from dovetail.gateway.link import Link
+        from dovetail.gateway.supervisor import worker_command
 
-        self._link = Link(self._config.nodes)
+        self._link = Link(self._config.nodes, worker_command(self._config.store.profiles))
         self._link.start()
         offer = await asyncio.to_thread(make_offer, self._config, [self._model])
         from dovetail.gateway.metrics import Metrics

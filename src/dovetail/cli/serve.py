@@ -140,13 +140,14 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 async def _serve(plan: Plan, listener: socket.socket) -> None:
     from dovetail.gateway.link import Link
+    from dovetail.gateway.supervisor import worker_command
 
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)  # until the HTTP server takes over
     loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the file is being read anyway
-    link = Link(plan.config.nodes)
+    link = Link(plan.config.nodes, worker_command(plan.config.store.profiles))
     link.start()
     try:
         # In threads, so that the workers are started meanwhile.

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from dovetail.messages import (
     Load,
     Loaded,
     LoadFailed,
+    Reclaimed,
     Shutdown,
     Stats,
     Submit,
@@ -137,14 +139,26 @@ class NodeLink:
         for message in outbox:
             self._send(self.name, message)
 
-    def load(self, card: ModelCard, dtype: str) -> Instance:
+    def load(self, card: ModelCard, dtype: str, keep_alive_s: float = -1.0, *, start: bool = False) -> Instance:
+        """The model on this node. Its first request starts it, unless it shall be started before."""
         instance = self.instances.get(card.name)
+        is_new = instance is None
         if instance is None:
-            ready = asyncio.get_running_loop().create_future()
-            ready.add_done_callback(_retrieve)
-            instance = self.instances[card.name] = Instance(card, ready)
-            self.send(Load(card, dtype, self.config.kv_cache))
+            instance = self.instances[card.name] = Instance(card, _future())
+        if is_new or (start and instance.loaded is None):
+            self.send(Load(card, dtype, self.config.kv_cache, keep_alive_s, start))
         return instance
+
+    def reclaimed(self, model: str) -> None:
+        """The worker has let go of an idle model."""
+        instance = self.instances.get(model)
+        if instance is None:
+            return
+        if instance.requests:  # they wait for it to come back
+            instance.ready, instance.ready_at = _future(), None
+        else:
+            del self.instances[model]
+            instance.idle.set()
 
     def unload(self, model: str) -> None:
         instance = self.instances.pop(model, None)
@@ -167,7 +181,7 @@ class NodeLink:
         instance.was_waited_for |= instance.loaded is None
         instance.begin(request.id)
         self.inboxes[request.id] = (inbox, request.model)
-        self.send(Submit(request))
+        self.send(Submit(request, time.monotonic()))
 
     def finish(self, request_id: str) -> None:
         """The request is over, for whatever reason. Later events for it are dropped."""
@@ -205,6 +219,12 @@ class NodeLink:
         for inbox, _ in self.inboxes.values():  # of models that were unloaded under them
             inbox.fail(error)
         self.inboxes.clear()
+
+
+def _future() -> asyncio.Future[Loaded]:
+    ready: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
+    ready.add_done_callback(_retrieve)
+    return ready
 
 
 def _retrieve(future: asyncio.Future[Loaded]) -> None:
@@ -308,6 +328,9 @@ class Link:
                 _settle(node, message)
         elif isinstance(message, Stats):
             node.stats = message
+        elif isinstance(message, Reclaimed):
+            if node.is_current(message.model):
+                node.reclaimed(message.model)
         else:
             assert isinstance(message, Unloaded)
             node.confirm_unload(message.model)

@@ -45,7 +45,6 @@ class Service:
         self._unfinished = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._unloads: dict[str, asyncio.TimerHandle] = {}
         link.observers.append(metrics.observe_message)
         link.exit_observers.append(metrics.forget_node)
 
@@ -98,7 +97,7 @@ class Service:
         await asyncio.gather(*(self._preload(model) for model in models))
 
     async def _preload(self, model: ServedModel) -> None:
-        _, instance = await self._current_instance(model)
+        _, instance = await self._current_instance(model, start=True)
         await asyncio.gather(model.prepare(), asyncio.shield(instance.ready))
 
     async def run(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -122,7 +121,7 @@ class Service:
             raise
         finally:
             run.abort_rest()
-            self._end(len(job.requests), job.model, run.node)
+            self._end(len(job.requests))
 
     async def _resume(self, run: Run, lost: WorkerLost) -> None:
         """Submit the rest of a job. A client in the middle of a text waits no longer than the limit; one who has seen
@@ -157,14 +156,14 @@ class Service:
         message = f"{lost.message} and was not back within {seconds:g} s"
         return Overloaded(message, code="worker_restarting", retry_after_s=max(seconds, 1.0))
 
-    async def _current_instance(self, model: ServedModel) -> tuple[NodeLink, Instance]:
+    async def _current_instance(self, model: ServedModel, *, start: bool = False) -> tuple[NodeLink, Instance]:
         """The model as it is now. One that was pulled again is served when the answers of the old one are finished: a
         prompt in the new one's tokens means nothing to the old."""
         while (old := self._outdated(model)) is not None:
             await old.idle.wait()
             if self._outdated(model) is old:
                 self.link.node_of(model.name).unload(model.name)
-        return self._instance(model)
+        return self._instance(model, start=start)
 
     def _outdated(self, model: ServedModel) -> Instance | None:
         for node in self.link.nodes.values():
@@ -173,40 +172,19 @@ class Service:
                 return instance
         return None
 
-    def _instance(self, model: ServedModel) -> tuple[NodeLink, Instance]:
-        timer = self._unloads.pop(model.name, None)
-        if timer is not None:
-            timer.cancel()
+    def _instance(self, model: ServedModel, *, start: bool = False) -> tuple[NodeLink, Instance]:
         node = self.link.node_of(model.name)
-        return node, node.load(model.card, model.config.dtype)
+        config = model.config
+        return node, node.load(model.card, config.dtype, config.keep_alive, start=start)
 
     def _begin(self, count: int) -> None:
         self._unfinished += count
         self._idle.clear()
 
-    def _end(self, count: int, model: ServedModel, node: NodeLink | None) -> None:
+    def _end(self, count: int) -> None:
         self._unfinished -= count
         if self._unfinished == 0:
             self._idle.set()
-        if node is not None:
-            self._schedule_unload(model, node)
-
-    def _schedule_unload(self, model: ServedModel, node: NodeLink) -> None:
-        keep_alive_s = model.config.keep_alive
-        instance = node.instances.get(model.name)
-        if instance is not None and not instance.requests and keep_alive_s >= 0 and model.name not in self._unloads:
-            loop = asyncio.get_running_loop()
-            self._unloads[model.name] = loop.call_later(keep_alive_s, self._unload, model, node)
-
-    def _unload(self, model: ServedModel, node: NodeLink) -> None:
-        self._unloads.pop(model.name, None)
-        instance = node.instances.get(model.name)
-        if instance is None or instance.requests:
-            return
-        if instance.loaded is None:  # its requests went away before it came; it is idle from then on
-            instance.ready.add_done_callback(lambda _: self._schedule_unload(model, node))
-        else:
-            node.unload(model.name)
 
 
 def _until(deadline: float) -> float:

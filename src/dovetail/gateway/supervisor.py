@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed
@@ -24,8 +25,9 @@ TERMINATE_GRACE_S = 2.0
 _STDERR = 2  # what a worker prints must not get into the output of a command
 
 
-def worker_command() -> list[str]:
-    return [sys.executable, "-m", "dovetail.worker"]
+def worker_command(profiles: Path | None = None) -> list[str]:
+    command = [sys.executable, "-m", "dovetail.worker"]
+    return command if profiles is None else [*command, "--profiles", str(profiles)]
 
 
 def worker_arguments(config: NodeConfig, address: str, parent: int) -> list[str]:
@@ -38,6 +40,9 @@ def worker_arguments(config: NodeConfig, address: str, parent: int) -> list[str]
         "max-turn-tokens": config.max_turn_tokens,
         "block-size": config.block_size,
         "kv-bytes": config.kv_cache,
+        "memory-bytes": config.memory,
+        "policy": config.policy,
+        "event-log": config.event_log or "",
         "parent": parent,  # the worker ends itself when the gateway is gone
     }
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]

@@ -63,7 +63,7 @@ class Admitter:
         hosting = self.hostings.get(work.model)
         if hosting is None:
             return Refusal.HARDWARE
-        refusal = self._slots(hosting)
+        refusal = self._slots(hosting) or self._twin(work)
         if refusal is not None:
             return refusal
         if self.knobs.admission is Admission.CONCURRENCY:
@@ -143,6 +143,12 @@ class Admitter:
             if used + 1.0 / hosting.slots > 1.0 + 1e-9:
                 return Refusal.SLOTS
         return None
+
+    def _twin(self, work: Work) -> Refusal | None:
+        if not self.knobs.one_instance:
+            return None
+        others = (one for one in self._instances.values() if one.state is not State.CLOSING)
+        return Refusal.SLOTS if any(one.model == work.model and one.phase is work.phase for one in others) else None
 
     def _limit(self, hosting: Hosting) -> int:
         return hosting.half_concurrency if self.knobs.shares > 1 else hosting.concurrency

@@ -45,6 +45,7 @@ class Knobs:
     turns: TurnOrder = TurnOrder.DEADLINE
     slack_s: float = 4.0  # DRAIN: headroom below which deadline order rules
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
+    one_instance: bool = False  # no second instance of a model on a node: it would split the batch
     free_resize: bool = False  # pools grow and shrink in place, without copying
     reclaim_idle: bool = False  # idle instances give way to a start before their keep-alive is over
     count_loads: bool = False  # a start counts the loads before its own on the link (L6)

@@ -11,8 +11,8 @@ from dovetail.sched.sequence import Sequence, sequences_of
 from dovetail.types import Request, ServiceClass
 
 # Best effort: far enough to let everyone with targets go first, near enough that nobody waits forever.
-BEST_EFFORT_TTFT_S = 30.0
-BEST_EFFORT_TPOT_S = 1.0
+BEST_EFFORT_TTFT_S = 300.0
+BEST_EFFORT_TPOT_S = 60.0
 RULE = SloRule()
 
 

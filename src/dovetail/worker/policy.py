@@ -7,9 +7,8 @@ from dataclasses import replace
 from dovetail.policy.knobs import Knobs
 from dovetail.sim.policies import policy
 
-# A pool grows and shrinks in place, so a small floor costs nothing; a queued request looks often, because a decision
-# takes a fraction of a millisecond and an iteration many.
-REAL = {"floor_tokens": 256, "retry_s": 0.02, "free_resize": True, "slots_limited": False}
+# A pool grows and shrinks in place, so that a small floor costs nothing.
+REAL = {"floor_tokens": 256, "free_resize": True, "slots_limited": False, "one_instance": True}
 
 
 def real_knobs(name: str) -> Knobs:

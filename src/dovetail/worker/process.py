@@ -113,7 +113,8 @@ class Worker:
         for model, events in report.tokens.items():
             self._send(messages.Tokens(model, tuple(events)))
         for model in report.gone:
-            self._send(messages.Unloaded(model))
+            if model in self._recipes:
+                self._send(messages.Reclaimed(model))
             self._stats_due = 0.0
 
     def _tend(self, now: float) -> None:
@@ -207,19 +208,19 @@ class Worker:
     def _register(self, message: messages.Load) -> None:
         name = message.card.name
         self._errors.pop(name, None)
-        if name not in self._recipes:
-            recipe = self._recipe(message)
-            self._recipes[name] = recipe
-            max_kv_tokens = recipe.max_tokens + recipe.block_size
-            hosting = self._profiles.hosting(
-                message.card,
-                recipe.dtype,
-                block_size=recipe.block_size,
-                max_kv_tokens=max_kv_tokens,
-                keep_alive_s=message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY,
-                load_s=self._loader.expected_s.get(name, 0.0),
-            )
-            self._stage.register(name, hosting)
+        known = self._recipes.get(name)
+        if known is not None and known.card != message.card:  # pulled again since
+            self._stage.unregister(name, "the model was replaced")
+        recipe = self._recipes[name] = self._recipe(message)
+        hosting = self._profiles.hosting(
+            message.card,
+            recipe.dtype,
+            block_size=recipe.block_size,
+            max_kv_tokens=recipe.max_tokens + recipe.block_size,
+            keep_alive_s=message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY,
+            load_s=self._loader.expected_s.get(name, 0.0),
+        )
+        self._stage.register(name, hosting)
         if message.start:
             refusal = self._stage.warm(name)
             if refusal is not None:
@@ -252,12 +253,10 @@ class Worker:
         )
 
     def _unload(self, model: str) -> None:
-        is_here = bool(self._stage.instances_of(model))
-        self._stage.unregister(model, "the model was unloaded")
         self._recipes.pop(model, None)
+        self._stage.unregister(model, "the model was unloaded")
         self._tell()
-        if not is_here:
-            self._send(messages.Unloaded(model))
+        self._send(messages.Unloaded(model))
 
     def _take_load(self, result: LoadResult) -> None:
         is_wanted = result.instance in self._stage.instances_of(result.model)  # else it was unloaded on its way

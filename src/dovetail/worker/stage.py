@@ -35,6 +35,9 @@ REFUSED = "the targets of this request (first token in {:.2f} s, then {:.3f} s a
 NEVER = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) are beyond this device"
 TOO_LARGE = "this request needs {} tokens of KV memory, the node has room for {}"
 RETRY_AFTER_S = 1.0
+# A decision takes a fraction of a millisecond, an iteration many: those without a place look this often.
+CHANGED_S, UNCHANGED_S = 0.02, 0.25
+MAX_FAILURES = 3
 KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
 
 
@@ -49,7 +52,6 @@ class Report:
     """What the stage has to say to the outside since it was last asked."""
 
     tokens: dict[str, list[TokenEvent]]  # by model
-    ready: list[str]  # models that can run
     gone: list[str]  # models whose memory is free
 
 
@@ -69,7 +71,7 @@ class Stage:
         self.controller = Controller([self.node], knobs)
         self.actors: dict[int, Actor] = {}  # by instance
         self.pieces: dict[int, Piece] = {}
-        self.report = Report({}, [], [])
+        self.report = Report({}, [])
         self.gaps: deque[float] = deque(maxlen=KEPT_GAPS)  # seconds between the ends and starts of iterations
         self.resizes = 0
         self.resize_s = 0.0
@@ -83,6 +85,9 @@ class Stage:
         self._serial = 0
         self._next_id = 0
         self._last_end: float | None = None
+        self._queued: dict[int, Piece] = {}  # without a place
+        self._has_changed = False  # somebody left or memory came free since they last tried
+        self._last_retry_s = 0.0
 
     # Models
 
@@ -144,9 +149,11 @@ class Stage:
         now = self._clock()
         for piece in list(self._by_request.get(request_id, ())):
             if choice in (None, piece.sequence.choice):
+                if choice is None:
+                    piece.followers = []  # they go too
                 self._leave(piece, now)
                 self._forget(piece, "aborted", now)
-        self._settle(now)
+                self._settle(now)
 
     def _leave(self, piece: Piece, now: float) -> None:
         """Take it from wherever it is; the piece stays known."""
@@ -171,7 +178,12 @@ class Stage:
         return bool(self.pieces)
 
     def next_due_s(self) -> float | None:
-        return self._timers[0][0] if self._timers else None
+        """When `take_turn` has something to do again though nothing can run now."""
+        due = self._timers[0][0] if self._timers else None
+        if self._queued:
+            retry_s = self._last_retry_s + (CHANGED_S if self._has_changed else UNCHANGED_S)
+            due = retry_s if due is None else min(due, retry_s)
+        return due
 
     def take_turn(self) -> bool:
         """Compute the next iteration, if there is one to compute."""
@@ -182,7 +194,7 @@ class Stage:
             turn = turn or self.node.next_turn(self._clock())
         if turn is None:
             self._last_end = None
-            return False
+            return self._relax_one()
         if turn.prefill is not None:
             self._prefill(turn.instance.id, self.pieces[turn.prefill.id])
         else:
@@ -276,18 +288,37 @@ class Stage:
             assert isinstance(decision, Queued | Moving)
             if isinstance(decision, Queued):
                 piece.refusals = decision.refusals
-            self._at(decision.retry_at_s, lambda at: self._retry(piece.id, at))
+                self._queued[piece.id] = piece
+                if Refusal.HARDWARE in piece.refusals and not piece.is_strict:
+                    self._relax(piece, now)  # waiting will not make the device faster
+            else:
+                self._at(decision.retry_at_s, lambda at: self._retry(piece.id, at))
 
     def _retry(self, work_id: int, now: float) -> None:
         self.controller.retry(work_id, now)
         self._settle(now)
 
+    def _retry_queued(self, now: float) -> None:
+        """Those without a place try again, the most urgent first, until a few in a row got none: what holds them back
+        holds the others back as well. Only when something has changed, or after a while."""
+        interval_s = CHANGED_S if self._has_changed else UNCHANGED_S
+        if not self._queued or now < self._last_retry_s + interval_s:
+            return
+        self._last_retry_s, self._has_changed = now, False
+        failures = 0
+        for piece in sorted(self._queued.values(), key=lambda one: (one.work.due_s, one.id)):
+            if self._queued.pop(piece.id, None) is None:
+                continue  # it went with another's end
+            self._retry(piece.id, now)
+            failures += piece.id in self._queued
+            if failures == MAX_FAILURES:
+                return
+
     def _refuse(self, piece: Piece, reason: str, now: float) -> None:
         """Refuse what was asked to be in time; serve the rest late rather than not at all."""
         work = piece.work
         if not piece.is_strict or work.produced > 0:
-            relax(piece, now, self.hostings[work.model].latency)
-            self.controller.submit(work, now)
+            self._relax(piece, now)
             return
         self.refused += 1
         ttft_s, tpot_s = work.ttft_s / work.slo_scale, work.tpot_s / work.slo_scale
@@ -296,6 +327,22 @@ class Stage:
             return
         why = "; ".join(WORDS.get(name, name) for name in piece.refusals) or "its time has passed"
         self._fail([piece, *piece.followers], REFUSED.format(ttft_s, tpot_s, why), retry_after_s=RETRY_AFTER_S)
+
+    def _relax(self, piece: Piece, now: float) -> None:
+        self._queued.pop(piece.id, None)
+        self.controller.cancel(piece.id)
+        relax(piece, now, self.hostings[piece.work.model].latency)
+        self.controller.submit(piece.work, now)
+
+    def _relax_one(self) -> bool:
+        """Nobody can run, and somebody waits for a moment that suits his targets: better late than idle."""
+        waiting = [piece for piece in self._queued.values() if not piece.is_strict and not piece.is_best_effort]
+        if not waiting:
+            return False
+        now = self._clock()
+        self._relax(min(waiting, key=lambda one: (one.work.due_s, one.id)), now)
+        self._settle(now)
+        return True
 
     def _carry_out(self, said: events.Command | events.Notice, now: float) -> None:
         if isinstance(said, events.SetTimer):
@@ -335,10 +382,9 @@ class Stage:
             piece.instance = None
         elif isinstance(notice, events.Finished):
             self._forget(self.pieces[notice.work.id], "finished", now)
-        elif isinstance(notice, events.InstanceReady):
-            self.report.ready.append(notice.model)
         elif isinstance(notice, events.InstanceGone) and not self.instances_of(notice.model):
             self.report.gone.append(notice.model)
+        self._has_changed |= isinstance(notice, events.InstanceReady | events.InstanceGone)
         if not isinstance(notice, events.Finished):
             self._note(now, type(notice).__name__.lower(), notice)
         self.controller.notice(self.node, notice, now)
@@ -390,6 +436,8 @@ class Stage:
         if self._log is not None:
             self._log.write(now, fate, request=piece.id, reason="", output=piece.sequence.num_generated)
         del self.pieces[piece.id]
+        self._queued.pop(piece.id, None)
+        self._has_changed = True
         siblings = self._by_request[piece.request.id]
         siblings.remove(piece)
         if not siblings:
@@ -425,11 +473,12 @@ class Stage:
         now = self._clock()
         while self._timers and self._timers[0][0] <= now:
             heappop(self._timers)[2](now)
+        self._retry_queued(now)
 
     def _note(self, now: float, event: str, said: events.Command | events.Notice) -> None:
         if self._log is not None:
             self._log.said(now, self.node.name, event, said)
 
     def take_report(self) -> Report:
-        report, self.report = self.report, Report({}, [], [])
+        report, self.report = self.report, Report({}, [])
         return report
