@@ -92,6 +92,7 @@ class Instance:
     has_served: bool = False
     was_waited_for: bool = False  # a request came before it was loaded: a cold start
     ready_at: float | None = None  # loop time
+    is_reclaimed: bool = False  # the node has taken its memory back since it was last loaded
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while `requests` is empty
 
     def __post_init__(self) -> None:
@@ -152,13 +153,15 @@ class NodeLink:
     def reclaimed(self, model: str) -> None:
         """The worker has let go of an idle model."""
         instance = self.instances.get(model)
-        if instance is None:
-            return
-        if instance.requests:  # they wait for it to come back
+        if instance is not None:
             instance.ready, instance.ready_at = _future(), None
-        else:
-            del self.instances[model]
-            instance.idle.set()
+            instance.is_reclaimed = True
+            self._drop_reclaimed(instance)
+
+    def _drop_reclaimed(self, instance: Instance) -> None:
+        """Not while there are requests: some may wait for it to come back, of others the end was not read yet."""
+        if instance.is_reclaimed and not instance.requests:
+            self.instances.pop(instance.card.name, None)
 
     def unload(self, model: str) -> None:
         instance = self.instances.pop(model, None)
@@ -189,6 +192,7 @@ class NodeLink:
         instance = self.instances.get(entry[1]) if entry else None
         if instance is not None:
             instance.end(request_id)
+            self._drop_reclaimed(instance)
 
     def fail_model(self, model: str, error: RequestError) -> None:
         """The instance is gone, and with it its requests."""
@@ -368,7 +372,7 @@ def _settle(node: NodeLink, message: Loaded | LoadFailed) -> None:
         return
     instance = node.instances.get(message.model)
     if instance is not None and not instance.ready.done():
-        instance.ready_at = asyncio.get_running_loop().time()
+        instance.ready_at, instance.is_reclaimed = asyncio.get_running_loop().time(), False
         instance.ready.set_result(message)
 
 
