@@ -68,8 +68,12 @@ class FakeWorker:
             if name == "broken" and message.card.source != "good":
                 self.socket.send(encode(LoadFailed(name, "the weights are truncated")))
             else:
+                was_known = name in self.models
                 self.models.add(name)
                 self.keep_alive_s = message.keep_alive_s
+                if was_known and self.keep_alive_s == 0 and not self.open:
+                    self.socket.send(encode(Reclaimed(name)))
+                    return
                 self.socket.send(encode(Loaded(name, "f32", 4096, 1, False, LoadTimes(0.0, 0.0))))
         elif isinstance(message, Submit) and message.request.model in self.models:
             if CRASH in message.request.prompt:

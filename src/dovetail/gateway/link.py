@@ -150,6 +150,9 @@ class NodeLink:
             self.send(Load(card, dtype, self.config.kv_cache, keep_alive_s, start))
         return instance
 
+    def reconfigure(self, model: str, dtype: str, keep_alive_s: float) -> None:
+        self.send(Load(self.instances[model].card, dtype, self.config.kv_cache, keep_alive_s, start=False))
+
     def reclaimed(self, model: str) -> None:
         """The worker has let go of an idle model."""
         instance = self.instances.get(model)

@@ -80,12 +80,10 @@ class Service:
 
     def reconfigure(self, name: str) -> None:
         """A model's settings have changed: one that is idle is given its new time to live."""
-        timer = self._unloads.pop(name, None)
-        if timer is not None:
-            timer.cancel()
         for node in self.link.nodes.values():
             if name in node.instances:
-                self._schedule_unload(self.models.get(name), node)
+                config = self.models.get(name).config
+                node.reconfigure(name, config.dtype, config.keep_alive)
 
     async def start(self, preload: Iterable[str] = ()) -> None:
         """Returns when the workers are up and these models loaded; raises what the first that fails raises."""

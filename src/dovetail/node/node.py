@@ -129,6 +129,13 @@ class Node:
             self.residency.resize(instance, grant.kv_tokens)
         self._update_active(instance)
 
+    def rehost(self, model: str, now: float) -> None:
+        """The model's hosting was replaced: its instances go by the new one, and an idle one's time starts anew."""
+        for instance in [one for one in self.instances.values() if one.model == model]:
+            instance.hosting = self.admit.hostings[model]
+            if not instance.batch and instance.state is State.READY:
+                self._after_leaving(instance, now)
+
     def close_idle(self, count: int = 1) -> int:
         """Close up to `count` idle instances, the longest idle first; returns how many. For a host short of memory."""
         closed = self._idle()[:count]

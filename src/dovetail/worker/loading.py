@@ -112,7 +112,6 @@ def build_actor(recipe: Recipe) -> tuple[Actor, messages.Loaded]:
         ExecutorConfig(
             kv_bytes=recipe.kv_bytes,
             block_size=recipe.block_size,
-            max_tokens=recipe.max_batch * context,
             dtype=recipe.dtype,
             tokenizer_file=card.tokenizer_file,
             eos_token_ids=card.eos_token_ids,

@@ -92,9 +92,12 @@ class Stage:
     # Models
 
     def register(self, model: str, hosting: Hosting) -> None:
+        now = self._clock()
         self.hostings[model] = hosting
         if self._log is not None:
-            self._log.hosting(self._clock(), model, hosting)
+            self._log.hosting(now, model, hosting)
+        self.node.rehost(model, now)
+        self._settle(now)
 
     def warm(self, model: str) -> Refusal | None:
         """Start an instance of the model, unless there is one."""
