@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim_builders import make_hosting, make_node, make_work, serve_memory
 
-from dovetail.cluster.controller import MAX_CANDIDATES, Controller
+from dovetail.cluster.controller import MAX_CANDIDATES, MAX_RETURNS, Controller
 from dovetail.cluster.decisions import Decision, Dropped, How, Moving, Placed, Queued
 from dovetail.node.events import Evicted, HandedOver
 from dovetail.node.node import Node
@@ -184,6 +184,23 @@ def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
         controller.notice(node, notice, 0.0)  # type: ignore[arg-type]
     assert ahead.id in controller.parked["a"]
     assert any(isinstance(one, Moving) and one.reason == "paused" for one in said(controller))
+
+
+def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_their_model_is_placed() -> None:
+    nodes = [make_node(name=f"gpu-{index}") for index in range(10)]
+    controller = make_cluster(*nodes, knobs=Knobs(pause=True))
+    asked: list[int] = []
+    for index, node in enumerate(nodes):
+        controller._start_on(node, make_work(index), 0.0, How.START)
+        join = node.join
+        node.join = lambda *call, join=join: asked.append(1) or join(*call)  # type: ignore[method-assign]
+    late = {number: make_work(number, ttft_s=-1.0) for number in range(100, 120)}
+    controller.parked["a"] = dict(late)
+    for view in controller._by_model["a"]:
+        serve_memory(view.node, 0.0)  # type: ignore[arg-type]
+    controller._reunite("a", 5.0)
+    assert 0 < len(asked) <= MAX_RETURNS
+    assert controller.parked["a"] == late
 
 
 def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:

@@ -24,6 +24,7 @@ from dovetail.policy.placement import DeviceKind, is_hopeless, rank_nodes
 MAX_CANDIDATES = 16  # nodes asked for a start, or where a preempted request could go
 MAX_INSTANCES = 8  # instances of the model asked to take a request
 MAX_VICTIMS = 4  # neighbours considered for giving way
+MAX_RETURNS = 24  # instances asked, all in all, to take back swapped-out requests when one of their model is placed
 
 
 @dataclass(slots=True, eq=False)
@@ -264,13 +265,20 @@ class Controller:
 
     def _reunite(self, model: str, now: float) -> None:
         """An instance of the model takes work again: those swapped out come back to it."""
-        works = self.parked.pop(model, {})
+        works = self.parked.get(model)
+        if works is None:
+            return
+        asked = 0
         for work in sorted(works.values(), key=lambda one: (one.due_s, one.id)):
+            asked += min(len(self._by_model[model]), MAX_INSTANCES)
+            if asked > MAX_RETURNS:
+                break  # the others come with the next one, or when they are due
             placed = self._join(work, now)
             if placed is not None:
                 self.outbox.append(placed)
-            else:
-                self.parked.setdefault(model, {})[work.id] = work
+                del works[work.id]
+        if not works:
+            del self.parked[model]
 
     def _resume(self, now: float) -> None:
         """Memory is free: the swapped-out model that is due first comes back, unless someone waits more urgently."""

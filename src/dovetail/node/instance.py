@@ -32,6 +32,7 @@ class PendingOp(NamedTuple):
 
 class Instance:
     __slots__ = (
+        "_load",
         "busy_s",
         "clock",
         "deadline_s",
@@ -81,6 +82,7 @@ class Instance:
         self.epoch = 0  # counts idle periods, so that a stale keep-alive timer is recognised
         self.busy_s = 0.0
         self.turns = 0
+        self._load: Load | None = None  # as of the last change of clock or membership
 
     @property
     def batch(self) -> int:
@@ -135,6 +137,7 @@ class Instance:
 
     def refresh(self) -> None:
         """Deadlines from scratch, after any change of membership."""
+        self._load = None
         due = pace = INFINITY
         slowest = 0.0
         for work in self.running.values():
@@ -160,6 +163,7 @@ class Instance:
             self._count_late(now)
         self.clock += 1
         self.tokens += len(self.running)
+        self._load = None
         if self.mixed_pace:
             self.refresh()
             return
@@ -208,20 +212,24 @@ class Instance:
         return self.hosting.latency.prefill_s(tokens) * self.overestimate
 
     def load(self) -> Load:
-        """S4's view of it."""
+        """S4's view of it. One admission looks at a neighbour many times between its turns."""
+        blocked = self.state is State.LOADING
+        if self._load is not None and self._load.blocked is blocked:
+            return self._load
         prefill = 0.0
         pace = self.tpot_s
         for work in self.waiting:
             prefill += self.prefill_s(work.known_tokens)
             pace = min(pace, work.tpot_s)
-        return Load(
+        self._load = Load(
             deadline_s=self.deadline_s,
             decode_deadline_s=self.running_due_s,
             prefill_s=prefill,
             decode_s=self.decode_s(),
             tpot_s=pace,
-            blocked=self.state is State.LOADING,
+            blocked=blocked,
         )
+        return self._load
 
     def lengths(self) -> list[tuple[int, int]]:
         clock = self.clock
