@@ -51,6 +51,9 @@ class GatedSource:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.order) >= reads, timeout=60)
 
+    def cancel(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -186,6 +189,20 @@ def test_room_that_does_not_come_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(OutOfMemory, match="do not fit"):
             loader.load(too_large).wait()
         loader.close()
+
+
+def test_closing_the_loader_ends_every_wait(tmp_path: Path) -> None:
+    sources = [write_partition(tmp_path, key, 8 * CHUNK) for key in "ab"]
+    with make_pool(8) as pool:
+        loader = Loader(pool, CONFIG)
+        held = loader.load(sources[0])
+        assert held.wait()
+        waiting = loader.load(sources[1])
+        loader.close()
+        with pytest.raises(CheckpointError, match="the loader is closed"):
+            waiting.wait(timeout_s=60)
+        assert bytes(held.lease.view()) == content("a", 8 * CHUNK)
+        held.close()
 
 
 def test_several_partitions_come_together(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Lease:
         self.size_bytes = size_bytes
         self.chunks = chunks
         self._role = _Role(is_loader)
-        self._pool = pool
+        self.pool = pool
         self._fresh = fresh  # chunks without memory behind them yet
         self._mapping: ctypes.Array[ctypes.c_ubyte] | None = None
         self._close = weakref.finalize(self, _unpin, pool, key, self._role)
@@ -68,7 +68,7 @@ class Lease:
 
     @property
     def arrived_bytes(self) -> int:
-        return self._pool.progress(self.chunks[0])
+        return self.pool.progress(self.chunks[0])
 
     # For whoever reads
 
@@ -82,12 +82,12 @@ class Lease:
             arrived = self.arrived_bytes
             if arrived >= wanted:
                 return Arrival.HERE
-            if arrived == before and not self.is_loader and self._pool.is_abandoned(self.key):
+            if arrived == before and not self.is_loader and self.pool.is_abandoned(self.key):
                 return Arrival.ABANDONED
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return Arrival.LATE
-            self._pool.wait_for_progress(self.chunks[0], arrived, left_s)
+            self.pool.wait_for_progress(self.chunks[0], arrived, left_s)
             before = arrived
 
     def view(self) -> memoryview:
@@ -101,9 +101,9 @@ class Lease:
     def pieces(self, begin: int, end: int) -> list[memoryview]:
         """Bytes begin..end as they lie in the pool's own mapping, one piece per chunk: for filling them, and for
         copies to a device that has the pool registered."""
-        size = self._pool.chunk_bytes
+        size = self.pool.chunk_bytes
         first, last = begin // size, -(-end // size)
-        whole = [self._pool.chunk(self.chunks[at], size) for at in range(first, last)]
+        whole = [self.pool.chunk(self.chunks[at], size) for at in range(first, last)]
         if whole:
             whole[-1] = whole[-1][: end - (last - 1) * size]
             whole[0] = whole[0][begin - first * size :]
@@ -118,33 +118,33 @@ class Lease:
 
     def populate(self, begin: int, end: int) -> None:
         """Back the chunks of these bytes with memory, where they never were."""
-        size = self._pool.chunk_bytes
+        size = self.pool.chunk_bytes
         for chunk in self.chunks[begin // size : -(-end // size)]:
             if chunk in self._fresh:
-                populate(self._pool.address + self._pool.chunk_offset(chunk), size)
+                populate(self.pool.address + self.pool.chunk_offset(chunk), size)
 
     def advance(self, done_bytes: int) -> None:
         assert self.is_loader, f"{self.key}: filled by a lease that does not load it"
-        self._pool.advance(self.chunks[0], done_bytes)
+        self.pool.advance(self.chunks[0], done_bytes)
 
     def commit(self) -> None:
         """Every byte is in: from here on the entry stays until it is evicted."""
         assert self.is_loader, f"{self.key}: committed by a lease that does not load it"
-        self._pool.commit(self.key)
+        self.pool.commit(self.key)
         self._role.is_loader = False
 
     def abandon(self) -> None:
         """Stop loading and leave what is there to whoever waits for it. The lease itself is still held."""
         self._role.is_loader = False
-        self._pool.abandon(self.key)
+        self.pool.abandon(self.key)
 
     def claim(self) -> bool:
         """Become the loader after `Arrival.ABANDONED`; False if another waiter was faster."""
-        self._role.is_loader = self._pool.claim(self.key)
+        self._role.is_loader = self.pool.claim(self.key)
         return self.is_loader
 
     def _map(self) -> ctypes.Array[ctypes.c_ubyte]:
-        pool = self._pool
+        pool = self.pool
         size = len(self.chunks) * pool.chunk_bytes
         address = reserve_addresses(size)
         with ExitStack() as undo:

@@ -26,7 +26,7 @@ from dovetail.store.meter import Meter
 from dovetail.store.object_store import RemoteBlob
 from dovetail.store.pool import CHUNK_BYTES, HostPool
 from dovetail.store.reader import DirectIo, PartitionFile
-from dovetail.store.transfer import Tier, Transfer
+from dovetail.store.transfer import RangeSource, Tier, Transfer
 
 _PATIENCE_S = 0.05  # how long a waiter sleeps before it looks whether its load has failed
 
@@ -227,10 +227,7 @@ class Loader:
         """Cancels what is under way."""
         with self._lock:
             self._is_closed = True
-            waiting, self._waiting = self._waiting, []
         self._wake()
-        for group in waiting:
-            group.fail(CheckpointError("loading was cancelled: the loader is closed"))
         if self._admitter is not None:
             self._admitter.join()
         self._disk.close()
@@ -270,13 +267,13 @@ class Loader:
 
     # Inside
 
-    def _open(self, ticket: Ticket) -> PartitionFile | RemoteBlob:
+    def _open(self, ticket: Ticket) -> RangeSource:
         source = ticket.source
         if ticket.place is Place.DISK or source.remote is None:
             return PartitionFile(source.path, source.size_bytes, self._config.direct_io)
         # A lease of its own: the file is completed also when nobody needs the bytes in memory any more.
         ticket.writer = BlobWriter(source.path, self.pool.reserve(source.key, source.size_bytes))
-        return source.remote
+        return source.remote.open()
 
     def _ended(self, ticket: Ticket, error: DovetailError | None) -> None:
         if ticket.writer is not None:
@@ -291,6 +288,16 @@ class Loader:
         return self._remote if place is Place.OBJECT_STORE else self._disk
 
     def _admit_forever(self) -> None:
+        try:
+            self._admit_while_open()
+        finally:  # also where it breaks: nobody may wait for a queue that does not move
+            with self._lock:
+                self._is_closed = True
+                waiting, self._waiting = self._waiting, []
+            for group in waiting:
+                group.fail(CheckpointError("loading was cancelled: the loader is closed"))
+
+    def _admit_while_open(self) -> None:
         while not self._is_closed:
             self._arrived.clear()
             room = self.pool.room_event()

@@ -64,12 +64,16 @@ class Bucket:
 
     def read(self, path: str, begin: int, end: int) -> memoryview:
         """Bytes begin..end of an object."""
+        return self.read_while(lambda: True, path, begin, end)
+
+    def read_while(self, is_wanted: Callable[[], bool], path: str, begin: int, end: int) -> memoryview:
+        """As `read`, but what is no longer wanted is not asked for again."""
         import obstore
 
         def get() -> memoryview:
             return memoryview(obstore.get_range(self._store, path, start=begin, end=end))
 
-        data = self._persist(path, f"reading at byte {begin:,}", get)
+        data = self._persist(path, f"reading at byte {begin:,}", get, is_wanted)
         if len(data) != end - begin:
             raise DamagedCheckpoint(f"{self.url}/{path}: ends at byte {begin + len(data):,}, {end:,} expected")
         return data
@@ -91,7 +95,9 @@ class Bucket:
 
         return self._persist(prefix, "listing", listed)
 
-    def _persist(self, path: str, what: str, ask: Callable[[], Answer]) -> Answer:
+    def _persist(
+        self, path: str, what: str, ask: Callable[[], Answer], is_wanted: Callable[[], bool] = lambda: True
+    ) -> Answer:
         from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
 
         patience = self._patience
@@ -105,21 +111,32 @@ class Bucket:
                 hint = "check the credentials in the environment"
                 raise SourceError(f"{self.url}/{path}: {_reason(error)}; {hint}") from None
             except (BaseError, OSError) as error:
-                if attempt + 1 == patience.attempts:
-                    told = f"{what} failed {patience.attempts} times: {_reason(error)}"
+                if attempt + 1 == patience.attempts or not is_wanted():
+                    told = f"{what} failed {attempt + 1} times: {_reason(error)}"
                     raise SourceError(f"{self.url}/{path}: {told}") from None
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, patience.longest_pause_s)
         raise AssertionError("at least one attempt is made")
 
 
-class RemoteBlob:
+class RemoteBlob(msgspec.Struct, frozen=True):
     """One object as a source of ranges."""
 
-    def __init__(self, bucket: Bucket, path: str, size_bytes: int) -> None:
+    bucket: Bucket
+    path: str
+    size_bytes: int
+
+    def open(self) -> RemoteReader:
+        return RemoteReader(self.bucket, self.path)
+
+
+class RemoteReader:
+    """For one transfer of an object."""
+
+    def __init__(self, bucket: Bucket, path: str) -> None:
         self._bucket = bucket
         self._path = path
-        self.size_bytes = size_bytes
+        self._is_cancelled = False
 
     @property
     def origin(self) -> str:
@@ -127,11 +144,14 @@ class RemoteBlob:
 
     def read_into(self, lease: Lease, begin: int, end: int) -> None:
         lease.populate(begin, end)
-        data = self._bucket.read(self._path, begin, end)
+        data = self._bucket.read_while(lambda: not self._is_cancelled, self._path, begin, end)
         at = 0
         for piece in lease.pieces(begin, end):
             piece[:] = data[at : at + len(piece)]
             at += len(piece)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
 
     def close(self) -> None:
         pass  # connections are the bucket's

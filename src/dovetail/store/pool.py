@@ -23,14 +23,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import msgspec
 
 from dovetail.errors import DamagedCheckpoint, OutOfMemory
+from dovetail.machine import memory_bytes, usable_cores
 from dovetail.store.lease import Lease
 from dovetail.store.pool_table import Entry, Process, Table, TableSlots
 from dovetail.store.shared_memory import (
+    IS_SUPPORTED,
     PAGE,
     advise_huge_pages,
     file_lock,
@@ -48,6 +51,14 @@ _HUGE_PAGE = 2 << 20
 _TABLE_BYTES, _TABLE_BYTES_PER_CHUNK = 64 << 10, 512  # of one slot; pages that are not written cost nothing
 WORDS = struct.Struct("<QI4x")  # per chunk: bytes of the entry that are in (of its first chunk), and an event counter
 _PATIENCE_S = 0.05  # how long a waiter sleeps before it looks whether somebody died
+
+
+def pool_bytes(configured: int | None) -> int:
+    """What `store.host_pool` means here: half of the machine's memory where nothing is said, none where there is no
+    such memory."""
+    if not IS_SUPPORTED:
+        return 0
+    return memory_bytes()[0] // 2 if configured is None else configured
 
 
 class PoolStats(msgspec.Struct, frozen=True):
@@ -254,8 +265,9 @@ class HostPool:
             touched = set(table.touched)
             fresh = [chunk for chunk in table.free_chunks() if chunk not in touched]
         fresh = fresh[: -(-size_bytes // self.chunk_bytes)]
-        for chunk in fresh:  # without the lock: whoever gets the chunk meanwhile loses nothing by it
-            populate(self.address + self.chunk_offset(chunk), self.chunk_bytes)
+        places = [self.address + self.chunk_offset(chunk) for chunk in fresh]
+        with ThreadPoolExecutor(usable_cores()) as threads:  # without the lock: nobody loses anything by it
+            list(threads.map(lambda place: populate(place, self.chunk_bytes), places))
         with self._locked() as table:
             table.touched = sorted({*table.touched, *fresh})
         return len(fresh) * self.chunk_bytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +37,7 @@ class PartitionFile:
         self.path = path
         self.size_bytes = size_bytes
         self._direct_io = direct_io
-        self._buffered = self._open(0)
+        self._buffered = self._open_buffered()
         self._direct: int | None = None
         try:
             found = os.fstat(self._buffered).st_size
@@ -69,6 +70,9 @@ class PartitionFile:
         reached = self._read(self._buffered, lease, begin, end)
         if reached < end:
             raise DamagedCheckpoint(f"{self.path}: ends at byte {reached:,} of {self.size_bytes:,}")
+
+    def cancel(self) -> None:
+        pass  # a read of the disk ends soon enough
 
     def close(self) -> None:
         for file in (self._buffered, self._direct):
@@ -103,6 +107,8 @@ class PartitionFile:
         return bool(found.cached >= -(-end // _PAGE) - begin // _PAGE)
 
     def _open_direct(self) -> int | None:
+        if sys.platform != "linux":
+            return None
         try:
             return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
@@ -110,9 +116,9 @@ class PartitionFile:
                 raise CheckpointError(f"{self.path}: direct I/O: {error.strerror} (store.direct_io)") from error
             return None
 
-    def _open(self, flags: int) -> int:
+    def _open_buffered(self) -> int:
         try:
-            return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | flags)
+            return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{self.path}: missing") from error
         except OSError as error:

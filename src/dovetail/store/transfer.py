@@ -29,6 +29,9 @@ class RangeSource(Protocol):
 
     def read_into(self, lease: Lease, begin: int, end: int) -> None: ...
 
+    def cancel(self) -> None:
+        """What is being read is no longer wanted: whoever would try again need not."""
+
     def close(self) -> None: ...
 
 
@@ -80,6 +83,10 @@ class Transfer:
         self._next += 1
         return self._next - 1
 
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self._source.cancel()
+
     def put(self, index: int, error: DovetailError | None) -> None:
         """A taken range is done, well or not."""
         self._in_flight -= 1
@@ -108,7 +115,7 @@ class Transfer:
     def finish(self) -> None:
         self._source.close()
         error = self._error
-        if error is None and self.is_cancelled and self._arrived < self._count:
+        if self.is_cancelled and self._arrived < self._count:
             error = CheckpointError(f"{self._source.origin}: loading was cancelled")
         if error is None:
             self.lease.advance(self.lease.size_bytes)  # an empty one has no range that would say so
@@ -151,7 +158,7 @@ class Tier:
     def cancel(self, transfer: Transfer) -> None:
         """Ranges that are under way still arrive; then it is over."""
         with self._changed:
-            transfer.is_cancelled = True
+            transfer.cancel()
         self._end_if_over(transfer)
 
     def queued_bytes(self) -> int:
