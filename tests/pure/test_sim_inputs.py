@@ -15,6 +15,7 @@ from sim_builders import PROFILE, SHARED, needs_shared
 from dovetail.errors import ConfigError
 from dovetail.policy.placement import DeviceKind
 from dovetail.sim.hardware import PRESETS, Shape, hosting_of, latency_of
+from dovetail.sim.parallel import parallel_errors
 from dovetail.sim.profile import preset_errors, read_profile
 from dovetail.sim.trace import Arrival, keep_models, read_trace, write_trace
 from dovetail.sim.workload import Workload, generate, read_lengths
@@ -185,3 +186,25 @@ def test_a_generated_trace_can_be_read_back(tmp_path: Path) -> None:
     arrivals = generate(Workload(50, 4, 1.0), 0)
     write_trace(tmp_path / "t.csv", arrivals)
     assert [row[1:] for row in read_trace(tmp_path / "t.csv")] == [row[1:] for row in arrivals]
+
+
+PARALLEL_COLUMNS = "model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,tensor_parallel\n"
+
+
+def test_a_table_of_split_runs_is_compared_and_a_bad_line_named(tmp_path: Path) -> None:
+    path = tmp_path / "split.csv"
+    path.write_text(PARALLEL_COLUMNS + "llama2-70b,h100-80gb,512,1,128,100,40,2\nllama2-70b,other,512,1,128,1,1,2\n")
+    errors = parallel_errors(path)
+    assert list(errors) == [("h100-80g", 2)]
+    assert 0 < errors["h100-80g", 2].decode_mean < 0.5
+    path.write_text(PARALLEL_COLUMNS + "llama2-70b,h100-80gb,many,1,128,100,40,2\n")
+    with pytest.raises(ConfigError, match=r"split\.csv: line 2: .*many"):
+        parallel_errors(path)
+
+
+@needs_shared
+def test_the_rooflines_of_two_gpus_are_near_a_large_model_measured_on_two() -> None:
+    errors = parallel_errors(SHARED / "profiles" / "splitwise_llama70b.csv.gz")
+    for preset in ("a100-80g", "h100-80g"):
+        assert errors[preset, 2].prefill_mean < 0.25
+        assert errors[preset, 2].decode_mean < 0.15

@@ -26,6 +26,7 @@ from dovetail.sim.hardware import PRESETS
 from dovetail.sim.layout import Layout, read_layout
 from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Result
+from dovetail.sim.parallel import parallel_errors
 from dovetail.sim.policies import POLICIES, policy
 from dovetail.sim.profile import preset_errors, read_profile
 from dovetail.sim.report import write_report
@@ -251,7 +252,10 @@ def generate(
 
 
 @app.command()
-def presets(profile: ProfileOption) -> None:
+def presets(
+    profile: ProfileOption,
+    parallel: Annotated[Path | None, typer.Option(help="CSV of Llama-2-70B split over 2, 4 and 8 devices")] = None,
+) -> None:
     """Hardware presets, and how far their roofline is from the profile where it has the same hardware."""
     table = Table("preset", "TFLOP/s", "GB/s", "GiB", "model", "prefill mean", "worst", "decode mean", "worst")
     for name, hardware in PRESETS.items():
@@ -262,6 +266,11 @@ def presets(profile: ProfileOption) -> None:
         if not errors:
             table.add_row(name, *figures)
     console.print(table)
+    if parallel is not None:
+        split = Table("preset", "devices", "prefill mean", "worst", "decode mean", "worst", title="Llama-2-70B, split")
+        for (name, ways), error in parallel_errors(parallel).items():
+            split.add_row(name, str(ways), *[f"{share:.0%}" for share in asdict(error).values()])
+        console.print(split)
 
 
 @app.command()

@@ -54,7 +54,7 @@ class Device:
             batch = len(instance.running)
             self.decode_turns += 1
             self.decode_tokens += batch
-            return latency.decode.at(batch, instance.tokens / batch) * self._noise[draw] * self.slowdown
+            return latency.decode_s(batch, instance.tokens) * self._noise[draw] * self.slowdown
         return latency.prefill_s(prefill.known_tokens) * self._noise[draw] * self.slowdown
 
     def finished(self, turn: Turn) -> list[Work]:

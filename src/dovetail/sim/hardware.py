@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
+from dovetail.policy.latency import GIB, Curve, Latency, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
 
 LENGTHS = (1, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -114,7 +114,7 @@ class RooflineError:
     decode_worst: float
 
 
-def roofline_error(hardware: Hardware, shape: Shape, measured: LatencyModel) -> RooflineError:
+def roofline_error(hardware: Hardware, shape: Shape, measured: Latency) -> RooflineError:
     """Relative deviation at measured points: prefill from 128 tokens, decode of 1 to 32 requests of 512 to 2,048."""
     predicted = latency_of(hardware, shape)
     prefill = [abs(predicted.prefill_s(n) / measured.prefill_s(n) - 1) for n in (128, 256, 512, 1024, 2048, 4096)]
