@@ -28,6 +28,7 @@ class SampleFiles(msgspec.Struct, frozen=True):
     blobs: tuple[Path, ...]  # its partition files
     checksum: int  # of the published tensors, as `peer_child.checksum` computes it
     stored_checksum: int  # of the store's, some of which are several of those in one
+    is_adapter: bool = False
 
 
 class Load(msgspec.Struct, frozen=True):

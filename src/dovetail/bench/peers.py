@@ -26,7 +26,7 @@ import msgspec
 
 from dovetail.errors import DovetailError
 
-TORCH = "torch==2.13.0"
+TORCH, NUMPY = "torch==2.13.0", "numpy==2.4.6"
 _READY = "ready.json"
 _PIP_TIMEOUT_S = 1800.0
 
@@ -50,9 +50,9 @@ class Peer(msgspec.Struct, frozen=True):
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("safetensors", (TORCH, "safetensors==0.8.0"), ("torch", "safetensors")),
-        Peer("fastsafetensors", (TORCH, "fastsafetensors==0.5.0"), ("torch", "fastsafetensors")),
-        Peer("runai-model-streamer", (TORCH, "runai-model-streamer==0.17.0"), ("torch", "runai_model_streamer")),
+        Peer("safetensors", (TORCH, NUMPY, "safetensors==0.8.0"), ("torch", "safetensors")),
+        Peer("fastsafetensors", (TORCH, NUMPY, "fastsafetensors==0.5.0"), ("torch", "fastsafetensors")),
+        Peer("runai-model-streamer", (TORCH, NUMPY, "runai-model-streamer==0.17.0"), ("torch", "runai_model_streamer")),
     )
 }
 

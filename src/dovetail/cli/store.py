@@ -1,4 +1,4 @@
-"""`store ls`, `verify`, `gc`, `pin`: what lies on disk, whether it is sound, and what may go."""
+"""`store ls`, `verify`, `gc`, `pin`, `bench`: what lies on disk, whether it is sound, what may go, how fast it is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from dovetail.cli.models import AsJson, Store, cached_fraction, progress_bar, tier
 from dovetail.cli.output import human_age, human_bytes, print_json
+from dovetail.cli.store_bench import bench
 
 if TYPE_CHECKING:
     from dovetail.store.catalogue import Catalogue, Entry
@@ -23,6 +24,9 @@ app = typer.Typer(help="What lies on disk, whether it is sound, and what may go.
 @app.callback()
 def _group() -> None:
     """What lies on disk, whether it is sound, and what may go."""
+
+
+app.command("bench")(bench)
 
 
 @app.command("ls")
