@@ -123,7 +123,7 @@ class Admitter:
         )
 
     def _is_link_late(self, hosting: Hosting, work: Work, free_at_s: float) -> bool:
-        """L6: one link serves the loads one after another, and the grace covers the request's own load only."""
+        """L6: one link serves the loads one after another; what is excused to a request, its user still waits for."""
         wait_s = sum(one.hosting.load_s for one in self._instances.values() if one.state is State.LOADING)
         prefill_s = hosting.latency.prefill_s(work.known_tokens) * self.overestimate
         return free_at_s + wait_s + prefill_s > work.due_s

@@ -133,6 +133,7 @@ class Node:
         """The model's hosting was replaced: its instances go by the new one, and an idle one's time starts anew."""
         for instance in [one for one in self.instances.values() if one.model == model]:
             instance.hosting = self.admit.hostings[model]
+            instance.refresh()
             if not instance.batch and instance.state is State.READY:
                 self._after_leaving(instance, now)
 
