@@ -10,13 +10,18 @@ import pytest
 import torch
 from drive import Engine, logits_of, make_executor, make_request
 from store_builders import flat, flip_bit, stored
+from test_store_adapters import write_adapter
 
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.errors import DamagedCheckpoint
+from dovetail.store import Catalogue
+from dovetail.store.collect import use_of
 from dovetail.store.format import StoredModel, partition_files
-from dovetail.store.loader import Loader, LoaderConfig, Place
+from dovetail.store.loader import Loader, LoaderConfig
+from dovetail.store.loader import Place as Tier
+from dovetail.store.place import Place
 from dovetail.store.pool import HostPool
-from dovetail.store.pooled import open_pooled
+from dovetail.store.pooled import open_pooled, open_pooled_adapter
 
 CHUNK = 64 << 10
 CONFIG = ExecutorConfig(kv_bytes=1 << 22, block_size=4, dtype="f32")
@@ -63,8 +68,8 @@ def test_an_executor_runs_on_the_pool_in_place(model: StoredModel, loader: Loade
 def test_the_second_start_reads_no_file(model: StoredModel, loader: Loader) -> None:
     open_pooled(model.path, loader).close()
     again = open_pooled(model.path, loader)
-    assert [ticket.place for ticket in again.tickets] == [Place.HOST]
-    assert loader.meter(Place.DISK).total_bytes == model.manifest.size_bytes
+    assert [ticket.place for ticket in again.tickets] == [Tier.HOST]
+    assert loader.meter(Tier.DISK).total_bytes == model.manifest.size_bytes
     again.close()
 
 
@@ -95,6 +100,18 @@ def test_tensors_of_a_model_that_was_cut_for_two_devices_come_together(
     pooled.close()
 
 
+def test_a_model_whose_bytes_are_used_counts_as_in_use(model: StoredModel, loader: Loader, tmp_path: Path) -> None:
+    """`gc` spares it, although no file is mapped."""
+    model.close()
+    place = Place(tmp_path)
+    pooled = open_pooled(model.path, loader)
+    tensor = pooled.pieces("embed.weight")
+    pooled.close()
+    assert use_of(place, model.path).in_use
+    del tensor
+    assert not use_of(place, model.path).in_use
+
+
 def test_two_executors_of_one_model_share_its_memory(model: StoredModel, loader: Loader) -> None:
     executors = []
     for _ in range(2):
@@ -107,3 +124,16 @@ def test_two_executors_of_one_model_share_its_memory(model: StoredModel, loader:
     assert answers[0] == answers[1]
     for executor in executors:
         executor.close()
+
+
+def test_an_adapter_comes_the_same_way(loader: Loader, tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "store")
+    name = catalogue.take(str(write_adapter(tmp_path / "adapter"))).name
+    mapped = catalogue.open_adapter(name)
+    pooled = open_pooled_adapter(mapped.path, loader, verify=True)
+    assert pooled.adapter == mapped.adapter
+    assert pooled.names() == mapped.names()
+    for tensor in mapped.names():
+        assert np.array_equal(flat(pooled, tensor), flat(mapped, tensor))
+    pooled.close()
+    mapped.close()

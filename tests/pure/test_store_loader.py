@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,7 @@ def test_estimates_follow_what_was_measured(tmp_path: Path) -> None:
 LOAD_MANY = """
 import random, sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 sys.path.insert(0, ".")
 from pool_builders import content
@@ -388,3 +390,68 @@ def test_when_a_loading_process_is_killed_another_goes_on(tmp_path: Path) -> Non
         loader.close()
         assert pool.stats().pinned_bytes == 0
         assert loader.meter(Place.DISK).total_bytes == 3 * CHUNK  # the rest alone
+
+
+KEEPS_LOADING = """
+import os, random, sys, threading
+from pathlib import Path
+from pool_builders import content
+from dovetail.store.loader import Loader, LoaderConfig, PartitionSource
+from dovetail.store.pool import HostPool
+
+pool = HostPool(int(sys.argv[1]))
+loader = Loader(pool, LoaderConfig(readers=2, range_bytes=pool.chunk_bytes))
+wanted = {path.name: (path, content(path.name, path.stat().st_size)) for path in Path(sys.argv[2]).iterdir()}
+
+def load_forever(seed):
+    chance = random.Random(seed)
+    for count in range(1_000_000):
+        name = chance.choice(sorted(wanted))
+        path, data = wanted[name]
+        ticket = loader.load(PartitionSource(name, path, len(data)), priority=chance.randint(-1, 1))
+        if chance.random() < 0.8:  # or it is cancelled at once
+            ticket.wait(chance.randint(0, len(data)))
+        if chance.random() < 0.8:
+            ticket.wait()
+            view = ticket.lease.view()
+            ticket.close()
+            if view != data:
+                os.write(1, b"wrong\\n")
+            del view
+        ticket.close()
+        if count % 10 == 9:
+            os.write(1, b"right\\n")  # whole, whichever thread it is
+
+for thread in range(4):
+    threading.Thread(target=load_forever, args=(f"{sys.argv[3]}-{thread}",), daemon=True).start()
+sys.stdin.read()
+"""
+
+
+def test_processes_that_are_killed_while_they_load_spoil_nothing(tmp_path: Path) -> None:
+    """Each is killed in the middle of its work, some of them while others wait for what it loads."""
+    sizes = [(3 + at % 5) * CHUNK + at for at in range(16)]
+    for at, size in enumerate(sizes):
+        write_partition(tmp_path, f"model-{at}", size)
+    with make_pool(sum(sizes) // 3 // CHUNK) as pool, ExitStack() as stack:
+        running = [stack.enter_context(python_process(KEEPS_LOADING, pool, str(tmp_path), str(at))) for at in range(4)]
+        for process in running:
+            assert process.stdout is not None
+            assert [process.stdout.readline() for _ in range(5)] == ["right\n"] * 5
+        for process in running[:3]:
+            os.kill(process.pid, signal.SIGKILL)
+        loader = Loader(pool, CONFIG)
+        for at, size in enumerate(sizes):  # while the fourth goes on
+            with loader.load(PartitionSource(f"model-{at}", tmp_path / f"model-{at}", size)) as ticket:
+                assert ticket.wait(timeout_s=60)
+                assert bytes(ticket.lease.view()) == content(f"model-{at}", size)
+        loader.close()
+        assert running[3].poll() is None
+        os.kill(running[3].pid, signal.SIGKILL)
+        for process in running:
+            process.wait()
+            assert process.stdout is not None
+            assert "wrong" not in process.stdout.read()
+        stats = pool.stats()
+        assert (stats.pinned_bytes, stats.loading_keys) == (0, ())
+        assert stats.used_bytes <= stats.capacity_bytes

@@ -53,6 +53,7 @@ class Start(msgspec.Struct, frozen=True):
     """One start in the child."""
 
     seconds: float
+    cpu_s: float  # of it, computing: what is left of the figure on a busy machine
     checkpoint_s: float  # of it, until the tensors are views of the pool
     copied_bytes: int
     private_bytes_before: int  # memory that only this process has
@@ -68,6 +69,7 @@ class Result(msgspec.Struct, frozen=True):
     runs: int
     start_s_median: float
     start_s_worst: float
+    start_cpu_s_median: float
     checkpoint_s_median: float
     copied_bytes: int  # the most of any run
     private_growth_bytes: int  # the most of any run
@@ -164,6 +166,7 @@ def measure(
         runs=runs,
         start_s_median=statistics.median(start.seconds for start in starts),
         start_s_worst=max(start.seconds for start in starts),
+        start_cpu_s_median=statistics.median(start.cpu_s for start in starts),
         checkpoint_s_median=statistics.median(start.checkpoint_s for start in starts),
         copied_bytes=max(start.copied_bytes for start in starts),
         private_growth_bytes=max(start.private_bytes_after - start.private_bytes_before for start in starts),
@@ -183,11 +186,11 @@ def run_child(file: str, folder: str, runs: str) -> None:
 
 def start_once(folder: Path, loader: Loader) -> Start:
     before = _private_bytes()
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.thread_time()
     checkpoint = open_pooled(folder, loader)
     opened = time.perf_counter()
     executor = CpuExecutor(checkpoint, ExecutorConfig(kv_bytes=64 << 20))
-    ready = time.perf_counter()
+    ready, ready_cpu = time.perf_counter(), time.thread_time()
     after = _private_bytes()
     executor.resize(1)
     ran = time.perf_counter()
@@ -196,7 +199,7 @@ def start_once(folder: Path, loader: Loader) -> Start:
     copied = executor.copied_bytes
     executor.close()
     checkpoint.close()
-    return Start(ready - began, opened - began, copied, before, after, first_s)
+    return Start(ready - began, ready_cpu - began_cpu, opened - began, copied, before, after, first_s)
 
 
 def _run_in_child(pool: HostPool, folder: Path, runs: int) -> list[Start]:

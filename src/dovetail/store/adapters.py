@@ -16,7 +16,7 @@ from dovetail.layouts import packed_bytes
 from dovetail.node.ports import HostTensor
 from dovetail.store.arrange import Arrangement, Cut, Tensor
 from dovetail.store.files import read_json
-from dovetail.store.format import ALIGNMENT, MANIFEST, PAGE_BYTES, Adapter, StoredTensors, TensorEntry
+from dovetail.store.format import ALIGNMENT, MANIFEST, PAGE_BYTES, Adapter, Manifest, StoredTensors, TensorEntry
 from dovetail.store.keys import Keys
 from dovetail.store.safetensors_file import SafetensorsFile
 
@@ -28,8 +28,10 @@ _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 class StoredAdapter(StoredTensors):
     """An adapter of the store; its tensors by name through `pieces`."""
 
-    def __init__(self, folder: Path, buffers: Sequence[memoryview] | None = None) -> None:
-        super().__init__(folder, buffers)
+    def __init__(
+        self, folder: Path, buffers: Sequence[memoryview] | None = None, manifest: Manifest | None = None
+    ) -> None:
+        super().__init__(folder, buffers, manifest)
         if self.manifest.adapter is None:
             raise UnsupportedModel(f"{folder / MANIFEST}: a model, not an adapter")
         self.adapter: Adapter = self.manifest.adapter
