@@ -96,7 +96,7 @@ class ServerConfig(_Section):
     drain_timeout: Duration = 120.0  # how long SIGTERM waits for streams
     # A request whose worker dies goes on, from the tokens that it has, on the worker that takes its place.
     max_resumptions: int = Field(default=2, ge=0)  # of one request; one more death is an error
-    resume_timeout: Duration = Field(default=5.0, ge=0)  # how long a stream waits for the new worker before an error
+    resume_timeout: Duration = Field(default=4.0, ge=0)  # how long a stream waits for the new worker before an error
 
 
 class NodeConfig(_Section):

@@ -56,6 +56,33 @@ def cold_start(
         _print(summaries, plain_s)
 
 
+@app.command("chaos")
+def chaos(
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")] = "smollm2-135m-instruct",
+    streams: Annotated[int, typer.Option(help="Clients that read at once.", min=1)] = 50,
+    max_tokens: Annotated[int, typer.Option(help="Of each answer.", min=2)] = 64,
+    resume_timeout: Annotated[str, typer.Option(help="How long streams wait for the new worker.")] = "4s",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Kill the worker (-9) when half of the text is there: who gets the rest, the same as undisturbed, and how soon.
+
+    Example: dovetail bench chaos smollm2-135m-instruct --streams 50
+    """
+    from dovetail.bench.chaos import kill_under_streams
+    from dovetail.config import parse_duration
+
+    result = kill_under_streams(model, streams, max_tokens, parse_duration(resume_timeout))
+    if as_json:
+        print_json(result)
+        return
+    went_on = (
+        f"{result.identical} went on to the same text, {result.different} to another, {result.errors} got an error"
+    )
+    typer.echo(f"{result.streams} streams: {result.ended_before} had ended, {went_on}")
+    typer.echo(f"after the kill: p50 {result.back_p50_s:.2f} s, longest {result.back_max_s:.2f} s")
+    typer.echo(f"the next request {'works' if result.next_request_works else 'FAILS'}")
+
+
 def _print(summaries: list[Summary], plain_s: float) -> None:
     table = _table("engine", "import", "load", "first token", "total (spread)")
     for each in summaries:

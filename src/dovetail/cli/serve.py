@@ -146,6 +146,7 @@ async def _serve(plan: Plan, listener: socket.socket) -> None:
     assert task is not None
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)  # until the HTTP server takes over
+    heeds_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # else it was started by nohup
     loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the file is being read anyway
     link = Link(plan.config.nodes, worker_command(plan.config.store.profiles))
     link.start()
@@ -153,7 +154,7 @@ async def _serve(plan: Plan, listener: socket.socket) -> None:
         # In threads, so that the workers are started meanwhile.
         offer = await asyncio.to_thread(_make_offer, plan)
         await asyncio.to_thread(_import_http)
-        await _serve_http(plan, link, offer, listener)
+        await _serve_http(plan, link, offer, listener, heeds_hangup)
     except asyncio.CancelledError:
         raise SystemExit(0) from None
     finally:
@@ -172,14 +173,14 @@ def _import_http() -> None:
     import dovetail.gateway.server  # noqa: F401
 
 
-async def _serve_http(plan: Plan, link: Link, offer: Offer, listener: socket.socket) -> None:
+async def _serve_http(plan: Plan, link: Link, offer: Offer, listener: socket.socket, heeds_hangup: bool) -> None:
     from dovetail.gateway.app import make_app
     from dovetail.gateway.listen import base_url
-    from dovetail.gateway.server import HttpServer
+    from dovetail.gateway.server import HttpServer, has_terminal
 
     admin = _make_admin(plan, link, offer)
     service = admin.service
-    server = HttpServer(make_app(admin), admin)
+    server = HttpServer(make_app(admin), admin, ends_with_terminal=heeds_hangup and has_terminal())
     address = base_url(listener)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(service.start(offer.preload))

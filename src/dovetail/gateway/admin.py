@@ -84,7 +84,8 @@ class Admin:
     async def change(self, name: str, changes: dict[str, Any]) -> None:
         async with self._changing:
             name = self._known(name)
-            before = self._models.config_of(name)
+            entry = self._models.arriving().get(name)
+            before = entry.config if entry is not None else self._models.get(name).config
             values = before.model_dump(by_alias=True) | changes
             values["slo"] = before.slo.model_dump() | (changes.get("slo") or {})
             try:

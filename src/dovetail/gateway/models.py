@@ -152,6 +152,8 @@ class Models:
         self._entries: dict[str, Entry] = {}
         self._hidden: set[str] = set()
         self._served: dict[str, ServedModel] = {}
+        self._aliases: dict[str, str] = {}
+        self._collect_aliases()
 
     def get(self, name: str) -> ServedModel:
         card = self._card(self.resolve(name))
@@ -181,7 +183,7 @@ class Models:
 
     def resolve(self, name: str) -> str:
         """The name behind an alias."""
-        return next((owner for owner, config in self._all_configs() if name in config.aliases), name)
+        return self._aliases.get(name, name)
 
     def config_of(self, name: str, card: ModelCard | None = None) -> ModelConfig:
         entry = self._entries.get(name)
@@ -209,6 +211,7 @@ class Models:
     def add(self, name: str, entry: Entry) -> None:
         self._entries[name] = entry
         self._hidden.discard(name)
+        self._collect_aliases()
 
     def configure(self, name: str, config: ModelConfig) -> None:
         if name in self._entries:
@@ -217,12 +220,14 @@ class Models:
             self._configs[name] = config
         if name in self._served:
             self._served[name].config = config
+        self._collect_aliases()
 
     def remove(self, name: str) -> None:
         self._entries.pop(name, None)
         self._configs.pop(name, None)
         self._served.pop(name, None)
         self._hidden.add(name)
+        self._collect_aliases()
 
     def replace(self, catalogue: Catalogue, configs: Mapping[str, ModelConfig]) -> None:
         """What the configuration file says now. What joined through the API stays, unless the file names it too."""
@@ -232,11 +237,12 @@ class Models:
             name: entry for name, entry in self._entries.items() if not entry.in_file and name not in configs
         }
         self._hidden -= set(configs)
+        self._collect_aliases()
 
-    def _all_configs(self) -> list[tuple[str, ModelConfig]]:
-        # Copied first: `all` may be at work in a thread.
-        entries = [(name, entry.config) for name, entry in list(self._entries.items())]
-        return [*entries, *(item for item in list(self._configs.items()) if self._is_plain(item[0]))]
+    def _collect_aliases(self) -> None:
+        configs = {name: config for name, config in self._configs.items() if self._is_plain(name)}
+        configs |= {name: entry.config for name, entry in self._entries.items()}
+        self._aliases = {alias: name for name, config in configs.items() for alias in config.aliases}
 
     def _is_plain(self, name: str) -> bool:
         """In the catalogue, neither removed nor replaced."""

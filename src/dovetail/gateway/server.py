@@ -4,6 +4,7 @@ SIGHUP has the configuration read again."""
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +18,19 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT_S = 5  # for connections, once their streams have ended
 
 
+def has_terminal() -> bool:
+    """SIGHUP means two things: read your file again, and (to what was started in it) your terminal is gone."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 class HttpServer(uvicorn.Server):
     """Serves until told to stop. While it drains it still answers: probes must see it go."""
 
-    def __init__(self, app: ASGIApp, admin: Admin) -> None:
+    def __init__(self, app: ASGIApp, admin: Admin, *, ends_with_terminal: bool = False) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -33,6 +43,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._admin = admin
+        self._ends_with_terminal = ends_with_terminal
         self._service = admin.service
         self._reload: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -59,7 +70,10 @@ class HttpServer(uvicorn.Server):
         self._drain = asyncio.create_task(self._exit_when_idle())
 
     def _on_hangup(self) -> None:
-        self._reload = asyncio.create_task(self._admin.reload_and_log())
+        if self._ends_with_terminal and not has_terminal():
+            self._on_signal()
+        else:
+            self._reload = asyncio.create_task(self._admin.reload_and_log())
 
     async def _exit_when_idle(self) -> None:
         try:

@@ -25,7 +25,7 @@ class Limits:
 
     max_queue: int = 512  # unfinished requests
     max_resumptions: int = 2  # of one request, after workers that died
-    resume_timeout_s: float = 5.0  # for a worker to come back to a client who is in the middle of a text
+    resume_timeout_s: float = 4.0  # for a worker to come back to a client who is in the middle of a text
 
     @classmethod
     def of(cls, config: ServerConfig) -> Limits:
