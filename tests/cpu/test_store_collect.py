@@ -175,6 +175,27 @@ def test_pinned_and_open_models_stay_whatever_the_limit(three: Path) -> None:
     assert names(three) == ["old"]
 
 
+def test_a_model_in_a_pool_is_in_use_while_a_view_of_it_lives(three: Path) -> None:
+    import numpy as np
+
+    from dovetail.store.format import StoredModel
+
+    folder, place = three / "models" / "old", Place(three)
+    ((path, _),) = partition_files(folder)
+    memory = np.frombuffer(bytearray(path.read_bytes()), np.uint8)  # as a pool's, it can be told when it is let go
+    model = StoredModel(folder, [memoryview(memory)])
+    aged(three, {"old": 300})
+    view = model.pieces("embed.weight")[0].data
+    model.close()
+    del model, memory
+    assert use_of(place, folder).in_use
+    collect(place, 0)
+    assert names(three) == ["old"]
+    assert view.nbytes > 0
+    del view
+    assert not use_of(place, folder).in_use
+
+
 def test_a_model_that_shares_its_blobs_with_one_that_stays_is_spared(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     for name, family in (("twin-a", "llama"), ("other", "qwen2"), ("twin-b", "llama")):
         stored(tiny_folder(family), tmp_path, name).close()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.cli.output import human_age, human_bytes, human_count, print_json
+from dovetail.cli.output import human_age, human_bytes, human_count, print_json, print_table
 
 if TYPE_CHECKING:
     from dovetail.store.catalogue import Catalogue, Entry
@@ -188,34 +188,34 @@ def _headline(entry: Entry) -> str:
         return (
             f"{entry.name}: adapter of rank {rank} for {base or 'an unnamed base'}, {human_bytes(manifest.size_bytes)}"
         )
-    form = card.dtype if card.layout == "plain" else f"{card.dtype}, {card.layout}"
     cut = "" if card.partitions == 1 else f" in {card.partitions} partitions"
-    size = f"{human_count(card.spec.num_parameters())} parameters in {form}{cut}, {human_bytes(card.size_bytes)}"
+    kept = form(card.dtype, card.layout)
+    size = f"{human_count(card.spec.num_parameters())} parameters in {kept}{cut}, {human_bytes(card.size_bytes)}"
     return f"{card.name}: {size} at {card.path}"
 
 
 def _print_table(catalogue: Catalogue, entries: list[Entry]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("NAME", "FAMILY", "PARAMETERS", "TYPE", "LAYOUT", "SIZE", "TIER", "CONTEXT", "PULLED"):
-        table.add_column(heading, no_wrap=True)
     now = time.time()
+    rows = []
     for entry in entries:
         row = _summary(catalogue, entry)
-        table.add_row(
-            entry.name,
-            row.get("family", entry.kind),
-            human_count(row["parameters"]) if "parameters" in row else "",
-            row["dtype"],
-            row["layout"],
-            human_bytes(row["size_bytes"]),
-            tier(row["cached"]),
-            str(row.get("context_length", "")),
-            human_age(now - row["created"]),
+        rows.append(
+            (
+                entry.name,
+                row.get("family", entry.kind),
+                human_count(row["parameters"]) if "parameters" in row else "",
+                form(row["dtype"], row["layout"]),
+                human_bytes(row["size_bytes"]),
+                tier(row["cached"]),
+                str(row.get("context_length", "")),
+                human_age(now - row["created"]),
+            )
         )
-    Console(soft_wrap=True).print(table)
+    print_table(("NAME", "FAMILY", "PARAMETERS", "TYPE", "SIZE", "TIER", "CONTEXT", "PULLED"), rows)
+
+
+def form(dtype: str, layout: str) -> str:
+    return dtype if layout == "plain" else f"{dtype} {layout}"
 
 
 def tier(cached: float) -> str:

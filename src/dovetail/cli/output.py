@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Columns as wide as they must be: a terminal that is too narrow wraps, it hides nothing."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    table = Table(*headings, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    wanted = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    Console(width=max(console.width, wanted)).print(table)
 
 
 def print_json(value: Any) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.cli.models import AsJson, Store, cached_fraction, progress_bar, tier
-from dovetail.cli.output import human_age, human_bytes, print_json
+from dovetail.cli.models import AsJson, Store, cached_fraction, form, progress_bar, tier
+from dovetail.cli.output import human_age, human_bytes, print_json, print_table
 from dovetail.cli.store_bench import bench
 
 if TYPE_CHECKING:
@@ -143,12 +143,12 @@ def _row(catalogue: Catalogue, entry: Entry, named: dict[str, int]) -> dict[str,
     use = use_of(catalogue.place, catalogue.place.folder(entry.name))
     partitions = () if entry.manifest is None else entry.manifest.partitions
     size = entry.manifest.size_bytes if entry.manifest is not None else entry.card.size_bytes if entry.card else 0
-    form = "first form" if entry.manifest is None else entry.manifest.layout
+    layout = "first form" if entry.manifest is None else entry.manifest.layout
     return {
         "name": entry.name,
         "kind": entry.kind,
         "dtype": entry.manifest.dtype if entry.manifest is not None else entry.card.dtype if entry.card else "",
-        "layout": "damaged" if entry.problem else form,
+        "layout": "damaged" if entry.problem else layout,
         "partitions": len(partitions) or 1,
         "size_bytes": size,
         "shared_bytes": sum(part.size for part in partitions if named.get(part.digest, 0) > 1),
@@ -173,28 +173,22 @@ def _limits(config: Path | None, max_size: str | None) -> tuple[Path | None, int
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("NAME", "KIND", "TYPE", "LAYOUT", "FILES", "SIZE", "SHARED", "TIER", "USED", "STATE"):
-        table.add_column(heading, no_wrap=True)
     now = time.time()
-    for row in rows:
-        state = [word for word, holds in (("in use", row["in_use"]), ("pinned", row["pinned"])) if holds]
-        table.add_row(
+    shown = [
+        (
             row["name"],
             row["kind"],
-            row["dtype"],
-            row["layout"],
+            form(row["dtype"], row["layout"]),
             str(row["partitions"]),
             human_bytes(row["size_bytes"]),
             human_bytes(row["shared_bytes"]),
             tier(row["cached"]),
             human_age(now - row["last_used"]),
-            row["problem"] or ", ".join(state) or "ok",
+            row["problem"] or ", ".join(word for word in ("in_use", "pinned") if row[word]).replace("_", " ") or "ok",
         )
-    Console(soft_wrap=True).print(table)
+        for row in rows
+    ]
+    print_table(("NAME", "KIND", "TYPE", "FILES", "SIZE", "SHARED", "TIER", "USED", "STATE"), shown)
 
 
 def _print_verified(found: Verified) -> None:

@@ -21,6 +21,7 @@ import mmap
 import os
 import re
 import stat
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -112,8 +113,8 @@ class Manifest(msgspec.Struct, frozen=True):
 class StoredTensors:
     """The tensors of a manifest, as views of the mapped blobs or of memory that a pool has filled with them.
 
-    A mapped blob carries a shared lock for as long as a view of it lives, so that `store.housekeeping` can tell what
-    is in use; the operating system lets go of it with the mapping, also where a process dies.
+    A blob carries a shared lock for as long as a view of it lives, mapped or in a pool, so that `store.collect` can
+    tell what is in use; the operating system lets go of the lock with the process, however that ends.
     """
 
     def __init__(
@@ -123,10 +124,14 @@ class StoredTensors:
         self.path = folder
         self.manifest = manifest or read_manifest(folder)
         self._maps: list[mmap.mmap] = []
+        files = _files_of(folder, self.manifest)
         if buffers is None:
-            self._maps = [_map_blob(path, part) for path, part in _files_of(folder, self.manifest)]
+            self._maps = [_map_blob(path, part) for path, part in files]
             buffers = [memoryview(mapped) for mapped in self._maps]
         self._buffers = _checked_buffers(folder, buffers, self.manifest)
+        if not self._maps:
+            for buffer, (path, part) in zip(buffers, files, strict=True):
+                _mark_in_use(buffer, path, part)
         self._entries: dict[str, list[TensorEntry]] = defaultdict(list)
         for entry in self.manifest.tensors:
             self._entries[entry.name].append(entry)
@@ -155,7 +160,7 @@ class StoredTensors:
 
 
 class StoredModel(StoredTensors):
-    """A node.ports.Checkpoint; with `buffers` (one per partition, in order) no file but the manifest is touched."""
+    """A node.ports.Checkpoint; with `buffers` (one per partition, in order) no file but the manifest is read."""
 
     def __init__(
         self, folder: Path, buffers: Sequence[memoryview] | None = None, manifest: Manifest | None = None
@@ -406,6 +411,18 @@ def open_blob(path: Path, partition: Partition) -> int:
         kind = "truncated" if found.st_size < partition.size else "longer than it should be"
         raise DamagedCheckpoint(f"{path}: {kind}: {found.st_size} bytes, the manifest says {partition.size}")
     return descriptor
+
+
+def _mark_in_use(buffer: memoryview, path: Path, partition: Partition) -> None:
+    """Until whoever gave the memory takes it back. Without a file there is nothing to protect, and memory that nothing
+    can be tied to (a plain `bytes`) is not a pool's."""
+    with suppress(DamagedCheckpoint):
+        descriptor = open_blob(path, partition)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            weakref.finalize(buffer.obj, os.close, descriptor).atexit = False
+        except (OSError, TypeError):
+            os.close(descriptor)
 
 
 def _map_blob(path: Path, partition: Partition) -> mmap.mmap:
