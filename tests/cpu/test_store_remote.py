@@ -15,6 +15,7 @@ from store_builders import flat, stored
 
 from dovetail.errors import DamagedCheckpoint, DovetailError, SourceError
 from dovetail.store import Catalogue
+from dovetail.store.collect import use_of
 from dovetail.store.format import MANIFEST, StoredModel
 from dovetail.store.loader import Loader, LoaderConfig
 from dovetail.store.loader import Place as Tier
@@ -90,6 +91,7 @@ def test_a_model_comes_to_pool_and_disk_at_once(
         model.publish()
         check(model, original)
         assert model.tokenizer() == original.tokenizer()
+        assert use_of(Place(tmp_path), tmp_path / "models" / "big").in_use
     card = Catalogue(tmp_path).get("big")
     on_disk = StoredModel(Path(card.path))
     check(on_disk, original)

@@ -24,7 +24,7 @@ class _InPool(StoredTensors):
         super().__init__(folder, views, manifest)
         self.tickets = tuple(tickets)
         for ticket, view in zip(tickets, views, strict=True):
-            _mark_in_use(ticket.source.path, view)
+            mark_in_use(ticket.source.path, view)
 
     def wait(self, name: str | None = None) -> None:
         """Until a tensor has arrived (None: all of them). Tensors lie in the order of their use, so that whoever asks
@@ -87,7 +87,7 @@ def source_of(path: Path, partition: Partition, *, verify: bool = False) -> Part
     return PartitionSource(partition.digest, path, partition.size, digests, partition.chunk_bytes)
 
 
-def _mark_in_use(path: Path, view: memoryview) -> None:
+def mark_in_use(path: Path, view: memoryview) -> None:
     """A blob whose bytes somebody uses carries a shared lock, as a mapped one does: `gc` then spares it. The lock goes
     with the last view."""
     with suppress(OSError):  # not on disk yet, or a file system without locks
