@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
     "add": Command("dovetail.cli.remote", "add", "Offer one more model in a running server."),
     "stop": Command("dovetail.cli.remote", "stop", "Free the memory of models in a running server."),
     "ps": Command("dovetail.cli.ps", "ps", "Show what a running server is doing."),
+    "profile": Command("dovetail.cli.profile", "profile", "Measure how fast models run on this machine."),
     "sim": Command("dovetail.cli.sim", "app", "Run traces through the scheduling policies in virtual time."),
     "bench": Command("dovetail.cli.bench", "app", "Measure this machine and this build."),
     "doctor": Command("dovetail.cli.doctor", "doctor", "Look at this machine: what it has, what follows from it."),

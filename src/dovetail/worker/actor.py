@@ -51,7 +51,7 @@ class Actor:
         self.meter = Meter()
         self.idle_since: float | None = None  # None = busy, or its pages are released already
         self.is_released = True  # no KV page has been written since they were last given back
-        self._max_batch = config.max_batch
+        self.max_batch = config.max_batch
 
     def iterate(self, sequences: Several[Sequence]) -> Completed:
         """One iteration of exactly these sequences. Ends that came of it are the caller's to report."""
@@ -72,7 +72,7 @@ class Actor:
 
     def batches(self, sequences: Several[Sequence]) -> list[Several[Sequence]]:
         """As many as fit into one iteration together."""
-        return [sequences[i : i + self._max_batch] for i in range(0, len(sequences), self._max_batch)]
+        return [sequences[i : i + self.max_batch] for i in range(0, len(sequences), self.max_batch)]
 
     def resize(self, num_blocks: int) -> None:
         moves = self.scheduler.resize(num_blocks)

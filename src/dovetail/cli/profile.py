@@ -1,0 +1,144 @@
+"""`profile`: measures how fast models run on this machine, and keeps it for the scheduler and the simulator."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dovetail.cli.output import print_json
+
+if TYPE_CHECKING:
+    from dovetail.types import ModelCard
+    from dovetail.worker.profiling import Errors, Measured
+
+
+def profile(
+    models: Annotated[list[str], typer.Argument(help="Names from `dovetail list`; one of each shape is enough.")],
+    threads: Annotated[int, typer.Option(help="As the node has; 0 = every core.", min=0)] = 0,
+    dtype: Annotated[str, typer.Option(help="Compute type: auto, f32, bf16, f16.")] = "auto",
+    max_tokens: Annotated[int, typer.Option(help="Longest prompt measured.", min=16)] = 2048,
+    max_batch: Annotated[int, typer.Option(help="Largest batch measured.", min=1)] = 32,
+    check: Annotated[int, typer.Option(help="Compare predictions with so many random loads.", min=0)] = 0,
+    store: Annotated[Path | None, typer.Option(help="Folder of the store.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Measure prefill and decode times of models on this machine.
+
+    Run it while nothing else does: the scheduler plans with these times. A server finds them when it starts; what was
+    never measured it estimates, and corrects as it serves.
+
+    Example: dovetail profile smollm2-135m-instruct --check 100
+    """
+    from rich.progress import Progress
+
+    from dovetail.config import StoreConfig
+    from dovetail.engine.torch_import import import_torch_for_worker
+    from dovetail.machine import usable_cores
+    from dovetail.store import Catalogue
+
+    import_torch_for_worker()
+    import torch
+
+    threads = threads or usable_cores()
+    torch.set_num_threads(threads)
+    folder = StoreConfig(path=store).profiles
+    results = []
+    for name in models:
+        card = Catalogue(store).get(name)
+        with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
+            task = progress.add_task(name, total=None)
+
+            def show(what: str, done: int, total: int, task: Any = task, progress: Progress = progress) -> None:
+                progress.update(task, description=f"{name}: {what}", completed=done, total=total)
+
+            results.append(_profile(card, folder, threads, dtype, max_tokens, max_batch, check, show))
+    if as_json:
+        print_json(results)
+        return
+    for result in results:
+        _print(result)
+
+
+def _profile(
+    card: ModelCard,
+    folder: Path,
+    threads: int,
+    dtype: str,
+    max_tokens: int,
+    max_batch: int,
+    check: int,
+    show: Any,
+) -> dict[str, Any]:
+    from dovetail.engine.dtypes import compute_dtype
+    from dovetail.worker.hosting import Profiles, shape_name, store_profile
+    from dovetail.worker.loading import Recipe, build_actor
+    from dovetail.worker.profiling import Profiler
+
+    kind = compute_dtype(dtype, card.dtype or "f32")
+    longest = min(max_tokens, card.spec.context_length)
+    kv_bytes = card.spec.kv_bytes_per_token(kind) * (longest + 64) * max_batch
+    recipe = Recipe(card, kind, kv_bytes, 16, max_batch, 512, longest + 64)
+    actor, _ = build_actor(recipe)
+    try:
+        profiler = Profiler(actor, max_tokens, max_batch)
+        measured = profiler.run(show)
+        profiles = Profiles(folder, threads)
+        assert profiles.path is not None
+        store_profile(
+            profiles.path,
+            profiles.device,
+            card.spec,
+            kind,
+            [[sample.tokens, sample.seconds * 1e3] for sample in measured.prefill],
+            _rows(measured),
+        )
+        errors = profiler.check(measured.model, check, show) if check else None
+    finally:
+        actor.close()
+    return {
+        "model": card.name,
+        "shape": shape_name(card.spec, kind),
+        "device": profiles.device,
+        "file": str(profiles.path),
+        "prefill_ms": [[sample.tokens, round(sample.seconds * 1e3, 3)] for sample in measured.prefill],
+        "decode_ms": _rows(measured),
+        "errors": _shares(errors),
+    }
+
+
+def _rows(measured: Measured) -> list[dict[str, Any]]:
+    rows: dict[float, list[list[float]]] = {}
+    for sample in measured.decode:
+        rows.setdefault(sample.mean_length, []).append([sample.batch, round(sample.seconds * 1e3, 4)])
+    return [{"mean_length": length, "batch_ms": points} for length, points in rows.items()]
+
+
+def _shares(errors: Errors | None) -> dict[str, float] | None:
+    return None if errors is None else {key: round(value, 4) for key, value in vars(errors).items()}
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"{result['model']} ({result['shape']}) on {result['device']}", highlight=False)
+    table = Table("prompt tokens", *[str(tokens) for tokens, _ in result["prefill_ms"]])
+    table.add_row("ms", *[f"{ms:.1f}" for _, ms in result["prefill_ms"]])
+    console.print(table)
+    batches = sorted({batch for row in result["decode_ms"] for batch, _ in row["batch_ms"]})
+    table = Table("decode ms: length \\ batch", *[str(batch) for batch in batches])
+    for row in result["decode_ms"]:
+        times = dict(map(tuple, row["batch_ms"]))
+        table.add_row(str(row["mean_length"]), *[f"{times[b]:.1f}" if b in times else "" for b in batches])
+    console.print(table)
+    if result["errors"]:
+        errors = result["errors"]
+        console.print(
+            f"predictions on {errors['loads']} random loads: prefill off by {errors['prefill_mean']:.1%} in the mean "
+            f"(p90 {errors['prefill_p90']:.1%}), decode by {errors['decode_mean']:.1%} (p90 {errors['decode_p90']:.1%})"
+        )
+    console.print(f"kept in {result['file']}", highlight=False)
