@@ -11,6 +11,8 @@ import typer
 from dovetail.cli.output import print_json
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from dovetail.types import ModelCard
     from dovetail.worker.profiling import Errors, Measured
 
@@ -32,6 +34,8 @@ def profile(
 
     Example: dovetail profile smollm2-135m-instruct --check 100
     """
+    from functools import partial
+
     from rich.progress import Progress
 
     from dovetail.config import StoreConfig
@@ -51,15 +55,17 @@ def profile(
         with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
             task = progress.add_task(name, total=None)
 
-            def show(what: str, done: int, total: int, task: Any = task, progress: Progress = progress) -> None:
-                progress.update(task, description=f"{name}: {what}", completed=done, total=total)
-
+            show = partial(_show, progress, task, name)
             results.append(_profile(card, folder, threads, dtype, max_tokens, max_batch, check, show))
     if as_json:
         print_json(results)
         return
     for result in results:
         _print(result)
+
+
+def _show(progress: Progress, task: TaskID, name: str, what: str, done: int, total: int) -> None:
+    progress.update(task, description=f"{name}: {what}", completed=done, total=total)
 
 
 def _profile(

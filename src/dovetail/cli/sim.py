@@ -19,9 +19,10 @@ from rich.table import Table
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.policy.knobs import Knobs, TurnOrder
 from dovetail.sim import replay as replaying
+from dovetail.sim import twin
 from dovetail.sim.cost import measure_decisions
 from dovetail.sim.driver import Simulation
-from dovetail.sim.explain import Explainer, explain
+from dovetail.sim.explain import Explainer, explain, explain_log
 from dovetail.sim.hardware import PRESETS
 from dovetail.sim.layout import Layout, read_layout
 from dovetail.sim.log import EventLog
@@ -168,10 +169,44 @@ def _run(setup: Setup, event_log: Path | None, request: int | None, quiet: bool)
 
 
 @app.command()
-def replay(log: Annotated[Path, typer.Argument(help="an event log written by --event-log")]) -> None:
-    """Run a stored log's settings again and check that every event comes out the same."""
-    lines = replaying.replay(log)
-    typer.echo(f"{log}: {lines} lines, identical")
+def replay(
+    log: Annotated[Path, typer.Argument(help="an event log, of a simulation or of a real node")],
+    seed: int = 0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Run a stored log again.
+
+    A simulation must come out the same, to the byte. A real node (event_log in its config) is simulated with its own
+    memory, models, latencies and requests, and shown beside what really happened.
+
+    Example: dovetail sim replay node.jsonl
+    """
+    if not twin.is_real(log):
+        lines = replaying.replay(log)
+        typer.echo(f"{log}: {lines} lines, identical")
+        return
+    stored = twin.read_real(log)
+    real = twin.real_result(stored)
+    rows = twin.side_by_side(real, twin.simulate(stored, real, seed))
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*[str(value) for value in row.values()])
+    console.print(table)
+
+
+@app.command("explain")
+def explain_command(
+    log: Annotated[Path, typer.Argument(help="an event log, of a simulation or of a real node")],
+    request: Annotated[int, typer.Argument(help="the request's number in the log")],
+) -> None:
+    """Why a request of a stored log was placed, queued, moved or dropped.
+
+    Example: dovetail sim explain node.jsonl 17
+    """
+    typer.echo(explain_log(log, request))
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 from dovetail.sim.log import EventLog
@@ -53,6 +54,16 @@ def explain(explainer: Explainer, result: Result) -> str:
     lines += [f"  {event['t'] - start:+9.3f} s  {_sentence(event)}" for event in explainer.events]
     lines.append(f"  {_verdict(result, explainer.request)}")
     return "\n".join(lines)
+
+
+def explain_log(path: Path, request: int) -> str:
+    """The same from a stored log, of a simulation or of a real node."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    events = [event for event in lines if event.get("request") == request]
+    if not events:
+        return f"{path}: no request {request}"
+    start = events[0].get("at", events[0]["t"])
+    return "\n".join(f"{event['t'] - start:+9.3f} s  {_sentence(event)}" for event in events)
 
 
 def _sentence(event: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ class Piece:
     followers: list[Piece] = field(default_factory=list)  # choices that wait until the prompt is computed once
     refusals: dict[str, int] = field(default_factory=dict)  # why it got no place when it last tried
     is_best_effort: bool = False
+    error: str = ""  # what it was ended with
 
     @property
     def id(self) -> int:

@@ -85,6 +85,7 @@ class Stage:
         self._serial = 0
         self._next_id = 0
         self._last_end: float | None = None
+        self._sizes: dict[int, int] = {}  # blocks of instances that are still loading
         self._queued: dict[int, Piece] = {}  # without a place
         self._has_changed = False  # somebody left or memory came free since they last tried
         self._last_retry_s = 0.0
@@ -144,7 +145,9 @@ class Stage:
     def _place(self, piece: Piece, now: float) -> None:
         work = piece.work
         if self._log is not None:
-            self._log.write(now, "arrive", request=work.id, model=work.model, input=work.input_tokens)
+            self._log.write(
+                now, "arrive", request=work.id, model=work.model, input=work.input_tokens, at=round(work.arrival_s, 6)
+            )
         self.controller.submit(work, now)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
@@ -212,9 +215,11 @@ class Stage:
         started, computed = self._begin(actor), actor.meter.tokens
         finished: list[Work] = []
         while piece.instance == instance:
+            before = sequence.num_computed
             finished = self._deliver(actor.card.name, actor.iterate([sequence]).events)
             if finished or len(sequence.tokens) > known:
                 break
+            assert sequence.num_computed > before, f"{actor.card.name}: the KV pool is smaller than the node thinks"
             self._on_pause()
         now = self._end()
         if actor.meter.tokens - computed == known:  # else part of it was in the cache, or it was given up
@@ -365,9 +370,12 @@ class Stage:
     def _resize(self, command: events.StartResize) -> None:
         started = self._clock()
         hosting = self.node.instances[command.instance].hosting
+        num_blocks = command.new_bytes // (hosting.kv_bytes_per_token * hosting.block_tokens)
         actor = self.actors.get(command.instance)
-        if actor is not None:  # a load that failed leaves nothing to resize
-            actor.resize(command.new_bytes // (hosting.kv_bytes_per_token * hosting.block_tokens))
+        if actor is not None:
+            actor.resize(num_blocks)
+        else:
+            self._sizes[command.instance] = num_blocks  # granted before its weights are there
         ended = self._clock()
         self.resizes += 1
         self.resize_s += ended - started
@@ -385,8 +393,10 @@ class Stage:
             piece.instance = None
         elif isinstance(notice, events.Finished):
             self._forget(self.pieces[notice.work.id], "finished", now)
-        elif isinstance(notice, events.InstanceGone) and not self.instances_of(notice.model):
-            self.report.gone.append(notice.model)
+        elif isinstance(notice, events.InstanceGone):
+            self._sizes.pop(notice.instance, None)
+            if not self.instances_of(notice.model):
+                self.report.gone.append(notice.model)
         self._has_changed |= isinstance(notice, events.InstanceReady | events.InstanceGone)
         if not isinstance(notice, events.Finished):
             self._note(now, type(notice).__name__.lower(), notice)
@@ -397,7 +407,7 @@ class Stage:
     def loaded(self, instance: int, actor: Actor, seconds: float) -> None:
         now = self._clock()
         self.actors[instance] = actor
-        actor.idle_since = None
+        actor.resize(self._sizes.pop(instance, 0))
         for work in self.node.instances[instance].works():
             actor.scheduler.enter(self.pieces[work.id].sequence)
         self.node.load_done(instance, now, seconds)
@@ -423,6 +433,7 @@ class Stage:
             piece.followers = []  # they are among the pieces, or will be asked about on their own
         for piece in pieces:
             self._leave(piece, now)
+            piece.error = error
             event = TokenEvent(
                 piece.request.id,
                 piece.sequence.choice,
@@ -437,7 +448,16 @@ class Stage:
 
     def _forget(self, piece: Piece, fate: str, now: float) -> None:
         if self._log is not None:
-            self._log.write(now, fate, request=piece.id, reason="", output=piece.sequence.num_generated)
+            work = piece.work
+            self._log.write(
+                now,
+                fate,
+                request=piece.id,
+                reason=piece.error,
+                output=piece.sequence.num_generated,
+                grace=round(work.grace_s, 6),
+                late=work.late_tokens,
+            )
         del self.pieces[piece.id]
         self._queued.pop(piece.id, None)
         self._has_changed = True

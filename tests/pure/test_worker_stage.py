@@ -1,0 +1,331 @@
+"""The stage: production policies over executors that check every block, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from stage_builders import KV_BYTES, WEIGHT_BYTES, Rig, expected
+
+from dovetail.node.instance import State
+from dovetail.types import FinishReason, ServiceClass
+
+
+def test_a_request_for_a_cold_model_waits_for_it_and_gets_its_tokens() -> None:
+    rig = Rig()
+    rig.submit("r", "a")
+    assert [command.model for command in rig.commands] == ["a"]
+    assert not rig.step()
+    rig.run()
+    assert rig.tokens("r") == expected("r")
+    assert rig.events["r", 0][-1].finish is FinishReason.LENGTH
+
+
+def test_models_take_turns_token_by_token() -> None:
+    rig = Rig()
+    for name in "ab":
+        rig.submit(name, name, tokens=20)
+    while rig.commands:
+        rig.finish_load()
+    for _ in range(12):
+        rig.step()
+    assert all(0 < len(rig.events[name, 0]) < 20 for name in "ab")
+    rig.run()
+    assert all(rig.tokens(name) == expected(name, tokens=20) for name in "ab")
+
+
+def test_a_prompt_longer_than_a_turn_is_computed_in_chunks() -> None:
+    rig = Rig()
+    rig.submit("long", "a", prompt=100, tokens=3)
+    rig.run()
+    assert rig.tokens("long") == expected("long", 100, 3)
+
+
+def test_choices_of_one_request_compute_their_prompt_once() -> None:
+    rig = Rig()
+    rig.submit("r", "a", prompt=41, tokens=3, num_choices=3)
+    rig.run()
+    assert all(rig.tokens("r", choice) == expected("r", 41, 3) for choice in range(3))
+    (actor,) = rig.stage.actors.values()
+    assert actor.scheduler.prefix_hits == 2 * 40
+
+
+def test_an_idle_model_goes_after_its_keep_alive_and_gives_everything_back() -> None:
+    rig = Rig()
+    rig.register("a", keep_alive_s=5.0)
+    rig.submit("r", "a")
+    rig.run()
+    rig.clock.now += 5.1
+    rig.step()
+    assert rig.gone == ["a"]
+    assert rig.executors[0].is_closed
+    assert rig.stage.node.residency.ledger.held == 0
+    rig.submit("again", "a")
+    rig.run()
+    assert rig.tokens("again") == expected("again")
+
+
+def test_an_idle_model_makes_room_for_another() -> None:
+    rig = Rig(memory=WEIGHT_BYTES * 2)
+    for name in "abc":
+        rig.submit(name, name)
+        rig.run()
+        assert rig.tokens(name) == expected(name)
+    assert rig.gone == ["a", "b"]
+
+
+def test_a_model_that_is_kept_forever_gives_no_room() -> None:
+    rig = Rig(memory=WEIGHT_BYTES * 2)
+    rig.register("a", keep_alive_s=float("inf"))
+    rig.submit("first", "a")
+    rig.run()
+    rig.submit("second", "b", ttft_s=1.0, tpot_s=0.25)
+    rig.run()
+    (event,) = rig.events["second", 0]
+    assert event.retry_after_s is not None
+    assert "memory" in str(event.error)
+
+
+def test_targets_that_were_asked_for_are_kept_or_refused() -> None:
+    rig = Rig("a")
+    for i in range(40):
+        rig.submit(f"r{i}", "a", prompt=60, tokens=30, ttft_s=0.4, tpot_s=0.05)
+    rig.run()
+    refused = [key for key, events in rig.events.items() if events[-1].retry_after_s is not None]
+    served = [key for key in rig.events if key not in refused]
+    assert refused
+    assert served
+    assert all(rig.tokens(id) == expected(id, 60, 30) for id, _ in served)
+
+
+def test_targets_beyond_the_device_are_the_callers_mistake() -> None:
+    rig = Rig("a")
+    rig.submit("r", "a", ttft_s=0.001, tpot_s=0.001)
+    rig.run()
+    (event,) = rig.events["r", 0]
+    assert event.unprocessable
+    assert "beyond this device" in str(event.error)
+
+
+def test_without_targets_of_its_own_a_request_is_late_rather_than_refused() -> None:
+    rig = Rig("a")
+    for i in range(60):
+        rig.submit(f"r{i}", "a", prompt=120, tokens=10)
+    rig.run(limit=20_000)
+    assert all(rig.tokens(f"r{i}") == expected(f"r{i}", 120, 10) for i in range(60))
+
+
+def test_best_effort_waits_for_those_with_targets() -> None:
+    rig = Rig("ab")
+    rig.submit("be", "a", tokens=40, service_class=ServiceClass.BEST_EFFORT)
+    rig.submit("ls", "b", tokens=40)
+    while len(rig.events.get(("ls", 0), [])) < 40:
+        if rig.commands:
+            rig.finish_load()
+        rig.step()
+    rig.run()
+    assert rig.tokens("be") == expected("be", tokens=40)
+
+
+def test_a_request_that_no_memory_could_hold_is_refused_at_once() -> None:
+    rig = Rig("a", max_kv_tokens=40)
+    rig.submit("r", "a", prompt=60)
+    (event,) = rig.events["r", 0]
+    assert event.unprocessable
+    assert "KV memory" in str(event.error)
+
+
+def test_an_answer_ends_where_the_memory_does() -> None:
+    rig = Rig("a", max_kv_tokens=40)
+    rig.submit("r", "a", prompt=10, tokens=100)
+    rig.run()
+    assert rig.events["r", 0][-1].finish is FinishReason.LENGTH
+    assert len(rig.tokens("r")) == 40 - 4 - 10
+
+
+def test_an_abort_frees_the_blocks_and_nothing_more_is_heard() -> None:
+    rig = Rig("a")
+    rig.submit("r", "a", tokens=50, num_choices=2)
+    rig.finish_load()
+    for _ in range(5):
+        rig.step()
+    told = {key: len(events) for key, events in rig.events.items()}
+    rig.stage.abort("r")
+    rig.run()
+    assert {key: len(events) for key, events in rig.events.items()} == told
+    assert not rig.stage.has_work
+    assert rig.stage.actors[0].scheduler.pool.num_held == 0
+
+
+def test_a_load_that_fails_ends_everyone_who_waits_for_it() -> None:
+    rig = Rig("ab")
+    rig.submit("r", "a", num_choices=2)
+    rig.submit("other", "b")
+    command = rig.commands.pop(0)
+    rig.stage.load_failed(command.instance, "the file is cut off")
+    rig.run()
+    assert {rig.events["r", choice][0].error for choice in range(2)} == {"the file is cut off"}
+    assert rig.tokens("other") == expected("other")
+    assert not rig.stage.instances_of("a")
+
+
+def test_an_iteration_that_breaks_ends_its_own_requests_only() -> None:
+    rig = Rig("ab")
+    rig.fails_on = 7
+    rig.submit("good", "b", prompt=2)
+    rig.finish_load()
+    rig.stage.submit(_with_token(7), rig.clock.now)
+    rig.run()
+    assert rig.events["bad", 0][-1].error
+    assert rig.tokens("good") == expected("good", 2)
+
+
+def test_a_model_unloaded_while_it_serves_ends_with_a_word() -> None:
+    rig = Rig("a")
+    rig.submit("r", "a", tokens=50)
+    rig.finish_load()
+    for _ in range(3):
+        rig.step()
+    rig.stage.unregister("a", "the model was unloaded")
+    rig.read()
+    assert rig.events["r", 0][-1].error == "the model was unloaded"
+    assert rig.stage.node.residency.ledger.held == 0
+    assert rig.executors[0].is_closed
+
+
+def test_pools_follow_the_load_up_and_down() -> None:
+    rig = Rig("a", floor_tokens=16)
+    rig.submit("long", "a", prompt=4, tokens=200)
+    rig.finish_load()
+    for _ in range(3):
+        rig.step()
+    sizes = [rig.executors[0].num_blocks]
+    for i in range(6):
+        rig.submit(f"r{i}", "a", prompt=100, tokens=8)
+    while ("r5", 0) not in rig.events or rig.events["r5", 0][-1].finish is None:
+        rig.step()
+        sizes.append(rig.executors[0].num_blocks)
+    assert max(sizes) > sizes[0]
+    assert sizes[-1] < max(sizes)
+    rig.run()
+    assert rig.tokens("long") == expected("long", 4, 200)
+
+
+@pytest.mark.parametrize("policy_changes", [{}, {"pause": False}, {"proactive": False}])
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.integers(1, 120), st.integers(1, 40), st.floats(0.0, 0.3)),
+        min_size=1,
+        max_size=25,
+    )
+)
+def test_every_request_gets_exactly_its_tokens(
+    policy_changes: dict[str, bool], requests: list[tuple[str, int, int, float]]
+) -> None:
+    rig = Rig("abcd", memory=WEIGHT_BYTES * 2 + 700 * KV_BYTES, **policy_changes)
+    for i, (model, prompt, tokens, gap) in enumerate(requests):
+        rig.submit(f"r{i}", model, prompt, tokens)
+        rig.clock.now += gap
+        if rig.commands:
+            rig.finish_load()
+        rig.step()
+    rig.run(limit=20_000)
+    for i, (_, prompt, tokens, _) in enumerate(requests):
+        assert rig.tokens(f"r{i}") == expected(f"r{i}", prompt, tokens)
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Any order of requests, aborts, loads that come or fail, unloads and time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig("abc", memory=WEIGHT_BYTES * 2 + 500 * KV_BYTES)
+        self.submitted: dict[str, int] = {}
+        self.aborted: set[str] = set()
+
+    @rule(
+        model=st.sampled_from("abc"),
+        prompt=st.integers(1, 100),
+        tokens=st.integers(1, 20),
+        choices=st.integers(1, 3),
+        strict=st.booleans(),
+    )
+    def submit(self, model: str, prompt: int, tokens: int, choices: int, strict: bool) -> None:
+        if model not in self.rig.stage.hostings:
+            self.rig.register(model)
+        id = f"r{len(self.submitted)}"
+        self.submitted[id] = choices
+        targets = {"ttft_s": 0.5, "tpot_s": 0.1} if strict else {}
+        self.rig.submit(id, model, prompt, tokens, num_choices=choices, **targets)
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.submitted)))
+        choice = data.draw(st.sampled_from([None, *range(self.submitted[id])]))
+        self.rig.stage.abort(id, choice)
+        self.rig.read()
+        self.aborted.add(id)
+
+    @precondition(lambda self: self.rig.commands)
+    @rule(data=st.data(), fails=st.integers(0, 4).map(lambda n: n == 0))
+    def load(self, data: st.DataObject, fails: bool) -> None:
+        index = data.draw(st.integers(0, len(self.rig.commands) - 1))
+        if not fails:
+            self.rig.finish_load(index)
+            return
+        command = self.rig.commands.pop(index)
+        wanted = command.instance in self.rig.stage.instances_of(command.model)
+        self.rig.stage.load_failed(command.instance, "no luck", ends_model=wanted)
+        self.rig.read()
+
+    @rule(count=st.integers(1, 8))
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.rig.step()
+
+    @rule(seconds=st.sampled_from([0.05, 1.0, 61.0]))
+    def wait(self, seconds: float) -> None:
+        self.rig.clock.now += seconds
+
+    @rule(model=st.sampled_from("abc"))
+    def unload(self, model: str) -> None:
+        self.rig.stage.unregister(model, "unloaded")
+        self.rig.read()
+
+    @rule(model=st.sampled_from("abc"))
+    def warm(self, model: str) -> None:
+        if model in self.rig.stage.hostings:
+            self.rig.stage.warm(model)
+
+    @rule()
+    def relieve(self) -> None:
+        self.rig.stage.relieve()
+
+    @invariant()
+    def holds(self) -> None:
+        self.rig.check()
+
+    def teardown(self) -> None:
+        self.rig.run(limit=20_000)
+        for id, choices in self.submitted.items():
+            for choice in range(choices):
+                ends = [event for event in self.rig.events.get((id, choice), []) if event.finish is not None]
+                assert len(ends) == 1 or (id in self.aborted and len(ends) == 0), f"{id}/{choice}: {len(ends)} ends"
+        for actor in self.rig.stage.actors.values():
+            assert actor.scheduler.pool.num_held == 0
+        for instance in self.rig.stage.node.instances.values():
+            assert instance.batch == 0
+            assert instance.state is not State.CLOSING
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def _with_token(token: int):  # type: ignore[no-untyped-def]
+    from dovetail.types import Request, SamplingParams
+
+    return Request("bad", "b", (1, token), SamplingParams(max_tokens=4, seed=0, temperature=0.0))
