@@ -131,7 +131,7 @@ class StoredTensors:
         self._buffers = _checked_buffers(folder, buffers, self.manifest)
         if not self._maps:
             for buffer, (path, part) in zip(buffers, files, strict=True):
-                _mark_in_use(buffer, path, part)
+                mark_in_use(buffer, path, part)
         self._entries: dict[str, list[TensorEntry]] = defaultdict(list)
         for entry in self.manifest.tensors:
             self._entries[entry.name].append(entry)
@@ -413,7 +413,7 @@ def open_blob(path: Path, partition: Partition) -> int:
     return descriptor
 
 
-def _mark_in_use(buffer: memoryview, path: Path, partition: Partition) -> None:
+def mark_in_use(buffer: memoryview, path: Path, partition: Partition) -> None:
     """Until whoever gave the memory takes it back. Without a file there is nothing to protect, and memory that nothing
     can be tied to (a plain `bytes`) is not a pool's."""
     with suppress(DamagedCheckpoint):

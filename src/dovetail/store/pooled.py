@@ -4,11 +4,8 @@ them. The thin place where the format and the tiers meet (L1, L3).
 
 from __future__ import annotations
 
-import fcntl
-import os
-import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from dovetail.store.adapters import StoredAdapter
@@ -20,11 +17,8 @@ class _InPool(StoredTensors):
     """Holds its tickets until `close`; the bytes stay for as long as a tensor upon them does."""
 
     def __init__(self, folder: Path, manifest: Manifest, tickets: Sequence[Ticket]) -> None:
-        views = [ticket.lease.view() for ticket in tickets]
-        super().__init__(folder, views, manifest)
+        super().__init__(folder, [ticket.lease.view() for ticket in tickets], manifest)
         self.tickets = tuple(tickets)
-        for ticket, view in zip(tickets, views, strict=True):
-            mark_in_use(ticket.source.path, view)
 
     def wait(self, name: str | None = None) -> None:
         """Until a tensor has arrived (None: all of them). Tensors lie in the order of their use, so that whoever asks
@@ -85,15 +79,6 @@ def open_pooled_adapter(folder: Path, loader: Loader, *, priority: int = 0, veri
 def source_of(path: Path, partition: Partition, *, verify: bool = False) -> PartitionSource:
     digests = partition.chunks if verify else None
     return PartitionSource(partition.digest, path, partition.size, digests, partition.chunk_bytes)
-
-
-def mark_in_use(path: Path, view: memoryview) -> None:
-    """A blob whose bytes somebody uses carries a shared lock, as a mapped one does: `gc` then spares it. The lock goes
-    with the last view."""
-    with suppress(OSError):  # not on disk yet, or a file system without locks
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        weakref.finalize(view.obj, os.close, descriptor).atexit = False
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _load(

@@ -26,13 +26,14 @@ from dovetail.store.format import (
     Partition,
     blob_path,
     is_stored,
+    mark_in_use,
     parse_manifest,
     read_manifest,
 )
 from dovetail.store.loader import Loader, PartitionSource, Ticket
 from dovetail.store.object_store import Bucket, Patience, is_object_address
 from dovetail.store.place import Place, source_key
-from dovetail.store.pooled import PooledModel, mark_in_use, open_pooled, source_of
+from dovetail.store.pooled import PooledModel, open_pooled, source_of
 from dovetail.store.publish import digests_of, publish
 from dovetail.store.tokenizer_files import TokenFields
 
@@ -63,7 +64,7 @@ class RemoteModel(PooledModel):
                 fetched.append((ticket.source.path, partition))
         publish(self._place, self._found.name, self.manifest, self._found.files, fetched)
         for buffer, partition in zip(self._buffers, self.manifest.partitions, strict=True):
-            mark_in_use(blob_path(self._place.root, partition.digest), buffer)
+            mark_in_use(buffer, blob_path(self._place.root, partition.digest), partition)
         self._undo.close()
 
     def close(self) -> None:
