@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -39,6 +40,33 @@ def test_a_partition_is_one_piece_wherever_its_chunks_lie() -> None:
         lease.close()
         for hole in holes:
             hole.close()
+
+
+def test_chunks_of_a_partition_are_taken_side_by_side_from_the_smallest_gap() -> None:
+    with make_pool(9) as pool:
+        held = [load(pool, key, CHUNK) for key in "abcdefghi"]
+        for at in (0, 2, 3, 5, 6, 7):
+            held[at].close()
+            assert pool.evict(held[at].key)
+        pair = load(pool, "pair", 2 * CHUNK)
+        assert pair.chunks == (held[2].chunks[0], held[3].chunks[0])
+        pair.close()
+        for at in (1, 4, 8):
+            held[at].close()
+
+
+def test_a_partition_in_one_piece_is_mapped_once_for_every_load() -> None:
+    """Faulting pages in is what mapping costs; a second load finds them there."""
+    with make_pool(4) as pool:
+        places = []
+        for _ in range(2):
+            lease = load(pool, "a", 2 * CHUNK + 100)
+            view = lease.view()
+            assert bytes(view) == content("a", 2 * CHUNK + 100)
+            places.append(ctypes.addressof(lease.view().obj))
+            del view
+            lease.close()
+        assert places[0] == places[1] == pool.read_only_address + pool.chunk_offset(lease.chunks[0])
 
 
 def test_a_view_cannot_be_written() -> None:

@@ -146,10 +146,17 @@ class Lease:
     def _map(self) -> ctypes.Array[ctypes.c_ubyte]:
         pool = self.pool
         size = len(self.chunks) * pool.chunk_bytes
+        runs = enumerate_runs(self.chunks)
+        if len(runs) == 1:  # side by side: the mapping that the pool keeps, whose pages earlier loads have faulted in
+            pool.pin(self.key)
+            place = pool.read_only_address + pool.chunk_offset(self.chunks[0])
+            whole: ctypes.Array[ctypes.c_ubyte] = (ctypes.c_ubyte * size).from_address(place)
+            weakref.finalize(whole, pool.unpin, self.key).atexit = False
+            return whole
         address = reserve_addresses(size)
         with ExitStack() as undo:
             undo.callback(unmap, address, size)
-            for at, (first, count) in enumerate_runs(self.chunks):
+            for at, (first, count) in runs:
                 place = address + at * pool.chunk_bytes
                 map_read_only(place, pool.file, pool.chunk_offset(first), count * pool.chunk_bytes)
             pool.pin(self.key)

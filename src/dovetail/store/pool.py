@@ -37,9 +37,12 @@ from dovetail.store.shared_memory import (
     PAGE,
     advise_huge_pages,
     file_lock,
+    map_read_only,
     open_again,
     populate,
     punch_hole,
+    reserve_addresses,
+    unmap,
     wait_on_word,
     wake_word,
 )
@@ -88,7 +91,12 @@ class HostPool:
         self._memory = memoryview(self._map)
         self._slots = TableSlots(self._memory[tables : tables + 2 * table_bytes])
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        advise_huge_pages(self.address + self._data, self.capacity_bytes)
+        # A second mapping for whoever uses the bytes: a stray write faults. Kept for as long as the pool, because
+        # faulting its pages in takes longer than all else that a model in memory needs to start.
+        self.read_only_address = reserve_addresses(len(self._map))
+        map_read_only(self.read_only_address, self.file, 0, len(self._map))
+        for address in (self.address, self.read_only_address):
+            advise_huge_pages(address + self._data, self.capacity_bytes)
         self._mutex = threading.Lock()
         self._let_go: deque[tuple[str, bool]] = deque()  # by finalizers, which must not wait for the mutex
         self._held = 0  # pins of this object
@@ -157,7 +165,7 @@ class HostPool:
         is_absent = key not in table.entries
         fresh: frozenset[int] = frozenset()
         if is_absent:
-            chunks = table.free_chunks()[: self._num_chunks(size_bytes)]
+            chunks = table.choose_chunks(self._num_chunks(size_bytes))
             fresh = frozenset(chunks) - frozenset(table.touched)
             table.touched.extend(fresh)
             table.entries[key] = Entry(size_bytes, chunks, self.process, False, [], 0.0)
@@ -375,6 +383,7 @@ class HostPool:
 
     def _close_if_unused(self) -> None:
         if self._is_closing and self._held == 0 and not self._map.closed:
+            unmap(self.read_only_address, len(self._map))
             self._slots.release()
             self._memory.release()
             with suppress(BufferError):  # a chunk is still being looked at: the mapping goes with it

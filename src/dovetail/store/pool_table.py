@@ -78,6 +78,20 @@ class Table(msgspec.Struct, array_like=True):
         touched = set(self.touched)
         return sorted(set(range(self.num_chunks)) - used, key=lambda chunk: (chunk not in touched, chunk))
 
+    def choose_chunks(self, count: int) -> list[int]:
+        """Free ones for an entry: a run of touched ones, side by side, in the smallest gap that has room; where there
+        is none, the first that are free."""
+        free = self.free_chunks()
+        touched = set(self.touched)
+        gaps: list[list[int]] = []
+        for chunk in (chunk for chunk in free if chunk in touched):
+            if gaps and gaps[-1][-1] + 1 == chunk:
+                gaps[-1].append(chunk)
+            else:
+                gaps.append([chunk])
+        fitting = [gap for gap in gaps if len(gap) >= count]
+        return min(fitting, key=len)[:count] if fitting else free[:count]
+
     def idle_keys(self) -> list[str]:
         """What may be evicted, least recently used first."""
         idle = [(entry.last_use, key) for key, entry in self.entries.items() if entry.is_ready and not entry.pins]
