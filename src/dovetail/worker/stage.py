@@ -27,6 +27,7 @@ from dovetail.sim.explain import WORDS
 from dovetail.sim.log import EventLog
 from dovetail.types import FinishReason, Request, TokenEvent
 from dovetail.worker.actor import Actor
+from dovetail.worker.journal import Journal
 from dovetail.worker.piece import Piece, pieces_of, relax
 
 log = logging.getLogger("dovetail.worker")
@@ -78,7 +79,7 @@ class Stage:
         self.refused = 0
         self._loads = loads
         self._clock = clock
-        self._log = log
+        self._journal = Journal(log, name)
         self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
         self._by_request: dict[str, list[Piece]] = {}
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
@@ -95,8 +96,7 @@ class Stage:
     def register(self, model: str, hosting: Hosting) -> None:
         now = self._clock()
         self.hostings[model] = hosting
-        if self._log is not None:
-            self._log.hosting(now, model, hosting)
+        self._journal.hosting(now, model, hosting)
         self.node.rehost(model, now)
         self._settle(now)
 
@@ -143,12 +143,8 @@ class Stage:
         self._settle(now)
 
     def _place(self, piece: Piece, now: float) -> None:
-        work = piece.work
-        if self._log is not None:
-            self._log.write(
-                now, "arrive", request=work.id, model=work.model, input=work.input_tokens, at=round(work.arrival_s, 6)
-            )
-        self.controller.submit(work, now)
+        self._journal.arrive(now, piece)
+        self.controller.submit(piece.work, now)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Free what these choices hold. No event follows for them."""
@@ -283,8 +279,7 @@ class Stage:
 
     def _decide(self, decision: Decision, now: float) -> None:
         piece = self.pieces[decision.work.id]
-        if self._log is not None:
-            self._log.decision(now, decision)
+        self._journal.decision(now, decision)
         if isinstance(decision, Placed):
             piece.instance = decision.instance
             actor = self.actors.get(decision.instance)
@@ -356,13 +351,13 @@ class Stage:
         if isinstance(said, events.SetTimer):
             self._at(said.at_s, lambda at: self._timer(said.instance, said.epoch, at))
         elif isinstance(said, events.StartLoad):
-            self._note(now, "load", said)
+            self._journal.said(now, "load", said)
             self._loads.load(said)
         elif isinstance(said, events.StartUnload):
             self.actors.pop(said.instance).close()
             self.node.unload_done(said.instance, now)
         elif isinstance(said, events.StartResize):
-            self._note(now, "resize", said)
+            self._journal.said(now, "resize", said)
             self._resize(said)
         else:
             self._notice(said, now)
@@ -383,8 +378,7 @@ class Stage:
 
     def _notice(self, notice: events.Notice, now: float) -> None:
         if isinstance(notice, events.FirstToken):
-            if self._log is not None:
-                self._log.write(now, "first_token", request=notice.work.id, node=self.node.name)
+            self._journal.first_token(now, notice.work.id)
             self._release_followers(self.pieces[notice.work.id], now)
             return
         if isinstance(notice, events.Evicted):
@@ -399,7 +393,7 @@ class Stage:
                 self.report.gone.append(notice.model)
         self._has_changed |= isinstance(notice, events.InstanceReady | events.InstanceGone)
         if not isinstance(notice, events.Finished):
-            self._note(now, type(notice).__name__.lower(), notice)
+            self._journal.said(now, type(notice).__name__.lower(), notice)
         self.controller.notice(self.node, notice, now)
 
     # Loads
@@ -447,17 +441,7 @@ class Stage:
             self._forget(piece, "failed", now)
 
     def _forget(self, piece: Piece, fate: str, now: float) -> None:
-        if self._log is not None:
-            work = piece.work
-            self._log.write(
-                now,
-                fate,
-                request=piece.id,
-                reason=piece.error,
-                output=piece.sequence.num_generated,
-                grace=round(work.grace_s, 6),
-                late=work.late_tokens,
-            )
+        self._journal.end(now, fate, piece)
         del self.pieces[piece.id]
         self._queued.pop(piece.id, None)
         self._has_changed = True
@@ -497,10 +481,6 @@ class Stage:
         while self._timers and self._timers[0][0] <= now:
             heappop(self._timers)[2](now)
         self._retry_queued(now)
-
-    def _note(self, now: float, event: str, said: events.Command | events.Notice) -> None:
-        if self._log is not None:
-            self._log.said(now, self.node.name, event, said)
 
     def take_report(self) -> Report:
         report, self.report = self.report, Report({}, [])
