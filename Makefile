@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 install: $(STAMP)
 
 # torch goes first and pinned, so that no dependency can pull another build of it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from dovetail.cli.doctor import examine, measure_read
+from dovetail.errors import ConfigError
 from dovetail.machine import Cpu, has_amx, has_fast_bf16, memory_bytes, preferred_dtype, read_cpu, read_gpus
+from dovetail.native import explain, levels, select
+from dovetail.native.dispatch import VARIABLE
 
 XEON = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R) 8480+\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n\n"
 OLD_XEON = (
@@ -86,3 +89,16 @@ def test_doctor_runs_here() -> None:
     report = json.loads(done.stdout)
     assert report["torch"]["import_s"] > 0
     assert report["dtype"] == preferred_dtype()
+    assert report["kernels"] in levels()
+    assert report["kernels_why"]
+
+
+def test_a_forced_level_is_taken_or_named_as_impossible() -> None:
+    assert select("auto", {VARIABLE: "torch"}).kernels is None
+    assert explain({VARIABLE: "torch"}) == ("torch", "DOVETAIL_KERNELS says so")
+    assert "cannot run here" in explain({VARIABLE: "abacus"})[1]
+    with pytest.raises(ConfigError, match="DOVETAIL_KERNELS: unknown kernel level 'abacus'"):
+        select("auto", {VARIABLE: "abacus"})
+    assert select("torch", {VARIABLE: "abacus"}).level == "torch", "who names a level does not ask the environment"
+    best = select("auto", {})
+    assert (best.level, best.kernels is not None) == (levels()[-1], levels()[-1] != "torch")

@@ -1,4 +1,5 @@
-"""Every family against transformers: logits in float32 within 1e-4, and 64 greedy tokens identical."""
+"""Every family against transformers, on every level of kernels that this machine can run: logits in float32 within
+1e-4, and 64 greedy tokens identical."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from drive import Engine, logits_of, make_executor, make_request, make_row
 from tiny import TINY_CONFIGS, VOCAB_SIZE
 
+from dovetail.native import levels
 from dovetail.sched.turn import Turn
 
 TOLERANCE = 1e-4
@@ -25,6 +27,11 @@ def make_tokens(seed: int, length: int = LENGTH) -> list[int]:
 @pytest.fixture(params=FAMILIES, scope="module")
 def folder(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path]) -> Path:
     return tiny_folder(request.param)
+
+
+@pytest.fixture(params=levels(), scope="module")
+def level(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +58,21 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     [[LENGTH], [1] * LENGTH, [7, 20, 13], [16, 16, 8], [39, 1], [30] + [1] * 10],
     ids=["whole", "token by token", "odd chunks", "even chunks", "one decode", "ten decodes"],
 )
-def test_logits_equal_transformers_in_any_chunking(folder: Path, reference: torch.nn.Module, chunks: list[int]) -> None:
+def test_logits_equal_transformers_in_any_chunking(
+    folder: Path, reference: torch.nn.Module, level: str, chunks: list[int]
+) -> None:
     tokens = make_tokens(1)
     theirs = reference_logits(reference, tokens)
     ends = [sum(chunks[: i + 1]) - 1 for i in range(len(chunks))]
-    executor = make_executor(folder)
+    executor = make_executor(folder, level=level)
     for end, ours in zip(ends, logits_of(executor, tokens, chunks), strict=True):
         assert_close(ours, theirs[end])
     executor.close()
 
 
-def test_logits_of_a_mixed_batch_equal_each_alone(folder: Path, reference: torch.nn.Module) -> None:
+def test_logits_of_a_mixed_batch_equal_each_alone(folder: Path, reference: torch.nn.Module, level: str) -> None:
     """Prefills, chunks and decodes of different lengths in one iteration, on scattered blocks."""
-    executor = make_executor(folder)
+    executor = make_executor(folder, level=level)
     lengths, counts = [40, 23, 23, 9, 1, 31], [1, 1, 5, 9, 1, 1]
     tables = [[i * 12 + 11 - j for j in range(12)] for i in range(len(lengths))]
     sequences = [make_tokens(100 + i, length) for i, length in enumerate(lengths)]
@@ -81,9 +90,9 @@ def test_logits_of_a_mixed_batch_equal_each_alone(folder: Path, reference: torch
 
 
 @pytest.mark.parametrize("kind", ["resident", "mapped"])
-def test_greedy_text_equals_transformers(folder: Path, reference: torch.nn.Module, kind: str) -> None:
+def test_greedy_text_equals_transformers(folder: Path, reference: torch.nn.Module, level: str, kind: str) -> None:
     prompts = [make_tokens(7, 5), make_tokens(8, 33), make_tokens(9, 70)]
-    executor = make_executor(folder, weights=kind)
+    executor = make_executor(folder, weights=kind, level=level)
     requests = [make_request(prompt, id=str(i), max_tokens=64) for i, prompt in enumerate(prompts)]
     ours = Engine(executor, max_turn_tokens=24).run(*requests)
     for i, prompt in enumerate(prompts):

@@ -44,6 +44,8 @@ class Report(msgspec.Struct, frozen=True):
     store_read_bytes_per_s: float | None  # None: could not be measured
     torch: Torch | None
     dtype: str  # what `auto` means here
+    kernels: str  # level that `auto` means here
+    kernels_why: str
     notes: list[str]  # what follows from the above
     missing: list[str]  # what must be there to serve and is not
 
@@ -69,6 +71,7 @@ def doctor(
 
 def examine(store: Path) -> Report:
     cpu, gpus, torch = read_cpu(), read_gpus(), _read_torch()
+    kernels, kernels_why = _read_kernels() if torch is not None else ("none", "torch cannot be imported")
     total, available = memory_bytes()
     existing = next(folder for folder in (store, *store.parents) if folder.exists())
     return Report(
@@ -83,6 +86,8 @@ def examine(store: Path) -> Report:
         store_read_bytes_per_s=measure_read(existing),
         torch=torch,
         dtype=preferred_dtype(),
+        kernels=kernels,
+        kernels_why=kernels_why,
         notes=_notes(cpu, gpus, existing),
         missing=[] if torch is not None else ["torch cannot be imported: nothing can be served"],
     )
@@ -126,6 +131,12 @@ def _open_past_cache(path: Path) -> int:
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     return descriptor
+
+
+def _read_kernels() -> tuple[str, str]:
+    from dovetail.native import explain  # brings torch along
+
+    return explain()
 
 
 def _read_torch() -> Torch | None:
@@ -178,6 +189,7 @@ def _print(report: Report) -> None:
         "store": f"{report.store}, {human_bytes(report.store_free_bytes)} free",
         "disk reads": "could not be measured" if read is None else f"{human_bytes(read)}/s",
         "torch": torch,
+        "kernels": f"{report.kernels}: {report.kernels_why}",
         "weights": f"kept in {report.dtype} unless told otherwise",
     }
     table = Table(box=None, show_header=False, pad_edge=False)

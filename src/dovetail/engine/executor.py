@@ -13,18 +13,19 @@ from typing import Literal
 import msgspec
 import torch
 
-from dovetail.engine.batch import Batch, build_batch
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.model import DecoderModel
-from dovetail.engine.runner import forward
+from dovetail.engine.native_model import NativeModel, can_run
+from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
-from dovetail.engine.weights import Weights, from_read_only_memory
+from dovetail.engine.weights import Kind, Weights, from_read_only_memory
 from dovetail.errors import OutOfMemory
-from dovetail.native import select
+from dovetail.modelspec import ModelSpec
+from dovetail.native import TORCH, Ops, select
 from dovetail.node.ports import Checkpoint
-from dovetail.sched.turn import Outcome, Turn
+from dovetail.sched.turn import Outcome, Turn, TurnRow
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True):
@@ -44,11 +45,14 @@ class CpuExecutor:
         self.spec = spec
         self.dtype = compute_dtype(config.dtype, checkpoint.pieces("embed.weight")[0].dtype)
         dtype = TORCH_DTYPES[self.dtype]
-        self._ops = select(config.level)
+        ops = select(config.level)
+        if ops.kernels is not None and not can_run(spec, dtype):
+            ops = TORCH
+        self.level = ops.level
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
-        weights = Weights(checkpoint, dtype, "mapped" if in_place else "resident", self._ops)
+        weights = _weights(checkpoint, dtype, "mapped" if in_place else "resident", ops)
         with from_read_only_memory():
-            self._model: DecoderModel | None = DecoderModel(spec, weights, dtype, self._ops)
+            self._model: NativeModel | TorchModel | None = _model(spec, weights, dtype, ops)
         self.weight_bytes = weights.num_bytes
         self.copied_bytes = weights.copied_bytes
         self.max_blocks = _max_blocks(config, spec.kv_bytes_per_token(self.dtype) * config.block_size)
@@ -61,14 +65,14 @@ class CpuExecutor:
 
     def run(self, turn: Turn) -> Outcome:
         with torch.inference_mode():
-            batch, logits = self._forward(turn)
-            return Outcome(tuple(sample(logits, batch.sampled, self._grammars)) if batch.sampled else ())
+            sampled, logits = self._forward(turn)
+            return Outcome(tuple(sample(logits, sampled, self._grammars)) if sampled else ())
 
     def logits(self, turn: Turn) -> dict[int, torch.Tensor]:
         """The same iteration, but the logits of each sampling sequence instead of its token."""
         with torch.inference_mode():
-            batch, logits = self._forward(turn)
-            return {row.sequence: logits[at] for at, row in enumerate(batch.sampled)}
+            sampled, logits = self._forward(turn)
+            return {row.sequence: logits[at] for at, row in enumerate(sampled)}
 
     def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
         assert num_blocks <= self.max_blocks
@@ -82,10 +86,21 @@ class CpuExecutor:
         self._model = None
         self._cache.close()
 
-    def _forward(self, turn: Turn) -> tuple[Batch, torch.Tensor]:
+    def _forward(self, turn: Turn) -> tuple[list[TurnRow], torch.Tensor]:
         assert self._model is not None, "the executor is closed"
-        batch = build_batch(turn, self._cache.block_size)
-        return batch, forward(self._model, batch, self._cache, self._ops)
+        return self._model.forward(turn, self._cache)
+
+
+def _weights(checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -> Weights:
+    # The native kernels widen bf16 as they read it: exact, and half the bytes.
+    readable = (torch.bfloat16,) if ops.kernels is not None and dtype == torch.float32 else ()
+    return Weights(checkpoint, dtype, kind, ops, readable)
+
+
+def _model(spec: ModelSpec, weights: Weights, dtype: torch.dtype, ops: Ops) -> NativeModel | TorchModel:
+    if ops.kernels is not None:
+        return NativeModel(spec, weights, dtype, ops.kernels, ops.level)
+    return TorchModel(DecoderModel(spec, weights, dtype, ops), ops)
 
 
 def _max_blocks(config: ExecutorConfig, block_bytes: int) -> int:

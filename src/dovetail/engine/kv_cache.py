@@ -46,6 +46,11 @@ class KVCache:
         assert self._blocks is not None, "the cache is closed"
         return self._blocks[:, index]
 
+    def usable(self) -> torch.Tensor:
+        """[blocks, layers, 2, block_size, kv_heads, head_dim]: what may be touched."""
+        assert self._blocks is not None, "the cache is closed"
+        return self._blocks[: self.num_blocks]
+
     def close(self) -> None:
         self._blocks = None  # no view may outlive the addresses
         self.num_blocks = 0

@@ -17,7 +17,7 @@ class Rope:
         exponents = torch.arange(0, head_dim, 2, dtype=precision) / head_dim
         frequencies = 1.0 / (spec.theta**exponents)  # [head_dim / 2]
         self._dtype = dtype
-        self._scale = 1.0
+        self.scale = 1.0
         if spec.kind == "linear":
             frequencies = frequencies / spec.factor
         elif spec.kind == "llama3":
@@ -25,13 +25,13 @@ class Rope:
         elif spec.kind == "yarn":
             frequencies = _yarn(frequencies, spec, head_dim)
             factor = spec.attention_factor
-            self._scale = factor if factor is not None else 0.1 * math.log(max(spec.factor, 1.0)) + 1.0
-        self._frequencies = frequencies
+            self.scale = factor if factor is not None else 0.1 * math.log(max(spec.factor, 1.0)) + 1.0
+        self.frequencies = frequencies
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, each [tokens, 1, head_dim / 2], ready to multiply [tokens, heads, head_dim / 2]."""
-        angles = positions.to(self._frequencies.dtype)[:, None] * self._frequencies
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        angles = positions.to(self.frequencies.dtype)[:, None] * self.frequencies
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -51,12 +51,16 @@ class Linear:
 class Weights:
     """Reads each tensor once, when the model is built."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops, readable: Collection[torch.dtype] = ()
+    ) -> None:
+        """`readable`: types that the kernels take for matrices besides `dtype`; stored so, they are kept so."""
         self.kind = kind
         self.num_bytes = 0  # of all tensors handed out
         self.copied_bytes = 0  # of those that are not in place
         self._checkpoint = checkpoint
         self._dtype = dtype
+        self._readable = frozenset(readable)
         self._norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._ops = ops
         self._shapes = dict(checkpoint.spec.tensors())
@@ -65,16 +69,16 @@ class Weights:
         return name in self._shapes
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor in the compute type."""
-        return self._whole(name, self._dtype)
+        """The whole tensor in the compute type, or as stored if that can be read as well."""
+        return self._whole(name, self._matrix_dtype(name))
 
     def norm(self, name: str) -> Tensor:
         """Norm weights stay in float32: they are small, and Gemma's multiply before rounding."""
         return self._whole(name, self._norm_dtype)
 
     def linear(self, name: str) -> Linear:
-        weights = self._parts(f"{name}.weight")
-        biases = self._parts(f"{name}.bias") if self.has(f"{name}.bias") else None
+        weights = self.parts(f"{name}.weight")
+        biases = self.parts(f"{name}.bias") if self.has(f"{name}.bias") else None
         if biases is not None and len(biases) != len(weights):
             sizes = [len(weight) for weight in weights]
             biases = list(torch.cat(biases).split(sizes))
@@ -83,7 +87,7 @@ class Weights:
     def experts(self, name: str) -> list[Linear]:
         """One Linear per expert of a stacked [experts, out, in] tensor."""
         count, _, columns = self._shapes[f"{name}.weight"]
-        parts = [part.reshape(-1, columns) for part in self._parts(f"{name}.weight")]
+        parts = [part.reshape(-1, columns) for part in self.parts(f"{name}.weight")]
         if len(parts) == 1:
             parts = list(parts[0].chunk(count))
         each = len(parts) // count
@@ -94,10 +98,16 @@ class Weights:
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return whole.reshape(self._shapes[name])
 
-    def _parts(self, name: str) -> list[Tensor]:
+    def parts(self, name: str) -> list[Tensor]:
+        """One tensor, or several to be concatenated along the first dimension where they lie apart."""
+        dtype = self._matrix_dtype(name)
         if self.kind == "resident":
-            return [self._whole(name, self._dtype)]
-        return [self._tensor(piece, self._dtype) for piece in self._checkpoint.pieces(name)]
+            return [self._whole(name, dtype)]
+        return [self._tensor(piece, dtype) for piece in self._checkpoint.pieces(name)]
+
+    def _matrix_dtype(self, name: str) -> torch.dtype:
+        stored = {TORCH_DTYPES[piece.dtype] for piece in self._checkpoint.pieces(name)}
+        return stored.pop() if len(stored) == 1 and stored <= self._readable else self._dtype
 
     def _tensor(self, piece: HostTensor, dtype: torch.dtype) -> Tensor:
         count = math.prod(piece.shape)

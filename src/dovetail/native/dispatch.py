@@ -1,13 +1,22 @@
-"""The dispatch table: every operation that a faster kernel may replace, by name, with one signature for all levels.
+"""The levels of kernels, and which one runs here.
 
-A level is a full table. `select` takes the best one that this device can run; a level that lacks an operation inherits
-it from the one below with `dataclasses.replace`.
+torch    plain torch, operation by operation: runs everywhere, every family
+neon     AArch64
+avx2     x86-64 with AVX2 and FMA
+avx512   x86-64 with AVX-512 and its bf16 instructions
+amx      x86-64 with AMX tiles
+
+All but the first are one compiled module that computes a whole iteration in one call (see docs/kernels.md). Where it
+was not built, where the processor has none of them, or where DOVETAIL_KERNELS says so, the torch level serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import ConfigError
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Ops:
     level: str
+    kernels: ModuleType | None  # computes whole iterations of models that it knows; the operations below do the others
     # (x [n, d], weight [d], eps, in_float32) -> [n, d]
     rms_norm: Callable[[Tensor, Tensor, float, bool], Tensor]
     # (x [n, d], weight [d], bias [d], eps) -> [n, d]
@@ -40,8 +50,9 @@ class Ops:
     attend: Callable[[Tensor, Tensor, Sequence[Any], float, int, float | None], Tensor]
 
 
-_TORCH = Ops(
+TORCH = Ops(
     level="torch",
+    kernels=None,
     rms_norm=torch_ops.rms_norm,
     layer_norm=torch_ops.layer_norm,
     linear=torch_ops.linear,
@@ -51,12 +62,43 @@ _TORCH = Ops(
     write_kv=torch_ops.write_kv,
     attend=torch_ops.attend,
 )
-LEVELS = {"torch": _TORCH}  # best last
+VARIABLE = "DOVETAIL_KERNELS"
 
 
-def select(level: str = "auto") -> Ops:
-    if level == "auto":
-        return next(reversed(LEVELS.values()))
-    if level not in LEVELS:
-        raise ConfigError(f"unknown kernel level {level!r}: this machine has {', '.join(LEVELS)}")
-    return LEVELS[level]
+def load_kernels() -> ModuleType | None:
+    """The compiled module; None where it was not built."""
+    try:
+        return importlib.import_module("dovetail.native._kernels")
+    except ImportError:
+        return None
+
+
+def levels() -> list[str]:
+    """What this machine can run, best last."""
+    kernels = load_kernels()
+    return ["torch", *(kernels.levels() if kernels is not None else [])]
+
+
+def select(level: str = "auto", environment: Mapping[str, str] = os.environ) -> Ops:
+    """A named level; "auto" takes the one that the environment names, or else the best."""
+    asked = environment.get(VARIABLE, "") or "auto" if level == "auto" else level
+    found = levels()
+    if asked == "auto":
+        asked = found[-1]
+    if asked not in found:
+        where = f"{VARIABLE}: " if level == "auto" else ""
+        raise ConfigError(f"{where}unknown kernel level {asked!r}: this machine has {', '.join(found)}")
+    return TORCH if asked == "torch" else replace(TORCH, level=asked, kernels=load_kernels())
+
+
+def explain(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The level that `auto` means here, and why."""
+    found, forced = levels(), environment.get(VARIABLE, "")
+    if forced:
+        known = forced == "auto" or forced in found
+        return (forced, f"{VARIABLE} says so") if known else (forced, f"{VARIABLE} names it, but it cannot run here")
+    if load_kernels() is None:
+        return "torch", "the native kernels were not built (no C++ compiler at installation?)"
+    if len(found) == 1:
+        return "torch", "this processor has none of the instruction sets that the native kernels need"
+    return found[-1], f"the best of {', '.join(found)}"

@@ -1,0 +1,100 @@
+// A decoder-only model as one native call per iteration: tokens in, logits of the rows that sample out. Knows the dense
+// families by the few ways in which they differ; weights are used where they lie and never copied.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+#include "memory.hpp"
+#include "team.hpp"
+
+namespace dovetail {
+
+struct Linear {  // pieces of a matrix that lie apart, concatenated along the rows
+    std::vector<Matrix> pieces;
+    const float* bias = nullptr;
+
+    int64_t rows() const;
+    int64_t columns() const { return pieces.at(0).columns; }
+};
+
+struct Norm {
+    const float* weight = nullptr;  // null: there is no such norm
+    const float* bias = nullptr;    // a layer norm if there is one, else an RMS norm
+};
+
+struct Layer {
+    Norm attn_norm, q_norm, k_norm, post_attn_norm, mlp_norm, post_mlp_norm;
+    Linear qkv, out, up, down;  // up: gate and up one after the other if the MLP is gated
+    int64_t window = 0;
+    bool local_rope = false;
+};
+
+struct Rope {
+    std::vector<float> frequencies;  // [head_dim / 2]; empty: no rotation
+    float scale = 1.0f;
+};
+
+struct Shape {
+    int64_t vocab_size = 0, hidden_size = 0, num_heads = 0, num_kv_heads = 0, head_dim = 0, intermediate_size = 0;
+    float norm_eps = 0.0f, embed_scale = 1.0f, attention_scale = 1.0f;
+    float attention_softcap = 0.0f, final_softcap = 0.0f;  // 0 = none
+    int64_t position_offset = -1;                          // rows before learned position 0; -1 = none learned
+    Activation activation = Activation::silu;
+    bool gated_mlp = true;
+    Precision precision = Precision::f32;
+
+    int64_t q_size() const { return num_heads * head_dim; }
+    int64_t kv_size() const { return num_kv_heads * head_dim; }
+};
+
+struct Cache {  // [block][layer][key | value][token in block][kv head][head dim]
+    void* data = nullptr;
+    DType type = DType::f32;
+    int64_t num_blocks = 0, num_layers = 0;
+    int block_size = 0;
+};
+
+struct Sequence {  // `count` tokens from position `start` on, on top of what the cache holds
+    int64_t start = 0, count = 0;
+    const int32_t* blocks = nullptr;
+    bool samples = false;
+};
+
+struct Iteration {
+    const int32_t* tokens = nullptr;  // of all sequences, one after the other
+    std::vector<Sequence> sequences;
+    Cache cache;
+    float* logits = nullptr;   // [sampling sequences][vocab]
+    int32_t* best = nullptr;   // [sampling sequences], index of the largest logit, -1 if one is not a number
+};
+
+class Decoder {
+  public:
+    Decoder(const Kernels& kernels, int threads, const Shape& shape);
+
+    Shape shape;
+    std::vector<Layer> layers;
+    Matrix embed{}, positions{};
+    Norm final_norm;
+    Linear head;
+    Rope rope, rope_local;
+
+    // Throws std::invalid_argument if the parts do not fit each other.
+    void check() const;
+    void run(const Iteration& iteration);
+    const Kernels& kernels() const { return kernels_; }
+
+  private:
+    struct Unit;  // of attention: queries of one sequence, one key head, one stretch of keys
+    struct Step;  // an iteration on its way through the layers
+
+    const Kernels& kernels_;
+    std::shared_ptr<Team> team_;
+    Buffer buffer_;  // activations; kept between iterations
+};
+
+}  // namespace dovetail

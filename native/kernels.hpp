@@ -1,0 +1,104 @@
+// The kernels of one instruction set, as a table. Activations are float32 everywhere; weights and caches may be bf16.
+//
+// Every output of `multiply` is one sum in one order, whatever else is in the batch and however the work is split, so a
+// sequence gets the same numbers alone and in company.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "number.hpp"
+
+namespace dovetail {
+
+enum class Activation : uint8_t { silu, gelu, gelu_tanh, relu };
+
+// How activations enter a product: as they are, or rounded to bf16 for instructions that multiply bf16.
+enum class Precision : uint8_t { f32, bf16 };
+
+constexpr int kTokenTile = 16;      // tokens that `prepare` handles together
+constexpr int kRowTile = 16;        // weight rows per chunk are a multiple of this, except at the end
+constexpr int kMaxQueries = 48;     // (token, head) pairs of one Attend
+constexpr int kKeyChunk = 64;       // keys between two rescalings of the softmax
+constexpr float kNothingSeen = -1e30f;  // largest score of a query that saw no key
+
+struct Matrix {  // [rows, columns], row-major, without gaps
+    const void* data;
+    DType type;
+    int64_t rows, columns;
+};
+
+struct Product {  // out[t][r] = (add ? out[t][r] : 0) + x[t]·weight[r] + bias[r]
+    const Matrix* weight;
+    int64_t row_begin, row_end;
+    const void* x;  // from `prepare`, or float32 [tokens][columns] where it has nothing to do
+    int64_t token_begin, token_end;  // token_begin is a multiple of kTokenTile
+    Precision precision;
+    const float* bias;  // of row_begin, or null
+    bool add;
+    float* out;  // of (token_begin, row_begin)
+    int64_t out_stride;
+    float* scratch;  // 8·columns + 4096 floats of the calling thread, 64-byte aligned
+};
+
+struct CacheView {  // of one layer and one key head; strides in elements
+    const void* keys;
+    const void* values;
+    DType type;
+    int64_t block_stride, token_stride;
+    int block_size;
+};
+
+struct Attend {
+    const float* q;  // of the first token and head
+    int64_t q_stride;  // between tokens
+    int tokens, heads;  // heads share the key head; tokens·heads <= kMaxQueries
+    int64_t position;  // of the first token
+    int head_dim;
+    CacheView cache;
+    const int32_t* blocks;
+    int64_t key_begin, key_end;
+    int64_t window;  // 0 = all
+    float scale, softcap;  // softcap 0 = none
+    float* out;  // null: leave the parts in `largest`, `total` and `sums`
+    int64_t out_stride;
+    float* largest;  // [tokens·heads]
+    float* total;
+    float* sums;  // [tokens·heads][head_dim]
+    float* scratch;  // attend_scratch(head_dim) floats
+};
+
+inline int64_t attend_scratch(int64_t head_dim) {
+    return kMaxQueries * (kKeyChunk + head_dim + 4) + 256;
+}
+
+struct Kernels {
+    const char* level;
+    // Bytes of prepared activations; 0: `multiply` takes them as they are.
+    int64_t (*prepared_bytes)(int64_t tokens, int64_t columns, Precision);
+    // Tokens [begin, end), begin a multiple of kTokenTile; fills the tile up with zeros.
+    void (*prepare)(const float* x, int64_t begin, int64_t end, int64_t columns, Precision, void* prepared);
+    void (*multiply)(const Product&);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int64_t count, float* out);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t count, float* out);
+    void (*activate)(Activation, const float* x, int64_t count, float* out);
+    void (*gate)(Activation, const float* gate, const float* up, int64_t count, float* out);
+    void (*rotate)(float* head, const float* cosines, const float* sines, int64_t head_dim);
+    void (*attend)(const Attend&);
+    void (*load_row)(const void* row, DType, int64_t count, float scale, bool add, float* out);
+    void (*store_row)(const float* x, int64_t count, DType, void* row);
+    // Index of the largest; -1 if any is not a number.
+    int64_t (*argmax)(const float* x, int64_t count);
+};
+
+// By name; null if this build or this processor lacks the level.
+const Kernels* find_kernels(const char* level);
+// Levels of this build that the processor can run, weakest first.
+const char* const* usable_levels();
+
+const Kernels* neon_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* amx_kernels();
+
+}  // namespace dovetail

@@ -1,0 +1,32 @@
+// x86-64 with AVX-512 and its bf16 instructions (Cooper Lake, Sapphire Rapids, Zen 4 and later).
+#include <immintrin.h>
+
+#include "kernels.hpp"
+
+namespace dovetail {
+namespace {
+
+#include "simd_avx512.hpp"
+#include "elementwise.hpp"
+#include "dot.hpp"
+#include "attention.hpp"
+#include "dot_bf16.hpp"
+
+int64_t prepared_bytes(int64_t tokens, int64_t columns, Precision precision) {
+    return precision == Precision::bf16 ? prepared_rows_bytes(tokens, columns) : 0;
+}
+
+void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precision precision, void* prepared) {
+    if (precision == Precision::bf16) prepare_rows(x, begin, end, columns, prepared);
+}
+
+void multiply(const Product& p) { p.precision == Precision::bf16 ? multiply_pairs(p) : multiply_wide(p); }
+
+constexpr Kernels kKernels{"avx512", prepared_bytes, prepare, multiply, rms_norm, layer_norm, activate,
+                           gate,     rotate,         attend,  load_row, store_row, argmax};
+
+}  // namespace
+
+const Kernels* avx512_kernels() { return &kKernels; }
+
+}  // namespace dovetail

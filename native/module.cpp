@@ -1,0 +1,207 @@
+// The Python module: a decoder that is filled tensor by tensor, and single kernels for tests and measurements. Tensors
+// cross as DLPack; no copy is made, and what is held is kept alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "decoder.hpp"
+
+namespace nb = nanobind;
+
+void add_single_kernels(nb::module_& module);
+
+namespace dovetail {
+
+using Array = nb::ndarray<nb::ro, nb::device::cpu, nb::c_contig>;
+template <class T>
+using Output = nb::ndarray<T, nb::device::cpu, nb::c_contig>;
+using Integers = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
+
+DType type_of(const Array& array) {
+    const nb::dlpack::dtype type = array.dtype();
+    if (type == nb::dtype<float>()) return DType::f32;
+    if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && type.bits == 16) return DType::bf16;
+    throw std::invalid_argument("tensors must be float32 or bfloat16");
+}
+
+const Kernels& kernels_of(const std::string& level) {
+    const Kernels* kernels = find_kernels(level.c_str());
+    if (!kernels) throw std::invalid_argument("this machine cannot run the kernels of " + level);
+    return *kernels;
+}
+
+Matrix matrix_of(const Array& array) {
+    if (array.ndim() != 2) throw std::invalid_argument("a weight has two dimensions");
+    return {array.data(), type_of(array), static_cast<int64_t>(array.shape(0)), static_cast<int64_t>(array.shape(1))};
+}
+
+namespace {
+
+Activation activation_of(const std::string& name) {
+    if (name == "silu") return Activation::silu;
+    if (name == "gelu") return Activation::gelu;
+    if (name == "gelu_tanh") return Activation::gelu_tanh;
+    if (name == "relu") return Activation::relu;
+    throw std::invalid_argument("unknown activation " + name);
+}
+
+class Model {
+  public:
+    Model(const std::string& level, int threads, const Shape& shape, int num_layers)
+        : decoder_(kernels_of(level), threads, shape) {
+        decoder_.layers.resize(num_layers);
+    }
+
+    // `name` as in modelspec; one piece or several, concatenated along the first dimension.
+    void add(const std::string& name, std::vector<Array> pieces) {
+        for (const Array& piece : pieces) held_.push_back(piece);
+        if (name == "embed.weight") return void(decoder_.embed = matrix_of(pieces.at(0)));
+        if (name == "positions.weight") return void(decoder_.positions = matrix_of(pieces.at(0)));
+        if (name.rfind("final_norm.", 0) == 0) return add_norm(decoder_.final_norm, name, pieces);
+        if (name == "lm_head.weight") return add_linear(decoder_.head, name, pieces);
+        if (name.rfind("layers.", 0) != 0) throw std::invalid_argument("unknown tensor " + name);
+        const size_t dot = name.find('.', 7);
+        Layer& layer = decoder_.layers.at(std::stoul(name.substr(7, dot - 7)));
+        add_to_layer(layer, name, name.substr(dot + 1, name.rfind('.') - dot - 1), pieces);
+    }
+
+    void set_layer(int index, int64_t window, bool local_rope) {
+        decoder_.layers.at(index).window = window;
+        decoder_.layers.at(index).local_rope = local_rope;
+    }
+
+    void set_rope(const std::vector<float>& frequencies, float scale, bool local) {
+        (local ? decoder_.rope_local : decoder_.rope) = {frequencies, scale};
+        if (static_cast<int64_t>(frequencies.size()) * 2 != decoder_.shape.head_dim)
+            throw std::invalid_argument("a rotation has one frequency per pair of a head's dimensions");
+    }
+
+    void check() const { decoder_.check(); }
+
+    void forward(Integers tokens, Integers starts, Integers counts, Integers table_offsets, Integers tables,
+                 Integers samples, Array cache, Output<float> logits, Output<int32_t> best) {
+        Iteration iteration;
+        iteration.tokens = tokens.data();
+        iteration.cache = cache_of(cache);
+        iteration.logits = logits.data();
+        iteration.best = best.data();
+        int64_t total = 0, sampling = 0;
+        for (size_t i = 0; i < starts.size(); ++i) {
+            const int64_t end = i + 1 < table_offsets.size() ? table_offsets(i + 1) : tables.size();
+            Sequence sequence{starts(i), counts(i), tables.data() + table_offsets(i), samples(i) != 0};
+            check_sequence(sequence, iteration.cache, end - table_offsets(i));
+            iteration.sequences.push_back(sequence);
+            total += sequence.count;
+            sampling += sequence.samples;
+        }
+        if (total != static_cast<int64_t>(tokens.size()))
+            throw std::invalid_argument("as many tokens as the sequences have");
+        for (size_t i = 0; i < tokens.size(); ++i)
+            if (tokens(i) < 0 || tokens(i) >= decoder_.shape.vocab_size)
+                throw std::invalid_argument("token " + std::to_string(tokens(i)) + " is not in the vocabulary");
+        if (static_cast<int64_t>(logits.size()) != sampling * decoder_.shape.vocab_size ||
+            static_cast<int64_t>(best.size()) != sampling)
+            throw std::invalid_argument("one row of logits per sampling sequence");
+        nb::gil_scoped_release released;
+        decoder_.run(iteration);
+    }
+
+  private:
+    void add_norm(Norm& norm, const std::string& name, const std::vector<Array>& pieces) {
+        if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32)
+            throw std::invalid_argument(name + ": a norm is one float32 tensor");
+        const float* data = static_cast<const float*>(pieces[0].data());
+        (name.ends_with(".bias") ? norm.bias : norm.weight) = data;
+    }
+
+    void add_linear(Linear& linear, const std::string& name, const std::vector<Array>& pieces) {
+        if (name.ends_with(".bias")) {
+            if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32)
+                throw std::invalid_argument(name + ": a bias is one float32 tensor");
+            linear.bias = static_cast<const float*>(pieces[0].data());
+            return;
+        }
+        for (const Array& piece : pieces) linear.pieces.push_back(matrix_of(piece));
+    }
+
+    void add_to_layer(Layer& layer, const std::string& name, const std::string& part, const std::vector<Array>& pieces) {
+        if (part == "qkv") return add_linear(layer.qkv, name, pieces);
+        if (part == "out") return add_linear(layer.out, name, pieces);
+        if (part == "gate_up" || part == "up") return add_linear(layer.up, name, pieces);
+        if (part == "down") return add_linear(layer.down, name, pieces);
+        if (part == "attn_norm") return add_norm(layer.attn_norm, name, pieces);
+        if (part == "q_norm") return add_norm(layer.q_norm, name, pieces);
+        if (part == "k_norm") return add_norm(layer.k_norm, name, pieces);
+        if (part == "post_attn_norm") return add_norm(layer.post_attn_norm, name, pieces);
+        if (part == "mlp_norm") return add_norm(layer.mlp_norm, name, pieces);
+        if (part == "post_mlp_norm") return add_norm(layer.post_mlp_norm, name, pieces);
+        throw std::invalid_argument("unknown tensor " + name);
+    }
+
+    Cache cache_of(const Array& cache) const {
+        const Shape& shape = decoder_.shape;
+        if (cache.ndim() != 6 || cache.shape(1) != decoder_.layers.size() || cache.shape(2) != 2 ||
+            static_cast<int64_t>(cache.shape(4)) != shape.num_kv_heads ||
+            static_cast<int64_t>(cache.shape(5)) != shape.head_dim)
+            throw std::invalid_argument("the cache is [blocks, layers, 2, block_size, kv_heads, head_dim]");
+        return {const_cast<void*>(cache.data()), type_of(cache), static_cast<int64_t>(cache.shape(0)),
+                static_cast<int64_t>(cache.shape(1)), static_cast<int>(cache.shape(3))};
+    }
+
+    void check_sequence(const Sequence& sequence, const Cache& cache, int64_t num_blocks) const {
+        const int64_t end = sequence.start + sequence.count;
+        if (sequence.start < 0 || sequence.count < 1 || num_blocks * cache.block_size < end)
+            throw std::invalid_argument("the block table covers the sequence");
+        for (int64_t i = 0; i < num_blocks; ++i)
+            if (sequence.blocks[i] < 0 || sequence.blocks[i] >= cache.num_blocks)
+                throw std::invalid_argument("block " + std::to_string(sequence.blocks[i]) + " is not in the cache");
+        if (decoder_.positions.data && end + decoder_.shape.position_offset > decoder_.positions.rows)
+            throw std::invalid_argument("there is no learned position " + std::to_string(end - 1));
+    }
+
+    Decoder decoder_;
+    std::vector<Array> held_;
+};
+
+}  // namespace
+
+}  // namespace dovetail
+
+NB_MODULE(_kernels, module) {
+    using namespace dovetail;
+    module.def("levels", [] {
+        std::vector<std::string> names;
+        for (const char* const* name = usable_levels(); *name; ++name) names.emplace_back(*name);
+        return names;
+    }, "Levels that this processor can run, weakest first.");
+    nb::class_<Shape>(module, "Shape")
+        .def(nb::init<>())
+        .def_rw("vocab_size", &Shape::vocab_size)
+        .def_rw("hidden_size", &Shape::hidden_size)
+        .def_rw("num_heads", &Shape::num_heads)
+        .def_rw("num_kv_heads", &Shape::num_kv_heads)
+        .def_rw("head_dim", &Shape::head_dim)
+        .def_rw("intermediate_size", &Shape::intermediate_size)
+        .def_rw("norm_eps", &Shape::norm_eps)
+        .def_rw("embed_scale", &Shape::embed_scale)
+        .def_rw("attention_scale", &Shape::attention_scale)
+        .def_rw("attention_softcap", &Shape::attention_softcap)
+        .def_rw("final_softcap", &Shape::final_softcap)
+        .def_rw("position_offset", &Shape::position_offset)
+        .def_rw("gated_mlp", &Shape::gated_mlp)
+        .def_prop_rw("activation", [](const Shape& shape) { return static_cast<int>(shape.activation); },
+                     [](Shape& shape, const std::string& name) { shape.activation = activation_of(name); })
+        .def_prop_rw("rounds_to_bf16", [](const Shape& shape) { return shape.precision == Precision::bf16; },
+                     [](Shape& shape, bool rounds) { shape.precision = rounds ? Precision::bf16 : Precision::f32; });
+    nb::class_<Model>(module, "Model")
+        .def(nb::init<const std::string&, int, const Shape&, int>())
+        .def("add", &Model::add)
+        .def("set_layer", &Model::set_layer)
+        .def("set_rope", &Model::set_rope)
+        .def("check", &Model::check)
+        .def("forward", &Model::forward);
+    add_single_kernels(module);
+}

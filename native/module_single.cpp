@@ -1,0 +1,130 @@
+// Single kernels as Python functions: for tests against a reference and for measurements, not for serving.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "kernels.hpp"
+#include "memory.hpp"
+#include "team.hpp"
+
+namespace nb = nanobind;
+
+namespace dovetail {
+
+using Array = nb::ndarray<nb::ro, nb::device::cpu, nb::c_contig>;
+using Floats = nb::ndarray<const float, nb::device::cpu, nb::c_contig>;
+using Output = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
+using Integers = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
+
+const Kernels& kernels_of(const std::string& level);
+Matrix matrix_of(const Array& array);
+DType type_of(const Array& array);
+
+namespace {
+
+void need(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+// out [tokens, rows] = x [tokens, columns] · weight [rows, columns], as one phase of an iteration
+void linear(const std::string& level, int threads, bool rounds_to_bf16, Floats x, Array weight, Output out) {
+    const Kernels& kernels = kernels_of(level);
+    const Matrix matrix = matrix_of(weight);
+    const int64_t tokens = x.shape(0), columns = matrix.columns;
+    const Precision precision = rounds_to_bf16 ? Precision::bf16 : Precision::f32;
+    need(static_cast<int64_t>(x.size()) == tokens * columns, "x is [tokens, columns]");
+    need(static_cast<int64_t>(out.size()) == tokens * matrix.rows, "out is [tokens, rows]");
+    need(!rounds_to_bf16 || matrix.type == DType::bf16, "a product of bf16 needs bf16 weights");
+    const std::shared_ptr<Team> team = Team::shared(threads);
+    const int64_t prepared_bytes = kernels.prepared_bytes(tokens, columns, precision);
+    const int64_t scratch_floats = (8 * columns + 4096 + 63) / 64 * 64;
+    Buffer prepared, scratch;
+    prepared.reserve(std::max<int64_t>(prepared_bytes, 64));
+    float* own = reinterpret_cast<float*>(scratch.reserve(scratch_floats * 4 * team->size()));
+    void* operand = prepared_bytes ? static_cast<void*>(prepared.reserve(1)) : const_cast<float*>(x.data());
+    const int64_t block = std::max<int64_t>(512 * 1024 / (columns * (rounds_to_bf16 ? 2 : 4)) / 48 * 48, 48);
+    const int64_t per_chunk =
+        tokens > kTokenTile ? 32 : std::clamp<int64_t>(matrix.rows / (4 * team->size()) / 32 * 32, 16, 256);
+    const int64_t chunks = (matrix.rows + per_chunk - 1) / per_chunk, blocks = (tokens + block - 1) / block;
+    nb::gil_scoped_release released;
+    team->run([&](Team::Member& member) {
+        if (prepared_bytes)
+            member.loop((tokens + kTokenTile - 1) / kTokenTile, [&](int64_t tile) {
+                kernels.prepare(x.data(), tile * kTokenTile, std::min((tile + 1) * kTokenTile, tokens), columns,
+                                precision, operand);
+            });
+        member.loop(chunks * blocks, [&](int64_t task) {
+            const int64_t row = task % chunks * per_chunk, begin = task / chunks * block;
+            kernels.multiply({&matrix, row, std::min(row + per_chunk, matrix.rows), operand, begin,
+                              std::min(begin + block, tokens), precision, nullptr, false,
+                              out.data() + begin * matrix.rows + row, matrix.rows,
+                              own + member.index * scratch_floats});
+        });
+    });
+}
+
+// One query head group of one sequence over a paged cache [blocks, 2, block_size, head_dim] with a single key head
+void attend(const std::string& level, Floats q, Array cache, Integers blocks, int64_t position, int64_t window,
+            float scale, float softcap, Output out) {
+    need(q.ndim() == 3 && cache.ndim() == 4 && q.size() == out.size(), "q [tokens, heads, d], cache [blocks, 2, size, d]");
+    const int tokens = q.shape(0), heads = q.shape(1), d = q.shape(2), size = cache.shape(2);
+    need(tokens * heads <= kMaxQueries, "too many queries");
+    need(static_cast<int64_t>(blocks.size()) * size >= position + tokens, "the block table covers the keys");
+    const DType type = type_of(cache);
+    const char* base = static_cast<const char*>(cache.data());
+    const CacheView view{base, base + size * d * size_of(type), type, 2 * size * d, d, size};
+    Buffer scratch;
+    float* own = reinterpret_cast<float*>(scratch.reserve(attend_scratch(d) * 4));
+    kernels_of(level).attend({q.data(), heads * d, tokens, heads, position, d, view, blocks.data(), 0, position + tokens,
+                              window, scale, softcap, out.data(), heads * d, nullptr, nullptr, nullptr, own});
+}
+
+void norm(const std::string& level, Floats x, Floats weight, float eps, Output out) {
+    need(x.size() == weight.size() && x.size() == out.size(), "all of one size");
+    kernels_of(level).rms_norm(x.data(), weight.data(), eps, x.size(), out.data());
+}
+
+void gate(const std::string& level, int activation, Floats gate, Floats up, Output out) {
+    need(gate.size() == up.size() && gate.size() == out.size(), "all of one size");
+    need(activation >= 0 && activation <= 3, "unknown activation");
+    kernels_of(level).gate(static_cast<Activation>(activation), gate.data(), up.data(), gate.size(), out.data());
+}
+
+int64_t argmax(const std::string& level, Floats x) { return kernels_of(level).argmax(x.data(), x.size()); }
+
+// Bytes summed up, so that nothing can be left out: the read bandwidth that a product over weights can reach at best
+float read_all(int threads, Array data) {
+    const std::shared_ptr<Team> team = Team::shared(threads);
+    const int64_t words = data.nbytes() / 8, chunk = 1 << 15;
+    const uint64_t* at = static_cast<const uint64_t*>(data.data());
+    std::atomic<uint64_t> total{0};
+    nb::gil_scoped_release released;
+    team->run([&](Team::Member& member) {
+        member.loop((words + chunk - 1) / chunk, [&](int64_t i) {
+            uint64_t sums[8] = {};
+            const int64_t end = std::min((i + 1) * chunk, words) / 8 * 8;
+            for (int64_t j = i * chunk; j < end; j += 8)
+                for (int lane = 0; lane < 8; ++lane) sums[lane] ^= at[j + lane];
+            uint64_t all = 0;
+            for (const uint64_t sum : sums) all ^= sum;
+            total.fetch_xor(all, std::memory_order_relaxed);
+        });
+    });
+    return static_cast<float>(total.load() & 0xff);
+}
+
+}  // namespace
+}  // namespace dovetail
+
+void add_single_kernels(nb::module_& module) {
+    using namespace dovetail;
+    module.def("linear", &linear);
+    module.def("attend", &attend);
+    module.def("norm", &norm);
+    module.def("gate", &gate);
+    module.def("argmax", &argmax);
+    module.def("read_all", &read_all);
+}

@@ -1,0 +1,39 @@
+// Vectors of eight floats. Included once per level, inside an unnamed namespace.
+
+using Vec = __m256;
+constexpr int kWidth = 8;
+constexpr int kTileTokens = 2;  // 4 rows × 2 tokens of sums and their operands fill the 16 registers
+
+inline Vec splat(float value) { return _mm256_set1_ps(value); }
+inline Vec load(const float* at) { return _mm256_loadu_ps(at); }
+inline Vec load(const bf16* at) {
+    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(packed), 16));
+}
+inline void store(float* at, Vec value) { _mm256_storeu_ps(at, value); }
+inline void store(bf16* at, Vec value) {
+    alignas(32) float wide[8];
+    _mm256_store_ps(wide, value);
+    for (int i = 0; i < 8; ++i) at[i] = narrow(wide[i]);
+}
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline float sum(Vec v) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+inline float largest(Vec v) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+inline Vec round_even(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// 2 to the power of a whole number in [-126, 127]
+inline Vec power_of_two(Vec n) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+// a < b ? x : y; a comparison with NaN is false
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}

@@ -1,0 +1,30 @@
+// Vectors of sixteen floats. Included once per level, inside an unnamed namespace.
+
+using Vec = __m512;
+constexpr int kWidth = 16;
+constexpr int kTileTokens = 6;  // 4 rows × 6 tokens of sums fill the 32 registers
+
+inline Vec splat(float value) { return _mm512_set1_ps(value); }
+inline Vec load(const float* at) { return _mm512_loadu_ps(at); }
+inline Vec load(const bf16* at) {
+    const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16));
+}
+inline void store(float* at, Vec value) { _mm512_storeu_ps(at, value); }
+inline void store(bf16* at, Vec value) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(value);
+    std::memcpy(at, &rounded, sizeof rounded);
+}
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
+inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
+inline Vec round_even(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT); }
+// 2 to the power of a whole number in [-126, 127]
+inline Vec power_of_two(Vec n) {
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+}
+// a < b ? x : y; a comparison with NaN is false
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}

@@ -1,0 +1,256 @@
+#include "step.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace dovetail {
+namespace {
+
+constexpr int64_t kMaxChunkRows = 256;
+constexpr int64_t kManyTokens = 64;
+constexpr int64_t kBlockBytes = 512 * 1024;  // activations that a product goes over again and again: stay in the L2
+
+int64_t tiles(int64_t tokens) { return (tokens + kTokenTile - 1) / kTokenTile; }
+
+struct Rows {  // a stretch of one piece
+    const Matrix* piece;
+    int64_t begin, end;
+    int64_t first;  // of the whole matrix
+};
+
+int64_t count_chunks(const Linear& linear, int64_t rows_per_chunk) {
+    int64_t count = 0;
+    for (const Matrix& piece : linear.pieces) count += (piece.rows + rows_per_chunk - 1) / rows_per_chunk;
+    return count;
+}
+
+Rows chunk_at(const Linear& linear, int64_t rows_per_chunk, int64_t chunk) {
+    int64_t first = 0;
+    for (const Matrix& piece : linear.pieces) {
+        const int64_t chunks = (piece.rows + rows_per_chunk - 1) / rows_per_chunk;
+        if (chunk < chunks) {
+            const int64_t begin = chunk * rows_per_chunk;
+            return {&piece, begin, std::min(begin + rows_per_chunk, piece.rows), first + begin};
+        }
+        chunk -= chunks;
+        first += piece.rows;
+    }
+    return {nullptr, 0, 0, 0};
+}
+
+}  // namespace
+
+Decoder::Step::Step(Decoder& model, const Iteration& iteration)
+    : model_(model), shape_(model.shape), kernels_(model.kernels_), iteration_(iteration) {
+    for (const Sequence& sequence : iteration.sequences) {
+        for (int64_t i = 0; i < sequence.count; ++i) {
+            const int64_t position = sequence.start + i, size = iteration.cache.block_size;
+            position_.push_back(position);
+            slot_.push_back(sequence.blocks[position / size] * size + position % size);
+        }
+        tokens_ += sequence.count;
+        if (sequence.samples) sampled_at_.push_back(tokens_ - 1);
+    }
+    plan_attention();
+    int64_t bytes = 0;
+    lay_out(nullptr, &bytes);
+    lay_out(model.buffer_.reserve(bytes), &bytes);
+}
+
+void Decoder::Step::lay_out(char* base, int64_t* bytes) {
+    const int64_t tokens = tiles(tokens_) * kTokenTile;
+    const int64_t widest = std::max({shape_.hidden_size, shape_.q_size(), shape_.intermediate_size});
+    const int64_t block = std::max(token_block(shape_.hidden_size), token_block(shape_.intermediate_size));
+    const int64_t inner = 2 * std::max(block * 4 * kRowTile, kManyTokens * kMaxChunkRows);  // gate and up of one chunk
+    scratch_floats_ = 8 * widest + 4096 + std::max(inner, attend_scratch(shape_.head_dim));
+    scratch_floats_ = (scratch_floats_ + 63) / 64 * 64;
+    Carver carver(base);
+    hidden_ = carver.take<float>(tokens * shape_.hidden_size);
+    normed_ = carver.take<float>(tokens * shape_.hidden_size);
+    qkv_ = carver.take<float>(tokens * (shape_.q_size() + 2 * shape_.kv_size()));
+    attended_ = carver.take<float>(tokens * shape_.q_size());
+    inner_ = carver.take<float>(tokens * shape_.intermediate_size);
+    update_ = carver.take<float>(tokens * shape_.hidden_size);
+    angles_ = carver.take<float>(tokens * shape_.head_dim);
+    angles_local_ = carver.take<float>(tokens * shape_.head_dim);
+    prepared_ = carver.take<char>(kernels_.prepared_bytes(tokens, widest, shape_.precision));
+    largest_ = carver.take<float>(num_parts_);
+    total_ = carver.take<float>(num_parts_);
+    sums_ = carver.take<float>(num_parts_ * shape_.head_dim);
+    scratch_ = carver.take<float>(scratch_floats_ * model_.team_->size());
+    *bytes = carver.used();
+}
+
+void Decoder::Step::run(Team::Member& member) {
+    embed(member);
+    for (size_t i = 0; i < model_.layers.size(); ++i) {
+        const Layer& layer = model_.layers[i];
+        normalize(member, layer.attn_norm, hidden_, shape_.hidden_size);
+        linear(member, layer.qkv, normed_, qkv_, false);
+        rotate_and_store(member, layer, i);
+        attend(member, layer, i);
+        if (i + 1 == model_.layers.size()) keep_sampled(member);
+        prepare(member, attended_, shape_.q_size());
+        update(member, layer.out, layer.post_attn_norm, attended_);
+        normalize(member, layer.mlp_norm, hidden_, shape_.hidden_size);
+        inner_mlp(member, layer);
+        prepare(member, inner_, shape_.intermediate_size);
+        update(member, layer.down, layer.post_mlp_norm, inner_);
+    }
+    logits(member);
+}
+
+void Decoder::Step::embed(Team::Member& member) {
+    const int64_t row_bytes = shape_.hidden_size * size_of(model_.embed.type);
+    member.loop(tiles(tokens_), [&](int64_t tile) {
+        const int64_t end = std::min((tile + 1) * kTokenTile, tokens_);
+        for (int64_t t = tile * kTokenTile; t < end; ++t) {
+            float* out = hidden_ + t * shape_.hidden_size;
+            const char* table = static_cast<const char*>(model_.embed.data);
+            kernels_.load_row(table + iteration_.tokens[t] * row_bytes, model_.embed.type, shape_.hidden_size,
+                              shape_.embed_scale, false, out);
+            if (model_.positions.data) {
+                const Matrix& learned = model_.positions;
+                const char* row = static_cast<const char*>(learned.data) +
+                                  (position_[t] + shape_.position_offset) * learned.columns * size_of(learned.type);
+                kernels_.load_row(row, learned.type, learned.columns, 1.0f, true, out);
+            }
+            angles_of(model_.rope, position_[t], angles_ + t * shape_.head_dim);
+            angles_of(model_.rope_local, position_[t], angles_local_ + t * shape_.head_dim);
+        }
+    });
+}
+
+// Cosines, then sines
+void Decoder::Step::angles_of(const Rope& rope, int64_t position, float* out) const {
+    const int64_t half = static_cast<int64_t>(rope.frequencies.size());
+    for (int64_t i = 0; i < half; ++i) {
+        const float angle = static_cast<float>(position) * rope.frequencies[i];
+        out[i] = std::cos(angle) * rope.scale;
+        out[half + i] = std::sin(angle) * rope.scale;
+    }
+}
+
+void Decoder::Step::norm_row(const Norm& norm, const float* x, int64_t count, float* out) const {
+    if (norm.bias)
+        kernels_.layer_norm(x, norm.weight, norm.bias, shape_.norm_eps, count, out);
+    else
+        kernels_.rms_norm(x, norm.weight, shape_.norm_eps, count, out);
+}
+
+void Decoder::Step::normalize(Team::Member& member, const Norm& norm, const float* x, int64_t columns) {
+    member.loop(tiles(tokens_), [&](int64_t tile) {
+        const int64_t begin = tile * kTokenTile, end = std::min(begin + kTokenTile, tokens_);
+        for (int64_t t = begin; t < end; ++t) norm_row(norm, x + t * columns, columns, normed_ + t * columns);
+        kernels_.prepare(normed_, begin, end, columns, shape_.precision, prepared_);
+    });
+}
+
+void Decoder::Step::prepare(Team::Member& member, const float* x, int64_t columns) {
+    if (kernels_.prepared_bytes(1, columns, shape_.precision) == 0) return;
+    member.loop(tiles(tokens_), [&](int64_t tile) {
+        const int64_t begin = tile * kTokenTile, end = std::min(begin + kTokenTile, tokens_);
+        kernels_.prepare(x, begin, end, columns, shape_.precision, prepared_);
+    });
+}
+
+const void* Decoder::Step::operand(const float* x, int64_t columns) const {
+    return kernels_.prepared_bytes(1, columns, shape_.precision) ? prepared_ : x;
+}
+
+// Large enough that one tile of rows can be fetched ahead while another is multiplied, small enough that no thread waits
+// long for the last one.
+int64_t Decoder::Step::chunk_rows(int64_t rows, int64_t tokens) const {
+    const int64_t most = tokens > kManyTokens ? 4 * kRowTile : kMaxChunkRows;
+    const int64_t share = rows / (4 * model_.team_->size()) / (2 * kRowTile) * (2 * kRowTile);
+    return std::clamp<int64_t>(share, kRowTile, most);
+}
+
+int64_t Decoder::Step::token_block(int64_t columns) const {
+    const int64_t fits = kBlockBytes / (columns * (shape_.precision == Precision::bf16 ? 2 : 4));
+    return std::max<int64_t>(fits / 48 * 48, 48);  // 48: whole tiles of every kernel
+}
+
+void Decoder::Step::linear(Team::Member& member, const Linear& weights, const float* x, float* out, bool add) {
+    const int64_t rows = weights.rows(), columns = weights.columns();
+    const int64_t per_chunk = chunk_rows(rows, tokens_), block = token_block(columns);
+    const int64_t chunks = count_chunks(weights, per_chunk), blocks = (tokens_ + block - 1) / block;
+    const void* prepared = operand(x, columns);
+    member.loop(chunks * blocks, [&](int64_t task) {
+        const Rows part = chunk_at(weights, per_chunk, task % chunks);
+        const int64_t begin = task / chunks * block, end = std::min(begin + block, tokens_);
+        kernels_.multiply({part.piece, part.begin, part.end, prepared, begin, end, shape_.precision,
+                           weights.bias ? weights.bias + part.first : nullptr, add, out + begin * rows + part.first,
+                           rows, scratch(member)});
+    });
+}
+
+void Decoder::Step::inner_mlp(Team::Member& member, const Layer& layer) {
+    const int64_t inner = shape_.intermediate_size, columns = shape_.hidden_size;
+    const int64_t per_chunk = chunk_rows(inner, tokens_), block = token_block(columns);
+    const int64_t chunks = (inner + per_chunk - 1) / per_chunk, blocks = (tokens_ + block - 1) / block;
+    const void* prepared = operand(normed_, columns);
+    const Matrix& first = layer.up.pieces.front();
+    const Matrix& second = layer.up.pieces.back();
+    const int64_t shift = layer.up.pieces.size() == 1 ? inner : 0;  // of the up half, within its piece
+    const float* bias = layer.up.bias;
+    member.loop(chunks * blocks, [&](int64_t task) {
+        const int64_t row = task % chunks * per_chunk, rows = std::min(per_chunk, inner - row);
+        const int64_t begin = task / chunks * block, end = std::min(begin + block, tokens_);
+        float* own = scratch(member);
+        float* gate = own + 8 * columns + 4096;
+        float* up = gate + (end - begin) * rows;
+        kernels_.multiply({&first, row, row + rows, prepared, begin, end, shape_.precision, bias ? bias + row : nullptr,
+                           false, gate, rows, own});
+        if (shape_.gated_mlp)
+            kernels_.multiply({&second, shift + row, shift + row + rows, prepared, begin, end, shape_.precision,
+                               bias ? bias + inner + row : nullptr, false, up, rows, own});
+        for (int64_t t = 0; t < end - begin; ++t) {
+            float* out = inner_ + (begin + t) * inner + row;
+            if (shape_.gated_mlp)
+                kernels_.gate(shape_.activation, gate + t * rows, up + t * rows, rows, out);
+            else
+                kernels_.activate(shape_.activation, gate + t * rows, rows, out);
+        }
+    });
+}
+
+// Back onto the residual stream, through a norm of its own where the family has one.
+void Decoder::Step::update(Team::Member& member, const Linear& weights, const Norm& post, const float* x) {
+    if (!post.weight) return linear(member, weights, x, hidden_, true);
+    linear(member, weights, x, update_, false);
+    member.loop(tiles(tokens_), [&](int64_t tile) {
+        const int64_t end = std::min((tile + 1) * kTokenTile, tokens_), columns = shape_.hidden_size;
+        for (int64_t t = tile * kTokenTile; t < end; ++t) {
+            float* row = update_ + t * columns;
+            norm_row(post, row, columns, row);
+            kernels_.load_row(row, DType::f32, columns, 1.0f, true, hidden_ + t * columns);
+        }
+    });
+}
+
+// Behind the last attention only rows that sample go on.
+void Decoder::Step::keep_sampled(Team::Member& member) {
+    const int64_t kept = static_cast<int64_t>(sampled_at_.size());
+    member.loop(1, [&](int64_t) {
+        for (int64_t i = 0; i < kept; ++i) {
+            const int64_t from = sampled_at_[i];
+            std::copy_n(hidden_ + from * shape_.hidden_size, shape_.hidden_size, hidden_ + i * shape_.hidden_size);
+            std::copy_n(attended_ + from * shape_.q_size(), shape_.q_size(), attended_ + i * shape_.q_size());
+        }
+    });
+    member.loop(1, [&](int64_t) { tokens_ = kept; });
+}
+
+void Decoder::Step::logits(Team::Member& member) {
+    normalize(member, model_.final_norm, hidden_, shape_.hidden_size);
+    linear(member, model_.head, normed_, iteration_.logits, false);
+    member.loop(tokens_, [&](int64_t t) {
+        float* row = iteration_.logits + t * shape_.vocab_size;
+        if (const float cap = shape_.final_softcap; cap > 0.0f)
+            for (int64_t i = 0; i < shape_.vocab_size; ++i) row[i] = std::tanh(row[i] / cap) * cap;
+        iteration_.best[t] = static_cast<int32_t>(kernels_.argmax(row, shape_.vocab_size));
+    });
+}
+
+}  // namespace dovetail

@@ -1,0 +1,95 @@
+"""A dense decoder as one native call per iteration: the whole forward pass, from tokens to logits.
+
+Weights stay in the type they are stored in where the kernels can read it (bf16 under float32 arithmetic loses nothing),
+so a mapped checkpoint is used as it lies in the file.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.engine.kv_cache import KVCache
+from dovetail.engine.rope import Rope
+from dovetail.engine.weights import Weights
+from dovetail.modelspec import ModelSpec
+from dovetail.sched.turn import Turn, TurnRow
+
+
+def can_run(spec: ModelSpec, dtype: torch.dtype) -> bool:
+    """Mixtures of experts and other types than float32 and bf16 stay with the torch level."""
+    return spec.moe is None and dtype in (torch.float32, torch.bfloat16)
+
+
+class NativeModel:
+    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, kernels: Any, level: str) -> None:
+        self.spec = spec
+        shape = _shape(spec, kernels, rounds_to_bf16=dtype == torch.bfloat16)
+        self._model = kernels.Model(level, torch.get_num_threads(), shape, spec.num_layers)
+        embed = [weights.tensor("embed.weight")]
+        self._model.add("embed.weight", embed)
+        if spec.tied_embeddings:
+            self._model.add("lm_head.weight", embed)
+        for name, _ in spec.tensors():
+            if name != "embed.weight":
+                self._model.add(name, _pieces(weights, name))
+        for layer in range(spec.num_layers):
+            window = spec.window(layer)
+            self._model.set_layer(layer, window, window > 0 and spec.rope_local is not None)
+        if spec.position_offset is None:
+            self._set_rope(Rope(spec.rope, spec.head_dim, torch.float32), local=False)
+            if spec.rope_local is not None:
+                self._set_rope(Rope(spec.rope_local, spec.head_dim, torch.float32), local=True)
+        self._model.check()
+
+    def _set_rope(self, rope: Rope, local: bool) -> None:
+        self._model.set_rope(rope.frequencies.tolist(), rope.scale, local)
+
+    def forward(self, turn: Turn, cache: KVCache) -> tuple[list[TurnRow], Tensor]:
+        """Computes keys and values of every token of the turn; returns the rows that sample and their logits."""
+        rows = turn.rows
+        tokens, tables, offsets = array("i"), array("i"), array("i")
+        for row in rows:
+            assert 0 < row.count <= len(row.tokens) - row.start, "a row computes known tokens only"
+            tokens.extend(row.tokens[row.start : row.end])
+            offsets.append(len(tables))
+            tables.extend(row.blocks[: -(-row.end // cache.block_size)])
+        sampled = [row for row in rows if row.samples]
+        logits = torch.empty(len(sampled), self.spec.vocab_size)
+        best = torch.empty(len(sampled), dtype=torch.int32)
+        self._model.forward(
+            np.asarray(tokens),
+            np.array([row.start for row in rows], dtype=np.int32),
+            np.array([row.count for row in rows], dtype=np.int32),
+            np.asarray(offsets),
+            np.asarray(tables),
+            np.array([row.samples for row in rows], dtype=np.int32),
+            cache.usable(),
+            logits,
+            best,
+        )
+        return sampled, logits
+
+
+def _shape(spec: ModelSpec, kernels: Any, rounds_to_bf16: bool) -> Any:
+    shape = kernels.Shape()
+    same = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+    for name in (*same, "norm_eps", "embed_scale", "activation", "gated_mlp"):
+        setattr(shape, name, getattr(spec, name))
+    shape.attention_scale = spec.attention_scale if spec.attention_scale is not None else spec.head_dim**-0.5
+    shape.attention_softcap = spec.attention_softcap or 0.0
+    shape.final_softcap = spec.final_softcap or 0.0
+    shape.position_offset = -1 if spec.position_offset is None else spec.position_offset
+    shape.rounds_to_bf16 = rounds_to_bf16
+    return shape
+
+
+def _pieces(weights: Weights, name: str) -> list[Tensor]:
+    """Matrices as they lie; norms and biases, which are small, whole and in float32."""
+    if name.endswith("norm.weight") or name.endswith(".bias"):
+        return [weights.norm(name)]
+    return [weights.tensor(name)] if name == "positions.weight" else weights.parts(name)

@@ -1,0 +1,165 @@
+"""Each native kernel against a float64 reference: every level that runs here, odd shapes, poisoned outputs."""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.native import levels
+from dovetail.native.dispatch import load_kernels
+
+LEVELS = levels()[1:]
+pytestmark = pytest.mark.skipif(not LEVELS, reason="the native kernels were not built")
+
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # relative error that operands of the type explain
+NAN = float("nan")
+
+
+@pytest.fixture
+def kernels() -> ModuleType:
+    module = load_kernels()
+    assert module is not None
+    return module
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    assert not ours.isnan().any(), "an output was not written"
+    return float((ours.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize(("stored", "rounds"), [("f32", False), ("bf16", False), ("bf16", True)])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 6, 7, 8, 15, 16, 17, 31, 33, 64, 129])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (48, 576), (17, 96), (100, 70), (1, 33), (259, 160), (33, 1)])
+def test_a_product_is_right_in_every_shape(
+    kernels: ModuleType, level: str, rows: int, columns: int, tokens: int, stored: str, rounds: bool
+) -> None:
+    weight = draw(rows, columns, seed=1, dtype=torch.bfloat16 if stored == "bf16" else torch.float32)
+    x = draw(tokens, columns, seed=2)
+    out = torch.full((tokens, rows), NAN)
+    kernels.linear(level, 2, rounds, x, weight, out)
+    error = relative_error(out, x.double() @ weight.double().T)
+    assert error < ROUNDING[torch.bfloat16 if rounds else torch.float32]
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_row_gets_the_same_numbers_alone_and_in_company(kernels: ModuleType, level: str, rounds: bool) -> None:
+    weight, x = draw(203, 176, seed=1, dtype=torch.bfloat16), draw(70, 176, seed=2)
+    together, alone = torch.empty(70, 203), torch.empty(1, 203)
+    kernels.linear(level, 2, rounds, x, weight, together)
+    for token in (0, 5, 16, 47, 69):
+        kernels.linear(level, 1, rounds, x[token : token + 1].clone(), weight, alone)
+        assert torch.equal(alone[0], together[token])
+
+
+def test_what_is_not_a_number_stays_visible(kernels: ModuleType, level: str) -> None:
+    weight, x = draw(40, 64, seed=1), draw(3, 64, seed=2)
+    weight[7, 13] = NAN
+    x[1, 5] = float("inf")
+    out = torch.zeros(3, 40)
+    kernels.linear(level, 2, False, x, weight, out)
+    assert out[:, 7].isnan().all()
+    assert not out[1].isfinite().any()
+    gated = torch.zeros(9)
+    kernels.gate(level, 0, torch.tensor([NAN] + [1.0] * 8), torch.ones(9), gated)
+    assert gated[0].isnan()
+    assert not gated[1:].isnan().any()
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, position: int, window: int, cap: float) -> Tensor:
+    tokens, _, d = q.shape
+    scores = torch.einsum("thd,kd->thk", q.double(), k.double()) * d**-0.5
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
+    distance = (position + torch.arange(tokens))[:, None] - torch.arange(len(k))
+    seen = (distance >= 0) & ((distance < window) if window else torch.tensor(True))
+    weights = torch.softmax(scores.masked_fill(~seen[:, None], float("-inf")), dim=-1)
+    return torch.einsum("thk,kd->thd", weights, v.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("length", "tokens", "heads", "window", "cap"),
+    [
+        (1, 1, 1, 0, 0.0),
+        (16, 1, 3, 0, 0.0),
+        (17, 17, 2, 0, 0.0),
+        (63, 5, 7, 0, 30.0),
+        (65, 1, 4, 12, 0.0),
+        (200, 16, 3, 40, 50.0),
+        (8000, 1, 6, 0, 0.0),
+        (3000, 9, 4, 1000, 0.0),
+    ],
+)
+def test_attention_is_right_for_every_head_size_and_length(
+    kernels: ModuleType,
+    level: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    length: int,
+    tokens: int,
+    heads: int,
+    window: int,
+    cap: float,
+) -> None:
+    size, blocks = 16, -(-length // 16)
+    cache = torch.full((blocks + 3, 2, size, head_dim), NAN, dtype=dtype)  # what nobody wrote must not be read
+    table = random.Random(length).sample(range(blocks + 3), blocks)
+    k, v = draw(length, head_dim, seed=3, dtype=dtype), draw(length, head_dim, seed=4, dtype=dtype)
+    at = torch.arange(length)
+    for part, written in enumerate((k, v)):
+        cache[:, part].index_put_((torch.tensor(table)[at // size], at % size), written)
+    q = draw(tokens, heads, head_dim, seed=5)
+    out = torch.full_like(q, NAN)
+    position = length - tokens
+    block_table = torch.tensor(table, dtype=torch.int32)
+    kernels.attend(level, q, cache, block_table, position, window, head_dim**-0.5, cap, out)
+    assert relative_error(out, attention_reference(q, k, v, position, window, cap)) < (1e-5 if cap else 2e-6)
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 33, 576, 1000])
+def test_norms_and_gates_are_right(kernels: ModuleType, level: str, count: int) -> None:
+    x, weight = draw(count, seed=1), draw(count, seed=2)
+    out = torch.full((count,), NAN)
+    kernels.norm(level, x, weight, 1e-6, out)
+    reference = x.double() / (x.double().square().mean() + 1e-6).sqrt() * weight.double()
+    assert relative_error(out, reference) < 1e-6
+    gates = (
+        torch.nn.functional.silu,
+        torch.nn.functional.gelu,
+        lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
+        torch.nn.functional.relu,
+    )
+    wide = x * 20.0
+    for index, activation in enumerate(gates):
+        out.fill_(NAN)
+        kernels.gate(level, index, wide, weight, out)
+        reference = activation(wide.double()) * weight.double()
+        assert relative_error(out, reference + 1e-30) < 2e-6
+
+
+def test_the_largest_is_found_and_a_nan_reported(kernels: ModuleType, level: str) -> None:
+    for count in (1, 7, 64, 49157):
+        x = draw(count, seed=count)
+        assert kernels.argmax(level, x) == int(x.argmax())
+        for at in {0, count // 2, count - 1}:
+            poisoned = x.clone()
+            poisoned[at] = NAN
+            assert kernels.argmax(level, poisoned) == -1
+    barred = torch.full((100,), float("-inf"))
+    barred[41] = -3.0
+    assert kernels.argmax(level, barred) == 41
+    assert kernels.argmax(level, torch.zeros(50)) == 0
