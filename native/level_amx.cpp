@@ -11,6 +11,7 @@ namespace {
 #include "dot.hpp"
 #include "attention.hpp"
 #include "tiles.hpp"
+#include "tile_attention.hpp"
 
 int64_t prepared_bytes(int64_t tokens, int64_t columns, Precision precision) {
     return precision == Precision::bf16 ? prepared_tiles_bytes(tokens, columns) : 0;
@@ -22,8 +23,10 @@ void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precis
 
 void multiply(const Product& p) { p.precision == Precision::bf16 ? multiply_tiles(p) : multiply_wide(p); }
 
+void attend_best(const Attend& a) { fits_tiles(a) ? attend_tiles(a) : attend(a); }
+
 constexpr Kernels kKernels{"amx", prepared_bytes, prepare, multiply, rms_norm, layer_norm, activate,
-                           gate,  rotate,         attend,  load_row, store_row, argmax};
+                           gate,  rotate,         attend_best, load_row, store_row, argmax};
 
 }  // namespace
 

@@ -47,7 +47,7 @@ void linear(const std::string& level, int threads, bool rounds_to_bf16, Floats x
     void* operand = prepared_bytes ? static_cast<void*>(prepared.reserve(1)) : const_cast<float*>(x.data());
     const int64_t block = std::max<int64_t>(512 * 1024 / (columns * (rounds_to_bf16 ? 2 : 4)) / 48 * 48, 48);
     const int64_t per_chunk =
-        tokens > kTokenTile ? 32 : std::clamp<int64_t>(matrix.rows / (4 * team->size()) / 32 * 32, 16, 256);
+        std::clamp<int64_t>(matrix.rows / (4 * team->size()) / 32 * 32, 16, tokens > 64 ? 64 : 256);
     const int64_t chunks = (matrix.rows + per_chunk - 1) / per_chunk, blocks = (tokens + block - 1) / block;
     nb::gil_scoped_release released;
     team->run([&](Team::Member& member) {

@@ -29,6 +29,9 @@ class Tiles {
     Tiles& operator=(const Tiles&) = delete;
 };
 
+// A tile load is opaque to GCC and is not declared to read memory: what was just written must be there before it.
+inline void settle() { asm volatile("" : : : "memory"); }
+
 inline int64_t tile_steps(int64_t columns) { return (columns + 31) / 32; }
 
 int64_t prepared_tiles_bytes(int64_t tokens, int64_t columns) {
@@ -170,11 +173,13 @@ inline const char* pad_rows(const Product& p, int64_t row) {
     std::memset(copy, 0, 16 * padded * sizeof(bf16));
     for (int64_t r = row; r < row + 16 && r < p.row_end; ++r)
         std::memcpy(copy + (r - row) * padded, weight + r * columns, columns * sizeof(bf16));
+    settle();
     return reinterpret_cast<const char*>(copy);
 }
 
 void multiply_tiles(const Product& p) {
     const Tiles tiles;
+    settle();
     const int64_t columns = p.weight->columns, stride = columns * 2;
     const char* weight = static_cast<const char*>(p.weight->data);
     int64_t row = p.row_begin;

@@ -127,7 +127,9 @@ def test_attention_is_right_for_every_head_size_and_length(
     position = length - tokens
     block_table = torch.tensor(table, dtype=torch.int32)
     kernels.attend(level, q, cache, block_table, position, window, head_dim**-0.5, cap, out)
-    assert relative_error(out, attention_reference(q, k, v, position, window, cap)) < (1e-5 if cap else 2e-6)
+    rounds = level == "amx" and dtype == torch.bfloat16  # queries and weights become bf16 there
+    allowed = ROUNDING[torch.bfloat16] if rounds else 1e-5 if cap else 2e-6
+    assert relative_error(out, attention_reference(q, k, v, position, window, cap)) < allowed
 
 
 @pytest.mark.parametrize("count", [1, 3, 16, 33, 576, 1000])
