@@ -28,7 +28,7 @@ from dovetail.errors import DovetailError
 
 TORCH, NUMPY = "torch==2.13.0", "numpy==2.4.6"
 _READY = "ready.json"
-_PIP_TIMEOUT_S = 1800.0
+_PIP_TIMEOUT_S = 3600.0  # or for building one
 
 Report = Callable[[str], None]  # what is being done now
 
@@ -45,6 +45,8 @@ class Peer(msgspec.Struct, frozen=True):
     name: str
     requirements: tuple[str, ...]  # for pip, in order; the first one is installed before the others are looked at
     modules: tuple[str, ...]  # must be importable afterwards
+    built: tuple[str, ...] = ()  # packages that come as source; all others must be wheels
+    environment: tuple[tuple[str, str], ...] = ()  # for building and for running it
 
 
 PEERS = {
@@ -89,7 +91,7 @@ def set_up(peer: Peer, folder: Path, *, install: bool = True, report: Report = l
     if not install:
         raise PeerUnavailable(f"{peer.name} is not installed")
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f"{peer.name}.lock"):
+    with single(folder / f"{peer.name}.lock"):
         return find_python(peer, folder) or _install(peer, folder / peer.name, report)
 
 
@@ -99,6 +101,7 @@ def _install(peer: Peer, place: Path, report: Report) -> Path:
     _run(peer, [sys.executable, "-m", "venv", str(place)])
     python = place / "bin" / "python"
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]
+    pip += [option for name in peer.built for option in ("--no-binary", name)]
     for count, requirement in enumerate(peer.requirements):
         report(f"{peer.name}: installing {requirement}")
         # With the earlier ones named again pip cannot exchange them for what this one would rather have.
@@ -111,14 +114,20 @@ def _install(peer: Peer, place: Path, report: Report) -> Path:
 
 
 def _run(peer: Peer, command: list[str]) -> None:
+    run_step(peer.name, command, dict(peer.environment))
+
+
+def run_step(name: str, command: list[str], changes: dict[str, str] | None = None) -> None:
+    """One step of setting a peer up; PeerUnavailable with what it complained of."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    environment |= changes or {}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise PeerUnavailable(f"{peer.name} cannot be installed: {error}") from error
+        raise PeerUnavailable(f"{name} cannot be installed: {error}") from error
     if done.returncode != 0:
         here = f"{platform.machine()}, Python {platform.python_version()}"
-        raise PeerUnavailable(f"{peer.name} cannot be installed on {here}: {_reason(done.stderr)}")
+        raise PeerUnavailable(f"{name} cannot be installed on {here}: {_reason(done.stderr)}")
 
 
 def _reason(text: str) -> str:
@@ -128,7 +137,7 @@ def _reason(text: str) -> str:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def single(path: Path) -> Iterator[None]:
     """Two benches at once make one environment."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

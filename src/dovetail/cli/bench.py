@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dovetail.cli.bench_many import many
 from dovetail.cli.output import human_bytes, print_json
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from dovetail.bench.cold_start import Summary
 
 app = typer.Typer(help="Measure this machine and this build.", no_args_is_help=True)
+app.command("many")(many)
 
 
 @app.callback()

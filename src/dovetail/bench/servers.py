@@ -1,0 +1,241 @@
+"""The servers that a fleet of models is put behind, each started as its documentation says for a machine like this.
+
+All of them get the same models, cores and (where they have such a limit) room for the same share of the models.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import msgspec
+import yaml
+
+from dovetail.bench.fleet import FleetModel
+from dovetail.bench.llama_cpp import set_up_python, set_up_server
+from dovetail.bench.peers import PeerUnavailable, Report
+from dovetail.errors import DovetailError
+from dovetail.machine import preferred_dtype
+
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 30.0
+KV_TOKENS = 1024  # KV memory that is counted to a model when its share of the budget is computed
+PEER_CONTEXT = 1024  # tokens of one sequence
+PEER_SLOTS = 4  # sequences of one model that a peer batches
+NODE = "cpu-0"
+_OURS = (sys.executable, "-c", "from dovetail.cli.main import main; main()")
+
+
+class ServerFailed(DovetailError):
+    """A server that was to be measured did not start."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Of the contest; every contender takes from it what it knows."""
+
+    folder: Path  # for configurations and logs
+    cores: int
+    share: float = 1 / 3  # of the models that fit
+    keep_alive_s: float = 30.0
+    peers: Path | None = None  # where peers live
+    install: bool = True
+
+
+class Contender(msgspec.Struct, frozen=True):
+    """How to start a server."""
+
+    name: str
+    precision: str  # of the weights that it computes with
+    command: tuple[str, ...]
+    port: int
+    ready_path: str
+    environment: dict[str, str] = {}
+    event_log: Path | None = None  # of ours
+    memory_bytes: int | None = None  # its budget, where it has one
+    note: str = ""
+
+
+class Running(msgspec.Struct, frozen=True):
+    contender: Contender
+    url: str
+    pid: int
+    ready_s: float  # from the start of the process
+
+
+def budget_bytes(models: Sequence[FleetModel], share: float) -> int:
+    """Room for `share` of the models with a little KV each, and for the largest of them in any case."""
+    sizes = []
+    for model in models:
+        dtype = model.card.dtype or preferred_dtype()
+        sizes.append(model.card.spec.weight_bytes(dtype) + KV_TOKENS * model.card.spec.kv_bytes_per_token(dtype))
+    return max(int(sum(sizes) * share), int(max(sizes) * 1.25))
+
+
+def dovetail(models: Sequence[FleetModel], settings: Settings, policy: str = "dovetail") -> Contender:
+    is_shared = policy == "dovetail"
+    name = "dovetail" if is_shared else f"dovetail --policy {policy}"
+    note = "" if is_shared else "one model has the node at a time, and leaves when it is idle"
+    stem = policy.replace("+", "-")
+    event_log = settings.folder / f"{stem}.events.jsonl"
+    memory_bytes = budget_bytes(models, settings.share)
+    store = Path(models[0].card.path).parents[1]
+    node = {"name": NODE, "threads": settings.cores, "memory": memory_bytes, "policy": policy}
+    # One that has the node alone would keep all others waiting while it is idle: it leaves at once.
+    keep_alive_s = settings.keep_alive_s if is_shared else 0.0
+    config = {
+        "models": {model.name: {"source": model.name, "keep_alive": keep_alive_s} for model in models},
+        "nodes": [node | {"event_log": str(event_log)}],
+        "store": {"path": str(store)},
+        "server": {"max_queue": 4096},
+    }
+    path = settings.folder / f"{stem}.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    port = free_port()
+    command = (*_OURS, "serve", "--config", str(path), "--port", str(port), "--json")
+    return Contender(
+        name, models[0].card.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes, note=note
+    )
+
+
+def llama_python(models: Sequence[FleetModel], settings: Settings, report: Report) -> Contender:
+    """One model in memory at a time, exchanged when another is asked for."""
+    python, peer = set_up_python(_peers(settings), install=settings.install, report=report)
+    port = free_port()
+    common = {
+        "n_ctx": PEER_CONTEXT,
+        "n_batch": 512,
+        "n_threads": settings.cores,
+        "n_threads_batch": settings.cores,
+        "use_mmap": True,
+        "verbose": False,
+    }
+    entries = [{"model": str(model.gguf), "model_alias": model.name, **common} for model in models]
+    # By default a new request cuts off the one that is being answered.
+    config = {"host": "127.0.0.1", "port": port, "interrupt_requests": False, "models": entries}
+    path = settings.folder / "llama-cpp-python.json"
+    path.write_bytes(msgspec.json.encode(config))
+    command = (str(python), "-m", "llama_cpp.server", "--config_file", str(path))
+    environment = dict(peer.environment)
+    note = "one model at a time"
+    return Contender("llama-cpp-python", _gguf_precision(models), command, port, "/v1/models", environment, note=note)
+
+
+def llama_router(models: Sequence[FleetModel], settings: Settings, report: Report) -> Contender:
+    """llama.cpp's own server as a router: a process per model, the least recently used one ends for the next."""
+    binary = set_up_server(_peers(settings), install=settings.install, report=report)
+    port = free_port()
+    most = max(int(len(models) * settings.share), 1)
+    folder = settings.folder / "router-models"  # exactly these: the folder of the fleet may hold more
+    folder.mkdir(exist_ok=True)
+    for model in models:
+        link = folder / model.gguf.name
+        if not link.exists():
+            link.hardlink_to(model.gguf)
+    options = {
+        "--models-dir": folder,
+        "--models-max": most,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--threads": settings.cores,
+        "--threads-batch": settings.cores,
+        "--parallel": PEER_SLOTS,
+        "--ctx-size": PEER_CONTEXT * PEER_SLOTS,
+        "--batch-size": 512,
+    }
+    command = (str(binary), *(str(part) for option in options.items() for part in option))
+    note = f"at most {most} processes, {PEER_SLOTS} slots each"
+    return Contender("llama-server", _gguf_precision(models), command, port, "/health", note=note)
+
+
+def make_contender(name: str, models: Sequence[FleetModel], settings: Settings, report: Report) -> Contender:
+    if name == "dovetail":
+        return dovetail(models, settings)
+    if name == "exclusive":
+        return dovetail(models, settings, "sllm+c")
+    if name == "llama-cpp-python":
+        return llama_python(models, settings, report)
+    if name == "llama-server":
+        return llama_router(models, settings, report)
+    raise PeerUnavailable(f"{name} is not one of {', '.join(CONTENDERS)}")
+
+
+CONTENDERS = ("dovetail", "exclusive", "llama-server", "llama-cpp-python")
+
+
+@contextmanager
+def running(contender: Contender, log: Path) -> Iterator[Running]:
+    """The server from its start until it answers; ended on leaving, with everything that it started."""
+    environment = {**os.environ, **contender.environment}
+    began = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            contender.command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        url = f"http://127.0.0.1:{contender.port}"
+        try:
+            _wait_until_ready(contender, process, url, began, log)
+            yield Running(contender, url, process.pid, time.monotonic() - began)
+        finally:
+            _stop(process)
+
+
+def _wait_until_ready(
+    contender: Contender, process: subprocess.Popen[bytes], url: str, began: float, log: Path
+) -> None:
+    with httpx.Client(base_url=url, timeout=5.0, trust_env=False) as client:
+        while True:
+            if process.poll() is not None:
+                raise ServerFailed(f"{contender.name} ended with {process.returncode}: {_last_line(log)}")
+            try:
+                if client.get(contender.ready_path).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            if time.monotonic() - began > START_TIMEOUT_S:
+                raise ServerFailed(f"{contender.name} was not ready within {START_TIMEOUT_S:g} s: {_last_line(log)}")
+            time.sleep(0.05)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_TIMEOUT_S)
+    with suppress(ProcessLookupError):  # the group is its own: whatever it left behind goes too
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _peers(settings: Settings) -> Path:
+    from dovetail.bench.peers import default_folder
+
+    return settings.peers or default_folder()
+
+
+def _gguf_precision(models: Sequence[FleetModel]) -> str:
+    """The type of most of the weights."""
+    import gguf
+
+    sizes: dict[str, int] = {}
+    for tensor in gguf.GGUFReader(models[0].gguf).tensors:
+        sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+    return max(sizes, key=lambda name: sizes[name]).lower()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
