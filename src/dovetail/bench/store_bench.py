@@ -85,6 +85,7 @@ def compare(
     states: Sequence[State] = ("cold", "warm"),
     device: str = "cpu",
     drop_everything: bool = False,
+    pre_read: bool = True,
     step: Step = lambda text: None,
 ) -> Report:
     loads: dict[tuple[str, State], list[Load]] = {}
@@ -98,7 +99,7 @@ def compare(
                 if contender.name in failed:
                     continue
                 try:
-                    load = one_load(contender, sample, state, drop_everything)
+                    load = one_load(contender, sample, state, drop_everything, pre_read)
                 except (PeerFailed, fio.FioFailed) as error:
                     failed[contender.name] = str(error)
                     continue
@@ -112,12 +113,14 @@ def compare(
     )
 
 
-def one_load(contender: Contender, sample: SampleFiles, state: State, drop_everything: bool = False) -> Load:
+def one_load(
+    contender: Contender, sample: SampleFiles, state: State, drop_everything: bool = False, pre_read: bool = True
+) -> Load:
     files = contender.files(sample)
     contender.prepare(sample, state)
     if state == "cold":
         page_cache.drop(files, everything=drop_everything)
-        for path in files:
+        for path in files if pre_read else ():
             fio.raw_read(path, direct=True)
     else:
         page_cache.fill(files)

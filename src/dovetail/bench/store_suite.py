@@ -35,6 +35,7 @@ class Plan(msgspec.Struct, frozen=True):
     folder: Path | None = None
     keep: bool = False
     install: bool = True
+    pre_read: bool = True  # past the page cache, before every cold load
     drop_everything: bool = True  # the whole page cache, not only the files' part of it, where this process may
 
 
@@ -143,8 +144,15 @@ def _compare(plan: Plan, sample: SampleFiles, others: list[Contender], ours: Our
         wanted = [contender for contender in ours(plan, sample, stack) if _is_wanted(plan, contender.name)]
         contenders = [*others, *wanted]
         watch.expect(plan.rounds * sum(len(contender.states) for contender in contenders))
-        everything = plan.drop_everything
-        return compare(sample, contenders, plan.rounds, device=plan.device, drop_everything=everything, step=watch.step)
+        return compare(
+            sample,
+            contenders,
+            plan.rounds,
+            device=plan.device,
+            drop_everything=plan.drop_everything,
+            pre_read=plan.pre_read,
+            step=watch.step,
+        )
 
 
 def _contenders(plan: Plan, sample: SampleFiles, stack: ExitStack) -> list[Contender]:

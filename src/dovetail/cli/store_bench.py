@@ -42,6 +42,9 @@ def bench(
     drop_caches: Annotated[
         bool, typer.Option(help="Before a cold load empty the whole page cache, where allowed, not only of its file.")
     ] = True,
+    pre_read: Annotated[
+        bool, typer.Option(help="Before a cold load read its file past the page cache: caches below are alike for all.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Load checkpoints cold and warm, our way and as others do, against the disk as fio measures it.
@@ -62,6 +65,7 @@ def bench(
         folder=folder,
         keep=keep,
         install=install,
+        pre_read=pre_read,
         drop_everything=drop_caches,
     )
     with _progress(enabled=not as_json and sys.stderr.isatty()) as watch:
