@@ -6,6 +6,8 @@ The gateway binds a ROUTER, each worker connects a DEALER whose identity is its 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from dovetail.types import ModelCard, Request, TokenEvent
@@ -67,6 +69,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     weight_bytes: int
     mapped: bool  # weights are used in place in the checkpoint's pages
     times: LoadTimes
+    tier: Literal["host", "disk"] = "disk"  # where the weights were before
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):

@@ -14,6 +14,7 @@ from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import Hosting
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome, RowOutcome, Turn
+from dovetail.sim.log import EventLog
 from dovetail.types import ModelCard, Request, SamplingParams, Slo, TokenEvent
 from dovetail.worker.actor import Actor
 from dovetail.worker.policy import real_knobs
@@ -89,7 +90,13 @@ class Rig:
     """A stage with models a, b, c… and a loader that waits to be told."""
 
     def __init__(
-        self, models: str = "abc", *, memory: int = 10_000_000, max_kv_tokens: int = 2000, **knobs: Any
+        self,
+        models: str = "abc",
+        *,
+        memory: int = 10_000_000,
+        max_kv_tokens: int = 2000,
+        log: EventLog | None = None,
+        **knobs: Any,
     ) -> None:
         self.clock = Clock()
         self.commands: list[StartLoad] = []
@@ -99,7 +106,9 @@ class Rig:
         self.gone: list[str] = []
         self.fails_on: int | None = None
         policy = Knobs(**{**_values(real_knobs("dovetail")), **knobs})
-        self.stage = Stage("node", memory, policy, self, self.clock)
+        self.stage = Stage("node", memory, policy, self, self.clock, log)
+        if log is not None:
+            log.start_real(self.stage.node, "virtual")
         for model in models:
             self.register(model)
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,8 +26,9 @@ class WorkerDied(DovetailError):
 class WorkerProcess:
     """Starts a worker on entering, ends it on leaving. Every receive is bounded in time."""
 
-    def __init__(self, *options: str, node: str = "bench") -> None:
+    def __init__(self, *options: str, node: str = "bench", pass_fds: Sequence[int] = ()) -> None:
         self._options = options
+        self._pass_fds = tuple(pass_fds)
         self._node = node
 
     def __enter__(self) -> WorkerProcess:
@@ -38,7 +39,7 @@ class WorkerProcess:
         self._socket.bind(address)
         arguments = ["--node", self._node, "--connect", address, "--parent", str(os.getpid()), *self._options]
         self.started = time.monotonic()
-        self.process = subprocess.Popen([sys.executable, "-m", "dovetail.worker", *arguments])
+        self.process = subprocess.Popen([sys.executable, "-m", "dovetail.worker", *arguments], pass_fds=self._pass_fds)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -193,7 +193,7 @@ class LocalChat:
         from dovetail.gateway.link import Link
         from dovetail.gateway.supervisor import worker_command
 
-        self._link = Link(self._config.nodes, worker_command(self._config.store.profiles))
+        self._link = Link(self._config.nodes, worker_command("--profiles", str(self._config.store.profiles)))
         self._link.start()
         offer = await asyncio.to_thread(make_offer, self._config, [self._model])
         from dovetail.gateway.metrics import Metrics

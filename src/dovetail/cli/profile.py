@@ -21,7 +21,7 @@ def profile(
     models: Annotated[list[str], typer.Argument(help="Names from `dovetail list`; one of each shape is enough.")],
     threads: Annotated[int, typer.Option(help="As the node has; 0 = every core.", min=0)] = 0,
     dtype: Annotated[str, typer.Option(help="Compute type: auto, f32, bf16, f16.")] = "auto",
-    max_tokens: Annotated[int, typer.Option(help="Longest prompt measured.", min=16)] = 2048,
+    max_tokens: Annotated[int, typer.Option(help="Longest prompt measured.", min=64)] = 2048,
     max_batch: Annotated[int, typer.Option(help="Largest batch measured.", min=1)] = 32,
     check: Annotated[int, typer.Option(help="Compare predictions with so many random loads.", min=0)] = 0,
     store: Annotated[Path | None, typer.Option(help="Folder of the store.")] = None,

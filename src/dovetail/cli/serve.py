@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.config import Config, KeyConfig, NodeConfig, load_config, parse_duration, parse_size
+from dovetail.config import Config, KeyConfig, NodeConfig, StoreConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError
 from dovetail.machine import process_age_s
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dovetail.gateway.admin import Admin
     from dovetail.gateway.link import Link
     from dovetail.gateway.models import Offer
+    from dovetail.store.pool import HostPool
 
 PROMPT = "What is the capital of France?"
 KEY_VARIABLE = "DOVETAIL_API_KEY"
@@ -148,7 +149,12 @@ async def _serve(plan: Plan, listener: socket.socket) -> None:
     loop.add_signal_handler(signal.SIGTERM, task.cancel)  # until the HTTP server takes over
     heeds_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # else it was started by nohup
     loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the file is being read anyway
-    link = Link(plan.config.nodes, worker_command(plan.config.store.profiles))
+    pool = _make_pool(plan.config.store)
+    link = Link(
+        plan.config.nodes,
+        worker_command(*_worker_options(plan.config.store, pool)),
+        pass_fds=[pool.file] if pool is not None else [],
+    )
     link.start()
     try:
         # In threads, so that the workers are started meanwhile.
@@ -160,6 +166,24 @@ async def _serve(plan: Plan, listener: socket.socket) -> None:
     finally:
         listener.close()
         await link.close()
+        if pool is not None:
+            pool.close()
+
+
+def _make_pool(store: StoreConfig) -> HostPool | None:
+    """Host memory for models between uses. It is this process's and the workers', and gone when they are."""
+    from dovetail.store.pool import CHUNK_BYTES, HostPool, pool_bytes
+
+    size = pool_bytes(store.host_pool)
+    return HostPool.create(size) if size >= CHUNK_BYTES else None
+
+
+def _worker_options(store: StoreConfig, pool: HostPool | None) -> list[str]:
+    options = ["--profiles", str(store.profiles)]
+    if pool is not None:
+        options += ["--pool", str(pool.file), "--host-keep-alive", str(store.host_keep_alive)]
+        options += ["--direct-io", store.direct_io, "--readers", str(store.readers)]
+    return options
 
 
 def _make_offer(plan: Plan) -> Offer:

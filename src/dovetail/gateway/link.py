@@ -246,7 +246,9 @@ Observer = Callable[[str, ToGateway], None]
 class Link:
     """All nodes behind one socket."""
 
-    def __init__(self, nodes: Sequence[NodeConfig], command: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, nodes: Sequence[NodeConfig], command: Sequence[str] | None = None, pass_fds: Sequence[int] = ()
+    ) -> None:
         self._directory = _private_directory()
         self._address = f"ipc://{self._directory}/gateway.sock"
         self._context = zmq.asyncio.Context()
@@ -256,7 +258,9 @@ class Link:
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes its name over
         self.nodes = {config.name: NodeLink(config, self._send) for config in nodes}
-        self.supervisors = {config.name: Supervisor(config, self._address, command, self._on_exit) for config in nodes}
+        self.supervisors = {
+            config.name: Supervisor(config, self._address, command, self._on_exit, pass_fds) for config in nodes
+        }
         self.observers: list[Observer] = []
         self.exit_observers: list[Callable[[str], None]] = []
         self._receiver: asyncio.Task[None] | None = None

@@ -117,7 +117,8 @@ class Run:
         assert self._instance is not None
         if self._instance.was_waited_for:  # one cold start, however many requests waited for it
             self._instance.was_waited_for = False
-            metrics.cold_starts.labels(name, "disk").inc()
+            loaded = self._instance.loaded
+            metrics.cold_starts.labels(name, loaded.tier if loaded is not None else "disk").inc()
 
     def fail(self, error: RequestError) -> None:
         """What is open ends with this error. Only what the server is to blame for counts against its targets."""

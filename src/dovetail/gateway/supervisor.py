@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed
@@ -25,9 +24,8 @@ TERMINATE_GRACE_S = 2.0
 _STDERR = 2  # what a worker prints must not get into the output of a command
 
 
-def worker_command(profiles: Path | None = None) -> list[str]:
-    command = [sys.executable, "-m", "dovetail.worker"]
-    return command if profiles is None else [*command, "--profiles", str(profiles)]
+def worker_command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "dovetail.worker", *options]
 
 
 def worker_arguments(config: NodeConfig, address: str, parent: int) -> list[str]:
@@ -57,10 +55,12 @@ class Supervisor:
         address: str,
         command: Sequence[str] | None,
         on_exit: Callable[[str, int], None],
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self._name = config.name
         self._argv = [*(command or worker_command()), *worker_arguments(config, address, os.getpid())]
         self._on_exit = on_exit
+        self._pass_fds = tuple(pass_fds)
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._hello = asyncio.Event()
@@ -132,7 +132,11 @@ class Supervisor:
         # Its own session: a Ctrl-C in the terminal is for the gateway, which drains and then ends the worker.
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self._argv, stdin=asyncio.subprocess.DEVNULL, stdout=_STDERR, start_new_session=True
+                *self._argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=_STDERR,
+                start_new_session=True,
+                pass_fds=self._pass_fds,
             )
         except OSError as error:
             logger.error("worker %s cannot be started: %s", self._name, error)

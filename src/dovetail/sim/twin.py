@@ -56,7 +56,7 @@ def read_real(path: Path) -> RealLog:
 
 def real_result(log: RealLog) -> Result:
     """What really happened, as a simulation would report it. Requests are numbered by arrival; one whose end is not in
-    the log is left out."""
+    the log is left out, and so is one whose client left before its first token."""
     models = _model_numbers(log)
     arrived = {e["request"]: e for e in log.events if e["event"] == "arrive"}
     first = {e["request"]: e["t"] for e in log.events if e["event"] == "first_token"}
@@ -65,7 +65,7 @@ def real_result(log: RealLog) -> Result:
     records = []
     for request, event in sorted(arrived.items(), key=lambda item: (item[1]["at"], item[0])):
         end = ended.get(request)
-        if end is None:
+        if end is None or (end["event"] == "aborted" and request not in first):
             continue
         records.append(
             Record(

@@ -114,10 +114,14 @@ class Profiles:
             return None
         return profile.hosting(name, DeviceKind.CPU, self.device).latency
 
+    def prepare(self, dtype: str) -> Peaks:
+        """Look at the device before the first request waits for it."""
+        if dtype not in self._peaks:
+            self._peaks[dtype] = measure_peaks(dtype)
+        return self._peaks[dtype]
+
     def _estimated(self, spec: ModelSpec, dtype: str) -> Latency:
-        peaks = self._peaks.get(dtype)
-        if peaks is None:
-            peaks = self._peaks[dtype] = measure_peaks(dtype)
+        peaks = self.prepare(dtype)
         shape = shape_of(spec, dtype)
         bytes_each = spec.weight_bytes(dtype) / spec.num_parameters()
         hardware = Hardware(

@@ -18,6 +18,7 @@ from dovetail.node.events import StartLoad
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.types import ModelCard
 from dovetail.worker.actor import Actor
+from dovetail.worker.shelf import Shelf
 
 log = logging.getLogger("dovetail.worker")
 
@@ -56,11 +57,14 @@ class _Order:
 class LoaderThread:
     """`load` hands in, `results` gives back; `wake` is called from the thread for every result."""
 
-    def __init__(self, recipe_of: Callable[[str], Recipe | None], wake: Callable[[], None]) -> None:
+    def __init__(
+        self, recipe_of: Callable[[str], Recipe | None], wake: Callable[[], None], shelf: Shelf | None = None
+    ) -> None:
         self.results: queue.Queue[LoadResult] = queue.Queue()
         self.expected_s: dict[str, float] = {}  # by model, from the loads seen
         self._recipe_of = recipe_of
         self._wake = wake
+        self._shelf = shelf
         self._orders: queue.PriorityQueue[_Order] = queue.PriorityQueue()
         self._serials = itertools.count()
         self._thread = threading.Thread(target=self._run, daemon=True, name="loader")
@@ -86,7 +90,7 @@ class LoaderThread:
         if recipe is None:
             return LoadResult(command.instance, name, None, 0.0, None, "the model was unloaded")
         try:
-            actor, loaded = build_actor(recipe)
+            actor, loaded = build_actor(recipe, self._shelf)
         except DovetailError as error:
             return LoadResult(command.instance, name, None, 0.0, None, str(error))
         except Exception as error:  # whatever a checkpoint can do wrong, the worker lives on
@@ -98,13 +102,13 @@ class LoaderThread:
         return LoadResult(command.instance, name, actor, seconds, loaded, "")
 
 
-def build_actor(recipe: Recipe) -> tuple[Actor, messages.Loaded]:
+def build_actor(recipe: Recipe, shelf: Shelf | None = None) -> tuple[Actor, messages.Loaded]:
     from dovetail.engine.executor import CpuExecutor, ExecutorConfig
     from dovetail.store import open_checkpoint
 
     card = recipe.card
     started = time.monotonic()
-    checkpoint = open_checkpoint(card.path)
+    checkpoint, tier = shelf.open(card.path) if shelf is not None else (open_checkpoint(card.path), "disk")
     opened = time.monotonic()
     context = checkpoint.spec.context_length
     executor = CpuExecutor(
@@ -127,4 +131,5 @@ def build_actor(recipe: Recipe) -> tuple[Actor, messages.Loaded]:
         weight_bytes=executor.weight_bytes,
         mapped=executor.copied_bytes < executor.weight_bytes // 2,
         times=messages.LoadTimes(open_s=opened - started, build_s=time.monotonic() - opened),
+        tier=tier,
     )

@@ -17,7 +17,7 @@ import zmq
 
 from dovetail import messages
 from dovetail.engine.dtypes import compute_dtype
-from dovetail.machine import memory_bytes, process_age_s
+from dovetail.machine import memory_bytes, preferred_dtype, process_age_s
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.sim.log import open_log
 from dovetail.types import FinishReason, Request, TokenEvent
@@ -25,6 +25,7 @@ from dovetail.worker.actor import Actor
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import LoaderThread, LoadResult, Recipe
 from dovetail.worker.policy import real_knobs
+from dovetail.worker.shelf import Shelf
 from dovetail.worker.stage import Stage
 
 log = logging.getLogger("dovetail.worker")
@@ -51,6 +52,10 @@ class WorkerConfig:
     policy: str
     profiles: str  # folder of measured profiles; empty = none
     event_log: str  # file; empty = none
+    pool: int  # descriptor of the host pool; -1 = none: files are mapped
+    host_keep_alive: float  # seconds after which pool memory that nobody uses is given back; negative = never
+    direct_io: str
+    readers: int
     parent: int
 
 
@@ -71,7 +76,8 @@ class Worker:
         self._poller.register(self._wake, zmq.POLLIN)
         self._recipes: dict[str, Recipe] = {}
         self._errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
-        self._loader = LoaderThread(self._recipes.get, lambda: self._waker.send(b""))
+        self._shelf = Shelf.attach(config.pool, config.direct_io, config.readers) if config.pool >= 0 else None
+        self._loader = LoaderThread(self._recipes.get, lambda: self._waker.send(b""), self._shelf)
         self._profiles = Profiles(Path(config.profiles) if config.profiles else None, config.threads)
         self._log = open_log(Path(config.event_log)) if config.event_log else None
         self.total_bytes = memory_bytes()[0]
@@ -95,6 +101,7 @@ class Worker:
         if self._log is not None:
             self._log.start_real(self._stage.node, self._profiles.device)
         self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
+        self._profiles.prepare(preferred_dtype())
         is_idle = True
         while self._running:
             self._receive(wait=is_idle)
@@ -131,6 +138,8 @@ class Worker:
         if now >= self._pressure_due:
             self._pressure_due = now + STATS_S
             self._watch_host()
+            if self._shelf is not None and self._config.host_keep_alive >= 0:
+                self._shelf.trim(self._config.host_keep_alive)
         if self._config.parent and os.getppid() != self._config.parent:
             log.warning("the gateway is gone, leaving")
             self._running = False
@@ -312,6 +321,8 @@ class Worker:
         self._loader.stop()
         for actor in self._stage.actors.values():
             actor.close()
+        if self._shelf is not None:
+            self._shelf.close()
         if self._log is not None:
             self._log.close()
         self._socket.close()

@@ -59,7 +59,7 @@ class Profiler:
         self.max_tokens = min(max_tokens, context)
         self.max_batch = min(max_batch, actor.max_batch)
         most = actor.executor.max_blocks
-        self._num_blocks = min(most, (self.max_tokens // self._block_size + 2) * self.max_batch)
+        self._num_blocks = min(most, ((self.max_tokens + MAX_REPEATS) // self._block_size + 2) * self.max_batch)
         actor.resize(self._num_blocks)
 
     def run(self, progress: Progress = lambda *_: None) -> Measured:

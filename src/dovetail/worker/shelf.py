@@ -1,0 +1,50 @@
+"""The host pool as a worker uses it: models of the store are read into it once and used from it in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from dovetail.errors import OutOfMemory
+from dovetail.node.ports import Checkpoint
+from dovetail.store import open_checkpoint
+from dovetail.store.format import is_stored, partition_files
+from dovetail.store.loader import Loader, LoaderConfig
+from dovetail.store.pool import HostPool
+from dovetail.store.pooled import open_pooled
+
+Tier = Literal["host", "disk"]
+ROOM_WAIT_S = 1.0  # models in use may leave the pool meanwhile; the queue itself needs a moment too
+
+
+class Shelf:
+    def __init__(self, pool: HostPool, loader: Loader) -> None:
+        self._pool = pool
+        self._loader = loader
+
+    @classmethod
+    def attach(cls, descriptor: int, direct_io: str, readers: int) -> Shelf:
+        pool = HostPool(descriptor)
+        return cls(pool, Loader(pool, LoaderConfig(direct_io=direct_io, readers=readers)))  # type: ignore[arg-type]
+
+    def open(self, path: str) -> tuple[Checkpoint, Tier]:
+        """The model, and where its bytes were. What is not in the store's form, or finds no room, is mapped from its
+        files instead."""
+        folder = Path(path)
+        if not is_stored(folder):
+            return open_checkpoint(path), "disk"
+        tier: Tier = "host" if self._holds(folder) else "disk"
+        try:
+            return open_pooled(folder, self._loader, room_wait_s=ROOM_WAIT_S), tier
+        except OutOfMemory:
+            return open_checkpoint(path), "disk"
+
+    def trim(self, idle_s: float) -> None:
+        self._pool.trim(idle_s=idle_s)
+
+    def close(self) -> None:
+        self._loader.close()
+        self._pool.close()
+
+    def _holds(self, folder: Path) -> bool:
+        return {partition.digest for _, partition in partition_files(folder)} <= set(self._pool.stats().ready_keys)

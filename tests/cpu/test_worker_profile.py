@@ -1,0 +1,94 @@
+"""Profiles: measured with the serving code, kept, found again, and followed by what is seen live."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dovetail import messages
+from dovetail.bench.worker_process import WorkerProcess
+from dovetail.errors import ConfigError
+from dovetail.policy.live import LiveLatency
+from dovetail.store import Catalogue, describe
+from dovetail.store.pool import HostPool
+from dovetail.worker.hosting import Profiles, shape_name
+from dovetail.worker.loading import Recipe, build_actor
+from dovetail.worker.profiling import Profiler
+
+
+def test_a_profile_covers_the_grid_and_leaves_nothing_behind(tiny_folder: Callable[[str], Path]) -> None:
+    card = describe(tiny_folder("llama"), "llama")
+    actor, _ = build_actor(Recipe(card, "f32", 1 << 22, 4, 4, 16, 200))
+    profiler = Profiler(actor, max_tokens=40, max_batch=4)
+    measured = profiler.run()
+    assert [sample.tokens for sample in measured.prefill] == [8, 16, 32]
+    assert {(sample.batch, sample.mean_length) for sample in measured.decode} == {(b, 32) for b in (1, 2, 3, 4)}
+    errors = profiler.check(measured.model, loads=3)
+    assert errors.loads == 3
+    pool = actor.scheduler.pool
+    pool.check()
+    assert pool.num_available == pool.target
+    actor.close()
+
+
+def test_the_command_keeps_a_profile_that_workers_find(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    Catalogue(tmp_path).pull(str(tiny_folder("llama")), name="tiny", dtype="f32")
+    command = [sys.executable, "-m", "dovetail", "profile", "tiny", "--store", str(tmp_path), "--json"]
+    options = ["--max-tokens", "64", "--max-batch", "2", "--threads", "1", "--check", "2"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=True)
+    (result,) = json.loads(done.stdout)
+    assert result["errors"]["loads"] == 2
+    card = Catalogue(tmp_path).get("tiny")
+    profiles = Profiles(tmp_path / "profiles", 1)
+    measured = profiles.measured(card.spec, "f32")
+    assert measured is not None
+    assert measured.prefill_s(16) == pytest.approx(dict(result["prefill_ms"])[16] / 1e3, rel=0.01)
+    assert profiles.latency(card.spec, "f32") is profiles.latency(card.spec, "f32")
+    assert Profiles(tmp_path / "profiles", 7).measured(card.spec, "f32") is None
+    (tmp_path / "profiles" / f"{profiles.device}.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"line 1: not valid JSON"):
+        profiles.measured(card.spec, "f32")
+
+
+def test_shapes_that_differ_have_different_names(tiny_folder: Callable[[str], Path]) -> None:
+    specs = [describe(tiny_folder(name), name).spec for name in ("llama", "qwen3", "opt")]
+    assert len({shape_name(spec, dtype) for spec in specs for dtype in ("f32", "bf16")}) == 6
+
+
+def test_what_is_seen_live_corrects_what_was_expected(tiny_folder: Callable[[str], Path]) -> None:
+    spec = describe(tiny_folder("llama"), "llama").spec
+    live = Profiles(None, 1).latency(spec, "f32")
+    assert isinstance(live, LiveLatency)
+    wanted = live.base.prefill_s(64) * 5
+    for _ in range(40):
+        live.observe_prefill(64, wanted)
+    assert live.prefill_s(64) == pytest.approx(wanted, rel=0.05)
+    assert live.prefill_s(500) == pytest.approx(live.base.prefill_s(500) * 5, rel=0.05)  # not seen: as its kind
+    live.observe_prefill(64, wanted * 1000)  # a hiccup
+    assert live.prefill_s(64) < wanted * 1.2
+
+
+def test_a_model_of_the_store_stays_in_the_pool_and_starts_from_there(
+    tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    card = Catalogue(tmp_path).pull(str(tiny_folder("llama")), name="tiny", dtype="f32")
+    pool = HostPool.create(1 << 26)
+    options = ("--threads", "1", "--pool", str(pool.file), "--host-keep-alive", "-1")
+    with WorkerProcess(*options, pass_fds=[pool.file]) as worker:
+        worker.wait_for(messages.Hello)
+        tiers = []
+        for _ in range(2):
+            worker.send(messages.Load(card))
+            loaded = worker.wait_for(messages.Loaded)
+            assert loaded.mapped
+            tiers.append(loaded.tier)
+            worker.send(messages.Unload("tiny"))
+            worker.wait_for(messages.Unloaded)
+    assert tiers == ["disk", "host"]
+    assert pool.stats().pinned_bytes == 0
+    pool.close()
