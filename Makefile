@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install serve test lint clean
+.PHONY: install serve test lint sanitize clean
 
 install: $(STAMP)
 
@@ -28,6 +28,13 @@ lint: install
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
+
+# The native kernels under AddressSanitizer and ThreadSanitizer; needs CMake and a C++ compiler only.
+sanitize:
+	for kind in address thread; do \
+	  cmake -S native -B build/$$kind -DDOVETAIL_SANITIZE=$$kind && \
+	  cmake --build build/$$kind --target kernels_check && build/$$kind/kernels_check || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -42,7 +42,7 @@ class Cell(msgspec.Struct, frozen=True):
     size: int  # tokens of the prompt, or sequences in the batch
     median_ms: float
     spread_ms: float  # slowest minus fastest round
-    roofline: float | None  # share of the measured read bandwidth (tpot) or of the fastest product (ttft)
+    roofline: float  # share of the measured read bandwidth (tpot) or of the fastest product (ttft)
 
 
 class Roofline(msgspec.Struct, frozen=True):

@@ -25,6 +25,39 @@ def _group() -> None:
     """Measure this machine and this build. Run it while nothing else does."""
 
 
+@app.command("iterations")
+def iterations(
+    model: Annotated[str, typer.Option(help="Shape of the random model: 135M, 0.5B or 1B.")] = "135M",
+    stored: Annotated[str, typer.Option(help="Type of the weights: f32 or bf16.")] = "bf16",
+    rounds: Annotated[int, typer.Option(help="Timed rounds of each cell; levels take turns.", min=1)] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Milliseconds of one iteration by level of kernels, and its share of what the machine can do at best.
+
+    Example: dovetail bench iterations --model 0.5B --json
+    """
+    from rich.progress import Progress
+
+    from dovetail.bench.iterations import BATCHES, PROMPTS, SHAPES, compare
+    from dovetail.engine.dtypes import compute_dtype
+    from dovetail.native import levels
+
+    if model not in SHAPES:
+        raise typer.BadParameter(f"{model} is none of {', '.join(SHAPES)}", param_hint="--model")
+    found = levels()
+    with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
+        task = progress.add_task("Measuring", total=(rounds + 1) * (len(PROMPTS) + len(BATCHES)))
+        chosen = sorted({found[0], found[-1]}, key=found.index)
+        cells = compare(model, stored, compute_dtype("auto", stored), chosen, rounds, lambda: progress.advance(task))
+    if as_json:
+        return print_json(cells)
+    for cell in cells:
+        share = f"{cell.roofline:.0%} of the {'bandwidth' if cell.metric == 'tpot' else 'fastest product'}"
+        print(
+            f"{cell.model} {cell.stored} {cell.metric} {cell.size:5} {cell.level:7} {cell.median_ms:9.1f} ms  {share}"
+        )
+
+
 @app.command("cold-start")
 def cold_start(
     model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")] = "smollm2-135m-instruct",

@@ -89,7 +89,10 @@ def _shape(spec: ModelSpec, kernels: Any, rounds_to_bf16: bool) -> Any:
 
 
 def _pieces(weights: Weights, name: str) -> list[Tensor]:
-    """Matrices as they lie; norms and biases, which are small, whole and in float32."""
-    if name.endswith("norm.weight") or name.endswith(".bias"):
+    """Matrices as they lie; norms and biases, which are small, whole and in float32 (biases rounded as matrices are, so
+    that a model is the same however it is stored)."""
+    if "norm." in name:
         return [weights.norm(name)]
+    if name.endswith(".bias"):
+        return [weights.tensor(name).float()]
     return [weights.tensor(name)] if name == "positions.weight" else weights.parts(name)

@@ -106,8 +106,10 @@ class Weights:
         return [self._tensor(piece, dtype) for piece in self._checkpoint.pieces(name)]
 
     def _matrix_dtype(self, name: str) -> torch.dtype:
-        stored = {TORCH_DTYPES[piece.dtype] for piece in self._checkpoint.pieces(name)}
-        return stored.pop() if len(stored) == 1 and stored <= self._readable else self._dtype
+        pieces = self._checkpoint.pieces(name)
+        stored = {TORCH_DTYPES[piece.dtype] for piece in pieces}
+        exact = all(piece.layout in ("plain", "amx-bf16") for piece in pieces)  # the others round when unpacked to bf16
+        return stored.pop() if exact and len(stored) == 1 and stored <= self._readable else self._dtype
 
     def _tensor(self, piece: HostTensor, dtype: torch.dtype) -> Tensor:
         count = math.prod(piece.shape)

@@ -1,0 +1,114 @@
+// A program for sanitizers: random models of several kinds go through mixed iterations on several threads, and a batch
+// must give the numbers that its sequences give alone. Built with -DDOVETAIL_SANITIZE=address|thread.
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "decoder.hpp"
+
+using namespace dovetail;
+
+namespace {
+
+class Source {
+  public:
+    const float* floats(int64_t count) {
+        auto& values = held_.emplace_back(count);
+        std::normal_distribution<float> normal(0.0f, 0.3f);
+        for (float& value : values) value = normal(random_);
+        return values.data();
+    }
+
+    Matrix matrix(int64_t rows, int64_t columns, DType type) {
+        const float* values = floats(rows * columns);
+        if (type == DType::f32) return {values, type, rows, columns};
+        auto& narrowed = narrow_.emplace_back(rows * columns);
+        for (int64_t i = 0; i < rows * columns; ++i) narrowed[i] = narrow(values[i]);
+        return {narrowed.data(), type, rows, columns};
+    }
+
+  private:
+    std::mt19937 random_{7};
+    std::vector<std::vector<float>> held_;
+    std::vector<std::vector<bf16>> narrow_;
+};
+
+constexpr int kBlockSize = 16, kBlocks = 96, kLayers = 2;
+
+std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precision precision, bool plain, Source& source) {
+    Shape shape;
+    shape.vocab_size = 307, shape.hidden_size = 72, shape.num_heads = 6, shape.num_kv_heads = 2, shape.head_dim = 32;
+    shape.intermediate_size = 88, shape.norm_eps = 1e-5f, shape.attention_scale = 0.2f;
+    shape.attention_softcap = plain ? 0.0f : 30.0f, shape.final_softcap = plain ? 0.0f : 20.0f;
+    shape.gated_mlp = !plain, shape.activation = plain ? Activation::relu : Activation::gelu_tanh;
+    shape.precision = precision;
+    const DType type = precision == Precision::bf16 ? DType::bf16 : DType::f32;
+    auto model = std::make_unique<Decoder>(kernels, threads, shape);
+    model->embed = source.matrix(307, 72, type);
+    model->head.pieces = {source.matrix(307, 72, type)};
+    model->final_norm.weight = source.floats(72);
+    for (int i = 0; i < 16; ++i) model->rope.frequencies.push_back(std::pow(1e-4f, i / 16.0f));
+    for (int i = 0; i < kLayers; ++i) {
+        Layer& layer = model->layers.emplace_back();
+        layer.attn_norm.weight = source.floats(72), layer.mlp_norm.weight = source.floats(72);
+        if (!plain) layer.post_attn_norm.weight = source.floats(72), layer.q_norm.weight = source.floats(32);
+        if (plain) layer.mlp_norm.bias = source.floats(72);
+        layer.qkv.pieces = {source.matrix(192, 72, type), source.matrix(64, 72, type), source.matrix(64, 72, type)};
+        layer.qkv.bias = source.floats(320);
+        layer.out.pieces = {source.matrix(72, 192, type)};
+        layer.up.pieces = {source.matrix(plain ? 88 : 176, 72, type)};
+        layer.down.pieces = {source.matrix(72, 88, type)};
+        layer.window = i == 1 && !plain ? 40 : 0;
+    }
+    model->check();
+    return model;
+}
+
+std::vector<float> run(Decoder& model, Cache& cache, const std::vector<Sequence>& sequences) {
+    std::vector<int32_t> tokens;
+    int64_t sampling = 0;
+    for (const Sequence& sequence : sequences) {
+        for (int64_t i = 0; i < sequence.count; ++i) tokens.push_back((31 * (sequence.start + i)) % 307);
+        sampling += sequence.samples;
+    }
+    std::vector<float> logits(sampling * 307, NAN);
+    std::vector<int32_t> best(sampling, -2);
+    Iteration iteration;
+    iteration.tokens = tokens.data(), iteration.sequences = sequences, iteration.cache = cache;
+    iteration.logits = logits.data(), iteration.best = best.data();
+    model.run(iteration);
+    for (const int32_t token : best)
+        if (token < 0) std::printf("a logit is not a number\n"), std::exit(1);
+    return logits;
+}
+
+void check(const Kernels& kernels, Precision precision, bool plain) {
+    Source source;
+    const auto model = make_model(kernels, 4, precision, plain, source);
+    const DType type = precision == Precision::bf16 ? DType::bf16 : DType::f32;
+    std::vector<char> memory(size_t{kBlocks} * kLayers * 2 * kBlockSize * 64 * size_of(type));
+    Cache cache{memory.data(), type, kBlocks, kLayers, kBlockSize};
+    std::vector<int32_t> tables(kBlocks);
+    for (int i = 0; i < kBlocks; ++i) tables[i] = (i * 37) % kBlocks;
+    const std::vector<Sequence> fill{{0, 600, tables.data(), true}, {0, 50, tables.data() + 40, false}};
+    const std::vector<Sequence> mixed{{600, 1, tables.data(), true}, {50, 7, tables.data() + 40, true},
+                                      {0, 33, tables.data() + 50, true}};
+    run(*model, cache, fill);
+    const std::vector<float> together = run(*model, cache, mixed);
+    for (size_t i = 0; i < mixed.size(); ++i) {
+        const std::vector<float> alone = run(*model, cache, {mixed[i]});
+        for (int j = 0; j < 307; ++j)
+            if (alone[j] != together[i * 307 + j]) std::printf("sequence %zu differs in company\n", i), std::exit(1);
+    }
+}
+
+}  // namespace
+
+int main() {
+    for (const char* const* level = usable_levels(); *level; ++level)
+        for (const Precision precision : {Precision::f32, Precision::bf16})
+            for (const bool plain : {false, true}) check(*find_kernels(*level), precision, plain);
+    std::printf("ok\n");
+}
