@@ -51,7 +51,7 @@ def test_copies_differ_in_one_tensor_and_share_no_file(place: Path) -> None:
 
 def test_a_random_shape_is_a_model_that_both_can_read(place: Path, tmp_path: Path) -> None:
     path = tmp_path / "random.gguf"
-    write_random(place / "tiny.gguf", path, SHAPE, seed=1)
+    write_random(place / "tiny.gguf", path, spec=SHAPE, seed=1)
     card = Catalogue(tmp_path / "store").pull(str(path), name="random")
     assert (card.spec.family, card.spec.vocab_size, card.spec.num_layers) == ("qwen2", 400, 2)
     assert card.spec.qkv_bias

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -63,20 +64,26 @@ class Fleet:
         """`copies` of the base and `shapes` random models of half a billion parameters."""
         (self.folder / "gguf").mkdir(parents=True, exist_ok=True)
         base = self._base()
+        changed = find_changed(base)  # reading a GGUF's index takes seconds: once for all
+        writers: dict[str, Callable[[Path], None]] = {}
+        for index in range(copies):
+            writers[f"copy-{index:02d}"] = partial(write_copy, base, number=index, changed=changed)
+        for index in range(shapes):
+            writers[f"half-billion-{index:02d}"] = partial(write_random, base, spec=HALF_BILLION, seed=index)
         models = []
-        for index in range(copies + shapes):
-            is_copy = index < copies
-            name = f"copy-{index:02d}" if is_copy else f"half-billion-{index - copies:02d}"
-            report(name, index, copies + shapes)
-            path = self.folder / "gguf" / f"{name}.gguf"
-            if not path.exists():
-                building = path.with_suffix(".building")
-                write_copy(base, building, index) if is_copy else write_random(base, building, HALF_BILLION, index)
-                building.replace(path)
-            models.append(FleetModel(self.catalogue.pull(str(path), name=name), path))
-        report("done", copies + shapes, copies + shapes)
+        for done, (name, write) in enumerate(writers.items()):
+            report(f"making {name}", done, len(writers))
+            models.append(self._model(name, write))
         check_distinct(models)
         return models
+
+    def _model(self, name: str, write: Callable[[Path], None]) -> FleetModel:
+        path = self.folder / "gguf" / f"{name}.gguf"
+        if not path.exists():
+            building = path.with_suffix(".building")
+            write(building)
+            building.replace(path)
+        return FleetModel(self.catalogue.pull(str(path), name=name), path)
 
     def _base(self) -> Path:
         path = self.folder / "base.gguf"
@@ -97,18 +104,26 @@ def check_distinct(models: Sequence[FleetModel]) -> None:
                 raise NotDistinct(f"{model.name} and {other} are one file: {path}")
 
 
-def write_copy(base: Path, path: Path, number: int) -> None:
+def write_copy(base: Path, path: Path, *, number: int, changed: tuple[int, int]) -> None:
     """The base with one tensor scaled, in place: everything else stays byte for byte."""
+    offset, count = changed
     shutil.copyfile(base, path)
-    reader = gguf.GGUFReader(path, "r+")
-    tensor = next((one for one in reader.tensors if one.name == CHANGED), None)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        values = np.frombuffer(file.read(4 * count), "<f4") * np.float32(1 + STEP * number)
+        file.seek(offset)
+        file.write(values.astype("<f4").tobytes())
+
+
+def find_changed(base: Path) -> tuple[int, int]:
+    """Where in the file the tensor lies that copies differ in, and how many values it has."""
+    tensor = next((one for one in gguf.GGUFReader(base).tensors if one.name == CHANGED), None)
     if tensor is None or tensor.tensor_type != gguf.GGMLQuantizationType.F32:
         raise NotDistinct(f"{base}: has no {CHANGED} in float32 that could be changed")
-    tensor.data[:] *= np.float32(1 + STEP * number)
-    reader.data.flush()
+    return int(tensor.data_offset), int(tensor.n_elements)
 
 
-def write_random(base: Path, path: Path, spec: ModelSpec, seed: int) -> None:
+def write_random(base: Path, path: Path, *, spec: ModelSpec, seed: int) -> None:
     """Random float16 weights of a qwen2 shape, with the base's tokenizer: words that it lacks are made up."""
     reader = gguf.GGUFReader(base)
     writer = gguf.GGUFWriter(path, "qwen2", use_temp_file=False)

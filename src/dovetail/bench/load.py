@@ -32,7 +32,7 @@ class Mix(msgspec.Struct, frozen=True):
     rate_per_s: float = 0.7
     zipf: float = 1.0
     cv: float = 3.0  # of the gaps; 1 = Poisson
-    input_tokens: tuple[int, int] = (32, 128)
+    input_tokens: tuple[int, int] = (32, 96)
     output_tokens: tuple[int, int] = (16, 64)
     seed: int = 0
 

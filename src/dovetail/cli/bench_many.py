@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ def many(
     zipf: Annotated[float, typer.Option(help="Popularity of rank r falls as r^-ZIPF.", min=0.0)] = 1.0,
     cv: Annotated[float, typer.Option(help="Of the gaps between arrivals; 1 = Poisson.", min=0.01)] = 3.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
-    input_tokens: Annotated[str, typer.Option("--input", help="Prompt tokens, from-to.")] = "32-128",
+    input_tokens: Annotated[str, typer.Option("--input", help="Prompt tokens, from-to.")] = "32-96",
     output_tokens: Annotated[str, typer.Option("--output", help="Answer tokens, from-to.")] = "16-64",
     trace: Annotated[Path | None, typer.Option(help="A trace file instead of generated requests.")] = None,
     contenders: Annotated[str, typer.Option(help="Which ones, in this order.")] = ALL,
@@ -65,6 +66,7 @@ def many(
     from dovetail.bench.servers import Settings
     from dovetail.sim.trace import read_trace
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server which is being measured ends too
     place = folder or _default_folder()
     place.mkdir(parents=True, exist_ok=True)
     lengths = _range(input_tokens, "--input"), _range(output_tokens, "--output")
@@ -109,7 +111,7 @@ def _range(text: str, option: str) -> tuple[int, int]:
     try:
         return int(low), int(high or low)
     except ValueError as error:
-        raise ConfigError(f"{option} {text}: expected two numbers as in 32-128") from error
+        raise ConfigError(f"{option} {text}: expected two numbers as in 32-96") from error
 
 
 def _check_models(arrivals: Sequence[Arrival], fleet: Sequence[FleetModel]) -> None:
