@@ -34,7 +34,11 @@ class Metrics:
         self.waiting = self._gauge("num_requests_waiting", "Requests waiting for their first turn.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all.")
         self.attainment = self._gauge("slo_attainment", "Share of requests with targets that met them, 1 = all.")
-        self.resident = Gauge("dovetail:resident_bytes", "Memory of a worker.", ["node"], registry=self.registry)
+        self.resident = self._node_gauge("resident_bytes", "Memory of a worker.")
+        self.budget = self._node_gauge("memory_budget_bytes", "What weights and KV pools may take.")
+        self.planned = self._node_gauge("memory_planned_bytes", "What they take, or are about to.")
+        self.overhead = self._node_gauge("turn_overhead_p50_seconds", "Between iterations while there was work.")
+        self.resizes = self._node_gauge("kv_resizes", "KV pools resized since the worker started.")
 
     def _define_counters(self) -> None:
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of all requests.")
@@ -68,6 +72,9 @@ class Metrics:
     def _gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(f"dovetail:{name}", help_text, ["model_name"], registry=self.registry)
 
+    def _node_gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(f"dovetail:{name}", help_text, ["node"], registry=self.registry)
+
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"dovetail:{name}", help_text, ["model_name", *labels], registry=self.registry)
 
@@ -93,6 +100,10 @@ class Metrics:
     def observe_message(self, node: str, message: ToGateway) -> None:
         if isinstance(message, Stats):
             self.resident.labels(node).set(message.resident_bytes)
+            self.budget.labels(node).set(message.memory_budget_bytes)
+            self.planned.labels(node).set(message.memory_planned_bytes)
+            self.overhead.labels(node).set(message.overhead_p50_s)
+            self.resizes.labels(node).set(message.resizes)
             for instance in message.instances:
                 self._observe_instance(node, instance)
         elif isinstance(message, Loaded):

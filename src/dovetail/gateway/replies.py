@@ -193,6 +193,13 @@ class NodeStatus(BaseModel):
     starts: int
     import_s: float | None
     resident_bytes: int | None
+    memory_budget_bytes: int = 0  # for weights and KV pools
+    memory_planned_bytes: int = 0  # of it, taken or about to be
+    resizes: int = 0
+    resize_seconds: float = 0.0
+    refused: int = 0  # requests whose targets could not be kept
+    overhead_p50_s: float = 0.0  # between iterations, while there was work
+    overhead_p99_s: float = 0.0
     models: list[ModelStatus]
 
 

@@ -9,7 +9,7 @@ from dovetail.gateway.figures import ModelFigures
 from dovetail.gateway.link import Instance, Link, NodeLink
 from dovetail.gateway.replies import ModelStatus, NodeStatus, ServerStatus
 from dovetail.gateway.service import Service
-from dovetail.messages import InstanceStats
+from dovetail.messages import InstanceStats, Stats
 
 
 def server_status(service: Service) -> ServerStatus:
@@ -24,16 +24,19 @@ def server_status(service: Service) -> ServerStatus:
 def _node_status(link: Link, node: NodeLink, figures: Callable[[str], ModelFigures]) -> NodeStatus:
     supervisor = link.supervisors[node.name]
     stats = {item.model: item for item in node.stats.instances} if node.stats else {}
-    return NodeStatus(
+    status = NodeStatus(
         name=node.name,
         device=node.hello.device if node.hello else node.config.device,
         state=link.state_of(node),
         pid=supervisor.pid,
         starts=supervisor.starts,
         import_s=node.hello.import_s if node.hello else None,
-        resident_bytes=node.stats.resident_bytes if node.stats else None,
+        resident_bytes=None,
         models=[_model_status(item, stats.get(name), figures(name)) for name, item in node.instances.items()],
     )
+    if node.stats is not None:
+        _take_over(node.stats, status)
+    return status
 
 
 def _model_status(instance: Instance, stats: InstanceStats | None, figures: ModelFigures) -> ModelStatus:
@@ -51,7 +54,12 @@ def _model_status(instance: Instance, stats: InstanceStats | None, figures: Mode
         status.kv_capacity_tokens = loaded.kv_capacity_tokens
         status.open_s, status.build_s = loaded.times.open_s, loaded.times.build_s
     if stats is not None:
-        for field in InstanceStats.__struct_fields__:
-            if field in ModelStatus.model_fields:
-                setattr(status, field, getattr(stats, field))
+        _take_over(stats, status)
     return status
+
+
+def _take_over(stats: InstanceStats | Stats, status: ModelStatus | NodeStatus) -> None:
+    """The figures that both have under one name."""
+    for field in stats.__struct_fields__:
+        if field in type(status).model_fields:
+            setattr(status, field, getattr(stats, field))
