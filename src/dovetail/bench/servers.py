@@ -6,6 +6,7 @@ All of them get the same models, cores and (where they have such a limit) room f
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -134,11 +135,10 @@ def llama_router(models: Sequence[FleetModel], settings: Settings, report: Repor
     port = free_port()
     most = max(int(len(models) * settings.share), 1)
     folder = settings.folder / "router-models"  # exactly these: the folder of the fleet may hold more
-    folder.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     for model in models:
-        link = folder / model.gguf.name
-        if not link.exists():
-            link.hardlink_to(model.gguf)
+        (folder / model.gguf.name).hardlink_to(model.gguf)
     options = {
         "--models-dir": folder,
         "--models-max": most,
