@@ -6,7 +6,8 @@ import hashlib
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -72,3 +73,11 @@ def python_process(code: str, pool: HostPool, *arguments: str) -> Iterator[subpr
     finally:
         process.kill()
         process.communicate()
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never happened")

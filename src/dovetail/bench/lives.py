@@ -1,7 +1,7 @@
 """What a start costs in a running server, and what is left of a load when it is over.
 
-Cold from host memory means that the page cache holds the model's file and the server nothing of it; cold from disk that
-the page cache holds nothing either. Where the server says in which tier a model was, that is kept beside the time.
+Cold from host memory means that the server's pool holds the model and no worker uses it; cold from disk that the pool
+has given it up and the page cache holds nothing of its file either.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ PROMPT_TOKENS = 128
 ANSWER_TOKENS = 2
 UNLOAD_TIMEOUT_S = 30.0
 SETTLE_S = 3.0
+HOST_KEEP_ALIVE_S = 1.0  # so that the pool gives models up soon where starts are measured
 WATCH_S = 5.0
 
 State = Literal["warm", "host", "disk"]
@@ -96,9 +97,8 @@ class _Starts:
         else:
             await self._unload(client, model)
         if state == "disk":
+            await asyncio.sleep(HOST_KEEP_ALIVE_S + 2.0)  # until the pool has given it up
             page_cache.drop(model.blobs)
-        elif state == "host":
-            page_cache.fill(model.blobs)
         tier = (await client.get(f"/api/models/{model.name}")).raise_for_status().json()["tier"]
         self._tiers[state][tier] = self._tiers[state].get(tier, 0) + 1
         self._cached[state].append(statistics.mean(page_cache.cached_fraction(path) for path in model.blobs))

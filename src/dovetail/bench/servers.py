@@ -48,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True):
     keep_alive_s: float = 30.0
     peers: Path | None = None  # where peers live
     install: bool = True
+    host_keep_alive_s: float = 30.0  # of models in host memory
 
 
 class Contender(msgspec.Struct, frozen=True):
@@ -94,7 +95,8 @@ def dovetail(models: Sequence[FleetModel], settings: Settings, policy: str = "do
     config = {
         "models": {model.name: {"source": model.name, "keep_alive": keep_alive_s} for model in models},
         "nodes": [node | {"event_log": str(event_log)}],
-        "store": {"path": str(store)},
+        # What is kept between uses counts into the same budget.
+        "store": {"path": str(store), "host_pool": memory_bytes, "host_keep_alive": settings.host_keep_alive_s},
         "server": {"max_queue": 4096},
     }
     path = settings.folder / f"{stem}.yaml"

@@ -140,13 +140,16 @@ def _measure_lives(
     step: Callable[[str, int, int], None],
 ) -> tuple[list[StartTime], IdleReport | None]:
     """Each in a server of its own: what the first leaves behind is not the second's."""
-    from dovetail.bench.lives import measure_idle, measure_starts
+    import msgspec
+
+    from dovetail.bench.lives import HOST_KEEP_ALIVE_S, measure_idle, measure_starts
     from dovetail.bench.servers import dovetail, running
 
     starts: list[StartTime] = []
     report = None
     if runs:
-        with running(dovetail(fleet, settings), settings.folder / "cold-start.log") as server:
+        hasty = msgspec.structs.replace(settings, host_keep_alive_s=HOST_KEEP_ALIVE_S)
+        with running(dovetail(fleet, hasty), settings.folder / "cold-start.log") as server:
             starts = measure_starts(server, fleet, runs, seed, step)
     if idle_wait_s is not None:
         with running(dovetail(fleet, settings), settings.folder / "idle.log") as server:

@@ -13,6 +13,7 @@ from dovetail.types import Request, ServiceClass
 # Best effort: far enough to let everyone with targets go first, near enough that nobody waits forever.
 BEST_EFFORT_TTFT_S = 300.0
 BEST_EFFORT_TPOT_S = 60.0
+SLACK = 1.5  # over what an otherwise empty device needs
 RULE = SloRule()
 
 
@@ -25,7 +26,6 @@ class Piece:
     instance: int | None = None  # where it has a place
     followers: list[Piece] = field(default_factory=list)  # choices that wait until the prompt is computed once
     refusals: dict[str, int] = field(default_factory=dict)  # why it got no place when it last tried
-    is_best_effort: bool = False
     error: str = ""  # what it was ended with
 
     @property
@@ -33,7 +33,7 @@ class Piece:
         return self.work.id
 
 
-def pieces_of(request: Request, first_id: int, arrival_s: float, slo_scale: float, latency: Latency) -> list[Piece]:
+def pieces_of(request: Request, first_id: int, arrival_s: float, slo_scale: float) -> list[Piece]:
     """A piece per open choice, the others following the first."""
     pieces = []
     for sequence in sequences_of(request, first_id):
@@ -51,20 +51,23 @@ def pieces_of(request: Request, first_id: int, arrival_s: float, slo_scale: floa
         work.produced = sequence.num_generated
         piece = Piece(request, sequence, work, is_strict=_has_targets(request))
         if request.service_class is ServiceClass.BEST_EFFORT:
-            relax(piece, arrival_s, latency)
+            piece.is_strict = False
+            work.ttft_s, work.tpot_s = BEST_EFFORT_TTFT_S, BEST_EFFORT_TPOT_S
+            work.first_due_s = arrival_s + work.ttft_s
         pieces.append(piece)
     pieces[0].followers = pieces[1:]
     return pieces
 
 
 def relax(piece: Piece, now: float, latency: Latency) -> None:
-    """Serve it when there is time: no target that was asked for, or one that cannot be kept any more."""
+    """Its targets cannot be kept: twice the time, counted from now, and no less than the device needs. It stays behind
+    those who are still in time and ahead of those who came later; one that is relaxed again and again gets everywhere.
+    """
     work = piece.work
     piece.is_strict = False
-    piece.is_best_effort = True
     known = work.known_tokens
-    work.ttft_s = max(BEST_EFFORT_TTFT_S, 2 * latency.prefill_s(known))
-    work.tpot_s = max(BEST_EFFORT_TPOT_S, 2 * latency.decode_s(1, known))
+    work.ttft_s = max(2 * work.ttft_s, SLACK * latency.prefill_s(known))
+    work.tpot_s = max(2 * work.tpot_s, SLACK * latency.decode_s(1, known))
     work.first_due_s = now + work.ttft_s - work.tpot_s * work.produced
 
 

@@ -39,6 +39,8 @@ RETRY_AFTER_S = 1.0
 # A decision takes a fraction of a millisecond, an iteration many: those without a place look this often.
 CHANGED_S, UNCHANGED_S = 0.02, 0.25
 MAX_FAILURES = 3
+# Refusals that go away with later deadlines.
+TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE}
 KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
 
 
@@ -131,7 +133,7 @@ class Stage:
     def submit(self, request: Request, arrival_s: float) -> None:
         now = self._clock()
         hosting = self.hostings[request.model]
-        pieces = pieces_of(request, self._next_id, arrival_s, self.node.knobs.slo_scale, hosting.latency)
+        pieces = pieces_of(request, self._next_id, arrival_s, self.node.knobs.slo_scale)
         self._next_id += len(pieces)
         self._by_request[request.id] = pieces
         self.pieces.update((piece.id, piece) for piece in pieces)
@@ -339,13 +341,14 @@ class Stage:
 
     def _relax_one(self) -> bool:
         """Nobody can run, and somebody waits for a moment that suits his targets: better late than idle."""
-        waiting = [piece for piece in self._queued.values() if not piece.is_strict and not piece.is_best_effort]
+        waiting = [piece for piece in self._queued.values() if not piece.is_strict and TOO_LATE & piece.refusals.keys()]
         if not waiting:
             return False
         now = self._clock()
-        self._relax(min(waiting, key=lambda one: (one.work.due_s, one.id)), now)
+        piece = min(waiting, key=lambda one: (one.work.due_s, one.id))
+        self._relax(piece, now)
         self._settle(now)
-        return True
+        return piece.id not in self._queued
 
     def _carry_out(self, said: events.Command | events.Notice, now: float) -> None:
         if isinstance(said, events.SetTimer):
