@@ -426,6 +426,7 @@ class Stage:
     ) -> None:
         """Take them from wherever they are and tell why."""
         now = self._clock()
+        pieces = [piece for piece in pieces if piece.id in self.pieces]  # a follower may have been aborted before
         for piece in pieces:
             piece.followers = []  # they are among the pieces, or will be asked about on their own
         for piece in pieces:
