@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from dovetail import messages
+from dovetail.bench.page_cache import drop
 from dovetail.bench.worker_process import WorkerProcess
 from dovetail.errors import ConfigError
 from dovetail.policy.live import LiveLatency
 from dovetail.store import Catalogue, describe
+from dovetail.store.format import partition_files
 from dovetail.store.pool import HostPool
 from dovetail.worker.hosting import Profiles, shape_name
 from dovetail.worker.loading import Recipe, build_actor
@@ -77,6 +79,7 @@ def test_a_model_of_the_store_stays_in_the_pool_and_starts_from_there(
     tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     card = Catalogue(tmp_path).pull(str(tiny_folder("llama")), name="tiny", dtype="f32")
+    drop([path for path, _ in partition_files(Path(card.path))])
     pool = HostPool.create(1 << 26)
     options = ("--threads", "1", "--pool", str(pool.file), "--host-keep-alive", "-1")
     with WorkerProcess(*options, pass_fds=[pool.file]) as worker:

@@ -98,13 +98,7 @@ class PartitionFile:
     def _is_cached(self, begin: int, end: int) -> bool:
         """Copying from the page cache beats the disk; reading cold bytes through it does not. Kernels that cannot tell
         count as cold."""
-        if self._direct_io == "on":
-            return False
-        wanted, found = _CacheRange(begin, end - begin), _CacheStat()
-        call, file = ctypes.c_long(_CACHESTAT), ctypes.c_uint(self._buffered)
-        if _libc.syscall(call, file, ctypes.byref(wanted), ctypes.byref(found), ctypes.c_uint(0)) != 0:
-            return False
-        return bool(found.cached >= -(-end // _PAGE) - begin // _PAGE)
+        return self._direct_io != "on" and cached_share(self._buffered, begin, end) == 1.0
 
     def _open_direct(self) -> int | None:
         if sys.platform != "linux":
@@ -123,3 +117,12 @@ class PartitionFile:
             raise DamagedCheckpoint(f"{self.path}: missing") from error
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}") from error
+
+
+def cached_share(file: int, begin: int, end: int) -> float:
+    """How much of the range the page cache holds; 0 where the kernel cannot tell."""
+    wanted, found = _CacheRange(begin, end - begin), _CacheStat()
+    call, handle = ctypes.c_long(_CACHESTAT), ctypes.c_uint(file)
+    if _libc.syscall(call, handle, ctypes.byref(wanted), ctypes.byref(found), ctypes.c_uint(0)) != 0:
+        return 0.0
+    return min(float(found.cached) / (-(-end // _PAGE) - begin // _PAGE), 1.0)

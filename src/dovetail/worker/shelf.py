@@ -12,8 +12,10 @@ from dovetail.store.format import is_stored, partition_files
 from dovetail.store.loader import Loader, LoaderConfig
 from dovetail.store.pool import HostPool
 from dovetail.store.pooled import open_pooled
+from dovetail.store.reader import cached_share
 
 Tier = Literal["host", "disk"]
+CACHED = 0.98  # of a file in the page cache: the rest is read as it is touched
 ROOM_WAIT_S = 1.0  # models in use may leave the pool meanwhile; the queue itself needs a moment too
 
 
@@ -28,12 +30,14 @@ class Shelf:
         return cls(pool, Loader(pool, LoaderConfig(direct_io=direct_io, readers=readers)))  # type: ignore[arg-type]
 
     def open(self, path: str) -> tuple[Checkpoint, Tier]:
-        """The model, and where its bytes were. What is not in the store's form, or finds no room, is mapped from its
-        files instead."""
+        """The model, and where its bytes were. What the page cache holds already is mapped from there: a copy in the
+        pool would cost more than it saves. So is what is not in the store's form, or finds no room."""
         folder = Path(path)
         if not is_stored(folder):
             return open_checkpoint(path), "disk"
         tier: Tier = "host" if self._holds(folder) else "disk"
+        if tier == "disk" and _is_cached(folder):
+            return open_checkpoint(path), "host"
         try:
             return open_pooled(folder, self._loader, room_wait_s=ROOM_WAIT_S), tier
         except OutOfMemory:
@@ -48,3 +52,11 @@ class Shelf:
 
     def _holds(self, folder: Path) -> bool:
         return {partition.digest for _, partition in partition_files(folder)} <= set(self._pool.stats().ready_keys)
+
+
+def _is_cached(folder: Path) -> bool:
+    for path, partition in partition_files(folder):
+        with path.open("rb") as file:
+            if cached_share(file.fileno(), 0, partition.size) < CACHED:
+                return False
+    return True
