@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from dovetail.errors import ConfigError
+from dovetail.policy.headroom import SloRule
 from dovetail.sim.trace import Arrival
 from dovetail.sim.workload import Workload, generate
 
@@ -22,6 +23,7 @@ LENGTHS_DRAWN = 512  # pairs of lengths that requests choose from
 REQUEST_TIMEOUT_S = 300.0  # without a byte; a server that hangs ends a run
 DATA = "data: "
 DONE = "[DONE]"
+RULE = SloRule()
 JSON = {"Content-Type": "application/json"}
 
 
@@ -149,7 +151,8 @@ class Load:
         self._on_end(answer)
 
     async def _receive(self, client: httpx.AsyncClient, answer: Answer, body: bytes) -> None:
-        async with client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
+        headers = JSON | _targets(answer)
+        async with client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
             answer.status = response.status_code
             if response.status_code != 200:
                 answer.error = (await response.aread()).decode(errors="replace")[:500]
@@ -166,6 +169,12 @@ class Load:
             answer.text_s.append(self._now())
         if event.usage is not None:
             answer.num_tokens = event.usage.completion_tokens
+
+
+def _targets(answer: Answer) -> dict[str, str]:
+    """The targets that it is judged by, said to the server: one that knows them may refuse what it cannot keep."""
+    ttft_ms = RULE.ttft_s(answer.input_tokens) * 1e3
+    return {"x-slo-ttft-ms": f"{ttft_ms:.0f}", "x-slo-tpot-ms": f"{RULE.tpot_s * 1e3:.0f}"}
 
 
 def _answer_for(arrival: Arrival, names: Sequence[str]) -> Answer:
