@@ -327,11 +327,17 @@ class Stage:
             return
         self.refused += 1
         ttft_s, tpot_s = work.ttft_s / work.slo_scale, work.tpot_s / work.slo_scale
-        if reason == "hardware":
+        if reason == "hardware" and not self._could_serve(work):
             self._fail([piece, *piece.followers], NEVER.format(ttft_s, tpot_s), unprocessable=True)
             return
         why = "; ".join(WORDS.get(name, name) for name in piece.refusals) or "its time has passed"
         self._fail([piece, *piece.followers], REFUSED.format(ttft_s, tpot_s, why), retry_after_s=RETRY_AFTER_S)
+
+    def _could_serve(self, work: Work) -> bool:
+        """On an undisturbed device: what iterations take lately may be due to loads beside them."""
+        latency = self.hostings[work.model].latency
+        base = latency.base if isinstance(latency, LiveLatency) else latency
+        return base.prefill_s(work.known_tokens) <= work.ttft_s and base.decode_s(1, work.known_tokens) <= work.tpot_s
 
     def _relax(self, piece: Piece, now: float) -> None:
         self._queued.pop(piece.id, None)
