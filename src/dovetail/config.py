@@ -16,6 +16,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from dovetail.errors import ConfigError
+from dovetail.machine import default_root
 from dovetail.types import ServiceClass
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
@@ -123,9 +124,7 @@ class StoreConfig(_Section):
     @property
     def profiles(self) -> Path:
         """Where measured profiles of devices are kept."""
-        home = os.environ.get("DOVETAIL_HOME")
-        root = self.path or (Path(home) if home else Path.home() / ".cache" / "dovetail")
-        return root.expanduser() / "profiles"
+        return (self.path.expanduser() if self.path is not None else default_root()) / "profiles"
 
 
 class KeyConfig(_Section):

@@ -24,6 +24,12 @@ _ARM_PARTS = {
 }
 
 
+def default_root() -> Path:
+    """Where models, profiles and peers are kept unless told otherwise."""
+    home = os.environ.get("DOVETAIL_HOME")
+    return Path(home).expanduser() if home else Path.home() / ".cache" / "dovetail"
+
+
 class Cpu(msgspec.Struct, frozen=True):
     model: str
     architecture: str  # x86_64, aarch64, …

@@ -14,9 +14,8 @@ import pytest
 from tiny_gguf import Q, save_tiny_gguf
 
 from dovetail.errors import CheckpointError, InvalidRequest, ModelNotFound, SourceError
-from dovetail.machine import preferred_dtype
+from dovetail.machine import default_root, preferred_dtype
 from dovetail.store import Catalogue, open_checkpoint
-from dovetail.store.catalogue import default_root
 from dovetail.store.format import partition_files
 from dovetail.store.place import source_key
 

@@ -25,6 +25,7 @@ from typing import IO, Any
 import msgspec
 
 from dovetail.errors import DovetailError
+from dovetail.machine import default_root
 
 TORCH, NUMPY = "torch==2.13.0", "numpy==2.4.6"
 _READY = "ready.json"
@@ -67,8 +68,7 @@ class _Ready(msgspec.Struct):
 
 
 def default_folder() -> Path:
-    home = os.environ.get("DOVETAIL_HOME")
-    return (Path(home) if home else Path.home() / ".cache" / "dovetail") / "peers"
+    return default_root() / "peers"
 
 
 def find_python(peer: Peer, folder: Path) -> Path | None:

@@ -101,7 +101,7 @@ def by_popularity(models: Sequence[FleetModel], seed: int) -> list[FleetModel]:
 
 
 def _default_folder() -> Path:
-    from dovetail.store.catalogue import default_root
+    from dovetail.machine import default_root
 
     return default_root() / "bench" / "many"
 

@@ -58,7 +58,7 @@ def doctor(
 
     Example: dovetail doctor --json
     """
-    from dovetail.store.catalogue import default_root
+    from dovetail.machine import default_root
 
     report = examine(store or default_root())
     if as_json:

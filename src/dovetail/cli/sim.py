@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -188,6 +189,10 @@ def replay(
     stored = twin.read_real(log)
     real = twin.real_result(stored)
     rows = twin.side_by_side(real, twin.simulate(stored, real, seed))
+    _print_rows(rows, as_json)
+
+
+def _print_rows(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows))
         return
@@ -316,13 +321,7 @@ def cost(
 ) -> None:
     """Wall time of scheduling decisions of the dovetail policy, by number of nodes."""
     rows = [measure_decisions(profile, count) for count in nodes or [8, 64, 512]]
-    if as_json:
-        typer.echo(json.dumps(rows))
-        return
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*[str(value) for value in row.values()])
-    console.print(table)
+    _print_rows(rows, as_json)
 
 
 @app.command()

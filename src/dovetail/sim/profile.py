@@ -91,9 +91,7 @@ class Profile:
         if not decode or not all(row.get("batch_ms") for row in decode):
             raise ConfigError(f"{self.path}: line {self._line(name)}: {where}: no decode_ms point")
         try:
-            curve = Curve([(tokens, ms / 1000) for tokens, ms in prefill])
-            rows = [(row["mean_length"], Curve([(b, ms / 1000) for b, ms in row["batch_ms"]])) for row in decode]
-            return LatencyModel(curve, Surface(rows))
+            return latency_from(prefill, decode)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{self.path}: line {self._line(name)}: {where}: {error}") from error
 
@@ -109,6 +107,12 @@ class Profile:
             if f'"{key}"' in line:
                 return number
         return 1
+
+
+def latency_from(prefill_ms: list[Any], decode_ms: list[Any]) -> LatencyModel:
+    """From the points as files have them."""
+    rows = [(row["mean_length"], Curve([(b, ms / 1000) for b, ms in row["batch_ms"]])) for row in decode_ms]
+    return LatencyModel(Curve([(tokens, ms / 1000) for tokens, ms in prefill_ms]), Surface(rows))
 
 
 def read_profile(path: Path) -> Profile:

@@ -21,10 +21,12 @@ def settings_of(setup: Setup) -> dict[str, Any]:
     return values
 
 
+def knobs_of(values: dict[str, Any]) -> Knobs:
+    return Knobs(**{**values, "admission": Admission(values["admission"]), "turns": TurnOrder(values["turns"])})
+
+
 def setup_of(settings: dict[str, Any]) -> Setup:
-    knobs = settings["knobs"]
-    enums = {"admission": Admission(knobs["admission"]), "turns": TurnOrder(knobs["turns"])}
-    values = {**settings, "knobs": Knobs(**{**knobs, **enums})}
+    values = {**settings, "knobs": knobs_of(settings["knobs"])}
     values["trace"] = Path(values["trace"])
     values["profile"] = Path(values["profile"])
     values["config"] = Path(values["config"]) if values["config"] else None

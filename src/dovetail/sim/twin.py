@@ -15,12 +15,13 @@ from typing import Any
 from dovetail.errors import ConfigError
 from dovetail.node.node import Node
 from dovetail.policy.headroom import SloRule
-from dovetail.policy.knobs import Admission, Knobs, TurnOrder
-from dovetail.policy.latency import Curve, LatencyModel, Surface, TransferModel
+from dovetail.policy.latency import TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.metrics import Fate, Record, Result
+from dovetail.sim.profile import latency_from
+from dovetail.sim.replay import knobs_of
 from dovetail.sim.trace import Arrival
 
 FATES = {"finished": Fate.FINISHED, "failed": Fate.FAILED, "aborted": Fate.FINISHED}
@@ -92,7 +93,7 @@ def real_result(log: RealLog) -> Result:
 def simulate(log: RealLog, real: Result, seed: int = 0, noise: float = 0.05) -> Result:
     """The same requests on the same node in virtual time."""
     arrivals = [Arrival(r.arrival_s, r.model, r.input_tokens, r.output_tokens) for r in real.records]
-    knobs = _knobs(log.header["knobs"])
+    knobs = knobs_of(log.header["knobs"])
     node = Node(log.header["node"], DeviceKind.CPU, log.header["memory_bytes"], _hostings(log), knobs)
     outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
     transfer = TransferModel(load_bytes_per_s=float("inf"), load_fixed_s=_mean_load_s(log), unload_s=0.0)
@@ -133,20 +134,11 @@ def _hostings(log: RealLog) -> dict[str, Hosting]:
     for event in log.events:
         if event["event"] == "hosting":
             values = {key: value for key, value in event.items() if key in known}
-            values["latency"] = _latency(event["latency"])
+            values["latency"] = latency_from(event["latency"]["prefill_ms"], event["latency"]["decode_ms"])
             if values["keep_alive_s"] is not None and values["keep_alive_s"] < 0:
                 values["keep_alive_s"] = float("inf")
             hostings[str(numbers[event["model"]])] = Hosting(**values)
     return hostings
-
-
-def _latency(table: dict[str, Any]) -> LatencyModel:
-    rows = [(row["mean_length"], Curve([(b, ms / 1e3) for b, ms in row["batch_ms"]])) for row in table["decode_ms"]]
-    return LatencyModel(Curve([(tokens, ms / 1e3) for tokens, ms in table["prefill_ms"]]), Surface(rows))
-
-
-def _knobs(values: dict[str, Any]) -> Knobs:
-    return Knobs(**{**values, "admission": Admission(values["admission"]), "turns": TurnOrder(values["turns"])})
 
 
 def _mean_load_s(log: RealLog) -> float:

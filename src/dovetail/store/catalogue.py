@@ -6,14 +6,13 @@ Where they lie is `store.place`, what a folder holds `store.format`, how one is 
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dovetail.errors import CheckpointError, ModelNotFound, SourceError, UnsupportedModel
 from dovetail.layouts import LAYOUTS
-from dovetail.machine import preferred_dtype
+from dovetail.machine import default_root, preferred_dtype
 from dovetail.store.adapters import StoredAdapter
 from dovetail.store.checkpoints import read_any_card
 from dovetail.store.convert import JOURNAL_BYTES
@@ -26,11 +25,6 @@ from dovetail.store.version_one import is_version_one
 from dovetail.types import ModelCard
 
 DTYPES = ("f32", "bf16", "f16")
-
-
-def default_root() -> Path:
-    home = os.environ.get("DOVETAIL_HOME")
-    return Path(home).expanduser() if home else Path.home() / ".cache" / "dovetail"
 
 
 class Entry(NamedTuple):

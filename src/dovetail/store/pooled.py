@@ -52,11 +52,12 @@ def open_pooled(
     room_wait_s: float = float("inf"),
     verify: bool = False,
     whole: bool = True,
+    manifest: Manifest | None = None,
 ) -> PooledModel:
     """Load a model of the store into the pool, unless it is there. With `whole` false it returns as soon as there is
     room for it: `wait` for a tensor before it is used. `verify` checks every chunk against the manifest as it comes."""
     with ExitStack() as undo:
-        manifest = read_manifest(folder)
+        manifest = manifest or read_manifest(folder)
         model = PooledModel(folder, manifest, _load(folder, manifest, loader, priority, room_wait_s, verify, undo))
         undo.callback(model.close)  # its views too: an error's traceback keeps the model for a while
         if whole:

@@ -105,8 +105,12 @@ class Profiles:
             live = self._live[name] = LiveLatency(self.measured(spec, dtype) or self._estimated(spec, dtype))
         return live
 
+    @property
+    def exist(self) -> bool:
+        return self.path is not None and self.path.exists()
+
     def measured(self, spec: ModelSpec, dtype: str) -> Latency | None:
-        if self.path is None or not self.path.exists():
+        if self.path is None or not self.exist:
             return None
         profile = read_profile(self.path)
         name = shape_name(spec, dtype)

@@ -101,7 +101,8 @@ class Worker:
         if self._log is not None:
             self._log.start_real(self._stage.node, self._profiles.device)
         self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
-        self._profiles.prepare(preferred_dtype())
+        if not self._profiles.exist:
+            self._profiles.prepare(preferred_dtype())
         is_idle = True
         while self._running:
             self._receive(wait=is_idle)

@@ -8,7 +8,7 @@ from typing import Literal
 from dovetail.errors import OutOfMemory
 from dovetail.node.ports import Checkpoint
 from dovetail.store import open_checkpoint
-from dovetail.store.format import is_stored, partition_files
+from dovetail.store.format import Manifest, StoredModel, is_stored, partition_files, read_manifest
 from dovetail.store.loader import Loader, LoaderConfig
 from dovetail.store.pool import HostPool
 from dovetail.store.pooled import open_pooled
@@ -35,13 +35,14 @@ class Shelf:
         folder = Path(path)
         if not is_stored(folder):
             return open_checkpoint(path), "disk"
-        tier: Tier = "host" if self._holds(folder) else "disk"
-        if tier == "disk" and _is_cached(folder):
-            return open_checkpoint(path), "host"
+        manifest = read_manifest(folder)
+        tier: Tier = "host" if self._holds(manifest) else "disk"
+        if tier == "disk" and _is_cached(folder, manifest):
+            return StoredModel(folder, manifest=manifest), "host"
         try:
-            return open_pooled(folder, self._loader, room_wait_s=ROOM_WAIT_S), tier
+            return open_pooled(folder, self._loader, room_wait_s=ROOM_WAIT_S, manifest=manifest), tier
         except OutOfMemory:
-            return open_checkpoint(path), "disk"
+            return StoredModel(folder, manifest=manifest), "disk"
 
     def trim(self, idle_s: float) -> None:
         self._pool.trim(idle_s=idle_s)
@@ -50,12 +51,12 @@ class Shelf:
         self._loader.close()
         self._pool.close()
 
-    def _holds(self, folder: Path) -> bool:
-        return {partition.digest for _, partition in partition_files(folder)} <= set(self._pool.stats().ready_keys)
+    def _holds(self, manifest: Manifest) -> bool:
+        return {partition.digest for partition in manifest.partitions} <= set(self._pool.stats().ready_keys)
 
 
-def _is_cached(folder: Path) -> bool:
-    for path, partition in partition_files(folder):
+def _is_cached(folder: Path, manifest: Manifest) -> bool:
+    for path, partition in partition_files(folder, manifest):
         with path.open("rb") as file:
             if cached_share(file.fileno(), 0, partition.size) < CACHED:
                 return False
