@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SECRET = "not-to-be-seen-anywhere"
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -111,3 +113,14 @@ class FaultyProxy:
                 handler.close_connection = True
         finally:
             connection.close()
+
+
+@contextmanager
+def proxied(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """All requests of the store go through it."""
+    proxy = FaultyProxy(endpoint)
+    for key, value in ENVIRONMENT.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    yield proxy
+    proxy.close()

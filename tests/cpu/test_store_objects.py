@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from s3_server import ENVIRONMENT, SECRET, FaultyProxy, s3_server, upload
+from s3_server import SECRET, FaultyProxy, proxied, s3_server, upload
 from store_builders import flat
 from tiny import save_tiny
 from tiny_gguf import save_tiny_gguf
@@ -35,12 +35,8 @@ def server() -> Iterator[tuple[str, Any]]:
 @pytest.fixture
 def proxy(server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """All requests of the store go through it."""
-    proxy = FaultyProxy(server[0])
-    for key, value in ENVIRONMENT.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-    yield proxy
-    proxy.close()
+    with proxied(server[0], monkeypatch) as proxy:
+        yield proxy
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from s3_server import ENVIRONMENT, SECRET, FaultyProxy, s3_server
+from s3_server import SECRET, FaultyProxy, proxied, s3_server
 from store_builders import flat, stored
 
 from dovetail.errors import DamagedCheckpoint, DovetailError, SourceError
@@ -54,12 +54,8 @@ def original(server: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def proxy(server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    proxy = FaultyProxy(server[0])
-    for key, value in ENVIRONMENT.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-    yield proxy
-    proxy.close()
+    with proxied(server[0], monkeypatch) as proxy:
+        yield proxy
 
 
 @pytest.fixture

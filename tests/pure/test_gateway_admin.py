@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_builders import FakeStore, make_admin, make_card, running_service
+from gateway_builders import FakeStore, eventually, make_admin, make_card, running_service
 
 from dovetail.config import Config, parse_config
 from dovetail.errors import ConfigError, ModelNotFound
@@ -65,14 +65,6 @@ def store_of(admin: Admin) -> FakeStore:
     store = admin._store
     assert isinstance(store, FakeStore)
     return store
-
-
-async def eventually(condition: Callable[[], object]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never happened")
 
 
 async def ask(client: httpx.AsyncClient, model: str, **options: Any) -> httpx.Response:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from fake_worker import CRASH, FAIL
-from gateway_builders import END, make_card, running_service
+from gateway_builders import END, eventually, make_card, running_service
 
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
 from dovetail.gateway.api import CompletionRequest
@@ -55,14 +55,6 @@ def on_service(
             assert not any(node.inboxes for node in service.link.nodes.values())
 
     asyncio.run(run())
-
-
-async def eventually(condition: Callable[[], object]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never happened")
 
 
 def test_a_prompt_is_answered_by_its_tokens_until_max_tokens(tmp_path: Path) -> None:
