@@ -119,7 +119,7 @@ class StoreConfig(_Section):
     host_pool: Size | None = None  # memory for models between uses; default: half of the machine's; 0 = map files
     host_keep_alive: Duration = 600.0  # pool memory that nobody used for this long is given back; negative = never
     direct_io: Switch = "auto"  # auto = where the file system allows it and the cache is cold
-    readers: int = Field(default=8, ge=1, le=256)  # threads that read the disk
+    readers: int = Field(default=12, ge=1, le=256)  # threads that read the disk
 
     @property
     def profiles(self) -> Path:

@@ -11,14 +11,15 @@ from pool_builders import CHUNK, content, make_pool, write_partition
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint
 from dovetail.store.reader import ALIGNMENT, DirectIo, PartitionFile
+from dovetail.store.staging import SLICE_BYTES, Staging
 
 REFUSES_DIRECT_IO = Path("/sys/kernel/btf/vmlinux")  # a real file of a file system without direct I/O
 
 
-def read_whole(path: Path, size_bytes: int, direct_io: DirectIo, step: int = CHUNK) -> bytes:
+def read_whole(path: Path, size_bytes: int, direct_io: DirectIo, step: int = CHUNK, staged: Staging = "auto") -> bytes:
     with make_pool(-(-size_bytes // CHUNK)) as pool:
         lease = pool.reserve("a", size_bytes)
-        file = PartitionFile(path, size_bytes, direct_io)
+        file = PartitionFile(path, size_bytes, direct_io, staged)
         for begin in range(0, size_bytes, step):
             file.read_into(lease, begin, min(begin + step, size_bytes))
         file.close()
@@ -34,6 +35,14 @@ def test_every_byte_arrives(folder: str | None, direct_io: DirectIo, size_bytes:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         source = write_partition(Path(name), "a", size_bytes)
         assert read_whole(source.path, size_bytes, direct_io) == content("a", size_bytes)
+
+
+@pytest.mark.parametrize("staged", ["on", "off"])
+@pytest.mark.parametrize("size_bytes", [1, ALIGNMENT + 77, SLICE_BYTES, 2 * SLICE_BYTES + ALIGNMENT + 1])
+def test_every_byte_arrives_with_and_without_a_buffer_between(tmp_path: Path, staged: Staging, size_bytes: int) -> None:
+    source = write_partition(tmp_path, "a", size_bytes)
+    for step in (CHUNK, 3 * SLICE_BYTES // 2, 4 * SLICE_BYTES):
+        assert read_whole(source.path, size_bytes, "on", step, staged) == content("a", size_bytes)
 
 
 def test_ranges_need_not_be_chunks(tmp_path: Path) -> None:

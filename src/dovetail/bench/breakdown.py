@@ -9,6 +9,7 @@ but the last copies after it has read, and each is the one before with one thing
     + threads      several chunks at a time
     + pinned       staging memory that the device reads by itself (GPU only)
     + pipeline     chunks are copied while others are read
+    + small buffer staging memory of one slice per thread, used over and over (host only)
 
 Written out here, apart from the store's own reader, so that each step can be had without the others.
 """
@@ -26,6 +27,7 @@ from typing import Protocol
 import msgspec
 
 from dovetail.bench.contenders import Load, SampleFiles, State
+from dovetail.store import staging
 from dovetail.store.format import read_manifest
 
 CHUNK_BYTES = 16 * 2**20
@@ -47,6 +49,7 @@ class Step(msgspec.Struct, frozen=True):
     num_threads: int = 1
     pinned: bool = False
     pipeline: bool = False
+    small: bool = False
 
 
 def steps(num_threads: int, pins: bool) -> list[Step]:
@@ -55,6 +58,8 @@ def steps(num_threads: int, pins: bool) -> list[Step]:
     if pins:
         found.append(msgspec.structs.replace(found[-1], name="+ pinned", pinned=True))
     found.append(msgspec.structs.replace(found[-1], name="+ pipeline", pipeline=True))
+    if not pins:
+        found.append(msgspec.structs.replace(found[-1], name="+ small buffer", small=True))
     return found
 
 
@@ -66,7 +71,7 @@ class HostTarget:
         self._view = memoryview(self._map)
 
     def put(self, offset: int, data: memoryview) -> None:
-        self._view[offset : offset + data.nbytes] = data
+        staging.copy(data, [self._view[offset : offset + data.nbytes]])
 
     def finish(self) -> None:
         pass
@@ -116,7 +121,16 @@ class StepContender:
             read(begin, end)
             self._target.put(begin, self._staging[begin:end])
 
-        if self._step.pipeline:
+        def read_by_slices(begin: int, end: int) -> None:
+            at = begin
+            while at < end:
+                count = os.preadv(descriptor, [staging.buffer()], at)
+                self._target.put(at, staging.buffer()[: min(count, end - at)])
+                at += count
+
+        if self._step.small:
+            _on_threads(read_by_slices, ranges, self._step.num_threads)
+        elif self._step.pipeline:
             _on_threads(read_and_put, ranges, self._step.num_threads)
         else:
             _on_threads(read, ranges, self._step.num_threads)

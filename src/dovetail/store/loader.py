@@ -26,6 +26,7 @@ from dovetail.store.meter import Meter
 from dovetail.store.object_store import RemoteBlob
 from dovetail.store.pool import CHUNK_BYTES, HostPool
 from dovetail.store.reader import DirectIo, PartitionFile
+from dovetail.store.staging import Staging
 from dovetail.store.transfer import RangeSource, Tier, Transfer
 
 _PATIENCE_S = 0.05  # how long a waiter sleeps before it looks whether its load has failed
@@ -52,7 +53,8 @@ class PartitionSource(msgspec.Struct, frozen=True):
 
 class LoaderConfig(msgspec.Struct, frozen=True):
     direct_io: DirectIo = "auto"
-    readers: int = 8  # threads that read the disk
+    staging: Staging = "auto"  # whether direct reads go through a small buffer; auto = by the kind of disk
+    readers: int = 12  # threads that read the disk
     requests: int = 8  # to an object store, at once
     range_bytes: int = CHUNK_BYTES  # of one read
     disk_bytes_per_s: float = 1e9  # assumed until measured
@@ -270,7 +272,8 @@ class Loader:
     def _open(self, ticket: Ticket) -> RangeSource:
         source = ticket.source
         if ticket.place is Place.DISK or source.remote is None:
-            return PartitionFile(source.path, source.size_bytes, self._config.direct_io)
+            config = self._config
+            return PartitionFile(source.path, source.size_bytes, config.direct_io, config.staging)
         # A lease of its own: the file is completed also when nobody needs the bytes in memory any more.
         ticket.writer = BlobWriter(source.path, self.pool.reserve(source.key, source.size_bytes))
         return source.remote.open()

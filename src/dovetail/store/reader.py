@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint
+from dovetail.store import staging
 from dovetail.store.lease import Lease
+from dovetail.store.staging import Staging
 
 DirectIo = Literal["auto", "on", "off"]
 ALIGNMENT = 4096  # of offsets, lengths and addresses in direct I/O
@@ -33,12 +35,13 @@ class _CacheStat(ctypes.Structure):
 class PartitionFile:
     """An open partition. `read_into` may be called from several threads."""
 
-    def __init__(self, path: Path, size_bytes: int, direct_io: DirectIo = "auto") -> None:
+    def __init__(self, path: Path, size_bytes: int, direct_io: DirectIo = "auto", staged: Staging = "auto") -> None:
         self.path = path
         self.size_bytes = size_bytes
         self._direct_io = direct_io
         self._buffered = self._open_buffered()
         self._direct: int | None = None
+        self._is_staged = staging.is_worthwhile(self._buffered) if staged == "auto" else staged == "on"
         try:
             found = os.fstat(self._buffered).st_size
             if found != size_bytes:
@@ -82,14 +85,18 @@ class PartitionFile:
 
     def _read(self, file: int, lease: Lease, begin: int, end: int) -> int:
         """Returns how far it came: less than `end` at the end of the file, or where direct I/O cannot go on."""
+        is_staged = file == self._direct and self._is_staged
         at = begin
         while at < end:
+            target = [staging.buffer()[: end - at]] if is_staged else lease.pieces(at, end)
             try:
-                count = os.preadv(file, lease.pieces(at, end), at)
+                count = os.preadv(file, target, at)
             except OSError as error:
                 if error.errno == errno.EINVAL and file == self._direct and self._direct_io == "auto":
                     return at
                 raise CheckpointError(f"{self.path}: reading at byte {at:,}: {error.strerror}") from error
+            if is_staged:
+                staging.copy(target[0], lease.pieces(at, at + count))
             at += count
             if count == 0 or (file == self._direct and at % ALIGNMENT):
                 break

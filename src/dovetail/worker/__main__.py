@@ -37,7 +37,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=-1, help="inherited descriptor of the host pool; -1 = none")
     parser.add_argument("--host-keep-alive", type=float, default=600.0, help="of pool memory that nobody uses")
     parser.add_argument("--direct-io", default="auto", choices=["auto", "on", "off"])
-    parser.add_argument("--readers", type=int, default=8, help="threads that read the disk")
+    parser.add_argument("--readers", type=int, default=12, help="threads that read the disk")
     parser.add_argument("--parent", type=int, default=0, help="leave when this process is gone")
     return parser.parse_args(arguments)
 
