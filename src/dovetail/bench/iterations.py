@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 import torch
 
+from dovetail.bench.roofline import measure_roofline, timed
+from dovetail.bench.roofline_figures import Roofline, least_seconds
+from dovetail.bench.shapes import SHAPES
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.modelspec import ModelSpec
-from dovetail.native.dispatch import load_kernels
 from dovetail.node.ports import HostTensor
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.types import SamplingParams
 
-SHAPES = {
-    "135M": ModelSpec("llama", 49152, 576, 30, 9, 3, 64, 1536, 2048, tied_embeddings=True),
-    "0.5B": ModelSpec("qwen2", 151936, 896, 24, 14, 2, 64, 4864, 2048, tied_embeddings=True, qkv_bias=True),
-    "1B": ModelSpec("llama", 128256, 2048, 16, 32, 8, 64, 8192, 2048, tied_embeddings=True),
-}
 PROMPTS = (128, 1024)
 BATCHES = (1, 8, 32)
 CONTEXT = 128  # tokens before a decoded one
@@ -42,12 +38,7 @@ class Cell(msgspec.Struct, frozen=True):
     size: int  # tokens of the prompt, or sequences in the batch
     median_ms: float
     spread_ms: float  # slowest minus fastest round
-    roofline: float  # share of the measured read bandwidth (tpot) or of the fastest product (ttft)
-
-
-class Roofline(msgspec.Struct, frozen=True):
-    read_bytes_per_s: float
-    flops_per_s: float  # of a large product in the compute type, by torch or by us, whichever is faster
+    roofline: float  # the time that reading or multiplying takes at best (`bench.roofline`), as a share of this one
 
 
 class RandomCheckpoint:
@@ -90,28 +81,6 @@ def _row(index: int, start: int, count: int, length: int, max_tokens: int, block
     return TurnRow(index, tokens, start, count, blocks, length, _GREEDY, samples=True)
 
 
-def measure_roofline(dtype: str, level: str) -> Roofline:
-    kernels, threads = load_kernels(), torch.get_num_threads()
-    data = torch.ones(1 << 26)  # 256 MiB
-    read_s = _best(lambda: kernels.read_all(threads, data) if kernels is not None else data.sum())
-    x, weight = torch.randn(1024, 2048), torch.randn(4096, 2048).to(TORCH_DTYPES[dtype])
-    out, narrow = torch.empty(1024, 4096), x.to(TORCH_DTYPES[dtype])
-    product_s = _best(lambda: torch.nn.functional.linear(narrow, weight))
-    if kernels is not None and level != "torch":
-        product_s = min(product_s, _best(lambda: kernels.linear(level, threads, dtype == "bf16", x, weight, out)))
-    return Roofline(data.nbytes / read_s, 2 * out.numel() * x.shape[1] / product_s)
-
-
-def _best(call: Callable[[], object], rounds: int = 5) -> float:
-    return min(_timed(call) for _ in range(rounds))
-
-
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def compare(
     model: str, stored: str, dtype: str, levels: Sequence[str], rounds: int, tick: Callable[[], None] = lambda: None
 ) -> list[Cell]:
@@ -127,7 +96,7 @@ def compare(
         seconds: dict[str, list[float]] = {level: [] for level in levels}
         for _ in range(rounds + 1):  # the first one warms up
             for level, executor in executors.items():
-                seconds[level].append(_timed(partial(executor.run, turn)))
+                seconds[level].append(timed(partial(executor.run, turn)))
             tick()
         for level, taken in seconds.items():
             share = _share(spec, stored, metric, size, statistics.median(taken[1:]), best)
@@ -144,10 +113,9 @@ def _executor(checkpoint: RandomCheckpoint, dtype: str, level: str, kv_bytes: in
 
 
 def _share(spec: ModelSpec, stored: str, metric: str, size: int, seconds: float, best: Roofline) -> float:
-    if metric == "tpot":
-        return spec.weight_bytes(stored) / seconds / best.read_bytes_per_s
-    body = spec.num_parameters() - spec.vocab_size * spec.hidden_size
-    return 2 * body * size / seconds / best.flops_per_s
+    least_s = least_seconds(spec, spec.weight_bytes(stored), size, 1 if metric == "ttft" else size, best)
+    assert least_s is not None, "16 bits and more always have a bound"
+    return least_s / seconds
 
 
 def _cell(model: str, level: str, stored: str, metric: str, size: int, taken: list[float], share: float) -> Cell:

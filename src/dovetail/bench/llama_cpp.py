@@ -51,21 +51,52 @@ def set_up_server(folder: Path, *, install: bool = True, report: Report = lambda
     return binary
 
 
-def _build(place: Path, report: Report) -> None:
+def _build(place: Path, report: Report, target: str = "llama-server", wheels: Path | None = None) -> None:
     if shutil.which("cmake") is None:
-        raise PeerUnavailable("llama-server cannot be built: there is no cmake")
-    source = place / f"llama_cpp_python-{VERSION}"
+        raise PeerUnavailable(f"{target} cannot be built: there is no cmake")
+    source = _source(place)
     if not source.exists():
-        report("llama.cpp: fetching its source")
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", PACKAGE]
-        run_step("llama.cpp", [*pip, "--dest", str(place)])
-        with tarfile.open(place / f"{source.name}.tar.gz") as archive:
-            archive.extractall(place, filter="data")
+        _unpack_source(place, report, wheels)
     report("llama.cpp: building it, which takes a while")
     build = place / "build"
     run_step("llama.cpp", ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(build), *_CMAKE])
-    jobs = ["--target", "llama-server", "--parallel", str(usable_cores())]
+    jobs = ["--target", target, "--parallel", str(usable_cores())]
     run_step("llama.cpp", ["cmake", "--build", str(build), *jobs])
+
+
+def _source(place: Path) -> Path:
+    return place / f"llama_cpp_python-{VERSION}"
+
+
+def _unpack_source(place: Path, report: Report, wheels: Path | None) -> None:
+    name = f"{_source(place).name}.tar.gz"
+    if wheels is None:
+        report("llama.cpp: fetching its source")
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", PACKAGE]
+        run_step("llama.cpp", [*pip, "--dest", str(place)])
+    archive = (wheels or place) / name
+    if not archive.exists():
+        raise PeerUnavailable(f"llama.cpp cannot be built: {archive} is missing")
+    with tarfile.open(archive) as files:
+        files.extractall(place, filter="data")
+
+
+def set_up_engine(
+    folder: Path, *, install: bool = True, wheels: Path | None = None, report: Report = lambda text: None
+) -> tuple[Path, dict[str, str]]:
+    """An interpreter for `import llama_cpp` and its environment: our build's library, and the package as its source has
+    it, since all of it is Python."""
+    place = folder / "llama.cpp"
+    libraries = server_binary(folder).parent
+    place.mkdir(parents=True, exist_ok=True)
+    with single(place.with_suffix(".lock")):
+        if not (libraries / "libllama.so").exists():
+            if not install:
+                raise PeerUnavailable("llama.cpp is not built")
+            _build(place, report, "llama", wheels)
+    modules = ("numpy", "diskcache", "jinja2", "typing_extensions")
+    python = set_up(Peer("llama-cpp-engine", modules, modules), folder, install=install, wheels=wheels, report=report)
+    return python, {"PYTHONPATH": str(_source(place)), "LLAMA_CPP_LIB_PATH": str(libraries)}
 
 
 def set_up_python(folder: Path, *, install: bool = True, report: Report = lambda text: None) -> tuple[Path, Peer]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from dovetail.bench import shapes
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.errors import DovetailError
 from dovetail.layouts import NUMPY
@@ -37,8 +38,8 @@ from dovetail.store.publish import publish
 from dovetail.types import SamplingParams
 
 SHAPES = {
-    "0.5b": ModelSpec("qwen2", 151_936, 896, 24, 14, 2, 64, 4864, 32_768, qkv_bias=True, tied_embeddings=True),
-    "1b": ModelSpec("llama", 128_256, 2048, 16, 32, 8, 64, 8192, 131_072, tied_embeddings=True),
+    "0.5b": shapes.SHAPES["0.5B"],
+    "1b": shapes.SHAPES["1B"],
     "tiny": ModelSpec("llama", 256, 64, 2, 4, 2, 16, 96, 256, tied_embeddings=True),  # to try the bench itself
 }
 _SLAB_BYTES = 64 << 20

@@ -14,11 +14,12 @@ import os
 import platform
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,28 +85,43 @@ def find_python(peer: Peer, folder: Path) -> Path | None:
     return python if is_current and python.exists() else None
 
 
-def set_up(peer: Peer, folder: Path, *, install: bool = True, report: Report = lambda text: None) -> Path:
-    """The peer's interpreter; makes its environment if there is none yet. PeerUnavailable says why there cannot be."""
+def set_up(
+    peer: Peer,
+    folder: Path,
+    *,
+    install: bool = True,
+    wheels: Path | None = None,
+    report: Report = lambda text: None,
+) -> Path:
+    """The peer's interpreter; makes its environment if there is none yet. PeerUnavailable says why there cannot be.
+
+    `wheels`: a folder to install from without a network. What it lacks is taken from the machine's own Python (its
+    torch, above all), in whatever version that has."""
     if (python := find_python(peer, folder)) is not None:
         return python
     if not install:
         raise PeerUnavailable(f"{peer.name} is not installed")
     folder.mkdir(parents=True, exist_ok=True)
     with single(folder / f"{peer.name}.lock"):
-        return find_python(peer, folder) or _install(peer, folder / peer.name, report)
+        return find_python(peer, folder) or _install(peer, folder / peer.name, wheels, report)
 
 
-def _install(peer: Peer, place: Path, report: Report) -> Path:
+def _install(peer: Peer, place: Path, wheels: Path | None, report: Report) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     report(f"{peer.name}: making an environment")
-    _run(peer, [sys.executable, "-m", "venv", str(place)])
+    own = [] if wheels is None else ["--system-site-packages"]
+    _run(peer, [sys.executable, "-m", "venv", *own, str(place)])
     python = place / "bin" / "python"
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]
     pip += [option for name in peer.built for option in ("--no-binary", name)]
-    for count, requirement in enumerate(peer.requirements):
+    wanted = peer.requirements
+    if wheels is not None:
+        pip += ["--no-index", "--find-links", str(wheels)]
+        wanted = tuple(requirement.partition("==")[0] for requirement in wanted)
+    for count, requirement in enumerate(wanted):
         report(f"{peer.name}: installing {requirement}")
         # With the earlier ones named again pip cannot exchange them for what this one would rather have.
-        _run(peer, [*pip, *peer.requirements[: count + 1]])
+        _run(peer, [*pip, *wanted[: count + 1]])
     report(f"{peer.name}: trying to import it")
     _run(peer, [str(python), "-c", "import " + ", ".join(peer.modules)])
     ready = _Ready(peer.requirements, platform.python_version())
@@ -145,13 +161,32 @@ def single(path: Path) -> Iterator[None]:
 
 
 class PeerProcess:
-    """A child under the peer's interpreter: one JSON object a line in, one out. Ended on leaving."""
+    """A child under the peer's interpreter: one JSON object a line in, one out. Ended on leaving, with all that it
+    started. `log` takes what it writes to stderr."""
 
-    def __init__(self, python: Path, script: Path, name: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        python: Path,
+        script: Path,
+        name: str,
+        environment: dict[str, str] | None = None,
+        arguments: Sequence[str] = (),
+        log: Path | None = None,
+    ) -> None:
         self.name = name
-        command = [str(python), str(script)]
+        self._log = log
+        # Without the script's own folder, whose modules would hide packages of the same name.
+        command = [str(python), "-P", str(script), *arguments]
         variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
+        with log.open("ab") if log is not None else nullcontext() as stderr:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=variables,
+                start_new_session=True,  # Ctrl-C is for the bench, which then ends its children
+            )
         self._received = b""
 
     def __enter__(self) -> PeerProcess:
@@ -169,25 +204,29 @@ class PeerProcess:
             raise self._died() from error
         answer: dict[str, Any] = msgspec.json.decode(self._read_line(time.monotonic() + timeout_s))
         if "error" in answer:
-            raise PeerFailed(f"{self.name}: {answer['error']}")
+            raise self._failed(answer["error"])
         return answer
 
-    def close(self) -> None:
-        _pipe(self._process.stdin).close()  # the child's loop ends with its input
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def close(self, timeout_s: float = 10.0) -> None:
+        with suppress(BrokenPipeError):
+            _pipe(self._process.stdin).close()  # the child's loop ends with its input
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        self._kill()
+        self._process.wait()
         _pipe(self._process.stdout).close()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):  # the group is its own: whatever it left behind goes too
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read_line(self, deadline: float) -> bytes:
         output = _pipe(self._process.stdout)
         while b"\n" not in self._received:
             ready, _, _ = select.select([output], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._process.kill()
-                raise PeerFailed(f"{self.name}: no answer in time")
+                self._kill()
+                raise self._failed("no answer in time")
             part = os.read(output.fileno(), 65536)
             if not part:
                 raise self._died()
@@ -196,7 +235,10 @@ class PeerProcess:
         return line
 
     def _died(self) -> PeerFailed:
-        return PeerFailed(f"{self.name}: its process ended with {self._process.wait()}")
+        return self._failed(f"its process ended with {self._process.wait()}")
+
+    def _failed(self, what: str) -> PeerFailed:
+        return PeerFailed(f"{self.name}: {what}" + (f" (log: {self._log})" if self._log else ""))
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:

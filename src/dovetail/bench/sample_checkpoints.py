@@ -20,6 +20,7 @@ from dovetail.bench import peer_child
 from dovetail.bench.contenders import SampleFiles
 from dovetail.bench.peer_child import SAMPLE_BYTES, sample_starts
 from dovetail.bench.peers import PEERS, PeerProcess, set_up
+from dovetail.bench.safetensors_writer import write_safetensors
 from dovetail.errors import OutOfMemory
 from dovetail.store import Catalogue
 from dovetail.store.format import StoredTensors, partition_files
@@ -154,25 +155,17 @@ def _file_checksum(weights: Path) -> int:
 
 
 def _write_safetensors(path: Path, tensors: dict[str, tuple[int, ...]], progress: Progress | None) -> None:
-    """Streamed, since the package that writes this format wants all of it in memory."""
-    header: dict[str, Any] = {}
-    total = 0
-    for name, shape in tensors.items():
-        size = 2 * prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (total, total + size)}
-        total += size
-    text = msgspec.json.encode(header)
-    text += b" " * (-(8 + len(text)) % 64)
+    total = 2 * sum(prod(shape) for shape in tensors.values())
+    write_safetensors(path, {name: ("bf16", shape) for name, shape in tensors.items()}, _random_slabs(total, progress))
+
+
+def _random_slabs(total: int, progress: Progress | None) -> Iterator[memoryview]:
     random = np.random.Generator(np.random.SFC64(0))
-    building = path.with_suffix(".building")
-    with building.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for done in range(0, total, _SLAB_BYTES):
-            count = min(_SLAB_BYTES, total - done) // 2
-            file.write((np.frombuffer(random.bytes(2 * count), np.uint16) & _FINITE).data)
-            if progress is not None:
-                progress("write", done + 2 * count, total)
-    building.rename(path)
+    for done in range(0, total, _SLAB_BYTES):
+        count = min(_SLAB_BYTES, total - done) // 2
+        yield memoryview(np.frombuffer(random.bytes(2 * count), np.uint16) & _FINITE).cast("B")
+        if progress is not None:
+            progress("write", done + 2 * count, total)
 
 
 def _save_torch(weights: Path, target: Path, peers: Path, install: bool) -> None:

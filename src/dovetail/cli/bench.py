@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dovetail.cli.bench_engines import engines
 from dovetail.cli.bench_many import many
 from dovetail.cli.output import human_bytes, print_json
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure this machine and this build.", no_args_is_help=True)
 app.command("many")(many)
+app.command("engines")(engines)
 
 
 @app.callback()
@@ -52,7 +54,7 @@ def iterations(
     if as_json:
         return print_json(cells)
     for cell in cells:
-        share = f"{cell.roofline:.0%} of the {'bandwidth' if cell.metric == 'tpot' else 'fastest product'}"
+        share = f"{cell.roofline:.0%} of the roofline"
         print(
             f"{cell.model} {cell.stored} {cell.metric} {cell.size:5} {cell.level:7} {cell.median_ms:9.1f} ms  {share}"
         )

