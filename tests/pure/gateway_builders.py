@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,10 @@ class FakeStore:
     def __init__(self, *cards: ModelCard) -> None:
         self.cards = {card.name: card for card in cards}
         self.gate = threading.Event()
+        self.in_host: set[str] = set()
+
+    def in_host_memory(self, cards: Sequence[ModelCard]) -> set[str]:
+        return {card.name for card in cards} & self.in_host
 
     def find(self, source: str, name: str) -> ModelCard | None:
         if source.startswith("remote:"):

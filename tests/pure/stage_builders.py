@@ -135,12 +135,14 @@ class Rig:
         limits = SchedulerConfig(256, max_batch=8, max_turn_tokens=16, max_tokens=self.max_kv_tokens - BLOCK)
         self.stage.loaded(command.instance, Actor(card, executor, limits, BLOCK), 0.01)
 
-    def submit(self, id: str, model: str = "a", prompt: int = 5, tokens: int = 4, **options: Any) -> None:
+    def submit(
+        self, id: str, model: str = "a", prompt: int = 5, tokens: int = 4, age_s: float = 0.0, **options: Any
+    ) -> None:
         slo = Slo(options.pop("ttft_s", None), options.pop("tpot_s", None))
         content = tuple((hash_of(id) + i) % 90 for i in range(prompt))
         sampling = SamplingParams(max_tokens=tokens, seed=0, temperature=0.0)
         request = Request(id, model, content, sampling, options.pop("num_choices", 1), slo, **options)
-        self.stage.submit(request, self.clock.now)
+        self.stage.submit(request, self.clock.now - age_s)
         self.read()
 
     def step(self) -> bool:

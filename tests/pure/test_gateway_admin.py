@@ -229,6 +229,9 @@ def test_models_are_loaded_and_unloaded_when_told(tmp_path: Path) -> None:
         assert (await client.post("/api/models/fake/unload?force=true")).json()["unfinished"] == 1
         assert (await running).json()["error"]["code"] == "model_unloaded"
         assert (await states(client))["fake"]["state"] == "absent"
+        store_of(admin).in_host = {"fake"}
+        for shown in ((await states(client))["fake"], (await client.get("/api/models/fake")).json()):
+            assert (shown["state"], shown["tier"]) == ("host", "host")
         assert (await ask(client, "fake")).status_code == 200
 
     on_admin(tmp_path, test)

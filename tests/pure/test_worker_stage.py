@@ -116,6 +116,17 @@ def test_without_targets_of_its_own_a_request_is_late_rather_than_refused() -> N
     assert all(rig.tokens(f"r{i}") == expected(f"r{i}", 120, 10) for i in range(60))
 
 
+def test_a_cold_model_is_not_kept_waiting_for_targets_that_it_misses_anyway() -> None:
+    rig = Rig("a")
+    rig.submit("late", age_s=0.474)  # of 0.475 s
+    arrived = rig.clock.now
+    assert not rig.commands
+    rig.step()
+    assert (len(rig.commands), rig.clock.now) == (1, arrived)
+    rig.run()
+    assert rig.tokens("late") == expected("late", 5, 4)
+
+
 def test_best_effort_waits_for_those_with_targets() -> None:
     rig = Rig("ab")
     rig.submit("be", "a", tokens=40, service_class=ServiceClass.BEST_EFFORT)

@@ -14,6 +14,9 @@ from dovetail.errors import ConfigError, DovetailError, InvalidRequest, ModelNot
 from dovetail.gateway.models import FixedCatalogue, Offer
 from dovetail.store import Catalogue, describe
 from dovetail.store.collect import collect
+from dovetail.store.format import is_stored, read_manifest
+from dovetail.store.pool import HostPool
+from dovetail.store.pooled import pooled_keys
 from dovetail.types import ModelCard
 
 Find = Callable[[str, str | None], ModelCard | None]  # by source, under a name; None = has to be pulled
@@ -77,14 +80,27 @@ def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Fi
 class LocalStore:
     """The store as a running server uses it."""
 
-    def __init__(self, root: Path | None) -> None:
+    def __init__(self, root: Path | None, pool: HostPool | None = None) -> None:
         self._catalogue = Catalogue(root)
+        self._pool = pool
+        self._digests: dict[ModelCard, frozenset[str]] = {}  # of its partitions; a model pulled again is another card
 
     def find(self, source: str, name: str) -> ModelCard | None:
         return find_local(self._catalogue, source, name)
 
     def pull(self, source: str, name: str, progress: Callable[[str, int, int], None]) -> ModelCard:
         return self._catalogue.pull(source, name=name, progress=progress)
+
+    def in_host_memory(self, cards: Sequence[ModelCard]) -> set[str]:
+        pooled = set(self._pool.stats().ready_keys) if self._pool is not None else set()
+        return {card.name for card in cards if self._partitions(card) <= pooled} if pooled else set()
+
+    def _partitions(self, card: ModelCard) -> frozenset[str]:
+        if card not in self._digests:
+            folder = Path(card.path)
+            # What is not in the store's form never comes into the pool: no key there is empty.
+            self._digests[card] = pooled_keys(read_manifest(folder)) if is_stored(folder) else frozenset({""})
+        return self._digests[card]
 
 
 class ConfigFile:

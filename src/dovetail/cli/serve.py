@@ -160,7 +160,7 @@ async def _serve(plan: Plan, listener: socket.socket) -> None:
         # In threads, so that the workers are started meanwhile.
         offer = await asyncio.to_thread(_make_offer, plan)
         await asyncio.to_thread(_import_http)
-        await _serve_http(plan, link, offer, listener, heeds_hangup)
+        await _serve_http(plan, link, offer, listener, heeds_hangup, pool)
     except asyncio.CancelledError:
         raise SystemExit(0) from None
     finally:
@@ -197,12 +197,14 @@ def _import_http() -> None:
     import dovetail.gateway.server  # noqa: F401
 
 
-async def _serve_http(plan: Plan, link: Link, offer: Offer, listener: socket.socket, heeds_hangup: bool) -> None:
+async def _serve_http(
+    plan: Plan, link: Link, offer: Offer, listener: socket.socket, heeds_hangup: bool, pool: HostPool | None
+) -> None:
     from dovetail.gateway.app import make_app
     from dovetail.gateway.listen import base_url
     from dovetail.gateway.server import HttpServer, has_terminal
 
-    admin = _make_admin(plan, link, offer)
+    admin = _make_admin(plan, link, offer, pool)
     service = admin.service
     server = HttpServer(make_app(admin), admin, ends_with_terminal=heeds_hangup and has_terminal())
     address = base_url(listener)
@@ -220,7 +222,7 @@ async def _serve_http(plan: Plan, link: Link, offer: Offer, listener: socket.soc
         await asyncio.gather(serving, starting, return_exceptions=True)
 
 
-def _make_admin(plan: Plan, link: Link, offer: Offer) -> Admin:
+def _make_admin(plan: Plan, link: Link, offer: Offer, pool: HostPool | None) -> Admin:
     from dovetail.cli.offer import ConfigFile, LocalStore
     from dovetail.gateway.admin import Admin
     from dovetail.gateway.metrics import Metrics
@@ -232,7 +234,7 @@ def _make_admin(plan: Plan, link: Link, offer: Offer) -> Admin:
     service = Service(link, models, Metrics(), Limits.of(plan.config.server))
     settings = Settings(plan.config, str(plan.file) if plan.file is not None else None)
     file = ConfigFile(plan.file, plan.override, plan.wanted) if plan.file is not None else None
-    return Admin(service, settings, LocalStore(plan.config.store.path), file, offer.preload)
+    return Admin(service, settings, LocalStore(plan.config.store.path, pool), file, offer.preload)
 
 
 def _announce(address: str, names: Sequence[str], *, has_keys: bool, as_json: bool) -> None:

@@ -40,6 +40,9 @@ class Store(Puller, Protocol):
         """The model if it is on this machine, under this name; None if it has to be pulled. Raises DovetailError for
         what is not a model."""
 
+    def in_host_memory(self, cards: Sequence[ModelCard]) -> set[str]:
+        """Names of those that start without a read of the disk."""
+
 
 class ConfigFile(Protocol):
     """Where the configuration comes from. Both raise DovetailError, with file and key."""
@@ -70,6 +73,9 @@ class Admin:
         service.link.observers.append(self._on_message)
 
     # Models
+
+    def in_host_memory(self, cards: Sequence[ModelCard]) -> set[str]:
+        return self._store.in_host_memory(cards)
 
     async def add(self, name: str, config: ModelConfig) -> None:
         """On offer at once if it is here, else as soon as it is pulled."""

@@ -16,7 +16,10 @@ from dovetail.types import ModelCard
 
 def model_states(admin: Admin, models: Sequence[ServedModel]) -> list[ModelState]:
     """Of these, and of those that are on their way."""
-    there = [_described(admin.service, model.name, model.config, model.card, None) for model in models]
+    in_host = admin.in_host_memory([model.card for model in models])
+    there = [
+        _described(admin.service, one.name, one.config, one.card, None, one.card.name in in_host) for one in models
+    ]
     return [*there, *(model_state(admin, name) for name in admin.service.models.arriving())]
 
 
@@ -26,21 +29,27 @@ def model_state(admin: Admin, name: str) -> ModelState:
     entry = service.models.arriving().get(name)
     if entry is not None:
         pull = pull_state(entry.pull) if entry.pull is not None else None
-        return _described(service, name, entry.config, None, pull)
+        return _described(service, name, entry.config, None, pull, in_host=False)
     model = service.models.get(name)
-    return _described(service, name, model.config, model.card, None)
+    in_host = bool(admin.in_host_memory([model.card]))
+    return _described(service, name, model.config, model.card, None, in_host)
 
 
 def _described(
-    service: Service, name: str, config: ModelConfig, card: ModelCard | None, pull: PullState | None
+    service: Service,
+    name: str,
+    config: ModelConfig,
+    card: ModelCard | None,
+    pull: PullState | None,
+    in_host: bool,
 ) -> ModelState:
     figures = service.metrics.figures_of(name)
     state = ModelState(
         name=name,
         aliases=list(config.aliases),
         source=config.source,
-        state="absent",
-        tier="disk" if card is not None else "remote",
+        state="host" if in_host else "absent",
+        tier="host" if in_host else "disk" if card is not None else "remote",
         service_class=config.service_class,
         slo=config.slo,
         keep_alive=config.keep_alive,
@@ -62,7 +71,7 @@ def _described(
 def _add_instance(state: ModelState, node: NodeLink, instance: Instance) -> None:
     state.node = node.name
     state.unfinished = len(instance.requests)
-    state.state, state.tier = _life(instance)
+    state.state, state.tier = _life(instance, state.tier)
     if instance.loaded is not None:
         state.weight_bytes = instance.loaded.weight_bytes
     for stats in node.stats.instances if node.stats is not None else ():
@@ -70,9 +79,9 @@ def _add_instance(state: ModelState, node: NodeLink, instance: Instance) -> None
             state.kv_bytes = stats.kv_committed_bytes
 
 
-def _life(instance: Instance) -> tuple[State, Tier]:
+def _life(instance: Instance, before: Tier) -> tuple[State, Tier]:
     if instance.loaded is None:
-        return "loading", "disk"
+        return "loading", before
     if instance.requests:
         return "serving", "device"
     return ("idle" if instance.has_served else "ready"), "device"

@@ -77,6 +77,11 @@ def open_pooled_adapter(folder: Path, loader: Loader, *, priority: int = 0, veri
         return adapter
 
 
+def pooled_keys(manifest: Manifest) -> frozenset[str]:
+    """What the pool calls the model's partitions."""
+    return frozenset(partition.digest for partition in manifest.partitions)
+
+
 def source_of(path: Path, partition: Partition, *, verify: bool = False) -> PartitionSource:
     digests = partition.chunks if verify else None
     return PartitionSource(partition.digest, path, partition.size, digests, partition.chunk_bytes)

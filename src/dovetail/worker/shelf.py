@@ -11,7 +11,7 @@ from dovetail.store import open_checkpoint
 from dovetail.store.format import Manifest, StoredModel, is_stored, partition_files, read_manifest
 from dovetail.store.loader import Loader, LoaderConfig
 from dovetail.store.pool import HostPool
-from dovetail.store.pooled import open_pooled
+from dovetail.store.pooled import open_pooled, pooled_keys
 from dovetail.store.reader import cached_share
 
 Tier = Literal["host", "disk"]
@@ -52,7 +52,7 @@ class Shelf:
         self._pool.close()
 
     def _holds(self, manifest: Manifest) -> bool:
-        return {partition.digest for partition in manifest.partitions} <= set(self._pool.stats().ready_keys)
+        return pooled_keys(manifest) <= set(self._pool.stats().ready_keys)
 
 
 def _is_cached(folder: Path, manifest: Manifest) -> bool:

@@ -40,7 +40,7 @@ RETRY_AFTER_S = 1.0
 CHANGED_S, UNCHANGED_S = 0.02, 0.25
 MAX_FAILURES = 3
 # Refusals that go away with later deadlines.
-TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE}
+TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE, Refusal.LINK}
 KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
 
 
