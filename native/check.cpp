@@ -1,5 +1,7 @@
-// A program for sanitizers: random models of several kinds go through mixed iterations on several threads, and a batch
-// must give the numbers that its sequences give alone. Built with -DDOVETAIL_SANITIZE=address|thread.
+// A program without Python, for sanitizers and for machines that have nothing but a compiler: products of quantised weights
+// against sums in double, then random models of several kinds in mixed iterations on several threads, where a batch must
+// give the numbers that its sequences give alone. Sanitizers: -DDOVETAIL_SANITIZE=address|thread.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -9,6 +11,8 @@
 #include "decoder.hpp"
 
 using namespace dovetail;
+
+void check_products(const Kernels& kernels);
 
 namespace {
 
@@ -24,27 +28,42 @@ class Source {
     Matrix matrix(int64_t rows, int64_t columns, DType type) {
         const float* values = floats(rows * columns);
         if (type == DType::f32) return {values, type, rows, columns};
+        if (type == DType::int8) return quantised(values, rows, columns);
         auto& narrowed = narrow_.emplace_back(rows * columns);
         for (int64_t i = 0; i < rows * columns; ++i) narrowed[i] = narrow(values[i]);
         return {narrowed.data(), type, rows, columns};
+    }
+
+    Matrix quantised(const float* values, int64_t rows, int64_t columns) {
+        auto& codes = codes_.emplace_back(rows * columns);
+        auto& scales = held_.emplace_back(rows);
+        for (int64_t r = 0; r < rows; ++r) {
+            float most = 0.0f;
+            for (int64_t k = 0; k < columns; ++k) most = std::max(most, std::abs(values[r * columns + k]));
+            scales[r] = most / 127.0f;
+            for (int64_t k = 0; k < columns; ++k)
+                codes[r * columns + k] = static_cast<int8_t>(std::lrint(values[r * columns + k] / scales[r]));
+        }
+        return {codes.data(), DType::int8, rows, columns, scales.data()};
     }
 
   private:
     std::mt19937 random_{7};
     std::vector<std::vector<float>> held_;
     std::vector<std::vector<bf16>> narrow_;
+    std::vector<std::vector<int8_t>> codes_;
 };
 
 constexpr int kBlockSize = 16, kBlocks = 96, kLayers = 2;
 
-std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precision precision, bool plain, Source& source) {
+std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precision precision, DType type, bool plain,
+                                    Source& source) {
     Shape shape;
     shape.vocab_size = 307, shape.hidden_size = 72, shape.num_heads = 6, shape.num_kv_heads = 2, shape.head_dim = 32;
     shape.intermediate_size = 88, shape.norm_eps = 1e-5f, shape.attention_scale = 0.2f;
     shape.attention_softcap = plain ? 0.0f : 30.0f, shape.final_softcap = plain ? 0.0f : 20.0f;
     shape.gated_mlp = !plain, shape.activation = plain ? Activation::relu : Activation::gelu_tanh;
     shape.precision = precision;
-    const DType type = precision == Precision::bf16 ? DType::bf16 : DType::f32;
     auto model = std::make_unique<Decoder>(kernels, threads, shape);
     model->embed = source.matrix(307, 72, type);
     model->head.pieces = {source.matrix(307, 72, type)};
@@ -84,9 +103,9 @@ std::vector<float> run(Decoder& model, Cache& cache, const std::vector<Sequence>
     return logits;
 }
 
-void check(const Kernels& kernels, Precision precision, bool plain) {
+void check(const Kernels& kernels, Precision precision, DType weights, bool plain) {
     Source source;
-    const auto model = make_model(kernels, 4, precision, plain, source);
+    const auto model = make_model(kernels, 4, precision, weights, plain, source);
     const DType type = precision == Precision::bf16 ? DType::bf16 : DType::f32;
     std::vector<char> memory(size_t{kBlocks} * kLayers * 2 * kBlockSize * 64 * size_of(type));
     Cache cache{memory.data(), type, kBlocks, kLayers, kBlockSize};
@@ -108,7 +127,14 @@ void check(const Kernels& kernels, Precision precision, bool plain) {
 
 int main() {
     for (const char* const* level = usable_levels(); *level; ++level)
-        for (const Precision precision : {Precision::f32, Precision::bf16})
-            for (const bool plain : {false, true}) check(*find_kernels(*level), precision, plain);
+        for (const bool plain : {false, true}) {
+            const Kernels& kernels = *find_kernels(*level);
+            std::printf("%s\n", *level);
+            check_products(kernels);
+            check(kernels, Precision::f32, DType::f32, plain);
+            check(kernels, Precision::bf16, DType::bf16, plain);
+            check(kernels, Precision::f32, DType::int8, plain);
+            check(kernels, Precision::bf16, DType::int8, plain);
+        }
     std::printf("ok\n");
 }

@@ -16,7 +16,9 @@ void check_linear(const Linear& linear, int64_t rows, int64_t columns, Precision
     need(linear.rows() == rows, name + " has " + std::to_string(linear.rows()) + " rows, not " + std::to_string(rows));
     for (const Matrix& piece : linear.pieces) {
         need(piece.columns == columns, name + " has " + std::to_string(piece.columns) + " columns");
-        need(precision == Precision::f32 || piece.type == DType::bf16, name + " is not bf16");
+        need(is_quantised(piece.type) == linear.is_quantised(), name + " is quantised in part");
+        need(!is_quantised(piece.type) || piece.scales, name + " has no scales");
+        need(precision == Precision::f32 || piece.type != DType::f32, name + " is not bf16");
     }
 }
 

@@ -1,4 +1,5 @@
-// The kernels of one instruction set, as a table. Activations are float32 everywhere; weights and caches may be bf16.
+// The kernels of one instruction set, as a table. Activations are float32 everywhere; caches may be bf16, weights bf16 or
+// integers with scales.
 //
 // Every output of `multiply` is one sum in one order, whatever else is in the batch and however the work is split, so a
 // sequence gets the same numbers alone and in company.
@@ -13,8 +14,9 @@ namespace dovetail {
 
 enum class Activation : uint8_t { silu, gelu, gelu_tanh, relu };
 
-// How activations enter a product: as they are, or rounded to bf16 for instructions that multiply bf16.
-enum class Precision : uint8_t { f32, bf16 };
+// How activations enter a product: as they are, rounded to bf16 for instructions that multiply bf16, or as 8-bit digits for
+// those that multiply bytes (digits.hpp).
+enum class Precision : uint8_t { f32, bf16, digits };
 
 constexpr int kTokenTile = 16;      // tokens that `prepare` handles together
 constexpr int kRowTile = 16;        // weight rows per chunk are a multiple of this, except at the end
@@ -26,6 +28,7 @@ struct Matrix {  // [rows, columns], row-major, without gaps
     const void* data;
     DType type;
     int64_t rows, columns;
+    const void* scales = nullptr;  // int8: float per row; int4: float16 per row and group of 32 columns
 };
 
 struct Product {  // out[t][r] = (add ? out[t][r] : 0) + x[t]·weight[r] + bias[r]
@@ -97,6 +100,7 @@ const Kernels* find_kernels(const char* level);
 const char* const* usable_levels();
 
 const Kernels* neon_kernels();
+const Kernels* dotprod_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* amx_kernels();

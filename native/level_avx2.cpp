@@ -10,12 +10,22 @@ namespace {
 #include "elementwise.hpp"
 #include "dot.hpp"
 #include "attention.hpp"
+#include "codes_avx2.hpp"
+#include "digits.hpp"
+#include "dot_int8.hpp"
 
-int64_t prepared_bytes(int64_t, int64_t, Precision) { return 0; }
-void prepare(const float*, int64_t, int64_t, int64_t, Precision, void*) {}
+int64_t prepared_bytes(int64_t tokens, int64_t columns, Precision precision) {
+    return precision == Precision::digits ? prepared_digits_bytes(tokens, columns) : 0;
+}
 
-constexpr Kernels kKernels{"avx2", prepared_bytes, prepare, multiply_wide, rms_norm, layer_norm, activate,
-                           gate,   rotate,         attend,  load_row,      store_row, argmax};
+void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precision precision, void* prepared) {
+    if (precision == Precision::digits) prepare_digits(x, begin, end, columns, prepared);
+}
+
+void multiply(const Product& p) { p.precision == Precision::digits ? multiply_int8(p) : multiply_wide(p); }
+
+constexpr Kernels kKernels{"avx2", prepared_bytes, prepare, multiply, rms_norm, layer_norm, activate,
+                           gate,   rotate,         attend,  load_row, store_row, argmax};
 
 }  // namespace
 

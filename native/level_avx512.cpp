@@ -11,16 +11,30 @@ namespace {
 #include "dot.hpp"
 #include "attention.hpp"
 #include "dot_bf16.hpp"
+#include "codes_avx512.hpp"
+#include "digits.hpp"
+#include "dot_int8.hpp"
 
 int64_t prepared_bytes(int64_t tokens, int64_t columns, Precision precision) {
-    return precision == Precision::bf16 ? prepared_rows_bytes(tokens, columns) : 0;
+    switch (precision) {
+        case Precision::bf16: return prepared_rows_bytes(tokens, columns);
+        case Precision::digits: return prepared_digits_bytes(tokens, columns);
+        default: return 0;
+    }
 }
 
 void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precision precision, void* prepared) {
     if (precision == Precision::bf16) prepare_rows(x, begin, end, columns, prepared);
+    if (precision == Precision::digits) prepare_digits(x, begin, end, columns, prepared);
 }
 
-void multiply(const Product& p) { p.precision == Precision::bf16 ? multiply_pairs(p) : multiply_wide(p); }
+void multiply(const Product& p) {
+    switch (p.precision) {
+        case Precision::bf16: return multiply_pairs(p);
+        case Precision::digits: return multiply_int8(p);
+        default: return multiply_wide(p);
+    }
+}
 
 constexpr Kernels kKernels{"avx512", prepared_bytes, prepare, multiply, rms_norm, layer_norm, activate,
                            gate,     rotate,         attend,  load_row, store_row, argmax};

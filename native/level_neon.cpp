@@ -1,4 +1,5 @@
-// AArch64 with NEON: bf16 weights are widened as they are read, which costs less than the bytes it saves.
+// AArch64 with NEON: bf16 weights are widened as they are read, which costs less than the bytes it saves. Compiled twice,
+// the second time with the dot product instructions, which are what makes bytes fast.
 #include <arm_neon.h>
 
 #include "kernels.hpp"
@@ -10,15 +11,35 @@ namespace {
 #include "elementwise.hpp"
 #include "dot.hpp"
 #include "attention.hpp"
+#include "codes_neon.hpp"
+#include "digits.hpp"
+#include "dot_int8.hpp"
 
-int64_t prepared_bytes(int64_t, int64_t, Precision) { return 0; }
-void prepare(const float*, int64_t, int64_t, int64_t, Precision, void*) {}
+int64_t prepared_bytes(int64_t tokens, int64_t columns, Precision precision) {
+    return precision == Precision::digits ? prepared_digits_bytes(tokens, columns) : 0;
+}
 
-constexpr Kernels kKernels{"neon",   prepared_bytes, prepare, multiply_wide, rms_norm, layer_norm, activate,
-                           gate,     rotate,         attend,  load_row,      store_row, argmax};
+void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precision precision, void* prepared) {
+    if (precision == Precision::digits) prepare_digits(x, begin, end, columns, prepared);
+}
+
+void multiply(const Product& p) { p.precision == Precision::digits ? multiply_int8(p) : multiply_wide(p); }
+
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr const char* kName = "dotprod";
+#else
+constexpr const char* kName = "neon";
+#endif
+
+constexpr Kernels kKernels{kName, prepared_bytes, prepare, multiply, rms_norm, layer_norm, activate,
+                           gate,  rotate,         attend,  load_row, store_row, argmax};
 
 }  // namespace
 
+#if defined(__ARM_FEATURE_DOTPROD)
+const Kernels* dotprod_kernels() { return &kKernels; }
+#else
 const Kernels* neon_kernels() { return &kKernels; }
+#endif
 
 }  // namespace dovetail

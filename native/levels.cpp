@@ -3,7 +3,9 @@
 
 #include "kernels.hpp"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -11,7 +13,16 @@
 namespace dovetail {
 namespace {
 
-#if defined(__x86_64__)
+#if defined(__aarch64__)
+bool has_dotprod() {
+#if defined(__linux__)
+    constexpr unsigned long kDotProduct = 1ul << 20;  // HWCAP_ASIMDDP
+    return getauxval(AT_HWCAP) & kDotProduct;
+#else
+    return true;  // every Apple processor of this architecture that is still sold
+#endif
+}
+#elif defined(__x86_64__)
 bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -39,6 +50,7 @@ struct Usable {
         [[maybe_unused]] int count = 0;
 #if defined(__aarch64__)
         names[count++] = "neon";
+        if (has_dotprod()) names[count++] = "dotprod";
 #elif defined(__x86_64__)
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) names[count++] = "avx2";
         if (has_avx512()) names[count++] = "avx512";
@@ -58,7 +70,7 @@ const Kernels* find_kernels(const char* level) {
     for (const char* const* name = usable_levels(); *name; ++name) {
         if (std::strcmp(*name, level) != 0) continue;
 #if defined(__aarch64__)
-        return neon_kernels();
+        return std::strcmp(level, "neon") == 0 ? neon_kernels() : dotprod_kernels();
 #elif defined(__x86_64__)
         if (std::strcmp(level, "avx2") == 0) return avx2_kernels();
         if (std::strcmp(level, "avx512") == 0) return avx512_kernels();

@@ -33,6 +33,14 @@ const Kernels& kernels_of(const std::string& level) {
     return *kernels;
 }
 
+Matrix quantised_of(const Array& codes, const Array& scales) {
+    if (codes.ndim() != 2 || codes.dtype() != nb::dtype<int8_t>()) throw std::invalid_argument("codes are int8, two dimensions");
+    if (scales.ndim() != 1 || scales.dtype() != nb::dtype<float>() || scales.shape(0) != codes.shape(0))
+        throw std::invalid_argument("an int8 matrix has one float32 scale per row");
+    return {codes.data(), DType::int8, static_cast<int64_t>(codes.shape(0)), static_cast<int64_t>(codes.shape(1)),
+            scales.data()};
+}
+
 Matrix matrix_of(const Array& array) {
     if (array.ndim() != 2) throw std::invalid_argument("a weight has two dimensions");
     return {array.data(), type_of(array), static_cast<int64_t>(array.shape(0)), static_cast<int64_t>(array.shape(1))};
@@ -61,11 +69,16 @@ class Model {
         if (name == "embed.weight") return void(decoder_.embed = matrix_of(pieces.at(0)));
         if (name == "positions.weight") return void(decoder_.positions = matrix_of(pieces.at(0)));
         if (name.rfind("final_norm.", 0) == 0) return add_norm(decoder_.final_norm, name, pieces);
-        if (name == "lm_head.weight") return add_linear(decoder_.head, name, pieces);
-        if (name.rfind("layers.", 0) != 0) throw std::invalid_argument("unknown tensor " + name);
-        const size_t dot = name.find('.', 7);
-        Layer& layer = decoder_.layers.at(std::stoul(name.substr(7, dot - 7)));
-        add_to_layer(layer, name, name.substr(dot + 1, name.rfind('.') - dot - 1), pieces);
+        if (name.ends_with("norm.weight") || name.ends_with("norm.bias")) return add_norm(norm_of(name), name, pieces);
+        add_linear(linear_of(name), name, pieces);
+    }
+
+    // A matrix as integer codes and their scales.
+    void add_quantised(const std::string& name, Array codes, Array scales) {
+        const Matrix matrix = quantised_of(codes, scales);
+        held_.push_back(codes), held_.push_back(scales);
+        if (name == "embed.weight") return void(decoder_.embed = matrix);
+        linear_of(name).pieces = {matrix};
     }
 
     void set_layer(int index, int64_t window, bool local_rope) {
@@ -127,17 +140,32 @@ class Model {
         for (const Array& piece : pieces) linear.pieces.push_back(matrix_of(piece));
     }
 
-    void add_to_layer(Layer& layer, const std::string& name, const std::string& part, const std::vector<Array>& pieces) {
-        if (part == "qkv") return add_linear(layer.qkv, name, pieces);
-        if (part == "out") return add_linear(layer.out, name, pieces);
-        if (part == "gate_up" || part == "up") return add_linear(layer.up, name, pieces);
-        if (part == "down") return add_linear(layer.down, name, pieces);
-        if (part == "attn_norm") return add_norm(layer.attn_norm, name, pieces);
-        if (part == "q_norm") return add_norm(layer.q_norm, name, pieces);
-        if (part == "k_norm") return add_norm(layer.k_norm, name, pieces);
-        if (part == "post_attn_norm") return add_norm(layer.post_attn_norm, name, pieces);
-        if (part == "mlp_norm") return add_norm(layer.mlp_norm, name, pieces);
-        if (part == "post_mlp_norm") return add_norm(layer.post_mlp_norm, name, pieces);
+    // layers.<i>.<part>.weight
+    std::pair<Layer*, std::string> place_of(const std::string& name) {
+        if (name.rfind("layers.", 0) != 0) throw std::invalid_argument("unknown tensor " + name);
+        const size_t dot = name.find('.', 7);
+        Layer& layer = decoder_.layers.at(std::stoul(name.substr(7, dot - 7)));
+        return {&layer, name.substr(dot + 1, name.rfind('.') - dot - 1)};
+    }
+
+    Linear& linear_of(const std::string& name) {
+        if (name == "lm_head.weight") return decoder_.head;
+        const auto [layer, part] = place_of(name);
+        if (part == "qkv") return layer->qkv;
+        if (part == "out") return layer->out;
+        if (part == "gate_up" || part == "up") return layer->up;
+        if (part == "down") return layer->down;
+        throw std::invalid_argument("unknown tensor " + name);
+    }
+
+    Norm& norm_of(const std::string& name) {
+        const auto [layer, part] = place_of(name);
+        if (part == "attn_norm") return layer->attn_norm;
+        if (part == "q_norm") return layer->q_norm;
+        if (part == "k_norm") return layer->k_norm;
+        if (part == "post_attn_norm") return layer->post_attn_norm;
+        if (part == "mlp_norm") return layer->mlp_norm;
+        if (part == "post_mlp_norm") return layer->post_mlp_norm;
         throw std::invalid_argument("unknown tensor " + name);
     }
 
@@ -199,6 +227,7 @@ NB_MODULE(_kernels, module) {
     nb::class_<Model>(module, "Model")
         .def(nb::init<const std::string&, int, const Shape&, int>())
         .def("add", &Model::add)
+        .def("add_quantised", &Model::add_quantised)
         .def("set_layer", &Model::set_layer)
         .def("set_rope", &Model::set_rope)
         .def("check", &Model::check)

@@ -21,6 +21,7 @@ using Integers = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu, nb::c_
 
 const Kernels& kernels_of(const std::string& level);
 Matrix matrix_of(const Array& array);
+Matrix quantised_of(const Array& codes, const Array& scales);
 DType type_of(const Array& array);
 
 namespace {
@@ -29,15 +30,11 @@ void need(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(what);
 }
 
-// out [tokens, rows] = x [tokens, columns] · weight [rows, columns], as one phase of an iteration
-void linear(const std::string& level, int threads, bool rounds_to_bf16, Floats x, Array weight, Output out) {
-    const Kernels& kernels = kernels_of(level);
-    const Matrix matrix = matrix_of(weight);
+// out [tokens, rows] = x [tokens, columns] · matrix [rows, columns], as one phase of an iteration
+void product(const Kernels& kernels, int threads, Precision precision, const Floats& x, const Matrix& matrix, Output& out) {
     const int64_t tokens = x.shape(0), columns = matrix.columns;
-    const Precision precision = rounds_to_bf16 ? Precision::bf16 : Precision::f32;
     need(static_cast<int64_t>(x.size()) == tokens * columns, "x is [tokens, columns]");
     need(static_cast<int64_t>(out.size()) == tokens * matrix.rows, "out is [tokens, rows]");
-    need(!rounds_to_bf16 || matrix.type == DType::bf16, "a product of bf16 needs bf16 weights");
     const std::shared_ptr<Team> team = Team::shared(threads);
     const int64_t prepared_bytes = kernels.prepared_bytes(tokens, columns, precision);
     const int64_t scratch_floats = (8 * columns + 4096 + 63) / 64 * 64;
@@ -45,7 +42,7 @@ void linear(const std::string& level, int threads, bool rounds_to_bf16, Floats x
     prepared.reserve(std::max<int64_t>(prepared_bytes, 64));
     float* own = reinterpret_cast<float*>(scratch.reserve(scratch_floats * 4 * team->size()));
     void* operand = prepared_bytes ? static_cast<void*>(prepared.reserve(1)) : const_cast<float*>(x.data());
-    const int64_t block = std::max<int64_t>(512 * 1024 / (columns * (rounds_to_bf16 ? 2 : 4)) / 48 * 48, 48);
+    const int64_t block = std::max<int64_t>(512 * 1024 / (columns * (precision == Precision::f32 ? 4 : 2)) / 48 * 48, 48);
     const int64_t per_chunk =
         std::clamp<int64_t>(matrix.rows / (4 * team->size()) / 32 * 32, 16, tokens > 64 ? 64 : 256);
     const int64_t chunks = (matrix.rows + per_chunk - 1) / per_chunk, blocks = (tokens + block - 1) / block;
@@ -64,6 +61,16 @@ void linear(const std::string& level, int threads, bool rounds_to_bf16, Floats x
                               own + member.index * scratch_floats});
         });
     });
+}
+
+void linear(const std::string& level, int threads, bool rounds_to_bf16, Floats x, Array weight, Output out) {
+    const Matrix matrix = matrix_of(weight);
+    need(!rounds_to_bf16 || matrix.type == DType::bf16, "a product of bf16 needs bf16 weights");
+    product(kernels_of(level), threads, rounds_to_bf16 ? Precision::bf16 : Precision::f32, x, matrix, out);
+}
+
+void linear_quantised(const std::string& level, int threads, Floats x, Array codes, Array scales, Output out) {
+    product(kernels_of(level), threads, Precision::digits, x, quantised_of(codes, scales), out);
 }
 
 // One query head group of one sequence over a paged cache [blocks, 2, block_size, head_dim] with a single key head
@@ -122,6 +129,7 @@ float read_all(int threads, Array data) {
 void add_single_kernels(nb::module_& module) {
     using namespace dovetail;
     module.def("linear", &linear);
+    module.def("linear_quantised", &linear_quantised);
     module.def("attend", &attend);
     module.def("norm", &norm);
     module.def("gate", &gate);

@@ -6,9 +6,11 @@
 
 namespace dovetail {
 
-enum class DType : uint8_t { f32, bf16 };
+enum class DType : uint8_t { f32, bf16, int8, int4 };  // the last two of weights only, with scales beside them
 
-inline int64_t size_of(DType type) { return type == DType::f32 ? 4 : 2; }
+inline int64_t size_of(DType type) { return type == DType::f32 ? 4 : 2; }  // of the types that caches have
+
+inline bool is_quantised(DType type) { return type == DType::int8 || type == DType::int4; }
 
 struct bf16 {
     uint16_t bits;

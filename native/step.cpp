@@ -60,7 +60,8 @@ Decoder::Step::Step(Decoder& model, const Iteration& iteration)
 void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     const int64_t tokens = tiles(tokens_) * kTokenTile;
     const int64_t widest = std::max({shape_.hidden_size, shape_.q_size(), shape_.intermediate_size});
-    const int64_t block = std::max(token_block(shape_.hidden_size), token_block(shape_.intermediate_size));
+    const int64_t narrowest = std::min(shape_.hidden_size, shape_.intermediate_size);
+    const int64_t block = token_block(narrowest, Precision::digits);  // no other is larger
     const int64_t inner = 2 * std::max(block * 4 * kRowTile, kManyTokens * kMaxChunkRows);  // gate and up of one chunk
     scratch_floats_ = 8 * widest + 4096 + std::max(inner, attend_scratch(shape_.head_dim));
     scratch_floats_ = (scratch_floats_ + 63) / 64 * 64;
@@ -73,7 +74,8 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     update_ = carver.take<float>(tokens * shape_.hidden_size);
     angles_ = carver.take<float>(tokens * shape_.head_dim);
     angles_local_ = carver.take<float>(tokens * shape_.head_dim);
-    prepared_ = carver.take<char>(kernels_.prepared_bytes(tokens, widest, shape_.precision));
+    prepared_ = carver.take<char>(std::max(kernels_.prepared_bytes(tokens, widest, shape_.precision),
+                                            kernels_.prepared_bytes(tokens, widest, Precision::digits)));
     largest_ = carver.take<float>(num_parts_);
     total_ = carver.take<float>(num_parts_);
     sums_ = carver.take<float>(num_parts_ * shape_.head_dim);
@@ -85,36 +87,41 @@ void Decoder::Step::run(Team::Member& member) {
     embed(member);
     for (size_t i = 0; i < model_.layers.size(); ++i) {
         const Layer& layer = model_.layers[i];
-        normalize(member, layer.attn_norm, hidden_, shape_.hidden_size);
+        normalize(member, layer.attn_norm, layer.qkv);
         linear(member, layer.qkv, normed_, qkv_, false);
         rotate_and_store(member, layer, i);
         attend(member, layer, i);
         if (i + 1 == model_.layers.size()) keep_sampled(member);
-        prepare(member, attended_, shape_.q_size());
+        prepare(member, attended_, layer.out);
         update(member, layer.out, layer.post_attn_norm, attended_);
-        normalize(member, layer.mlp_norm, hidden_, shape_.hidden_size);
+        normalize(member, layer.mlp_norm, layer.up);
         inner_mlp(member, layer);
-        prepare(member, inner_, shape_.intermediate_size);
+        prepare(member, inner_, layer.down);
         update(member, layer.down, layer.post_mlp_norm, inner_);
     }
     logits(member);
 }
 
+void Decoder::Step::look_up(const Matrix& table, int64_t row, float scale, bool add, float* out) const {
+    const int64_t columns = table.columns;
+    if (table.type == DType::int8) {
+        const int8_t* codes = static_cast<const int8_t*>(table.data) + row * columns;
+        const float step = static_cast<const float*>(table.scales)[row] * scale;
+        for (int64_t i = 0; i < columns; ++i) out[i] = static_cast<float>(codes[i]) * step + (add ? out[i] : 0.0f);
+        return;
+    }
+    const char* data = static_cast<const char*>(table.data) + row * columns * size_of(table.type);
+    kernels_.load_row(data, table.type, columns, scale, add, out);
+}
+
 void Decoder::Step::embed(Team::Member& member) {
-    const int64_t row_bytes = shape_.hidden_size * size_of(model_.embed.type);
     member.loop(tiles(tokens_), [&](int64_t tile) {
         const int64_t end = std::min((tile + 1) * kTokenTile, tokens_);
         for (int64_t t = tile * kTokenTile; t < end; ++t) {
             float* out = hidden_ + t * shape_.hidden_size;
-            const char* table = static_cast<const char*>(model_.embed.data);
-            kernels_.load_row(table + iteration_.tokens[t] * row_bytes, model_.embed.type, shape_.hidden_size,
-                              shape_.embed_scale, false, out);
-            if (model_.positions.data) {
-                const Matrix& learned = model_.positions;
-                const char* row = static_cast<const char*>(learned.data) +
-                                  (position_[t] + shape_.position_offset) * learned.columns * size_of(learned.type);
-                kernels_.load_row(row, learned.type, learned.columns, 1.0f, true, out);
-            }
+            look_up(model_.embed, iteration_.tokens[t], shape_.embed_scale, false, out);
+            if (model_.positions.data)
+                look_up(model_.positions, position_[t] + shape_.position_offset, 1.0f, true, out);
             angles_of(model_.rope, position_[t], angles_ + t * shape_.head_dim);
             angles_of(model_.rope_local, position_[t], angles_local_ + t * shape_.head_dim);
         }
@@ -138,24 +145,32 @@ void Decoder::Step::norm_row(const Norm& norm, const float* x, int64_t count, fl
         kernels_.rms_norm(x, norm.weight, shape_.norm_eps, count, out);
 }
 
-void Decoder::Step::normalize(Team::Member& member, const Norm& norm, const float* x, int64_t columns) {
+Precision Decoder::Step::precision_of(const Linear& linear) const {
+    return linear.is_quantised() ? Precision::digits : shape_.precision;
+}
+
+// The residual stream, for the product that reads it next.
+void Decoder::Step::normalize(Team::Member& member, const Norm& norm, const Linear& next) {
+    const int64_t columns = shape_.hidden_size;
     member.loop(tiles(tokens_), [&](int64_t tile) {
         const int64_t begin = tile * kTokenTile, end = std::min(begin + kTokenTile, tokens_);
-        for (int64_t t = begin; t < end; ++t) norm_row(norm, x + t * columns, columns, normed_ + t * columns);
-        kernels_.prepare(normed_, begin, end, columns, shape_.precision, prepared_);
+        for (int64_t t = begin; t < end; ++t) norm_row(norm, hidden_ + t * columns, columns, normed_ + t * columns);
+        kernels_.prepare(normed_, begin, end, columns, precision_of(next), prepared_);
     });
 }
 
-void Decoder::Step::prepare(Team::Member& member, const float* x, int64_t columns) {
-    if (kernels_.prepared_bytes(1, columns, shape_.precision) == 0) return;
+void Decoder::Step::prepare(Team::Member& member, const float* x, const Linear& next) {
+    const int64_t columns = next.columns();
+    const Precision precision = precision_of(next);
+    if (kernels_.prepared_bytes(1, columns, precision) == 0) return;
     member.loop(tiles(tokens_), [&](int64_t tile) {
         const int64_t begin = tile * kTokenTile, end = std::min(begin + kTokenTile, tokens_);
-        kernels_.prepare(x, begin, end, columns, shape_.precision, prepared_);
+        kernels_.prepare(x, begin, end, columns, precision, prepared_);
     });
 }
 
-const void* Decoder::Step::operand(const float* x, int64_t columns) const {
-    return kernels_.prepared_bytes(1, columns, shape_.precision) ? prepared_ : x;
+const void* Decoder::Step::operand(const float* x, const Linear& linear) const {
+    return kernels_.prepared_bytes(1, linear.columns(), precision_of(linear)) ? prepared_ : x;
 }
 
 // Large enough that one tile of rows can be fetched ahead while another is multiplied, small enough that no thread waits
@@ -166,20 +181,21 @@ int64_t Decoder::Step::chunk_rows(int64_t rows, int64_t tokens) const {
     return std::clamp<int64_t>(share, kRowTile, most);
 }
 
-int64_t Decoder::Step::token_block(int64_t columns) const {
-    const int64_t fits = kBlockBytes / (columns * (shape_.precision == Precision::bf16 ? 2 : 4));
+int64_t Decoder::Step::token_block(int64_t columns, Precision precision) const {
+    const int64_t fits = kBlockBytes / (columns * (precision == Precision::f32 ? 4 : 2));
     return std::max<int64_t>(fits / 48 * 48, 48);  // 48: whole tiles of every kernel
 }
 
 void Decoder::Step::linear(Team::Member& member, const Linear& weights, const float* x, float* out, bool add) {
     const int64_t rows = weights.rows(), columns = weights.columns();
-    const int64_t per_chunk = chunk_rows(rows, tokens_), block = token_block(columns);
+    const Precision precision = precision_of(weights);
+    const int64_t per_chunk = chunk_rows(rows, tokens_), block = token_block(columns, precision);
     const int64_t chunks = count_chunks(weights, per_chunk), blocks = (tokens_ + block - 1) / block;
-    const void* prepared = operand(x, columns);
+    const void* prepared = operand(x, weights);
     member.loop(chunks * blocks, [&](int64_t task) {
         const Rows part = chunk_at(weights, per_chunk, task % chunks);
         const int64_t begin = task / chunks * block, end = std::min(begin + block, tokens_);
-        kernels_.multiply({part.piece, part.begin, part.end, prepared, begin, end, shape_.precision,
+        kernels_.multiply({part.piece, part.begin, part.end, prepared, begin, end, precision,
                            weights.bias ? weights.bias + part.first : nullptr, add, out + begin * rows + part.first,
                            rows, scratch(member)});
     });
@@ -187,9 +203,10 @@ void Decoder::Step::linear(Team::Member& member, const Linear& weights, const fl
 
 void Decoder::Step::inner_mlp(Team::Member& member, const Layer& layer) {
     const int64_t inner = shape_.intermediate_size, columns = shape_.hidden_size;
-    const int64_t per_chunk = chunk_rows(inner, tokens_), block = token_block(columns);
+    const Precision precision = precision_of(layer.up);
+    const int64_t per_chunk = chunk_rows(inner, tokens_), block = token_block(columns, precision);
     const int64_t chunks = (inner + per_chunk - 1) / per_chunk, blocks = (tokens_ + block - 1) / block;
-    const void* prepared = operand(normed_, columns);
+    const void* prepared = operand(normed_, layer.up);
     const Matrix& first = layer.up.pieces.front();
     const Matrix& second = layer.up.pieces.back();
     const int64_t shift = layer.up.pieces.size() == 1 ? inner : 0;  // of the up half, within its piece
@@ -200,10 +217,10 @@ void Decoder::Step::inner_mlp(Team::Member& member, const Layer& layer) {
         float* own = scratch(member);
         float* gate = own + 8 * columns + 4096;
         float* up = gate + (end - begin) * rows;
-        kernels_.multiply({&first, row, row + rows, prepared, begin, end, shape_.precision, bias ? bias + row : nullptr,
-                           false, gate, rows, own});
+        kernels_.multiply({&first, row, row + rows, prepared, begin, end, precision, bias ? bias + row : nullptr, false,
+                           gate, rows, own});
         if (shape_.gated_mlp)
-            kernels_.multiply({&second, shift + row, shift + row + rows, prepared, begin, end, shape_.precision,
+            kernels_.multiply({&second, shift + row, shift + row + rows, prepared, begin, end, precision,
                                bias ? bias + inner + row : nullptr, false, up, rows, own});
         for (int64_t t = 0; t < end - begin; ++t) {
             float* out = inner_ + (begin + t) * inner + row;
@@ -243,7 +260,7 @@ void Decoder::Step::keep_sampled(Team::Member& member) {
 }
 
 void Decoder::Step::logits(Team::Member& member) {
-    normalize(member, model_.final_norm, hidden_, shape_.hidden_size);
+    normalize(member, model_.final_norm, model_.head);
     linear(member, model_.head, normed_, iteration_.logits, false);
     member.loop(tokens_, [&](int64_t t) {
         float* row = iteration_.logits + t * shape_.vocab_size;

@@ -31,9 +31,10 @@ struct Decoder::Step {
     void plan_attention();
     void plan_sequence(int sequence, int64_t first_token);
 
+    void look_up(const Matrix& table, int64_t row, float scale, bool add, float* out) const;
     void embed(Team::Member&);
-    void normalize(Team::Member&, const Norm&, const float* x, int64_t columns);
-    void prepare(Team::Member&, const float* x, int64_t columns);
+    void normalize(Team::Member&, const Norm&, const Linear& next);
+    void prepare(Team::Member&, const float* x, const Linear& next);
     void linear(Team::Member&, const Linear&, const float* x, float* out, bool add);
     void inner_mlp(Team::Member&, const Layer&);
     void update(Team::Member&, const Linear&, const Norm& post, const float* x);
@@ -46,10 +47,11 @@ struct Decoder::Step {
     void norm_row(const Norm&, const float* x, int64_t count, float* out) const;
     void angles_of(const Rope&, int64_t position, float* out) const;
     int64_t chunk_rows(int64_t rows, int64_t tokens) const;
-    int64_t token_block(int64_t columns) const;
+    int64_t token_block(int64_t columns, Precision precision) const;
+    Precision precision_of(const Linear& linear) const;
     CacheView cache_view(int64_t layer, int64_t kv_head) const;
     float* scratch(const Team::Member& member) const { return scratch_ + member.index * scratch_floats_; }
-    const void* operand(const float* x, int64_t columns) const;
+    const void* operand(const float* x, const Linear& linear) const;
 
     const Decoder& model_;
     const Shape& shape_;

@@ -78,7 +78,7 @@ def packer(layout: str, dtype: str, shape: tuple[int, ...]) -> Packer:
         return _PlainPacker(dtype)
     if layout == "amx-bf16":
         return _TilePacker(shape)
-    return _ScaledPacker(Int8(shape[-1]) if layout == "int8" else Int4(shape[-1]))
+    return _ScaledPacker(quantised_as(layout, shape[-1]))
 
 
 def pack(layout: str, dtype: str, values: Float32) -> Array:
@@ -94,7 +94,7 @@ def unpack(layout: str, dtype: str, shape: tuple[int, ...], data: memoryview) ->
         return _widen(np.frombuffer(data, NUMPY[dtype]), dtype).reshape(shape)
     if layout == "amx-bf16":
         return _widen(unpack_tiles(shape, data), "bf16")
-    quantised: Int8 | Int4 = Int8(shape[-1]) if layout == "int8" else Int4(shape[-1])
+    quantised = quantised_as(layout, shape[-1])
     codes, scales = quantised.split(math.prod(shape[:-1]), data)
     return quantised.dequantise(quantised.unpack(codes), scales).reshape(shape)
 
@@ -236,6 +236,11 @@ class Int4:
         size = count * GROUP // 2
         scales = np.frombuffer(data, "<f2", count, _up(size, SCALE_ALIGNMENT))
         return np.frombuffer(data, np.uint8, size), scales.reshape(rows, self.groups)
+
+
+def quantised_as(layout: str, columns: int) -> Int8 | Int4:
+    assert layout in ("int8", "int4"), layout
+    return Int8(columns) if layout == "int8" else Int4(columns)
 
 
 class _ScaledPacker:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from dovetail.engine.native_model import READABLE_LAYOUTS
+from dovetail.layouts import quantised_as
 from dovetail.native import levels
 from dovetail.native.dispatch import load_kernels
 
@@ -76,6 +80,96 @@ def test_what_is_not_a_number_stays_visible(kernels: ModuleType, level: str) -> 
     kernels.gate(level, 0, torch.tensor([NAN] + [1.0] * 8), torch.ones(9), gated)
     assert gated[0].isnan()
     assert not gated[1:].isnan().any()
+
+
+SHAPES = [(64, 64), (48, 576), (17, 96), (100, 70), (1, 33), (259, 160), (33, 1), (40, 2048)]
+
+
+def quantise(weight: Tensor, layout: str) -> tuple[Any, Any, Tensor]:
+    """Codes and scales as the store keeps them, and the values they stand for."""
+    form = quantised_as(layout, weight.shape[1])
+    made = form.quantise(weight.numpy())
+    return (
+        form.pack(made.codes).reshape(len(weight), -1).view(np.int8),
+        made.scales,
+        torch.from_numpy(form.dequantise(made.codes, made.scales)),
+    )
+
+
+def digit_step(x: Tensor) -> Tensor:
+    """Of each token: distance between two numbers that its digits can say."""
+    size = x.double().abs()
+    most, common = size.amax(1), 12 * size.mean(1)
+    return torch.minimum(most / 127, torch.maximum(common / 127, most / (127 * 128)))
+
+
+def with_outliers(x: Tensor) -> Tensor:
+    """As activations are: in a few columns much larger, in one token far beyond all."""
+    x = x.clone()
+    x[:, ::29] *= 60.0
+    x[0, 0] *= 1000.0
+    return x
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, 15, 17, 33, 64])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("layout", READABLE_LAYOUTS)
+def test_a_quantised_product_errs_by_no_more_than_its_activations_were_rounded(
+    kernels: ModuleType, level: str, layout: str, rows: int, columns: int, tokens: int, outliers: bool
+) -> None:
+    codes, scales, weight = quantise(draw(rows, columns, seed=1), layout)
+    x = draw(tokens, columns, seed=2)
+    x = with_outliers(x) if outliers else x
+    out = torch.full((tokens, rows), NAN)
+    kernels.linear_quantised(level, 2, x, codes, scales, out)
+    reference = x.double() @ weight.double().T
+    sizes = weight.double().abs().sum(1)
+    allowed = digit_step(x)[:, None] * sizes / 2 * 1.001 + 1e-6 * (x.double().abs() @ weight.double().abs().T)
+    assert not out.isnan().any(), "an output was not written"
+    assert ((out.double() - reference).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("layout", READABLE_LAYOUTS)
+def test_a_quantised_row_gets_the_same_numbers_alone_and_in_company(
+    kernels: ModuleType, level: str, layout: str
+) -> None:
+    codes, scales, _ = quantise(draw(203, 176, seed=1), layout)
+    x = with_outliers(draw(70, 176, seed=2))
+    together, alone = torch.empty(70, 203), torch.empty(1, 203)
+    kernels.linear_quantised(level, 2, x, codes, scales, together)
+    for token in (0, 5, 16, 47, 69):
+        kernels.linear_quantised(level, 1, x[token : token + 1].clone(), codes, scales, alone)
+        assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
+@pytest.mark.parametrize("layout", READABLE_LAYOUTS)
+def test_digits_do_not_hide_what_is_not_a_number(kernels: ModuleType, level: str, layout: str, bad: float) -> None:
+    codes, scales, _ = quantise(draw(40, 70, seed=1), layout)
+    x = draw(6, 70, seed=2)
+    x[1, 69] = bad
+    x[2] = 0.0
+    x[3] *= 1e37
+    x[4] *= 1e-37
+    out = torch.full((6, 40), NAN)
+    kernels.linear_quantised(level, 2, x, codes, scales, out)
+    assert out[1].isnan().all()
+    assert (out[2] == 0.0).all()
+    assert out[[0, 3, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("layout", READABLE_LAYOUTS)
+def test_sums_of_digits_do_not_overflow(kernels: ModuleType, level: str, layout: str) -> None:
+    columns = 32768
+    codes, scales, weight = quantise(torch.ones(5, columns), layout)
+    x = torch.ones(3, columns)
+    x[1, ::2] = 1000.0
+    x[2, : columns // 12] = 1000.0  # as many high digits as the scale admits
+    out = torch.full((3, 5), NAN)
+    kernels.linear_quantised(level, 2, x, codes, scales, out)
+    reference = x.double() @ weight.double().T
+    assert ((out - reference).abs() <= digit_step(x)[:, None] * columns).all()
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, position: int, window: int, cap: float) -> Tensor:

@@ -60,6 +60,35 @@ def iterations(
         )
 
 
+@app.command("fidelity")
+def fidelity(
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`, quantised, say.")],
+    reference: Annotated[str, typer.Argument(help="The same model in another form.")],
+    text: Annotated[list[Path], typer.Option(help="What both read; again for more files.", exists=True)],
+    tokens: Annotated[int, typer.Option(help="Read so many of it.", min=2)] = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """How far a model's predictions are from those of another form of it, token by token of a text.
+
+    Example: dovetail bench fidelity smollm2-int8 smollm2 --text docs/structures.md
+    """
+    from tokenizers import Tokenizer
+
+    from dovetail.bench.fidelity import compare
+    from dovetail.store import Catalogue, open_checkpoint
+
+    card, other = Catalogue().get(model), Catalogue().get(reference)
+    words = "".join(path.read_text() for path in text)
+    read = Tokenizer.from_file(card.tokenizer_file).encode(words).ids[:tokens]
+    found = compare(open_checkpoint(Path(other.path)), open_checkpoint(Path(card.path)), read)
+    if as_json:
+        return print_json(found)
+    print(f"{found.tokens} tokens, perplexity {found.perplexity:.2f} (reference {found.reference_perplexity:.2f})")
+    print(
+        f"KL {found.mean_kl:.4f} nats per token, median {found.median_kl:.4f}; same token first: {found.same_first:.1%}"
+    )
+
+
 @app.command("cold-start")
 def cold_start(
     model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")] = "smollm2-135m-instruct",

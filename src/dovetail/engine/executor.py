@@ -17,7 +17,7 @@ from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.model import DecoderModel
-from dovetail.engine.native_model import NativeModel, can_run
+from dovetail.engine.native_model import READABLE_LAYOUTS, NativeModel, can_run
 from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
 from dovetail.engine.weights import Kind, Weights, from_read_only_memory
@@ -92,9 +92,10 @@ class CpuExecutor:
 
 
 def _weights(checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -> Weights:
+    if ops.kernels is None:
+        return Weights(checkpoint, dtype, kind, ops)
     # The native kernels widen bf16 as they read it: exact, and half the bytes.
-    readable = (torch.bfloat16,) if ops.kernels is not None and dtype == torch.float32 else ()
-    return Weights(checkpoint, dtype, kind, ops, readable)
+    return Weights(checkpoint, dtype, kind, ops, {torch.bfloat16, dtype}, READABLE_LAYOUTS)
 
 
 def _model(spec: ModelSpec, weights: Weights, dtype: torch.dtype, ops: Ops) -> NativeModel | TorchModel:

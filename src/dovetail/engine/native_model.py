@@ -1,7 +1,7 @@
 """A dense decoder as one native call per iteration: the whole forward pass, from tokens to logits.
 
-Weights stay in the type they are stored in where the kernels can read it (bf16 under float32 arithmetic loses nothing),
-so a mapped checkpoint is used as it lies in the file.
+Weights stay in the type and layout that they are stored in where the kernels can read it (bf16 under float32 arithmetic
+loses nothing, quantised matrices are multiplied as their codes), so a mapped checkpoint is used as it lies in the file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dovetail.engine.weights import Weights
 from dovetail.modelspec import ModelSpec
 from dovetail.sched.turn import Turn, TurnRow
 
+READABLE_LAYOUTS = ("int8",)  # besides plain
+
 
 def can_run(spec: ModelSpec, dtype: torch.dtype) -> bool:
     """Mixtures of experts and other types than float32 and bf16 stay with the torch level."""
@@ -30,13 +32,8 @@ class NativeModel:
         self.spec = spec
         shape = _shape(spec, kernels, rounds_to_bf16=dtype == torch.bfloat16)
         self._model = kernels.Model(level, torch.get_num_threads(), shape, spec.num_layers)
-        embed = [weights.tensor("embed.weight")]
-        self._model.add("embed.weight", embed)
-        if spec.tied_embeddings:
-            self._model.add("lm_head.weight", embed)
         for name, _ in spec.tensors():
-            if name != "embed.weight":
-                self._model.add(name, _pieces(weights, name))
+            self._add(weights, name)
         for layer in range(spec.num_layers):
             window = spec.window(layer)
             self._model.set_layer(layer, window, window > 0 and spec.rope_local is not None)
@@ -45,6 +42,16 @@ class NativeModel:
             if spec.rope_local is not None:
                 self._set_rope(Rope(spec.rope_local, spec.head_dim, torch.float32), local=True)
         self._model.check()
+
+    def _add(self, weights: Weights, name: str) -> None:
+        names = [name, "lm_head.weight"] if name == "embed.weight" and self.spec.tied_embeddings else [name]
+        quantised = weights.quantised(name)
+        pieces = _pieces(weights, name) if quantised is None else []
+        for each in names:
+            if quantised is not None:
+                self._model.add_quantised(each, quantised.codes, quantised.scales)
+            else:
+                self._model.add(each, pieces)
 
     def _set_rope(self, rope: Rope, local: bool) -> None:
         self._model.set_rope(rope.frequencies.tolist(), rope.scale, local)
@@ -95,4 +102,4 @@ def _pieces(weights: Weights, name: str) -> list[Tensor]:
         return [weights.norm(name)]
     if name.endswith(".bias"):
         return [weights.tensor(name).float()]
-    return [weights.tensor(name)] if name == "positions.weight" else weights.parts(name)
+    return [weights.tensor(name)] if name in ("embed.weight", "positions.weight") else weights.parts(name)

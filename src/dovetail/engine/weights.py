@@ -13,13 +13,14 @@ import math
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dovetail.engine.dtypes import TORCH_DTYPES
-from dovetail.layouts import unpack
+from dovetail.layouts import Array, quantised_as, unpack
 from dovetail.native import Ops
 from dovetail.node.ports import Checkpoint, HostTensor
 
@@ -48,19 +49,34 @@ class Linear:
         return torch.cat([self._linear(x, weight, bias) for weight, bias in self._pieces], dim=-1)
 
 
+class QuantisedMatrix(NamedTuple):
+    """As it is stored: kernels multiply the codes."""
+
+    codes: Array  # int8 [rows, columns]
+    scales: Array  # float32 [rows]
+
+
 class Weights:
     """Reads each tensor once, when the model is built."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops, readable: Collection[torch.dtype] = ()
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        kind: Kind,
+        ops: Ops,
+        readable: Collection[torch.dtype] = (),
+        readable_layouts: Collection[str] = (),
     ) -> None:
-        """`readable`: types that the kernels take for matrices besides `dtype`; stored so, they are kept so."""
+        """`readable`: types that the kernels take for matrices besides `dtype`, and `readable_layouts` besides plain;
+        stored so, they are kept so."""
         self.kind = kind
         self.num_bytes = 0  # of all tensors handed out
         self.copied_bytes = 0  # of those that are not in place
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._readable = frozenset(readable)
+        self._readable_layouts = frozenset(readable_layouts)
         self._norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._ops = ops
         self._shapes = dict(checkpoint.spec.tensors())
@@ -104,6 +120,20 @@ class Weights:
         if self.kind == "resident":
             return [self._whole(name, dtype)]
         return [self._tensor(piece, dtype) for piece in self._checkpoint.pieces(name)]
+
+    def quantised(self, name: str) -> QuantisedMatrix | None:
+        """A matrix as it is stored; None unless the kernels read its layout. What is packed lies in one piece."""
+        piece, *others = self._checkpoint.pieces(name)
+        if others or piece.layout not in self._readable_layouts:
+            return None
+        rows, columns = piece.shape
+        codes, scales = quantised_as(piece.layout, columns).split(rows, piece.data)
+        matrix = QuantisedMatrix(codes.view(np.int8).reshape(rows, columns), scales)
+        self.num_bytes += len(piece.data)
+        if self.kind == "mapped":
+            return matrix
+        self.copied_bytes += len(piece.data)
+        return QuantisedMatrix(matrix.codes.copy(), matrix.scales.copy())
 
     def _matrix_dtype(self, name: str) -> torch.dtype:
         pieces = self._checkpoint.pieces(name)

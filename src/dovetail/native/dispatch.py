@@ -2,6 +2,7 @@
 
 torch    plain torch, operation by operation: runs everywhere, every family
 neon     AArch64
+dotprod  AArch64 with instructions for dot products of bytes
 avx2     x86-64 with AVX2 and FMA
 avx512   x86-64 with AVX-512 and its bf16 instructions
 amx      x86-64 with AMX tiles

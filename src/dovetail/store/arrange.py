@@ -46,7 +46,7 @@ def arrange(spec: ModelSpec, dtype: str, layout: str = "plain", ranks: int = 1) 
         step = ALIGNMENT if here == group else PAGE_BYTES  # a layer can be read by itself
         group = here
         cut = cut_of(spec, name) if ranks > 1 else Cut("")
-        kind, packing = _kept_as(name, shape, dtype, layout)
+        kind, packing = _kept_as(spec, name, shape, dtype, layout)
         shares = []
         for rank in range(ranks):
             share, sections = _share(cut, shape, rank, ranks)
@@ -95,13 +95,17 @@ def _share(cut: Cut, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[tup
     return tuple(share), sections
 
 
-def _kept_as(name: str, shape: tuple[int, ...], dtype: str, layout: str) -> tuple[str, str]:
+def _kept_as(spec: ModelSpec, name: str, shape: tuple[int, ...], dtype: str, layout: str) -> tuple[str, str]:
     """Norms stay in float32: they are small, and Gemma's are 1 plus something that 16 bits would lose. Only matrices
-    that multiply are packed: rows of an embedding are looked up, and a router decides by small differences."""
+    that multiply are packed, the embedding where it is the head as well: a router decides by small differences. Heads
+    have 8 bits at least: with 4 the outputs lose more than the bytes are worth (docs/kernels.md)."""
     if "norm." in name:
         return "f32", "plain"
-    is_matrix = len(shape) >= 2 and (name.startswith("layers.") or name == "lm_head.weight") and "router" not in name
-    if layout == "plain" or not is_matrix:
+    if name == "lm_head.weight" or (name == "embed.weight" and spec.tied_embeddings):
+        layout = {"int4": "int8", "amx-bf16": "plain" if name == "embed.weight" else layout}.get(layout, layout)
+    elif not (len(shape) >= 2 and name.startswith("layers.") and "router" not in name):
+        layout = "plain"
+    if layout == "plain":
         return dtype, "plain"
     return ("bf16", layout) if layout == "amx-bf16" else (dtype, layout)
 

@@ -1,0 +1,108 @@
+// Every product of quantised weights against a sum in double: odd shapes, outputs poisoned, activations with outliers. The
+// error may be what rounding the activations explains, and no token may depend on those beside it.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "kernels.hpp"
+#include "memory.hpp"
+
+using namespace dovetail;
+
+namespace {
+
+struct Case {
+    int64_t rows, columns, tokens;
+};
+
+struct Weights {
+    std::vector<int8_t> codes;
+    std::vector<float> scales;
+    std::vector<double> values;  // what they stand for
+};
+
+Weights draw_int8(int64_t rows, int64_t columns, std::mt19937& random) {
+    std::uniform_int_distribution<int> code(-127, 127);
+    std::uniform_real_distribution<float> scale(0.001f, 0.01f);
+    Weights weights;
+    for (int64_t r = 0; r < rows; ++r) weights.scales.push_back(scale(random));
+    for (int64_t i = 0; i < rows * columns; ++i) {
+        weights.codes.push_back(static_cast<int8_t>(code(random)));
+        weights.values.push_back(weights.codes.back() * static_cast<double>(weights.scales[i / columns]));
+    }
+    return weights;
+}
+
+std::vector<float> draw_activations(const Case& shape, std::mt19937& random) {
+    std::normal_distribution<float> normal;
+    std::vector<float> x(shape.tokens * shape.columns);
+    for (size_t i = 0; i < x.size(); ++i) x[i] = normal(random) * (i % shape.columns % 29 == 5 ? 60.0f : 1.0f);
+    x[0] *= 1000.0f;
+    return x;
+}
+
+std::vector<float> multiply(const Kernels& kernels, const Matrix& matrix, const float* x, int64_t tokens) {
+    const int64_t columns = matrix.columns, half = matrix.rows / 32 * 16;
+    Buffer prepared, scratch;
+    char* operand = prepared.reserve(kernels.prepared_bytes((tokens + 15) / 16 * 16, columns, Precision::digits));
+    float* own = reinterpret_cast<float*>(scratch.reserve((8 * columns + 4096) * 4));
+    for (int64_t begin = 0; begin < tokens; begin += kTokenTile)
+        kernels.prepare(x, begin, std::min<int64_t>(begin + kTokenTile, tokens), columns, Precision::digits, operand);
+    std::vector<float> out(tokens * matrix.rows, NAN);
+    for (const auto& [begin, end] : {std::pair{int64_t{0}, half}, std::pair{half, matrix.rows}})
+        if (begin < end)
+            kernels.multiply({&matrix, begin, end, operand, 0, tokens, Precision::digits, nullptr, false,
+                              out.data() + begin, matrix.rows, own});
+    return out;
+}
+
+// Half the distance between two numbers that the digits of this token can say
+double rounding(const float* x, int64_t columns) {
+    double most = 0.0, total = 0.0;
+    for (int64_t k = 0; k < columns; ++k) most = std::max(most, std::abs(double{x[k]})), total += std::abs(double{x[k]});
+    return std::min(most / 127, std::max(12 * total / columns / 127, most / (127 * 128))) / 2;
+}
+
+void fail(const Kernels& kernels, const Case& shape, const char* what) {
+    std::printf("%s: %ld x %ld by %ld tokens: %s\n", kernels.level, static_cast<long>(shape.rows),
+                static_cast<long>(shape.columns), static_cast<long>(shape.tokens), what);
+    std::exit(1);
+}
+
+void check_product(const Kernels& kernels, const Case& shape, const Matrix& matrix, const std::vector<double>& values,
+                   const std::vector<float>& x) {
+    const std::vector<float> out = multiply(kernels, matrix, x.data(), shape.tokens);
+    for (int64_t t = 0; t < shape.tokens; ++t) {
+        const float* row = x.data() + t * shape.columns;
+        const double step = rounding(row, shape.columns);
+        for (int64_t r = 0; r < shape.rows; ++r) {
+            double exact = 0.0, size = 0.0, weight = 0.0;
+            for (int64_t k = 0; k < shape.columns; ++k) {
+                const double value = values[r * shape.columns + k];
+                exact += value * row[k], size += std::abs(value * row[k]), weight += std::abs(value);
+            }
+            const double error = std::abs(out[t * shape.rows + r] - exact);
+            if (!(error <= step * weight * 1.001 + 1e-6 * size)) fail(kernels, shape, "wrong");
+        }
+        const std::vector<float> alone = multiply(kernels, matrix, row, 1);
+        if (!std::equal(alone.begin(), alone.end(), out.begin() + t * shape.rows)) fail(kernels, shape, "not as alone");
+    }
+}
+
+}  // namespace
+
+void check_products(const Kernels& kernels) {
+    std::mt19937 random{11};
+    for (const auto& [rows, columns] : {std::pair{64, 64}, {48, 576}, {17, 96}, {100, 70}, {1, 33}, {259, 160}, {33, 1},
+                                        {130, 1088}})
+        for (const int tokens : {1, 2, 3, 4, 5, 15, 16, 17, 33, 50}) {
+            const Case shape{rows, columns, tokens};
+            const std::vector<float> x = draw_activations(shape, random);
+            const Weights weights = draw_int8(rows, columns, random);
+            const Matrix matrix{weights.codes.data(), DType::int8, rows, columns, weights.scales.data()};
+            check_product(kernels, shape, matrix, weights.values, x);
+        }
+}

@@ -1,0 +1,106 @@
+// Activations as 8-bit digits, for products with quantised weights. Included once per level, inside an unnamed namespace,
+// behind elementwise.hpp.
+//
+// A token's activations become whole numbers of one scale: x ≈ scale·(low + 128·high), both digits within ±127. The scale
+// is chosen by what is common in the token, not by its largest value: nearly all numbers fit into the low digit, and the
+// few that do not (the same few channels in every token, as models have them) get a high digit. `marks` says which blocks
+// of 64 columns have one; the others skip the second product. Sums of digits are integers, so they are exact in any order.
+//
+//     [low: stride bytes][high: stride bytes][marks: a bit per block][scale]     stride: columns in whole blocks
+
+constexpr int64_t kDigitBlock = 64;
+constexpr float kLargestDigit = 127.0f, kLargestNumber = 127.0f * 128.0f;
+// Times the mean magnitude: what the low digit reaches. Less is more exact, and marks more blocks.
+constexpr float kLowReach = 12.0f;
+
+struct DigitRow {
+    int64_t stride, words, bytes;
+
+    explicit DigitRow(int64_t columns)
+        : stride((columns + kDigitBlock - 1) / kDigitBlock * kDigitBlock),
+          words((stride / kDigitBlock + 63) / 64),
+          bytes((2 * stride + 8 * words + 4 + 63) / 64 * 64) {}
+
+    static const int8_t* low(const char* row) { return reinterpret_cast<const int8_t*>(row); }
+    const int8_t* high(const char* row) const { return reinterpret_cast<const int8_t*>(row) + stride; }
+    const uint64_t* marks(const char* row) const { return reinterpret_cast<const uint64_t*>(row + 2 * stride); }
+    float scale(const char* row) const {
+        float value;
+        std::memcpy(&value, row + 2 * stride + 8 * words, sizeof value);
+        return value;
+    }
+};
+
+inline Vec magnitude(Vec v) { return where_less(v, splat(0.0f), splat(0.0f) - v, v); }
+
+// Not a number if any of them is not finite, so that every output of the token shows it; 0 if they are all next to nothing.
+inline float digit_scale(const float* x, int64_t count) {
+    Vec most = splat(0.0f), total = splat(0.0f), poison = splat(0.0f);
+    for (int64_t i = 0; i < count; i += kWidth) {
+        const Vec v = magnitude(load_some(x + i, count - i));
+        most = where_less(most, v, v, most);
+        total = total + v;
+        poison = poison + (v - v);
+    }
+    const float top = largest(most), mean = sum(total) / static_cast<float>(count), bad = sum(poison);
+    const float common = __builtin_fmaxf(mean * (kLowReach / kLargestDigit), top / kLargestNumber);
+    const float scale = __builtin_fminf(top / kLargestDigit, common);
+    if (bad != 0.0f) return __builtin_nanf("");
+    return scale < 1e-30f ? 0.0f : scale;
+}
+
+// Digits of one block; true if it has high ones.
+inline bool split_block(const float* x, int64_t given, float inverse, int8_t* low, int8_t* high) {
+    constexpr int kVecs = kDigitBlock / kWidth;
+    Vec numbers[kVecs], most = splat(0.0f);
+#pragma GCC unroll 16
+    for (int i = 0; i < kVecs; ++i) {
+        const Vec v = round_even(load_some(x + i * kWidth, given - i * kWidth) * splat(inverse));
+        numbers[i] = v;
+        most = where_less(most, magnitude(v), magnitude(v), most);
+    }
+    const bool marked = largest(most) > kLargestDigit;
+    if (marked) {
+        Vec upper[kVecs];
+#pragma GCC unroll 16
+        for (int i = 0; i < kVecs; ++i) {
+            const Vec limit = splat(kLargestNumber), v = numbers[i];
+            const Vec bounded = where_less(limit, v, limit, where_less(v, splat(0.0f) - limit, splat(0.0f) - limit, v));
+            const Vec digit = round_even(bounded * splat(1.0f / 128.0f));
+            upper[i] = where_less(splat(kLargestDigit), magnitude(v), digit, splat(0.0f));
+            numbers[i] = bounded - upper[i] * splat(128.0f);  // exact, fused or not
+        }
+        store_bytes(high, upper);
+    } else {
+        std::memset(high, 0, kDigitBlock);
+    }
+    store_bytes(low, numbers);
+    return marked;
+}
+
+void split_token(const float* x, int64_t columns, char* out) {
+    const DigitRow row(columns);
+    const float scale = digit_scale(x, columns), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    int8_t* low = reinterpret_cast<int8_t*>(out);
+    uint64_t* marks = reinterpret_cast<uint64_t*>(out + 2 * row.stride);
+    std::memset(marks, 0, 8 * row.words);
+    for (int64_t k = 0; k < columns; k += kDigitBlock)
+        if (split_block(x + k, columns - k, inverse, low + k, low + row.stride + k))
+            marks[k / kDigitBlock / 64] |= uint64_t{1} << (k / kDigitBlock % 64);
+    std::memcpy(out + 2 * row.stride + 8 * row.words, &scale, sizeof scale);
+}
+
+int64_t prepared_digits_bytes(int64_t tokens, int64_t columns) { return tokens * DigitRow(columns).bytes; }
+
+void prepare_digits(const float* x, int64_t begin, int64_t end, int64_t columns, void* prepared) {
+    const int64_t bytes = DigitRow(columns).bytes;
+    for (int64_t token = begin; token < end; ++token)
+        split_token(x + token * columns, columns, static_cast<char*>(prepared) + token * bytes);
+}
+
+// One way of scaling for all kernels, so that a number does not depend on which of them made it.
+inline void write_digits(const Product& p, int64_t row, int64_t token, float total, float scale) {
+    float* at = p.out + (token - p.token_begin) * p.out_stride + (row - p.row_begin);
+    const float value = __builtin_fmaf(total, scale, p.bias ? p.bias[row - p.row_begin] : 0.0f);
+    *at = p.add ? *at + value : value;
+}

@@ -1,0 +1,69 @@
+"""How far a model's predictions are from those of another form of it: what quantised weights cost in accuracy.
+
+Both read the same text, and at every position their distributions over the next token are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from dovetail.engine.executor import CpuExecutor, ExecutorConfig
+from dovetail.node.ports import Checkpoint
+from dovetail.sched.turn import Turn, TurnRow
+from dovetail.types import SamplingParams
+
+_GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+_BLOCK_SIZE = 16
+_STEP = 64  # positions computed together
+
+
+class Fidelity(msgspec.Struct, frozen=True):
+    tokens: int
+    perplexity: float
+    reference_perplexity: float
+    mean_kl: float  # nats per token, of the reference against the candidate
+    median_kl: float
+    same_first: float  # share of positions where both prefer the same token
+
+
+def compare(reference: Checkpoint, candidate: Checkpoint, tokens: Sequence[int], level: str = "auto") -> Fidelity:
+    theirs, ours = log_probabilities(reference, tokens, level), log_probabilities(candidate, tokens, level)
+    divergence = (theirs.exp() * (theirs - ours)).sum(-1)
+    same = (theirs.argmax(-1) == ours.argmax(-1)).double().mean()
+    return Fidelity(
+        tokens=len(tokens),
+        perplexity=_perplexity(ours, tokens),
+        reference_perplexity=_perplexity(theirs, tokens),
+        mean_kl=float(divergence.mean()),
+        median_kl=float(divergence.median()),
+        same_first=float(same),
+    )
+
+
+def log_probabilities(checkpoint: Checkpoint, tokens: Sequence[int], level: str = "auto") -> Tensor:
+    """Of the next token after each one, [tokens, vocab]. Every position is a row of its own over the same blocks, since
+    an iteration computes logits of rows' ends alone."""
+    count = -(-len(tokens) // _BLOCK_SIZE)
+    config = ExecutorConfig(kv_bytes=1 << 33, block_size=_BLOCK_SIZE, max_tokens=count * _BLOCK_SIZE, level=level)
+    executor = CpuExecutor(checkpoint, config)
+    executor.resize(count)
+    found = []
+    for start in range(0, len(tokens), _STEP):
+        rows = tuple(_row(tokens, at, list(range(count))) for at in range(start, min(start + _STEP, len(tokens))))
+        logits = executor.logits(Turn(rows))
+        found += [logits[row.sequence].clone() for row in rows]
+    executor.close()
+    return torch.log_softmax(torch.stack(found).float(), dim=-1)
+
+
+def _row(tokens: Sequence[int], at: int, blocks: list[int]) -> TurnRow:
+    return TurnRow(at, list(tokens[: at + 1]), at, 1, blocks, at + 1, _GREEDY, samples=True)
+
+
+def _perplexity(logs: Tensor, tokens: Sequence[int]) -> float:
+    following = torch.tensor(tokens[1:])
+    return float(torch.exp(-logs[:-1].gather(1, following[:, None]).mean()))
