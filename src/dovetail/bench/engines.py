@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from dovetail.bench.engine_figures import OURS, Cell, Metric, Row, fold, shifted
+from dovetail.bench.engine_figures import OURS, Cell, Metric, Row, agreement, fold, shifted
 from dovetail.bench.engine_models import EngineModels
 from dovetail.bench.engine_peers import (
     LLAMA,
@@ -33,6 +33,7 @@ from dovetail.machine import read_cpu
 
 PROMPT = 16  # tokens before a batch decodes
 LAYOUTS = {"bf16": "plain", "int8": "int8", "int4": "int4"}  # our forms by type of the weights
+NO_AMX = "this processor has none"
 _PROBE = Metric("ttft", 32)
 
 
@@ -73,6 +74,7 @@ class Entry(msgspec.Struct, frozen=True):
     weight_bytes: int
     about: str  # versions and settings, as it told them
     amx: str  # the evidence that it was in use, or why there is none
+    agreement: float | None = None  # of first tokens with ours; None = none was compared
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -104,6 +106,7 @@ class Contest:
         self._cpu = read_cpu()
         self._salt = 0
         self._probed: dict[tuple[str, str], str] = {}
+        self._tokens: dict[str, dict[int, int]] = {}  # engine -> first token by salt
         self.report = Report(self._cpu.model, self._cpu.cores, plan.setting.threads)
 
     def run(self) -> Report:
@@ -145,10 +148,13 @@ class Contest:
                 except (PeerFailed, PeerUnavailable) as error:
                     running.pop(name, None)
                     self._fail(name, f"{model}, {label(precision)}", error)
-            self.report.entries += entries.values()
             self._watch.expect(len(running) * len(self._plan.metrics) * (self._plan.rounds + 1))
+            self._tokens = {name: {} for name in running}
             for metric in self._plan.metrics:
                 self._measure_cell(Cell(model, label(precision), metric), precision, running, entries)
+            for name, entry in entries.items():
+                share = agreement(self._tokens.get(name, {}), self._tokens.get(OURS, {}))
+                self.report.entries.append(msgspec.structs.replace(entry, agreement=share))
 
     def _start(self, name: str, model: str, precision: str, running: dict[str, PeerProcess], stack: ExitStack) -> Entry:
         command = self._command(name, model, precision)
@@ -173,6 +179,7 @@ class Contest:
             "do": "prepare",
             "path": str(path),
             "weights": weights,
+            "options": contender.options,
             "vocab_size": self._models.spec(model).vocab_size,
             "longest": plan.longest,
             "most": plan.most,
@@ -187,7 +194,7 @@ class Contest:
     def _amx(self, name: str, precision: str, command: dict[str, object]) -> str:
         """Asked once for each engine and precision, of a process of its own, because logging is slow."""
         if not self._cpu.has_amx:
-            return "this processor has no AMX"
+            return NO_AMX
         if (name, precision) not in self._probed:
             log = self._log(f"{name}-amx-{precision}")
             log.unlink(missing_ok=True)
@@ -207,7 +214,7 @@ class Contest:
             for name in shifted(list(running), turn):
                 self._watch.step(f"{cell.model}, {cell.precision}, {cell.metric}: {name}")
                 try:
-                    taken[name].append(self._one(running[name], cell.metric))
+                    taken[name].append(self._one(name, running[name], cell.metric))
                 except PeerFailed as error:
                     self._fail(name, f"{cell.model}, {cell.precision}", error)
                     del running[name], taken[name]
@@ -217,10 +224,12 @@ class Contest:
         least = {name: bound for name, bound in bounds.items() if bound is not None}
         self.report.rows += fold(cell, counted, weights, least)
 
-    def _one(self, process: PeerProcess, metric: Metric) -> float:
+    def _one(self, name: str, process: PeerProcess, metric: Metric) -> float:
         command = {"do": metric.kind, "size": metric.size, "salt": self._salt}
-        milliseconds = process.ask({**command, "prompt": PROMPT, "steps": self._plan.steps})["ms"]
-        return float(milliseconds)
+        answer = process.ask({**command, "prompt": PROMPT, "steps": self._plan.steps})
+        if "token" in answer:
+            self._tokens[name][self._salt] = answer["token"]
+        return float(answer["ms"])
 
     def _least_ms(self, cell: Cell, precision: str, entry: Entry) -> float | None:
         assert self.report.roofline is not None

