@@ -29,6 +29,7 @@ class Source {
         const float* values = floats(rows * columns);
         if (type == DType::f32) return {values, type, rows, columns};
         if (type == DType::int8) return quantised(values, rows, columns);
+        if (type == DType::int4) return halves(rows, columns);
         auto& narrowed = narrow_.emplace_back(rows * columns);
         for (int64_t i = 0; i < rows * columns; ++i) narrowed[i] = narrow(values[i]);
         return {narrowed.data(), type, rows, columns};
@@ -47,11 +48,21 @@ class Source {
         return {codes.data(), DType::int8, rows, columns, scales.data()};
     }
 
+    Matrix halves(int64_t rows, int64_t columns) {
+        const int64_t groups = (columns + 31) / 32;
+        auto& codes = codes_.emplace_back(rows * groups * 16);
+        for (int8_t& pair : codes) pair = static_cast<int8_t>(random_());
+        auto& scales = scales_.emplace_back(rows * groups);
+        for (uint16_t& scale : scales) scale = static_cast<uint16_t>(0x2800 + random_() % 0x400);  // 1/32 to 1/16
+        return {codes.data(), DType::int4, rows, columns, scales.data()};
+    }
+
   private:
     std::mt19937 random_{7};
     std::vector<std::vector<float>> held_;
     std::vector<std::vector<bf16>> narrow_;
     std::vector<std::vector<int8_t>> codes_;
+    std::vector<std::vector<uint16_t>> scales_;
 };
 
 constexpr int kBlockSize = 16, kBlocks = 96, kLayers = 2;
@@ -65,8 +76,9 @@ std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precisi
     shape.gated_mlp = !plain, shape.activation = plain ? Activation::relu : Activation::gelu_tanh;
     shape.precision = precision;
     auto model = std::make_unique<Decoder>(kernels, threads, shape);
-    model->embed = source.matrix(307, 72, type);
-    model->head.pieces = {source.matrix(307, 72, type)};
+    const DType head = type == DType::int4 ? DType::int8 : type;
+    model->embed = source.matrix(307, 72, head);
+    model->head.pieces = {source.matrix(307, 72, head)};
     model->final_norm.weight = source.floats(72);
     for (int i = 0; i < 16; ++i) model->rope.frequencies.push_back(std::pow(1e-4f, i / 16.0f));
     for (int i = 0; i < kLayers; ++i) {
@@ -135,6 +147,7 @@ int main() {
             check(kernels, Precision::bf16, DType::bf16, plain);
             check(kernels, Precision::f32, DType::int8, plain);
             check(kernels, Precision::bf16, DType::int8, plain);
+            check(kernels, Precision::f32, DType::int4, plain);
         }
     std::printf("ok\n");
 }

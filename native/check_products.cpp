@@ -21,6 +21,7 @@ struct Case {
 struct Weights {
     std::vector<int8_t> codes;
     std::vector<float> scales;
+    std::vector<uint16_t> half_scales;  // of int4
     std::vector<double> values;  // what they stand for
 };
 
@@ -36,6 +37,24 @@ Weights draw_int8(int64_t rows, int64_t columns, std::mt19937& random) {
     return weights;
 }
 
+Weights draw_int4(int64_t rows, int64_t columns, std::mt19937& random) {
+    const int64_t groups = (columns + 31) / 32;
+    Weights weights;
+    std::uniform_int_distribution<int> nibble(1, 15);
+    for (int64_t i = 0; i < rows * groups * 16; ++i)
+        weights.codes.push_back(static_cast<int8_t>(nibble(random) | nibble(random) << 4));
+    for (int64_t i = 0; i < rows * groups; ++i)
+        weights.half_scales.push_back(static_cast<uint16_t>(0x2800 + random() % 0x400));
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t k = 0; k < columns; ++k) {
+            const int64_t group = r * groups + k / 32;
+            const int pair = static_cast<uint8_t>(weights.codes[group * 16 + k % 16]);
+            const double scale = (1024 + weights.half_scales[group] % 1024) / 1024.0 / 32.0;
+            weights.values.push_back(((k % 32 < 16 ? pair & 15 : pair >> 4) - 8) * scale);
+        }
+    return weights;
+}
+
 std::vector<float> draw_activations(const Case& shape, std::mt19937& random) {
     std::normal_distribution<float> normal;
     std::vector<float> x(shape.tokens * shape.columns);
@@ -46,15 +65,16 @@ std::vector<float> draw_activations(const Case& shape, std::mt19937& random) {
 
 std::vector<float> multiply(const Kernels& kernels, const Matrix& matrix, const float* x, int64_t tokens) {
     const int64_t columns = matrix.columns, half = matrix.rows / 32 * 16;
+    const Precision precision = matrix.type == DType::int8 ? Precision::int8 : Precision::int4;
     Buffer prepared, scratch;
-    char* operand = prepared.reserve(kernels.prepared_bytes((tokens + 15) / 16 * 16, columns, Precision::digits));
+    char* operand = prepared.reserve(kernels.prepared_bytes((tokens + 15) / 16 * 16, columns, precision));
     float* own = reinterpret_cast<float*>(scratch.reserve((8 * columns + 4096) * 4));
     for (int64_t begin = 0; begin < tokens; begin += kTokenTile)
-        kernels.prepare(x, begin, std::min<int64_t>(begin + kTokenTile, tokens), columns, Precision::digits, operand);
+        kernels.prepare(x, begin, std::min<int64_t>(begin + kTokenTile, tokens), columns, precision, operand);
     std::vector<float> out(tokens * matrix.rows, NAN);
     for (const auto& [begin, end] : {std::pair{int64_t{0}, half}, std::pair{half, matrix.rows}})
         if (begin < end)
-            kernels.multiply({&matrix, begin, end, operand, 0, tokens, Precision::digits, nullptr, false,
+            kernels.multiply({&matrix, begin, end, operand, 0, tokens, precision, nullptr, false,
                               out.data() + begin, matrix.rows, own});
     return out;
 }
@@ -101,8 +121,11 @@ void check_products(const Kernels& kernels) {
         for (const int tokens : {1, 2, 3, 4, 5, 15, 16, 17, 33, 50}) {
             const Case shape{rows, columns, tokens};
             const std::vector<float> x = draw_activations(shape, random);
-            const Weights weights = draw_int8(rows, columns, random);
-            const Matrix matrix{weights.codes.data(), DType::int8, rows, columns, weights.scales.data()};
-            check_product(kernels, shape, matrix, weights.values, x);
+            const Weights bytes = draw_int8(rows, columns, random);
+            check_product(kernels, shape, {bytes.codes.data(), DType::int8, rows, columns, bytes.scales.data()},
+                          bytes.values, x);
+            const Weights nibbles = draw_int4(rows, columns, random);
+            check_product(kernels, shape, {nibbles.codes.data(), DType::int4, rows, columns, nibbles.half_scales.data()},
+                          nibbles.values, x);
         }
 }

@@ -56,3 +56,28 @@ inline void store_bytes(int8_t* at, const Vec* v) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(at + 8 * i), bytes);
     }
 }
+
+// A group of int4, each element times 16
+using Nibbles = __m256i;
+constexpr int kStepGroups = 1;
+
+inline Nibbles load_nibbles(const uint8_t* at, int64_t) {
+    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    const __m128i upper = _mm_set1_epi8(static_cast<char>(0xf0));
+    // codes + 8 to two's complement
+    const __m128i signed_ones = _mm_xor_si128(packed, _mm_set1_epi8(static_cast<char>(0x88)));
+    return _mm256_set_m128i(_mm_and_si128(signed_ones, upper), _mm_and_si128(_mm_slli_epi16(signed_ones, 4), upper));
+}
+inline Vec load_halves(const uint16_t* at) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+using Scale = Vec;
+inline Vec add_scaled(Vec sums, Vec v, Scale scale) { return fma(v, scale, sums); }
+inline Scale spread_scales(const float* at) { return splat(*at); }
+inline Ints nibble_start(const Nibbles&) { return no_sum(); }
+inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Vec to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
+using GroupDigits = Digits;
+inline GroupDigits load_group(const int8_t* at) { return load_digits(at); }
+inline Ints dot_nibbles(Ints sums, const Nibbles& w, const GroupDigits& x) { return dot(sums, w, x); }
+inline Vec dot_low(Ints start, const Nibbles& w, const GroupDigits& x) { return to_floats(dot_nibbles(start, w, x)); }

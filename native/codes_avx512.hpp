@@ -46,3 +46,34 @@ inline void store_bytes(int8_t* at, const Vec* v) {
     for (int i = 0; i < 4; ++i)
         _mm_storeu_si128(reinterpret_cast<__m128i*>(at + 16 * i), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v[i])));
 }
+
+// Two groups of int4, each element times 16
+using Nibbles = __m512i;
+constexpr int kStepGroups = 2;
+
+inline Nibbles load_nibbles(const uint8_t* at, int64_t groups) {
+    const __mmask8 given = groups >= 2 ? 0xf : 0x3;
+    const __m256i packed = _mm256_maskz_loadu_epi64(given, at);
+    const __m256i upper = _mm256_set1_epi8(static_cast<char>(0xf0));
+    // codes + 8 to two's complement
+    const __m256i signed_ones = _mm256_xor_si256(packed, _mm256_set1_epi8(static_cast<char>(0x88)));
+    const __m256i first = _mm256_and_si256(_mm256_slli_epi16(signed_ones, 4), upper);
+    const __m256i second = _mm256_and_si256(signed_ones, upper);
+    const __m512i order = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    return _mm512_permutex2var_epi64(_mm512_castsi256_si512(first), order, _mm512_castsi256_si512(second));
+}
+inline Vec load_halves(const uint16_t* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+using Scale = Vec;
+inline Vec add_scaled(Vec sums, Vec v, Scale scale) { return fma(v, scale, sums); }
+inline Scale spread_scales(const float* at) {
+    return _mm512_insertf32x8(splat(at[0]), _mm256_set1_ps(at[1]), 1);
+}
+inline Ints nibble_start(const Nibbles& w) { return subtract(no_sum(), add_bias(no_sum(), w)); }
+inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Vec to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
+using GroupDigits = Digits;
+inline GroupDigits load_group(const int8_t* at) { return load_digits(at); }
+inline Ints dot_nibbles(Ints sums, const Nibbles& w, const GroupDigits& x) { return dot(sums, w, x); }
+inline Vec dot_low(Ints start, const Nibbles& w, const GroupDigits& x) { return to_floats(dot_nibbles(start, w, x)); }

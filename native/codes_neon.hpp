@@ -49,3 +49,33 @@ inline void store_bytes(int8_t* at, const Vec* v) {
         vst1q_s8(at + 4 * i, vcombine_s8(vmovn_s16(a), vmovn_s16(b)));
     }
 }
+
+// A group of 32: the first 16, and the others; of int4 each element times 16
+struct Nibbles {
+    int8x16_t first, second;
+};
+constexpr int kStepGroups = 1;
+
+inline Nibbles load_nibbles(const uint8_t* at, int64_t) {
+    const uint8x16_t signed_ones = veorq_u8(vld1q_u8(at), vdupq_n_u8(0x88));  // codes + 8 to two's complement
+    return {vreinterpretq_s8_u8(vshlq_n_u8(signed_ones, 4)),
+            vreinterpretq_s8_u8(vandq_u8(signed_ones, vdupq_n_u8(0xf0)))};
+}
+inline Vec load_halves(const uint16_t* at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
+using Scale = float;
+inline Scale spread_scales(const float* at) { return *at; }
+inline Vec add_scaled(Vec sums, Vec v, Scale scale) { return vfmaq_n_f32(sums, v, scale); }
+inline Ints nibble_start(const Nibbles&) { return no_sum(); }
+inline Ints add(Ints a, Ints b) { return vaddq_s32(a, b); }
+inline Vec to_floats(Ints v) { return vcvtq_f32_s32(v); }
+using GroupDigits = Nibbles;
+inline GroupDigits load_group(const int8_t* at) { return {vld1q_s8(at), vld1q_s8(at + 16)}; }
+inline Ints dot_nibbles(Ints sums, const Nibbles& w, const GroupDigits& x) {
+    return dot(dot(sums, w.first, x.first), w.second, x.second);
+}
+// Without high digits a sum is below 2^22: begun at the bits of 1.5·2^23 it is a float that needs no conversion, which is
+// slow here.
+inline Vec dot_low(Ints, const Nibbles& w, const GroupDigits& x) {
+    const Vec base = splat(12582912.0f);
+    return vreinterpretq_f32_s32(dot_nibbles(vreinterpretq_s32_f32(base), w, x)) - base;
+}

@@ -16,7 +16,8 @@ void check_linear(const Linear& linear, int64_t rows, int64_t columns, Precision
     need(linear.rows() == rows, name + " has " + std::to_string(linear.rows()) + " rows, not " + std::to_string(rows));
     for (const Matrix& piece : linear.pieces) {
         need(piece.columns == columns, name + " has " + std::to_string(piece.columns) + " columns");
-        need(is_quantised(piece.type) == linear.is_quantised(), name + " is quantised in part");
+        need(piece.type == linear.pieces[0].type || !(is_quantised(piece.type) || is_quantised(linear.pieces[0].type)),
+             name + " is quantised in part");
         need(!is_quantised(piece.type) || piece.scales, name + " has no scales");
         need(precision == Precision::f32 || piece.type != DType::f32, name + " is not bf16");
     }
@@ -37,6 +38,7 @@ void Decoder::check() const {
     need(shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0, "heads do not share key heads evenly");
     need(shape.head_dim > 0 && shape.head_dim <= 512, "head_dim is above 512");
     need(embed.data && embed.rows == shape.vocab_size && embed.columns == shape.hidden_size, "embed does not fit");
+    need(embed.type != DType::int4 && !is_quantised(positions.type), "rows of int4 cannot be looked up");
     need(final_norm.weight, "final_norm is missing");
     const int64_t up_rows = shape.intermediate_size * (shape.gated_mlp ? 2 : 1);
     for (size_t i = 0; i < layers.size(); ++i) {

@@ -19,7 +19,6 @@ struct Linear {  // pieces of a matrix that lie apart, concatenated along the ro
 
     int64_t rows() const;
     int64_t columns() const { return pieces.at(0).columns; }
-    bool is_quantised() const { return dovetail::is_quantised(pieces.at(0).type); }
 };
 
 struct Norm {

@@ -99,7 +99,7 @@ void prepare_digits(const float* x, int64_t begin, int64_t end, int64_t columns,
 }
 
 // One way of scaling for all kernels, so that a number does not depend on which of them made it.
-inline void write_digits(const Product& p, int64_t row, int64_t token, float total, float scale) {
+[[gnu::always_inline]] inline void write_digits(const Product& p, int64_t row, int64_t token, float total, float scale) {
     float* at = p.out + (token - p.token_begin) * p.out_stride + (row - p.row_begin);
     const float value = __builtin_fmaf(total, scale, p.bias ? p.bias[row - p.row_begin] : 0.0f);
     *at = p.add ? *at + value : value;

@@ -4,9 +4,10 @@
 constexpr int64_t kRowsBytes = 32 * 1024;  // weight rows that stay in the L1 while tokens go by
 
 // sums[r][t] += weight row r · digits of token t over columns [begin, end)
+// Inlined without fail: the sums must stay in registers.
 template <int R, int T, bool kAhead>
-inline void dot_span(const int8_t* weight, int64_t columns, const int8_t* const* x, int64_t begin, int64_t end,
-                     Ints (*sums)[T]) {
+[[gnu::always_inline]] inline void dot_span(const int8_t* weight, int64_t columns, const int8_t* const* x,
+                                            int64_t begin, int64_t end, Ints (*sums)[T]) {
     Ints surplus[R];  // of a level that adds something to the digits
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) surplus[r] = no_sum();
@@ -103,7 +104,7 @@ inline void digit_rows(const Product& p, int64_t row, int64_t row_end, int64_t t
     for (; row < row_end; ++row) digit_tokens<1, kAhead>(p, row, token, count);
 }
 
-void multiply_int8(const Product& p) {
+[[maybe_unused]] void multiply_int8(const Product& p) {
     const int64_t most = kRowsBytes / p.weight->columns / 8 * 8, step = most < 8 ? 8 : most;
     for (int64_t row = p.row_begin; row < p.row_end; row += step) {
         const int64_t row_end = row + step < p.row_end ? row + step : p.row_end;

@@ -15,8 +15,10 @@ namespace dovetail {
 enum class Activation : uint8_t { silu, gelu, gelu_tanh, relu };
 
 // How activations enter a product: as they are, rounded to bf16 for instructions that multiply bf16, or as 8-bit digits for
-// those that multiply bytes (digits.hpp).
-enum class Precision : uint8_t { f32, bf16, digits };
+// those that multiply bytes (digits.hpp), with int8 weights or with int4 ones.
+enum class Precision : uint8_t { f32, bf16, int8, int4 };
+
+inline bool is_digits(Precision precision) { return precision == Precision::int8 || precision == Precision::int4; }
 
 constexpr int kTokenTile = 16;      // tokens that `prepare` handles together
 constexpr int kRowTile = 16;        // weight rows per chunk are a multiple of this, except at the end

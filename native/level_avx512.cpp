@@ -14,25 +14,28 @@ namespace {
 #include "codes_avx512.hpp"
 #include "digits.hpp"
 #include "dot_int8.hpp"
+#include "dot_int4.hpp"
 
 int64_t prepared_bytes(int64_t tokens, int64_t columns, Precision precision) {
     switch (precision) {
         case Precision::bf16: return prepared_rows_bytes(tokens, columns);
-        case Precision::digits: return prepared_digits_bytes(tokens, columns);
-        default: return 0;
+        case Precision::f32: return 0;
+        default: return prepared_digits_bytes(tokens, columns);
     }
 }
 
 void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precision precision, void* prepared) {
     if (precision == Precision::bf16) prepare_rows(x, begin, end, columns, prepared);
-    if (precision == Precision::digits) prepare_digits(x, begin, end, columns, prepared);
+    if (is_digits(precision)) prepare_digits(x, begin, end, columns, prepared);
 }
+
+void multiply_digits(const Product& p) { p.weight->type == DType::int4 ? multiply_int4(p) : multiply_int8(p); }
 
 void multiply(const Product& p) {
     switch (p.precision) {
         case Precision::bf16: return multiply_pairs(p);
-        case Precision::digits: return multiply_int8(p);
-        default: return multiply_wide(p);
+        case Precision::f32: return multiply_wide(p);
+        default: return multiply_digits(p);
     }
 }
 

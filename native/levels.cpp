@@ -23,6 +23,12 @@ bool has_dotprod() {
 #endif
 }
 #elif defined(__x86_64__)
+bool has_f16c() {
+    unsigned a = 1, b = 0, c = 0, d = 0;
+    asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+    return c & (1u << 29);
+}
+
 bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -52,7 +58,7 @@ struct Usable {
         names[count++] = "neon";
         if (has_dotprod()) names[count++] = "dotprod";
 #elif defined(__x86_64__)
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) names[count++] = "avx2";
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) names[count++] = "avx2";
         if (has_avx512()) names[count++] = "avx512";
         if (has_avx512() && has_amx()) names[count++] = "amx";
 #endif

@@ -33,12 +33,19 @@ const Kernels& kernels_of(const std::string& level) {
     return *kernels;
 }
 
-Matrix quantised_of(const Array& codes, const Array& scales) {
-    if (codes.ndim() != 2 || codes.dtype() != nb::dtype<int8_t>()) throw std::invalid_argument("codes are int8, two dimensions");
-    if (scales.ndim() != 1 || scales.dtype() != nb::dtype<float>() || scales.shape(0) != codes.shape(0))
-        throw std::invalid_argument("an int8 matrix has one float32 scale per row");
-    return {codes.data(), DType::int8, static_cast<int64_t>(codes.shape(0)), static_cast<int64_t>(codes.shape(1)),
-            scales.data()};
+Matrix quantised_of(const Array& codes, const Array& scales, int64_t columns) {
+    if (codes.ndim() != 2) throw std::invalid_argument("codes have two dimensions");
+    const int64_t rows = codes.shape(0), width = codes.shape(1), groups = (columns + 31) / 32;
+    const nb::dlpack::dtype half{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+    if (codes.dtype() == nb::dtype<int8_t>()) {
+        if (width != columns || scales.dtype() != nb::dtype<float>() || static_cast<int64_t>(scales.size()) != rows)
+            throw std::invalid_argument("an int8 matrix has a code per element and a float32 scale per row");
+        return {codes.data(), DType::int8, rows, columns, scales.data()};
+    }
+    if (codes.dtype() != nb::dtype<uint8_t>() || width != groups * 16 || scales.dtype() != half ||
+        static_cast<int64_t>(scales.size()) != rows * groups)
+        throw std::invalid_argument("an int4 matrix has 16 bytes and a float16 scale per group of 32 columns");
+    return {codes.data(), DType::int4, rows, columns, scales.data()};
 }
 
 Matrix matrix_of(const Array& array) {
@@ -74,8 +81,8 @@ class Model {
     }
 
     // A matrix as integer codes and their scales.
-    void add_quantised(const std::string& name, Array codes, Array scales) {
-        const Matrix matrix = quantised_of(codes, scales);
+    void add_quantised(const std::string& name, Array codes, Array scales, int64_t columns) {
+        const Matrix matrix = quantised_of(codes, scales, columns);
         held_.push_back(codes), held_.push_back(scales);
         if (name == "embed.weight") return void(decoder_.embed = matrix);
         linear_of(name).pieces = {matrix};

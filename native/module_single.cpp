@@ -21,7 +21,7 @@ using Integers = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu, nb::c_
 
 const Kernels& kernels_of(const std::string& level);
 Matrix matrix_of(const Array& array);
-Matrix quantised_of(const Array& codes, const Array& scales);
+Matrix quantised_of(const Array& codes, const Array& scales, int64_t columns);
 DType type_of(const Array& array);
 
 namespace {
@@ -70,7 +70,9 @@ void linear(const std::string& level, int threads, bool rounds_to_bf16, Floats x
 }
 
 void linear_quantised(const std::string& level, int threads, Floats x, Array codes, Array scales, Output out) {
-    product(kernels_of(level), threads, Precision::digits, x, quantised_of(codes, scales), out);
+    const Matrix matrix = quantised_of(codes, scales, x.shape(1));
+    const Precision precision = matrix.type == DType::int8 ? Precision::int8 : Precision::int4;
+    product(kernels_of(level), threads, precision, x, matrix, out);
 }
 
 // One query head group of one sequence over a paged cache [blocks, 2, block_size, head_dim] with a single key head

@@ -61,7 +61,7 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     const int64_t tokens = tiles(tokens_) * kTokenTile;
     const int64_t widest = std::max({shape_.hidden_size, shape_.q_size(), shape_.intermediate_size});
     const int64_t narrowest = std::min(shape_.hidden_size, shape_.intermediate_size);
-    const int64_t block = token_block(narrowest, Precision::digits);  // no other is larger
+    const int64_t block = token_block(narrowest, Precision::int8);  // no other is larger
     const int64_t inner = 2 * std::max(block * 4 * kRowTile, kManyTokens * kMaxChunkRows);  // gate and up of one chunk
     scratch_floats_ = 8 * widest + 4096 + std::max(inner, attend_scratch(shape_.head_dim));
     scratch_floats_ = (scratch_floats_ + 63) / 64 * 64;
@@ -74,8 +74,10 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     update_ = carver.take<float>(tokens * shape_.hidden_size);
     angles_ = carver.take<float>(tokens * shape_.head_dim);
     angles_local_ = carver.take<float>(tokens * shape_.head_dim);
-    prepared_ = carver.take<char>(std::max(kernels_.prepared_bytes(tokens, widest, shape_.precision),
-                                            kernels_.prepared_bytes(tokens, widest, Precision::digits)));
+    int64_t prepared = kernels_.prepared_bytes(tokens, widest, shape_.precision);
+    for (const Precision precision : {Precision::int8, Precision::int4})
+        prepared = std::max(prepared, kernels_.prepared_bytes(tokens, widest, precision));
+    prepared_ = carver.take<char>(prepared);
     largest_ = carver.take<float>(num_parts_);
     total_ = carver.take<float>(num_parts_);
     sums_ = carver.take<float>(num_parts_ * shape_.head_dim);
@@ -146,7 +148,11 @@ void Decoder::Step::norm_row(const Norm& norm, const float* x, int64_t count, fl
 }
 
 Precision Decoder::Step::precision_of(const Linear& linear) const {
-    return linear.is_quantised() ? Precision::digits : shape_.precision;
+    switch (linear.pieces.front().type) {
+        case DType::int8: return Precision::int8;
+        case DType::int4: return Precision::int4;
+        default: return shape_.precision;
+    }
 }
 
 // The residual stream, for the product that reads it next.

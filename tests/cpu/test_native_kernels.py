@@ -89,11 +89,8 @@ def quantise(weight: Tensor, layout: str) -> tuple[Any, Any, Tensor]:
     """Codes and scales as the store keeps them, and the values they stand for."""
     form = quantised_as(layout, weight.shape[1])
     made = form.quantise(weight.numpy())
-    return (
-        form.pack(made.codes).reshape(len(weight), -1).view(np.int8),
-        made.scales,
-        torch.from_numpy(form.dequantise(made.codes, made.scales)),
-    )
+    codes = form.pack(made.codes).reshape(len(weight), -1).view(np.int8 if layout == "int8" else np.uint8)
+    return codes, made.scales, torch.from_numpy(form.dequantise(made.codes, made.scales))
 
 
 def digit_step(x: Tensor) -> Tensor:

@@ -15,13 +15,14 @@ import msgspec
 import torch
 
 from dovetail.bench.roofline import measure_roofline, timed
-from dovetail.bench.roofline_figures import Roofline, least_seconds
+from dovetail.bench.roofline_figures import least_seconds
 from dovetail.bench.shapes import SHAPES
-from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
+from dovetail.layouts import pack
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.sched.turn import Turn, TurnRow
+from dovetail.store.arrange import arrange
 from dovetail.types import SamplingParams
 
 PROMPTS = (128, 1024)
@@ -33,34 +34,35 @@ _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 class Cell(msgspec.Struct, frozen=True):
     model: str
     level: str
-    stored: str  # type of the weights
+    stored: str  # type or layout of the weights
     metric: str  # ttft or tpot
     size: int  # tokens of the prompt, or sequences in the batch
     median_ms: float
     spread_ms: float  # slowest minus fastest round
-    roofline: float  # the time that reading or multiplying takes at best (`bench.roofline`), as a share of this one
+    roofline: (
+        float | None
+    )  # the time that reading or multiplying takes at best (`bench.roofline`), as a share of this one
 
 
 class RandomCheckpoint:
-    """A model in memory with random weights."""
+    """A model in memory with random weights, each tensor in the form in which a store keeps it."""
 
     in_place = True
 
-    def __init__(self, spec: ModelSpec, dtype: str) -> None:
+    def __init__(self, spec: ModelSpec, dtype: str, layout: str = "plain") -> None:
         self.spec = spec
-        self._dtype = dtype
-        self._tensors = {name: self._draw(shape) for name, shape in spec.tensors()}
+        kept = [tensor.shares[0] for tensor in arrange(spec, dtype, layout).tensors]
+        self._tensors = {entry.name: self._draw(entry.dtype, entry.shape, entry.layout) for entry in kept}
 
-    def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def _draw(self, dtype: str, shape: tuple[int, ...], layout: str) -> HostTensor:
         """A million numbers, again and again: drawing each would take longer than all the rest."""
         count = math.prod(shape)
-        some = (torch.randn(min(count, 1 << 20)) * shape[-1] ** -0.5).to(TORCH_DTYPES[self._dtype])
-        return some.repeat(-(-count // len(some)))[:count].reshape(shape).clone()
+        some = torch.randn(min(count, 1 << 20)) * shape[-1] ** -0.5
+        values = some.repeat(-(-count // len(some)))[:count].reshape(shape)
+        return HostTensor(dtype, shape, memoryview(pack(layout, dtype, values.reshape(-1, shape[-1]).numpy())), layout)
 
     def pieces(self, name: str) -> Sequence[HostTensor]:
-        tensor = self._tensors[name]
-        data = memoryview(tensor.view(torch.uint8).numpy().reshape(-1))
-        return [HostTensor(self._dtype, tuple(tensor.shape), data)]
+        return [self._tensors[name]]
 
     def close(self) -> None:
         self._tensors.clear()
@@ -86,7 +88,8 @@ def compare(
 ) -> list[Cell]:
     """Every level on every cell, in turns."""
     spec = SHAPES[model]
-    checkpoint = RandomCheckpoint(spec, stored)
+    layout = stored if stored in ("int8", "int4") else "plain"
+    checkpoint = RandomCheckpoint(spec, stored if layout == "plain" else dtype, layout)
     kv_bytes = max(BATCHES) * (CONTEXT + 64) * spec.kv_bytes_per_token(dtype) + (64 << 20)
     executors = {level: _executor(checkpoint, dtype, level, kv_bytes) for level in levels}
     best = measure_roofline(dtype, levels[-1])
@@ -99,8 +102,11 @@ def compare(
                 seconds[level].append(timed(partial(executor.run, turn)))
             tick()
         for level, taken in seconds.items():
-            share = _share(spec, stored, metric, size, statistics.median(taken[1:]), best)
-            cells.append(_cell(model, level, stored, metric, size, taken[1:], share))
+            bits = 8 if layout != "plain" and level != "torch" else 16
+            least_s = least_seconds(
+                spec, executors[level].weight_bytes, size, 1 if metric == "ttft" else size, best, bits
+            )
+            cells.append(_cell(model, level, stored, metric, size, taken[1:], least_s))
     for executor in executors.values():
         executor.close()
     return cells
@@ -112,12 +118,9 @@ def _executor(checkpoint: RandomCheckpoint, dtype: str, level: str, kv_bytes: in
     return executor
 
 
-def _share(spec: ModelSpec, stored: str, metric: str, size: int, seconds: float, best: Roofline) -> float:
-    least_s = least_seconds(spec, spec.weight_bytes(stored), size, 1 if metric == "ttft" else size, best)
-    assert least_s is not None, "16 bits and more always have a bound"
-    return least_s / seconds
-
-
-def _cell(model: str, level: str, stored: str, metric: str, size: int, taken: list[float], share: float) -> Cell:
+def _cell(
+    model: str, level: str, stored: str, metric: str, size: int, taken: list[float], least_s: float | None
+) -> Cell:
     median, spread = statistics.median(taken), max(taken) - min(taken)
+    share = None if least_s is None else least_s / median
     return Cell(model, level, stored, metric, size, median * 1e3, spread * 1e3, share)

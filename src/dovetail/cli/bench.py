@@ -30,7 +30,7 @@ def _group() -> None:
 @app.command("iterations")
 def iterations(
     model: Annotated[str, typer.Option(help="Shape of the random model: 135M, 0.5B or 1B.")] = "135M",
-    stored: Annotated[str, typer.Option(help="Type of the weights: f32 or bf16.")] = "bf16",
+    stored: Annotated[str, typer.Option(help="Type or layout of the weights: f32, bf16, int8, int4.")] = "bf16",
     rounds: Annotated[int, typer.Option(help="Timed rounds of each cell; levels take turns.", min=1)] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -42,6 +42,7 @@ def iterations(
 
     from dovetail.bench.iterations import BATCHES, PROMPTS, SHAPES, compare
     from dovetail.engine.dtypes import compute_dtype
+    from dovetail.machine import preferred_dtype
     from dovetail.native import levels
 
     if model not in SHAPES:
@@ -50,11 +51,12 @@ def iterations(
     with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task("Measuring", total=(rounds + 1) * (len(PROMPTS) + len(BATCHES)))
         chosen = sorted({found[0], found[-1]}, key=found.index)
-        cells = compare(model, stored, compute_dtype("auto", stored), chosen, rounds, lambda: progress.advance(task))
+        dtype = preferred_dtype() if stored in ("int8", "int4") else compute_dtype("auto", stored)
+        cells = compare(model, stored, dtype, chosen, rounds, lambda: progress.advance(task))
     if as_json:
         return print_json(cells)
     for cell in cells:
-        share = f"{cell.roofline:.0%} of the roofline"
+        share = "no roofline" if cell.roofline is None else f"{cell.roofline:.0%} of the roofline"
         print(
             f"{cell.model} {cell.stored} {cell.metric} {cell.size:5} {cell.level:7} {cell.median_ms:9.1f} ms  {share}"
         )

@@ -19,7 +19,7 @@ from dovetail.engine.weights import Weights
 from dovetail.modelspec import ModelSpec
 from dovetail.sched.turn import Turn, TurnRow
 
-READABLE_LAYOUTS = ("int8",)  # besides plain
+READABLE_LAYOUTS = ("int8", "int4")  # besides plain
 
 
 def can_run(spec: ModelSpec, dtype: torch.dtype) -> bool:
@@ -49,7 +49,7 @@ class NativeModel:
         pieces = _pieces(weights, name) if quantised is None else []
         for each in names:
             if quantised is not None:
-                self._model.add_quantised(each, quantised.codes, quantised.scales)
+                self._model.add_quantised(each, quantised.codes, quantised.scales, quantised.columns)
             else:
                 self._model.add(each, pieces)
 

@@ -52,8 +52,9 @@ class Linear:
 class QuantisedMatrix(NamedTuple):
     """As it is stored: kernels multiply the codes."""
 
-    codes: Array  # int8 [rows, columns]
-    scales: Array  # float32 [rows]
+    codes: Array  # int8 [rows, columns], or pairs of int4 as uint8 [rows, 16 per group]
+    scales: Array  # float32 [rows], or float16 [rows, groups]
+    columns: int
 
 
 class Weights:
@@ -128,12 +129,12 @@ class Weights:
             return None
         rows, columns = piece.shape
         codes, scales = quantised_as(piece.layout, columns).split(rows, piece.data)
-        matrix = QuantisedMatrix(codes.view(np.int8).reshape(rows, columns), scales)
+        codes = codes.view(np.int8 if piece.layout == "int8" else np.uint8).reshape(rows, -1)
         self.num_bytes += len(piece.data)
         if self.kind == "mapped":
-            return matrix
+            return QuantisedMatrix(codes, scales, columns)
         self.copied_bytes += len(piece.data)
-        return QuantisedMatrix(matrix.codes.copy(), matrix.scales.copy())
+        return QuantisedMatrix(codes.copy(), scales.copy(), columns)
 
     def _matrix_dtype(self, name: str) -> torch.dtype:
         pieces = self._checkpoint.pieces(name)
