@@ -103,7 +103,11 @@ def test_broken_peers_are_named_and_the_others_go_on(place: Path) -> None:
 def test_the_same_prompts_reach_all_within_a_round(place: Path) -> None:
     """The made-up engines are slower with every salt: were salts not shared in a round, ratios would differ."""
     known = {each.name: each for each in (make_contender(place, OURS, 1.0), make_contender(place, "peer", 3.0))}
-    rows = run_contest(make_plan(place, ("peer",)), models(place), known).rows
+    kept: list[int] = []
+    rows = run_contest(
+        make_plan(place, ("peer",)), models(place), known, keep=lambda report: kept.append(len(report.rows))
+    ).rows
+    assert kept == [4]  # as soon as the model was through
     assert {(row.ratio_low, row.ratio_high) for row in rows if row.engine == OURS} == {(3.0, 3.0)}
     assert all(row.spread_ms > 0 for row in rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,3 +94,19 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: p
         set_up(MISSING, tmp_path, report=said.append)
     assert any("installing dovetail-peer-that-is-nowhere" in text for text in said)
     assert find_python(MISSING, tmp_path) is None  # half an environment is none
+
+
+def test_without_a_network_wheels_of_a_folder_join_what_this_python_has(tmp_path: Path) -> None:
+    """Pins give way: the machine's own numpy, in whatever version, goes with the wheel."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "dovetail_made_up-3.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("dovetail_made_up.py", "import numpy\n")
+        about = "dovetail_made_up-3.0.dist-info"
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: dovetail-made-up\nVersion: 3.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    peer = Peer("made-up", ("numpy==0.0.1", "dovetail-made-up==1.0"), ("numpy", "dovetail_made_up"))
+    python = set_up(peer, tmp_path, wheels=wheels)
+    assert python == tmp_path / "made-up" / "bin" / "python"
+    assert find_python(peer, tmp_path) == python

@@ -7,7 +7,7 @@ be had or that fails is left out, with the reason, and the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -96,6 +96,9 @@ class Report(msgspec.Struct):
     failures: list[Failure] = []
 
 
+Keep = Callable[[Report], object]
+
+
 class Contest:
     def __init__(self, plan: Plan, models: EngineModels, known: Mapping[str, Contender], watch: Watch) -> None:
         self._plan = plan
@@ -109,7 +112,7 @@ class Contest:
         self._tokens: dict[str, dict[int, int]] = {}  # engine -> first token by salt
         self.report = Report(self._cpu.model, self._cpu.cores, plan.setting.threads)
 
-    def run(self) -> Report:
+    def run(self, keep: Keep) -> Report:
         plan = self._plan
         plan.logs.mkdir(parents=True, exist_ok=True)
         for name in (OURS, *plan.engines):
@@ -118,6 +121,7 @@ class Contest:
         for model in plan.models:
             for precision in plan.precisions:
                 self._measure(model, precision)
+                keep(self.report)
         return self.report
 
     def _set_up(self, name: str) -> None:
@@ -247,13 +251,18 @@ class Contest:
 
 
 def run_contest(
-    plan: Plan, models: EngineModels, known: Mapping[str, Contender] | None = None, watch: Watch | None = None
+    plan: Plan,
+    models: EngineModels,
+    known: Mapping[str, Contender] | None = None,
+    watch: Watch | None = None,
+    keep: Keep = lambda report: None,
 ) -> Report:
+    """`keep` is given what there is after each model and precision, so that an interruption loses little."""
     known = contenders() if known is None else known
     for name in plan.engines:
         if name not in known or name == OURS:
             raise ConfigError(f"--peers: {name!r} is none of {', '.join(each for each in known if each != OURS)}")
-    return Contest(plan, models, known, watch or Watch()).run()
+    return Contest(plan, models, known, watch or Watch()).run(keep)
 
 
 def merged(old: Report, new: Report) -> Report:

@@ -110,9 +110,10 @@ def set_up(
 def _install(peer: Peer, place: Path, wheels: Path | None, report: Report) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     report(f"{peer.name}: making an environment")
-    own = [] if wheels is None else ["--system-site-packages"]
-    _run(peer, [sys.executable, "-m", "venv", *own, str(place)])
+    _run(peer, [sys.executable, "-m", "venv", str(place)])
     python = place / "bin" / "python"
+    if wheels is not None:
+        _share_packages(place)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]
     pip += [option for name in peer.built for option in ("--no-binary", name)]
     wanted = peer.requirements
@@ -130,6 +131,14 @@ def _install(peer: Peer, place: Path, wheels: Path | None, report: Report) -> Pa
     ready = _Ready(peer.requirements, platform.python_version())
     (place / _READY).write_bytes(msgspec.json.encode(ready))
     return python
+
+
+def _share_packages(place: Path) -> None:
+    """Whatever this interpreter can import, behind the environment's own. The option of venv for that shows the
+    packages of the Python below, not those of an environment that this one is itself."""
+    seen = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (place / "lib" / version / "site-packages" / "machine.pth").write_text("\n".join(seen) + "\n")
 
 
 def _run(peer: Peer, command: list[str]) -> None:

