@@ -86,6 +86,9 @@ class ModelConfig(_Section):
     keep_alive: Duration = 600.0  # 0 = at once, negative = never
     preload: bool = False
     dtype: str = "auto"
+    layout: Literal["auto", "plain", "int8", "int4"] = (
+        "auto"  # when it is pulled; auto = 8 bits if the source has fewer
+    )
     aliases: tuple[str, ...] = ()
 
 

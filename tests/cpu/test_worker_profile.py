@@ -14,11 +14,12 @@ from dovetail import messages
 from dovetail.bench.page_cache import drop
 from dovetail.bench.worker_process import WorkerProcess
 from dovetail.errors import ConfigError
+from dovetail.native.dispatch import levels
 from dovetail.policy.live import LiveLatency
 from dovetail.store import Catalogue, describe
 from dovetail.store.format import partition_files
 from dovetail.store.pool import HostPool
-from dovetail.worker.hosting import Profiles, shape_name
+from dovetail.worker.hosting import Profiles, shape_name, weight_bytes
 from dovetail.worker.loading import Recipe, build_actor
 from dovetail.worker.profiling import Profiler
 
@@ -47,24 +48,35 @@ def test_the_command_keeps_a_profile_that_workers_find(tiny_folder: Callable[[st
     assert result["errors"]["loads"] == 2
     card = Catalogue(tmp_path).get("tiny")
     profiles = Profiles(tmp_path / "profiles", 1)
-    measured = profiles.measured(card.spec, "f32")
+    measured = profiles.measured(card, "f32")
     assert measured is not None
     assert measured.prefill_s(16) == pytest.approx(dict(result["prefill_ms"])[16] / 1e3, rel=0.01)
-    assert profiles.latency(card.spec, "f32") is profiles.latency(card.spec, "f32")
-    assert Profiles(tmp_path / "profiles", 7).measured(card.spec, "f32") is None
+    assert profiles.latency(card, "f32") is profiles.latency(card, "f32")
+    assert Profiles(tmp_path / "profiles", 7).measured(card, "f32") is None
     (tmp_path / "profiles" / f"{profiles.device}.json").write_text("{")
     with pytest.raises(ConfigError, match=r"line 1: not valid JSON"):
-        profiles.measured(card.spec, "f32")
+        profiles.measured(card, "f32")
 
 
 def test_shapes_that_differ_have_different_names(tiny_folder: Callable[[str], Path]) -> None:
-    specs = [describe(tiny_folder(name), name).spec for name in ("llama", "qwen3", "opt")]
-    assert len({shape_name(spec, dtype) for spec in specs for dtype in ("f32", "bf16")}) == 6
+    cards = [describe(tiny_folder(name), name) for name in ("llama", "qwen3", "opt")]
+    assert len({shape_name(card, dtype) for card in cards for dtype in ("f32", "bf16")}) == 6
+
+
+@pytest.mark.skipif(levels() == ["torch"], reason="no native kernels")
+def test_quantised_models_take_what_they_are_stored_in(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path)
+    plain = catalogue.pull(str(tiny_folder("llama")), name="plain", dtype="f32")
+    small = catalogue.pull(str(tiny_folder("llama")), name="small", dtype="f32", layout="int8")
+    assert shape_name(plain, "f32") != shape_name(small, "f32")
+    actor, loaded = build_actor(Recipe(small, "f32", 1 << 22, 4, 4, 16, 200))
+    actor.close()
+    assert weight_bytes(small, "f32") == small.size_bytes < weight_bytes(plain, "f32") / 2
+    assert loaded.weight_bytes == pytest.approx(small.size_bytes, rel=0.05)
 
 
 def test_what_is_seen_live_corrects_what_was_expected(tiny_folder: Callable[[str], Path]) -> None:
-    spec = describe(tiny_folder("llama"), "llama").spec
-    live = Profiles(None, 1).latency(spec, "f32")
+    live = Profiles(None, 1).latency(describe(tiny_folder("llama"), "llama"), "f32")
     assert isinstance(live, LiveLatency)
     wanted = live.base.prefill_s(64) * 5
     for _ in range(40):

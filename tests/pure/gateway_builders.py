@@ -95,7 +95,7 @@ class FakeStore:
             raise ModelNotFound(f"{source}: neither a model that is here nor a folder, file or source")
         return msgspec.structs.replace(self.cards[source], name=name)
 
-    def pull(self, source: str, name: str, progress: Callable[[str, int, int], None]) -> ModelCard:
+    def pull(self, source: str, name: str, layout: str, progress: Callable[[str, int, int], None]) -> ModelCard:
         progress("download", 25, 100)
         while not self.gate.wait(0.01):
             progress("download", 50, 100)

@@ -2,10 +2,9 @@
 
 In every round each contender loads once, so that whatever else the machine does meets all of them alike; the order is
 shifted by one each round. Cold means that the page cache holds nothing of the files when the clock starts, warm that it
-holds all of the one that is read. Below this machine there may be caches too, a host's or a controller's, which give a
-file that was read a moment ago faster than others; so every cold load comes after one more read of its file past the
-page cache, and finds the device in the state in which the others do. Every load is checked against the checkpoint's
-sampled bytes.
+holds all of the one that is read. Below this machine there may be caches too, a host's or a controller's; so every cold
+load comes after one more read of its file past the page cache, and finds the device in the state in which the others
+do. Every load is checked against the checkpoint's sampled bytes.
 """
 
 from __future__ import annotations

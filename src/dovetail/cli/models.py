@@ -29,6 +29,7 @@ class Dtype(StrEnum):
 
 
 class Layout(StrEnum):
+    AUTO = "auto"
     PLAIN = "plain"
     AMX_BF16 = "amx-bf16"
     INT8 = "int8"
@@ -51,8 +52,11 @@ def pull(
         Dtype, typer.Option(help="Type to keep matrices in; auto = what this CPU multiplies.")
     ] = Dtype.AUTO,
     layout: Annotated[
-        Layout, typer.Option(help="How matrices lie in memory: as they are, tiled for AMX, or quantised.")
-    ] = Layout.PLAIN,
+        Layout,
+        typer.Option(
+            help="How matrices lie in memory: plain, tiled for AMX, or quantised; auto = int8 for what comes quantised."
+        ),
+    ] = Layout.AUTO,
     tp: Annotated[int, typer.Option(help="Cut for so many devices (tensor parallelism).", min=1)] = 1,
     force: Annotated[bool, typer.Option("--force", help="Pull again even if it is here.")] = False,
     store: Store = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,19 +20,20 @@ from dovetail.store.pool import HostPool
 from dovetail.store.pooled import pooled_keys
 from dovetail.types import ModelCard
 
-Find = Callable[[str, str | None], ModelCard | None]  # by source, under a name; None = has to be pulled
+# By source, under a name, in a layout if it has to be converted for it; None = has to be pulled.
+Find = Callable[[str, str | None, str], ModelCard | None]
 
 
 def make_offer(config: Config, wanted: Sequence[str] = ()) -> Offer:
     """What was named, else what the config names, else the whole catalogue. What is not here is pulled, with a bar."""
     catalogue = Catalogue(config.store.path)
-    offer = _offer(config, wanted, catalogue, lambda source, name: find_card(catalogue, source, name))
+    offer = _offer(config, wanted, catalogue, partial(find_card, catalogue))
     if config.store.max_size is not None and offer.configs:
         collect(catalogue.place, config.store.max_size, keep=[Path(card.path).name for card in offer.catalogue.cards()])
     return offer
 
 
-def find_card(catalogue: Catalogue, source: str, name: str | None = None) -> ModelCard:
+def find_card(catalogue: Catalogue, source: str, name: str | None = None, layout: str = "auto") -> ModelCard:
     """A model by its name in the catalogue, in place in its folder, or pulled from where it is."""
     from dovetail.cli.models import progress_bar
 
@@ -39,7 +41,7 @@ def find_card(catalogue: Catalogue, source: str, name: str | None = None) -> Mod
     if card is not None:
         return card
     with progress_bar(enabled=sys.stderr.isatty()) as progress:
-        return catalogue.pull(source, name=name, progress=progress)
+        return catalogue.pull(source, name=name, layout=layout, progress=progress)
 
 
 def find_local(catalogue: Catalogue, source: str, name: str | None = None) -> ModelCard | None:
@@ -63,7 +65,7 @@ def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Fi
     cards, preload, missing = [], [], []
     for name in wanted or config.models:
         entry = configs.get(name)
-        card = find(name, None) if entry is None else find(entry.source, name)
+        card = find(name, None, "auto") if entry is None else find(entry.source, name, entry.layout)
         if entry is None:
             # Asked for by name, so it stays until it is stopped.
             assert card is not None, "what the command line names is pulled before the server starts"
@@ -88,8 +90,8 @@ class LocalStore:
     def find(self, source: str, name: str) -> ModelCard | None:
         return find_local(self._catalogue, source, name)
 
-    def pull(self, source: str, name: str, progress: Callable[[str, int, int], None]) -> ModelCard:
-        return self._catalogue.pull(source, name=name, progress=progress)
+    def pull(self, source: str, name: str, layout: str, progress: Callable[[str, int, int], None]) -> ModelCard:
+        return self._catalogue.pull(source, name=name, layout=layout, progress=progress)
 
     def in_host_memory(self, cards: Sequence[ModelCard]) -> set[str]:
         pooled = set(self._pool.stats().ready_keys) if self._pool is not None else set()
@@ -118,7 +120,7 @@ class ConfigFile:
         """Pulls nothing: that would keep everything else in the file waiting."""
         catalogue = Catalogue(config.store.path)
 
-        def find(source: str, name: str | None) -> ModelCard | None:
+        def find(source: str, name: str | None, layout: str) -> ModelCard | None:
             if name is None:  # was given on the command line, and is here since
                 return find_card(catalogue, source)
             try:

@@ -96,7 +96,7 @@ def _profile(
         store_profile(
             profiles.path,
             profiles.device,
-            card.spec,
+            card,
             kind,
             [[sample.tokens, sample.seconds * 1e3] for sample in measured.prefill],
             _rows(measured),
@@ -106,7 +106,7 @@ def _profile(
         actor.close()
     return {
         "model": card.name,
-        "shape": shape_name(card.spec, kind),
+        "shape": shape_name(card, kind),
         "device": profiles.device,
         "file": str(profiles.path),
         "prefill_ms": [[sample.tokens, round(sample.seconds * 1e3, 3)] for sample in measured.prefill],

@@ -45,9 +45,7 @@ class CpuExecutor:
         self.spec = spec
         self.dtype = compute_dtype(config.dtype, checkpoint.pieces("embed.weight")[0].dtype)
         dtype = TORCH_DTYPES[self.dtype]
-        ops = select(config.level)
-        if ops.kernels is not None and not can_run(spec, dtype):
-            ops = TORCH
+        ops = _ops(spec, dtype, config.level)
         self.level = ops.level
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
         weights = _weights(checkpoint, dtype, "mapped" if in_place else "resident", ops)
@@ -65,13 +63,13 @@ class CpuExecutor:
 
     def run(self, turn: Turn) -> Outcome:
         with torch.inference_mode():
-            sampled, logits = self._forward(turn)
-            return Outcome(tuple(sample(logits, sampled, self._grammars)) if sampled else ())
+            sampled, logits, best = self._forward(turn)
+            return Outcome(tuple(sample(logits, sampled, self._grammars, best)) if sampled else ())
 
     def logits(self, turn: Turn) -> dict[int, torch.Tensor]:
         """The same iteration, but the logits of each sampling sequence instead of its token."""
         with torch.inference_mode():
-            sampled, logits = self._forward(turn)
+            sampled, logits, _ = self._forward(turn)
             return {row.sequence: logits[at] for at, row in enumerate(sampled)}
 
     def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
@@ -86,9 +84,20 @@ class CpuExecutor:
         self._model = None
         self._cache.close()
 
-    def _forward(self, turn: Turn) -> tuple[list[TurnRow], torch.Tensor]:
+    def _forward(self, turn: Turn) -> tuple[list[TurnRow], torch.Tensor, list[int] | None]:
         assert self._model is not None, "the executor is closed"
         return self._model.forward(turn, self._cache)
+
+
+def readable_forms(spec: ModelSpec, dtype: str) -> frozenset[str]:
+    """Types and layouts of matrices that a model computed in `dtype` is served from as they are stored."""
+    native = _ops(spec, TORCH_DTYPES[dtype], "auto").kernels is not None
+    return frozenset({dtype, "bf16", *READABLE_LAYOUTS} if native else {dtype})
+
+
+def _ops(spec: ModelSpec, dtype: torch.dtype, level: str) -> Ops:
+    ops = select(level)
+    return ops if ops.kernels is None or can_run(spec, dtype) else TORCH
 
 
 def _weights(checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -> Weights:

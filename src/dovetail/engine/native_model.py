@@ -56,8 +56,9 @@ class NativeModel:
     def _set_rope(self, rope: Rope, local: bool) -> None:
         self._model.set_rope(rope.frequencies.tolist(), rope.scale, local)
 
-    def forward(self, turn: Turn, cache: KVCache) -> tuple[list[TurnRow], Tensor]:
-        """Computes keys and values of every token of the turn; returns the rows that sample and their logits."""
+    def forward(self, turn: Turn, cache: KVCache) -> tuple[list[TurnRow], Tensor, list[int]]:
+        """Computes keys and values of every token of the turn; returns the rows that sample, their logits, and where
+        the largest of each row is (-1 if one is not a number)."""
         rows = turn.rows
         tokens, tables, offsets = array("i"), array("i"), array("i")
         for row in rows:
@@ -79,7 +80,7 @@ class NativeModel:
             logits,
             best,
         )
-        return sampled, logits
+        return sampled, logits, best.tolist()
 
 
 def _shape(spec: ModelSpec, kernels: Any, rounds_to_bf16: bool) -> Any:

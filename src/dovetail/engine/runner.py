@@ -16,8 +16,9 @@ class TorchModel:
         self._model = model
         self._ops = ops
 
-    def forward(self, turn: Turn, cache: KVCache) -> tuple[list[TurnRow], Tensor]:
-        """Computes keys and values of every token of the turn; returns the rows that sample and their logits."""
+    def forward(self, turn: Turn, cache: KVCache) -> tuple[list[TurnRow], Tensor, None]:
+        """Computes keys and values of every token of the turn; returns the rows that sample and their logits, at whose
+        values it has not looked."""
         model, ops, spec = self._model, self._ops, self._model.spec
         batch = build_batch(turn, cache.block_size)
         scale = spec.attention_scale if spec.attention_scale is not None else spec.head_dim**-0.5
@@ -30,4 +31,4 @@ class TorchModel:
             attended = ops.attend(q, blocks, batch.groups, scale, layer.window, spec.attention_softcap)
             hidden = layer.proj(attended, hidden)
             hidden = layer.mlp(hidden)
-        return batch.sampled, model.logits(hidden[batch.sampled_at])
+        return batch.sampled, model.logits(hidden[batch.sampled_at]), None

@@ -8,6 +8,7 @@ temperature; top-k, top-p, min-p; one draw by inverse cumulative probability.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +29,19 @@ class _Failure:
     unprocessable: bool = True  # the request's own fault
 
 
-def sample(logits: Tensor, rows: list[TurnRow], grammars: Grammars) -> list[RowOutcome]:
-    """logits [rows, vocab], written to; one outcome per row, in order."""
+def sample(
+    logits: Tensor, rows: list[TurnRow], grammars: Grammars, best: Sequence[int] | None = None
+) -> list[RowOutcome]:
+    """logits [rows, vocab], written to; one outcome per row, in order. `best`: where each row's largest is (-1 if one
+    is not a number), if whoever computed them has looked already."""
+    if best is None:
+        best = _find_best(logits)
     raw = logits.clone() if any(row.sampling.logprobs is not None and _is_shaped(row) for row in rows) else logits
     failures = {at: failure for at, row in enumerate(rows) if (failure := _shape(logits[at], row, grammars))}
-    for at in logits.isnan().any(dim=-1).nonzero()[:, 0].tolist():
-        failures[at] = _Failure("the model computed a value that is not a number", unprocessable=False)
-    tokens = _choose(logits, rows)
+    for at, token in enumerate(best):
+        if token < 0:
+            failures[at] = _Failure("the model computed a value that is not a number", unprocessable=False)
+    tokens = _choose(logits, rows, best)
     outcomes = []
     for at, row in enumerate(rows):
         if at in failures:
@@ -95,8 +102,12 @@ def _penalize(logits: Tensor, row: TurnRow) -> None:
 # Choosing
 
 
-def _choose(logits: Tensor, rows: list[TurnRow]) -> list[int]:
-    tokens = logits.argmax(dim=-1).tolist()
+def _find_best(logits: Tensor) -> list[int]:
+    return torch.where(logits.isnan().any(dim=-1), -1, logits.argmax(dim=-1)).tolist()
+
+
+def _choose(logits: Tensor, rows: list[TurnRow], best: Sequence[int]) -> list[int]:
+    tokens = [int(logits[at].argmax()) if _is_shaped(row) else best[at] for at, row in enumerate(rows)]
     drawn = [at for at, row in enumerate(rows) if not row.sampling.is_greedy]
     for wide in (False, True):  # rows whose filter ends within the candidates, and the others
         chosen = [at for at in drawn if _keeps_all(rows[at].sampling) == wide]

@@ -183,7 +183,7 @@ class Admin:
     # How it is done
 
     def _offer(self, name: str, config: ModelConfig, card: ModelCard | None, *, in_file: bool) -> None:
-        pull = None if card is not None else self.pulls.begin(name, config.source, time.time())
+        pull = None if card is not None else self.pulls.begin(name, config.source, config.layout, time.time())
         entry = Entry(config, card, in_file, pull)
         self._models.add(name, entry)
         self._spawn(self._arrive(name, entry))

@@ -24,7 +24,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, bytes done, by
 class Puller(Protocol):
     """What fetches models, of `store.Catalogue`."""
 
-    def pull(self, source: str, name: str, progress: Progress) -> ModelCard: ...
+    def pull(self, source: str, name: str, layout: str, progress: Progress) -> ModelCard: ...
 
 
 @dataclass(eq=False)
@@ -33,6 +33,7 @@ class Pull:
 
     name: str
     source: str
+    layout: str  # as the configuration has it
     started: float  # Unix seconds
     state: Literal["waiting", "running", "done", "failed", "cancelled"] = "waiting"
     stage: str = ""  # download, unpack, convert
@@ -67,11 +68,11 @@ class Pulls:
     def all(self) -> list[Pull]:
         return list(self._pulls)
 
-    def begin(self, name: str, source: str, now: float) -> Pull:
+    def begin(self, name: str, source: str, layout: str, now: float) -> Pull:
         ended = [pull for pull in self._pulls if pull.is_over]
         for pull in ended[: max(len(ended) - _KEPT + 1, 0)]:
             self._pulls.remove(pull)
-        pull = Pull(name, source, now)
+        pull = Pull(name, source, layout, now)
         self._pulls.append(pull)
         return pull
 
@@ -88,7 +89,9 @@ class Pulls:
                 return None
             pull.state = "running"
             try:
-                card = await _in_thread(lambda: self._puller.pull(pull.source, pull.name, pull.report), pull.name)
+                card = await _in_thread(
+                    lambda: self._puller.pull(pull.source, pull.name, pull.layout, pull.report), pull.name
+                )
             except (DovetailError, OSError) as error:
                 pull.state = "cancelled" if pull.is_cancelled else "failed"
                 pull.error = str(error)

@@ -19,7 +19,7 @@ from dovetail.store.convert import JOURNAL_BYTES
 from dovetail.store.format import MANIFEST, Manifest, is_stored, read_manifest
 from dovetail.store.place import STORE_LOCK, Place
 from dovetail.store.publish import recover, withdraw
-from dovetail.store.pull import Form, Pull
+from dovetail.store.pull import AUTO, AUTO_LAYOUTS, Form, Pull
 from dovetail.store.sources import Fetched, Progress, is_remote
 from dovetail.store.version_one import is_version_one
 from dovetail.types import ModelCard
@@ -87,7 +87,7 @@ class Catalogue:
         dtype: str = "auto",
         progress: Progress | None = None,
         force: bool = False,
-        layout: str = "plain",
+        layout: str = AUTO,
         ranks: int = 1,
         journal_bytes: int = JOURNAL_BYTES,
     ) -> ModelCard:
@@ -104,19 +104,20 @@ class Catalogue:
         dtype: str = "auto",
         progress: Progress | None = None,
         force: bool = False,
-        layout: str = "plain",
+        layout: str = AUTO,
         ranks: int = 1,
         journal_bytes: int = JOURNAL_BYTES,
     ) -> Entry:
         """Fetch and convert, unless exactly this is already here (and its files, where local, have not changed).
 
-        `dtype` "auto" is what this machine multiplies fastest; an adapter keeps its own. `ranks` is the number of
-        devices that the weights are cut for.
+        `dtype` "auto" is what this machine multiplies fastest; an adapter keeps its own. `layout` "auto" is int8 for
+        weights that come with 8 bits or fewer, else plain. `ranks` is the number of devices that the weights are cut
+        for.
         """
         if dtype not in ("auto", *DTYPES):
             raise SourceError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-        if layout not in LAYOUTS:
-            raise SourceError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+        if layout not in (AUTO, *LAYOUTS):
+            raise SourceError(f"layout {layout!r} is not one of {AUTO}, {', '.join(LAYOUTS)}")
         if name is not None:
             self.place.folder(name)
         form = Form(preferred_dtype() if dtype == "auto" else dtype, layout, ranks)
@@ -167,9 +168,12 @@ class Catalogue:
 
 def _has_form(entry: Entry, pull: Pull) -> bool:
     if entry.card is not None:
-        return Form(entry.card.dtype, entry.card.layout, entry.card.partitions) == pull.form
+        # What `auto` would make of it is known once it is opened; both are what somebody may have wanted of it.
+        fits = pull.form.layout == AUTO and entry.card.layout in AUTO_LAYOUTS
+        form = pull.form._replace(layout=entry.card.layout) if fits else pull.form
+        return Form(entry.card.dtype, entry.card.layout, entry.card.partitions) == form
     assert entry.manifest is not None
-    return pull.form[1:] == Form("")[1:] and (pull.keep_dtype or entry.manifest.dtype == pull.form.dtype)
+    return pull.form.is_whole_and_plain and (pull.keep_dtype or entry.manifest.dtype == pull.form.dtype)
 
 
 def _is_newer(present: Entry | None, before: Entry | None, force: bool) -> bool:

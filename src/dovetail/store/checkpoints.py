@@ -19,6 +19,10 @@ from dovetail.types import ModelCard
 class ModelFiles(Checkpoint, Protocol):
     """Weights together with what else a pull takes over."""
 
+    @property
+    def dtype(self) -> str:
+        """Storage type of the matrices; one that NumPy lacks where they are quantised."""
+
     def tokenizer(self) -> tuple[TokenFields, str]:
         """What the card says about text, and the text of tokenizer.json."""
 

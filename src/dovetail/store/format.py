@@ -173,6 +173,10 @@ class StoredModel(StoredTensors):
             (folder / USED).touch()
 
     @property
+    def dtype(self) -> str:
+        return self.manifest.dtype if self.manifest.layout in ("plain", "amx-bf16") else self.manifest.layout
+
+    @property
     def in_place(self) -> bool:
         """A model cut for several devices is put together in memory of its own."""
         return len(self.manifest.partitions) == 1

@@ -53,6 +53,10 @@ class VersionOneFolder:
                 raise DamagedCheckpoint(f"{path / WEIGHTS}: {name} has shape {found}, {CARD} asks for {list(shape)}")
 
     @property
+    def dtype(self) -> str:
+        return self._card.dtype
+
+    @property
     def in_place(self) -> bool:
         return True
 

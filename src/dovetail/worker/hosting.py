@@ -10,13 +10,13 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dovetail.machine import read_cpu
-from dovetail.modelspec import ModelSpec
 from dovetail.policy.latency import GIB, Latency
 from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import DeviceKind, Hosting
@@ -28,6 +28,7 @@ from dovetail.types import ModelCard
 # iterations.
 PREFILL_EFFICIENCY, READ_EFFICIENCY = 0.6, 0.6
 FLOOR_S, LAYER_S = 0.002, 0.0003
+QUANTISED = ("int8", "int4")
 
 
 def device_name(threads: int) -> str:
@@ -35,14 +36,31 @@ def device_name(threads: int) -> str:
     return f"{_slug(cpu.model)}-{threads}c"
 
 
-def shape_name(spec: ModelSpec, dtype: str) -> str:
+def shape_name(card: ModelCard, dtype: str) -> str:
     """Readable, and different for any two shapes that could differ in speed."""
+    spec, kept = card.spec, kept_as(card, dtype)
     digest = hashlib.sha256(msgspec.json.encode(spec)).hexdigest()[:8]
-    return f"{_slug(spec.family)}-{spec.num_parameters() / 1e6:.0f}m-{dtype}-{digest}"
+    form = dtype if kept == dtype else f"{kept}-in-{dtype}"
+    return f"{_slug(spec.family)}-{spec.num_parameters() / 1e6:.0f}m-{form}-{digest}"
 
 
-def shape_of(spec: ModelSpec, dtype: str) -> Shape:
-    return Shape(spec.weight_bytes(dtype) / GIB, spec.kv_bytes_per_token(dtype) / 1024, spec.num_layers)
+def shape_of(card: ModelCard, dtype: str) -> Shape:
+    spec = card.spec
+    return Shape(weight_bytes(card, dtype) / GIB, spec.kv_bytes_per_token(dtype) / 1024, spec.num_layers)
+
+
+def kept_as(card: ModelCard, dtype: str) -> str:
+    """How the weights lie in memory when the model is served: as they are stored where the kernels read them so, else
+    in the type that is computed in."""
+    from dovetail.engine.executor import readable_forms
+
+    stored = card.dtype if card.layout == "plain" else card.layout
+    return stored if stored in readable_forms(card.spec, dtype) else dtype
+
+
+def weight_bytes(card: ModelCard, dtype: str) -> int:
+    kept = kept_as(card, dtype)
+    return card.spec.weight_bytes(dtype) if kept == dtype else card.size_bytes
 
 
 @dataclass(frozen=True)
@@ -53,12 +71,14 @@ class Peaks:
     bandwidth: float  # bytes/s
 
 
-def measure_peaks(dtype: str) -> Peaks:
+def measure_peaks(dtype: str, kept: str) -> Peaks:
+    """Of products with weights that are kept in this form and computed in this type."""
     import time
 
     import torch
 
     from dovetail.engine.dtypes import TORCH_DTYPES
+    from dovetail.native import select
 
     def best(function: Any, repeat: int = 3) -> float:
         times = []
@@ -68,12 +88,20 @@ def measure_peaks(dtype: str) -> Peaks:
             times.append(time.perf_counter() - started)
         return min(times)
 
-    rows = torch.rand(128, 1024).to(TORCH_DTYPES[dtype])
-    matrix = torch.rand(1024, 1024).to(TORCH_DTYPES[dtype])
-    large = torch.zeros(16 * 2**20, dtype=torch.uint8).view(torch.int64)
-    product_s = best(lambda: torch.nn.functional.linear(rows, matrix))
-    read_s = best(lambda: large.sum())
-    return Peaks(2 * rows.shape[0] * matrix.numel() / product_s, large.numel() * large.itemsize / read_s)
+    tokens, size = 128, 1024
+    ops = select()
+    if kept in QUANTISED:
+        assert ops.kernels is not None, "codes are multiplied by the kernels alone"
+        rows, out = torch.rand(tokens, size), torch.empty(tokens, size)
+        codes, scales = torch.randint(-127, 128, (size, size), dtype=torch.int8), torch.rand(size)
+        multiply = partial(ops.kernels.linear_quantised, ops.level, torch.get_num_threads(), rows, codes, scales, out)
+    else:
+        rows, matrix = (torch.rand(count, size).to(TORCH_DTYPES[dtype]) for count in (tokens, size))
+        multiply = partial(torch.nn.functional.linear, rows, matrix)
+    large = torch.zeros(64 * 2**20, dtype=torch.uint8).view(torch.int64)  # more than the caches hold
+    product_s = best(multiply)
+    read_s = best(large.sum)
+    return Peaks(2 * tokens * size * size / product_s, large.numel() * large.itemsize / read_s)
 
 
 class Profiles:
@@ -83,51 +111,52 @@ class Profiles:
         self.device = device_name(threads)
         self.path = folder / f"{self.device}.json" if folder is not None else None
         self._live: dict[str, LiveLatency] = {}
-        self._peaks: dict[str, Peaks] = {}
+        self._peaks: dict[tuple[str, str], Peaks] = {}
 
     def hosting(
         self, card: ModelCard, dtype: str, *, block_size: int, max_kv_tokens: int, keep_alive_s: float, load_s: float
     ) -> Hosting:
         return Hosting(
-            weight_bytes=card.spec.weight_bytes(dtype),
+            weight_bytes=weight_bytes(card, dtype),
             kv_bytes_per_token=card.spec.kv_bytes_per_token(dtype),
-            latency=self.latency(card.spec, dtype),
+            latency=self.latency(card, dtype),
             block_tokens=block_size,
             load_s=load_s,
             max_kv_tokens=max_kv_tokens,
             keep_alive_s=keep_alive_s,
         )
 
-    def latency(self, spec: ModelSpec, dtype: str) -> LiveLatency:
-        name = shape_name(spec, dtype)
+    def latency(self, card: ModelCard, dtype: str) -> LiveLatency:
+        name = shape_name(card, dtype)
         live = self._live.get(name)
         if live is None:
-            live = self._live[name] = LiveLatency(self.measured(spec, dtype) or self._estimated(spec, dtype))
+            live = self._live[name] = LiveLatency(self.measured(card, dtype) or self._estimated(card, dtype))
         return live
 
     @property
     def exist(self) -> bool:
         return self.path is not None and self.path.exists()
 
-    def measured(self, spec: ModelSpec, dtype: str) -> Latency | None:
+    def measured(self, card: ModelCard, dtype: str) -> Latency | None:
         if self.path is None or not self.exist:
             return None
         profile = read_profile(self.path)
-        name = shape_name(spec, dtype)
+        name = shape_name(card, dtype)
         if name not in profile.models:
             return None
         return profile.hosting(name, DeviceKind.CPU, self.device).latency
 
-    def prepare(self, dtype: str) -> Peaks:
+    def prepare(self, dtype: str, kept: str | None = None) -> Peaks:
         """Look at the device before the first request waits for it."""
-        if dtype not in self._peaks:
-            self._peaks[dtype] = measure_peaks(dtype)
-        return self._peaks[dtype]
+        form = dtype, kept or dtype
+        if form not in self._peaks:
+            self._peaks[form] = measure_peaks(*form)
+        return self._peaks[form]
 
-    def _estimated(self, spec: ModelSpec, dtype: str) -> Latency:
-        peaks = self.prepare(dtype)
-        shape = shape_of(spec, dtype)
-        bytes_each = spec.weight_bytes(dtype) / spec.num_parameters()
+    def _estimated(self, card: ModelCard, dtype: str) -> Latency:
+        peaks = self.prepare(dtype, kept_as(card, dtype))
+        shape = shape_of(card, dtype)
+        bytes_each = weight_bytes(card, dtype) / card.spec.num_parameters()
         hardware = Hardware(
             name=self.device,
             kind=DeviceKind.CPU,
@@ -145,15 +174,15 @@ class Profiles:
 
 
 def store_profile(
-    path: Path, device: str, spec: ModelSpec, dtype: str, prefill_ms: list[Any], decode_ms: list[Any], **facts: Any
+    path: Path, device: str, card: ModelCard, dtype: str, prefill_ms: list[Any], decode_ms: list[Any], **facts: Any
 ) -> None:
     """Add or replace one shape; the file is replaced as a whole, so that a reader never sees half of it."""
     content: dict[str, Any] = {"models": {}}
     if path.exists():
         read_profile(path)  # a damaged file is an error, not something to overwrite
         content = json.loads(path.read_text())
-    shape = shape_of(spec, dtype)
-    entry = content["models"].setdefault(shape_name(spec, dtype), {})
+    shape = shape_of(card, dtype)
+    entry = content["models"].setdefault(shape_name(card, dtype), {})
     entry["shape"] = {
         "weight_gib": shape.weight_gib,
         "kv_kib_per_token": shape.kv_kib_per_token,

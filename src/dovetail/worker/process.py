@@ -22,7 +22,7 @@ from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.sim.log import open_log
 from dovetail.types import FinishReason, Request, TokenEvent
 from dovetail.worker.actor import Actor
-from dovetail.worker.hosting import Profiles
+from dovetail.worker.hosting import Profiles, weight_bytes
 from dovetail.worker.loading import LoaderThread, LoadResult, Recipe
 from dovetail.worker.policy import real_knobs
 from dovetail.worker.shelf import Shelf
@@ -240,7 +240,7 @@ class Worker:
         config, spec = self._config, message.card.spec
         dtype = compute_dtype(message.dtype, message.card.dtype or "f32")
         block_bytes = spec.kv_bytes_per_token(dtype) * config.block_size
-        room = max(self._stage.node.residency.ledger.capacity - spec.weight_bytes(dtype), 0)
+        room = max(self._stage.node.residency.ledger.capacity - weight_bytes(message.card, dtype), 0)
         kv_bytes = min(message.kv_bytes or config.kv_bytes or room, room)
         blocks = min(kv_bytes // block_bytes, -(-config.max_batch * spec.context_length // config.block_size) + 1)
         return Recipe(
