@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from fake_worker import CRASH, FAIL
-from gateway_builders import END, eventually, make_card, running_service
+from gateway_builders import END, byte_level_tokenizer, eventually, make_card, running_service
 
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
 from dovetail.gateway.api import CompletionRequest
@@ -22,6 +24,7 @@ from dovetail.gateway.run import Delta
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.status import server_status
 from dovetail.gateway.translate import Job, completion_job
+from dovetail.gateway.words import words_of
 from dovetail.types import FinishReason, ModelCard, Slo
 
 counter = iter(range(10**9))
@@ -345,3 +348,15 @@ def test_the_models_own_defaults_stand_behind_the_clients_values(tmp_path: Path)
             assert (await make_job(service, "a", seed=-1)).requests[0].sampling.seed == 2**63 - 1
 
     asyncio.run(test())
+
+
+def test_models_with_the_same_tokenizer_file_share_it_while_they_live() -> None:
+    file = byte_level_tokenizer().to_str().encode()
+    first = words_of(file)
+    assert words_of(bytes(file)) is first
+    assert words_of(file + b"\n") is not first
+    assert first.max_token_chars == len("Paris 🗼")
+    kept = weakref.ref(first)
+    del first
+    gc.collect()
+    assert kept() is None

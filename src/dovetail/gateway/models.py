@@ -1,4 +1,4 @@
-"""The models on offer: their cards, and per model the tokenizer, vocabulary and chat template, each made once.
+"""The models on offer: their cards, and per model the words and the chat template, each made once.
 
 Where cards come from is the catalogue's matter, which is handed in; where weights are loaded is the link's.
 """
@@ -20,6 +20,7 @@ from dovetail.errors import CheckpointError, EngineFailed, InvalidRequest, Model
 from dovetail.gateway.chat import ChatTemplate
 from dovetail.gateway.detokenizer import Vocabulary
 from dovetail.gateway.pulls import Pull
+from dovetail.gateway.words import Words, words_of
 from dovetail.types import ModelCard
 
 # Shorter texts take less time to tokenise than a thread takes to start on them.
@@ -65,33 +66,28 @@ class ServedModel:
         return self.card.name
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def words(self) -> Words:
         try:
-            tokenizer = Tokenizer.from_buffer(Path(self.card.tokenizer_file).read_bytes())
+            return words_of(Path(self.card.tokenizer_file).read_bytes())
         except (OSError, ValueError) as error:
             raise EngineFailed(f"the tokenizer of '{self.name}' cannot be read: {error}") from error
-        # Files of trained models may carry both; a server must see every token and add none.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
 
-    @cached_property
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.words.tokenizer
+
+    @property
     def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.tokenizer)
+        return self.words.vocabulary
 
     @cached_property
     def template(self) -> ChatTemplate:
         return ChatTemplate(self.card)
 
-    @cached_property
-    def max_token_chars(self) -> int:
-        """No token stands for more characters, so that a text of more than this times the context cannot fit."""
-        return max((len(token) for token in self.tokenizer.get_vocab()), default=1)
-
     async def prepare(self) -> None:
         """Read the tokenizer without stopping the event loop."""
-        if "vocabulary" not in self.__dict__:
-            await asyncio.to_thread(lambda: (self.vocabulary, self.max_token_chars))
+        if "words" not in self.__dict__:
+            await asyncio.to_thread(lambda: self.words)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _INLINE_CHARS:

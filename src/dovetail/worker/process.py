@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,7 @@ log = logging.getLogger("dovetail.worker")
 
 POLL_MS = 1000  # how often an idle worker looks whether its parent lives
 STATS_S = 1.0
+NICER = 5  # of the computing threads: a third of the weight of others
 MEMORY_SHARE = 0.75  # of the machine, where no budget is given
 LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
 _WAKE = "inproc://loader"
@@ -98,6 +101,7 @@ class Worker:
 
     def run(self) -> None:
         self._loader.start()
+        _give_way()
         if self._log is not None:
             self._log.start_real(self._stage.node, self._profiles.device)
         self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
@@ -327,3 +331,10 @@ class Worker:
         if self._log is not None:
             self._log.close()
         self._socket.close()
+
+
+def _give_way() -> None:
+    """This thread, and those that compute with it, leave the cores to others when they want them: to the threads that
+    load (started before, so that they are not meant) and to the gateway. Both need little and are waited for."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICER)

@@ -18,7 +18,7 @@ from dovetail.types import SamplingParams
 from dovetail.worker.actor import Actor
 
 PREFILL_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BATCHES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64)  # kernels take rows by fours and eights: steps, not a line
 MEAN_LENGTHS = (32, 256, 1024, 4096)
 REPEAT_S = 0.6  # a point is repeated until this much time is spent on it, but at least
 MIN_REPEATS, MAX_REPEATS = 3, 15

@@ -1,0 +1,41 @@
+"""Text and tokens of a model: tokenizer and vocabulary, made once for all models that have the same tokenizer file.
+
+Reading one takes a tenth of a second and more, which is most of a cold start; fine-tunes of one base share theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from weakref import WeakValueDictionary
+
+from tokenizers import Tokenizer
+
+from dovetail.gateway.detokenizer import Vocabulary
+
+
+class Words:
+    def __init__(self, file: bytes) -> None:
+        """Raises ValueError."""
+        tokenizer = Tokenizer.from_buffer(file)
+        # Files of trained models may carry both; a server must see every token and add none.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
+        # No token stands for more characters, so that a text of more than this times the context cannot fit.
+        self.max_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
+
+
+_known: WeakValueDictionary[bytes, Words] = WeakValueDictionary()  # by digest; gone with the last model that uses it
+_lock = threading.Lock()
+
+
+def words_of(file: bytes) -> Words:
+    """Called from several threads."""
+    digest = hashlib.sha256(file).digest()
+    with _lock:  # who comes second waits for the first rather than do the same
+        words = _known.get(digest)
+        if words is None:
+            words = _known[digest] = Words(file)
+        return words
