@@ -25,7 +25,6 @@ from dovetail.bench.llama_cpp import set_up_python, set_up_server
 from dovetail.bench.peers import PeerUnavailable, Report
 from dovetail.errors import DovetailError
 from dovetail.machine import preferred_dtype
-from dovetail.worker.hosting import weight_bytes
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
@@ -78,7 +77,7 @@ def budget_bytes(models: Sequence[FleetModel], share: float) -> int:
     sizes = []
     for model in models:
         dtype = model.card.dtype or preferred_dtype()
-        sizes.append(weight_bytes(model.card, dtype) + KV_TOKENS * model.card.spec.kv_bytes_per_token(dtype))
+        sizes.append(model.card.size_bytes + KV_TOKENS * model.card.spec.kv_bytes_per_token(dtype))
     return max(int(sum(sizes) * share), int(max(sizes) * 1.25))
 
 
