@@ -355,7 +355,6 @@ def test_models_with_the_same_tokenizer_file_share_it_while_they_live() -> None:
     first = words_of(file)
     assert words_of(bytes(file)) is first
     assert words_of(file + b"\n") is not first
-    assert first.max_token_chars == len("Paris 🗼")
     kept = weakref.ref(first)
     del first
     gc.collect()
