@@ -72,7 +72,7 @@ def test_quantised_models_take_what_they_are_stored_in(tiny_folder: Callable[[st
     actor, loaded = build_actor(Recipe(small, "f32", 1 << 22, 4, 4, 16, 200))
     actor.close()
     assert weight_bytes(small, "f32") == small.size_bytes < weight_bytes(plain, "f32") / 2
-    assert loaded.weight_bytes == pytest.approx(small.size_bytes, rel=0.05)
+    assert loaded.weight_bytes == pytest.approx(small.size_bytes, rel=0.2)  # without the gaps between tensors
 
 
 def test_what_is_seen_live_corrects_what_was_expected(tiny_folder: Callable[[str], Path]) -> None:
