@@ -5,11 +5,14 @@ The one place that asks, because store (which type to keep weights in), engine (
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import platform
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -111,6 +114,13 @@ def read_gpus(timeout_s: float = 10.0) -> tuple[Gpu, ...]:
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
     return tuple(Gpu(row[0], int(row[1]) * 2**20, row[2]) for row in rows if len(row) == 3 and row[1].isdigit())
+
+
+def release_heap() -> None:
+    """Give memory that was freed back to the system; the C library keeps it otherwise."""
+    gc.collect()
+    with suppress(AttributeError, OSError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def platform_model(cpuinfo: str) -> str:

@@ -27,7 +27,8 @@ from dovetail.gateway.models import Entry, Offer
 from dovetail.gateway.pulls import Puller, Pulls
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.settings import Settings
-from dovetail.messages import Hello, ToGateway
+from dovetail.machine import release_heap
+from dovetail.messages import Hello, Reclaimed, ToGateway, Unloaded
 from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")
@@ -208,9 +209,17 @@ class Admin:
                 logger.error("%s could not be loaded: %s", name, error.message)
 
     def _on_message(self, node: str, message: ToGateway) -> None:
-        """A worker that took another's place has none of the models that shall always be there."""
+        """A worker that took another's place has none of the models that shall always be there. What a model that has
+        left is known by is kept for as long as its weights are."""
         if isinstance(message, Hello) and self.service.is_ready:
             self._spawn(self._load_all(self._preload))
+        keep_s = self.settings.config.store.host_keep_alive
+        if isinstance(message, Reclaimed | Unloaded) and keep_s >= 0:
+            asyncio.get_running_loop().call_later(keep_s, self._forget_words, message.model)
+
+    def _forget_words(self, name: str) -> None:
+        if not self._instances(name) and self._models.forget_words(name):
+            release_heap()
 
     def _retire(self, name: str, *, force: bool) -> int:
         unfinished = 0

@@ -160,6 +160,11 @@ class Models:
         served.config = config
         return served
 
+    def forget_words(self, name: str) -> bool:
+        """Until somebody asks for the model again. False if it had none."""
+        served = self._served.get(name)
+        return served is not None and served.__dict__.pop("words", None) is not None
+
     def all(self) -> list[ServedModel]:
         """Those that can be asked for."""
         added = [name for name, entry in list(self._entries.items()) if entry.card is not None]

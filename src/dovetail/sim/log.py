@@ -12,7 +12,10 @@ from dovetail.node.node import Node
 from dovetail.node.work import Work
 from dovetail.policy.latency import Latency
 from dovetail.policy.placement import Hosting
-from dovetail.sim.hardware import BATCHES, LENGTHS
+
+# Points of a latency table: as close as profiles are measured where most requests are.
+_LENGTHS = (1, *(2**power for power in range(3, 16)))
+_BATCHES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 128, 256)
 
 
 def open_log(path: Path) -> EventLog:
@@ -73,12 +76,12 @@ def _flat(record: Any) -> dict[str, Any]:
 def tabulate(latency: Latency) -> dict[str, Any]:
     """A latency model as the points of a profile."""
     return {
-        "prefill_ms": [[n, round(latency.prefill_s(n) * 1e3, 4)] for n in LENGTHS],
+        "prefill_ms": [[n, round(latency.prefill_s(n) * 1e3, 4)] for n in _LENGTHS],
         "decode_ms": [
             {
                 "mean_length": length,
-                "batch_ms": [[batch, round(latency.decode_s(batch, batch * length) * 1e3, 4)] for batch in BATCHES],
+                "batch_ms": [[batch, round(latency.decode_s(batch, batch * length) * 1e3, 4)] for batch in _BATCHES],
             }
-            for length in LENGTHS[1:]
+            for length in _LENGTHS[1:]
         ],
     }

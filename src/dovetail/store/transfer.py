@@ -133,8 +133,12 @@ class Transfer:
             raise DamagedCheckpoint(f"{origin}: bytes {begin:,} to {end:,} do not match their checksum")
 
 
+IDLE_S = 5.0  # a thread without work stays for so long, and its buffer with it
+
+
 class Tier:
-    """The threads that read from one tier, and the order in which they do. They start with the first transfer."""
+    """The threads that read from one tier, and the order in which they do. They come with the first transfer and go
+    when there has been none for a while."""
 
     def __init__(self, name: str, num_threads: int, meter: Meter) -> None:
         self.name = name
@@ -173,7 +177,7 @@ class Tier:
             self._changed.notify_all()
         for transfer in transfers:
             self.cancel(transfer)
-        for thread in self._threads:
+        for thread in list(self._threads):
             thread.join()
 
     def _start_threads(self) -> None:
@@ -208,7 +212,9 @@ class Tier:
                         return transfer, transfer.take()
                 if self._is_closed:
                     return None
-                self._changed.wait()
+                if not self._changed.wait(IDLE_S) and not any(one.has_work for _, _, one in self._transfers):
+                    self._threads.remove(threading.current_thread())
+                    return None
 
     def _end_if_over(self, transfer: Transfer) -> None:
         with self._changed:
