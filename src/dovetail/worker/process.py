@@ -34,7 +34,8 @@ log = logging.getLogger("dovetail.worker")
 
 POLL_MS = 1000  # how often an idle worker looks whether its parent lives
 STATS_S = 1.0
-NICER = 5  # of the computing threads: a third of the weight of others
+IDLE_CHECK_S = 0.05  # while others compute
+NICER = 3  # of the computing threads: half of the weight of others
 MEMORY_SHARE = 0.75  # of the machine, where no budget is given
 LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
 _WAKE = "inproc://loader"
@@ -65,7 +66,13 @@ class WorkerConfig:
 class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._context = zmq.Context()
+        self._recipes: dict[str, Recipe] = {}
+        self._errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
+        self._shelf = Shelf.attach(config.pool, config.direct_io, config.readers) if config.pool >= 0 else None
+        self._loader = LoaderThread(self._recipes.get, lambda: self._waker.send(b""), self._shelf)
+        self._loader.start()
+        _give_way()
+        self._context = zmq.Context()  # its thread gives way too
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, config.node.encode())
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -77,10 +84,6 @@ class Worker:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
-        self._recipes: dict[str, Recipe] = {}
-        self._errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
-        self._shelf = Shelf.attach(config.pool, config.direct_io, config.readers) if config.pool >= 0 else None
-        self._loader = LoaderThread(self._recipes.get, lambda: self._waker.send(b""), self._shelf)
         self._profiles = Profiles(Path(config.profiles) if config.profiles else None, config.threads)
         self._log = open_log(Path(config.event_log)) if config.event_log else None
         self.total_bytes = memory_bytes()[0]
@@ -96,12 +99,11 @@ class Worker:
         self._running = True
         self._stats_due = 0.0
         self._pressure_due = 0.0
+        self._idle_due = 0.0
 
     # The loop
 
     def run(self) -> None:
-        self._loader.start()
-        _give_way()
         if self._log is not None:
             self._log.start_real(self._stage.node, self._profiles.device)
         self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
@@ -133,10 +135,12 @@ class Worker:
 
     def _tend(self, now: float) -> None:
         """What is due by the clock: statistics, pages of idle instances, the host's memory, a parent that is gone."""
-        for actor in self._stage.actors.values():
-            if self._tend_idle(actor, now):
-                self._stats_due = now  # the last state of a burst is reported at once
         is_busy = self._stage.has_work
+        if not is_busy or now >= self._idle_due:
+            self._idle_due = now + IDLE_CHECK_S
+            for actor in self._stage.actors.values():
+                if self._tend_idle(actor, now):
+                    self._stats_due = now  # the last state of a burst is reported at once
         if is_busy and self._stats_due == INFINITY:  # and so is its start
             self._stats_due = now
         if now >= self._stats_due and self._recipes:
@@ -179,7 +183,7 @@ class Worker:
         if self._wake in ready:
             self._wake.recv()
             self._take_load(self._loader.results.get_nowait())
-        while True:
+        while self._socket in ready:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
