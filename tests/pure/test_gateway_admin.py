@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,17 @@ def test_models_are_loaded_and_unloaded_when_told(tmp_path: Path) -> None:
         assert (await ask(client, "fake")).status_code == 200
 
     on_admin(tmp_path, test)
+
+
+def test_the_tokenizer_of_a_model_that_has_left_goes_with_its_weights(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        assert (await ask(client, "fake")).status_code == 200
+        words = weakref.ref(admin.service.models.get("fake").words)
+        assert (await client.post("/api/models/fake/unload")).status_code == 200
+        await eventually(lambda: words() is None)
+        assert (await ask(client, "fake")).status_code == 200
+
+    on_admin(tmp_path, test, {"store": {"host_keep_alive": "50ms"}})
 
 
 KEYS = {"auth": {"keys": [{"name": "tenant", "key": "sk-tenant"}, {"name": "boss", "key": "sk-boss", "admin": True}]}}

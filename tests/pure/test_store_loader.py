@@ -455,3 +455,22 @@ def test_processes_that_are_killed_while_they_load_spoil_nothing(tmp_path: Path)
         stats = pool.stats()
         assert (stats.pinned_bytes, stats.loading_keys) == (0, ())
         assert stats.used_bytes <= stats.capacity_bytes
+
+
+def test_threads_leave_when_there_is_nothing_to_read_and_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail.store.transfer.IDLE_S", 0.05)
+
+    def readers() -> int:
+        return sum(thread.name.startswith("disk-reader") for thread in threading.enumerate())
+
+    with make_pool(8) as pool:
+        loader = Loader(pool, CONFIG)
+        for key in ("a", "b"):
+            source = write_partition(tmp_path, key, 3 * CHUNK)
+            with loader.load(source) as ticket:
+                ticket.wait()
+                assert bytes(ticket.lease.view()) == content(key, 3 * CHUNK)
+            eventually(lambda: readers() == 0)
+        loader.close()

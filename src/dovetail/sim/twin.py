@@ -7,7 +7,7 @@ with their latency tables, and the requests are in it with their true lengths, s
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from dovetail.errors import ConfigError
 from dovetail.node.node import Node
 from dovetail.policy.headroom import SloRule
-from dovetail.policy.latency import TransferModel
+from dovetail.policy.latency import Latency, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
@@ -129,7 +129,8 @@ def _model_numbers(log: RealLog) -> dict[str, int]:
 
 def _hostings(log: RealLog) -> dict[str, Hosting]:
     numbers = _model_numbers(log)
-    hostings = {}
+    hostings: dict[str, Hosting] = {}
+    latest: dict[tuple[int, int], Latency] = {}
     known = {field.name for field in fields(Hosting)}
     for event in log.events:
         if event["event"] == "hosting":
@@ -137,16 +138,24 @@ def _hostings(log: RealLog) -> dict[str, Hosting]:
             values["latency"] = latency_from(event["latency"]["prefill_ms"], event["latency"]["decode_ms"])
             if values["keep_alive_s"] is not None and values["keep_alive_s"] < 0:
                 values["keep_alive_s"] = float("inf")
-            hostings[str(numbers[event["model"]])] = Hosting(**values)
+            hosting = hostings[str(numbers[event["model"]])] = Hosting(**values)
+            latest[hosting.weight_bytes, hosting.kv_bytes_per_token] = hosting.latency
+    # Models of one shape share what is learnt about it; the last line that was written knows most.
+    hostings = {
+        name: replace(one, latency=latest[one.weight_bytes, one.kv_bytes_per_token]) for name, one in hostings.items()
+    }
     return hostings
 
 
 def _mean_load_s(log: RealLog) -> float:
+    """What one load takes by itself: a node makes one after another, and the simulator makes them wait as well."""
     started: dict[int, float] = {}
     times = []
+    free_at = 0.0
     for event in log.events:
         if event["event"] == "load":
             started[event["instance"]] = event["t"]
         elif event["event"] == "instanceready" and event["instance"] in started:
-            times.append(event["t"] - started.pop(event["instance"]))
+            times.append(event["t"] - max(started.pop(event["instance"]), free_at))
+            free_at = event["t"]
     return sum(times) / len(times) if times else 0.0
