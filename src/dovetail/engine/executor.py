@@ -20,6 +20,7 @@ from dovetail.engine.model import DecoderModel
 from dovetail.engine.native_model import READABLE_LAYOUTS, NativeModel, can_run
 from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
+from dovetail.engine.trust import trusted_layouts
 from dovetail.engine.weights import Kind, Weights, from_read_only_memory
 from dovetail.errors import OutOfMemory
 from dovetail.modelspec import ModelSpec
@@ -89,10 +90,12 @@ class CpuExecutor:
         return self._model.forward(turn, self._cache)
 
 
-def readable_forms(spec: ModelSpec, dtype: str) -> frozenset[str]:
-    """Types and layouts of matrices that a model computed in `dtype` is served from as they are stored."""
-    native = _ops(spec, TORCH_DTYPES[dtype], "auto").kernels is not None
-    return frozenset({dtype, "bf16", *READABLE_LAYOUTS} if native else {dtype})
+def serves_as_stored(spec: ModelSpec, dtype: str, form: str) -> bool:
+    """Whether a model computed in `dtype` is served from matrices of this type or layout as they lie."""
+    ops = _ops(spec, TORCH_DTYPES[dtype], "auto")
+    if form == dtype or ops.kernels is None:
+        return form == dtype
+    return form == "bf16" or (form in READABLE_LAYOUTS and form in trusted_layouts(ops.level, READABLE_LAYOUTS))
 
 
 def _ops(spec: ModelSpec, dtype: torch.dtype, level: str) -> Ops:
@@ -104,7 +107,9 @@ def _weights(checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -
     if ops.kernels is None:
         return Weights(checkpoint, dtype, kind, ops)
     # The native kernels widen bf16 as they read it: exact, and half the bytes.
-    return Weights(checkpoint, dtype, kind, ops, {torch.bfloat16, dtype}, READABLE_LAYOUTS)
+    is_quantised = checkpoint.pieces("layers.0.out.weight")[0].layout in READABLE_LAYOUTS
+    layouts = trusted_layouts(ops.level, READABLE_LAYOUTS) if is_quantised else ()
+    return Weights(checkpoint, dtype, kind, ops, {torch.bfloat16, dtype}, layouts)
 
 
 def _model(spec: ModelSpec, weights: Weights, dtype: torch.dtype, ops: Ops) -> NativeModel | TorchModel:

@@ -52,10 +52,10 @@ def shape_of(card: ModelCard, dtype: str) -> Shape:
 def kept_as(card: ModelCard, dtype: str) -> str:
     """How the weights lie in memory when the model is served: as they are stored where the kernels read them so, else
     in the type that is computed in."""
-    from dovetail.engine.executor import readable_forms
+    from dovetail.engine.executor import serves_as_stored
 
     stored = card.dtype if card.layout == "plain" else card.layout
-    return stored if stored in readable_forms(card.spec, dtype) else dtype
+    return stored if serves_as_stored(card.spec, dtype, stored) else dtype
 
 
 def weight_bytes(card: ModelCard, dtype: str) -> int:
