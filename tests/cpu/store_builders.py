@@ -16,7 +16,7 @@ from dovetail.store.format import MANIFEST, StoredModel, checksum_of, partition_
 
 
 def stored(source: Path, root: Path, name: str = "m", **options: Any) -> StoredModel:
-    card = Catalogue(root).pull(str(source), name=name, **{"dtype": "f32"} | options)
+    card = Catalogue(root).pull(str(source), name=name, **{"dtype": "f32", "layout": "plain"} | options)
     return StoredModel(Path(card.path))
 
 

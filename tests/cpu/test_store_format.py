@@ -145,6 +145,7 @@ class Failing:
     def __init__(self, inner: ModelFiles) -> None:
         self.inner = inner
         self.spec: ModelSpec = inner.spec
+        self.dtype = inner.dtype
         self.in_place = False
 
     def pieces(self, name: str) -> Sequence[HostTensor]:

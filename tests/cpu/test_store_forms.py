@@ -168,3 +168,13 @@ def test_equal_weights_are_stored_once(tiny_folder: TinyFolder, tmp_path: Path) 
 
 def catalogue_model(catalogue: Catalogue, name: str) -> Any:
     return open_checkpoint(catalogue.get(name).path)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [(Q.F16, "plain"), (Q.Q8_0, "int8"), (Q.Q4_0, "int8")])
+def test_what_comes_quantised_is_kept_in_eight_bits(kind: Q, layout: str, tmp_path: Path) -> None:
+    save_tiny_gguf("llama", tmp_path / "m.gguf", kind, hidden_size=96, intermediate_size=128)
+    model = stored(tmp_path / "m.gguf", tmp_path / "store", layout="auto")
+    assert model.manifest.layout == layout
+    again = stored(model.path, tmp_path / "again", layout="auto")
+    assert again.manifest.layout == layout
+    assert torch.equal(logits(model.path), logits(again.path))

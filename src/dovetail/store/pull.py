@@ -25,7 +25,7 @@ Written = list[tuple[Path, Partition]]
 
 
 AUTO = "auto"
-AUTO_LAYOUTS = ("plain", "int8")  # what it can mean
+AUTO_LAYOUTS = ("plain", "int8", "int4")  # what it can mean
 
 
 class Form(NamedTuple):
@@ -44,8 +44,9 @@ class Form(NamedTuple):
         models fit. Experts are not computed from codes, so that they would only be unpacked at every start."""
         if self.layout != AUTO:
             return self
-        is_quantised = source.dtype not in NUMPY and source.spec.moe is None
-        return self._replace(layout="int8" if is_quantised else "plain")
+        if source.dtype in NUMPY or source.spec.moe is not None:
+            return self._replace(layout="plain")
+        return self._replace(layout=source.dtype if source.dtype in AUTO_LAYOUTS else "int8")
 
 
 class Pull(NamedTuple):
