@@ -104,3 +104,47 @@ void prepare_digits(const float* x, int64_t begin, int64_t end, int64_t columns,
     const float value = __builtin_fmaf(total, scale, p.bias ? p.bias[row - p.row_begin] : 0.0f);
     *at = p.add ? *at + value : value;
 }
+
+// The order in which a product goes over its rows and tokens, for whichever kind of codes: Blocks::compute<R, T, kAhead>
+// does R rows by T tokens. kAhead: the rows are new, and those that follow are fetched meanwhile.
+constexpr int64_t kRowsBytes = 32 * 1024;  // weight rows that stay in the L1 while tokens go by
+
+template <class Blocks, int R, bool kAhead>
+inline void walk_tokens(const Product& p, int64_t row, int64_t token, int64_t count) {
+    switch (count) {
+        case 4:
+            if constexpr (kDigitTokens >= 4) return Blocks::template compute<R, 4, kAhead>(p, row, token);
+            return;
+        case 3:
+            if constexpr (kDigitTokens >= 3) return Blocks::template compute<R, 3, kAhead>(p, row, token);
+            return;
+        case 2: return Blocks::template compute<R, 2, kAhead>(p, row, token);
+        case 1: return Blocks::template compute<R, 1, kAhead>(p, row, token);
+        default: return;
+    }
+}
+
+template <class Blocks, bool kAhead>
+inline void walk_rows(const Product& p, int64_t row, int64_t row_end, int64_t token, int64_t count) {
+    if constexpr (Blocks::kSingleRows > 4)
+        if (count == 1)
+            for (; row + Blocks::kSingleRows <= row_end; row += Blocks::kSingleRows)
+                Blocks::template compute<Blocks::kSingleRows, 1, kAhead>(p, row, token);
+    for (; row + 4 <= row_end; row += 4) walk_tokens<Blocks, 4, kAhead>(p, row, token, count);
+    for (; row < row_end; ++row) walk_tokens<Blocks, 1, kAhead>(p, row, token, count);
+}
+
+template <class Blocks>
+void walk_blocks(const Product& p, int64_t row_bytes) {
+    const int64_t most = kRowsBytes / row_bytes / 8 * 8, step = most < 8 ? 8 : most;
+    for (int64_t row = p.row_begin; row < p.row_end; row += step) {
+        const int64_t row_end = row + step < p.row_end ? row + step : p.row_end;
+        for (int64_t token = p.token_begin; token < p.token_end; token += kDigitTokens) {
+            const int64_t count = p.token_end - token < kDigitTokens ? p.token_end - token : kDigitTokens;
+            if (token == p.token_begin)
+                walk_rows<Blocks, true>(p, row, row_end, token, count);
+            else
+                walk_rows<Blocks, false>(p, row, row_end, token, count);
+        }
+    }
+}

@@ -104,37 +104,16 @@ inline void nibble_block(const Product& p, int64_t row, int64_t token) {
             write_digits(p, row + r, token + t, sum(sums[r][t]), digits.scale(x[t]) * (1.0f / 16.0f));
 }
 
-template <int R, bool kAhead>
-inline void nibble_tokens(const Product& p, int64_t row, int64_t token, int64_t count) {
-    switch (count) {
-        case 4:
-            if constexpr (kDigitTokens >= 4) return nibble_block<R, 4, kAhead>(p, row, token);
-            return;
-        case 3:
-            if constexpr (kDigitTokens >= 3) return nibble_block<R, 3, kAhead>(p, row, token);
-            return;
-        case 2: return nibble_block<R, 2, kAhead>(p, row, token);
-        case 1: return nibble_block<R, 1, kAhead>(p, row, token);
-        default: return;
+struct NibbleBlocks {
+    static constexpr int kSingleRows = 4;
+    template <int R, int T, bool kAhead>
+    static void compute(const Product& p, int64_t row, int64_t token) {
+        nibble_block<R, T, kAhead>(p, row, token);
     }
-}
+};
 
-template <bool kAhead>
-inline void nibble_rows(const Product& p, int64_t row, int64_t row_end, int64_t token, int64_t count) {
-    for (; row + 4 <= row_end; row += 4) nibble_tokens<4, kAhead>(p, row, token, count);
-    for (; row < row_end; ++row) nibble_tokens<1, kAhead>(p, row, token, count);
-}
+void multiply_int4(const Product& p) { walk_blocks<NibbleBlocks>(p, p.weight->columns / 2 + 16); }
 
-void multiply_int4(const Product& p) {
-    const int64_t most = kRowsBytes / (p.weight->columns / 2 + 16) / 8 * 8, step = most < 8 ? 8 : most;
-    for (int64_t row = p.row_begin; row < p.row_end; row += step) {
-        const int64_t row_end = row + step < p.row_end ? row + step : p.row_end;
-        for (int64_t token = p.token_begin; token < p.token_end; token += kDigitTokens) {
-            const int64_t count = p.token_end - token < kDigitTokens ? p.token_end - token : kDigitTokens;
-            if (token == p.token_begin)
-                nibble_rows<true>(p, row, row_end, token, count);
-            else
-                nibble_rows<false>(p, row, row_end, token, count);
-        }
-    }
+[[maybe_unused]] void multiply_digits(const Product& p) {
+    p.weight->type == DType::int4 ? multiply_int4(p) : multiply_int8(p);
 }

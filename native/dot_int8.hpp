@@ -1,8 +1,6 @@
 // Products of int8 rows with digits of activations, by instructions that multiply bytes and add in 32 bits. Included once
 // per level, inside an unnamed namespace, behind digits.hpp and the level's codes header.
 
-constexpr int64_t kRowsBytes = 32 * 1024;  // weight rows that stay in the L1 while tokens go by
-
 // sums[r][t] += weight row r · digits of token t over columns [begin, end)
 // Inlined without fail: the sums must stay in registers.
 template <int R, int T, bool kAhead>
@@ -81,39 +79,12 @@ inline void digit_block(const Product& p, int64_t row, int64_t token) {
     }
 }
 
-template <int R, bool kAhead>
-inline void digit_tokens(const Product& p, int64_t row, int64_t token, int64_t count) {
-    switch (count) {
-        case 4:
-            if constexpr (kDigitTokens >= 4) return digit_block<R, 4, kAhead>(p, row, token);
-            return;
-        case 3:
-            if constexpr (kDigitTokens >= 3) return digit_block<R, 3, kAhead>(p, row, token);
-            return;
-        case 2: return digit_block<R, 2, kAhead>(p, row, token);
-        case 1: return digit_block<R, 1, kAhead>(p, row, token);
-        default: return;
+struct ByteBlocks {
+    static constexpr int kSingleRows = 8;  // with one token: enough loads under way to keep the memory busy
+    template <int R, int T, bool kAhead>
+    static void compute(const Product& p, int64_t row, int64_t token) {
+        digit_block<R, T, kAhead>(p, row, token);
     }
-}
+};
 
-template <bool kAhead>
-inline void digit_rows(const Product& p, int64_t row, int64_t row_end, int64_t token, int64_t count) {
-    if (count == 1)  // enough loads under way to keep the memory busy
-        for (; row + 8 <= row_end; row += 8) digit_block<8, 1, kAhead>(p, row, token);
-    for (; row + 4 <= row_end; row += 4) digit_tokens<4, kAhead>(p, row, token, count);
-    for (; row < row_end; ++row) digit_tokens<1, kAhead>(p, row, token, count);
-}
-
-[[maybe_unused]] void multiply_int8(const Product& p) {
-    const int64_t most = kRowsBytes / p.weight->columns / 8 * 8, step = most < 8 ? 8 : most;
-    for (int64_t row = p.row_begin; row < p.row_end; row += step) {
-        const int64_t row_end = row + step < p.row_end ? row + step : p.row_end;
-        for (int64_t token = p.token_begin; token < p.token_end; token += kDigitTokens) {
-            const int64_t count = p.token_end - token < kDigitTokens ? p.token_end - token : kDigitTokens;
-            if (token == p.token_begin)
-                digit_rows<true>(p, row, row_end, token, count);
-            else
-                digit_rows<false>(p, row, row_end, token, count);
-        }
-    }
-}
+[[maybe_unused]] void multiply_int8(const Product& p) { walk_blocks<ByteBlocks>(p, p.weight->columns); }

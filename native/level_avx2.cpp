@@ -14,18 +14,7 @@ namespace {
 #include "digits.hpp"
 #include "dot_int8.hpp"
 #include "dot_int4.hpp"
-
-int64_t prepared_bytes(int64_t tokens, int64_t columns, Precision precision) {
-    return is_digits(precision) ? prepared_digits_bytes(tokens, columns) : 0;
-}
-
-void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precision precision, void* prepared) {
-    if (is_digits(precision)) prepare_digits(x, begin, end, columns, prepared);
-}
-
-void multiply_digits(const Product& p) { p.weight->type == DType::int4 ? multiply_int4(p) : multiply_int8(p); }
-
-void multiply(const Product& p) { is_digits(p.precision) ? multiply_digits(p) : multiply_wide(p); }
+#include "wide_products.hpp"
 
 constexpr Kernels kKernels{"avx2", prepared_bytes, prepare, multiply, rms_norm, layer_norm, activate,
                            gate,   rotate,         attend,  load_row, store_row, argmax};

@@ -29,8 +29,6 @@ void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precis
     if (is_digits(precision)) prepare_digits(x, begin, end, columns, prepared);
 }
 
-void multiply_digits(const Product& p) { p.weight->type == DType::int4 ? multiply_int4(p) : multiply_int8(p); }
-
 void multiply(const Product& p) {
     switch (p.precision) {
         case Precision::bf16: return multiply_pairs(p);

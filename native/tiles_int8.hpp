@@ -63,7 +63,6 @@ void prepare_digit_tiles(const float* x, int64_t begin, int64_t end, int64_t col
     }
 }
 
-
 // High digits of token tile t onto tiles t (and 2 + t for a second row tile)
 template <int R, int t>
 inline bool add_high(const char* weight, int64_t stride, const DigitTile& shape, const char* tile) {
@@ -105,36 +104,22 @@ inline void times_128_tiles(int32_t* sums) {
     if constexpr (R > 1 && T > 1) _tile_loadd(3, sums + 768, 64);
 }
 
+struct ByteDot {
+    static void sum_0() { _tile_dpbssd(0, 4, 6); }
+    static void sum_1() { _tile_dpbssd(1, 4, 7); }
+    static void sum_2() { _tile_dpbssd(2, 5, 6); }
+    static void sum_3() { _tile_dpbssd(3, 5, 7); }
+};
+
 // sums[2·r + t]: R·16 weight rows by T tiles of tokens; `ahead` is memory that is needed next
 template <int R, int T>
 inline void byte_block(const char* weight, int64_t stride, const DigitTile& shape, const char* x, const char* ahead,
                        int32_t* sums) {
-    _tile_zero(0);
-    if constexpr (T > 1) _tile_zero(1);
-    if constexpr (R > 1) _tile_zero(2);
-    if constexpr (R > 1 && T > 1) _tile_zero(3);
+    zero_sums<R, T>();
     bool any = add_high<R, 0>(weight, stride, shape, x);
     if constexpr (T > 1) any |= add_high<R, 1>(weight, stride, shape, x + shape.bytes);
     if (any) times_128_tiles<R, T>(sums);
-    for (int64_t step = 0; step < shape.steps; ++step) {
-        _tile_loadd(6, x + step * kTileBytes, 64);
-        _tile_stream_loadd(4, weight + step * 64, stride);
-        _tile_dpbssd(0, 4, 6);
-        if constexpr (T > 1) {
-            _tile_loadd(7, x + shape.bytes + step * kTileBytes, 64);
-            _tile_dpbssd(1, 4, 7);
-        }
-        if constexpr (R > 1) {
-            _tile_stream_loadd(5, weight + 16 * stride + step * 64, stride);
-            _tile_dpbssd(2, 5, 6);
-        }
-        if constexpr (R > 1 && T > 1) _tile_dpbssd(3, 5, 7);
-        if (ahead) {
-#pragma GCC unroll 32
-            for (int line = 0; line < R * 16; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T1);
-            ahead += R * kTileBytes;
-        }
-    }
+    add_products<ByteDot, R, T>(weight, stride, x, shape.bytes, shape.steps, ahead);
     store_sums<R, T>(sums);
 }
 

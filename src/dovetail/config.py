@@ -86,9 +86,7 @@ class ModelConfig(_Section):
     keep_alive: Duration = 600.0  # 0 = at once, negative = never
     preload: bool = False
     dtype: str = "auto"
-    layout: Literal["auto", "plain", "int8", "int4"] = (
-        "auto"  # when it is pulled; auto = 8 bits if the source has fewer
-    )
+    layout: Literal["auto", "plain", "int8", "int4"] = "auto"  # when pulled; auto = int8 for what comes quantised
     aliases: tuple[str, ...] = ()
 
 

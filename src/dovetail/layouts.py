@@ -238,6 +238,14 @@ class Int4:
         return np.frombuffer(data, np.uint8, size), scales.reshape(rows, self.groups)
 
 
+def codes_and_scales(layout: str, shape: tuple[int, int], data: memoryview) -> tuple[Array, Array]:
+    """A packed matrix as kernels take it, no copy: int8 [rows, columns] and float32 [rows], or pairs of int4 as
+    uint8 [rows, 16 per group] and float16 [rows, groups]."""
+    rows, columns = shape
+    codes, scales = quantised_as(layout, columns).split(rows, data)
+    return codes.view(np.int8 if layout == "int8" else np.uint8).reshape(rows, -1), scales
+
+
 def quantised_as(layout: str, columns: int) -> Int8 | Int4:
     assert layout in ("int8", "int4"), layout
     return Int8(columns) if layout == "int8" else Int4(columns)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from dovetail.errors import ConfigError
 
 OURS = "dovetail"
+ContenderT = TypeVar("ContenderT")
 _METRIC = re.compile(r"(ttft|tpot)-?(\d+)")
 
 
@@ -116,10 +118,10 @@ def paired(reference: Sequence[float], mine: Sequence[float]) -> tuple[float, fl
     return middle, low, high
 
 
-def shifted(engines: Sequence[str], turn: int) -> list[str]:
-    """The order of one round: each engine is as often first, and as often behind each other one."""
-    shift = turn % max(len(engines), 1)
-    return [*engines[shift:], *engines[:shift]]
+def shifted(contenders: Sequence[ContenderT], turn: int) -> list[ContenderT]:
+    """The order of one round: each contender is as often first, and as often behind each other one."""
+    shift = turn % max(len(contenders), 1)
+    return [*contenders[shift:], *contenders[:shift]]
 
 
 def agreement(tokens: Mapping[int, int], others: Mapping[int, int]) -> float | None:

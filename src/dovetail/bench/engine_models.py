@@ -24,9 +24,8 @@ from dovetail.store.hf_names import hf_pieces
 from dovetail.store.sources import fetch
 
 REAL = "SmolLM2-135M"
-RANDOM = {"135M": SHAPES["135M"], "0.5B": SHAPES["0.5B"], "1B": SHAPES["1B"], "tiny": TINY}
+RANDOM = {**SHAPES, "tiny": TINY}
 MODELS = (REAL, *RANDOM)
-LAYOUTS = ("plain", "int8", "int4")  # forms of our store; the matrices of the first are bf16, as published
 HF = "hf"
 
 Quantise = Callable[[Path, Path, str], None]  # from, to, type: llama.cpp's own

@@ -271,8 +271,8 @@ def merged(old: Report, new: Report) -> Report:
         return new
 
     def key(one: Row | Entry) -> tuple[object, ...]:
-        place = (one.metric, one.batch) if isinstance(one, Row) else ()
-        return (one.model, one.precision, *place) if isinstance(one, Row) else (one.model, one.precision, one.engine)
+        own = (one.metric, one.batch) if isinstance(one, Row) else (one.engine,)
+        return one.model, one.precision, *own
 
     rows, entries = {key(row) for row in new.rows}, {key(entry) for entry in new.entries}
     measured = {(row.engine, f"{row.model}, {row.precision}") for row in new.rows}

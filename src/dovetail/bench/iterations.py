@@ -39,9 +39,7 @@ class Cell(msgspec.Struct, frozen=True):
     size: int  # tokens of the prompt, or sequences in the batch
     median_ms: float
     spread_ms: float  # slowest minus fastest round
-    roofline: (
-        float | None
-    )  # the time that reading or multiplying takes at best (`bench.roofline`), as a share of this one
+    roofline: float | None  # the shortest possible time (`bench.roofline`) as a share of this one
 
 
 class RandomCheckpoint:

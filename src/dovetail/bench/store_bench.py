@@ -16,6 +16,7 @@ import msgspec
 
 from dovetail.bench import fio, page_cache
 from dovetail.bench.contenders import Contender, FioContender, Load, RawRead, SampleFiles, State
+from dovetail.bench.engine_figures import shifted
 from dovetail.bench.peers import PeerFailed
 from dovetail.errors import DovetailError
 
@@ -92,8 +93,7 @@ def compare(
     for state in states:
         taking_part = [contender for contender in contenders if state in contender.states]
         for turn in range(rounds):
-            shift = turn % max(len(taking_part), 1)
-            for contender in taking_part[shift:] + taking_part[:shift]:
+            for contender in shifted(taking_part, turn):
                 step(f"{sample.name} {state}: {contender.name}")
                 if contender.name in failed:
                     continue

@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from dovetail.layouts import pack, quantised_as, unpack
+from dovetail.layouts import codes_and_scales, pack, unpack
 from dovetail.native import select
 
 log = logging.getLogger("dovetail.engine")
@@ -36,8 +36,7 @@ def _is_right(level: str, layout: str) -> bool:
     random = np.random.default_rng(0)
     data = memoryview(pack(layout, "f32", random.standard_normal((_ROWS, _COLUMNS), np.float32)))
     weight = unpack(layout, "f32", (_ROWS, _COLUMNS), data).astype(np.float64)
-    codes, scales = quantised_as(layout, _COLUMNS).split(_ROWS, data)
-    codes = codes.view(np.int8 if layout == "int8" else np.uint8).reshape(_ROWS, -1)
+    codes, scales = codes_and_scales(layout, (_ROWS, _COLUMNS), data)
     for tokens in _TOKENS:
         x = random.standard_normal((tokens, _COLUMNS), np.float32)
         x[:, ::29] *= 60  # as activations are

@@ -15,12 +15,11 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dovetail.engine.dtypes import TORCH_DTYPES
-from dovetail.layouts import Array, quantised_as, unpack
+from dovetail.layouts import Array, codes_and_scales, unpack
 from dovetail.native import Ops
 from dovetail.node.ports import Checkpoint, HostTensor
 
@@ -52,8 +51,8 @@ class Linear:
 class QuantisedMatrix(NamedTuple):
     """As it is stored: kernels multiply the codes."""
 
-    codes: Array  # int8 [rows, columns], or pairs of int4 as uint8 [rows, 16 per group]
-    scales: Array  # float32 [rows], or float16 [rows, groups]
+    codes: Array  # see `layouts.codes_and_scales`
+    scales: Array
     columns: int
 
 
@@ -128,8 +127,7 @@ class Weights:
         if others or piece.layout not in self._readable_layouts:
             return None
         rows, columns = piece.shape
-        codes, scales = quantised_as(piece.layout, columns).split(rows, piece.data)
-        codes = codes.view(np.int8 if piece.layout == "int8" else np.uint8).reshape(rows, -1)
+        codes, scales = codes_and_scales(piece.layout, (rows, columns), piece.data)
         self.num_bytes += len(piece.data)
         if self.kind == "mapped":
             return QuantisedMatrix(codes, scales, columns)

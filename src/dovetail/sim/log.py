@@ -12,10 +12,11 @@ from dovetail.node.node import Node
 from dovetail.node.work import Work
 from dovetail.policy.latency import Latency
 from dovetail.policy.placement import Hosting
+from dovetail.sim.profile import BATCHES
 
 # Points of a latency table: as close as profiles are measured where most requests are.
 _LENGTHS = (1, *(2**power for power in range(3, 16)))
-_BATCHES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 128, 256)
+_BATCHES = (*BATCHES, 128, 256)
 
 
 def open_log(path: Path) -> EventLog:

@@ -109,6 +109,10 @@ class Profile:
         return 1
 
 
+# Batches at which iterations are measured and written down: kernels take rows by fours and eights, in steps.
+BATCHES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64)
+
+
 def latency_from(prefill_ms: list[Any], decode_ms: list[Any]) -> LatencyModel:
     """From the points as files have them."""
     rows = [(row["mean_length"], Curve([(b, ms / 1000) for b, ms in row["batch_ms"]])) for row in decode_ms]

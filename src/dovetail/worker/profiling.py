@@ -14,11 +14,11 @@ from statistics import median
 
 from dovetail.policy.latency import DecodeSample, Latency, LatencyModel, PrefillSample, fit
 from dovetail.sched.sequence import Sequence as Tokens
+from dovetail.sim.profile import BATCHES
 from dovetail.types import SamplingParams
 from dovetail.worker.actor import Actor
 
 PREFILL_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-BATCHES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64)  # kernels take rows by fours and eights: steps, not a line
 MEAN_LENGTHS = (32, 256, 1024, 4096)
 REPEAT_S = 0.6  # a point is repeated until this much time is spent on it, but at least
 MIN_REPEATS, MAX_REPEATS = 3, 15
