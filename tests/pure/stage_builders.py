@@ -133,7 +133,7 @@ class Rig:
         self.executors.append(executor)
         card = ModelCard(command.model, "", SPEC, "")
         limits = SchedulerConfig(256, max_batch=8, max_turn_tokens=16, max_tokens=self.max_kv_tokens - BLOCK)
-        self.stage.loaded(command.instance, Actor(card, executor, limits, BLOCK), 0.01)
+        self.stage.loaded(command.instance, Actor(card, executor, limits, BLOCK))
 
     def submit(
         self, id: str, model: str = "a", prompt: int = 5, tokens: int = 4, age_s: float = 0.0, **options: Any

@@ -9,9 +9,9 @@ import pytest
 from stage_builders import Rig
 
 from dovetail.errors import ConfigError
-from dovetail.sim import twin
+from dovetail.sim import real_log, twin
 from dovetail.sim.explain import explain_log
-from dovetail.sim.log import open_log
+from dovetail.sim.log import Kind, Pace, open_log
 from dovetail.sim.metrics import Fate
 
 
@@ -35,7 +35,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_a_real_log_says_what_became_of_every_request(log: Path) -> None:
-    real = twin.real_result(twin.read_real(log))
+    real = real_log.real_result(real_log.read_real(log))
     assert len(real.records) == 31
     finished = [record for record in real.records if record.fate is Fate.FINISHED]
     assert [record.output_tokens for record in finished[:30]] == [1 + i % 7 for i in range(30)]
@@ -45,13 +45,13 @@ def test_a_real_log_says_what_became_of_every_request(log: Path) -> None:
 
 
 def test_its_twin_serves_the_same_requests_on_the_same_node(log: Path) -> None:
-    stored = twin.read_real(log)
-    real = twin.real_result(stored)
+    stored = real_log.read_real(log)
+    real = real_log.real_result(stored)
     simulated = twin.simulate(stored, real)
     assert [record.input_tokens for record in simulated.records] == [record.input_tokens for record in real.records]
     assert all(record.fate is Fate.FINISHED for record in simulated.records)
     assert simulated.cold_starts == 3
-    rows = twin.side_by_side(real, simulated)
+    rows = twin.side_by_side(real, [simulated])
     assert [row["run"] for row in rows] == ["real", "simulated"]
     assert twin.simulate(stored, real).summary() | {"wall_s": 0} == simulated.summary() | {"wall_s": 0}
 
@@ -67,9 +67,46 @@ def test_a_log_that_cannot_be_read_is_named_with_its_line(log: Path, tmp_path: P
     broken = tmp_path / "broken.jsonl"
     broken.write_text(log.read_text() + "{half\n")
     with pytest.raises(ConfigError, match=r"broken.jsonl: line \d+: not JSON"):
-        twin.read_real(broken)
+        real_log.read_real(broken)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"dovetail_sim": 1}) + "\n")
-    assert not twin.is_real(other)
+    assert not real_log.is_real(other)
     with pytest.raises(ConfigError, match="line 1: not the header"):
-        twin.read_real(other)
+        real_log.read_real(other)
+
+
+def test_a_refused_request_weighs_in_the_twin_what_it_asked_for(log: Path) -> None:
+    real = real_log.real_result(real_log.read_real(log))
+    (refused,) = [record for record in real.records if record.fate is Fate.FAILED]
+    assert refused.output_tokens == 4  # finished ones came to all that they asked for
+
+
+def test_the_twin_learns_of_what_comes_during_a_turn_when_that_ends(tmp_path: Path) -> None:
+    path = tmp_path / "node.jsonl"
+    rig = Rig("ab", log=open_log(path))
+    rig.submit("long", "a", prompt=200, tokens=2)
+    rig.finish_load()
+    began = rig.clock.now
+    rig.step()
+    rig.submit("during", "b", prompt=20, tokens=2, age_s=rig.clock.now - began - 0.02)
+    rig.run()
+    stored = real_log.read_real(path)
+    told = tmp_path / "twin.jsonl"
+    twin.simulate(stored, real_log.real_result(stored), log=open_log(told))
+    events = [json.loads(line) for line in told.read_text().splitlines()]
+    arrived = next(event["t"] for event in events if event["event"] == "arrive" and event["request"] == 1)
+    first = next(event["t"] for event in events if event["event"] == "first_token" and event["request"] == 0)
+    assert arrived == first
+    assert real_log.real_result(stored).records[1].arrival_s < first
+
+
+def test_the_twin_takes_as_long_as_turns_took_beside_loads_and_without(log: Path) -> None:
+    pace = real_log.pace(real_log.read_real(log))
+    assert pace.turns == 0, "too short a run for a line on it"
+    pace = Pace()
+    pace.add(Kind(is_prefill=True, is_beside_load=True), took_s=0.3, expected_s=0.2, gap_s=0.001)
+    pace.add(Kind(is_prefill=True, is_beside_load=False), took_s=0.1, expected_s=0.2, gap_s=0.003)
+    assert pace.factor(Kind(is_prefill=True, is_beside_load=True)) == pytest.approx(1.5)
+    assert pace.factor(Kind(is_prefill=True, is_beside_load=False)) == pytest.approx(0.5)
+    assert pace.factor(Kind(is_prefill=False, is_beside_load=False)) == 1.0
+    assert pace.mean_gap_s == pytest.approx(0.002)

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.policy.knobs import Knobs, TurnOrder
+from dovetail.sim import real_log, twin
 from dovetail.sim import replay as replaying
-from dovetail.sim import twin
 from dovetail.sim.cost import measure_decisions
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain, explain_log
@@ -173,6 +173,7 @@ def _run(setup: Setup, event_log: Path | None, request: int | None, quiet: bool)
 def replay(
     log: Annotated[Path, typer.Argument(help="an event log, of a simulation or of a real node")],
     seed: int = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="of a real node: simulations, of which the median is shown")] = 5,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Run a stored log again.
@@ -182,13 +183,13 @@ def replay(
 
     Example: dovetail sim replay node.jsonl
     """
-    if not twin.is_real(log):
+    if not real_log.is_real(log):
         lines = replaying.replay(log)
         typer.echo(f"{log}: {lines} lines, identical")
         return
-    stored = twin.read_real(log)
-    real = twin.real_result(stored)
-    rows = twin.side_by_side(real, twin.simulate(stored, real, seed))
+    stored = real_log.read_real(log)
+    real = real_log.real_result(stored)
+    rows = twin.side_by_side(real, [twin.simulate(stored, real, seed + i) for i in range(seeds)])
     _print_rows(rows, as_json)
 
 

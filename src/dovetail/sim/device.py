@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from dovetail.node.events import StartLoad, StartResize, Turn
+from dovetail.node.instance import Instance
 from dovetail.node.node import Node
 from dovetail.node.work import Work
 from dovetail.policy.latency import TransferModel
@@ -48,14 +49,21 @@ class Device:
 
     def duration_s(self, turn: Turn) -> float:
         instance, prefill = turn
-        self._draw = draw = (self._draw + 1) % NOISE_TABLE
         latency = instance.hosting.latency
         if prefill is None:
-            batch = len(instance.running)
-            self.decode_turns += 1
-            self.decode_tokens += batch
-            return latency.decode_s(batch, instance.tokens) * self._noise[draw] * self.slowdown
-        return latency.prefill_s(prefill.known_tokens) * self._noise[draw] * self.slowdown
+            return latency.decode_s(self.count_decode(instance), instance.tokens) * self.next_noise() * self.slowdown
+        return latency.prefill_s(prefill.known_tokens) * self.next_noise() * self.slowdown
+
+    def next_noise(self) -> float:
+        self._draw = draw = (self._draw + 1) % NOISE_TABLE
+        return self._noise[draw]
+
+    def count_decode(self, instance: Instance) -> int:
+        """One more iteration of all that run; returns how many those are."""
+        batch = len(instance.running)
+        self.decode_turns += 1
+        self.decode_tokens += batch
+        return batch
 
     def finished(self, turn: Turn) -> list[Work]:
         """Who gets the last token in the turn that ends now."""

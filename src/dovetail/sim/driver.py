@@ -106,7 +106,7 @@ class Simulation:
         scale = self.knobs.slo_scale
         ttft_s = self.rule.ttft_s(arrival.input_tokens) * scale
         name = str(arrival.model)
-        work = Work(index, name, arrival.input_tokens, now, ttft_s, self.rule.tpot_s * scale, scale)
+        work = Work(index, name, arrival.input_tokens, arrival.arrival_s, ttft_s, self.rule.tpot_s * scale, scale)
         self.open += 1
         if self.log is not None:
             self.log.write(now, "arrive", request=index, model=name, input=arrival.input_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +17,42 @@ from dovetail.sim.profile import BATCHES
 # Points of a latency table: as close as profiles are measured where most requests are.
 _LENGTHS = (1, *(2**power for power in range(3, 16)))
 _BATCHES = (*BATCHES, 128, 256)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a turn's pace depends on besides its size."""
+
+    is_prefill: bool
+    is_beside_load: bool  # weights were read meanwhile, by the same cores and memory
+
+    @property
+    def name(self) -> str:
+        return ("prefill" if self.is_prefill else "decode") + ("_beside_load" if self.is_beside_load else "")
+
+
+@dataclass
+class Pace:
+    """How long a real node's turns took beside what its latency model expected of each, and what lay between them."""
+
+    turns: int = 0
+    gap_s: float = 0.0
+    took_s: dict[str, float] = field(default_factory=dict)  # by the name of the kind
+    expected_s: dict[str, float] = field(default_factory=dict)
+
+    def add(self, kind: Kind, took_s: float, expected_s: float, gap_s: float) -> None:
+        self.turns += 1
+        self.gap_s += gap_s
+        self.took_s[kind.name] = self.took_s.get(kind.name, 0.0) + took_s
+        self.expected_s[kind.name] = self.expected_s.get(kind.name, 0.0) + expected_s
+
+    @property
+    def mean_gap_s(self) -> float:
+        return self.gap_s / self.turns if self.turns else 0.0
+
+    def factor(self, kind: Kind) -> float:
+        expected_s = self.expected_s.get(kind.name, 0.0)
+        return self.took_s[kind.name] / expected_s if expected_s else 1.0
 
 
 def open_log(path: Path) -> EventLog:
@@ -63,14 +99,14 @@ class EventLog:
 
 def _flat(record: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
+    for known in fields(record):
+        value = getattr(record, known.name)
         if isinstance(value, Work):
             values["request"] = value.id
         elif isinstance(value, float):
-            values[field.name] = round(value, 6) if value != float("inf") else None
+            values[known.name] = round(value, 6) if value != float("inf") else None
         else:
-            values[field.name] = value
+            values[known.name] = value
     return values
 
 

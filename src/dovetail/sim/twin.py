@@ -1,161 +1,166 @@
-"""The simulated twin of a real node: its log says what the node was and what it was asked, the simulator runs the same.
+"""The simulated twin of a real node: the node of its log, asked the same in virtual time.
 
-A real log has the records of a simulated one. Its header holds the node's memory and policy, `hosting` lines its models
-with their latency tables, and the requests are in it with their true lengths, so that nothing else is needed.
+It takes from the log what belongs to the physics: how long turns and loads took, and what lay between turns.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from heapq import heappop
 from random import Random
+from statistics import median
 from typing import Any
 
-from dovetail.errors import ConfigError
+from dovetail.cluster.decisions import Decision, Queued
+from dovetail.cluster.waiting import WaitingRoom
+from dovetail.node.events import InstanceGone, InstanceReady, Notice, StartLoad, Turn
+from dovetail.node.instance import State
 from dovetail.node.node import Node
-from dovetail.policy.headroom import SloRule
-from dovetail.policy.latency import Latency, TransferModel
-from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.node.work import Work
+from dovetail.policy.headroom import INFINITY, SloRule
+from dovetail.policy.knobs import Knobs
+from dovetail.policy.latency import TransferModel
+from dovetail.policy.live import LiveLatency
+from dovetail.policy.placement import DeviceKind
+from dovetail.sim import real_log
 from dovetail.sim.device import Device, Noise
-from dovetail.sim.driver import Simulation
-from dovetail.sim.metrics import Fate, Record, Result
-from dovetail.sim.profile import latency_from
+from dovetail.sim.driver import REQUEST, SAMPLE, TURN, Simulation
+from dovetail.sim.log import EventLog, Kind
+from dovetail.sim.metrics import Fate, Result
+from dovetail.sim.real_log import RealLog
 from dovetail.sim.replay import knobs_of
 from dovetail.sim.trace import Arrival
 
-FATES = {"finished": Fate.FINISHED, "failed": Fate.FAILED, "aborted": Fate.FINISHED}
 
-
-@dataclass
-class RealLog:
-    path: Path
-    header: dict[str, Any]
-    events: list[dict[str, Any]]
-
-
-def is_real(path: Path) -> bool:
-    try:
-        with path.open(encoding="utf-8") as file:
-            first = json.loads(file.readline())
-    except (OSError, ValueError):
-        return False
-    return isinstance(first, dict) and bool(first.get("real"))
-
-
-def read_real(path: Path) -> RealLog:
-    lines = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            lines.append(json.loads(line))
-        except ValueError as error:
-            raise ConfigError(f"{path}: line {number}: not JSON: {error}") from error
-    if not lines or not lines[0].get("real"):
-        raise ConfigError(f"{path}: line 1: not the header of a real node's log")
-    return RealLog(path, lines[0], lines[1:])
-
-
-def real_result(log: RealLog) -> Result:
-    """What really happened, as a simulation would report it. Requests are numbered by arrival; one whose end is not in
-    the log is left out, and so is one whose client left before its first token."""
-    models = _model_numbers(log)
-    arrived = {e["request"]: e for e in log.events if e["event"] == "arrive"}
-    first = {e["request"]: e["t"] for e in log.events if e["event"] == "first_token"}
-    ended = {e["request"]: e for e in log.events if e["event"] in FATES}
-    start = min((event["at"] for event in arrived.values()), default=0.0)
-    records = []
-    for request, event in sorted(arrived.items(), key=lambda item: (item[1]["at"], item[0])):
-        end = ended.get(request)
-        if end is None or (end["event"] == "aborted" and request not in first):
-            continue
-        records.append(
-            Record(
-                id=len(records),
-                model=models[event["model"]],
-                arrival_s=event["at"] - start,
-                input_tokens=event["input"],
-                output_tokens=max(end["output"], 1),
-                fate=FATES[end["event"]],
-                reason=end["reason"],
-                first_token_s=first[request] - start if request in first else None,
-                end_s=end["t"] - start,
-                grace_s=end["grace"],
-                late_tokens=end["late"],
-            )
-        )
-    if not records:
-        raise ConfigError(f"{log.path}: no request has ended in it")
-    result = Result(log.header["knobs"]["name"], records, [], [log.header["node"]], records[-1].arrival_s)
-    result.cold_starts = sum(event["event"] == "load" for event in log.events)
-    return result
-
-
-def simulate(log: RealLog, real: Result, seed: int = 0, noise: float = 0.05) -> Result:
+def simulate(stored: RealLog, real: Result, seed: int = 0, noise: float = 0.05, log: EventLog | None = None) -> Result:
     """The same requests on the same node in virtual time."""
     arrivals = [Arrival(r.arrival_s, r.model, r.input_tokens, r.output_tokens) for r in real.records]
-    knobs = knobs_of(log.header["knobs"])
-    node = Node(log.header["node"], DeviceKind.CPU, log.header["memory_bytes"], _hostings(log), knobs)
-    outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
-    transfer = TransferModel(load_bytes_per_s=float("inf"), load_fixed_s=_mean_load_s(log), unload_s=0.0)
-    device = Device(node, outputs, transfer, Noise(Random(seed), noise))
-    return Simulation([device], knobs, arrivals, rule=SloRule()).timed_run()
-
-
-def side_by_side(real: Result, simulated: Result) -> list[dict[str, float | int | str]]:
-    rows: list[dict[str, float | int | str]] = []
-    for name, result in (("real", real), ("simulated", simulated)):
-        summary = result.summary()
-        rows.append(
-            {
-                "run": name,
-                "requests": summary["requests"],
-                "attainment": round(result.met() / len(result.records), 4),
-                "ttft_p50_s": summary["ttft_p50_s"],
-                "ttft_p95_s": summary["ttft_p95_s"],
-                "tpot_p50_s": summary["tpot_p50_s"],
-                "cold_starts": summary["cold_starts"],
-            }
-        )
-    return rows
-
-
-def _model_numbers(log: RealLog) -> dict[str, int]:
-    names: dict[str, int] = {}
-    for event in log.events:
-        if event["event"] in ("hosting", "arrive"):
-            names.setdefault(event["model"], len(names))
-    return names
-
-
-def _hostings(log: RealLog) -> dict[str, Hosting]:
-    numbers = _model_numbers(log)
-    hostings: dict[str, Hosting] = {}
-    latest: dict[tuple[int, int], Latency] = {}
-    known = {field.name for field in fields(Hosting)}
-    for event in log.events:
-        if event["event"] == "hosting":
-            values = {key: value for key, value in event.items() if key in known}
-            values["latency"] = latency_from(event["latency"]["prefill_ms"], event["latency"]["decode_ms"])
-            if values["keep_alive_s"] is not None and values["keep_alive_s"] < 0:
-                values["keep_alive_s"] = float("inf")
-            hosting = hostings[str(numbers[event["model"]])] = Hosting(**values)
-            latest[hosting.weight_bytes, hosting.kv_bytes_per_token] = hosting.latency
-    # Models of one shape share what is learnt about it; the last line that was written knows most.
+    knobs = knobs_of(stored.header["knobs"])
+    live = {shape: LiveLatency(first) for shape, (first, _) in real_log.latencies(stored).items()}
     hostings = {
-        name: replace(one, latency=latest[one.weight_bytes, one.kv_bytes_per_token]) for name, one in hostings.items()
+        name: replace(hosting, latency=live[real_log.shape_of(hosting)])
+        for name, hosting in real_log.hostings(stored).items()
     }
-    return hostings
+    node = Node(stored.header["node"], DeviceKind.CPU, stored.header["memory_bytes"], hostings, knobs)
+    device = PacedDevice(node, arrivals, stored, Random(seed), noise)
+    return OneThread(device, knobs, arrivals, log).timed_run()
 
 
-def _mean_load_s(log: RealLog) -> float:
-    """What one load takes by itself: a node makes one after another, and the simulator makes them wait as well."""
-    started: dict[int, float] = {}
-    times = []
-    free_at = 0.0
-    for event in log.events:
-        if event["event"] == "load":
-            started[event["instance"]] = event["t"]
-        elif event["event"] == "instanceready" and event["instance"] in started:
-            times.append(event["t"] - max(started.pop(event["instance"]), free_at))
-            free_at = event["t"]
-    return sum(times) / len(times) if times else 0.0
+class PacedDevice(Device):
+    """Takes as long as the real one had learnt to expect in the end, and as its loads took; the node on it begins with
+    what was known at first and learns as well."""
+
+    def __init__(self, node: Node, arrivals: Sequence[Arrival], log: RealLog, rng: Random, noise: float) -> None:
+        outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
+        super().__init__(node, outputs, TransferModel(INFINITY, 0.0, unload_s=0.0), Noise(rng, noise))
+        self._rng = rng
+        self._loads = real_log.load_times_s(log)
+        self._pace = real_log.pace(log)
+        self._latency = {shape: last for shape, (_, last) in real_log.latencies(log).items()}
+
+    def duration_s(self, turn: Turn) -> float:
+        instance, prefill = turn
+        expected, truth = instance.hosting.latency, self._latency[real_log.shape_of(instance.hosting)]
+        assert isinstance(expected, LiveLatency)
+        is_beside_load = any(one.state is State.LOADING for one in self.node.instances.values())
+        factor = self._pace.factor(Kind(prefill is not None, is_beside_load)) * self.next_noise()
+        if prefill is not None:
+            seconds = truth.prefill_s(prefill.known_tokens) * factor
+            expected.observe_prefill(prefill.known_tokens, seconds)
+        else:
+            batch = self.count_decode(instance)
+            seconds = truth.decode_s(batch, instance.tokens) * factor
+            expected.observe_decode(batch, instance.tokens, seconds)
+        return seconds + self._pace.mean_gap_s
+
+    def load_s(self, command: StartLoad) -> float:
+        return self._rng.choice(self._loads) if self._loads else 0.0
+
+
+class OneThread(Simulation):
+    """A node that decides on the thread that computes: what happens during a turn is heard of when it ends, and those
+    without a place ask again as they do there."""
+
+    def __init__(self, device: Device, knobs: Knobs, arrivals: Sequence[Arrival], log: EventLog | None) -> None:
+        super().__init__([device], knobs, arrivals, rule=SloRule(), log=log)
+        self._unheard: list[tuple[Callable[..., None], Any]] = []
+        self._is_listening = False  # between two turns
+        self._waiting = WaitingRoom()
+        self._wake_s = INFINITY
+
+    def _push(self, time_s: float, priority: int, handler: Callable[..., None], argument: Any) -> None:
+        if priority in (TURN, SAMPLE):
+            super()._push(time_s, priority, handler, argument)
+        else:
+            super()._push(max(time_s, self.now), priority, self._hear, (handler, argument))
+
+    def _hear(self, now: float, said: tuple[Callable[..., None], Any]) -> None:
+        if self.devices[0].node.turn is not None and not self._is_listening:
+            self._unheard.append(said)
+            return
+        said[0](now, said[1])
+        self._set_alarm()
+
+    def _turn_end(self, now: float, key: tuple[Device, int]) -> None:
+        self._is_listening = True
+        unheard, self._unheard = self._unheard, []
+        for said in unheard:
+            self._hear(now, said)
+        while self._heap and self._heap[0][0] <= now:  # what the unheard brought with it
+            _, _, _, handler, argument = heappop(self._heap)
+            handler(now, argument)
+        self._waiting.retry(now, self._ask_again)
+        self._is_listening = False
+        super()._turn_end(now, key)
+        self._set_alarm()
+
+    def _op(self, device: Device, now: float, duration: float, method: Callable[..., None], instance: int) -> None:
+        if duration > 0.0:
+            super()._op(device, now, duration, method, instance)
+        else:
+            method(instance, now)
+            self._dirty.append(device)
+
+    def _ask_again(self, id: int, now: float) -> None:
+        self._retry(now, id)
+
+    def _set_alarm(self) -> None:
+        next_s = self._waiting.next_s()
+        if next_s is not None and next_s < self._wake_s:
+            self._wake_s = next_s
+            self._push(next_s, REQUEST, self._wake, None)
+
+    def _wake(self, now: float, _: None) -> None:
+        self._wake_s = INFINITY
+        self._waiting.retry(now, self._ask_again)
+
+    def _decide(self, decision: Decision, now: float) -> None:
+        if isinstance(decision, Queued):
+            self._waiting.enter(decision.work.id, decision.work)
+            if self.log is not None:
+                self.log.decision(now, decision)
+        else:
+            super()._decide(decision, now)
+
+    def _end(self, work: Work, fate: Fate, reason: str, now: float) -> None:
+        super()._end(work, fate, reason, now)
+        self._waiting.changed()
+
+    def _report(self, device: Device, notice: Notice, now: float) -> None:
+        if isinstance(notice, InstanceReady | InstanceGone):
+            self._waiting.changed()
+        super()._report(device, notice, now)
+
+
+def side_by_side(real: Result, simulated: Sequence[Result]) -> list[dict[str, float | int | str]]:
+    """What really happened, and the median of each figure over the simulations."""
+    rows = [_row(result) for result in simulated]
+    middle = {name: median(row[name] for row in rows) for name in rows[0]}
+    return [{"run": "real", **_row(real)}, {"run": "simulated", **middle}]
+
+
+def _row(result: Result) -> dict[str, float]:
+    summary = result.summary()
+    row = {"requests": summary["requests"], "attainment": round(result.met() / len(result.records), 4)}
+    return row | {name: summary[name] for name in ("ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "cold_starts")}

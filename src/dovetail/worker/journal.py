@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from dovetail.cluster.decisions import Decision
 from dovetail.node import events
 from dovetail.policy.placement import Hosting
-from dovetail.sim.log import EventLog
+from dovetail.sim.log import EventLog, Kind, Pace
 from dovetail.worker.piece import Piece
+
+PACE_TURNS = 100  # that many from one line on the node's pace to the next
 
 
 class Journal:
     def __init__(self, log: EventLog | None, node: str) -> None:
         self._log = log
         self._node = node
+        self._pace = Pace()
 
     def hosting(self, now: float, model: str, hosting: Hosting) -> None:
         if self._log is not None:
@@ -21,8 +26,15 @@ class Journal:
     def arrive(self, now: float, piece: Piece) -> None:
         if self._log is not None:
             work = piece.work
-            at = round(work.arrival_s, 6)
-            self._log.write(now, "arrive", request=work.id, model=work.model, input=work.input_tokens, at=at)
+            self._log.write(
+                now,
+                "arrive",
+                request=work.id,
+                model=work.model,
+                input=work.input_tokens,
+                asked=piece.request.sampling.max_tokens,
+                at=round(work.arrival_s, 6),
+            )
 
     def decision(self, now: float, decision: Decision) -> None:
         if self._log is not None:
@@ -31,6 +43,12 @@ class Journal:
     def said(self, now: float, event: str, said: events.Command | events.Notice) -> None:
         if self._log is not None:
             self._log.said(now, self._node, event, said)
+
+    def turn(self, now: float, kind: Kind, *, took_s: float, expected_s: float, gap_s: float) -> None:
+        if self._log is not None:
+            self._pace.add(kind, took_s, expected_s, gap_s)
+            if self._pace.turns % PACE_TURNS == 0:
+                self._log.write(now, "pace", **asdict(self._pace))
 
     def first_token(self, now: float, request: int) -> None:
         if self._log is not None:

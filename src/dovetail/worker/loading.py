@@ -42,7 +42,6 @@ class LoadResult(NamedTuple):
     instance: int
     model: str
     actor: Actor | None
-    seconds: float
     loaded: messages.Loaded | None
     error: str
 
@@ -88,18 +87,18 @@ class LoaderThread:
         started = time.monotonic()
         recipe = self._recipe_of(name)
         if recipe is None:
-            return LoadResult(command.instance, name, None, 0.0, None, "the model was unloaded")
+            return LoadResult(command.instance, name, None, None, "the model was unloaded")
         try:
             actor, loaded = build_actor(recipe, self._shelf)
         except DovetailError as error:
-            return LoadResult(command.instance, name, None, 0.0, None, str(error))
+            return LoadResult(command.instance, name, None, None, str(error))
         except Exception as error:  # whatever a checkpoint can do wrong, the worker lives on
             log.error("%s: loading failed\n%s", name, traceback.format_exc())
-            return LoadResult(command.instance, name, None, 0.0, None, f"{name}: {type(error).__name__}: {error}")
+            return LoadResult(command.instance, name, None, None, f"{name}: {type(error).__name__}: {error}")
         seconds = time.monotonic() - started
         before = self.expected_s.get(name, seconds)
         self.expected_s[name] = before + STEP * (seconds - before)
-        return LoadResult(command.instance, name, actor, seconds, loaded, "")
+        return LoadResult(command.instance, name, actor, loaded, "")
 
 
 def build_actor(recipe: Recipe, shelf: Shelf | None = None) -> tuple[Actor, messages.Loaded]:

@@ -282,7 +282,7 @@ class Worker:
         is_wanted = result.instance in self._stage.instances_of(result.model)  # else it was unloaded on its way
         if result.actor is not None:
             assert result.loaded is not None
-            self._stage.loaded(result.instance, result.actor, result.seconds)
+            self._stage.loaded(result.instance, result.actor)
             if is_wanted:
                 self._send(result.loaded)
                 self._stats_due = 0.0

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Decision, Dropped, Moving, Placed, Queued
+from dovetail.cluster.waiting import WaitingRoom
 from dovetail.node import events
 from dovetail.node.node import Node
 from dovetail.node.work import Work
@@ -24,7 +25,7 @@ from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.sched.sequence import Sequence
 from dovetail.sim.explain import WORDS
-from dovetail.sim.log import EventLog
+from dovetail.sim.log import EventLog, Kind
 from dovetail.types import FinishReason, Request, TokenEvent
 from dovetail.worker.actor import Actor
 from dovetail.worker.journal import Journal
@@ -36,9 +37,6 @@ REFUSED = "the targets of this request (first token in {:.2f} s, then {:.3f} s a
 NEVER = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) are beyond this device"
 TOO_LARGE = "this request needs {} tokens of KV memory, the node has room for {}"
 RETRY_AFTER_S = 1.0
-# A decision takes a fraction of a millisecond, an iteration many: those without a place look this often.
-CHANGED_S, UNCHANGED_S = 0.02, 0.25
-MAX_FAILURES = 3
 # Refusals that go away with later deadlines.
 TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE, Refusal.LINK}
 KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
@@ -88,10 +86,10 @@ class Stage:
         self._serial = 0
         self._next_id = 0
         self._last_end: float | None = None
+        self._gap_s = 0.0  # before the iteration that runs
+        self._load_asked: dict[int, float] = {}  # by instance: since when its weights are awaited
         self._sizes: dict[int, int] = {}  # blocks of instances that are still loading
-        self._queued: dict[int, Piece] = {}  # without a place
-        self._has_changed = False  # somebody left or memory came free since they last tried
-        self._last_retry_s = 0.0
+        self._waiting = WaitingRoom()  # pieces without a place
 
     # Models
 
@@ -184,8 +182,8 @@ class Stage:
     def next_due_s(self) -> float | None:
         """When `take_turn` has something to do again though nothing can run now."""
         due = self._timers[0][0] if self._timers else None
-        if self._queued:
-            retry_s = self._last_retry_s + (CHANGED_S if self._has_changed else UNCHANGED_S)
+        retry_s = self._waiting.next_s()
+        if retry_s is not None:
             due = retry_s if due is None else min(due, retry_s)
         return due
 
@@ -221,7 +219,10 @@ class Stage:
             self._on_pause()
         now = self._end()
         if actor.meter.tokens - computed == known:  # else part of it was in the cache, or it was given up
-            self._observe(instance, lambda latency: latency.observe_prefill(known, now - started))
+            latency = self.node.instances[instance].hosting.latency
+            self._note_turn(now, started, latency.prefill_s(known), is_prefill=True)
+            if isinstance(latency, LiveLatency):
+                latency.observe_prefill(known, now - started)
         self._turn_done(now, finished)
 
     def _decode(self, instance: int, sequences: list[Sequence]) -> None:
@@ -233,19 +234,23 @@ class Stage:
             finished += self._deliver(actor.card.name, actor.iterate(batch).events)
         now = self._end()
         if sequences:
-            self._observe(instance, lambda latency: latency.observe_decode(len(sequences), total, now - started))
+            latency = self.node.instances[instance].hosting.latency
+            self._note_turn(now, started, latency.decode_s(len(sequences), total), is_prefill=False)
+            if isinstance(latency, LiveLatency):
+                latency.observe_decode(len(sequences), total, now - started)
         self._turn_done(now, finished)
 
-    def _observe(self, instance: int, tell: Callable[[LiveLatency], None]) -> None:
-        latency = self.node.instances[instance].hosting.latency
-        if isinstance(latency, LiveLatency):
-            tell(latency)
+    def _note_turn(self, now: float, started: float, expected_s: float, *, is_prefill: bool) -> None:
+        kind = Kind(is_prefill, is_beside_load=bool(self._load_asked))
+        self._journal.turn(now, kind, took_s=now - started, expected_s=expected_s, gap_s=self._gap_s)
 
     def _begin(self, actor: Actor) -> float:
         now = self._clock()
+        self._gap_s = 0.0
         if self._last_end is not None:
-            self.gaps.append(now - self._last_end)
-            actor.meter.overhead_seconds += now - self._last_end
+            self._gap_s = now - self._last_end
+            self.gaps.append(self._gap_s)
+            actor.meter.overhead_seconds += self._gap_s
         return now
 
     def _end(self) -> float:
@@ -293,7 +298,7 @@ class Stage:
             assert isinstance(decision, Queued | Moving)
             if isinstance(decision, Queued):
                 piece.refusals = decision.refusals
-                self._queued[piece.id] = piece
+                self._waiting.enter(piece.id, piece.work)
                 if Refusal.HARDWARE in piece.refusals and not piece.is_strict:
                     self._relax(piece, now)  # waiting will not make the device faster
             else:
@@ -302,22 +307,6 @@ class Stage:
     def _retry(self, work_id: int, now: float) -> None:
         self.controller.retry(work_id, now)
         self._settle(now)
-
-    def _retry_queued(self, now: float) -> None:
-        """Those without a place try again, the most urgent first, until a few in a row got none: what holds them back
-        holds the others back as well. Only when something has changed, or after a while."""
-        interval_s = CHANGED_S if self._has_changed else UNCHANGED_S
-        if not self._queued or now < self._last_retry_s + interval_s:
-            return
-        self._last_retry_s, self._has_changed = now, False
-        failures = 0
-        for piece in sorted(self._queued.values(), key=lambda one: (one.work.due_s, one.id)):
-            if self._queued.pop(piece.id, None) is None:
-                continue  # it went with another's end
-            self._retry(piece.id, now)
-            failures += piece.id in self._queued
-            if failures == MAX_FAILURES:
-                return
 
     def _refuse(self, piece: Piece, reason: str, now: float) -> None:
         """Refuse what was asked to be in time; serve the rest late rather than not at all."""
@@ -340,27 +329,32 @@ class Stage:
         return base.prefill_s(work.known_tokens) <= work.ttft_s and base.decode_s(1, work.known_tokens) <= work.tpot_s
 
     def _relax(self, piece: Piece, now: float) -> None:
-        self._queued.pop(piece.id, None)
+        self._waiting.leave(piece.id)
         self.controller.cancel(piece.id)
         relax(piece, now, self.hostings[piece.work.model].latency)
         self.controller.submit(piece.work, now)
 
     def _relax_one(self) -> bool:
         """Nobody can run, and somebody waits for a moment that suits his targets: better late than idle."""
-        waiting = [piece for piece in self._queued.values() if not piece.is_strict and TOO_LATE & piece.refusals.keys()]
+        waiting = [
+            piece
+            for id in self._waiting
+            if not (piece := self.pieces[id]).is_strict and TOO_LATE & piece.refusals.keys()
+        ]
         if not waiting:
             return False
         now = self._clock()
         piece = min(waiting, key=lambda one: (one.work.due_s, one.id))
         self._relax(piece, now)
         self._settle(now)
-        return piece.id not in self._queued
+        return piece.id not in self._waiting
 
     def _carry_out(self, said: events.Command | events.Notice, now: float) -> None:
         if isinstance(said, events.SetTimer):
             self._at(said.at_s, lambda at: self._timer(said.instance, said.epoch, at))
         elif isinstance(said, events.StartLoad):
             self._journal.said(now, "load", said)
+            self._load_asked[said.instance] = now
             self._loads.load(said)
         elif isinstance(said, events.StartUnload):
             self.actors.pop(said.instance).close()
@@ -400,20 +394,22 @@ class Stage:
             self._sizes.pop(notice.instance, None)
             if not self.instances_of(notice.model):
                 self.report.gone.append(notice.model)
-        self._has_changed |= isinstance(notice, events.InstanceReady | events.InstanceGone)
+        if isinstance(notice, events.InstanceReady | events.InstanceGone):
+            self._waiting.changed()
         if not isinstance(notice, events.Finished):
             self._journal.said(now, type(notice).__name__.lower(), notice)
         self.controller.notice(self.node, notice, now)
 
     # Loads
 
-    def loaded(self, instance: int, actor: Actor, seconds: float) -> None:
+    def loaded(self, instance: int, actor: Actor) -> None:
         now = self._clock()
+        waited_s = now - self._load_asked.pop(instance)  # for other loads too: a cold start is what it takes to start
         self.actors[instance] = actor
         actor.resize(self._sizes.pop(instance, 0))
         for work in self.node.instances[instance].works():
             actor.scheduler.enter(self.pieces[work.id].sequence)
-        self.node.load_done(instance, now, seconds)
+        self.node.load_done(instance, now, waited_s)
         self._settle(now)
 
     def load_failed(self, instance: int, error: str, *, ends_model: bool = True) -> None:
@@ -422,6 +418,7 @@ class Stage:
             model = self.node.instances[instance].model
             self._fail([piece for piece in self.pieces.values() if piece.request.model == model], error)
         now = self._clock()
+        del self._load_asked[instance]
         self.node.load_failed(instance, now)
         self._settle(now)
 
@@ -453,8 +450,8 @@ class Stage:
     def _forget(self, piece: Piece, fate: str, now: float) -> None:
         self._journal.end(now, fate, piece)
         del self.pieces[piece.id]
-        self._queued.pop(piece.id, None)
-        self._has_changed = True
+        self._waiting.leave(piece.id)
+        self._waiting.changed()
         siblings = self._by_request[piece.request.id]
         siblings.remove(piece)
         if not siblings:
@@ -490,7 +487,7 @@ class Stage:
         now = self._clock()
         while self._timers and self._timers[0][0] <= now:
             heappop(self._timers)[2](now)
-        self._retry_queued(now)
+        self._waiting.retry(now, self._retry)
 
     def take_report(self) -> Report:
         report, self.report = self.report, Report({}, [])

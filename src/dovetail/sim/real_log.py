@@ -1,0 +1,157 @@
+"""The log of a real node: what it was, what it was asked, and what became of that.
+
+A real log has the records of a simulated one. Its header holds the node's memory and policy, `hosting` lines its models
+with their latency tables, `pace` lines what turns took beside those; the requests are in it with their true lengths.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.policy.headroom import INFINITY
+from dovetail.policy.latency import Latency
+from dovetail.policy.placement import Hosting
+from dovetail.sim.log import Pace
+from dovetail.sim.metrics import Fate, Record, Result
+from dovetail.sim.profile import latency_from
+
+FATES = {"finished": Fate.FINISHED, "failed": Fate.FAILED, "aborted": Fate.FINISHED}
+Shape = tuple[int, int]
+
+
+@dataclass
+class RealLog:
+    path: Path
+    header: dict[str, Any]
+    events: list[dict[str, Any]]
+
+
+def is_real(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and bool(first.get("real"))
+
+
+def read_real(path: Path) -> RealLog:
+    lines = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(f"{path}: line {number}: not JSON: {error}") from error
+    if not lines or not lines[0].get("real"):
+        raise ConfigError(f"{path}: line 1: not the header of a real node's log")
+    return RealLog(path, lines[0], lines[1:])
+
+
+def real_result(log: RealLog) -> Result:
+    """What really happened, as a simulation would report it. Requests are numbered by arrival; one whose end is not in
+    the log is left out, and so is one whose client left before its first token."""
+    models = _model_numbers(log)
+    arrived = {e["request"]: e for e in log.events if e["event"] == "arrive"}
+    first = {e["request"]: e["t"] for e in log.events if e["event"] == "first_token"}
+    ended = {e["request"]: e for e in log.events if e["event"] in FATES}
+    start = min((event["at"] for event in arrived.values()), default=0.0)
+    usual = _share_of_asked(arrived, ended)
+    records = []
+    for request, event in sorted(arrived.items(), key=lambda item: (item[1]["at"], item[0])):
+        end = ended.get(request)
+        if end is None or (end["event"] == "aborted" and request not in first):
+            continue
+        records.append(
+            Record(
+                id=len(records),
+                model=models[event["model"]],
+                arrival_s=event["at"] - start,
+                input_tokens=event["input"],
+                output_tokens=max(round(event["asked"] * usual) if end["event"] == "failed" else end["output"], 1),
+                fate=FATES[end["event"]],
+                reason=end["reason"],
+                first_token_s=first[request] - start if request in first else None,
+                end_s=end["t"] - start,
+                grace_s=end["grace"],
+                late_tokens=end["late"],
+            )
+        )
+    if not records:
+        raise ConfigError(f"{log.path}: no request has ended in it")
+    result = Result(log.header["knobs"]["name"], records, [], [log.header["node"]], records[-1].arrival_s)
+    result.cold_starts = sum(event["event"] == "load" for event in log.events)
+    return result
+
+
+def hostings(log: RealLog) -> dict[str, Hosting]:
+    """The models by their numbers, each as its last line has it."""
+    numbers = _model_numbers(log)
+    known = {field.name for field in fields(Hosting)}
+    found: dict[str, Hosting] = {}
+    for event in log.events:
+        if event["event"] == "hosting":
+            values = {key: value for key, value in event.items() if key in known}
+            values["latency"] = _latency(event)
+            if values["keep_alive_s"] is not None and values["keep_alive_s"] < 0:
+                values["keep_alive_s"] = INFINITY
+            found[str(numbers[event["model"]])] = Hosting(**values)
+    return found
+
+
+def shape_of(hosting: Hosting) -> Shape:
+    """Models of one shape share what is learnt about it."""
+    return hosting.weight_bytes, hosting.kv_bytes_per_token
+
+
+def latencies(log: RealLog) -> dict[Shape, tuple[Latency, Latency]]:
+    """What was known of each shape at first, and what had been learnt in the end."""
+    found: dict[Shape, tuple[Latency, Latency]] = {}
+    for event in log.events:
+        if event["event"] == "hosting":
+            latency = _latency(event)
+            shape = event["weight_bytes"], event["kv_bytes_per_token"]
+            found[shape] = found.get(shape, (latency, latency))[0], latency
+    return found
+
+
+def _latency(event: dict[str, Any]) -> Latency:
+    return latency_from(event["latency"]["prefill_ms"], event["latency"]["decode_ms"])
+
+
+def pace(log: RealLog) -> Pace:
+    known = {field.name for field in fields(Pace)}
+    last = next((event for event in reversed(log.events) if event["event"] == "pace"), {})
+    return Pace(**{key: value for key, value in last.items() if key in known})
+
+
+def load_times_s(log: RealLog) -> list[float]:
+    """What each load took by itself: a node makes one after another, and the simulator makes them wait as well."""
+    started: dict[int, float] = {}
+    times = []
+    free_at = 0.0
+    for event in log.events:
+        if event["event"] == "load":
+            started[event["instance"]] = event["t"]
+        elif event["event"] == "instanceready" and event["instance"] in started:
+            times.append(event["t"] - max(started.pop(event["instance"]), free_at))
+            free_at = event["t"]
+    return times
+
+
+def _model_numbers(log: RealLog) -> dict[str, int]:
+    names: dict[str, int] = {}
+    for event in log.events:
+        if event["event"] in ("hosting", "arrive"):
+            names.setdefault(event["model"], len(names))
+    return names
+
+
+def _share_of_asked(arrived: dict[int, dict[str, Any]], ended: dict[int, dict[str, Any]]) -> float:
+    """How much of the length that they asked for finished requests came to: refused ones would have, too."""
+    finished = [request for request in arrived if request in ended and ended[request]["event"] == "finished"]
+    asked = sum(arrived[request]["asked"] for request in finished)
+    return sum(ended[request]["output"] for request in finished) / asked if asked else 1.0
