@@ -67,14 +67,35 @@ class Source {
 
 constexpr int kBlockSize = 16, kBlocks = 96, kLayers = 2;
 
-std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precision precision, DType type, bool plain,
+enum class Kind { plain, gated, experts };  // experts: in the first layer, which all tokens go through
+
+void add_experts(Layer& layer, Precision precision, DType type, Source& source) {
+    layer.router.pieces = {source.matrix(7, 72, precision == Precision::bf16 ? DType::bf16 : DType::f32)};
+    if (type != DType::f32) {
+        layer.experts_up.pieces = {source.matrix(7 * 40, 72, type)};
+        layer.experts_down.pieces = {source.matrix(7 * 72, 20, type)};
+        return;
+    }
+    for (int i = 0; i < 7; ++i) {
+        layer.experts_up.pieces.push_back(source.matrix(20, 72, type));
+        layer.experts_up.pieces.push_back(source.matrix(20, 72, type));
+        layer.experts_down.pieces.push_back(source.matrix(72, 20, type));
+    }
+}
+
+std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precision precision, DType type, Kind kind,
                                     Source& source) {
+    const bool plain = kind == Kind::plain;
     Shape shape;
     shape.vocab_size = 307, shape.hidden_size = 72, shape.num_heads = 6, shape.num_kv_heads = 2, shape.head_dim = 32;
     shape.intermediate_size = 88, shape.norm_eps = 1e-5f, shape.attention_scale = 0.2f;
     shape.attention_softcap = plain ? 0.0f : 30.0f, shape.final_softcap = plain ? 0.0f : 20.0f;
     shape.gated_mlp = !plain, shape.activation = plain ? Activation::relu : Activation::gelu_tanh;
     shape.precision = precision;
+    if (kind == Kind::experts) {
+        shape.num_experts = 7, shape.experts_per_token = 3, shape.expert_size = 20;
+        shape.normalize_shares = precision == Precision::f32;
+    }
     auto model = std::make_unique<Decoder>(kernels, threads, shape);
     const DType head = type == DType::int4 ? DType::int8 : type;
     model->embed = source.matrix(307, 72, head);
@@ -92,6 +113,7 @@ std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precisi
         layer.up.pieces = {source.matrix(plain ? 88 : 176, 72, type)};
         layer.down.pieces = {source.matrix(72, 88, type)};
         layer.window = i == 1 && !plain ? 40 : 0;
+        if (i == 0 && kind == Kind::experts) add_experts(layer, precision, type, source);
     }
     model->check();
     return model;
@@ -115,9 +137,9 @@ std::vector<float> run(Decoder& model, Cache& cache, const std::vector<Sequence>
     return logits;
 }
 
-void check(const Kernels& kernels, Precision precision, DType weights, bool plain) {
+void check(const Kernels& kernels, Precision precision, DType weights, Kind kind) {
     Source source;
-    const auto model = make_model(kernels, 4, precision, weights, plain, source);
+    const auto model = make_model(kernels, 4, precision, weights, kind, source);
     const DType type = precision == Precision::bf16 ? DType::bf16 : DType::f32;
     std::vector<char> memory(size_t{kBlocks} * kLayers * 2 * kBlockSize * 64 * size_of(type));
     Cache cache{memory.data(), type, kBlocks, kLayers, kBlockSize};
@@ -139,15 +161,15 @@ void check(const Kernels& kernels, Precision precision, DType weights, bool plai
 
 int main() {
     for (const char* const* level = usable_levels(); *level; ++level)
-        for (const bool plain : {false, true}) {
+        for (const Kind kind : {Kind::plain, Kind::gated, Kind::experts}) {
             const Kernels& kernels = *find_kernels(*level);
-            std::printf("%s\n", *level);
-            check_products(kernels);
-            check(kernels, Precision::f32, DType::f32, plain);
-            check(kernels, Precision::bf16, DType::bf16, plain);
-            check(kernels, Precision::f32, DType::int8, plain);
-            check(kernels, Precision::bf16, DType::int8, plain);
-            check(kernels, Precision::f32, DType::int4, plain);
+            std::printf("%s %d\n", *level, static_cast<int>(kind));
+            if (kind == Kind::plain) check_products(kernels);
+            check(kernels, Precision::f32, DType::f32, kind);
+            check(kernels, Precision::bf16, DType::bf16, kind);
+            check(kernels, Precision::f32, DType::int8, kind);
+            check(kernels, Precision::bf16, DType::int8, kind);
+            check(kernels, Precision::f32, DType::int4, kind);
         }
     std::printf("ok\n");
 }

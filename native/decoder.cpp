@@ -23,6 +23,15 @@ void check_linear(const Linear& linear, int64_t rows, int64_t columns, Precision
     }
 }
 
+void check_stack(const Stack& stack, int64_t experts, int64_t rows, int64_t columns, size_t most_pieces,
+                 Precision precision, const std::string& name) {
+    check_linear({stack.pieces}, experts * rows, columns, precision, name);
+    const size_t count = stack.pieces.size(), each = count / experts;
+    need(count == 1 || (count == each * experts && each <= most_pieces), name + " is cut at an odd place");
+    for (const Matrix& piece : stack.pieces)
+        need(count == 1 || piece.rows == rows / static_cast<int64_t>(each), name + " has experts of several sizes");
+}
+
 }  // namespace
 
 int64_t Linear::rows() const {
@@ -40,20 +49,33 @@ void Decoder::check() const {
     need(embed.data && embed.rows == shape.vocab_size && embed.columns == shape.hidden_size, "embed does not fit");
     need(embed.type != DType::int4 && !is_quantised(positions.type), "rows of int4 cannot be looked up");
     need(final_norm.weight, "final_norm is missing");
-    const int64_t up_rows = shape.intermediate_size * (shape.gated_mlp ? 2 : 1);
     for (size_t i = 0; i < layers.size(); ++i) {
         const Layer& layer = layers[i];
         const std::string prefix = "layers." + std::to_string(i) + ".";
         need(layer.attn_norm.weight && layer.mlp_norm.weight, prefix + "norms are missing");
         check_linear(layer.qkv, shape.q_size() + 2 * shape.kv_size(), shape.hidden_size, shape.precision, prefix + "qkv");
         check_linear(layer.out, shape.hidden_size, shape.q_size(), shape.precision, prefix + "out");
-        check_linear(layer.up, up_rows, shape.hidden_size, shape.precision, prefix + "up");
-        check_linear(layer.down, shape.hidden_size, shape.intermediate_size, shape.precision, prefix + "down");
-        const size_t pieces = layer.up.pieces.size();
-        need(pieces == 1 || (shape.gated_mlp && pieces == 2 && layer.up.pieces[0].rows == shape.intermediate_size),
-             prefix + "up is cut at an odd place");
+        layer.router.pieces.empty() ? check_mlp(layer, prefix) : check_experts(layer, prefix);
     }
     check_linear(head, shape.vocab_size, shape.hidden_size, shape.precision, "lm_head");
+}
+
+void Decoder::check_mlp(const Layer& layer, const std::string& prefix) const {
+    const int64_t rows = shape.intermediate_size * (shape.gated_mlp ? 2 : 1);
+    check_linear(layer.up, rows, shape.hidden_size, shape.precision, prefix + "up");
+    check_linear(layer.down, shape.hidden_size, shape.intermediate_size, shape.precision, prefix + "down");
+    const size_t pieces = layer.up.pieces.size();
+    need(pieces == 1 || (shape.gated_mlp && pieces == 2 && layer.up.pieces[0].rows == shape.intermediate_size),
+         prefix + "up is cut at an odd place");
+}
+
+void Decoder::check_experts(const Layer& layer, const std::string& prefix) const {
+    const int64_t experts = shape.num_experts, size = shape.expert_size, hidden = shape.hidden_size;
+    need(experts > 0 && shape.experts_per_token > 0 && shape.experts_per_token <= experts, "a token has no such experts");
+    need(shape.gated_mlp, "experts are gated");
+    check_linear(layer.router, experts, hidden, shape.precision, prefix + "router");
+    check_stack(layer.experts_up, experts, 2 * size, hidden, 2, shape.precision, prefix + "experts.gate_up");
+    check_stack(layer.experts_down, experts, hidden, size, 1, shape.precision, prefix + "experts.down");
 }
 
 void Decoder::run(const Iteration& iteration) {

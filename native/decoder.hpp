@@ -1,4 +1,4 @@
-// A decoder-only model as one native call per iteration: tokens in, logits of the rows that sample out. Knows the dense
+// A decoder-only model as one native call per iteration: tokens in, logits of the rows that sample out. Knows the
 // families by the few ways in which they differ; weights are used where they lie and never copied.
 #pragma once
 
@@ -21,6 +21,12 @@ struct Linear {  // pieces of a matrix that lie apart, concatenated along the ro
     int64_t columns() const { return pieces.at(0).columns; }
 };
 
+struct Stack {  // one matrix per expert, all of one shape: in one piece, or each in as many as a matrix has
+    std::vector<Matrix> pieces;
+
+    int64_t columns() const { return pieces.at(0).columns; }
+};
+
 struct Norm {
     const float* weight = nullptr;  // null: there is no such norm
     const float* bias = nullptr;    // a layer norm if there is one, else an RMS norm
@@ -29,6 +35,8 @@ struct Norm {
 struct Layer {
     Norm attn_norm, q_norm, k_norm, post_attn_norm, mlp_norm, post_mlp_norm;
     Linear qkv, out, up, down;  // up: gate and up one after the other if the MLP is gated
+    Linear router;              // empty: the layer has one MLP, `up` and `down`; else it has experts instead
+    Stack experts_up, experts_down;
     int64_t window = 0;
     bool local_rope = false;
 };
@@ -45,6 +53,8 @@ struct Shape {
     int64_t position_offset = -1;                          // rows before learned position 0; -1 = none learned
     Activation activation = Activation::silu;
     bool gated_mlp = true;
+    int64_t num_experts = 0, experts_per_token = 0, expert_size = 0;  // size: of an expert's inner rows
+    bool normalize_shares = false;  // the shares of a token's experts add up to 1
     Precision precision = Precision::f32;
 
     int64_t q_size() const { return num_heads * head_dim; }
@@ -89,6 +99,9 @@ class Decoder {
     const Kernels& kernels() const { return kernels_; }
 
   private:
+    void check_mlp(const Layer& layer, const std::string& prefix) const;
+    void check_experts(const Layer& layer, const std::string& prefix) const;
+
     struct Unit;  // of attention: queries of one sequence, one key head, one stretch of keys
     struct Step;  // an iteration on its way through the layers
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 namespace dovetail {
@@ -14,7 +15,7 @@ class Buffer {
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
 
-    // What it held is gone.
+    // What it held is gone. Under a sanitizer it is overwritten with what is not a number, so that nobody reads it unseen.
     char* reserve(int64_t bytes) {
         if (bytes > size_) {
             std::free(data_);
@@ -23,6 +24,9 @@ class Buffer {
             if (!data_) throw std::bad_alloc();
             size_ = bytes;
         }
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+        std::memset(data_, 0xff, size_);
+#endif
         return data_;
     }
 

@@ -33,6 +33,7 @@ const Kernels& kernels_of(const std::string& level) {
     return *kernels;
 }
 
+// Rows of a stack of matrices count through.
 Matrix quantised_of(const Array& codes, const Array& scales, int64_t columns) {
     if (codes.ndim() != 2) throw std::invalid_argument("codes have two dimensions");
     const int64_t rows = codes.shape(0), width = codes.shape(1), groups = (columns + 31) / 32;
@@ -77,7 +78,8 @@ class Model {
         if (name == "positions.weight") return void(decoder_.positions = matrix_of(pieces.at(0)));
         if (name.rfind("final_norm.", 0) == 0) return add_norm(decoder_.final_norm, name, pieces);
         if (name.ends_with("norm.weight") || name.ends_with("norm.bias")) return add_norm(norm_of(name), name, pieces);
-        add_linear(linear_of(name), name, pieces);
+        if (name.ends_with(".bias")) return add_bias(name, pieces);
+        for (const Array& piece : pieces) pieces_of(name).push_back(matrix_of(piece));
     }
 
     // A matrix as integer codes and their scales.
@@ -85,7 +87,7 @@ class Model {
         const Matrix matrix = quantised_of(codes, scales, columns);
         held_.push_back(codes), held_.push_back(scales);
         if (name == "embed.weight") return void(decoder_.embed = matrix);
-        linear_of(name).pieces = {matrix};
+        pieces_of(name) = {matrix};
     }
 
     void set_layer(int index, int64_t window, bool local_rope) {
@@ -137,14 +139,10 @@ class Model {
         (name.ends_with(".bias") ? norm.bias : norm.weight) = data;
     }
 
-    void add_linear(Linear& linear, const std::string& name, const std::vector<Array>& pieces) {
-        if (name.ends_with(".bias")) {
-            if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32)
-                throw std::invalid_argument(name + ": a bias is one float32 tensor");
-            linear.bias = static_cast<const float*>(pieces[0].data());
-            return;
-        }
-        for (const Array& piece : pieces) linear.pieces.push_back(matrix_of(piece));
+    void add_bias(const std::string& name, const std::vector<Array>& pieces) {
+        if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32)
+            throw std::invalid_argument(name + ": a bias is one float32 tensor");
+        linear_of(name).bias = static_cast<const float*>(pieces[0].data());
     }
 
     // layers.<i>.<part>.weight
@@ -162,7 +160,14 @@ class Model {
         if (part == "out") return layer->out;
         if (part == "gate_up" || part == "up") return layer->up;
         if (part == "down") return layer->down;
+        if (part == "router") return layer->router;
         throw std::invalid_argument("unknown tensor " + name);
+    }
+
+    std::vector<Matrix>& pieces_of(const std::string& name) {
+        if (name.ends_with(".experts.gate_up.weight")) return place_of(name).first->experts_up.pieces;
+        if (name.ends_with(".experts.down.weight")) return place_of(name).first->experts_down.pieces;
+        return linear_of(name).pieces;
     }
 
     Norm& norm_of(const std::string& name) {
@@ -227,6 +232,10 @@ NB_MODULE(_kernels, module) {
         .def_rw("final_softcap", &Shape::final_softcap)
         .def_rw("position_offset", &Shape::position_offset)
         .def_rw("gated_mlp", &Shape::gated_mlp)
+        .def_rw("num_experts", &Shape::num_experts)
+        .def_rw("experts_per_token", &Shape::experts_per_token)
+        .def_rw("expert_size", &Shape::expert_size)
+        .def_rw("normalize_shares", &Shape::normalize_shares)
         .def_prop_rw("activation", [](const Shape& shape) { return static_cast<int>(shape.activation); },
                      [](Shape& shape, const std::string& name) { shape.activation = activation_of(name); })
         .def_prop_rw("rounds_to_bf16", [](const Shape& shape) { return shape.precision == Precision::bf16; },

@@ -52,6 +52,11 @@ Decoder::Step::Step(Decoder& model, const Iteration& iteration)
         if (sequence.samples) sampled_at_.push_back(tokens_ - 1);
     }
     plan_attention();
+    if (shape_.num_experts > 0) {
+        chosen_.resize(tokens_ * shape_.experts_per_token);
+        slot_of_.resize(tokens_ * shape_.experts_per_token);
+        source_.resize(max_slots(tokens_));
+    }
     int64_t bytes = 0;
     lay_out(nullptr, &bytes);
     lay_out(model.buffer_.reserve(bytes), &bytes);
@@ -59,9 +64,9 @@ Decoder::Step::Step(Decoder& model, const Iteration& iteration)
 
 void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     const int64_t tokens = tiles(tokens_) * kTokenTile;
-    const int64_t widest = std::max({shape_.hidden_size, shape_.q_size(), shape_.intermediate_size});
-    const int64_t narrowest = std::min(shape_.hidden_size, shape_.intermediate_size);
-    const int64_t block = token_block(narrowest, Precision::int8);  // no other is larger
+    const int64_t slots = std::max(tokens, max_slots(tokens));
+    const int64_t widest = std::max({shape_.hidden_size, shape_.q_size(), shape_.intermediate_size, shape_.expert_size});
+    const int64_t block = token_block(shape_.hidden_size, Precision::int8);  // no other is larger
     const int64_t inner = 2 * std::max(block * 4 * kRowTile, kManyTokens * kMaxChunkRows);  // gate and up of one chunk
     scratch_floats_ = 8 * widest + 4096 + std::max(inner, attend_scratch(shape_.head_dim));
     scratch_floats_ = (scratch_floats_ + 63) / 64 * 64;
@@ -70,14 +75,19 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     normed_ = carver.take<float>(tokens * shape_.hidden_size);
     qkv_ = carver.take<float>(tokens * (shape_.q_size() + 2 * shape_.kv_size()));
     attended_ = carver.take<float>(tokens * shape_.q_size());
-    inner_ = carver.take<float>(tokens * shape_.intermediate_size);
+    inner_ = carver.take<float>(std::max(tokens * shape_.intermediate_size, slots * shape_.expert_size));
     update_ = carver.take<float>(tokens * shape_.hidden_size);
     angles_ = carver.take<float>(tokens * shape_.head_dim);
     angles_local_ = carver.take<float>(tokens * shape_.head_dim);
-    int64_t prepared = kernels_.prepared_bytes(tokens, widest, shape_.precision);
+    int64_t prepared = kernels_.prepared_bytes(slots, widest, shape_.precision);
     for (const Precision precision : {Precision::int8, Precision::int4})
-        prepared = std::max(prepared, kernels_.prepared_bytes(tokens, widest, precision));
+        prepared = std::max(prepared, kernels_.prepared_bytes(slots, widest, precision));
     prepared_ = carver.take<char>(prepared);
+    if (shape_.num_experts > 0) {
+        scores_ = carver.take<float>(tokens * shape_.num_experts);
+        shares_ = carver.take<float>(tokens * shape_.experts_per_token);
+        grouped_ = carver.take<float>(slots * shape_.hidden_size);
+    }
     largest_ = carver.take<float>(num_parts_);
     total_ = carver.take<float>(num_parts_);
     sums_ = carver.take<float>(num_parts_ * shape_.head_dim);
@@ -96,10 +106,7 @@ void Decoder::Step::run(Team::Member& member) {
         if (i + 1 == model_.layers.size()) keep_sampled(member);
         prepare(member, attended_, layer.out);
         update(member, layer.out, layer.post_attn_norm, attended_);
-        normalize(member, layer.mlp_norm, layer.up);
-        inner_mlp(member, layer);
-        prepare(member, inner_, layer.down);
-        update(member, layer.down, layer.post_mlp_norm, inner_);
+        layer.router.pieces.empty() ? mlp(member, layer) : mix_experts(member, layer);
     }
     logits(member);
 }
@@ -147,8 +154,8 @@ void Decoder::Step::norm_row(const Norm& norm, const float* x, int64_t count, fl
         kernels_.rms_norm(x, norm.weight, shape_.norm_eps, count, out);
 }
 
-Precision Decoder::Step::precision_of(const Linear& linear) const {
-    switch (linear.pieces.front().type) {
+Precision Decoder::Step::precision_of(const std::vector<Matrix>& pieces) const {
+    switch (pieces.front().type) {
         case DType::int8: return Precision::int8;
         case DType::int4: return Precision::int4;
         default: return shape_.precision;
@@ -161,13 +168,13 @@ void Decoder::Step::normalize(Team::Member& member, const Norm& norm, const Line
     member.loop(tiles(tokens_), [&](int64_t tile) {
         const int64_t begin = tile * kTokenTile, end = std::min(begin + kTokenTile, tokens_);
         for (int64_t t = begin; t < end; ++t) norm_row(norm, hidden_ + t * columns, columns, normed_ + t * columns);
-        kernels_.prepare(normed_, begin, end, columns, precision_of(next), prepared_);
+        kernels_.prepare(normed_, begin, end, columns, precision_of(next.pieces), prepared_);
     });
 }
 
 void Decoder::Step::prepare(Team::Member& member, const float* x, const Linear& next) {
     const int64_t columns = next.columns();
-    const Precision precision = precision_of(next);
+    const Precision precision = precision_of(next.pieces);
     if (kernels_.prepared_bytes(1, columns, precision) == 0) return;
     member.loop(tiles(tokens_), [&](int64_t tile) {
         const int64_t begin = tile * kTokenTile, end = std::min(begin + kTokenTile, tokens_);
@@ -175,8 +182,8 @@ void Decoder::Step::prepare(Team::Member& member, const float* x, const Linear& 
     });
 }
 
-const void* Decoder::Step::operand(const float* x, const Linear& linear) const {
-    return kernels_.prepared_bytes(1, linear.columns(), precision_of(linear)) ? prepared_ : x;
+const void* Decoder::Step::operand(const float* x, const std::vector<Matrix>& pieces) const {
+    return kernels_.prepared_bytes(1, pieces.front().columns, precision_of(pieces)) ? prepared_ : x;
 }
 
 // Large enough that one tile of rows can be fetched ahead while another is multiplied, small enough that no thread waits
@@ -194,10 +201,10 @@ int64_t Decoder::Step::token_block(int64_t columns, Precision precision) const {
 
 void Decoder::Step::linear(Team::Member& member, const Linear& weights, const float* x, float* out, bool add) {
     const int64_t rows = weights.rows(), columns = weights.columns();
-    const Precision precision = precision_of(weights);
+    const Precision precision = precision_of(weights.pieces);
     const int64_t per_chunk = chunk_rows(rows, tokens_), block = token_block(columns, precision);
     const int64_t chunks = count_chunks(weights, per_chunk), blocks = (tokens_ + block - 1) / block;
-    const void* prepared = operand(x, weights);
+    const void* prepared = operand(x, weights.pieces);
     member.loop(chunks * blocks, [&](int64_t task) {
         const Rows part = chunk_at(weights, per_chunk, task % chunks);
         const int64_t begin = task / chunks * block, end = std::min(begin + block, tokens_);
@@ -207,35 +214,46 @@ void Decoder::Step::linear(Team::Member& member, const Linear& weights, const fl
     });
 }
 
+void Decoder::Step::mlp(Team::Member& member, const Layer& layer) {
+    normalize(member, layer.mlp_norm, layer.up);
+    inner_mlp(member, layer);
+    prepare(member, inner_, layer.down);
+    update(member, layer.down, layer.post_mlp_norm, inner_);
+}
+
 void Decoder::Step::inner_mlp(Team::Member& member, const Layer& layer) {
-    const int64_t inner = shape_.intermediate_size, columns = shape_.hidden_size;
-    const Precision precision = precision_of(layer.up);
-    const int64_t per_chunk = chunk_rows(inner, tokens_), block = token_block(columns, precision);
+    const int64_t inner = shape_.intermediate_size;
+    const Precision precision = precision_of(layer.up.pieces);
+    const int64_t per_chunk = chunk_rows(inner, tokens_), block = token_block(shape_.hidden_size, precision);
     const int64_t chunks = (inner + per_chunk - 1) / per_chunk, blocks = (tokens_ + block - 1) / block;
-    const void* prepared = operand(normed_, layer.up);
-    const Matrix& first = layer.up.pieces.front();
-    const Matrix& second = layer.up.pieces.back();
+    const void* prepared = operand(normed_, layer.up.pieces);
+    const Matrix* second = shape_.gated_mlp ? &layer.up.pieces.back() : nullptr;
     const int64_t shift = layer.up.pieces.size() == 1 ? inner : 0;  // of the up half, within its piece
     const float* bias = layer.up.bias;
     member.loop(chunks * blocks, [&](int64_t task) {
-        const int64_t row = task % chunks * per_chunk, rows = std::min(per_chunk, inner - row);
-        const int64_t begin = task / chunks * block, end = std::min(begin + block, tokens_);
-        float* own = scratch(member);
-        float* gate = own + 8 * columns + 4096;
-        float* up = gate + (end - begin) * rows;
-        kernels_.multiply({&first, row, row + rows, prepared, begin, end, precision, bias ? bias + row : nullptr, false,
-                           gate, rows, own});
-        if (shape_.gated_mlp)
-            kernels_.multiply({&second, shift + row, shift + row + rows, prepared, begin, end, precision,
-                               bias ? bias + inner + row : nullptr, false, up, rows, own});
-        for (int64_t t = 0; t < end - begin; ++t) {
-            float* out = inner_ + (begin + t) * inner + row;
-            if (shape_.gated_mlp)
-                kernels_.gate(shape_.activation, gate + t * rows, up + t * rows, rows, out);
-            else
-                kernels_.activate(shape_.activation, gate + t * rows, rows, out);
-        }
+        const int64_t row = task % chunks * per_chunk, begin = task / chunks * block;
+        multiply_gated(member, {&layer.up.pieces.front(), row, bias ? bias + row : nullptr, second, shift + row,
+                                bias ? bias + inner + row : nullptr, std::min(per_chunk, inner - row), prepared, begin,
+                                std::min(begin + block, tokens_), precision, inner_ + begin * inner + row, inner});
     });
+}
+
+void Decoder::Step::multiply_gated(Team::Member& member, const Gated& g) {
+    float* own = scratch(member);
+    float* gate = own + 8 * g.gate->columns + 4096;
+    float* up = gate + (g.end - g.begin) * g.rows;
+    kernels_.multiply({g.gate, g.gate_row, g.gate_row + g.rows, g.x, g.begin, g.end, g.precision, g.gate_bias, false, gate,
+                       g.rows, own});
+    if (g.up)
+        kernels_.multiply({g.up, g.up_row, g.up_row + g.rows, g.x, g.begin, g.end, g.precision, g.up_bias, false, up,
+                           g.rows, own});
+    for (int64_t t = 0; t < g.end - g.begin; ++t) {
+        float* out = g.out + t * g.out_stride;
+        if (g.up)
+            kernels_.gate(shape_.activation, gate + t * g.rows, up + t * g.rows, g.rows, out);
+        else
+            kernels_.activate(shape_.activation, gate + t * g.rows, g.rows, out);
+    }
 }
 
 // Back onto the residual stream, through a norm of its own where the family has one.

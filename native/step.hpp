@@ -21,6 +21,26 @@ struct Decoder::Step {
 
     void run(Team::Member& member);
 
+    struct Gated {  // rows of an MLP's inner part for some tokens: activation(gate)·up, or activation(gate) without up
+        const Matrix* gate;
+        int64_t gate_row;
+        const float* gate_bias;
+        const Matrix* up;  // null: not gated
+        int64_t up_row;
+        const float* up_bias;
+        int64_t rows;
+        const void* x;
+        int64_t begin, end;
+        Precision precision;
+        float* out;  // of (begin, first row)
+        int64_t out_stride;
+    };
+
+    struct Group {  // tokens of one expert that are multiplied together
+        int64_t expert;
+        int64_t begin, end;  // slots: rows of `grouped_`; begin is a multiple of kTokenTile
+    };
+
     struct Merge {  // parts of one query head that are put together
         int64_t token, head, first_part;
         int64_t num_parts, part_stride;
@@ -36,7 +56,19 @@ struct Decoder::Step {
     void normalize(Team::Member&, const Norm&, const Linear& next);
     void prepare(Team::Member&, const float* x, const Linear& next);
     void linear(Team::Member&, const Linear&, const float* x, float* out, bool add);
+    void mlp(Team::Member&, const Layer&);
     void inner_mlp(Team::Member&, const Layer&);
+    void multiply_gated(Team::Member&, const Gated&);
+    void mix_experts(Team::Member&, const Layer&);
+    void route(Team::Member&, const Layer&);
+    void choose_experts(int64_t token);
+    void group_tokens(int64_t block);
+    void gather(Team::Member&, const Stack& next);
+    void prepare_group(const Group&, const float* x, const Stack& next);
+    void prepare_groups(Team::Member&, const float* x, const Stack& next);
+    void inner_experts(Team::Member&, const Stack&);
+    void outer_experts(Team::Member&, const Stack&);
+    void combine(Team::Member&, const Norm& post);
     void update(Team::Member&, const Linear&, const Norm& post, const float* x);
     void rotate_and_store(Team::Member&, const Layer&, int64_t index);
     void attend(Team::Member&, const Layer&, int64_t index);
@@ -48,10 +80,11 @@ struct Decoder::Step {
     void angles_of(const Rope&, int64_t position, float* out) const;
     int64_t chunk_rows(int64_t rows, int64_t tokens) const;
     int64_t token_block(int64_t columns, Precision precision) const;
-    Precision precision_of(const Linear& linear) const;
+    Precision precision_of(const std::vector<Matrix>& pieces) const;
     CacheView cache_view(int64_t layer, int64_t kv_head) const;
     float* scratch(const Team::Member& member) const { return scratch_ + member.index * scratch_floats_; }
-    const void* operand(const float* x, const Linear& linear) const;
+    const void* operand(const float* x, const std::vector<Matrix>& pieces) const;
+    int64_t max_slots(int64_t tokens) const;
 
     const Decoder& model_;
     const Shape& shape_;
@@ -61,10 +94,16 @@ struct Decoder::Step {
     std::vector<int64_t> sampled_at_, position_, slot_;  // slot: block·block_size + offset
     std::vector<Unit> units_;
     std::vector<Merge> merges_;
+    std::vector<Group> groups_;          // of this layer, by expert
+    std::vector<int64_t> source_, slot_of_;  // token of a slot; slot of a token's n-th expert
+    std::vector<int64_t> chosen_;        // experts of each token, the largest share first
+    int64_t largest_group_ = 0;
     int64_t num_parts_ = 0, scratch_floats_ = 0;
 
     float *hidden_ = nullptr, *normed_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *inner_ = nullptr;
     float *update_ = nullptr, *angles_ = nullptr, *angles_local_ = nullptr, *scratch_ = nullptr;
+    float *scores_ = nullptr, *shares_ = nullptr;  // of the router: [token][expert], and of those chosen
+    float* grouped_ = nullptr;                     // [slot][hidden]: what goes into the experts, then what comes out
     float *largest_ = nullptr, *total_ = nullptr, *sums_ = nullptr;
     void* prepared_ = nullptr;
 };

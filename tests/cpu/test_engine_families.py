@@ -65,6 +65,7 @@ def test_logits_equal_transformers_in_any_chunking(
     theirs = reference_logits(reference, tokens)
     ends = [sum(chunks[: i + 1]) - 1 for i in range(len(chunks))]
     executor = make_executor(folder, level=level)
+    assert executor.level == level
     for end, ours in zip(ends, logits_of(executor, tokens, chunks), strict=True):
         assert_close(ours, theirs[end])
     executor.close()

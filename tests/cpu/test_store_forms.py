@@ -11,6 +11,7 @@ import pytest
 import torch
 from drive import logits_of, make_executor
 from store_builders import flat, stored
+from tiny import save_tiny
 from tiny_gguf import Q, save_tiny_gguf
 
 from dovetail.engine.native_model import READABLE_LAYOUTS
@@ -134,6 +135,22 @@ def test_quantised_weights_are_multiplied_where_they_lie(
     assert executor.copied_bytes <= 4 * biases
     executor.close()
     exact = logits(model.path, level="torch")  # of the same weights, activations in float32
+    error = (logits(model.path, level=level) - exact).norm() / exact.norm()
+    assert 0 < error < 0.03
+
+
+@pytest.mark.parametrize("level", levels()[1:])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("layout", READABLE_LAYOUTS)
+def test_quantised_experts_are_multiplied_where_they_lie(layout: str, family: str, level: str, tmp_path: Path) -> None:
+    """Every token takes every expert, or rounding might choose others."""
+    count = {"mixtral": 5, "qwen3_moe": 6}[family]
+    save_tiny(family, tmp_path / "m", num_experts_per_tok=count)
+    model = stored(tmp_path / "m", tmp_path / "store", layout=layout)
+    executor = make_executor(model.path, level=level)
+    assert (executor.copied_bytes, executor.level) == (0, level)
+    executor.close()
+    exact = logits(model.path, level="torch")
     error = (logits(model.path, level=level) - exact).norm() / exact.norm()
     assert 0 < error < 0.03
 

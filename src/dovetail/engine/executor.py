@@ -46,7 +46,7 @@ class CpuExecutor:
         self.spec = spec
         self.dtype = compute_dtype(config.dtype, checkpoint.pieces("embed.weight")[0].dtype)
         dtype = TORCH_DTYPES[self.dtype]
-        ops = _ops(spec, dtype, config.level)
+        ops = _ops(dtype, config.level)
         self.level = ops.level
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
         weights = _weights(checkpoint, dtype, "mapped" if in_place else "resident", ops)
@@ -90,17 +90,17 @@ class CpuExecutor:
         return self._model.forward(turn, self._cache)
 
 
-def serves_as_stored(spec: ModelSpec, dtype: str, form: str) -> bool:
+def serves_as_stored(dtype: str, form: str) -> bool:
     """Whether a model computed in `dtype` is served from matrices of this type or layout as they lie."""
-    ops = _ops(spec, TORCH_DTYPES[dtype], "auto")
+    ops = _ops(TORCH_DTYPES[dtype], "auto")
     if form == dtype or ops.kernels is None:
         return form == dtype
     return form == "bf16" or (form in READABLE_LAYOUTS and form in trusted_layouts(ops.level, READABLE_LAYOUTS))
 
 
-def _ops(spec: ModelSpec, dtype: torch.dtype, level: str) -> Ops:
+def _ops(dtype: torch.dtype, level: str) -> Ops:
     ops = select(level)
-    return ops if ops.kernels is None or can_run(spec, dtype) else TORCH
+    return ops if ops.kernels is None or can_run(dtype) else TORCH
 
 
 def _weights(checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -> Weights:

@@ -1,4 +1,4 @@
-"""A dense decoder as one native call per iteration: the whole forward pass, from tokens to logits.
+"""A decoder as one native call per iteration: the whole forward pass, from tokens to logits.
 
 Weights stay in the type and layout that they are stored in where the kernels can read it (bf16 under float32 arithmetic
 loses nothing, quantised matrices are multiplied as their codes), so a mapped checkpoint is used as it lies in the file.
@@ -22,9 +22,9 @@ from dovetail.sched.turn import Turn, TurnRow
 READABLE_LAYOUTS = ("int8", "int4")  # besides plain
 
 
-def can_run(spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """Mixtures of experts and other types than float32 and bf16 stay with the torch level."""
-    return spec.moe is None and dtype in (torch.float32, torch.bfloat16)
+def can_run(dtype: torch.dtype) -> bool:
+    """Other types than float32 and bf16 stay with the torch level."""
+    return dtype in (torch.float32, torch.bfloat16)
 
 
 class NativeModel:
@@ -93,6 +93,9 @@ def _shape(spec: ModelSpec, kernels: Any, rounds_to_bf16: bool) -> Any:
     shape.final_softcap = spec.final_softcap or 0.0
     shape.position_offset = -1 if spec.position_offset is None else spec.position_offset
     shape.rounds_to_bf16 = rounds_to_bf16
+    if spec.moe is not None:
+        shape.num_experts, shape.experts_per_token = spec.moe.num_experts, spec.moe.experts_per_token
+        shape.expert_size, shape.normalize_shares = spec.moe.intermediate_size, spec.moe.normalize_weights
     return shape
 
 
@@ -103,4 +106,6 @@ def _pieces(weights: Weights, name: str) -> list[Tensor]:
         return [weights.norm(name)]
     if name.endswith(".bias"):
         return [weights.tensor(name).float()]
-    return [weights.tensor(name)] if name in ("embed.weight", "positions.weight") else weights.parts(name)
+    if name in ("embed.weight", "positions.weight"):
+        return [weights.tensor(name)]
+    return [part.reshape(-1, part.shape[-1]) for part in weights.parts(name)]  # of a stack of experts: all their rows

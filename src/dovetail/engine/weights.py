@@ -122,11 +122,12 @@ class Weights:
         return [self._tensor(piece, dtype) for piece in self._checkpoint.pieces(name)]
 
     def quantised(self, name: str) -> QuantisedMatrix | None:
-        """A matrix as it is stored; None unless the kernels read its layout. What is packed lies in one piece."""
+        """A matrix as it is stored, or a stack of them with all their rows; None unless the kernels read its layout.
+        What is packed lies in one piece."""
         piece, *others = self._checkpoint.pieces(name)
         if others or piece.layout not in self._readable_layouts:
             return None
-        rows, columns = piece.shape
+        rows, columns = math.prod(piece.shape[:-1]), piece.shape[-1]
         codes, scales = codes_and_scales(piece.layout, (rows, columns), piece.data)
         self.num_bytes += len(piece.data)
         if self.kind == "mapped":

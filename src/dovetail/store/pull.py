@@ -41,10 +41,10 @@ class Form(NamedTuple):
 
     def settled(self, source: ModelFiles) -> Form:
         """With `auto` decided: weights that come with 8 bits or fewer lose next to nothing in 8, and four times as many
-        models fit. Experts are not computed from codes, so that they would only be unpacked at every start."""
+        models fit."""
         if self.layout != AUTO:
             return self
-        if source.dtype in NUMPY or source.spec.moe is not None:
+        if source.dtype in NUMPY:
             return self._replace(layout="plain")
         return self._replace(layout=source.dtype if source.dtype in AUTO_LAYOUTS else "int8")
 

@@ -55,7 +55,7 @@ def kept_as(card: ModelCard, dtype: str) -> str:
     from dovetail.engine.executor import serves_as_stored
 
     stored = card.dtype if card.layout == "plain" else card.layout
-    return stored if serves_as_stored(card.spec, dtype, stored) else dtype
+    return stored if serves_as_stored(dtype, stored) else dtype
 
 
 def weight_bytes(card: ModelCard, dtype: str) -> int:
