@@ -57,21 +57,26 @@ class LiveLatency:
         size = (_size(batch), _size(total_tokens // batch))
         return self.base.decode_s(batch, total_tokens) * self._factor(size, self._decode)
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        self._observe(_size(tokens), self._prefill, seconds / self.base.prefill_s(tokens))
+    def observe_prefill(self, tokens: int, seconds: float) -> float:
+        """Learn from it; returns what was expected before."""
+        return self._observe(_size(tokens), self._prefill, self.base.prefill_s(tokens), seconds)
 
-    def observe_decode(self, batch: int, total_tokens: int, seconds: float) -> None:
+    def observe_decode(self, batch: int, total_tokens: int, seconds: float) -> float:
+        """Learn from it; returns what was expected before."""
         size = (_size(batch), _size(total_tokens // batch))
-        self._observe(size, self._decode, seconds / self.base.decode_s(batch, total_tokens))
+        return self._observe(size, self._decode, self.base.decode_s(batch, total_tokens), seconds)
 
     def _factor(self, size: Hashable, kind: Correction) -> float:
         own = self._sizes.get(size)
         return own.factor if own is not None else kind.factor
 
-    def _observe(self, size: Hashable, kind: Correction, ratio: float) -> None:
+    def _observe(self, size: Hashable, kind: Correction, base_s: float, seconds: float) -> float:
+        expected_s = base_s * self._factor(size, kind)
+        ratio = seconds / base_s
         if ratio > 0.0:
             kind.observe(ratio)
             self._sizes.setdefault(size, Correction()).observe(ratio)
+        return expected_s
 
 
 def _size(number: int) -> int:

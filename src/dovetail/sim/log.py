@@ -19,16 +19,18 @@ _LENGTHS = (1, *(2**power for power in range(3, 16)))
 _BATCHES = (*BATCHES, 128, 256)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a turn's pace depends on besides its size."""
+# What a turn's pace depends on besides its size: prefill or decode, and whether weights were read meanwhile by the same
+# cores and memory.
+_KINDS = {
+    (True, False): "prefill",
+    (True, True): "prefill_beside_load",
+    (False, False): "decode",
+    (False, True): "decode_beside_load",
+}
 
-    is_prefill: bool
-    is_beside_load: bool  # weights were read meanwhile, by the same cores and memory
 
-    @property
-    def name(self) -> str:
-        return ("prefill" if self.is_prefill else "decode") + ("_beside_load" if self.is_beside_load else "")
+def kind_of(is_prefill: bool, is_beside_load: bool) -> str:
+    return _KINDS[is_prefill, is_beside_load]
 
 
 @dataclass
@@ -37,22 +39,22 @@ class Pace:
 
     turns: int = 0
     gap_s: float = 0.0
-    took_s: dict[str, float] = field(default_factory=dict)  # by the name of the kind
+    took_s: dict[str, float] = field(default_factory=dict)  # by kind
     expected_s: dict[str, float] = field(default_factory=dict)
 
-    def add(self, kind: Kind, took_s: float, expected_s: float, gap_s: float) -> None:
+    def add(self, kind: str, took_s: float, expected_s: float, gap_s: float) -> None:
         self.turns += 1
         self.gap_s += gap_s
-        self.took_s[kind.name] = self.took_s.get(kind.name, 0.0) + took_s
-        self.expected_s[kind.name] = self.expected_s.get(kind.name, 0.0) + expected_s
+        self.took_s[kind] = self.took_s.get(kind, 0.0) + took_s
+        self.expected_s[kind] = self.expected_s.get(kind, 0.0) + expected_s
 
     @property
     def mean_gap_s(self) -> float:
         return self.gap_s / self.turns if self.turns else 0.0
 
-    def factor(self, kind: Kind) -> float:
-        expected_s = self.expected_s.get(kind.name, 0.0)
-        return self.took_s[kind.name] / expected_s if expected_s else 1.0
+    def factor(self, kind: str) -> float:
+        expected_s = self.expected_s.get(kind, 0.0)
+        return self.took_s[kind] / expected_s if expected_s else 1.0
 
 
 def open_log(path: Path) -> EventLog:

@@ -26,7 +26,7 @@ from dovetail.policy.placement import DeviceKind
 from dovetail.sim import real_log
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import REQUEST, SAMPLE, TURN, Simulation
-from dovetail.sim.log import EventLog, Kind
+from dovetail.sim.log import EventLog, kind_of
 from dovetail.sim.metrics import Fate, Result
 from dovetail.sim.real_log import RealLog
 from dovetail.sim.replay import knobs_of
@@ -64,7 +64,7 @@ class PacedDevice(Device):
         expected, truth = instance.hosting.latency, self._latency[real_log.shape_of(instance.hosting)]
         assert isinstance(expected, LiveLatency)
         is_beside_load = any(one.state is State.LOADING for one in self.node.instances.values())
-        factor = self._pace.factor(Kind(prefill is not None, is_beside_load)) * self.next_noise()
+        factor = self._pace.factor(kind_of(prefill is not None, is_beside_load)) * self.next_noise()
         if prefill is not None:
             seconds = truth.prefill_s(prefill.known_tokens) * factor
             expected.observe_prefill(prefill.known_tokens, seconds)

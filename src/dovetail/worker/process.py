@@ -34,7 +34,7 @@ log = logging.getLogger("dovetail.worker")
 
 POLL_MS = 1000  # how often an idle worker looks whether its parent lives
 STATS_S = 1.0
-IDLE_CHECK_S = 0.05  # while others compute
+TEND_S = 0.05  # how often a busy worker looks at what is due by the clock
 NICER = 3  # of the computing threads: half of the weight of others
 MEMORY_SHARE = 0.75  # of the machine, where no budget is given
 LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
@@ -96,10 +96,11 @@ class Worker:
             self._log,
             on_pause=self._pause,
         )
+        self._process = psutil.Process()
         self._running = True
         self._stats_due = 0.0
         self._pressure_due = 0.0
-        self._idle_due = 0.0
+        self._tend_due = 0.0
 
     # The loop
 
@@ -136,11 +137,12 @@ class Worker:
     def _tend(self, now: float) -> None:
         """What is due by the clock: statistics, pages of idle instances, the host's memory, a parent that is gone."""
         is_busy = self._stage.has_work
-        if not is_busy or now >= self._idle_due:
-            self._idle_due = now + IDLE_CHECK_S
-            for actor in self._stage.actors.values():
-                if self._tend_idle(actor, now):
-                    self._stats_due = now  # the last state of a burst is reported at once
+        if is_busy and now < self._tend_due:
+            return
+        self._tend_due = now + TEND_S
+        for actor in self._stage.actors.values():
+            if self._tend_idle(actor, now):
+                self._stats_due = now  # the last state of a burst is reported at once
         if is_busy and self._stats_due == INFINITY:  # and so is its start
             self._stats_due = now
         if now >= self._stats_due and self._recipes:
@@ -317,7 +319,7 @@ class Worker:
         gaps = sorted(stage.gaps)
         return messages.Stats(
             self._config.node,
-            psutil.Process().memory_info().rss,
+            self._process.memory_info().rss,
             tuple(instances.values()),
             memory_budget_bytes=stage.node.residency.ledger.capacity,
             memory_planned_bytes=stage.node.residency.ledger.planned,

@@ -25,10 +25,11 @@ from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.sched.sequence import Sequence
 from dovetail.sim.explain import WORDS
-from dovetail.sim.log import EventLog, Kind
+from dovetail.sim.log import EventLog
 from dovetail.types import FinishReason, Request, TokenEvent
 from dovetail.worker.actor import Actor
 from dovetail.worker.journal import Journal
+from dovetail.worker.lessons import Lesson, Lessons
 from dovetail.worker.piece import Piece, pieces_of, relax
 
 log = logging.getLogger("dovetail.worker")
@@ -80,6 +81,7 @@ class Stage:
         self._loads = loads
         self._clock = clock
         self._journal = Journal(log, name)
+        self._lessons = Lessons(self._journal)
         self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
         self._by_request: dict[str, list[Piece]] = {}
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
@@ -195,6 +197,7 @@ class Stage:
             self._settle(self._clock())
             turn = turn or self.node.next_turn(self._clock())
         if turn is None:
+            self._lessons.learn(self._clock())
             self._last_end = None
             return self._relax_one()
         if turn.prefill is not None:
@@ -219,10 +222,7 @@ class Stage:
             self._on_pause()
         now = self._end()
         if actor.meter.tokens - computed == known:  # else part of it was in the cache, or it was given up
-            latency = self.node.instances[instance].hosting.latency
-            self._note_turn(now, started, latency.prefill_s(known), is_prefill=True)
-            if isinstance(latency, LiveLatency):
-                latency.observe_prefill(known, now - started)
+            self._note_turn(instance, 0, known, now, now - started)
         self._turn_done(now, finished)
 
     def _decode(self, instance: int, sequences: list[Sequence]) -> None:
@@ -234,15 +234,12 @@ class Stage:
             finished += self._deliver(actor.card.name, actor.iterate(batch).events)
         now = self._end()
         if sequences:
-            latency = self.node.instances[instance].hosting.latency
-            self._note_turn(now, started, latency.decode_s(len(sequences), total), is_prefill=False)
-            if isinstance(latency, LiveLatency):
-                latency.observe_decode(len(sequences), total, now - started)
+            self._note_turn(instance, len(sequences), total, now, now - started)
         self._turn_done(now, finished)
 
-    def _note_turn(self, now: float, started: float, expected_s: float, *, is_prefill: bool) -> None:
-        kind = Kind(is_prefill, is_beside_load=bool(self._load_asked))
-        self._journal.turn(now, kind, took_s=now - started, expected_s=expected_s, gap_s=self._gap_s)
+    def _note_turn(self, instance: int, batch: int, tokens: int, now: float, took_s: float) -> None:
+        latency = self.node.instances[instance].hosting.latency
+        self._lessons.add(Lesson(latency, batch, tokens, took_s, self._gap_s, bool(self._load_asked)), now)
 
     def _begin(self, actor: Actor) -> float:
         now = self._clock()
