@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +27,9 @@ _ARM_PARTS = {
     "0xd8e": "Neoverse-N3",
     "0xd84": "Neoverse-V3",
 }
+
+
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+\s*(.*)")  # the first line of each in /proc/PID/smaps
 
 
 def default_root() -> Path:
@@ -116,11 +121,35 @@ def read_gpus(timeout_s: float = 10.0) -> tuple[Gpu, ...]:
     return tuple(Gpu(row[0], int(row[1]) * 2**20, row[2]) for row in rows if len(row) == 3 and row[1].isdigit())
 
 
-def release_heap() -> None:
-    """Give memory that was freed back to the system; the C library keeps it otherwise."""
+def release_memory() -> None:
+    """For a process that has fallen idle: give freed memory, which the C library keeps, back to the system, and unmap
+    the code that was run. That stays in the page cache and comes back, 16 pages at a time, when it is run again."""
     gc.collect()
     with suppress(AttributeError, OSError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):  # Linux only
+        _unmap_code(Path("/proc/self/smaps").read_text())
+
+
+def _unmap_code(smaps: str) -> None:
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    for start, end in code_ranges(smaps):
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+def code_ranges(smaps: str) -> list[tuple[int, int]]:
+    """Where code of files is mapped that nobody has written to: to be dropped without loss."""
+    ranges: list[tuple[int, int]] = []
+    for line in smaps.splitlines():
+        if mapping := _MAPPING.match(line):
+            start, end, rights, path = mapping.groups()
+            is_code = rights == "r-xp" and path.startswith("/")
+            if is_code:
+                ranges.append((int(start, 16), int(end, 16)))
+        elif is_code and line.startswith(("Private_Dirty:", "Shared_Dirty:", "Anonymous:")) and int(line.split()[1]):
+            is_code = False
+            ranges.pop()
+    return ranges
 
 
 def platform_model(cpuinfo: str) -> str:

@@ -27,7 +27,7 @@ from dovetail.gateway.models import Entry, Offer
 from dovetail.gateway.pulls import Puller, Pulls
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.settings import Settings
-from dovetail.machine import release_heap
+from dovetail.machine import release_memory
 from dovetail.messages import Hello, Reclaimed, ToGateway, Unloaded
 from dovetail.types import ModelCard
 
@@ -219,7 +219,7 @@ class Admin:
 
     def _forget_words(self, name: str) -> None:
         if not self._instances(name) and self._models.forget_words(name):
-            release_heap()
+            release_memory()
 
     def _retire(self, name: str, *, force: bool) -> int:
         unfinished = 0

@@ -19,7 +19,7 @@ import zmq
 
 from dovetail import messages
 from dovetail.engine.dtypes import compute_dtype
-from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_heap
+from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.sim.log import open_log
 from dovetail.types import FinishReason, Request, TokenEvent
@@ -132,7 +132,7 @@ class Worker:
                 self._send(messages.Reclaimed(model))
             self._stats_due = 0.0
         if report.gone and not self._stage.actors:
-            release_heap()
+            release_memory()
 
     def _tend(self, now: float) -> None:
         """What is due by the clock: statistics, pages of idle instances, the host's memory, a parent that is gone."""

@@ -1,0 +1,56 @@
+"""What a process knows of its machine, and what it gives back to it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dovetail.machine import code_ranges
+
+SMAPS = """\
+aaaa0000-aaaa1000 r-xp 00000000 fe:00 12   /usr/bin/python
+Rss:                   4 kB
+Private_Dirty:         0 kB
+Anonymous:             0 kB
+bbbb0000-bbbb2000 r-xp 00000000 fe:00 13   /usr/lib/relocated.so
+Rss:                   8 kB
+Private_Dirty:         4 kB
+Anonymous:             4 kB
+cccc0000-cccc1000 rw-p 00000000 fe:00 13   /usr/lib/data.so
+Private_Dirty:         4 kB
+dddd0000-dddd1000 r-xp 00000000 00:00 0    [vdso]
+Private_Dirty:         0 kB
+eeee0000-eeee3000 r-xp 00000000 00:00 0
+Private_Dirty:         0 kB
+ffff0000-ffff4000 r-xp 00001000 fe:00 14   /usr/lib/with space.so
+Private_Dirty:         0 kB
+"""
+
+
+def test_only_code_of_files_that_nobody_wrote_to_may_be_dropped() -> None:
+    assert code_ranges(SMAPS) == [(0xAAAA0000, 0xAAAA1000), (0xFFFF0000, 0xFFFF4000)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux only")
+def test_a_process_that_has_given_its_memory_back_runs_on() -> None:
+    program = """
+import json, re, ssl
+from pathlib import Path
+from dovetail.machine import release_memory
+
+def resident():
+    text = Path("/proc/self/smaps").read_text()
+    return sum(int(size) for size in re.findall(r"r-xp .* /.*(?:\\n[A-Z].*)*?\\nRss: +(\\d+)", text))
+
+before = resident()
+release_memory()
+print(before, resident(), json.dumps({"still": ssl.OPENSSL_VERSION_NUMBER > 0}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    match = re.match(r'(\d+) (\d+) {"still": true}', done.stdout)
+    assert match is not None, done.stdout
+    assert int(match[2]) < int(match[1])
