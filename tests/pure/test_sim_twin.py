@@ -110,3 +110,16 @@ def test_the_twin_takes_as_long_as_turns_took_beside_loads_and_without(log: Path
     assert pace.factor("prefill") == pytest.approx(0.5)
     assert pace.factor("decode") == 1.0
     assert pace.mean_gap_s == pytest.approx(0.002)
+
+
+def test_loads_beside_turns_are_told_apart(log: Path) -> None:
+    times = real_log.load_times_s(real_log.read_real(log))
+    assert [len(times[is_busy]) for is_busy in (False, True)] == [2, 1]  # r1 was still being answered
+    stored = real_log.read_real(log)
+    stored.events[:0] = [  # somebody had a place on an instance that was ready when the first of them began
+        {"t": 0.0, "event": "load", "instance": 99},
+        {"t": 1.0, "event": "instanceready", "instance": 99},
+        {"t": 1.0, "event": "placed", "request": 99, "instance": 99},
+    ]
+    times = real_log.load_times_s(stored)
+    assert [len(times[is_busy]) for is_busy in (False, True)] == [1, 3]

@@ -173,7 +173,7 @@ def _run(setup: Setup, event_log: Path | None, request: int | None, quiet: bool)
 def replay(
     log: Annotated[Path, typer.Argument(help="an event log, of a simulation or of a real node")],
     seed: int = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="of a real node: simulations, of which the median is shown")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="of a real node: simulations, of which the median is shown")] = 9,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Run a stored log again.

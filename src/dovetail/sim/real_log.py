@@ -128,17 +128,27 @@ def pace(log: RealLog) -> Pace:
     return Pace(**{key: value for key, value in last.items() if key in known})
 
 
-def load_times_s(log: RealLog) -> list[float]:
-    """What each load took by itself: a node makes one after another, and the simulator makes them wait as well."""
-    started: dict[int, float] = {}
-    times = []
+def load_times_s(log: RealLog) -> dict[bool, list[float]]:
+    """What each load took by itself, by whether the node had something to compute when it began. A node makes one after
+    another, and the simulator makes them wait as well."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    began: dict[int, tuple[float, bool]] = {}
+    ready: set[int] = set()
+    place: dict[int, int] = {}  # of requests that have not ended: their instance
     free_at = 0.0
     for event in log.events:
-        if event["event"] == "load":
-            started[event["instance"]] = event["t"]
-        elif event["event"] == "instanceready" and event["instance"] in started:
-            times.append(event["t"] - max(started.pop(event["instance"]), free_at))
-            free_at = event["t"]
+        match event["event"]:
+            case "placed":
+                place[event["request"]] = event["instance"]
+            case "finished" | "failed" | "aborted":
+                place.pop(event["request"], None)
+            case "load":
+                began[event["instance"]] = event["t"], not ready.isdisjoint(place.values())
+            case "instanceready" if event["instance"] in began:
+                asked_s, is_busy = began.pop(event["instance"])
+                times[is_busy].append(event["t"] - max(asked_s, free_at))
+                free_at = event["t"]
+                ready.add(event["instance"])
     return times
 
 

@@ -75,7 +75,10 @@ class PacedDevice(Device):
         return seconds + self._pace.mean_gap_s
 
     def load_s(self, command: StartLoad) -> float:
-        return self._rng.choice(self._loads) if self._loads else 0.0
+        others = self.node.instances.values()
+        is_busy = any(one.state is not State.LOADING and any(one.works()) for one in others)
+        times = self._loads[is_busy] or self._loads[not is_busy]
+        return self._rng.choice(times) if times else 0.0
 
 
 class OneThread(Simulation):
