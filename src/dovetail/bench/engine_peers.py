@@ -125,12 +125,13 @@ def _in_environment(name: str) -> Callable[[Setting, Report], Program]:
 
 
 def _vllm(setting: Setting, report: Report) -> Program:
-    environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{setting.threads - 1}" if setting.threads > 1 else "0",
-        "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
+    environment = vllm_environment(setting.threads, kv_gib=4) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return _program("vllm-cpu", _environment_of("vllm-cpu", setting, report), setting, environment)
+
+
+def vllm_environment(threads: int, kv_gib: int) -> dict[str, str]:
+    cores = f"0-{threads - 1}" if threads > 1 else "0"
+    return {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
 
 
 def _environment_of(name: str, setting: Setting, report: Report) -> Path:

