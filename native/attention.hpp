@@ -1,7 +1,8 @@
 // Attention of a few queries that share a key head over a stretch of a paged cache. Included once per level, inside an
 // unnamed namespace, behind dot.hpp.
 //
-// Keys are taken kKeyChunk at a time: scores, running maximum, exponentials, weighted values.
+// Keys are taken kKeyChunk at a time: scores, running maximum, exponentials, weighted values. They lie apart by all heads
+// of a token, which no processor foresees: values are fetched while keys are read, and the next keys while values are.
 
 struct Keys {
     int count;
@@ -10,13 +11,19 @@ struct Keys {
 };
 
 inline Keys list_keys(const Attend& a, int64_t begin, int64_t end) {
-    Keys keys{static_cast<int>(end - begin), begin, {}};
+    Keys keys;
+    keys.count = static_cast<int>(end - begin);
+    keys.first = begin;
+    int64_t block = begin / a.cache.block_size, offset = begin % a.cache.block_size;
     for (int i = 0; i < keys.count; ++i) {
-        const int64_t position = begin + i;
-        keys.at[i] = a.blocks[position / a.cache.block_size] * a.cache.block_stride +
-                     (position % a.cache.block_size) * a.cache.token_stride;
+        keys.at[i] = a.blocks[block] * a.cache.block_stride + offset * a.cache.token_stride;
+        if (++offset == a.cache.block_size) offset = 0, ++block;
     }
     return keys;
+}
+
+inline void fetch(const void* at, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(at) + line);
 }
 
 template <int R, int T, class C>
@@ -90,16 +97,20 @@ inline float weigh(const Attend& a, const Keys& keys, int query, float* scores, 
     return shrink[0];
 }
 
-// sums[q][d..] = sums·shrink + weights·values, for Q queries and N vectors of the head
+// sums[q][d..] = sums·shrink + weights·values, for Q queries and N vectors of the head; `next` are fetched meanwhile
 template <int Q, int N, class C>
-inline void add_values(const Attend& a, const Keys& keys, const float* weights, const float* shrink, float* sums, int d) {
+inline void add_values(const Attend& a, const Keys& keys, const Keys* next, const float* weights, const float* shrink,
+                       float* sums, int d) {
     Vec acc[Q][N];
 #pragma GCC unroll 16
     for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) acc[q][n] = load(sums + q * a.head_dim + d + n * kWidth) * splat(shrink[q]);
     const C* values = static_cast<const C*>(a.cache.values) + d;
+    const C* ahead = static_cast<const C*>(a.cache.keys) + d;
+    const int fetched = next ? next->count : 0;
     for (int key = 0; key < keys.count; ++key) {
+        if (key < fetched) fetch(ahead + next->at[key], N * kWidth * sizeof(C));
         Vec v[N];
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) v[n] = load(values + keys.at[key] + n * kWidth);
@@ -117,10 +128,11 @@ inline void add_values(const Attend& a, const Keys& keys, const float* weights, 
 }
 
 template <int Q, class C>
-inline void add_queries(const Attend& a, const Keys& keys, const float* weights, const float* shrink, float* sums) {
+inline void add_queries(const Attend& a, const Keys& keys, const Keys* next, const float* weights, const float* shrink,
+                        float* sums) {
     int d = 0;
-    for (; d + 4 * kWidth <= a.head_dim; d += 4 * kWidth) add_values<Q, 4, C>(a, keys, weights, shrink, sums, d);
-    for (; d + kWidth <= a.head_dim; d += kWidth) add_values<Q, 1, C>(a, keys, weights, shrink, sums, d);
+    for (; d + 4 * kWidth <= a.head_dim; d += 4 * kWidth) add_values<Q, 4, C>(a, keys, next, weights, shrink, sums, d);
+    for (; d + kWidth <= a.head_dim; d += kWidth) add_values<Q, 1, C>(a, keys, next, weights, shrink, sums, d);
     for (; d < a.head_dim; ++d)
 #pragma GCC unroll 16
         for (int q = 0; q < Q; ++q) {
@@ -132,43 +144,80 @@ inline void add_queries(const Attend& a, const Keys& keys, const float* weights,
 }
 
 template <class C>
-inline void attend_chunk(const Attend& a, const Keys& keys, float* scores, float* largest_so_far, float* total, float* sums) {
+inline void score_chunk(const Attend& a, const Keys& keys, bool fetches, float* scores) {
+    const C* values = static_cast<const C*>(a.cache.values);
+    for (int key = 0; fetches && key < keys.count; ++key) fetch(values + keys.at[key], a.head_dim * sizeof(C));
     int key = 0;
     for (; key + 4 <= keys.count; key += 4) score_keys<4, C>(a, keys, key, scores);
     for (; key < keys.count; ++key) score_keys<1, C>(a, keys, key, scores);
-    const int queries = a.tokens * a.heads;
-    float shrink[kMaxQueries];
-    for (int q = 0; q < queries; ++q)
-        shrink[q] = weigh(a, keys, q, scores + q * kKeyChunk, largest_so_far + q, total + q);
-    int q = 0;
-    for (; q + 4 <= queries; q += 4)
-        add_queries<4, C>(a, keys, scores + q * kKeyChunk, shrink + q, sums + q * a.head_dim);
-    for (; q < queries; ++q)
-        add_queries<1, C>(a, keys, scores + q * kKeyChunk, shrink + q, sums + q * a.head_dim);
 }
+
+template <class C>
+inline void add_chunk(const Attend& a, const Keys& keys, const Keys* next, const float* weights, const float* shrink,
+                      float* sums) {
+    const int queries = a.tokens * a.heads;
+    int q = 0;
+    for (; q + 4 <= queries; q += 4, next = nullptr)
+        add_queries<4, C>(a, keys, next, weights + q * kKeyChunk, shrink + q, sums + q * a.head_dim);
+    weights += q * kKeyChunk, shrink += q, sums += q * a.head_dim;
+    switch (queries - q) {
+        case 3: return add_queries<3, C>(a, keys, next, weights, shrink, sums);
+        case 2: return add_queries<2, C>(a, keys, next, weights, shrink, sums);
+        case 1: return add_queries<1, C>(a, keys, next, weights, shrink, sums);
+        default: return;
+    }
+}
+
+struct Running {  // what the queries have seen so far
+    float *scores, *largest, *total, *sums;
+};
+
+inline void weigh_chunk(const Attend& a, const Keys& keys, const Running& run, float* shrink) {
+    for (int q = 0; q < a.tokens * a.heads; ++q)
+        shrink[q] = weigh(a, keys, q, run.scores + q * kKeyChunk, run.largest + q, run.total + q);
+}
+
+template <class C>
+inline void attend_chunk(const Attend& a, const Keys& keys, const Keys& next, const Running& run) {
+    float shrink[kMaxQueries];
+    score_chunk<C>(a, keys, true, run.scores);
+    weigh_chunk(a, keys, run, shrink);
+    add_chunk<C>(a, keys, &next, run.scores, shrink, run.sums);
+}
+
+// Of a cache of int8; `wide`: room for kKeyChunk heads of floats. Follows in attention_codes.hpp or attention_bytes.hpp.
+inline void attend_codes(const Attend& a, const Keys& keys, const Keys& next, float* wide, const Running& run);
 
 void attend(const Attend& a) {
     const int queries = a.tokens * a.heads;
-    float* scores = a.scratch;  // [kMaxQueries][kKeyChunk]
-    float* largest_so_far = a.out ? scores + kMaxQueries * kKeyChunk : a.largest;
-    float* total = a.out ? scores + kMaxQueries * (kKeyChunk + 1) : a.total;
-    float* sums = a.out ? scores + kMaxQueries * (kKeyChunk + 2) : a.sums;
-    for (int q = 0; q < queries; ++q) largest_so_far[q] = kNothingSeen, total[q] = 0.0f;
-    for (int i = 0; i < queries * a.head_dim; ++i) sums[i] = 0.0f;
+    float* own = a.scratch + kMaxQueries * kKeyChunk;  // behind the scores [kMaxQueries][kKeyChunk]
+    const Running run{a.scratch, a.out ? own : a.largest, a.out ? own + kMaxQueries : a.total,
+                      a.out ? own + 2 * kMaxQueries : a.sums};
+    float* wide = own + kMaxQueries * (a.head_dim + 4);
+    for (int q = 0; q < queries; ++q) run.largest[q] = kNothingSeen, run.total[q] = 0.0f;
+    for (int i = 0; i < queries * a.head_dim; ++i) run.sums[i] = 0.0f;
     const int64_t seen = a.window && a.position >= a.window ? a.position - a.window + 1 : 0;
     const int64_t last = a.position + a.tokens < a.key_end ? a.position + a.tokens : a.key_end;
     // Chunks lie at fixed places, so that their sums do not depend on where a query's window begins.
-    for (int64_t key = (seen > a.key_begin ? seen : a.key_begin) / kKeyChunk * kKeyChunk; key < last; key += kKeyChunk) {
-        const Keys keys = list_keys(a, key < a.key_begin ? a.key_begin : key, key + kKeyChunk < last ? key + kKeyChunk : last);
-        if (a.cache.type == DType::f32)
-            attend_chunk<float>(a, keys, scores, largest_so_far, total, sums);
-        else
-            attend_chunk<bf16>(a, keys, scores, largest_so_far, total, sums);
+    int64_t key = (seen > a.key_begin ? seen : a.key_begin) / kKeyChunk * kKeyChunk;
+    const auto chunk_from = [&](int64_t from) {
+        const int64_t begin = from < a.key_begin ? a.key_begin : from;
+        const int64_t end = from + kKeyChunk < last ? from + kKeyChunk : last;
+        return list_keys(a, begin, end > begin ? end : begin);
+    };
+    for (Keys keys = chunk_from(key); keys.count > 0;) {
+        const Keys next = chunk_from(key += kKeyChunk);
+        switch (a.cache.type) {
+            case DType::f32: attend_chunk<float>(a, keys, next, run); break;
+            case DType::bf16: attend_chunk<bf16>(a, keys, next, run); break;
+            default: attend_codes(a, keys, next, wide, run);
+        }
+        keys = next;
     }
     if (!a.out) return;
     for (int q = 0; q < queries; ++q) {
         float* out = a.out + q / a.heads * a.out_stride + q % a.heads * a.head_dim;
-        const Vec share = splat(1.0f / total[q]);
-        map(sums + q * a.head_dim, a.head_dim, out, [&](Vec v, int64_t) { return v * share; });
+        const Vec share = splat(1.0f / run.total[q]);
+        map(run.sums + q * a.head_dim, a.head_dim, out, [&](Vec v, int64_t) { return v * share; });
     }
 }

@@ -137,11 +137,11 @@ std::vector<float> run(Decoder& model, Cache& cache, const std::vector<Sequence>
     return logits;
 }
 
-void check(const Kernels& kernels, Precision precision, DType weights, Kind kind) {
+void check(const Kernels& kernels, Precision precision, DType weights, Kind kind, DType type) {
     Source source;
     const auto model = make_model(kernels, 4, precision, weights, kind, source);
-    const DType type = precision == Precision::bf16 ? DType::bf16 : DType::f32;
-    std::vector<char> memory(size_t{kBlocks} * kLayers * 2 * kBlockSize * 64 * size_of(type));
+    const int64_t width = 2 * cache_width(type, 32) * size_of(type);
+    std::vector<char> memory(size_t{kBlocks} * kLayers * 2 * kBlockSize * width, -1);  // in any type: not a number
     Cache cache{memory.data(), type, kBlocks, kLayers, kBlockSize};
     std::vector<int32_t> tables(kBlocks);
     for (int i = 0; i < kBlocks; ++i) tables[i] = (i * 37) % kBlocks;
@@ -165,11 +165,11 @@ int main() {
             const Kernels& kernels = *find_kernels(*level);
             std::printf("%s %d\n", *level, static_cast<int>(kind));
             if (kind == Kind::plain) check_products(kernels);
-            check(kernels, Precision::f32, DType::f32, kind);
-            check(kernels, Precision::bf16, DType::bf16, kind);
-            check(kernels, Precision::f32, DType::int8, kind);
-            check(kernels, Precision::bf16, DType::int8, kind);
-            check(kernels, Precision::f32, DType::int4, kind);
+            check(kernels, Precision::f32, DType::f32, kind, DType::f32);
+            check(kernels, Precision::bf16, DType::bf16, kind, DType::bf16);
+            check(kernels, Precision::f32, DType::int8, kind, DType::int8);
+            check(kernels, Precision::bf16, DType::int8, kind, DType::int8);
+            check(kernels, Precision::f32, DType::int4, kind, DType::f32);
         }
     std::printf("ok\n");
 }

@@ -61,7 +61,7 @@ struct Shape {
     int64_t kv_size() const { return num_kv_heads * head_dim; }
 };
 
-struct Cache {  // [block][layer][key | value][token in block][kv head][head dim]
+struct Cache {  // [block][layer][key | value][token in block][kv head][cache_width]
     void* data = nullptr;
     DType type = DType::f32;
     int64_t num_blocks = 0, num_layers = 0;

@@ -125,7 +125,28 @@ void load_row(const void* row, DType type, int64_t count, float scale, bool add,
     load_row_as(static_cast<const bf16*>(row), count, scale, add, out);
 }
 
+// Not a number if any of them is not finite
+inline float largest_magnitude(const float* x, int64_t count) {
+    Vec most = splat(0.0f), poison = splat(0.0f);
+    for (int64_t i = 0; i < count; i += kWidth) {
+        const Vec v = load_some(x + i, count - i), size = where_less(v, splat(0.0f), splat(0.0f) - v, v);
+        most = where_less(most, size, size, most);
+        poison = poison + (v - v);
+    }
+    const float bad = sum(poison);
+    return bad == 0.0f ? largest(most) : bad;
+}
+
+void store_codes(const float* x, int64_t count, int8_t* codes) {
+    const float scale = largest_magnitude(x, count) / 127.0f;
+    std::memcpy(codes + count, &scale, sizeof scale);
+    if (!(scale > 1e-30f)) return void(std::memset(codes, 0, count));
+    const float inverse = 1.0f / scale;
+    for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<int8_t>(__builtin_rintf(x[i] * inverse));
+}
+
 void store_row(const float* x, int64_t count, DType type, void* row) {
+    if (type == DType::int8) return store_codes(x, count, static_cast<int8_t*>(row));
     if (type == DType::f32) {
         std::memcpy(row, x, count * sizeof(float));
         return;

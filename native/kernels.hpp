@@ -1,5 +1,5 @@
-// The kernels of one instruction set, as a table. Activations are float32 everywhere; caches may be bf16, weights bf16 or
-// integers with scales.
+// The kernels of one instruction set, as a table. Activations are float32 everywhere; weights and caches may be
+// bf16, or integers with scales.
 //
 // Every output of `multiply` is one sum in one order, whatever else is in the batch and however the work is split, so a
 // sequence gets the same numbers alone and in company.
@@ -46,6 +46,11 @@ struct Product {  // out[t][r] = (add ? out[t][r] : 0) + x[t]·weight[r] + bias[
     float* scratch;  // 8·columns + 4096 floats of the calling thread, 64-byte aligned
 };
 
+// Elements from one head's key (or value) to the next one's. As int8 it has its scale, a float, behind its codes.
+inline int64_t cache_width(DType type, int64_t head_dim) {
+    return type == DType::int8 ? head_dim + static_cast<int64_t>(sizeof(float)) : head_dim;
+}
+
 struct CacheView {  // of one layer and one key head; strides in elements
     const void* keys;
     const void* values;
@@ -74,7 +79,7 @@ struct Attend {
 };
 
 inline int64_t attend_scratch(int64_t head_dim) {
-    return kMaxQueries * (kKeyChunk + head_dim + 4) + 256;
+    return kMaxQueries * (kKeyChunk + head_dim + 4) + kKeyChunk * (head_dim < 32 ? 32 : head_dim) + 256;
 }
 
 struct Kernels {
@@ -91,6 +96,7 @@ struct Kernels {
     void (*rotate)(float* head, const float* cosines, const float* sines, int64_t head_dim);
     void (*attend)(const Attend&);
     void (*load_row)(const void* row, DType, int64_t count, float scale, bool add, float* out);
+    // As int8: the codes, then their scale, which is not a number if any of x is not finite.
     void (*store_row)(const float* x, int64_t count, DType, void* row);
     // Index of the largest; -1 if any is not a number.
     int64_t (*argmax)(const float* x, int64_t count);

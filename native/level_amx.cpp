@@ -10,6 +10,7 @@ namespace {
 #include "elementwise.hpp"
 #include "dot.hpp"
 #include "attention.hpp"
+#include "attention_codes.hpp"
 #include "tiles.hpp"
 #include "tile_attention.hpp"
 #include "codes_avx512.hpp"

@@ -10,6 +10,7 @@ namespace {
 #include "elementwise.hpp"
 #include "dot.hpp"
 #include "attention.hpp"
+#include "attention_codes.hpp"
 #include "codes_avx2.hpp"
 #include "digits.hpp"
 #include "dot_int8.hpp"

@@ -11,6 +11,10 @@ namespace {
 #include "elementwise.hpp"
 #include "dot.hpp"
 #include "attention.hpp"
+#include "attention_codes.hpp"
+#if defined(__ARM_FEATURE_DOTPROD)
+#include "attention_bytes.hpp"
+#endif
 #include "codes_neon.hpp"
 #include "digits.hpp"
 #include "dot_int8.hpp"

@@ -27,6 +27,10 @@ DType type_of(const Array& array) {
     throw std::invalid_argument("tensors must be float32 or bfloat16");
 }
 
+DType cache_type_of(const Array& array) {
+    return array.dtype() == nb::dtype<int8_t>() ? DType::int8 : type_of(array);
+}
+
 const Kernels& kernels_of(const std::string& level) {
     const Kernels* kernels = find_kernels(level.c_str());
     if (!kernels) throw std::invalid_argument("this machine cannot run the kernels of " + level);
@@ -183,11 +187,13 @@ class Model {
 
     Cache cache_of(const Array& cache) const {
         const Shape& shape = decoder_.shape;
+        const DType type = cache_type_of(cache);
         if (cache.ndim() != 6 || cache.shape(1) != decoder_.layers.size() || cache.shape(2) != 2 ||
             static_cast<int64_t>(cache.shape(4)) != shape.num_kv_heads ||
-            static_cast<int64_t>(cache.shape(5)) != shape.head_dim)
-            throw std::invalid_argument("the cache is [blocks, layers, 2, block_size, kv_heads, head_dim]");
-        return {const_cast<void*>(cache.data()), type_of(cache), static_cast<int64_t>(cache.shape(0)),
+            static_cast<int64_t>(cache.shape(5)) != cache_width(type, shape.head_dim))
+            throw std::invalid_argument("the cache is [blocks, layers, 2, block_size, kv_heads, head_dim], with 4 bytes "
+                                        "for a scale behind each head of int8");
+        return {const_cast<void*>(cache.data()), type, static_cast<int64_t>(cache.shape(0)),
                 static_cast<int64_t>(cache.shape(1)), static_cast<int>(cache.shape(3))};
     }
 

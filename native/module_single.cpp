@@ -22,7 +22,7 @@ using Integers = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu, nb::c_
 const Kernels& kernels_of(const std::string& level);
 Matrix matrix_of(const Array& array);
 Matrix quantised_of(const Array& codes, const Array& scales, int64_t columns);
-DType type_of(const Array& array);
+DType cache_type_of(const Array& array);
 
 namespace {
 
@@ -75,20 +75,30 @@ void linear_quantised(const std::string& level, int threads, Floats x, Array cod
     product(kernels_of(level), threads, precision, x, matrix, out);
 }
 
-// One query head group of one sequence over a paged cache [blocks, 2, block_size, head_dim] with a single key head
+// One query head group of one sequence over a paged cache [blocks, 2, block_size, width] with a single key head
 void attend(const std::string& level, Floats q, Array cache, Integers blocks, int64_t position, int64_t window,
             float scale, float softcap, Output out) {
-    need(q.ndim() == 3 && cache.ndim() == 4 && q.size() == out.size(), "q [tokens, heads, d], cache [blocks, 2, size, d]");
+    need(q.ndim() == 3 && cache.ndim() == 4 && q.size() == out.size(), "q [tokens, heads, d], cache [blocks, 2, size, width]");
     const int tokens = q.shape(0), heads = q.shape(1), d = q.shape(2), size = cache.shape(2);
     need(tokens * heads <= kMaxQueries, "too many queries");
     need(static_cast<int64_t>(blocks.size()) * size >= position + tokens, "the block table covers the keys");
-    const DType type = type_of(cache);
+    const DType type = cache_type_of(cache);
+    const int64_t width = cache_width(type, d);
+    need(static_cast<int64_t>(cache.shape(3)) == width, "the cache is as wide as its type asks for");
     const char* base = static_cast<const char*>(cache.data());
-    const CacheView view{base, base + size * d * size_of(type), type, 2 * size * d, d, size};
+    const CacheView view{base, base + size * width * size_of(type), type, 2 * size * width, width, size};
     Buffer scratch;
     float* own = reinterpret_cast<float*>(scratch.reserve(attend_scratch(d) * 4));
     kernels_of(level).attend({q.data(), heads * d, tokens, heads, position, d, view, blocks.data(), 0, position + tokens,
                               window, scale, softcap, out.data(), heads * d, nullptr, nullptr, nullptr, own});
+}
+
+// Rows as a cache of int8 keeps them: codes, then the scale
+void store_codes(const std::string& level, Floats x, nb::ndarray<int8_t, nb::ndim<2>, nb::device::cpu, nb::c_contig> out) {
+    const int64_t rows = out.shape(0), width = out.shape(1), count = width - static_cast<int64_t>(sizeof(float));
+    need(count > 0 && static_cast<int64_t>(x.size()) == rows * count, "x is [rows, d], out [rows, d + 4]");
+    for (int64_t i = 0; i < rows; ++i)
+        kernels_of(level).store_row(x.data() + i * count, count, DType::int8, out.data() + i * width);
 }
 
 void norm(const std::string& level, Floats x, Floats weight, float eps, Output out) {
@@ -133,6 +143,7 @@ void add_single_kernels(nb::module_& module) {
     module.def("linear", &linear);
     module.def("linear_quantised", &linear_quantised);
     module.def("attend", &attend);
+    module.def("store_codes", &store_codes);
     module.def("norm", &norm);
     module.def("gate", &gate);
     module.def("argmax", &argmax);

@@ -6,9 +6,9 @@
 
 namespace dovetail {
 
-enum class DType : uint8_t { f32, bf16, int8, int4 };  // the last two of weights only, with scales beside them
+enum class DType : uint8_t { f32, bf16, int8, int4 };  // the last two are codes, with scales beside them; int4: weights only
 
-inline int64_t size_of(DType type) { return type == DType::f32 ? 4 : 2; }  // of the types that caches have
+inline int64_t size_of(DType type) { return type == DType::f32 ? 4 : type == DType::bf16 ? 2 : 1; }  // not of int4
 
 inline bool is_quantised(DType type) { return type == DType::int8 || type == DType::int4; }
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "step.hpp"
 
@@ -16,10 +17,13 @@ void Decoder::Step::plan_attention() {
         plan_sequence(static_cast<int>(i), first_token);
         first_token += iteration_.sequences[i].count;
     }
-    // Long ones first, so that none is left over at the end.
-    std::stable_sort(units_.begin(), units_.end(), [](const Unit& a, const Unit& b) {
-        return a.tokens * (a.key_end - a.key_begin) > b.tokens * (b.key_end - b.key_begin);
-    });
+    // Long ones first, so that none is left over at the end. Heads of the same keys one after the other: they lie side by
+    // side, on the same pages.
+    const auto rank = [](const Unit& unit) {
+        const int64_t work = unit.tokens * (unit.key_end - unit.key_begin);
+        return std::tuple(-work, unit.sequence, unit.key_begin, unit.first_token, unit.first_head);
+    };
+    std::sort(units_.begin(), units_.end(), [&](const Unit& a, const Unit& b) { return rank(a) < rank(b); });
 }
 
 void Decoder::Step::plan_sequence(int index, int64_t first_token) {
@@ -52,7 +56,10 @@ void Decoder::Step::rotate_and_store(Team::Member& member, const Layer& layer, i
     const int64_t d = shape_.head_dim, stride = shape_.q_size() + 2 * shape_.kv_size();
     const Rope& rope = layer.local_rope ? model_.rope_local : model_.rope;
     const float* angles = layer.local_rope ? angles_local_ : angles_;
-    const int64_t element = size_of(iteration_.cache.type);
+    const DType type = iteration_.cache.type;
+    const int64_t element = size_of(type), width = cache_width(type, d);
+    const int64_t pieces = type == DType::int8 ? shape_.num_kv_heads : 1;  // each with a scale of its own
+    const int64_t each = shape_.kv_size() / pieces;
     member.loop((tokens_ + kTokenTile - 1) / kTokenTile, [&](int64_t tile) {
         const int64_t end = std::min((tile + 1) * kTokenTile, tokens_);
         for (int64_t t = tile * kTokenTile; t < end; ++t) {
@@ -68,20 +75,24 @@ void Decoder::Step::rotate_and_store(Team::Member& member, const Layer& layer, i
             const int64_t at = slot_[t] / size * view.block_stride + slot_[t] % size * view.token_stride;
             char* keys = static_cast<char*>(const_cast<void*>(view.keys)) + at * element;
             char* values = static_cast<char*>(const_cast<void*>(view.values)) + at * element;
-            kernels_.store_row(row + shape_.q_size(), shape_.kv_size(), iteration_.cache.type, keys);
-            kernels_.store_row(row + shape_.q_size() + shape_.kv_size(), shape_.kv_size(), iteration_.cache.type, values);
+            for (int64_t piece = 0; piece < pieces; ++piece) {
+                const float* key = row + shape_.q_size() + piece * each;
+                kernels_.store_row(key, each, type, keys + piece * width * element);
+                kernels_.store_row(key + shape_.kv_size(), each, type, values + piece * width * element);
+            }
         }
     });
 }
 
 CacheView Decoder::Step::cache_view(int64_t layer, int64_t kv_head) const {
     const Cache& cache = iteration_.cache;
-    const int64_t part = cache.block_size * shape_.kv_size();  // keys of a block and layer
+    const int64_t width = cache_width(cache.type, shape_.head_dim), token = shape_.num_kv_heads * width;
+    const int64_t part = cache.block_size * token;  // keys of a block and layer
     const char* base = static_cast<const char*>(cache.data);
-    const int64_t keys = layer * 2 * part + kv_head * shape_.head_dim;
+    const int64_t keys = layer * 2 * part + kv_head * width;
     return {base + keys * size_of(cache.type), base + (keys + part) * size_of(cache.type),
             cache.type,                        cache.num_layers * 2 * part,
-            shape_.kv_size(),                  cache.block_size};
+            token,                             cache.block_size};
 }
 
 void Decoder::Step::attend(Team::Member& member, const Layer& layer, int64_t index) {

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from dovetail.errors import ConfigError
 from dovetail.machine import default_root
+from dovetail.modelspec import KvKind
 from dovetail.types import ServiceClass
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
@@ -86,6 +87,7 @@ class ModelConfig(_Section):
     keep_alive: Duration = 600.0  # 0 = at once, negative = never
     preload: bool = False
     dtype: str = "auto"
+    kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8
     layout: Literal["auto", "plain", "int8", "int4"] = "auto"  # when pulled; auto = int8 for what comes quantised
     aliases: tuple[str, ...] = ()
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from dovetail.modelspec import KvKind
 from dovetail.types import ModelCard, Request, TokenEvent
 
 
@@ -22,6 +23,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     kv_bytes: int = 0  # upper limit of the KV pool; 0 = the worker's default
     keep_alive_s: float = -1.0  # idle time after which the node unloads it; 0 = at once, negative = never
     start: bool = True  # False: make it known only; its first request starts it
+    kv: KvKind = "auto"
 
 
 class Unload(msgspec.Struct, frozen=True, tag="unload"):

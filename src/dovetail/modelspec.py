@@ -36,6 +36,8 @@ from typing import Literal
 import msgspec
 
 DTYPE_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
+KV_SCALE_BYTES = 4  # behind the codes of each head's key and value
+KvKind = Literal["auto", "int8"]  # keys and values: in the type that is computed in, or as int8 with scales
 
 
 class RopeSpec(msgspec.Struct, frozen=True):
@@ -106,8 +108,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.dense_layers
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        return 2 * self.num_layers * self.kv_size * DTYPE_BYTES[dtype]
+    def kv_bytes_per_token(self, dtype: str, kv: KvKind = "auto") -> int:
+        per_head = self.head_dim + KV_SCALE_BYTES if kv == "int8" else self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.num_layers * self.num_kv_heads * per_head
 
     def num_parameters(self) -> int:
         return sum(_product(shape) for _, shape in self.tensors())

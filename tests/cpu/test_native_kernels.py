@@ -169,6 +169,18 @@ def test_sums_of_digits_do_not_overflow(kernels: ModuleType, level: str, layout:
     assert ((out - reference).abs() <= digit_step(x)[:, None] * columns).all()
 
 
+ATTENTION_CASES = [
+    (1, 1, 1, 0, 0.0),
+    (16, 1, 3, 0, 0.0),
+    (17, 17, 2, 0, 0.0),
+    (63, 5, 7, 0, 30.0),
+    (65, 1, 4, 12, 0.0),
+    (200, 16, 3, 40, 50.0),
+    (8000, 1, 6, 0, 0.0),
+    (3000, 9, 4, 1000, 0.0),
+]
+
+
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, position: int, window: int, cap: float) -> Tensor:
     tokens, _, d = q.shape
     scores = torch.einsum("thd,kd->thk", q.double(), k.double()) * d**-0.5
@@ -182,19 +194,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, position: int, window: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize(
-    ("length", "tokens", "heads", "window", "cap"),
-    [
-        (1, 1, 1, 0, 0.0),
-        (16, 1, 3, 0, 0.0),
-        (17, 17, 2, 0, 0.0),
-        (63, 5, 7, 0, 30.0),
-        (65, 1, 4, 12, 0.0),
-        (200, 16, 3, 40, 50.0),
-        (8000, 1, 6, 0, 0.0),
-        (3000, 9, 4, 1000, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("length", "tokens", "heads", "window", "cap"), ATTENTION_CASES)
 def test_attention_is_right_for_every_head_size_and_length(
     kernels: ModuleType,
     level: str,
@@ -221,6 +221,49 @@ def test_attention_is_right_for_every_head_size_and_length(
     rounds = level == "amx" and dtype == torch.bfloat16  # queries and weights become bf16 there
     allowed = ROUNDING[torch.bfloat16] if rounds else 1e-5 if cap else 2e-6
     assert relative_error(out, attention_reference(q, k, v, position, window, cap)) < allowed
+
+
+def stored_as_codes(kernels: ModuleType, level: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, d + 4] of codes and scale, and the values that they stand for."""
+    rows = torch.full((len(x), x.shape[1] + 4), 85, dtype=torch.int8)
+    kernels.store_codes(level, x, rows)
+    scales = rows[:, x.shape[1] :].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return rows, rows[:, : x.shape[1]] * scales
+
+
+@pytest.mark.parametrize("head_dim", [2, 8, 16, 20, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("length", "tokens", "heads", "window", "cap"), ATTENTION_CASES)
+def test_attention_over_a_cache_of_int8_is_right_for_every_head_size_and_length(
+    kernels: ModuleType, level: str, head_dim: int, length: int, tokens: int, heads: int, window: int, cap: float
+) -> None:
+    size, blocks = 16, -(-length // 16)
+    cache = torch.full((blocks + 3, 2, size, head_dim + 4), -1, dtype=torch.int8)  # scales that are not a number
+    table = random.Random(length).sample(range(blocks + 3), blocks)
+    at, meant = torch.arange(length), []
+    for part in (0, 1):
+        rows, values = stored_as_codes(kernels, level, draw(length, head_dim, seed=3 + part))
+        cache[:, part].index_put_((torch.tensor(table)[at // size], at % size), rows)
+        meant.append(values)
+    q = draw(tokens, heads, head_dim, seed=5)
+    out = torch.full_like(q, NAN)
+    position = length - tokens
+    block_table = torch.tensor(table, dtype=torch.int32)
+    kernels.attend(level, q, cache, block_table, position, window, head_dim**-0.5, cap, out)
+    in_bytes = level == "dotprod" and head_dim % 16 == 0  # queries and weights have 15 bits there
+    allowed = 3e-4 if in_bytes else 1e-5 if cap else 2e-6
+    assert relative_error(out, attention_reference(q, *meant, position, window, cap)) < allowed
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 64, 80, 256])
+def test_codes_of_a_cache_are_the_nearest_and_hide_nothing(kernels: ModuleType, level: str, count: int) -> None:
+    x = draw(6, count, seed=1) * torch.tensor([1.0, 1e-20, 1e20, 0.0, 1e-38, 3.0])[:, None]
+    rows, values = stored_as_codes(kernels, level, x)
+    largest = x.abs().amax(1, keepdim=True)
+    assert ((values - x).abs() <= largest / 254 * 1.001 + 1e-28).all()
+    assert (rows[3, :count] == 0).all()
+    for bad in (NAN, float("inf"), float("-inf")):
+        x[0, -1] = bad
+        assert stored_as_codes(kernels, level, x)[1][0].isnan().all()
 
 
 @pytest.mark.parametrize("count", [1, 3, 16, 33, 576, 1000])

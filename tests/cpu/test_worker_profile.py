@@ -19,7 +19,7 @@ from dovetail.policy.live import LiveLatency
 from dovetail.store import Catalogue, describe
 from dovetail.store.format import partition_files
 from dovetail.store.pool import HostPool
-from dovetail.worker.hosting import Profiles, shape_name, weight_bytes
+from dovetail.worker.hosting import Profiles, shape_name, shape_of, weight_bytes
 from dovetail.worker.loading import Recipe, build_actor
 from dovetail.worker.profiling import Profiler
 
@@ -73,6 +73,21 @@ def test_quantised_models_take_what_they_are_stored_in(tiny_folder: Callable[[st
     actor.close()
     assert weight_bytes(small, "f32") == small.size_bytes < weight_bytes(plain, "f32") / 2
     assert loaded.weight_bytes == pytest.approx(small.size_bytes, rel=0.2)  # without the gaps between tensors
+
+
+@pytest.mark.skipif(levels() == ["torch"], reason="no native kernels")
+def test_a_cache_of_int8_is_another_shape_with_a_quarter_of_the_bytes(
+    tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    card = describe(tiny_folder("qwen3"), "qwen3")
+    assert shape_name(card, "f32") != shape_name(card, "f32", "int8")
+    whole, small = (shape_of(card, "f32", kv).kv_kib_per_token for kv in ("auto", "int8"))
+    assert small == whole * 20 / 64  # 16 floats, or 16 codes and a scale
+    limits = {"block_size": 4, "max_kv_tokens": 64, "keep_alive_s": 1.0, "load_s": 0.0}
+    hosting = Profiles(tmp_path, 1).hosting(card, "f32", "int8", **limits)
+    actor, _ = build_actor(Recipe(card, "f32", hosting.kv_bytes_per_token * 64, 4, 4, 16, 60, "int8"))
+    assert actor.executor.max_blocks == 64 // 4
+    actor.close()
 
 
 def test_what_is_seen_live_corrects_what_was_expected(tiny_folder: Callable[[str], Path]) -> None:

@@ -20,6 +20,7 @@ models:
     class: be
     keep_alive: 10m
     preload: true
+    kv: int8
 server: {port: 9000, max_body_bytes: 1MiB}
 nodes: [{name: cpu-0, threads: 2, kv_cache: 2GiB}]
 store: {path: /tmp/models, host_pool: 4GiB, host_keep_alive: 5m, direct_io: off, readers: 4}
@@ -38,6 +39,7 @@ def test_a_whole_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     config = load_config(write(tmp_path, WHOLE))
     model = config.models["small"]
     assert (model.slo.ttft, model.slo.tpot, model.keep_alive, model.service_class) == (0.5, 0.1, 600.0, "be")
+    assert model.kv == "int8"
     assert (config.server.max_body_bytes, config.nodes[0].kv_cache) == (1 << 20, 2 << 30)
     assert (config.store.host_pool, config.store.host_keep_alive, config.store.direct_io) == (4 << 30, 300.0, "off")
     assert config.auth.keys[0].key.get_secret_value() == "s3cret"
@@ -50,6 +52,7 @@ def test_a_whole_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("serber: {}", "serber: unknown key"),
         ("models: {a: {source: x, sloo: {}}}", "models.a.sloo: unknown key"),
         ("models: {a: {}}", "models.a.source"),
+        ("models: {a: {source: x, kv: int7}}", "models.a.kv"),
         ("server: {port: 99999}", "server.port"),
         ("server: {port: many}", "server.port"),
         ("nodes: [{kv_cache: lots}]", "nodes.0.kv_cache: expected a size"),

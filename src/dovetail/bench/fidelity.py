@@ -1,4 +1,5 @@
-"""How far a model's predictions are from those of another form of it: what quantised weights cost in accuracy.
+"""How far a model's predictions are from those of another form of it: what quantised weights or a
+quantised cache cost in accuracy.
 
 Both read the same text, and at every position their distributions over the next token are compared.
 """
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
+from dovetail.modelspec import KvKind
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.types import SamplingParams
@@ -30,8 +32,11 @@ class Fidelity(msgspec.Struct, frozen=True):
     same_first: float  # share of positions where both prefer the same token
 
 
-def compare(reference: Checkpoint, candidate: Checkpoint, tokens: Sequence[int], level: str = "auto") -> Fidelity:
-    theirs, ours = log_probabilities(reference, tokens, level), log_probabilities(candidate, tokens, level)
+def compare(
+    reference: Checkpoint, candidate: Checkpoint, tokens: Sequence[int], level: str = "auto", kv: KvKind = "auto"
+) -> Fidelity:
+    """`kv`: of the candidate."""
+    theirs, ours = log_probabilities(reference, tokens, level), log_probabilities(candidate, tokens, level, kv)
     divergence = (theirs.exp() * (theirs - ours)).sum(-1)
     same = (theirs.argmax(-1) == ours.argmax(-1)).double().mean()
     return Fidelity(
@@ -44,11 +49,14 @@ def compare(reference: Checkpoint, candidate: Checkpoint, tokens: Sequence[int],
     )
 
 
-def log_probabilities(checkpoint: Checkpoint, tokens: Sequence[int], level: str = "auto") -> Tensor:
+def log_probabilities(
+    checkpoint: Checkpoint, tokens: Sequence[int], level: str = "auto", kv: KvKind = "auto"
+) -> Tensor:
     """Of the next token after each one, [tokens, vocab]. Every position is a row of its own over the same blocks, since
     an iteration computes logits of rows' ends alone."""
     count = -(-len(tokens) // _BLOCK_SIZE)
-    config = ExecutorConfig(kv_bytes=1 << 33, block_size=_BLOCK_SIZE, max_tokens=count * _BLOCK_SIZE, level=level)
+    room = count * _BLOCK_SIZE
+    config = ExecutorConfig(kv_bytes=1 << 33, block_size=_BLOCK_SIZE, max_tokens=room, kv=kv, level=level)
     executor = CpuExecutor(checkpoint, config)
     executor.resize(count)
     found = []

@@ -11,6 +11,7 @@ import typer
 from dovetail.cli.bench_engines import engines
 from dovetail.cli.bench_many import many
 from dovetail.cli.output import human_bytes, print_json
+from dovetail.modelspec import KvKind
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,6 +69,7 @@ def fidelity(
     reference: Annotated[str, typer.Argument(help="The same model in another form.")],
     text: Annotated[list[Path], typer.Option(help="What both read; again for more files.", exists=True)],
     tokens: Annotated[int, typer.Option(help="Read so many of it.", min=2)] = 1024,
+    kv: Annotated[KvKind, typer.Option(help="Keys and values of the first, as `kv` in the configuration.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """How far a model's predictions are from those of another form of it, token by token of a text.
@@ -82,7 +84,7 @@ def fidelity(
     card, other = Catalogue().get(model), Catalogue().get(reference)
     words = "".join(path.read_text() for path in text)
     read = Tokenizer.from_file(card.tokenizer_file).encode(words).ids[:tokens]
-    found = compare(open_checkpoint(Path(other.path)), open_checkpoint(Path(card.path)), read)
+    found = compare(open_checkpoint(Path(other.path)), open_checkpoint(Path(card.path)), read, kv=kv)
     if as_json:
         return print_json(found)
     print(f"{found.tokens} tokens, perplexity {found.perplexity:.2f} (reference {found.reference_perplexity:.2f})")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail.cli.output import print_json
+from dovetail.modelspec import KvKind
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -21,6 +22,7 @@ def profile(
     models: Annotated[list[str], typer.Argument(help="Names from `dovetail list`; one of each shape is enough.")],
     threads: Annotated[int, typer.Option(help="As the node has; 0 = every core.", min=0)] = 0,
     dtype: Annotated[str, typer.Option(help="Compute type: auto, f32, bf16, f16.")] = "auto",
+    kv: Annotated[KvKind, typer.Option(help="Keys and values, as `kv` in the configuration.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="Longest prompt measured.", min=64)] = 2048,
     max_batch: Annotated[int, typer.Option(help="Largest batch measured.", min=1)] = 32,
     check: Annotated[int, typer.Option(help="Compare predictions with so many random loads.", min=0)] = 0,
@@ -56,7 +58,7 @@ def profile(
             task = progress.add_task(name, total=None)
 
             show = partial(_show, progress, task, name)
-            results.append(_profile(card, folder, threads, dtype, max_tokens, max_batch, check, show))
+            results.append(_profile(card, folder, threads, dtype, kv, max_tokens, max_batch, check, show))
     if as_json:
         print_json(results)
         return
@@ -73,6 +75,7 @@ def _profile(
     folder: Path,
     threads: int,
     dtype: str,
+    kv: KvKind,
     max_tokens: int,
     max_batch: int,
     check: int,
@@ -85,8 +88,8 @@ def _profile(
 
     kind = compute_dtype(dtype, card.dtype or "f32")
     longest = min(max_tokens, card.spec.context_length)
-    kv_bytes = card.spec.kv_bytes_per_token(kind) * (longest + 64) * max_batch
-    recipe = Recipe(card, kind, kv_bytes, 16, max_batch, 512, longest + 64)
+    kv_bytes = card.spec.kv_bytes_per_token(kind, kv) * (longest + 64) * max_batch
+    recipe = Recipe(card, kind, kv_bytes, 16, max_batch, 512, longest + 64, kv)
     actor, _ = build_actor(recipe)
     try:
         profiler = Profiler(actor, max_tokens, max_batch)
@@ -100,13 +103,14 @@ def _profile(
             kind,
             [[sample.tokens, sample.seconds * 1e3] for sample in measured.prefill],
             _rows(measured),
+            kv,
         )
         errors = profiler.check(measured.model, check, show) if check else None
     finally:
         actor.close()
     return {
         "model": card.name,
-        "shape": shape_name(card, kind),
+        "shape": shape_name(card, kind, kv),
         "device": profiles.device,
         "file": str(profiles.path),
         "prefill_ms": [[sample.tokens, round(sample.seconds * 1e3, 3)] for sample in measured.prefill],

@@ -22,8 +22,8 @@ from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
 from dovetail.engine.trust import trusted_layouts
 from dovetail.engine.weights import Kind, Weights, from_read_only_memory
-from dovetail.errors import OutOfMemory
-from dovetail.modelspec import ModelSpec
+from dovetail.errors import ConfigError, OutOfMemory
+from dovetail.modelspec import KvKind, ModelSpec
 from dovetail.native import TORCH, Ops, select
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Outcome, Turn, TurnRow
@@ -34,6 +34,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True):
     block_size: int = 16
     max_tokens: int = 0  # KV memory for more tokens than this is never of use; 0 = no such limit
     dtype: str = "auto"
+    kv: KvKind = "auto"
     weights: Literal["resident", "mapped", "auto"] = "auto"  # auto = in place where the checkpoint allows it
     level: str = "auto"  # of the kernels
     tokenizer_file: str = ""  # for structured output
@@ -48,14 +49,16 @@ class CpuExecutor:
         dtype = TORCH_DTYPES[self.dtype]
         ops = _ops(dtype, config.level)
         self.level = ops.level
+        if config.kv == "int8" and ops.kernels is None:
+            raise ConfigError(f"kv: int8 needs native kernels, and torch's level is what runs {self.dtype} here")
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
         weights = _weights(checkpoint, dtype, "mapped" if in_place else "resident", ops)
         with from_read_only_memory():
             self._model: NativeModel | TorchModel | None = _model(spec, weights, dtype, ops)
         self.weight_bytes = weights.num_bytes
         self.copied_bytes = weights.copied_bytes
-        self.max_blocks = _max_blocks(config, spec.kv_bytes_per_token(self.dtype) * config.block_size)
-        self._cache = KVCache(spec, dtype, config.block_size, self.max_blocks)
+        self.max_blocks = _max_blocks(config, spec.kv_bytes_per_token(self.dtype, config.kv) * config.block_size)
+        self._cache = KVCache(spec, dtype, config.block_size, self.max_blocks, config.kv)
         self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids)
 
     @property

@@ -2,8 +2,8 @@
 
     [block][layer][key | value][token in block][kv head][head dim]
 
-All that belongs to a block is one stretch of memory, so the pool grows and shrinks at its tail. Which block belongs to
-whom is `sched.blocks`' matter.
+As int8, a head's codes are followed by their scale, a float32 in four more bytes. All that belongs to a block is one
+stretch of memory, so the pool grows and shrinks at its tail. Which block belongs to whom is `sched.blocks`' matter.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from collections.abc import Sequence
 import torch
 
 from dovetail.engine.arena import HostArena
-from dovetail.modelspec import ModelSpec
+from dovetail.modelspec import KV_SCALE_BYTES, KvKind, ModelSpec
 
 
 class KVCache:
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, block_size: int, max_blocks: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, block_size: int, max_blocks: int, kv: KvKind = "auto"
+    ) -> None:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.num_blocks = 0
-        shape = (max_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
+        dtype, width = (torch.int8, spec.head_dim + KV_SCALE_BYTES) if kv == "int8" else (dtype, spec.head_dim)
+        shape = (max_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, width)
         self.block_bytes = shape[1] * shape[2] * shape[3] * shape[4] * shape[5] * dtype.itemsize
         self._arena = HostArena(max_blocks * self.block_bytes)
         self._blocks: torch.Tensor | None = self._arena.tensor(dtype, shape)
@@ -47,7 +50,7 @@ class KVCache:
         return self._blocks[:, index]
 
     def usable(self) -> torch.Tensor:
-        """[blocks, layers, 2, block_size, kv_heads, head_dim]: what may be touched."""
+        """[blocks, layers, 2, block_size, kv_heads, head_dim (+ scale)]: what may be touched."""
         assert self._blocks is not None, "the cache is closed"
         return self._blocks[: self.num_blocks]
 

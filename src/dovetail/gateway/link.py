@@ -42,6 +42,7 @@ from dovetail.messages import (
     decode_for_gateway,
     encode,
 )
+from dovetail.modelspec import KvKind
 from dovetail.types import ModelCard, Request, TokenEvent
 
 logger = logging.getLogger("dovetail.gateway")
@@ -140,18 +141,20 @@ class NodeLink:
         for message in outbox:
             self._send(self.name, message)
 
-    def load(self, card: ModelCard, dtype: str, keep_alive_s: float = -1.0, *, start: bool = False) -> Instance:
+    def load(
+        self, card: ModelCard, dtype: str, keep_alive_s: float = -1.0, *, kv: KvKind = "auto", start: bool = False
+    ) -> Instance:
         """The model on this node. Its first request starts it, unless it shall be started before."""
         instance = self.instances.get(card.name)
         is_new = instance is None
         if instance is None:
             instance = self.instances[card.name] = Instance(card, _future())
         if is_new or (start and instance.loaded is None):
-            self.send(Load(card, dtype, self.config.kv_cache, keep_alive_s, start))
+            self.send(Load(card, dtype, self.config.kv_cache, keep_alive_s, start, kv))
         return instance
 
-    def reconfigure(self, model: str, dtype: str, keep_alive_s: float) -> None:
-        self.send(Load(self.instances[model].card, dtype, self.config.kv_cache, keep_alive_s, start=False))
+    def reconfigure(self, model: str, dtype: str, keep_alive_s: float, kv: KvKind = "auto") -> None:
+        self.send(Load(self.instances[model].card, dtype, self.config.kv_cache, keep_alive_s, start=False, kv=kv))
 
     def reclaimed(self, model: str) -> None:
         """The worker has let go of an idle model."""

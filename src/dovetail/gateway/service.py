@@ -83,7 +83,7 @@ class Service:
         for node in self.link.nodes.values():
             if name in node.instances:
                 config = self.models.get(name).config
-                node.reconfigure(name, config.dtype, config.keep_alive)
+                node.reconfigure(name, config.dtype, config.keep_alive, config.kv)
 
     async def start(self, preload: Iterable[str] = ()) -> None:
         """Returns when the workers are up and these models loaded; raises what the first that fails raises."""
@@ -173,7 +173,7 @@ class Service:
     def _instance(self, model: ServedModel, *, start: bool = False) -> tuple[NodeLink, Instance]:
         node = self.link.node_of(model.name)
         config = model.config
-        return node, node.load(model.card, config.dtype, config.keep_alive, start=start)
+        return node, node.load(model.card, config.dtype, config.keep_alive, kv=config.kv, start=start)
 
     def _begin(self, count: int) -> None:
         self._unfinished += count

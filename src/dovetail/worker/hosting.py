@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from dovetail.machine import read_cpu
+from dovetail.modelspec import KvKind
 from dovetail.policy.latency import GIB, Latency
 from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import DeviceKind, Hosting
@@ -36,17 +37,18 @@ def device_name(threads: int) -> str:
     return f"{_slug(cpu.model)}-{threads}c"
 
 
-def shape_name(card: ModelCard, dtype: str) -> str:
+def shape_name(card: ModelCard, dtype: str, kv: KvKind = "auto") -> str:
     """Readable, and different for any two shapes that could differ in speed."""
     spec, kept = card.spec, kept_as(card, dtype)
     digest = hashlib.sha256(msgspec.json.encode(spec)).hexdigest()[:8]
     form = dtype if kept == dtype else f"{kept}-in-{dtype}"
-    return f"{_slug(spec.family)}-{spec.num_parameters() / 1e6:.0f}m-{form}-{digest}"
+    cache = "" if kv == "auto" else f"-kv-{kv}"
+    return f"{_slug(spec.family)}-{spec.num_parameters() / 1e6:.0f}m-{form}{cache}-{digest}"
 
 
-def shape_of(card: ModelCard, dtype: str) -> Shape:
+def shape_of(card: ModelCard, dtype: str, kv: KvKind = "auto") -> Shape:
     spec = card.spec
-    return Shape(weight_bytes(card, dtype) / GIB, spec.kv_bytes_per_token(dtype) / 1024, spec.num_layers)
+    return Shape(weight_bytes(card, dtype) / GIB, spec.kv_bytes_per_token(dtype, kv) / 1024, spec.num_layers)
 
 
 def kept_as(card: ModelCard, dtype: str) -> str:
@@ -114,34 +116,42 @@ class Profiles:
         self._peaks: dict[tuple[str, str], Peaks] = {}
 
     def hosting(
-        self, card: ModelCard, dtype: str, *, block_size: int, max_kv_tokens: int, keep_alive_s: float, load_s: float
+        self,
+        card: ModelCard,
+        dtype: str,
+        kv: KvKind = "auto",
+        *,
+        block_size: int,
+        max_kv_tokens: int,
+        keep_alive_s: float,
+        load_s: float,
     ) -> Hosting:
         return Hosting(
             weight_bytes=weight_bytes(card, dtype),
-            kv_bytes_per_token=card.spec.kv_bytes_per_token(dtype),
-            latency=self.latency(card, dtype),
+            kv_bytes_per_token=card.spec.kv_bytes_per_token(dtype, kv),
+            latency=self.latency(card, dtype, kv),
             block_tokens=block_size,
             load_s=load_s,
             max_kv_tokens=max_kv_tokens,
             keep_alive_s=keep_alive_s,
         )
 
-    def latency(self, card: ModelCard, dtype: str) -> LiveLatency:
-        name = shape_name(card, dtype)
+    def latency(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> LiveLatency:
+        name = shape_name(card, dtype, kv)
         live = self._live.get(name)
         if live is None:
-            live = self._live[name] = LiveLatency(self.measured(card, dtype) or self._estimated(card, dtype))
+            live = self._live[name] = LiveLatency(self.measured(card, dtype, kv) or self._estimated(card, dtype, kv))
         return live
 
     @property
     def exist(self) -> bool:
         return self.path is not None and self.path.exists()
 
-    def measured(self, card: ModelCard, dtype: str) -> Latency | None:
+    def measured(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> Latency | None:
         if self.path is None or not self.exist:
             return None
         profile = read_profile(self.path)
-        name = shape_name(card, dtype)
+        name = shape_name(card, dtype, kv)
         if name not in profile.models:
             return None
         return profile.hosting(name, DeviceKind.CPU, self.device).latency
@@ -153,9 +163,9 @@ class Profiles:
             self._peaks[form] = measure_peaks(*form)
         return self._peaks[form]
 
-    def _estimated(self, card: ModelCard, dtype: str) -> Latency:
+    def _estimated(self, card: ModelCard, dtype: str, kv: KvKind) -> Latency:
         peaks = self.prepare(dtype, kept_as(card, dtype))
-        shape = shape_of(card, dtype)
+        shape = shape_of(card, dtype, kv)
         bytes_each = weight_bytes(card, dtype) / card.spec.num_parameters()
         hardware = Hardware(
             name=self.device,
@@ -174,15 +184,22 @@ class Profiles:
 
 
 def store_profile(
-    path: Path, device: str, card: ModelCard, dtype: str, prefill_ms: list[Any], decode_ms: list[Any], **facts: Any
+    path: Path,
+    device: str,
+    card: ModelCard,
+    dtype: str,
+    prefill_ms: list[Any],
+    decode_ms: list[Any],
+    kv: KvKind = "auto",
+    **facts: Any,
 ) -> None:
     """Add or replace one shape; the file is replaced as a whole, so that a reader never sees half of it."""
     content: dict[str, Any] = {"models": {}}
     if path.exists():
         read_profile(path)  # a damaged file is an error, not something to overwrite
         content = json.loads(path.read_text())
-    shape = shape_of(card, dtype)
-    entry = content["models"].setdefault(shape_name(card, dtype), {})
+    shape = shape_of(card, dtype, kv)
+    entry = content["models"].setdefault(shape_name(card, dtype, kv), {})
     entry["shape"] = {
         "weight_gib": shape.weight_gib,
         "kv_kib_per_token": shape.kv_kib_per_token,

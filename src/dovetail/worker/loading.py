@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from dovetail import messages
 from dovetail.errors import DovetailError
+from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.types import ModelCard
@@ -36,6 +37,7 @@ class Recipe:
     max_batch: int
     max_turn_tokens: int
     max_tokens: int  # longest sequence that the node can hold
+    kv: KvKind = "auto"
 
 
 class LoadResult(NamedTuple):
@@ -116,6 +118,7 @@ def build_actor(recipe: Recipe, shelf: Shelf | None = None) -> tuple[Actor, mess
             kv_bytes=recipe.kv_bytes,
             block_size=recipe.block_size,
             dtype=recipe.dtype,
+            kv=recipe.kv,
             tokenizer_file=card.tokenizer_file,
             eos_token_ids=card.eos_token_ids,
         ),

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 import zmq
 
@@ -233,10 +234,14 @@ class Worker:
         known = self._recipes.get(name)
         if known is not None and known.card != message.card:  # pulled again since
             self._stage.unregister(name, "the model was replaced")
+            known = None
+        if known is not None and self._stage.instances_of(name):  # what is ready keeps its form
+            message = msgspec.structs.replace(message, dtype=known.dtype, kv=known.kv)
         recipe = self._recipes[name] = self._recipe(message)
         hosting = self._profiles.hosting(
             message.card,
             recipe.dtype,
+            recipe.kv,
             block_size=recipe.block_size,
             max_kv_tokens=recipe.max_tokens + recipe.block_size,
             keep_alive_s=message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY,
@@ -251,7 +256,7 @@ class Worker:
     def _recipe(self, message: messages.Load) -> Recipe:
         config, spec = self._config, message.card.spec
         dtype = compute_dtype(message.dtype, message.card.dtype or "f32")
-        block_bytes = spec.kv_bytes_per_token(dtype) * config.block_size
+        block_bytes = spec.kv_bytes_per_token(dtype, message.kv) * config.block_size
         room = max(self._stage.node.residency.ledger.capacity - weight_bytes(message.card, dtype), 0)
         kv_bytes = min(message.kv_bytes or config.kv_bytes or room, room)
         blocks = min(kv_bytes // block_bytes, -(-config.max_batch * spec.context_length // config.block_size) + 1)
@@ -263,6 +268,7 @@ class Worker:
             max_batch=config.max_batch,
             max_turn_tokens=config.max_turn_tokens,
             max_tokens=max(blocks - 1, 0) * config.block_size,  # a sequence always has a block to spare
+            kv=message.kv,
         )
 
     def _why_not(self, name: str, refusal: Refusal) -> str:
