@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <deque>
 #include <memory>
 #include <random>
 #include <vector>
 
+#include "check_cells.hpp"
 #include "decoder.hpp"
 
 using namespace dovetail;
@@ -36,33 +38,32 @@ class Source {
     }
 
     Matrix quantised(const float* values, int64_t rows, int64_t columns) {
-        auto& codes = codes_.emplace_back(rows * columns);
-        auto& scales = held_.emplace_back(rows);
+        CellMatrix& cells = cells_.emplace_back(rows, columns, DType::int8);
         for (int64_t r = 0; r < rows; ++r) {
             float most = 0.0f;
             for (int64_t k = 0; k < columns; ++k) most = std::max(most, std::abs(values[r * columns + k]));
-            scales[r] = most / 127.0f;
+            cells.scales[r] = most / 127.0f;
             for (int64_t k = 0; k < columns; ++k)
-                codes[r * columns + k] = static_cast<int8_t>(std::lrint(values[r * columns + k] / scales[r]));
+                cells.set(r, k, static_cast<int>(std::lrint(values[r * columns + k] / cells.scales[r])));
         }
-        return {codes.data(), DType::int8, rows, columns, scales.data()};
+        return cells.matrix();
     }
 
     Matrix halves(int64_t rows, int64_t columns) {
-        const int64_t groups = (columns + 31) / 32;
-        auto& codes = codes_.emplace_back(rows * groups * 16);
-        for (int8_t& pair : codes) pair = static_cast<int8_t>(random_());
-        auto& scales = scales_.emplace_back(rows * groups);
-        for (uint16_t& scale : scales) scale = static_cast<uint16_t>(0x2800 + random_() % 0x400);  // 1/32 to 1/16
-        return {codes.data(), DType::int4, rows, columns, scales.data()};
+        CellMatrix& cells = cells_.emplace_back(rows, columns, DType::int4);
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t k = 0; k < columns; ++k) {
+                if (k % 32 == 0) cells.half_scale(r, k / 32) = static_cast<uint16_t>(0x2800 + random_() % 0x400);
+                cells.set(r, k, static_cast<int>(random_() % 15) - 7);
+            }
+        return cells.matrix();
     }
 
   private:
     std::mt19937 random_{7};
     std::vector<std::vector<float>> held_;
     std::vector<std::vector<bf16>> narrow_;
-    std::vector<std::vector<int8_t>> codes_;
-    std::vector<std::vector<uint16_t>> scales_;
+    std::deque<CellMatrix> cells_;
 };
 
 constexpr int kBlockSize = 16, kBlocks = 96, kLayers = 2;

@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "check_cells.hpp"
 #include "kernels.hpp"
 #include "memory.hpp"
 
@@ -19,38 +20,35 @@ struct Case {
 };
 
 struct Weights {
-    std::vector<int8_t> codes;
-    std::vector<float> scales;
-    std::vector<uint16_t> half_scales;  // of int4
+    CellMatrix cells;
     std::vector<double> values;  // what they stand for
 };
 
 Weights draw_int8(int64_t rows, int64_t columns, std::mt19937& random) {
-    std::uniform_int_distribution<int> code(-127, 127);
+    std::uniform_int_distribution<int> draw(-127, 127);
     std::uniform_real_distribution<float> scale(0.001f, 0.01f);
-    Weights weights;
-    for (int64_t r = 0; r < rows; ++r) weights.scales.push_back(scale(random));
-    for (int64_t i = 0; i < rows * columns; ++i) {
-        weights.codes.push_back(static_cast<int8_t>(code(random)));
-        weights.values.push_back(weights.codes.back() * static_cast<double>(weights.scales[i / columns]));
+    Weights weights{{rows, columns, DType::int8}, {}};
+    for (int64_t r = 0; r < rows; ++r) {
+        weights.cells.scales[r] = scale(random);
+        for (int64_t k = 0; k < columns; ++k) {
+            const int code = draw(random);
+            weights.cells.set(r, k, code);
+            weights.values.push_back(code * static_cast<double>(weights.cells.scales[r]));
+        }
     }
     return weights;
 }
 
 Weights draw_int4(int64_t rows, int64_t columns, std::mt19937& random) {
-    const int64_t groups = (columns + 31) / 32;
-    Weights weights;
-    std::uniform_int_distribution<int> nibble(1, 15);
-    for (int64_t i = 0; i < rows * groups * 16; ++i)
-        weights.codes.push_back(static_cast<int8_t>(nibble(random) | nibble(random) << 4));
-    for (int64_t i = 0; i < rows * groups; ++i)
-        weights.half_scales.push_back(static_cast<uint16_t>(0x2800 + random() % 0x400));
+    std::uniform_int_distribution<int> draw(-7, 7);
+    Weights weights{{rows, columns, DType::int4}, {}};
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t k = 0; k < columns; ++k) {
-            const int64_t group = r * groups + k / 32;
-            const int pair = static_cast<uint8_t>(weights.codes[group * 16 + k % 16]);
-            const double scale = (1024 + weights.half_scales[group] % 1024) / 1024.0 / 32.0;
-            weights.values.push_back(((k % 32 < 16 ? pair & 15 : pair >> 4) - 8) * scale);
+            uint16_t& half = weights.cells.half_scale(r, k / 32);
+            if (k % 32 == 0) half = static_cast<uint16_t>(0x2800 + random() % 0x400);
+            const int code = draw(random);
+            weights.cells.set(r, k, code);
+            weights.values.push_back(code * ((1024 + half % 1024) / 1024.0 / 32.0));
         }
     return weights;
 }
@@ -64,7 +62,7 @@ std::vector<float> draw_activations(const Case& shape, std::mt19937& random) {
 }
 
 std::vector<float> multiply(const Kernels& kernels, const Matrix& matrix, const float* x, int64_t tokens) {
-    const int64_t columns = matrix.columns, half = matrix.rows / 32 * 16;
+    const int64_t columns = matrix.columns, half = matrix.rows / 2;  // within a block of rows, as halves of an MLP are
     const Precision precision = matrix.type == DType::int8 ? Precision::int8 : Precision::int4;
     Buffer prepared, scratch;
     char* operand = prepared.reserve(kernels.prepared_bytes((tokens + 15) / 16 * 16, columns, precision));
@@ -121,11 +119,7 @@ void check_products(const Kernels& kernels) {
         for (const int tokens : {1, 2, 3, 4, 5, 15, 16, 17, 33, 50}) {
             const Case shape{rows, columns, tokens};
             const std::vector<float> x = draw_activations(shape, random);
-            const Weights bytes = draw_int8(rows, columns, random);
-            check_product(kernels, shape, {bytes.codes.data(), DType::int8, rows, columns, bytes.scales.data()},
-                          bytes.values, x);
-            const Weights nibbles = draw_int4(rows, columns, random);
-            check_product(kernels, shape, {nibbles.codes.data(), DType::int4, rows, columns, nibbles.half_scales.data()},
-                          nibbles.values, x);
+            for (const Weights& weights : {draw_int8(rows, columns, random), draw_int4(rows, columns, random)})
+                check_product(kernels, shape, weights.cells.matrix(), weights.values, x);
         }
 }

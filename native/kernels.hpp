@@ -26,11 +26,11 @@ constexpr int kMaxQueries = 48;     // (token, head) pairs of one Attend
 constexpr int kKeyChunk = 64;       // keys between two rescalings of the softmax
 constexpr float kNothingSeen = -1e30f;  // largest score of a query that saw no key
 
-struct Matrix {  // [rows, columns], row-major, without gaps
+struct Matrix {  // [rows, columns], row-major, without gaps; int8 and int4 in cells, with scales: see cells.hpp
     const void* data;
     DType type;
     int64_t rows, columns;
-    const void* scales = nullptr;  // int8: float per row; int4: float16 per row and group of 32 columns
+    const void* scales = nullptr;
 };
 
 struct Product {  // out[t][r] = (add ? out[t][r] : 0) + x[t]·weight[r] + bias[r]

@@ -15,6 +15,7 @@ namespace {
 #include "tile_attention.hpp"
 #include "codes_avx512.hpp"
 #include "digits.hpp"
+#include "cells.hpp"
 #include "dot_int8.hpp"
 #include "dot_int4.hpp"
 #include "tiles_int8.hpp"
@@ -30,8 +31,7 @@ int64_t prepared_bytes(int64_t tokens, int64_t columns, Precision precision) {
 
 void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precision precision, void* prepared) {
     if (precision == Precision::bf16) prepare_tiles(x, begin, end, columns, prepared);
-    if (precision == Precision::int8) prepare_digit_tiles(x, begin, end, columns, prepared);
-    if (precision == Precision::int4) prepare_digits(x, begin, end, columns, prepared);
+    if (is_digits(precision)) prepare_digits(x, begin, end, columns, prepared);
 }
 
 void multiply(const Product& p) {

@@ -13,6 +13,7 @@ namespace {
 #include "attention_codes.hpp"
 #include "codes_avx2.hpp"
 #include "digits.hpp"
+#include "cells.hpp"
 #include "dot_int8.hpp"
 #include "dot_int4.hpp"
 #include "wide_products.hpp"

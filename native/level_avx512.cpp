@@ -14,6 +14,7 @@ namespace {
 #include "dot_bf16.hpp"
 #include "codes_avx512.hpp"
 #include "digits.hpp"
+#include "cells.hpp"
 #include "dot_int8.hpp"
 #include "dot_int4.hpp"
 

@@ -17,6 +17,7 @@ namespace {
 #endif
 #include "codes_neon.hpp"
 #include "digits.hpp"
+#include "cells.hpp"
 #include "dot_int8.hpp"
 #include "dot_int4.hpp"
 #include "wide_products.hpp"

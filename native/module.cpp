@@ -37,19 +37,21 @@ const Kernels& kernels_of(const std::string& level) {
     return *kernels;
 }
 
-// Rows of a stack of matrices count through.
-Matrix quantised_of(const Array& codes, const Array& scales, int64_t columns) {
-    if (codes.ndim() != 2) throw std::invalid_argument("codes have two dimensions");
-    const int64_t rows = codes.shape(0), width = codes.shape(1), groups = (columns + 31) / 32;
+// Codes in cells: [blocks of 16 rows, bytes]. Rows of a stack of matrices count through.
+Matrix quantised_of(const Array& codes, const Array& scales, int64_t rows, int64_t columns) {
+    const int64_t blocks = (rows + 15) / 16, groups = (columns + 31) / 32;
+    if (codes.ndim() != 2 || rows < 1 || columns < 1 || static_cast<int64_t>(codes.shape(0)) != blocks)
+        throw std::invalid_argument("codes lie in blocks of 16 rows");
+    const int64_t width = codes.shape(1), count = scales.size();
     const nb::dlpack::dtype half{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
     if (codes.dtype() == nb::dtype<int8_t>()) {
-        if (width != columns || scales.dtype() != nb::dtype<float>() || static_cast<int64_t>(scales.size()) != rows)
+        if (width != 16 * ((columns + 63) / 64 * 64) || scales.dtype() != nb::dtype<float>() || count != 16 * blocks)
             throw std::invalid_argument("an int8 matrix has a code per element and a float32 scale per row");
         return {codes.data(), DType::int8, rows, columns, scales.data()};
     }
-    if (codes.dtype() != nb::dtype<uint8_t>() || width != groups * 16 || scales.dtype() != half ||
-        static_cast<int64_t>(scales.size()) != rows * groups)
-        throw std::invalid_argument("an int4 matrix has 16 bytes and a float16 scale per group of 32 columns");
+    if (codes.dtype() != nb::dtype<uint8_t>() || width != 16 * groups * 16 || scales.dtype() != half ||
+        count != 16 * blocks * groups)
+        throw std::invalid_argument("an int4 matrix has 16 bytes and a float16 scale per row and group of 32 columns");
     return {codes.data(), DType::int4, rows, columns, scales.data()};
 }
 
@@ -87,8 +89,8 @@ class Model {
     }
 
     // A matrix as integer codes and their scales.
-    void add_quantised(const std::string& name, Array codes, Array scales, int64_t columns) {
-        const Matrix matrix = quantised_of(codes, scales, columns);
+    void add_quantised(const std::string& name, Array codes, Array scales, int64_t rows, int64_t columns) {
+        const Matrix matrix = quantised_of(codes, scales, rows, columns);
         held_.push_back(codes), held_.push_back(scales);
         if (name == "embed.weight") return void(decoder_.embed = matrix);
         pieces_of(name) = {matrix};

@@ -21,7 +21,7 @@ using Integers = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu, nb::c_
 
 const Kernels& kernels_of(const std::string& level);
 Matrix matrix_of(const Array& array);
-Matrix quantised_of(const Array& codes, const Array& scales, int64_t columns);
+Matrix quantised_of(const Array& codes, const Array& scales, int64_t rows, int64_t columns);
 DType cache_type_of(const Array& array);
 
 namespace {
@@ -70,7 +70,8 @@ void linear(const std::string& level, int threads, bool rounds_to_bf16, Floats x
 }
 
 void linear_quantised(const std::string& level, int threads, Floats x, Array codes, Array scales, Output out) {
-    const Matrix matrix = quantised_of(codes, scales, x.shape(1));
+    need(x.ndim() == 2 && out.ndim() == 2, "x is [tokens, columns], out is [tokens, rows]");
+    const Matrix matrix = quantised_of(codes, scales, out.shape(1), x.shape(1));
     const Precision precision = matrix.type == DType::int8 ? Precision::int8 : Precision::int4;
     product(kernels_of(level), threads, precision, x, matrix, out);
 }

@@ -99,24 +99,24 @@ inline void zero_sums() {
     if constexpr (R > 1 && T > 1) _tile_zero(3);
 }
 
-// Tiles 0..3 += R·16 weight rows (tiles 4, 5) by T·16 tokens (6, 7), where tile 2·r + t has the sums of r and t. Dot names
-// the instruction for each, since tiles have names, not numbers. `ahead` is memory that is needed next.
-template <class Dot, int R, int T>
+// Tiles 0..3 += R·16 weight rows (tiles 4, 5) by T·16 tokens (6, 7), where tile 2·r + t has the sums of r and t. `ahead` is
+// memory that is needed next.
+template <int R, int T>
 inline void add_products(const char* weight, int64_t stride, const char* x, int64_t x_stride, int64_t steps,
                          const char* ahead) {
     for (int64_t step = 0; step < steps; ++step) {
         _tile_loadd(6, x + step * kTileBytes, 64);
         _tile_stream_loadd(4, weight + step * 64, stride);
-        Dot::sum_0();
+        _tile_dpbf16ps(0, 4, 6);
         if constexpr (T > 1) {
             _tile_loadd(7, x + x_stride + step * kTileBytes, 64);
-            Dot::sum_1();
+            _tile_dpbf16ps(1, 4, 7);
         }
         if constexpr (R > 1) {
             _tile_stream_loadd(5, weight + 16 * stride + step * 64, stride);
-            Dot::sum_2();
+            _tile_dpbf16ps(2, 5, 6);
         }
-        if constexpr (R > 1 && T > 1) Dot::sum_3();
+        if constexpr (R > 1 && T > 1) _tile_dpbf16ps(3, 5, 7);
         if (ahead) {
 #pragma GCC unroll 32
             for (int line = 0; line < R * 16; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T1);
@@ -125,18 +125,11 @@ inline void add_products(const char* weight, int64_t stride, const char* x, int6
     }
 }
 
-struct PairDot {
-    static void sum_0() { _tile_dpbf16ps(0, 4, 6); }
-    static void sum_1() { _tile_dpbf16ps(1, 4, 7); }
-    static void sum_2() { _tile_dpbf16ps(2, 5, 6); }
-    static void sum_3() { _tile_dpbf16ps(3, 5, 7); }
-};
-
 // sums[r][t] tiles of R·16 weight rows and T·16 tokens
 template <int R, int T>
 inline void tile_block(const char* weight, int64_t stride, const char* x, int64_t steps, const char* ahead, float* sums) {
     zero_sums<R, T>();
-    add_products<PairDot, R, T>(weight, stride, x, steps * kTileBytes, steps, ahead);
+    add_products<R, T>(weight, stride, x, steps * kTileBytes, steps, ahead);
     _tile_stored(0, sums, 64);
     if constexpr (T > 1) _tile_stored(1, sums + 256, 64);
     if constexpr (R > 1) _tile_stored(2, sums + T * 256, 64);

@@ -17,12 +17,25 @@ amx-bf16  bfloat16 in the order in which AMX tiles (TDPBF16PS) take their second
           so that element (r, c) is at [r//32][c//32][r%32//16][c%32//2][r%16][c%2]. A tile is 16 lines of 64 bytes,
           the two tiles of 32 rows lie side by side, and walking along the columns is walking along memory.
 
-int8      int8 codes [rows, columns], row-major, then zeros up to a multiple of 64 bytes, then a float32 scale per
-          row. value = code · scale, codes within ±127. Rows of a stack count through.
+int8-cells
+          int8 codes, a float32 scale per row; value = code · scale, codes within ±127. Columns padded with zeros to a
+          multiple of 64, rows (those of a stack count through) to one of 16, then the codes in cells of 16 rows by 4
+          columns (what an instruction multiplies: a lane per row, four columns of it side by side):
 
-int4      columns padded with zeros to groups of 32. Nibbles [rows, groups, 16], then zeros up to a multiple of 64
-          bytes, then float16 scales [rows, groups]. Byte j of a group holds element j in its low and element j + 16
-          in its high nibble, each as code + 8; value = code · scale, codes within ±7. Rows of a stack count through.
+              [rows/16][columns/4][16][4]
+
+          Behind them the scales [rows], those of rows that were added 0.
+
+int4-cells
+          the same with two codes per byte and a float16 scale per row and group of 32 columns, to multiples of which
+          columns are padded. Byte j of a group and row holds element j in its low and element j + 16 in its high
+          half, in two's complement; codes within ±7. These bytes lie in cells of 16 rows by 4 bytes, as those of
+          int8; behind them the scales as [rows/16][groups][16].
+
+int8, int4
+          as earlier releases wrote them, row by row; still read. int8: codes [rows, columns], zeros up to a multiple of
+          64 bytes, float32 scales [rows]. int4: bytes [rows, groups, 16] with each code + 8, zeros up to a multiple
+          of 64 bytes, float16 scales [rows, groups]. Rows of a stack count through.
 """
 
 from __future__ import annotations
@@ -43,10 +56,15 @@ NUMPY: dict[str, np.dtype[Any]] = {
     "f16": np.dtype("<f2"),
     "bf16": np.dtype("<u2"),  # numpy has none; the bits
 }
-LAYOUTS = ("plain", "amx-bf16", "int8", "int4")
+LAYOUTS = ("plain", "amx-bf16", "int8", "int4")  # of models: what one asks for
+CELLS = {"int8": "int8-cells", "int4": "int4-cells"}  # how the matrices of such a model are written
+MATRIX_LAYOUTS = (*LAYOUTS, *CELLS.values())  # of matrices: what can be read
 SCALE_ALIGNMENT = 64
 GROUP = 32  # columns that share a scale in int4
 TILE = 32  # rows and columns of a block of amx-bf16
+CELL = 16  # rows of a cell
+PACKED_BYTES = 2**21  # of values that are packed at a time
+CELL_COLUMNS = 64  # to a multiple of which the columns of int8 cells are padded
 
 
 def packed_bytes(layout: str, dtype: str, shape: tuple[int, ...]) -> int:
@@ -56,11 +74,11 @@ def packed_bytes(layout: str, dtype: str, shape: tuple[int, ...]) -> int:
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if layout == "amx-bf16":
         return math.prod(shape[:-2]) * _up(shape[-2], TILE) * _up(columns, TILE) * 2
-    if layout == "int8":
-        return _up(rows * columns, SCALE_ALIGNMENT) + 4 * rows
-    assert layout == "int4", layout
-    groups = -(-columns // GROUP)
-    return _up(rows * groups * GROUP // 2, SCALE_ALIGNMENT) + 2 * rows * groups
+    coding = coding_of(layout, columns)
+    if layout in CELLS.values():
+        return _num_blocks(shape) * CELL * (coding.row_bytes + coding.groups * coding.scale_type.itemsize)
+    width = columns if layout == "int8" else coding.row_bytes
+    return _up(rows * width, SCALE_ALIGNMENT) + rows * coding.groups * coding.scale_type.itemsize
 
 
 class Packer(Protocol):
@@ -78,7 +96,8 @@ def packer(layout: str, dtype: str, shape: tuple[int, ...]) -> Packer:
         return _PlainPacker(dtype)
     if layout == "amx-bf16":
         return _TilePacker(shape)
-    return _ScaledPacker(quantised_as(layout, shape[-1]))
+    assert layout in CELLS.values(), f"{layout} is read, not written"
+    return _CellPacker(coding_of(layout, shape[-1]), math.prod(shape[:-1]))
 
 
 def pack(layout: str, dtype: str, values: Float32) -> Array:
@@ -94,9 +113,9 @@ def unpack(layout: str, dtype: str, shape: tuple[int, ...], data: memoryview) ->
         return _widen(np.frombuffer(data, NUMPY[dtype]), dtype).reshape(shape)
     if layout == "amx-bf16":
         return _widen(unpack_tiles(shape, data), "bf16")
-    quantised = quantised_as(layout, shape[-1])
-    codes, scales = quantised.split(math.prod(shape[:-1]), data)
-    return quantised.dequantise(quantised.unpack(codes), scales).reshape(shape)
+    coding = coding_of(layout, shape[-1])
+    packed, scales = (_from_cells if layout in CELLS.values() else _from_rows)(coding, shape, data)
+    return coding.dequantise(coding.unpack(packed), scales).reshape(shape)
 
 
 def unpack_tiles(shape: tuple[int, ...], data: memoryview) -> npt.NDArray[np.uint16]:
@@ -137,75 +156,109 @@ class _PlainPacker:
         return iter(())
 
 
-class _TilePacker:
-    """Keeps at most 31 rows until their block is full or their matrix ends."""
+class _Blocks:
+    """Whole blocks of rows, and what ends a matrix, filled up with zeros; keeps less than a block until it is full."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._matrix_rows, columns = shape[-2:]
-        self._padded_columns = _up(columns, TILE)
-        self._held = np.zeros((0, self._padded_columns), np.uint16)
+    def __init__(self, block_rows: int, matrix_rows: int) -> None:
+        self._block_rows = block_rows
+        self._matrix_rows = matrix_rows
+        self._held: Array | None = None
         self._row = 0  # of the matrix, where the held rows begin
 
-    def rows(self, values: Float32) -> Iterator[Array]:
-        bits = bfloat16_bits(values)
-        bits = np.pad(bits, ((0, 0), (0, self._padded_columns - bits.shape[1])))
-        held = np.concatenate([self._held, bits])
-        while len(held) >= (take := self._settled(len(held))) > 0:
-            yield self._tiles(held[:take])
+    def take(self, rows: Array) -> Iterator[Array]:
+        """Not more than some MiB at a time: who packs them makes several copies."""
+        held = rows if self._held is None or len(self._held) == 0 else np.concatenate([self._held, rows])
+        most = max(PACKED_BYTES // (rows.shape[1] * rows.itemsize), self._block_rows)
+        while (take := self._settled(min(len(held), most))) > 0:
+            yield np.pad(held[:take], ((0, -take % self._block_rows), (0, 0)))
             held = held[take:]
             self._row = (self._row + take) % self._matrix_rows
         self._held = held.copy()
 
-    def finish(self) -> Iterator[Array]:
-        assert len(self._held) == 0, "a matrix ended early"
-        return iter(())
+    def finish(self) -> None:
+        assert self._held is None or len(self._held) == 0, "a matrix ended early"
 
     def _settled(self, available: int) -> int:
         """Rows that can be written: whole blocks, and whatever ends the matrix; 0 = none yet."""
         left = self._matrix_rows - self._row
-        return left if available >= left else available - available % TILE
+        return left if available >= left else available - available % self._block_rows
+
+
+class _TilePacker:
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._blocks = _Blocks(TILE, shape[-2])
+        self._padded_columns = _up(shape[-1], TILE)
+
+    def rows(self, values: Float32) -> Iterator[Array]:
+        bits = bfloat16_bits(values)
+        bits = np.pad(bits, ((0, 0), (0, self._padded_columns - bits.shape[1])))
+        yield from (self._tiles(rows) for rows in self._blocks.take(bits))
+
+    def finish(self) -> Iterator[Array]:
+        self._blocks.finish()
+        return iter(())
 
     def _tiles(self, rows: Array) -> Array:
-        rows = np.pad(rows, ((0, -len(rows) % TILE), (0, 0)))
         blocks = rows.reshape(len(rows) // TILE, 2, 16, self._padded_columns // TILE, 16, 2)
         return _bytes(np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 2, 5)))
 
 
+class _CellPacker:
+    """Codes go out as they come, scales are kept to the end: 1/8 of the codes of int4, far less of int8."""
+
+    def __init__(self, coding: Coding, num_rows: int) -> None:
+        self._coding = coding
+        self._blocks = _Blocks(CELL, num_rows)
+        self._scales: list[Array] = []
+
+    def rows(self, values: Float32) -> Iterator[Array]:
+        for block in self._blocks.take(values):
+            quantised = self._coding.quantise(block)
+            self._scales.append(_by_block(quantised.scales))
+            yield _bytes(_by_block(self._coding.pack(quantised.codes).view(np.uint32)))
+
+    def finish(self) -> Iterator[Array]:
+        self._blocks.finish()
+        yield from (_bytes(scales) for scales in self._scales)
+
+
 class Quantised(NamedTuple):
-    codes: npt.NDArray[np.int8]  # [rows, columns], columns padded where the layout pads
-    scales: Array  # float32 [rows], or float16 [rows, groups]
+    codes: npt.NDArray[np.int8]  # [rows, columns], columns padded to groups where there are groups
+    scales: Array  # float32 [rows, 1], or float16 [rows, groups]
 
 
 class Int8:
+    groups = 1
+    scale_type = np.dtype("<f4")
+
     def __init__(self, columns: int) -> None:
         self.columns = columns
+        self.row_bytes = _up(columns, CELL_COLUMNS)
 
     def quantise(self, values: Float32) -> Quantised:
         """Symmetric, to the nearest code; a row of zeros has scale 0."""
-        scales = (np.abs(values).max(axis=1, initial=0.0) / 127).astype(np.float32)
-        return Quantised(_nearest(values, scales[:, None], 127), scales)
+        scales = (np.abs(values).max(axis=1, initial=0.0) / 127).astype("<f4")[:, None]
+        return Quantised(_nearest(values, scales, 127), scales)
 
     def dequantise(self, codes: npt.NDArray[np.int8], scales: Array) -> Float32:
-        values: Float32 = codes.astype(np.float32) * scales[:, None]
+        values: Float32 = codes.astype(np.float32) * scales
         return values
 
     def pack(self, codes: npt.NDArray[np.int8]) -> Array:
-        return _bytes(codes)
+        """Bytes of rows [rows, row_bytes], not in cells yet."""
+        return np.pad(codes, ((0, 0), (0, self.row_bytes - self.columns))).view(np.uint8)
 
-    def unpack(self, data: Array) -> npt.NDArray[np.int8]:
-        return data.view(np.int8).reshape(-1, self.columns)
-
-    def split(self, rows: int, data: memoryview) -> tuple[Array, Array]:
-        """Codes (still packed) and scales as views of the bytes of a tensor."""
-        size = rows * self.columns
-        codes = np.frombuffer(data, np.uint8, size)
-        return codes, np.frombuffer(data, "<f4", rows, _up(size, SCALE_ALIGNMENT))
+    def unpack(self, packed: Array) -> npt.NDArray[np.int8]:
+        return packed.view(np.int8)[:, : self.columns]
 
 
 class Int4:
+    scale_type = np.dtype("<f2")
+
     def __init__(self, columns: int) -> None:
         self.columns = columns
         self.groups = -(-columns // GROUP)
+        self.row_bytes = self.groups * GROUP // 2
 
     def quantise(self, values: Float32) -> Quantised:
         """Symmetric per group. The scale is rounded to float16 before the codes are chosen, so that these are the
@@ -221,54 +274,75 @@ class Int4:
         return np.ascontiguousarray(grouped.reshape(len(codes), -1)[:, : self.columns])
 
     def pack(self, codes: npt.NDArray[np.int8]) -> Array:
-        grouped = (codes + np.int8(8)).view(np.uint8).reshape(-1, self.groups, GROUP)
-        return _bytes(grouped[:, :, : GROUP // 2] | grouped[:, :, GROUP // 2 :] << np.uint8(4))
+        """Bytes of rows [rows, row_bytes], not in cells yet."""
+        grouped = codes.view(np.uint8).reshape(-1, self.groups, GROUP)
+        low, high = grouped[:, :, : GROUP // 2], grouped[:, :, GROUP // 2 :]
+        return np.ascontiguousarray((low & np.uint8(15)) | (high << np.uint8(4))).reshape(len(codes), -1)
 
-    def unpack(self, data: Array) -> npt.NDArray[np.int8]:
-        grouped = data.reshape(-1, self.groups, GROUP // 2)
-        nibbles = np.concatenate([grouped & np.uint8(15), grouped >> np.uint8(4)], axis=2)
-        codes: npt.NDArray[np.int8] = nibbles.view(np.int8).reshape(-1, self.groups * GROUP) - np.int8(8)
+    def unpack(self, packed: Array) -> npt.NDArray[np.int8]:
+        grouped = packed.reshape(-1, self.groups, GROUP // 2)
+        high = grouped.view(np.int8) >> np.int8(4)
+        low = (grouped << np.uint8(4)).view(np.int8) >> np.int8(4)
+        codes: npt.NDArray[np.int8] = np.concatenate([low, high], axis=2).reshape(len(packed), -1)
         return codes
 
-    def split(self, rows: int, data: memoryview) -> tuple[Array, Array]:
-        """Codes (still packed) and scales as views of the bytes of a tensor."""
-        count = rows * self.groups
-        size = count * GROUP // 2
-        scales = np.frombuffer(data, "<f2", count, _up(size, SCALE_ALIGNMENT))
-        return np.frombuffer(data, np.uint8, size), scales.reshape(rows, self.groups)
+
+Coding = Int8 | Int4
+
+
+def coding_of(layout: str, columns: int) -> Coding:
+    return Int8(columns) if layout.startswith("int8") else Int4(columns)
 
 
 def codes_and_scales(layout: str, shape: tuple[int, int], data: memoryview) -> tuple[Array, Array]:
-    """A packed matrix as kernels take it, no copy: int8 [rows, columns] and float32 [rows], or pairs of int4 as
-    uint8 [rows, 16 per group] and float16 [rows, groups]."""
-    rows, columns = shape
-    codes, scales = quantised_as(layout, columns).split(rows, data)
-    return codes.view(np.int8 if layout == "int8" else np.uint8).reshape(rows, -1), scales
+    """A matrix in cells as kernels take it, no copy: int8 codes [rows/16, 16 · columns] and float32 [rows], or pairs of
+    int4 as uint8 [rows/16, 256 per group] and float16 [rows/16, groups, 16]."""
+    coding, blocks = coding_of(layout, shape[-1]), _num_blocks(shape)
+    size = blocks * CELL * coding.row_bytes
+    codes = np.frombuffer(data, np.int8 if isinstance(coding, Int8) else np.uint8, size)
+    scales = np.frombuffer(data, coding.scale_type, blocks * CELL * coding.groups, size)
+    return codes.reshape(blocks, -1), scales
 
 
-def quantised_as(layout: str, columns: int) -> Int8 | Int4:
-    assert layout in ("int8", "int4"), layout
-    return Int8(columns) if layout == "int8" else Int4(columns)
+def to_cells(layout: str, shape: tuple[int, int], data: memoryview) -> memoryview:
+    """A copy of a matrix that an earlier release wrote row by row (int8, int4), as this one writes it: same codes."""
+    coding = coding_of(layout, shape[-1])
+    packed, scales = _from_rows(coding, shape, data)
+    codes = coding.pack(coding.unpack(packed))
+    padding = ((0, -len(codes) % CELL), (0, 0))
+    parts = [_by_block(np.pad(codes, padding).view(np.uint32)), _by_block(np.pad(scales, padding))]
+    return memoryview(np.concatenate([_bytes(part) for part in parts]))
 
 
-class _ScaledPacker:
-    """Codes go out as they come, scales are kept to the end: 1/8 of the nibbles of int4, far less of int8."""
+def _by_block(rows: Array) -> Array:
+    """[rows, n] as [rows/16, n, 16]; there and, of [blocks, n, 16], back."""
+    return rows.reshape(-1, CELL, rows.shape[-1]).transpose(0, 2, 1)
 
-    def __init__(self, layout: Int8 | Int4) -> None:
-        self._layout = layout
-        self._scales: list[Array] = []
-        self._written = 0
 
-    def rows(self, values: Float32) -> Iterator[Array]:
-        quantised = self._layout.quantise(values)
-        self._scales.append(quantised.scales)
-        data = self._layout.pack(quantised.codes)
-        self._written += data.size
-        yield data
+def _from_cells(coding: Coding, shape: tuple[int, ...], data: memoryview) -> tuple[Array, Array]:
+    """Bytes of rows [rows, row_bytes] and scales [rows, groups]."""
+    blocks, rows = _num_blocks(shape), math.prod(shape[:-1])
+    size = blocks * CELL * coding.row_bytes
+    words = np.frombuffer(data, np.uint32, size // 4).reshape(blocks, -1, CELL)
+    lanes = np.frombuffer(data, coding.scale_type, blocks * CELL * coding.groups, size).reshape(blocks, -1, CELL)
+    packed, scales = (
+        np.ascontiguousarray(part.transpose(0, 2, 1).reshape(blocks * CELL, -1)[:rows]) for part in (words, lanes)
+    )
+    return packed.view(np.uint8), scales
 
-    def finish(self) -> Iterator[Array]:
-        yield np.zeros(-self._written % SCALE_ALIGNMENT, np.uint8)
-        yield from (_bytes(scales) for scales in self._scales)
+
+def _from_rows(coding: Coding, shape: tuple[int, ...], data: memoryview) -> tuple[Array, Array]:
+    """The same of a matrix as earlier releases wrote it."""
+    rows = math.prod(shape[:-1])
+    width = coding.columns if isinstance(coding, Int8) else coding.row_bytes
+    packed = np.frombuffer(data, np.uint8, rows * width).reshape(rows, width)
+    offset = _up(rows * width, SCALE_ALIGNMENT)
+    scales = np.frombuffer(data, coding.scale_type, rows * coding.groups, offset).reshape(rows, coding.groups)
+    return (packed if isinstance(coding, Int8) else packed ^ np.uint8(0x88)), scales
+
+
+def _num_blocks(shape: tuple[int, ...]) -> int:
+    return -(-math.prod(shape[:-1]) // CELL)
 
 
 def _nearest(values: Float32, scales: Float32, limit: int) -> npt.NDArray[np.int8]:

@@ -45,8 +45,8 @@ def test_wrong_products_are_noticed_and_the_model_is_unpacked(
     monkeypatch.setattr(trust, "select", lambda level: broken)
     trust.trusted_layouts.cache_clear()
     try:
-        assert trust.trusted_layouts(NATIVE[-1], READABLE_LAYOUTS) == ("int4",)
-        assert "wrong products of int8" in caplog.text
+        assert trust.trusted_layouts(NATIVE[-1], READABLE_LAYOUTS) == ("int4-cells",)
+        assert "wrong products of int8-cells" in caplog.text
         card = Catalogue(tmp_path).pull(str(tiny_folder("llama")), layout="int8", dtype="f32")
         executor = CpuExecutor(open_checkpoint(card.path), ExecutorConfig(kv_bytes=1 << 20, block_size=4))
         assert executor.copied_bytes > card.size_bytes  # floats of its own

@@ -6,13 +6,12 @@ import random
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dovetail.engine.native_model import READABLE_LAYOUTS
-from dovetail.layouts import quantised_as
+from dovetail.layouts import codes_and_scales, pack, unpack
 from dovetail.native import levels
 from dovetail.native.dispatch import load_kernels
 
@@ -87,10 +86,10 @@ SHAPES = [(64, 64), (48, 576), (17, 96), (100, 70), (1, 33), (259, 160), (33, 1)
 
 def quantise(weight: Tensor, layout: str) -> tuple[Any, Any, Tensor]:
     """Codes and scales as the store keeps them, and the values they stand for."""
-    form = quantised_as(layout, weight.shape[1])
-    made = form.quantise(weight.numpy())
-    codes = form.pack(made.codes).reshape(len(weight), -1).view(np.int8 if layout == "int8" else np.uint8)
-    return codes, made.scales, torch.from_numpy(form.dequantise(made.codes, made.scales))
+    shape = (weight.shape[0], weight.shape[1])
+    data = memoryview(pack(layout, "f32", weight.numpy()))
+    codes, scales = codes_and_scales(layout, shape, data)
+    return codes, scales, torch.from_numpy(unpack(layout, "f32", shape, data))
 
 
 def digit_step(x: Tensor) -> Tensor:
@@ -138,6 +137,16 @@ def test_a_quantised_row_gets_the_same_numbers_alone_and_in_company(
     for token in (0, 5, 16, 47, 69):
         kernels.linear_quantised(level, 1, x[token : token + 1].clone(), codes, scales, alone)
         assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("layout", READABLE_LAYOUTS)
+def test_quantised_products_are_the_same_numbers_on_every_level(kernels: ModuleType, layout: str) -> None:
+    codes, scales, _ = quantise(draw(83, 352, seed=1), layout)
+    x = with_outliers(draw(21, 352, seed=2))
+    found = [torch.empty(21, 83) for _ in LEVELS]
+    for level, out in zip(LEVELS, found, strict=True):
+        kernels.linear_quantised(level, 2, x, codes, scales, out)
+    assert all(torch.equal(found[0], out) for out in found)
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,12 +15,15 @@ from store_builders import flat, stored
 from tiny import save_tiny
 from tiny_gguf import Q, save_tiny_gguf
 
-from dovetail.engine.native_model import READABLE_LAYOUTS
+from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.errors import UnsupportedModel
-from dovetail.layouts import unpack
+from dovetail.layouts import CELLS, codes_and_scales, unpack
 from dovetail.native import levels
+from dovetail.node.ports import HostTensor
 from dovetail.store import Catalogue, open_checkpoint
 from dovetail.store.arrange import bounds
+from dovetail.store.catalogue import _has_form
+from dovetail.store.pull import Form, Pull
 
 TinyFolder = Callable[[str], Path]
 FAMILIES = ["llama", "llama_bias", "qwen3", "gemma2", "opt", "mixtral"]
@@ -28,7 +32,10 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
 
 def logits(path: Path, dtype: str = "f32", weights: str = "resident", level: str = "auto") -> torch.Tensor:
     """`resident` fuses what lies apart in either, so that both make the same matrix products."""
-    executor = make_executor(path, dtype=dtype, weights=weights, level=level)
+    return computed(make_executor(path, dtype=dtype, weights=weights, level=level))
+
+
+def computed(executor: CpuExecutor) -> torch.Tensor:
     try:
         return torch.stack(logits_of(executor, TOKENS, [7, 8]))
     finally:
@@ -110,7 +117,7 @@ def test_the_engine_computes_from_packed_weights(
     model = stored(tiny_folder(family), tmp_path, layout=layout)
     kinds = {entry.name: (entry.dtype, entry.layout) for entry in model.manifest.tensors}
     assert kinds["layers.0.attn_norm.weight"] == ("f32", "plain")
-    assert kinds["layers.0.out.weight"][1] == layout
+    assert kinds["layers.0.out.weight"][1] == CELLS.get(layout, layout)
     executor = make_executor(model.path, level="torch")
     assert 0 < executor.copied_bytes < executor.weight_bytes  # what is plain stays in place
     executor.close()
@@ -123,13 +130,13 @@ def test_the_engine_computes_from_packed_weights(
 
 @pytest.mark.parametrize("level", levels()[1:])
 @pytest.mark.parametrize("family", ["qwen3", "llama_bias", "opt"])  # tied; untied; with biases and learned positions
-@pytest.mark.parametrize("layout", READABLE_LAYOUTS)
+@pytest.mark.parametrize("layout", CELLS)
 def test_quantised_weights_are_multiplied_where_they_lie(
     layout: str, family: str, level: str, tiny_folder: TinyFolder, tmp_path: Path
 ) -> None:
     model = stored(tiny_folder(family), tmp_path, layout=layout)
     head = "embed.weight" if model.spec.tied_embeddings else "lm_head.weight"
-    assert next(entry.layout for entry in model.manifest.tensors if entry.name == head) == "int8"
+    assert next(entry.layout for entry in model.manifest.tensors if entry.name == head) == "int8-cells"
     executor = make_executor(model.path, level=level)
     biases = sum(np.prod(shape) for name, shape in model.spec.tensors() if name.endswith(".bias"))
     assert executor.copied_bytes <= 4 * biases
@@ -141,7 +148,7 @@ def test_quantised_weights_are_multiplied_where_they_lie(
 
 @pytest.mark.parametrize("level", levels()[1:])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("layout", READABLE_LAYOUTS)
+@pytest.mark.parametrize("layout", CELLS)
 def test_quantised_experts_are_multiplied_where_they_lie(layout: str, family: str, level: str, tmp_path: Path) -> None:
     """Every token takes every expert, or rounding might choose others."""
     count = {"mixtral": 5, "qwen3_moe": 6}[family]
@@ -153,6 +160,61 @@ def test_quantised_experts_are_multiplied_where_they_lie(layout: str, family: st
     exact = logits(model.path, level="torch")
     error = (logits(model.path, level=level) - exact).norm() / exact.norm()
     assert 0 < error < 0.03
+
+
+class ByRows:
+    """A checkpoint whose quantised matrices lie as earlier releases wrote them."""
+
+    in_place = True
+
+    def __init__(self, model: Any) -> None:
+        self.spec, self._model = model.spec, model
+
+    def pieces(self, name: str) -> list[HostTensor]:
+        (piece,) = self._model.pieces(name)
+        if piece.layout not in CELLS.values():
+            return [piece]
+        layout = next(old for old, new in CELLS.items() if new == piece.layout)
+        codes, scales = codes_and_scales(piece.layout, piece.shape, piece.data)
+        (rows, columns), blocks = piece.shape, len(codes)
+        packed, lanes = (
+            np.ascontiguousarray(part.reshape(blocks, -1, 16).transpose(0, 2, 1).reshape(blocks * 16, -1)[:rows])
+            for part in (codes.view(np.uint32), scales)
+        )
+        data = packed.view(np.uint8)[:, :columns] if layout == "int8" else packed.view(np.uint8) ^ np.uint8(0x88)
+        flat = data.reshape(-1)
+        old = np.concatenate([flat, np.zeros(-flat.size % 64, np.uint8), lanes.reshape(-1).view(np.uint8)])
+        return [HostTensor(piece.dtype, piece.shape, memoryview(old), layout)]
+
+    def close(self) -> None:
+        self._model.close()
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("layout", CELLS)
+def test_weights_of_an_earlier_release_give_the_same_numbers(
+    layout: str, level: str, tiny_folder: TinyFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = stored(tiny_folder("qwen3"), tmp_path, layout=layout)
+    config = ExecutorConfig(kv_bytes=1 << 24, block_size=4, dtype="f32", level=level)
+    old = CpuExecutor(ByRows(open_checkpoint(model.path)), config)
+    old.resize(old.max_blocks)
+    assert torch.equal(computed(old), logits(model.path, level=level))
+    assert ("pull the model again" in caplog.text) == (level != "torch")
+
+
+def test_a_pull_of_a_model_of_an_earlier_release_writes_it_anew(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    catalogue, source = Catalogue(tmp_path), str(tiny_folder("qwen3"))
+    catalogue.pull(source, layout="int8", dtype="f32")
+    (entry,) = catalogue.entries()
+    form = Pull(catalogue.place, source, None, Form("f32", "int8"))
+    assert _has_form(entry, form)
+    tensors = tuple(
+        msgspec.structs.replace(tensor, layout=tensor.layout.removesuffix("-cells"))
+        for tensor in entry.manifest.tensors
+    )
+    earlier = entry._replace(manifest=msgspec.structs.replace(entry.manifest, tensors=tensors))
+    assert not _has_form(earlier, form)
 
 
 def test_a_stored_model_can_be_pulled_into_another_form(tiny_folder: TinyFolder, tmp_path: Path) -> None:

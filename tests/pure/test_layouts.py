@@ -9,7 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.layouts import LAYOUTS, Int4, Int8, bfloat16_bits, pack, packed_bytes, packer, unpack, unpack_tiles
+from dovetail.layouts import (
+    CELLS,
+    Int4,
+    Int8,
+    bfloat16_bits,
+    codes_and_scales,
+    pack,
+    packed_bytes,
+    packer,
+    to_cells,
+    unpack,
+    unpack_tiles,
+)
+
+WRITTEN = ("plain", "amx-bf16", *CELLS.values())
 
 SHAPES = st.one_of(
     st.tuples(st.integers(1, 70), st.integers(1, 70)),
@@ -23,7 +37,7 @@ def random_values(shape: tuple[int, ...], seed: int) -> Any:
     return (generator.standard_normal(shape) * scale).astype(np.float32)
 
 
-@given(shape=SHAPES, seed=st.integers(0, 2**32), layout=st.sampled_from(LAYOUTS))
+@given(shape=SHAPES, seed=st.integers(0, 2**32), layout=st.sampled_from(WRITTEN))
 @settings(max_examples=150, deadline=None)
 def test_what_is_packed_in_parts_is_what_is_packed_at_once(shape: tuple[int, ...], seed: int, layout: str) -> None:
     values = random_values(shape, seed)
@@ -66,8 +80,8 @@ def test_codes_come_back_exactly_and_values_within_half_a_step(rows: int, column
     # Rounding a scale to float16 can cut off up to 2⁻¹¹ of the largest value, which is 7 steps; below 2⁻¹⁴ more.
     slack = 1e-5 if wide else 7 * 2.0**-11
     assert (np.abs(back - values) <= step[:, :columns] * (0.5 + slack) + (0 if wide else 7 * 2.0**-25)).all()
-    packed = pack("int8" if wide else "int4", "f32", values)
-    name = "int8" if wide else "int4"
+    name = CELLS["int8" if wide else "int4"]
+    packed = pack(name, "f32", values)
     np.testing.assert_array_equal(unpack(name, "f32", (rows, columns), memoryview(packed)), back)
 
 
@@ -82,31 +96,76 @@ def test_an_element_of_amx_bf16_lies_where_the_specification_says() -> None:
     assert array.astype(np.int64).sum() == bits.astype(np.int64).sum()  # the rest is zeros
 
 
-def test_elements_of_int4_lie_where_the_specification_says() -> None:
-    values = np.zeros((2, 40), np.float32)
-    values[1, :7] = [7, -7, 1, 2, 3, -1, 0]
-    values[1, 16], values[1, 39] = -3, 0.5
-    packed = pack("int4", "f32", values)
-    nibbles, scales = packed[:64].reshape(2, 2, 16), packed[64:].view("<f2").reshape(2, 2)
-    assert list(nibbles[1, 0, :7] & 15) == [15, 1, 9, 10, 11, 7, 8]
-    assert nibbles[1, 0, 0] >> 4 == 8 - 3  # element 16
-    assert nibbles[1, 1, 7] & 15 == 15  # element 39 of the second group, alone in it
-    assert scales[1, 0] == 1
-    assert scales[1, 1] == np.float16(0.5 / 7)
-    assert (scales[0] == 0).all()
-    assert (nibbles[0] == 0x88).all()
+def test_elements_of_int8_cells_lie_where_the_specification_says() -> None:
+    rows, columns = 21, 70
+    values = np.random.default_rng(3).integers(-126, 127, (rows, columns)).astype(np.float32)
+    values[:, 0] = 127
+    packed = pack("int8-cells", "f32", values)
+    cells, scales = packed[: 32 * 128].view(np.int8).reshape(2, 32, 16, 4), packed[32 * 128 :].view("<f4")
+    for r in range(rows):
+        for c in range(columns):
+            assert cells[r // 16][c // 4][r % 16][c % 4] == values[r, c]
+    assert cells.astype(int).sum() == values.sum()  # the rest is zeros
+    assert list(scales) == [1] * rows + [0] * 11
+
+
+def test_elements_of_int4_cells_lie_where_the_specification_says() -> None:
+    rows, columns = 18, 40
+    values = np.random.default_rng(4).integers(-6, 7, (rows, columns)).astype(np.float32)
+    values[:, [0, 32]] = 7
+    values[3, 32:] = [0.5] + [0] * 7
+    packed = pack("int4-cells", "f32", values)
+    cells, scales = packed[:1024].reshape(2, 2, 4, 16, 4), packed[1024:].view("<f2").reshape(2, 2, 16)
+    for r in range(rows):
+        for c in range(columns):
+            byte = int(cells[r // 16][c // 32][c % 16 // 4][r % 16][c % 4])
+            code = (byte >> 4 if c % 32 >= 16 else byte & 15) ^ 8
+            assert (code - 8) * float(scales[r // 16][c // 32][r % 16]) == pytest.approx(values[r, c], rel=1e-3)
+    assert scales[0, 1, 3] == np.float16(0.5 / 7)
+    assert (scales[1, :, 2:] == 0).all()
+    assert (cells[1, :, :, 2:] == 0).all()
+
+
+def by_rows(layout: str, values: Any) -> Any:
+    """As earlier releases wrote it."""
+    form = Int8(values.shape[1]) if layout == "int8" else Int4(values.shape[1])
+    codes, scales = form.quantise(values)
+    data = codes.view(np.uint8) if layout == "int8" else form.pack(codes) ^ np.uint8(0x88)
+    flat = data.reshape(-1)
+    return np.concatenate([flat, np.zeros(-flat.size % 64, np.uint8), scales.reshape(-1).view(np.uint8)])
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (21, 70), (1, 33), (50, 96)])
+@pytest.mark.parametrize("layout", list(CELLS))
+def test_what_an_earlier_release_wrote_row_by_row_is_read_and_can_be_put_into_cells(
+    layout: str, shape: tuple[int, int]
+) -> None:
+    values = random_values(shape, 7)
+    old = by_rows(layout, values)
+    assert old.nbytes == packed_bytes(layout, "f32", shape)
+    new = pack(CELLS[layout], "f32", values)
+    np.testing.assert_array_equal(
+        unpack(layout, "f32", shape, memoryview(old)), unpack(CELLS[layout], "f32", shape, memoryview(new))
+    )
+    np.testing.assert_array_equal(to_cells(layout, shape, memoryview(old)), new)
+
+
+def test_kernels_take_cells_where_they_lie() -> None:
+    for layout in CELLS.values():
+        data = pack(layout, "f32", random_values((40, 96), 8))
+        assert all(np.shares_memory(part, data) for part in codes_and_scales(layout, (40, 96), memoryview(data)))
 
 
 def test_rows_that_overflow_or_are_zero_do_no_harm() -> None:
     values = np.array([[0.0] * 32, [1e30] * 32, [np.nan] + [1.0] * 31], np.float32)
-    for layout in ("int8", "int4"):
+    for layout in CELLS.values():
         with np.errstate(all="ignore"):
             back = unpack(layout, "f32", values.shape, memoryview(pack(layout, "f32", values)))
         assert (back[0] == 0).all()
         assert np.isfinite(back[1]).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WRITTEN)
 def test_experts_are_packed_each_for_itself_or_row_by_row(layout: str) -> None:
     values = random_values((3, 33, 40), 5)
     whole = unpack(layout, "bf16", values.shape, memoryview(pack(layout, "bf16", values)))

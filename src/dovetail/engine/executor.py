@@ -6,6 +6,7 @@ in one process without knowing of each other.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -23,10 +24,13 @@ from dovetail.engine.sampler import sample
 from dovetail.engine.trust import trusted_layouts
 from dovetail.engine.weights import Kind, Weights, from_read_only_memory
 from dovetail.errors import ConfigError, OutOfMemory
+from dovetail.layouts import CELLS
 from dovetail.modelspec import KvKind, ModelSpec
 from dovetail.native import TORCH, Ops, select
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Outcome, Turn, TurnRow
+
+log = logging.getLogger("dovetail.engine")
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True):
@@ -98,7 +102,7 @@ def serves_as_stored(dtype: str, form: str) -> bool:
     ops = _ops(TORCH_DTYPES[dtype], "auto")
     if form == dtype or ops.kernels is None:
         return form == dtype
-    return form == "bf16" or (form in READABLE_LAYOUTS and form in trusted_layouts(ops.level, READABLE_LAYOUTS))
+    return form == "bf16" or CELLS.get(form) in trusted_layouts(ops.level, READABLE_LAYOUTS)
 
 
 def _ops(dtype: torch.dtype, level: str) -> Ops:
@@ -110,7 +114,10 @@ def _weights(checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -
     if ops.kernels is None:
         return Weights(checkpoint, dtype, kind, ops)
     # The native kernels widen bf16 as they read it: exact, and half the bytes.
-    is_quantised = checkpoint.pieces("layers.0.out.weight")[0].layout in READABLE_LAYOUTS
+    layout = checkpoint.pieces("layers.0.out.weight")[0].layout
+    if layout in CELLS:
+        log.warning("weights are in the order of an earlier release and are copied at the start; pull the model again")
+    is_quantised = CELLS.get(layout, layout) in READABLE_LAYOUTS
     layouts = trusted_layouts(ops.level, READABLE_LAYOUTS) if is_quantised else ()
     return Weights(checkpoint, dtype, kind, ops, {torch.bfloat16, dtype}, layouts)
 

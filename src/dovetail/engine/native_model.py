@@ -16,10 +16,11 @@ from torch import Tensor
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.rope import Rope
 from dovetail.engine.weights import Weights
+from dovetail.layouts import CELLS
 from dovetail.modelspec import ModelSpec
 from dovetail.sched.turn import Turn, TurnRow
 
-READABLE_LAYOUTS = ("int8", "int4")  # besides plain
+READABLE_LAYOUTS = tuple(CELLS.values())  # besides plain
 
 
 def can_run(dtype: torch.dtype) -> bool:
@@ -49,7 +50,7 @@ class NativeModel:
         pieces = _pieces(weights, name) if quantised is None else []
         for each in names:
             if quantised is not None:
-                self._model.add_quantised(each, quantised.codes, quantised.scales, quantised.columns)
+                self._model.add_quantised(each, quantised.codes, quantised.scales, *quantised.shape)
             else:
                 self._model.add(each, pieces)
 

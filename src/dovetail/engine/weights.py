@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dovetail.engine.dtypes import TORCH_DTYPES
-from dovetail.layouts import Array, codes_and_scales, unpack
+from dovetail.layouts import CELLS, Array, codes_and_scales, to_cells, unpack
 from dovetail.native import Ops
 from dovetail.node.ports import Checkpoint, HostTensor
 
@@ -53,7 +53,7 @@ class QuantisedMatrix(NamedTuple):
 
     codes: Array  # see `layouts.codes_and_scales`
     scales: Array
-    columns: int
+    shape: tuple[int, int]
 
 
 class Weights:
@@ -125,15 +125,19 @@ class Weights:
         """A matrix as it is stored, or a stack of them with all their rows; None unless the kernels read its layout.
         What is packed lies in one piece."""
         piece, *others = self._checkpoint.pieces(name)
-        if others or piece.layout not in self._readable_layouts:
+        layout = CELLS.get(piece.layout, piece.layout)
+        if others or layout not in self._readable_layouts:
             return None
         rows, columns = math.prod(piece.shape[:-1]), piece.shape[-1]
-        codes, scales = codes_and_scales(piece.layout, (rows, columns), piece.data)
-        self.num_bytes += len(piece.data)
+        by_rows = piece.layout in CELLS  # by an earlier release
+        data = to_cells(layout, (rows, columns), piece.data) if by_rows else piece.data
+        codes, scales = codes_and_scales(layout, (rows, columns), data)
+        self.num_bytes += len(data)
+        if by_rows or self.kind != "mapped":
+            self.copied_bytes += len(data)
         if self.kind == "mapped":
-            return QuantisedMatrix(codes, scales, columns)
-        self.copied_bytes += len(piece.data)
-        return QuantisedMatrix(codes.copy(), scales.copy(), columns)
+            return QuantisedMatrix(codes, scales, (rows, columns))
+        return QuantisedMatrix(codes.copy(), scales.copy(), (rows, columns))
 
     def _matrix_dtype(self, name: str) -> torch.dtype:
         pieces = self._checkpoint.pieces(name)

@@ -13,7 +13,7 @@ import math
 from typing import NamedTuple
 
 from dovetail.errors import UnsupportedModel
-from dovetail.layouts import packed_bytes
+from dovetail.layouts import CELLS, packed_bytes
 from dovetail.modelspec import ModelSpec
 from dovetail.store.assemble import cut_axis
 from dovetail.store.format import ALIGNMENT, MAX_PARTITIONS, PAGE_BYTES, Axis, TensorEntry
@@ -107,7 +107,7 @@ def _kept_as(spec: ModelSpec, name: str, shape: tuple[int, ...], dtype: str, lay
         layout = "plain"
     if layout == "plain":
         return dtype, "plain"
-    return ("bf16", layout) if layout == "amx-bf16" else (dtype, layout)
+    return ("bf16", layout) if layout == "amx-bf16" else (dtype, CELLS[layout])
 
 
 def _check_ranks(spec: ModelSpec, ranks: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dovetail.errors import CheckpointError, ModelNotFound, SourceError, UnsupportedModel
-from dovetail.layouts import LAYOUTS
+from dovetail.layouts import CELLS, LAYOUTS
 from dovetail.machine import default_root, preferred_dtype
 from dovetail.store.adapters import StoredAdapter
 from dovetail.store.checkpoints import read_any_card
@@ -167,6 +167,8 @@ class Catalogue:
 
 
 def _has_form(entry: Entry, pull: Pull) -> bool:
+    if entry.manifest is not None and any(tensor.layout in CELLS for tensor in entry.manifest.tensors):
+        return False  # quantised by an earlier release, in an order that must be copied at every start
     if entry.card is not None:
         # What `auto` would make of it is known once it is opened; both are what somebody may have wanted of it.
         fits = pull.form.layout == AUTO and entry.card.layout in AUTO_LAYOUTS

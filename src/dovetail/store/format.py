@@ -31,7 +31,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
-from dovetail.layouts import LAYOUTS, NUMPY, packed_bytes
+from dovetail.layouts import MATRIX_LAYOUTS, NUMPY, packed_bytes
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.store.assemble import joined, joined_shape
@@ -333,7 +333,7 @@ def _check_partition(partition: Partition, origin: str) -> None:
 def _check_entry(entry: TensorEntry, partitions: Sequence[Partition], origin: str) -> None:
     if entry.partition >= len(partitions):
         raise DamagedCheckpoint(f"{origin}: partition {entry.partition} of {len(partitions)}")
-    if entry.dtype not in NUMPY or entry.layout not in LAYOUTS:
+    if entry.dtype not in NUMPY or entry.layout not in MATRIX_LAYOUTS:
         raise UnsupportedModel(f"{origin}: {entry.dtype} in layout {entry.layout} is not known to this release")
     if not 0 < len(entry.shape) <= 8 or 0 in entry.shape or (entry.layout != "plain" and len(entry.shape) < 2):
         raise DamagedCheckpoint(f"{origin}: shape {list(entry.shape)} in layout {entry.layout}")

@@ -95,7 +95,7 @@ def measure_peaks(dtype: str, kept: str) -> Peaks:
     if kept in QUANTISED:
         assert ops.kernels is not None, "codes are multiplied by the kernels alone"
         rows, out = torch.rand(tokens, size), torch.empty(tokens, size)
-        codes, scales = torch.randint(-127, 128, (size, size), dtype=torch.int8), torch.rand(size)
+        codes, scales = torch.randint(-127, 128, (size // 16, 16 * size), dtype=torch.int8), torch.rand(size)
         multiply = partial(ops.kernels.linear_quantised, ops.level, torch.get_num_threads(), rows, codes, scales, out)
     else:
         rows, matrix = (torch.rand(count, size).to(TORCH_DTYPES[dtype]) for count in (tokens, size))

@@ -1,0 +1,85 @@
+// How quantised matrices lie, and the order in which products go over them. Included once per level, inside an unnamed
+// namespace, behind digits.hpp.
+//
+// A cell is 16 rows by 4 columns: 64 bytes, row after row. Cells of 16 rows follow each other along the columns, then come
+// the next 16 rows. So whatever a vector holds, its 32-bit lanes are rows: digits of four columns are spread over all of
+// them, sums need no adding up, and scales multiply as they lie. An AMX tile is 16 cells.
+//
+//     int8   [rows/16][columns/4][16 rows][4 columns], columns filled up to 64; scales float [rows/16][16]
+//     int4   bytes lie as those of int8, each with two codes: in a group of 32 columns byte k has the code of column k in
+//            its lower and that of column 16 + k in its upper half. Scales float16 [rows/16][columns/32][16]
+
+constexpr int64_t kCellRows = 16, kCellBytes = 64;
+constexpr int kBlockVecs = kCellRows / kWidth;  // vectors that have a lane for each row of a cell
+constexpr int64_t kBlockBytes = 32 * 1024;  // of weights that stay in the L1 while tokens go by
+constexpr int64_t kAheadBytes = 512;        // weights are one stream: fetched this far ahead
+
+// Vectors of rows that T tokens are multiplied with at a time, so that their sums stay in registers
+constexpr int vecs_for(int tokens, int sums) {
+    int vecs = kBlockVecs;
+    while (vecs > 1 && vecs * tokens > sums) vecs /= 2;
+    return vecs;
+}
+
+// Rows [row, row + kWidth), of which the product may want only some. One way of scaling for all kernels, so that a number
+// does not depend on which of them made it.
+[[gnu::always_inline]] inline void write_rows(const Product& p, int64_t row, int64_t token, Vec totals, Vec scales) {
+    float* at = p.out + (token - p.token_begin) * p.out_stride + (row - p.row_begin);
+    const float* bias = p.bias ? p.bias + (row - p.row_begin) : nullptr;
+    if (__builtin_expect(row >= p.row_begin && row + kWidth <= p.row_end, true)) {
+        const Vec value = fma(totals, scales, bias ? load(bias) : splat(0.0f));
+        store(at, p.add ? load(at) + value : value);
+        return;
+    }
+    float total[kWidth], scale[kWidth];
+    store(total, totals), store(scale, scales);
+    for (int64_t i = 0; i < kWidth; ++i) {
+        if (row + i < p.row_begin || row + i >= p.row_end) continue;
+        const float value = __builtin_fmaf(total[i], scale[i], bias ? bias[i] : 0.0f);
+        at[i] = p.add ? at[i] + value : value;
+    }
+}
+
+// The digits of T tokens
+template <int T>
+struct TokenDigits {
+    DigitRow shape;
+    const char* rows[T];
+    const int8_t *low[T], *high[T];
+
+    [[gnu::always_inline]] TokenDigits(const Product& p, int64_t token) : shape(p.weight->columns) {
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) {
+            rows[t] = static_cast<const char*>(p.x) + (token + t) * shape.bytes;
+            low[t] = shape.low(rows[t]), high[t] = shape.high(rows[t]);
+        }
+    }
+
+    // Blocks in which at least one of them has a high digit
+    uint64_t marks(int64_t word) const {
+        uint64_t all = 0;
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) all |= shape.marks(rows[t])[word];
+        return all;
+    }
+};
+
+// Tiles::compute<T>(product, block of rows, first token) for `count` tokens
+template <class Tiles, int T = Tiles::kTokens>
+inline void compute_tokens(const Product& p, int64_t block, int64_t token, int64_t count) {
+    if (count == T) return Tiles::template compute<T>(p, block, token);
+    if constexpr (T > 1) compute_tokens<Tiles, T - 1>(p, block, token, count);
+}
+
+template <class Tiles>
+void walk_cells(const Product& p, int64_t block_bytes) {
+    const int64_t end = (p.row_end + kCellRows - 1) / kCellRows;
+    const int64_t fitting = kBlockBytes / block_bytes, step = fitting < 1 ? 1 : fitting;
+    for (int64_t first = p.row_begin / kCellRows; first < end; first += step) {
+        const int64_t last = first + step < end ? first + step : end;
+        for (int64_t token = p.token_begin; token < p.token_end; token += Tiles::kTokens) {
+            const int64_t left = p.token_end - token, count = left < Tiles::kTokens ? left : Tiles::kTokens;
+            for (int64_t block = first; block < last; ++block) compute_tokens<Tiles>(p, block, token, count);
+        }
+    }
+}
