@@ -41,26 +41,42 @@ template <int V, int T>
             for (int t = 0; t < T; ++t) sums[v][t] = subtract(sums[v][t], surplus[v]);
 }
 
-// Rows [row, row + V·kWidth), whose first cell is at `weight`, by the tokens of `x`
+// All low digits, and 128 times the high ones of marked blocks, in one pass: the weights stay one stream.
 template <int V, int T>
+[[gnu::always_inline]] inline void dot_marked(const int8_t* weight, const TokenDigits<T>& x, Ints (*sums)[T]) {
+    Ints high[V][T];
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v)
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) high[v][t] = no_sum();
+    for (int64_t begin = 0; begin < x.shape.stride;) {
+        const int64_t block = begin / kDigitBlock;
+        const uint64_t marks = x.marks(block / 64) >> (block % 64);
+        const int64_t next = marks ? block + __builtin_ctzll(marks) : (block / 64 + 1) * 64;  // marked, or not looked at
+        const int64_t last = next * kDigitBlock < x.shape.stride ? next * kDigitBlock : x.shape.stride;
+        const int64_t end = marks ? last + kDigitBlock : last;
+        dot_span<V, T>(weight, x.low, begin, end, sums);
+        if (marks) dot_span<V, T>(weight, x.high, last, end, high);
+        begin = end;
+    }
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v)
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) sums[v][t] = add(sums[v][t], times_128(high[v][t]));
+}
+
+// Rows [row, row + V·kWidth), whose first cell is at `weight`, by the tokens of `x`
+template <int V, int T, bool kMarked>
 inline void byte_tile(const Product& p, const int8_t* weight, int64_t row, int64_t token, const TokenDigits<T>& x) {
     Ints sums[V][T];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v)
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) sums[v][t] = no_sum();
-    bool marked = false;
-    for (int64_t word = 0; word < x.shape.words; ++word)
-        for (uint64_t marks = x.marks(word); marks; marks &= marks - 1, marked = true) {
-            const int64_t begin = (word * 64 + __builtin_ctzll(marks)) * kDigitBlock;
-            dot_span<V, T>(weight, x.high, begin, begin + kDigitBlock, sums);
-        }
-    if (marked)
-#pragma GCC unroll 16
-        for (int v = 0; v < V; ++v)
-#pragma GCC unroll 16
-            for (int t = 0; t < T; ++t) sums[v][t] = times_128(sums[v][t]);
-    dot_span<V, T>(weight, x.low, 0, x.shape.stride, sums);
+    if constexpr (kMarked)
+        dot_marked<V, T>(weight, x, sums);
+    else
+        dot_span<V, T>(weight, x.low, 0, x.shape.stride, sums);
     const float* scales = static_cast<const float*>(p.weight->scales) + row;
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t)
@@ -75,11 +91,20 @@ struct ByteTiles {
 
     template <int T>
     static void compute(const Product& p, int64_t block, int64_t token) {
-        constexpr int V = vecs_for(T, kByteSums);
         const TokenDigits<T> x(p, token);
+        uint64_t marks = 0;
+        for (int64_t word = 0; word < x.shape.words; ++word) marks |= x.marks(word);
+        if (marks)
+            compute_block<vecs_for(T, kByteSums / 2), T, true>(p, block, token, x);  // as many sums of high digits
+        else
+            compute_block<vecs_for(T, kByteSums), T, false>(p, block, token, x);
+    }
+
+    template <int V, int T, bool kMarked>
+    static void compute_block(const Product& p, int64_t block, int64_t token, const TokenDigits<T>& x) {
         const int8_t* weight = static_cast<const int8_t*>(p.weight->data) + block * kCellRows * x.shape.stride;
         for (int v = 0; v < kBlockVecs; v += V)
-            byte_tile<V, T>(p, weight + v * kCodes, block * kCellRows + v * kWidth, token, x);
+            byte_tile<V, T, kMarked>(p, weight + v * kCodes, block * kCellRows + v * kWidth, token, x);
     }
 };
 
