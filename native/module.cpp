@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "decoder.hpp"
+#include "sampling.hpp"
 
 namespace nb = nanobind;
 
@@ -214,6 +215,27 @@ class Model {
     std::vector<Array> held_;
 };
 
+// Of `rows` of the logits: values and tokens [rows, width], and the sum of all exponentials
+void candidates(int threads, nb::ndarray<const float, nb::ndim<2>, nb::device::cpu, nb::c_contig> logits, Integers rows,
+                nb::ndarray<const float, nb::ndim<1>, nb::device::cpu, nb::c_contig> sharpness, Output<float> values,
+                Output<int64_t> tokens, Output<double> totals) {
+    const int64_t count = rows.size(), vocab = logits.shape(1), width = count ? values.size() / count : 0;
+    if (static_cast<int64_t>(sharpness.size()) != count || static_cast<int64_t>(totals.size()) != count || width < 1 ||
+        static_cast<int64_t>(values.size()) != count * width || tokens.size() != values.size())
+        throw std::invalid_argument("one of each per row, and as many values as tokens");
+    for (int64_t i = 0; i < count; ++i)
+        if (rows(i) < 0 || rows(i) >= static_cast<int64_t>(logits.shape(0)))
+            throw std::invalid_argument("there is no such row of logits");
+    const std::shared_ptr<Team> team = Team::shared(threads);
+    nb::gil_scoped_release released;
+    team->run([&](Team::Member& member) {
+        member.loop(count, [&](int64_t i) {
+            totals.data()[i] = find_candidates(logits.data() + rows(i) * vocab, vocab, sharpness(i), width,
+                                               values.data() + i * width, tokens.data() + i * width);
+        });
+    });
+}
+
 }  // namespace
 
 }  // namespace dovetail
@@ -256,5 +278,6 @@ NB_MODULE(_kernels, module) {
         .def("set_rope", &Model::set_rope)
         .def("check", &Model::check)
         .def("forward", &Model::forward);
+    module.def("candidates", &candidates);
     add_single_kernels(module);
 }

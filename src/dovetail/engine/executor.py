@@ -53,6 +53,7 @@ class CpuExecutor:
         dtype = TORCH_DTYPES[self.dtype]
         ops = _ops(dtype, config.level)
         self.level = ops.level
+        self._kernels = ops.kernels
         if config.kv == "int8" and ops.kernels is None:
             raise ConfigError(f"kv: int8 needs native kernels, and torch's level is what runs {self.dtype} here")
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
@@ -72,7 +73,7 @@ class CpuExecutor:
     def run(self, turn: Turn) -> Outcome:
         with torch.inference_mode():
             sampled, logits, best = self._forward(turn)
-            return Outcome(tuple(sample(logits, sampled, self._grammars, best)) if sampled else ())
+            return Outcome(tuple(sample(logits, sampled, self._grammars, best, self._kernels)) if sampled else ())
 
     def logits(self, turn: Turn) -> dict[int, torch.Tensor]:
         """The same iteration, but the logits of each sampling sequence instead of its token."""

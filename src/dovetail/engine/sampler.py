@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from dovetail.sched.turn import RowOutcome, TurnRow
 from dovetail.types import SamplingParams, TokenLogprob, TokenLogprobs
 
 _CANDIDATES = 256  # top-p usually needs fewer than this many; if not, the whole vocabulary is sorted
+_MORE_CANDIDATES = 4096  # before that, where they are found fast
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,14 @@ class _Failure:
 
 
 def sample(
-    logits: Tensor, rows: list[TurnRow], grammars: Grammars, best: Sequence[int] | None = None
+    logits: Tensor,
+    rows: list[TurnRow],
+    grammars: Grammars,
+    best: Sequence[int] | None = None,
+    kernels: ModuleType | None = None,
 ) -> list[RowOutcome]:
     """logits [rows, vocab], written to; one outcome per row, in order. `best`: where each row's largest is (-1 if one
-    is not a number), if whoever computed them has looked already."""
+    is not a number), if whoever computed them has looked already. `kernels` find a row's candidates faster."""
     if best is None:
         best = _find_best(logits)
     raw = logits.clone() if any(row.sampling.logprobs is not None and _is_shaped(row) for row in rows) else logits
@@ -41,7 +48,7 @@ def sample(
     for at, token in enumerate(best):
         if token < 0:
             failures[at] = _Failure("the model computed a value that is not a number", unprocessable=False)
-    tokens = _choose(logits, rows, best)
+    tokens = _choose(logits, rows, best, kernels)
     outcomes = []
     for at, row in enumerate(rows):
         if at in failures:
@@ -106,13 +113,17 @@ def _find_best(logits: Tensor) -> list[int]:
     return torch.where(logits.isnan().any(dim=-1), -1, logits.argmax(dim=-1)).tolist()
 
 
-def _choose(logits: Tensor, rows: list[TurnRow], best: Sequence[int]) -> list[int]:
+def _choose(logits: Tensor, rows: list[TurnRow], best: Sequence[int], kernels: ModuleType | None) -> list[int]:
     tokens = [int(logits[at].argmax()) if _is_shaped(row) else best[at] for at, row in enumerate(rows)]
     drawn = [at for at, row in enumerate(rows) if not row.sampling.is_greedy]
     for wide in (False, True):  # rows whose filter ends within the candidates, and the others
         chosen = [at for at in drawn if _keeps_all(rows[at].sampling) == wide]
         if chosen:
-            draws = _draw(logits[chosen], [rows[at] for at in chosen], wide)
+            those = [rows[at] for at in chosen]
+            if wide:
+                draws = _draw(_probabilities(logits[chosen], those), None, those)
+            else:
+                draws = _draw(*_filtered(_Rows(logits, chosen, those, kernels)), those)
             tokens = [draws.pop(0) if at in chosen else token for at, token in enumerate(tokens)]
     return tokens
 
@@ -121,31 +132,71 @@ def _keeps_all(sampling: SamplingParams) -> bool:
     return sampling.top_k == 0 and sampling.top_p >= 1.0
 
 
-def _draw(logits: Tensor, rows: list[TurnRow], whole: bool) -> list[int]:
-    temperature = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float64)[:, None]
+def _column(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+def _probabilities(logits: Tensor, rows: list[TurnRow]) -> Tensor:
+    """[rows, vocab], of logits [rows, vocab]."""
+    temperature = _column([row.sampling.temperature for row in rows])
     # Below the likeliest, so that no temperature, however small, leads beyond the largest number.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values).double() / temperature
-    probabilities = torch.softmax(scaled, dim=-1)  # [rows, vocab]
-    order: Tensor | None = None
-    if not whole:
-        probabilities, order = _filtered(probabilities, rows)
-    min_p = torch.tensor([row.sampling.min_p for row in rows], dtype=torch.float64)[:, None]
+    return torch.softmax(scaled, dim=-1)
+
+
+def _draw(probabilities: Tensor, order: Tensor | None, rows: list[TurnRow]) -> list[int]:
+    """`order`: the tokens that the probabilities belong to, if they are not all of them as they come."""
+    min_p = _column([row.sampling.min_p for row in rows])
     likeliest = probabilities.max(dim=-1, keepdim=True).values
     probabilities = probabilities.masked_fill(probabilities < min_p * likeliest, 0.0)
     cumulative = probabilities.cumsum(dim=-1)
-    draws = torch.tensor([uniform(row.sampling.seed, len(row.tokens)) for row in rows], dtype=torch.float64)
-    picks = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)
+    draws = _column([uniform(row.sampling.seed, len(row.tokens)) for row in rows])
+    picks = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
     last = (probabilities > 0).int().cumsum(dim=-1).argmax(dim=-1, keepdim=True)  # the last one that may be picked
     picks = torch.minimum(picks, last)
     return (picks if order is None else order.gather(1, picks))[:, 0].tolist()
 
 
-def _filtered(probabilities: Tensor, rows: list[TurnRow]) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of an iteration's logits, which are not copied until all of a row is needed."""
+
+    logits: Tensor  # [all rows, vocab]
+    at: list[int]
+    rows: list[TurnRow]
+    kernels: ModuleType | None
+
+    @property
+    def is_native(self) -> bool:
+        return self.kernels is not None and self.logits.dtype == torch.float32
+
+    def likeliest(self, width: int) -> tuple[Tensor, Tensor]:
+        """Probabilities, largest first, and their tokens, [rows, width] each."""
+        if self.kernels is None or not self.is_native:
+            values, order = _probabilities(self.logits[self.at], self.rows).topk(width, dim=-1)
+            return values, order
+        found = torch.empty(len(self.at), width)
+        order, totals = torch.empty_like(found, dtype=torch.int64), torch.empty(len(self.at), 1, dtype=torch.float64)
+        temperature = _column([row.sampling.temperature for row in self.rows])
+        sharpness = (1.0 / temperature).float().clamp(max=torch.finfo(torch.float32).max)[:, 0]
+        at = np.array(self.at, dtype=np.int32)
+        self.kernels.candidates(torch.get_num_threads(), self.logits, at, sharpness, found, order, totals)
+        return torch.exp((found - found[:, :1]).double() / temperature) / totals, order
+
+    def ranked(self, some: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of the whole vocabulary, for some of the rows."""
+        chosen = some.nonzero()[:, 0].tolist()
+        whole = _probabilities(self.logits[[self.at[i] for i in chosen]], [self.rows[i] for i in chosen])
+        values, order = whole.sort(dim=-1, descending=True)
+        return values, order
+
+
+def _filtered(some: _Rows) -> tuple[Tensor, Tensor]:
     """Top-k and top-p: the kept probabilities, likeliest first and zero behind, and their tokens."""
-    vocab = probabilities.shape[1]
-    top_k = torch.tensor([row.sampling.top_k or vocab for row in rows])[:, None]
-    top_p = torch.tensor([row.sampling.top_p for row in rows], dtype=torch.float64)[:, None]
-    values, order = _ranked(probabilities, top_k, top_p)
+    vocab = some.logits.shape[1]
+    top_k = torch.tensor([row.sampling.top_k or vocab for row in some.rows])[:, None]
+    top_p = _column([row.sampling.top_p for row in some.rows])
+    values, order = _ranked(some, top_k, top_p)
     rank = torch.arange(values.shape[1])
     values = values.masked_fill(rank >= top_k, 0.0)
     # top-p counts within what top-k left; a token stays if those before it have not reached p yet
@@ -154,20 +205,21 @@ def _filtered(probabilities: Tensor, rows: list[TurnRow]) -> tuple[Tensor, Tenso
     return values.masked_fill((reached - values >= enough) & (rank > 0), 0.0), order
 
 
-def _ranked(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+def _ranked(some: _Rows, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest tokens of each row, as many as its filters can keep; zeros where another row needs more.
 
     Whether a row is sorted whole is decided by the row alone, because the two ways order equal values differently."""
-    count, vocab = probabilities.shape
-    width = min(_CANDIDATES, vocab)
-    values, order = probabilities.topk(width, dim=-1)
-    covered = (top_k >= vocab) & (values.cumsum(dim=-1)[:, -1:] >= top_p)
-    beyond = ~(covered | (top_k <= width))[:, 0]
-    if width == vocab or not bool(beyond.any()):
-        return values, order
+    count, vocab = len(some.rows), some.logits.shape[1]
+    for most in (_CANDIDATES, _MORE_CANDIDATES) if some.is_native else (_CANDIDATES,):
+        width = min(most, vocab)
+        values, order = some.likeliest(width)
+        covered = (top_k >= vocab) & (values.cumsum(dim=-1)[:, -1:] >= top_p)
+        beyond = ~(covered | (top_k <= width))[:, 0]
+        if width == vocab or not bool(beyond.any()):
+            return values, order
     values = torch.cat((values, values.new_zeros(count, vocab - width)), dim=-1)
     order = torch.cat((order, order.new_zeros(count, vocab - width)), dim=-1)
-    values[beyond], order[beyond] = probabilities[beyond].sort(dim=-1, descending=True)
+    values[beyond], order[beyond] = some.ranked(beyond)
     return values, order
 
 
