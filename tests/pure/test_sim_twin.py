@@ -11,7 +11,7 @@ from stage_builders import Rig
 from dovetail.errors import ConfigError
 from dovetail.sim import real_log, twin
 from dovetail.sim.explain import explain_log
-from dovetail.sim.log import Pace, open_log
+from dovetail.sim.log import Pace, kind_of, open_log
 from dovetail.sim.metrics import Fate
 
 
@@ -104,11 +104,13 @@ def test_the_twin_takes_as_long_as_turns_took_beside_loads_and_without(log: Path
     pace = real_log.pace(real_log.read_real(log))
     assert pace.turns == 0, "too short a run for a line on it"
     pace = Pace()
-    pace.add("prefill_beside_load", took_s=0.3, expected_s=0.2, gap_s=0.001)
-    pace.add("prefill", took_s=0.1, expected_s=0.2, gap_s=0.003)
-    assert pace.factor("prefill_beside_load") == pytest.approx(1.5)
-    assert pace.factor("prefill") == pytest.approx(0.5)
-    assert pace.factor("decode") == 1.0
+    beside, quiet = kind_of(True, True, 100), kind_of(True, False, 100)
+    pace.add(beside, took_s=0.3, expected_s=0.2, gap_s=0.001)
+    pace.add(quiet, took_s=0.1, expected_s=0.2, gap_s=0.003)
+    assert pace.factor(beside) == pytest.approx(1.5)
+    assert pace.factor(quiet) == pytest.approx(0.5)
+    assert pace.factor(kind_of(True, True, 7)) == pytest.approx(1.5), "of another size: the kind as a whole"
+    assert pace.factor(kind_of(False, False, 1)) == 1.0
     assert pace.mean_gap_s == pytest.approx(0.002)
 
 

@@ -58,11 +58,11 @@ class LiveLatency:
         return self.base.decode_s(batch, total_tokens) * self._factor(size, self._decode)
 
     def observe_prefill(self, tokens: int, seconds: float) -> float:
-        """Learn from it; returns what was expected before."""
+        """Learn from it; returns what `base` expected."""
         return self._observe(_size(tokens), self._prefill, self.base.prefill_s(tokens), seconds)
 
     def observe_decode(self, batch: int, total_tokens: int, seconds: float) -> float:
-        """Learn from it; returns what was expected before."""
+        """Learn from it; returns what `base` expected."""
         size = (_size(batch), _size(total_tokens // batch))
         return self._observe(size, self._decode, self.base.decode_s(batch, total_tokens), seconds)
 
@@ -71,12 +71,11 @@ class LiveLatency:
         return own.factor if own is not None else kind.factor
 
     def _observe(self, size: Hashable, kind: Correction, base_s: float, seconds: float) -> float:
-        expected_s = base_s * self._factor(size, kind)
         ratio = seconds / base_s
         if ratio > 0.0:
             kind.observe(ratio)
             self._sizes.setdefault(size, Correction()).observe(ratio)
-        return expected_s
+        return base_s
 
 
 def _size(number: int) -> int:

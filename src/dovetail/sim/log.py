@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from dovetail.cluster.decisions import Decision
 from dovetail.node.node import Node
@@ -19,42 +19,52 @@ _LENGTHS = (1, *(2**power for power in range(3, 16)))
 _BATCHES = (*BATCHES, 128, 256)
 
 
-# What a turn's pace depends on besides its size: prefill or decode, and whether weights were read meanwhile by the same
-# cores and memory.
-_KINDS = {
-    (True, False): "prefill",
-    (True, True): "prefill_beside_load",
-    (False, False): "decode",
-    (False, True): "decode_beside_load",
-}
+class Kind(NamedTuple):
+    """What a turn's pace depends on."""
+
+    is_prefill: bool
+    is_beside_load: bool  # weights were read meanwhile, by the same cores and memory
+    size: int  # tokens of the prompt, or sequences that decode: the power of two above
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}/{self.size}"
+
+    @property
+    def family(self) -> str:
+        return ("prefill" if self.is_prefill else "decode") + ("_beside_load" if self.is_beside_load else "")
 
 
-def kind_of(is_prefill: bool, is_beside_load: bool) -> str:
-    return _KINDS[is_prefill, is_beside_load]
+def kind_of(is_prefill: bool, is_beside_load: bool, amount: int) -> Kind:
+    return Kind(is_prefill, is_beside_load, 1 << amount.bit_length())
 
 
 @dataclass
 class Pace:
-    """How long a real node's turns took beside what its latency model expected of each, and what lay between them."""
+    """How long a real node's turns took beside what was expected before anything was learnt, and what lay between."""
 
     turns: int = 0
     gap_s: float = 0.0
-    took_s: dict[str, float] = field(default_factory=dict)  # by kind
+    took_s: dict[str, float] = field(default_factory=dict)  # by the name of the kind
     expected_s: dict[str, float] = field(default_factory=dict)
 
-    def add(self, kind: str, took_s: float, expected_s: float, gap_s: float) -> None:
+    def add(self, kind: Kind, took_s: float, expected_s: float, gap_s: float) -> None:
         self.turns += 1
         self.gap_s += gap_s
-        self.took_s[kind] = self.took_s.get(kind, 0.0) + took_s
-        self.expected_s[kind] = self.expected_s.get(kind, 0.0) + expected_s
+        for name in (kind.name, kind.family):
+            self.took_s[name] = self.took_s.get(name, 0.0) + took_s
+            self.expected_s[name] = self.expected_s.get(name, 0.0) + expected_s
 
     @property
     def mean_gap_s(self) -> float:
         return self.gap_s / self.turns if self.turns else 0.0
 
-    def factor(self, kind: str) -> float:
-        expected_s = self.expected_s.get(kind, 0.0)
-        return self.took_s[kind] / expected_s if expected_s else 1.0
+    def factor(self, kind: Kind) -> float:
+        """As the same kind of that size came out, else the kind as a whole."""
+        for name in (kind.name, kind.family):
+            if self.expected_s.get(name, 0.0) > 0.0:
+                return self.took_s[name] / self.expected_s[name]
+        return 1.0
 
 
 def open_log(path: Path) -> EventLog:

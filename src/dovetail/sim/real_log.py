@@ -107,14 +107,12 @@ def shape_of(hosting: Hosting) -> Shape:
     return hosting.weight_bytes, hosting.kv_bytes_per_token
 
 
-def latencies(log: RealLog) -> dict[Shape, tuple[Latency, Latency]]:
-    """What was known of each shape at first, and what had been learnt in the end."""
-    found: dict[Shape, tuple[Latency, Latency]] = {}
+def first_latencies(log: RealLog) -> dict[Shape, Latency]:
+    """What was known of each shape before the node learnt from its turns."""
+    found: dict[Shape, Latency] = {}
     for event in log.events:
         if event["event"] == "hosting":
-            latency = _latency(event)
-            shape = event["weight_bytes"], event["kv_bytes_per_token"]
-            found[shape] = found.get(shape, (latency, latency))[0], latency
+            found.setdefault((event["weight_bytes"], event["kv_bytes_per_token"]), _latency(event))
     return found
 
 

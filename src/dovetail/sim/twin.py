@@ -37,7 +37,7 @@ def simulate(stored: RealLog, real: Result, seed: int = 0, noise: float = 0.05, 
     """The same requests on the same node in virtual time."""
     arrivals = [Arrival(r.arrival_s, r.model, r.input_tokens, r.output_tokens) for r in real.records]
     knobs = knobs_of(stored.header["knobs"])
-    live = {shape: LiveLatency(first) for shape, (first, _) in real_log.latencies(stored).items()}
+    live = {shape: LiveLatency(first) for shape, first in real_log.first_latencies(stored).items()}
     hostings = {
         name: replace(hosting, latency=live[real_log.shape_of(hosting)])
         for name, hosting in real_log.hostings(stored).items()
@@ -48,8 +48,8 @@ def simulate(stored: RealLog, real: Result, seed: int = 0, noise: float = 0.05, 
 
 
 class PacedDevice(Device):
-    """Takes as long as the real one had learnt to expect in the end, and as its loads took; the node on it begins with
-    what was known at first and learns as well."""
+    """Takes as long as the real one did on the whole, for turns of the same kind and for loads; the node on it begins
+    with what was known at first and learns as well."""
 
     def __init__(self, node: Node, arrivals: Sequence[Arrival], log: RealLog, rng: Random, noise: float) -> None:
         outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
@@ -57,22 +57,24 @@ class PacedDevice(Device):
         self._rng = rng
         self._loads = real_log.load_times_s(log)
         self._pace = real_log.pace(log)
-        self._latency = {shape: last for shape, (_, last) in real_log.latencies(log).items()}
 
     def duration_s(self, turn: Turn) -> float:
         instance, prefill = turn
-        expected, truth = instance.hosting.latency, self._latency[real_log.shape_of(instance.hosting)]
-        assert isinstance(expected, LiveLatency)
+        latency = instance.hosting.latency
+        assert isinstance(latency, LiveLatency)
         is_beside_load = any(one.state is State.LOADING for one in self.node.instances.values())
-        factor = self._pace.factor(kind_of(prefill is not None, is_beside_load)) * self.next_noise()
         if prefill is not None:
-            seconds = truth.prefill_s(prefill.known_tokens) * factor
-            expected.observe_prefill(prefill.known_tokens, seconds)
+            tokens = prefill.known_tokens
+            seconds = latency.base.prefill_s(tokens) * self._factor(is_beside_load, True, tokens)
+            latency.observe_prefill(tokens, seconds)
         else:
-            batch = self.count_decode(instance)
-            seconds = truth.decode_s(batch, instance.tokens) * factor
-            expected.observe_decode(batch, instance.tokens, seconds)
+            batch, tokens = self.count_decode(instance), instance.tokens
+            seconds = latency.base.decode_s(batch, tokens) * self._factor(is_beside_load, False, batch)
+            latency.observe_decode(batch, tokens, seconds)
         return seconds + self._pace.mean_gap_s
+
+    def _factor(self, is_beside_load: bool, is_prefill: bool, amount: int) -> float:
+        return self._pace.factor(kind_of(is_prefill, is_beside_load, amount)) * self.next_noise()
 
     def load_s(self, command: StartLoad) -> float:
         others = self.node.instances.values()

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from dovetail.cluster.decisions import Decision
 from dovetail.node import events
 from dovetail.policy.placement import Hosting
-from dovetail.sim.log import EventLog, Pace, kind_of
+from dovetail.sim.log import EventLog, Kind, Pace
 from dovetail.worker.piece import Piece
 
 PACE_TURNS = 100  # that many from one line on the node's pace to the next
@@ -44,9 +44,9 @@ class Journal:
         if self._log is not None:
             self._log.said(now, self._node, event, said)
 
-    def turn(self, now: float, kind: tuple[bool, bool], took_s: float, expected_s: float, gap_s: float) -> None:
+    def turn(self, now: float, kind: Kind, took_s: float, expected_s: float, gap_s: float) -> None:
         if self._log is not None:
-            self._pace.add(kind_of(*kind), took_s, expected_s, gap_s)
+            self._pace.add(kind, took_s, expected_s, gap_s)
             if self._pace.turns % PACE_TURNS == 0:
                 self._log.write(now, "pace", **asdict(self._pace))
 

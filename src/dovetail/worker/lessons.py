@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dovetail.policy.latency import Latency
 from dovetail.policy.live import LiveLatency
+from dovetail.sim.log import kind_of
 from dovetail.worker.journal import Journal
 
 ENOUGH = 16
@@ -40,4 +41,5 @@ class Lessons:
                 expected_s = latency.observe_decode(batch, tokens, took_s)
             else:
                 expected_s = latency.observe_prefill(tokens, took_s)
-            self._journal.turn(now, (batch == 0, is_beside_load), took_s, expected_s, gap_s)
+            kind = kind_of(batch == 0, is_beside_load, batch or tokens)
+            self._journal.turn(now, kind, took_s, expected_s, gap_s)
