@@ -133,7 +133,10 @@ tests.run_contest(tests.make_plan(place, ("idle",)), tests.models(place), known)
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     arguments = [sys.executable, "-c", code, str(place)]
+    # A shell's background job ignores interrupts, and so would what it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     bench = subprocess.Popen(arguments, env=environment, stderr=subprocess.DEVNULL)
+    signal.signal(signal.SIGINT, before)
     children: list[psutil.Process] = []
     deadline = time.monotonic() + 30
     while len(children) < 2 and time.monotonic() < deadline:
