@@ -65,13 +65,14 @@ def real_result(log: RealLog) -> Result:
         end = ended.get(request)
         if end is None or (end["event"] == "aborted" and request not in first):
             continue
+        is_failed = end["event"] == "failed"
         records.append(
             Record(
                 id=len(records),
                 model=models[event["model"]],
                 arrival_s=event["at"] - start,
                 input_tokens=event["input"],
-                output_tokens=max(round(event["asked"] * usual) if end["event"] == "failed" else end["output"], 1),
+                output_tokens=max(round(event.get("asked", 1) * usual if is_failed else end["output"]), 1),
                 fate=FATES[end["event"]],
                 reason=end["reason"],
                 first_token_s=first[request] - start if request in first else None,
@@ -161,5 +162,5 @@ def _model_numbers(log: RealLog) -> dict[str, int]:
 def _share_of_asked(arrived: dict[int, dict[str, Any]], ended: dict[int, dict[str, Any]]) -> float:
     """How much of the length that they asked for finished requests came to: refused ones would have, too."""
     finished = [request for request in arrived if request in ended and ended[request]["event"] == "finished"]
-    asked = sum(arrived[request]["asked"] for request in finished)
+    asked = sum(arrived[request].get("asked", 0) for request in finished)  # older logs do not say
     return sum(ended[request]["output"] for request in finished) / asked if asked else 1.0
