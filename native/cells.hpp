@@ -9,7 +9,6 @@
 //     int4   bytes lie as those of int8, each with two codes: in a group of 32 columns byte k has the code of column k in
 //            its lower and that of column 16 + k in its upper half. Scales float16 [rows/16][columns/32][16]
 
-constexpr int64_t kCellRows = 16, kCellBytes = 64;
 constexpr int kBlockVecs = kCellRows / kWidth;  // vectors that have a lane for each row of a cell
 constexpr int64_t kBlockBytes = 32 * 1024;  // of weights that stay in the L1 while tokens go by
 constexpr int64_t kAheadBytes = 512;        // weights are one stream: fetched this far ahead

@@ -1,7 +1,6 @@
 // Products of int8 cells with digits of activations, by instructions that multiply bytes and add four of them in 32 bits.
 // Included once per level, inside an unnamed namespace, behind cells.hpp and the level's codes header.
 
-inline int64_t byte_columns(int64_t columns) { return (columns + kDigitBlock - 1) / kDigitBlock * kDigitBlock; }
 
 template <int kQuad, int V, int T>
 [[gnu::always_inline]] inline void dot_cell(const int8_t* cell, const Digits* x, Ints (*sums)[T], Ints* surplus) {

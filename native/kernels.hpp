@@ -46,8 +46,13 @@ struct Product {  // out[t][r] = (add ? out[t][r] : 0) + x[t]·weight[r] + bias[
     float* scratch;  // 8·columns + 4096 floats of the calling thread, 64-byte aligned
 };
 
+// How quantised matrices lie is told in cells.hpp: in cells of so many rows and bytes, columns of int8 filled up to 64.
+// Static, as what follows: levels compile this file with flags of their own, and no two of them may be merged.
+constexpr int64_t kCellRows = 16, kCellBytes = 64;
+static inline int64_t byte_columns(int64_t columns) { return (columns + 63) / 64 * 64; }
+
 // Elements from one head's key (or value) to the next one's. As int8 it has its scale, a float, behind its codes.
-inline int64_t cache_width(DType type, int64_t head_dim) {
+static inline int64_t cache_width(DType type, int64_t head_dim) {
     return type == DType::int8 ? head_dim + static_cast<int64_t>(sizeof(float)) : head_dim;
 }
 

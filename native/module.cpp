@@ -40,18 +40,19 @@ const Kernels& kernels_of(const std::string& level) {
 
 // Codes in cells: [blocks of 16 rows, bytes]. Rows of a stack of matrices count through.
 Matrix quantised_of(const Array& codes, const Array& scales, int64_t rows, int64_t columns) {
-    const int64_t blocks = (rows + 15) / 16, groups = (columns + 31) / 32;
+    const int64_t blocks = (rows + kCellRows - 1) / kCellRows, groups = (columns + 31) / 32;
     if (codes.ndim() != 2 || rows < 1 || columns < 1 || static_cast<int64_t>(codes.shape(0)) != blocks)
         throw std::invalid_argument("codes lie in blocks of 16 rows");
     const int64_t width = codes.shape(1), count = scales.size();
     const nb::dlpack::dtype half{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
     if (codes.dtype() == nb::dtype<int8_t>()) {
-        if (width != 16 * ((columns + 63) / 64 * 64) || scales.dtype() != nb::dtype<float>() || count != 16 * blocks)
+        if (width != kCellRows * byte_columns(columns) || scales.dtype() != nb::dtype<float>() ||
+            count != kCellRows * blocks)
             throw std::invalid_argument("an int8 matrix has a code per element and a float32 scale per row");
         return {codes.data(), DType::int8, rows, columns, scales.data()};
     }
-    if (codes.dtype() != nb::dtype<uint8_t>() || width != 16 * groups * 16 || scales.dtype() != half ||
-        count != 16 * blocks * groups)
+    if (codes.dtype() != nb::dtype<uint8_t>() || width != kCellRows * groups * 16 || scales.dtype() != half ||
+        count != kCellRows * blocks * groups)
         throw std::invalid_argument("an int4 matrix has 16 bytes and a float16 scale per row and group of 32 columns");
     return {codes.data(), DType::int4, rows, columns, scales.data()};
 }

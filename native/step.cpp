@@ -114,11 +114,11 @@ void Decoder::Step::run(Team::Member& member) {
 void Decoder::Step::look_up(const Matrix& table, int64_t row, float scale, bool add, float* out) const {
     const int64_t columns = table.columns;
     if (table.type == DType::int8) {
-        const int64_t width = (columns + 63) / 64 * 64;  // cells of 16 rows by 4 columns: see cells.hpp
-        const int8_t* codes = static_cast<const int8_t*>(table.data) + row / 16 * 16 * width + row % 16 * 4;
+        const int64_t lane = row % kCellRows, block = row - lane;  // four columns of each row side by side: see cells.hpp
+        const int8_t* codes = static_cast<const int8_t*>(table.data) + block * byte_columns(columns) + lane * 4;
         const float step = static_cast<const float*>(table.scales)[row] * scale;
         for (int64_t i = 0; i < columns; ++i)
-            out[i] = static_cast<float>(codes[i / 4 * 64 + i % 4]) * step + (add ? out[i] : 0.0f);
+            out[i] = static_cast<float>(codes[i / 4 * kCellBytes + i % 4]) * step + (add ? out[i] : 0.0f);
         return;
     }
     const char* data = static_cast<const char*>(table.data) + row * columns * size_of(table.type);

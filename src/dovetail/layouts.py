@@ -297,11 +297,16 @@ def coding_of(layout: str, columns: int) -> Coding:
 def codes_and_scales(layout: str, shape: tuple[int, int], data: memoryview) -> tuple[Array, Array]:
     """A matrix in cells as kernels take it, no copy: int8 codes [rows/16, 16 · columns] and float32 [rows], or pairs of
     int4 as uint8 [rows/16, 256 per group] and float16 [rows/16, groups, 16]."""
-    coding, blocks = coding_of(layout, shape[-1]), _num_blocks(shape)
-    size = blocks * CELL * coding.row_bytes
+    coding, codes_shape = coding_of(layout, shape[-1]), shape_of_codes(layout, shape)
+    size = math.prod(codes_shape)
     codes = np.frombuffer(data, np.int8 if isinstance(coding, Int8) else np.uint8, size)
-    scales = np.frombuffer(data, coding.scale_type, blocks * CELL * coding.groups, size)
-    return codes.reshape(blocks, -1), scales
+    scales = np.frombuffer(data, coding.scale_type, codes_shape[0] * CELL * coding.groups, size)
+    return codes.reshape(codes_shape), scales
+
+
+def shape_of_codes(layout: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of a matrix in cells, as kernels take it: blocks of rows, and bytes of one."""
+    return _num_blocks(shape), CELL * coding_of(layout, shape[-1]).row_bytes
 
 
 def to_cells(layout: str, shape: tuple[int, int], data: memoryview) -> memoryview:

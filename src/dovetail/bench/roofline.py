@@ -16,6 +16,7 @@ import torch
 
 from dovetail.bench.roofline_figures import Roofline
 from dovetail.engine.dtypes import TORCH_DTYPES
+from dovetail.layouts import shape_of_codes
 from dovetail.native.dispatch import load_kernels
 
 READ_BYTES = (256 << 20, 1 << 30)
@@ -77,7 +78,7 @@ def _our_int8_s(rows: int, columns: int, outputs: int, rounds: int, level: str) 
     kernels, threads = load_kernels(), torch.get_num_threads()
     if kernels is None or level == "torch":
         return float("inf")
-    codes = torch.randint(-127, 128, (outputs // 16, 16 * -(-columns // 64) * 64), dtype=torch.int8)
+    codes = torch.randint(-127, 128, shape_of_codes("int8-cells", (outputs, columns)), dtype=torch.int8)
     x, scales, out = torch.randn(rows, columns), torch.ones(outputs), torch.empty(rows, outputs)
     return _best(partial(kernels.linear_quantised, level, threads, x, codes, scales, out), rounds)
 

@@ -13,14 +13,13 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.latency import Latency
+from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import Hosting
 from dovetail.sim.log import Pace
 from dovetail.sim.metrics import Fate, Record, Result
 from dovetail.sim.profile import latency_from
 
 FATES = {"finished": Fate.FINISHED, "failed": Fate.FAILED, "aborted": Fate.FINISHED}
-Shape = tuple[int, int]
 
 
 @dataclass
@@ -89,36 +88,24 @@ def real_result(log: RealLog) -> Result:
 
 
 def hostings(log: RealLog) -> dict[str, Hosting]:
-    """The models by their numbers, each as its last line has it."""
+    """The models by their numbers, each as its last line has it. Those of one shape share what they learn about it, and
+    begin with what was known before the node had learnt anything."""
     numbers = _model_numbers(log)
     known = {field.name for field in fields(Hosting)}
+    live: dict[tuple[int, int], LiveLatency] = {}
     found: dict[str, Hosting] = {}
     for event in log.events:
         if event["event"] == "hosting":
             values = {key: value for key, value in event.items() if key in known}
-            values["latency"] = _latency(event)
+            shape = event["weight_bytes"], event["kv_bytes_per_token"]
+            if shape not in live:
+                table = event["latency"]
+                live[shape] = LiveLatency(latency_from(table["prefill_ms"], table["decode_ms"]))
+            values["latency"] = live[shape]
             if values["keep_alive_s"] is not None and values["keep_alive_s"] < 0:
                 values["keep_alive_s"] = INFINITY
             found[str(numbers[event["model"]])] = Hosting(**values)
     return found
-
-
-def shape_of(hosting: Hosting) -> Shape:
-    """Models of one shape share what is learnt about it."""
-    return hosting.weight_bytes, hosting.kv_bytes_per_token
-
-
-def first_latencies(log: RealLog) -> dict[Shape, Latency]:
-    """What was known of each shape before the node learnt from its turns."""
-    found: dict[Shape, Latency] = {}
-    for event in log.events:
-        if event["event"] == "hosting":
-            found.setdefault((event["weight_bytes"], event["kv_bytes_per_token"]), _latency(event))
-    return found
-
-
-def _latency(event: dict[str, Any]) -> Latency:
-    return latency_from(event["latency"]["prefill_ms"], event["latency"]["decode_ms"])
 
 
 def pace(log: RealLog) -> Pace:

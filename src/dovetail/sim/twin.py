@@ -6,7 +6,6 @@ It takes from the log what belongs to the physics: how long turns and loads took
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from heapq import heappop
 from random import Random
 from statistics import median
@@ -37,12 +36,8 @@ def simulate(stored: RealLog, real: Result, seed: int = 0, noise: float = 0.05, 
     """The same requests on the same node in virtual time."""
     arrivals = [Arrival(r.arrival_s, r.model, r.input_tokens, r.output_tokens) for r in real.records]
     knobs = knobs_of(stored.header["knobs"])
-    live = {shape: LiveLatency(first) for shape, first in real_log.first_latencies(stored).items()}
-    hostings = {
-        name: replace(hosting, latency=live[real_log.shape_of(hosting)])
-        for name, hosting in real_log.hostings(stored).items()
-    }
-    node = Node(stored.header["node"], DeviceKind.CPU, stored.header["memory_bytes"], hostings, knobs)
+    header = stored.header
+    node = Node(header["node"], DeviceKind.CPU, header["memory_bytes"], real_log.hostings(stored), knobs)
     device = PacedDevice(node, arrivals, stored, Random(seed), noise)
     return OneThread(device, knobs, arrivals, log).timed_run()
 

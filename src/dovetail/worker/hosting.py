@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from dovetail.layouts import shape_of_codes
 from dovetail.machine import read_cpu
 from dovetail.modelspec import KvKind
 from dovetail.policy.latency import GIB, Latency
@@ -95,7 +96,8 @@ def measure_peaks(dtype: str, kept: str) -> Peaks:
     if kept in QUANTISED:
         assert ops.kernels is not None, "codes are multiplied by the kernels alone"
         rows, out = torch.rand(tokens, size), torch.empty(tokens, size)
-        codes, scales = torch.randint(-127, 128, (size // 16, 16 * size), dtype=torch.int8), torch.rand(size)
+        in_cells = shape_of_codes("int8-cells", (size, size))
+        codes, scales = torch.randint(-127, 128, in_cells, dtype=torch.int8), torch.rand(size)
         multiply = partial(ops.kernels.linear_quantised, ops.level, torch.get_num_threads(), rows, codes, scales, out)
     else:
         rows, matrix = (torch.rand(count, size).to(TORCH_DTYPES[dtype]) for count in (tokens, size))
