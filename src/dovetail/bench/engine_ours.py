@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,20 @@ import torch
 from dovetail import __version__
 from dovetail.bench.engine_child import prompt, serve
 from dovetail.bench.roofline import measure_roofline
+from dovetail.bench.steps import Steps
 from dovetail.engine.dtypes import compute_dtype
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
-from dovetail.errors import DovetailError
 from dovetail.native import select
-from dovetail.sched.blocks import BlockPool
-from dovetail.sched.scheduler import Scheduler, SchedulerConfig
 from dovetail.store.checkpoints import open_checkpoint
-from dovetail.types import Request, SamplingParams, TokenEvent
 
 _BLOCK = 16
-
-
-class TurnFailed(DovetailError):
-    pass
 
 
 class Ours:
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._executor: CpuExecutor | None = None
-        self._scheduler: Scheduler | None = None
+        self._steps: Steps | None = None
+        self.native_share: float | None = None  # of the last measurement
 
     def prepare(self, command: dict[str, Any]) -> dict[str, Any]:
         checkpoint = open_checkpoint(Path(command["path"]))
@@ -42,9 +34,7 @@ class Ours:
         kv_bytes = (tokens + _BLOCK * command["most"]) * spec.kv_bytes_per_token(dtype)
         executor = CpuExecutor(checkpoint, ExecutorConfig(kv_bytes=kv_bytes, block_size=_BLOCK))
         executor.resize(executor.max_blocks)
-        config = SchedulerConfig(context_length=spec.context_length)
-        self._executor = executor
-        self._scheduler = Scheduler(config, BlockPool(executor.max_blocks, _BLOCK))
+        self._steps = Steps(executor, _BLOCK)
         self._vocab_size: int = command["vocab_size"]
         about = f"dovetail {__version__}, computes in {executor.dtype}, level {executor.level}"
         return {"weight_bytes": executor.weight_bytes, "about": about, "evidence": f"level {executor.level}"}
@@ -55,46 +45,22 @@ class Ours:
         return fields
 
     def ttft(self, size: int, salt: int) -> tuple[float, int | None]:
-        self._add(0, salt, size, 1)
-        events: tuple[TokenEvent, ...] = ()
-        started = time.perf_counter()
-        while self._has_work():
-            events = self._turn()
-        return time.perf_counter() - started, events[-1].token
+        taken = self._run().first_token(self._prompt(salt, 0, size))
+        self.native_share = taken.native_share
+        return taken.seconds, taken.token
 
     def tpot(self, size: int, salt: int, length: int, steps: int) -> float:
-        for index in range(size):
-            self._add(index, salt, length, steps + 1)
-        begun: set[str] = set()
-        while len(begun) < size:
-            begun.update(event.request_id for event in self._turn())
-        num_tokens = 0
-        started = time.perf_counter()
-        while self._has_work():
-            num_tokens += len(self._turn())
-        return (time.perf_counter() - started) / (num_tokens / size)
+        taken = self._run().further_tokens([self._prompt(salt, index, length) for index in range(size)], steps)
+        self.native_share = taken.native_share
+        return taken.seconds / (taken.tokens / size)
 
-    def _add(self, index: int, salt: int, length: int, new_tokens: int) -> None:
-        assert self._scheduler is not None
-        tokens = tuple(prompt(salt, index, length, self._vocab_size))  # type: ignore[no-untyped-call]
-        sampling = SamplingParams(max_tokens=new_tokens, seed=0, temperature=0.0)
-        self._scheduler.add(Request(f"{salt}-{index}", "bench", tokens, sampling))
+    def _prompt(self, salt: int, index: int, length: int) -> list[int]:
+        tokens: list[int] = prompt(salt, index, length, self._vocab_size)  # type: ignore[no-untyped-call]
+        return tokens
 
-    def _has_work(self) -> bool:
-        assert self._scheduler is not None
-        return self._scheduler.has_work
-
-    def _turn(self) -> tuple[TokenEvent, ...]:
-        assert self._scheduler is not None
-        assert self._executor is not None
-        turn = self._scheduler.next_turn()
-        if turn is None:
-            raise TurnFailed("nothing can run: the KV memory is too small")
-        events = self._scheduler.complete(self._executor.run(turn)).events
-        for event in events:
-            if event.error:
-                raise TurnFailed(event.error)
-        return events
+    def _run(self) -> Steps:
+        assert self._steps is not None, "prepare comes first"
+        return self._steps
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -213,12 +214,15 @@ class Contest:
         self, cell: Cell, precision: str, running: dict[str, PeerProcess], entries: Mapping[str, Entry]
     ) -> None:
         taken: dict[str, list[float]] = {name: [] for name in running}
+        native: dict[str, list[float]] = {name: [] for name in running}
         for turn in range(self._plan.rounds + 1):
             self._salt += 1
             for name in shifted(list(running), turn):
                 self._watch.step(f"{cell.model}, {cell.precision}, {cell.metric}: {name}")
                 try:
-                    taken[name].append(self._one(name, running[name], cell.metric))
+                    answer = self._one(name, running[name], cell.metric)
+                    taken[name].append(float(answer["ms"]))
+                    native[name] += [answer["native"]] if turn and answer.get("native") is not None else []
                 except PeerFailed as error:
                     self._fail(name, f"{cell.model}, {cell.precision}", error)
                     del running[name], taken[name]
@@ -226,14 +230,14 @@ class Contest:
         weights = {name: entries[name].weights for name in counted}
         bounds = {name: self._least_ms(cell, precision, entries[name]) for name in counted}
         least = {name: bound for name, bound in bounds.items() if bound is not None}
-        self.report.rows += fold(cell, counted, weights, least)
+        self.report.rows += fold(cell, counted, weights, least, native)
 
-    def _one(self, name: str, process: PeerProcess, metric: Metric) -> float:
+    def _one(self, name: str, process: PeerProcess, metric: Metric) -> dict[str, Any]:
         command = {"do": metric.kind, "size": metric.size, "salt": self._salt}
         answer = process.ask({**command, "prompt": PROMPT, "steps": self._plan.steps})
         if "token" in answer:
             self._tokens[name][self._salt] = answer["token"]
-        return float(answer["ms"])
+        return answer
 
     def _least_ms(self, cell: Cell, precision: str, entry: Entry) -> float | None:
         assert self.report.roofline is not None

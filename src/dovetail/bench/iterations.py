@@ -17,6 +17,7 @@ import torch
 from dovetail.bench.roofline import measure_roofline, timed
 from dovetail.bench.roofline_figures import least_seconds
 from dovetail.bench.shapes import SHAPES
+from dovetail.bench.steps import Steps
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.layouts import pack
 from dovetail.modelspec import ModelSpec
@@ -28,6 +29,7 @@ from dovetail.types import SamplingParams
 PROMPTS = (128, 1024)
 BATCHES = (1, 8, 32)
 CONTEXT = 128  # tokens before a decoded one
+PROMPT = 16  # the same where the share of native code is measured, step by step
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 
@@ -40,6 +42,7 @@ class Cell(msgspec.Struct, frozen=True):
     median_ms: float
     spread_ms: float  # slowest minus fastest round
     roofline: float | None  # the shortest possible time (`bench.roofline`) as a share of this one
+    native: float | None = None  # share of a step (scheduler and executor) inside the native call; None = torch's level
 
 
 class RandomCheckpoint:
@@ -90,6 +93,7 @@ def compare(
     checkpoint = RandomCheckpoint(spec, stored if layout == "plain" else dtype, layout)
     kv_bytes = max(BATCHES) * (CONTEXT + 64) * spec.kv_bytes_per_token(dtype) + (64 << 20)
     executors = {level: _executor(checkpoint, dtype, level, kv_bytes) for level in levels}
+    steps = {level: Steps(executor) for level, executor in executors.items()}
     best = measure_roofline(dtype, levels[-1])
     turns = [("ttft", size, prefill(size)) for size in PROMPTS] + [("tpot", size, decode(size)) for size in BATCHES]
     cells = []
@@ -104,10 +108,25 @@ def compare(
             least_s = least_seconds(
                 spec, executors[level].weight_bytes, size, 1 if metric == "ttft" else size, best, bits
             )
-            cells.append(_cell(model, level, stored, metric, size, taken[1:], least_s))
+            native = native_share(steps[level], metric, size, rounds) if level != "torch" else None
+            cells.append(_cell(model, level, stored, metric, size, taken[1:], least_s, native))
     for executor in executors.values():
         executor.close()
     return cells
+
+
+def native_share(steps: Steps, metric: str, size: int, rounds: int) -> float | None:
+    """Of the time of a step. The median of as many prompts; of decoding, the mean of as many steps."""
+    if metric == "tpot":
+        return steps.further_tokens([_prompt(PROMPT) for _ in range(size)], rounds).native_share
+    shares = [steps.first_token(_prompt(size)).native_share for _ in range(rounds)]
+    return statistics.median(share for share in shares if share is not None)
+
+
+def _prompt(count: int) -> list[int]:
+    """Shares no prefix with another."""
+    tokens: list[int] = torch.randint(1000, (count,)).tolist()
+    return tokens
 
 
 def _executor(checkpoint: RandomCheckpoint, dtype: str, level: str, kv_bytes: int) -> CpuExecutor:
@@ -117,8 +136,15 @@ def _executor(checkpoint: RandomCheckpoint, dtype: str, level: str, kv_bytes: in
 
 
 def _cell(
-    model: str, level: str, stored: str, metric: str, size: int, taken: list[float], least_s: float | None
+    model: str,
+    level: str,
+    stored: str,
+    metric: str,
+    size: int,
+    taken: list[float],
+    least_s: float | None,
+    native: float | None,
 ) -> Cell:
     median, spread = statistics.median(taken), max(taken) - min(taken)
     share = None if least_s is None else least_s / median
-    return Cell(model, level, stored, metric, size, median * 1e3, spread * 1e3, share)
+    return Cell(model, level, stored, metric, size, median * 1e3, spread * 1e3, share, native)

@@ -32,10 +32,13 @@ def _group() -> None:
 def iterations(
     model: Annotated[str, typer.Option(help="Shape of the random model: 135M, 0.5B or 1B.")] = "135M",
     stored: Annotated[str, typer.Option(help="Type or layout of the weights: f32, bf16, int8, int4.")] = "bf16",
+    levels: Annotated[str | None, typer.Option(help="Of kernels, in turns.  [default: torch and the best one]")] = None,
     rounds: Annotated[int, typer.Option(help="Timed rounds of each cell; levels take turns.", min=1)] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Milliseconds of one iteration by level of kernels, and its share of what the machine can do at best.
+
+    The share in native code is of whole steps, with scheduler and executor as a worker has them.
 
     Example: dovetail bench iterations --model 0.5B --json
     """
@@ -44,23 +47,26 @@ def iterations(
     from dovetail.bench.iterations import BATCHES, PROMPTS, SHAPES, compare
     from dovetail.engine.dtypes import compute_dtype
     from dovetail.machine import preferred_dtype
-    from dovetail.native import levels
+    from dovetail.native import levels as levels_here
 
     if model not in SHAPES:
         raise typer.BadParameter(f"{model} is none of {', '.join(SHAPES)}", param_hint="--model")
-    found = levels()
+    found = levels_here()
+    chosen = list(dict.fromkeys((found[0], found[-1]) if levels is None else levels.split(",")))
+    for level in chosen:
+        if level not in found:
+            raise typer.BadParameter(f"{level} is none of {', '.join(found)}", param_hint="--levels")
     with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task("Measuring", total=(rounds + 1) * (len(PROMPTS) + len(BATCHES)))
-        chosen = sorted({found[0], found[-1]}, key=found.index)
         dtype = preferred_dtype() if stored in ("int8", "int4") else compute_dtype("auto", stored)
         cells = compare(model, stored, dtype, chosen, rounds, lambda: progress.advance(task))
     if as_json:
         return print_json(cells)
     for cell in cells:
         share = "no roofline" if cell.roofline is None else f"{cell.roofline:.0%} of the roofline"
-        print(
-            f"{cell.model} {cell.stored} {cell.metric} {cell.size:5} {cell.level:7} {cell.median_ms:9.1f} ms  {share}"
-        )
+        native = "" if cell.native is None else f", {cell.native:.1%} of a step in native code"
+        what = f"{cell.model} {cell.stored} {cell.metric} {cell.size:5} {cell.level:7}"
+        print(f"{what} {cell.median_ms:9.1f} ms  {share}{native}")
 
 
 @app.command("fidelity")

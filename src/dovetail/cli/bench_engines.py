@@ -132,7 +132,8 @@ def _show(measured: Report) -> None:
         reading = f"reads {best.read_bytes_per_s / 1e9:.1f} GB/s ({best.read_by})"
         products = f"multiplies {best.flops_per_s / 1e9:.0f} GFLOP/s ({best.product_by})"
         typer.echo(f"{measured.machine}, {measured.threads} threads: {reading}, {products}\n")
-    headings = ("model", "precision", "metric", "batch", "engine", "weights", "median", "spread", "× best peer", "roof")
+    what = ("model", "precision", "metric", "batch", "engine", "weights")
+    headings = (*what, "median", "spread", "× best peer", "roofline", "native")
     print_table(headings, [_cells(row) for row in measured.rows])
     typer.echo("")
     for engine, settings in measured.settings.items():
@@ -157,4 +158,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         ratio = f"{row.ratio_to_best_peer:.2f} ({row.ratio_low:.2f}–{row.ratio_high:.2f})"
     times = (f"{row.median_ms:.1f} ms", f"{row.spread_ms:.1f} ms")
     roof = "" if row.roofline is None else f"{row.roofline:.0%}"
-    return (row.model, row.precision, row.metric, str(row.batch), row.engine, row.weights, *times, ratio, roof)
+    native = "" if row.native_share is None else f"{row.native_share:.1%}"
+    what = (row.model, row.precision, row.metric, str(row.batch), row.engine, row.weights)
+    return (*what, *times, ratio, roof, native)

@@ -7,7 +7,7 @@ in one process without knowing of each other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.model import DecoderModel
-from dovetail.engine.native_model import READABLE_LAYOUTS, NativeModel, can_run
+from dovetail.engine.native_model import READABLE_LAYOUTS, NativeCall, NativeModel, can_run
 from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
 from dovetail.engine.trust import trusted_layouts
@@ -85,6 +85,13 @@ class CpuExecutor:
         assert num_blocks <= self.max_blocks
         self._cache.move(moves)
         self._cache.resize(num_blocks)
+
+    def wrap_native(self, wrap: Callable[[NativeCall], NativeCall]) -> bool:
+        """For who measures: from now on native calls go through what `wrap` makes of them. False = there are none."""
+        if not isinstance(self._model, NativeModel):
+            return False
+        self._model.call = wrap(self._model.call)
+        return True
 
     def forget(self, sequence: int) -> None:
         self._grammars.forget(sequence)
