@@ -107,13 +107,19 @@ class RandomModel:
         pass
 
 
-def write_model(spec: ModelSpec, dtype: str, root: Path, report: Callable[[int, int], None] | None = None) -> Path:
+def write_model(
+    spec: ModelSpec,
+    dtype: str,
+    root: Path,
+    report: Callable[[int, int], None] | None = None,
+    layout: str = "plain",
+) -> Path:
     """A model of random weights in a store of its own; returns its folder. It has no tokenizer: it speaks tokens."""
     place = Place(root)
     place.create()
     staging = place.staging / "random"
     staging.mkdir()
-    arrangement = arrange(spec, dtype)
+    arrangement = arrange(spec, dtype, layout)
     conversion = Conversion(staging, "random")
     partitions = conversion.run(RandomModel(spec, dtype), arrangement, report)
     manifest = Manifest(
@@ -124,7 +130,7 @@ def write_model(spec: ModelSpec, dtype: str, root: Path, report: Callable[[int, 
         source="random",
         created=int(time.time()),
         dtype=dtype,
-        layout="plain",
+        layout=layout,
         partitions=tuple(partitions),
         tensors=tuple(share for tensor in arrangement.tensors for share in tensor.shares),
         files={},

@@ -132,6 +132,31 @@ def cold_start(
         _print(summaries, plain_s)
 
 
+@app.command("memory")
+def memory(
+    models: Annotated[list[str], typer.Argument(help="Names from `dovetail list`.", metavar="MODEL...")],
+    prompt: Annotated[int, typer.Option(help="Tokens of the one prompt that is computed first.", min=1)] = 1024,
+    batch: Annotated[int, typer.Option(help="Sequences that are decoded together afterwards.", min=1)] = 8,
+    store: Annotated[Path | None, typer.Option(help="Folder of models.  [default: $DOVETAIL_HOME]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """What a served model takes beyond an idle worker, and how much of that is neither weights nor KV cache.
+
+    Example: dovetail bench memory smollm2-135m-instruct
+    """
+    from dovetail.bench.served_memory import measure
+    from dovetail.store import Catalogue
+
+    found = [measure(Catalogue(store).get(name), prompt, batch) for name in models]
+    if as_json:
+        return print_json(found)
+    for each in found:
+        sizes = {"weights": each.weight_bytes, "KV": each.kv_bytes, "grown by": each.growth_bytes}
+        parts = ", ".join(f"{what} {human_bytes(size)}" for what, size in sizes.items())
+        idle, served = human_bytes(each.idle.total), human_bytes(each.served.total)
+        print(f"{each.model} ({each.kept}): {parts} ({each.over:+.1%}); idle worker {idle}, now {served}")
+
+
 @app.command("chaos")
 def chaos(
     model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")] = "smollm2-135m-instruct",

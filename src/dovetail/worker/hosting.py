@@ -78,6 +78,7 @@ def measure_peaks(dtype: str, kept: str) -> Peaks:
     """Of products with weights that are kept in this form and computed in this type."""
     import time
 
+    import numpy as np
     import torch
 
     from dovetail.engine.dtypes import TORCH_DTYPES
@@ -102,7 +103,8 @@ def measure_peaks(dtype: str, kept: str) -> Peaks:
     else:
         rows, matrix = (torch.rand(count, size).to(TORCH_DTYPES[dtype]) for count in (tokens, size))
         multiply = partial(torch.nn.functional.linear, rows, matrix)
-    large = torch.zeros(64 * 2**20, dtype=torch.uint8).view(torch.int64)  # more than the caches hold
+    # More than the caches hold. numpy's, because torch's allocator may keep what it is given back.
+    large = torch.from_numpy(np.ones(64 * 2**20 // 8, np.int64))
     product_s = best(multiply)
     read_s = best(large.sum)
     return Peaks(2 * tokens * size * size / product_s, large.numel() * large.itemsize / read_s)
