@@ -54,12 +54,18 @@ struct TokenDigits {
         }
     }
 
-    // Blocks in which at least one of them has a high digit
+    // Fours of columns in which at least one of them has a high digit
     uint64_t marks(int64_t word) const {
         uint64_t all = 0;
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) all |= shape.marks(rows[t])[word];
         return all;
+    }
+
+    bool marked() const {
+        uint64_t all = 0;
+        for (int64_t word = 0; word < shape.words; ++word) all |= marks(word);
+        return all != 0;
     }
 };
 

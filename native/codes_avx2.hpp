@@ -5,7 +5,7 @@ using Codes = __m256i;          // 8 rows by 4 columns
 using Digits = const int8_t*;   // 16 columns of a token: spread as they are used
 constexpr int kCodes = 32;
 constexpr int kByteTokens = 4, kByteSums = 8;
-constexpr int kNibbleTokens = 4, kNibbleSums = 4;
+constexpr int kNibbleTokens = 4, kNibbleSums = 4, kUnpackedTokens = 4;
 constexpr bool kBiased = false;
 
 inline Ints no_sum() { return _mm256_setzero_si256(); }
@@ -28,12 +28,12 @@ template <int kQuad>
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(quad), _mm256_sign_epi8(w, quad));
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-// Two codes per byte, each to 16 times its value
-inline void split_codes(const uint8_t* at, Codes& lower, Codes& upper) {
-    const __m256i pairs = load_codes(at), mask = _mm256_set1_epi8(static_cast<char>(0xf0));
-    lower = _mm256_and_si256(_mm256_slli_epi16(pairs, 4), mask);
-    upper = _mm256_and_si256(pairs, mask);
+// Of two codes per byte the one or the other, as 16 times its value
+inline Codes load_lower(const int8_t* at) {
+    return _mm256_and_si256(_mm256_slli_epi16(load_codes(at), 4), _mm256_set1_epi8(-16));
 }
+inline Codes load_upper(const int8_t* at) { return _mm256_and_si256(load_codes(at), _mm256_set1_epi8(-16)); }
+inline void write_codes(int8_t* at, Codes codes) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), codes); }
 inline Vec load_halves(const uint16_t* at) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
 }

@@ -8,7 +8,7 @@ using Codes = __m512i;          // 16 rows by 4 columns
 using Digits = const int8_t*;   // 16 columns of a token: spread as they are used
 constexpr int kCodes = 64;
 constexpr int kByteTokens = 8, kByteSums = 8;
-constexpr int kNibbleTokens = 8, kNibbleSums = 8;
+constexpr int kNibbleTokens = 8, kNibbleSums = 8, kUnpackedTokens = 8;
 constexpr bool kBiased = true;
 
 inline Ints no_sum() { return _mm512_setzero_si512(); }
@@ -30,12 +30,12 @@ template <int kQuad>
 inline Ints add_bias(Ints sums, Codes w) {
     return _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(static_cast<char>(0x80)), w);
 }
-// Two codes per byte, each to 16 times its value
-inline void split_codes(const uint8_t* at, Codes& lower, Codes& upper) {
-    const __m512i pairs = load_codes(at), mask = _mm512_set1_epi8(static_cast<char>(0xf0));
-    lower = _mm512_and_si512(_mm512_slli_epi16(pairs, 4), mask);
-    upper = _mm512_and_si512(pairs, mask);
+// Of two codes per byte the one or the other, as 16 times its value
+inline Codes load_lower(const int8_t* at) {
+    return _mm512_and_si512(_mm512_slli_epi16(load_codes(at), 4), _mm512_set1_epi8(-16));
 }
+inline Codes load_upper(const int8_t* at) { return _mm512_and_si512(load_codes(at), _mm512_set1_epi8(-16)); }
+inline void write_codes(int8_t* at, Codes codes) { _mm512_storeu_si512(at, codes); }
 inline Vec load_halves(const uint16_t* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }

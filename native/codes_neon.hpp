@@ -6,7 +6,7 @@ using Codes = int8x16_t;   // 4 rows by 4 columns
 using Digits = int8x16_t;  // 16 columns of a token
 constexpr int kCodes = 16;
 constexpr int kByteTokens = 4, kByteSums = 16;
-constexpr int kNibbleTokens = 8, kNibbleSums = 8;
+constexpr int kNibbleTokens = 8, kNibbleSums = 8, kUnpackedTokens = 4;
 constexpr bool kBiased = false;
 
 inline Ints no_sum() { return vdupq_n_s32(0); }
@@ -30,12 +30,10 @@ template <int kQuad>
     return vpadalq_s16(sums, vpaddq_s16(low, high));  // two products of ±127 fit into 16 bits
 #endif
 }
-// Two codes per byte, each to 16 times its value
-inline void split_codes(const uint8_t* at, Codes& lower, Codes& upper) {
-    const uint8x16_t pairs = vld1q_u8(at);
-    lower = vreinterpretq_s8_u8(vshlq_n_u8(pairs, 4));
-    upper = vreinterpretq_s8_u8(vandq_u8(pairs, vdupq_n_u8(0xf0)));
-}
+// Of two codes per byte the one or the other, as 16 times its value
+inline Codes load_lower(const int8_t* at) { return vshlq_n_s8(vld1q_s8(at), 4); }
+inline Codes load_upper(const int8_t* at) { return vandq_s8(vld1q_s8(at), vdupq_n_s8(-16)); }
+inline void write_codes(int8_t* at, Codes codes) { vst1q_s8(at, codes); }
 inline Vec load_halves(const uint16_t* at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
 
 // 64 whole numbers within ±127

@@ -3,14 +3,15 @@
 //
 // A token's activations become whole numbers of one scale: x ≈ scale·(low + 128·high), both digits within ±127. The scale
 // is chosen by what is common in the token, not by its largest value: nearly all numbers fit into the low digit, and the
-// few that do not (the same few channels in every token, as models have them) get a high digit. `marks` says which blocks
-// of 64 columns have one; the others skip the second product. Sums of digits are integers, so they are exact in any order.
+// few that do not (the same few channels in every token, as models have them) get a high digit. `marks` says which fours of
+// columns have one; the others skip the second product. Sums of digits are integers, so they are exact in any order.
 //
-//     [low: stride bytes][high: stride bytes][marks: a bit per block][scale]     stride: columns in whole blocks
+//     [low: stride bytes][high: stride bytes][marks: a bit per four columns][scale]     stride: columns in whole blocks
 
-constexpr int64_t kDigitBlock = 64;
+constexpr int64_t kDigitBlock = 64;  // columns that are split together
+constexpr int64_t kMarkColumns = 4, kWordColumns = 64 * kMarkColumns;
 constexpr float kLargestDigit = 127.0f, kLargestNumber = 127.0f * 128.0f;
-// Times the mean magnitude: what the low digit reaches. Less is more exact, and marks more blocks.
+// Times the mean magnitude: what the low digit reaches. Less is more exact, and marks more.
 constexpr float kLowReach = 12.0f;
 
 struct DigitRow {
@@ -18,7 +19,7 @@ struct DigitRow {
 
     explicit DigitRow(int64_t columns)
         : stride((columns + kDigitBlock - 1) / kDigitBlock * kDigitBlock),
-          words((stride / kDigitBlock + 63) / 64),
+          words((stride + kWordColumns - 1) / kWordColumns),
           bytes((2 * stride + 8 * words + 4 + 63) / 64 * 64) {}
 
     static const int8_t* low(const char* row) { return reinterpret_cast<const int8_t*>(row); }
@@ -49,8 +50,18 @@ inline float digit_scale(const float* x, int64_t count) {
     return scale < 1e-30f ? 0.0f : scale;
 }
 
-// Digits of one block; true if it has high ones.
-inline bool split_block(const float* x, int64_t given, float inverse, int8_t* low, int8_t* high) {
+inline uint64_t marks_of(const int8_t* high) {
+    uint64_t marks = 0;
+    for (int i = 0; i < kDigitBlock / kMarkColumns; ++i) {
+        uint32_t four;
+        std::memcpy(&four, high + i * kMarkColumns, sizeof four);
+        marks |= uint64_t{four != 0} << i;
+    }
+    return marks;
+}
+
+// Digits of one block; returns the marks of its fours.
+inline uint64_t split_block(const float* x, int64_t given, float inverse, int8_t* low, int8_t* high) {
     constexpr int kVecs = kDigitBlock / kWidth;
     Vec numbers[kVecs], most = splat(0.0f);
 #pragma GCC unroll 16
@@ -75,7 +86,7 @@ inline bool split_block(const float* x, int64_t given, float inverse, int8_t* lo
         std::memset(high, 0, kDigitBlock);
     }
     store_bytes(low, numbers);
-    return marked;
+    return marked ? marks_of(high) : 0;
 }
 
 void split_token(const float* x, int64_t columns, char* out) {
@@ -85,8 +96,8 @@ void split_token(const float* x, int64_t columns, char* out) {
     uint64_t* marks = reinterpret_cast<uint64_t*>(out + 2 * row.stride);
     std::memset(marks, 0, 8 * row.words);
     for (int64_t k = 0; k < columns; k += kDigitBlock)
-        if (split_block(x + k, columns - k, inverse, low + k, low + row.stride + k))
-            marks[k / kDigitBlock / 64] |= uint64_t{1} << (k / kDigitBlock % 64);
+        marks[k / kWordColumns] |= split_block(x + k, columns - k, inverse, low + k, low + row.stride + k)
+                                   << (k % kWordColumns / kMarkColumns);
     std::memcpy(out + 2 * row.stride + 8 * row.words, &scale, sizeof scale);
 }
 

@@ -1,94 +1,137 @@
 // Products of int4 cells with digits of activations. Included once per level, inside an unnamed namespace, behind
 // dot_int8.hpp.
 //
-// A group of 32 columns has a scale of its own per row: its integer sums become floats, are scaled and added up, group
-// after group: one order, whatever the tile and the level. Codes are unpacked in registers to 16 times their value, which
-// fits into a byte and saves moving the upper half down; the scale of the token takes the 16 off again.
+// A group of 32 columns has a scale s of its own per row. Its sum of integers is not turned into a float by itself: sums run
+// on over a span of groups, and with P = what has come together up to a group,
+//
+//     Σ s·(P - P before) = Σ (s - s of the next group)·P
+//
+// which is one multiplication per group, by differences that all tokens share. P is below 2^22 within a span: begun at the
+// bits of 1.5·2^23 it is a float that needs no conversion, and what it was begun at comes to kBase·(first s), taken off at
+// the start. Codes are unpacked to 16 times their value, which fits into a byte and saves moving the upper half down; the
+// scale of the token takes the 16 off again. One order of sums, whatever the tile and the level.
 
-constexpr int64_t kGroup = 32, kGroupCells = kGroup / 8, kBlockGroups = kDigitBlock / kGroup;
+constexpr int64_t kGroup = 32, kGroupCells = kGroup / 8, kGroupMarks = kGroup / kMarkColumns;
+constexpr int64_t kSpan = 8;             // groups; 8·32·127·128 < 2^22
+constexpr float kBase = 12582912.0f;
+constexpr int64_t kUnpackTokens = 24;  // from here on a block of rows is unpacked once, for all of them
 
-struct GroupCodes {  // 32 columns of a vector of rows, by fours
-    Codes quads[8];
+struct NibbleRows {  // a block of rows, or some vectors of them: in halves of bytes, and perhaps unpacked too
+    const int8_t* cells;
+    const uint16_t* scales;  // [groups][kCellRows]
+    const int8_t* bytes;     // cells of int8, 16 times the codes
+    const float* wide;       // [groups][kCellRows], the scales
+    int64_t groups;
+
+    NibbleRows from(int vec) const {
+        return {cells + vec * kCodes, scales + vec * kWidth, bytes + vec * kCodes, wide + vec * kWidth, groups};
+    }
+
+    template <bool kUnpacked>
+    [[gnu::always_inline]] Vec scale(int64_t group, int v) const {
+        if constexpr (kUnpacked) return load(wide + group * kCellRows + v * kWidth);
+        return load_halves(scales + group * kCellRows + v * kWidth);
+    }
 };
 
-[[gnu::always_inline]] inline GroupCodes load_group(const uint8_t* cells) {
-    GroupCodes w;
+template <int V, int T, bool kUnpacked>
+[[gnu::always_inline]] inline void dot_group(const NibbleRows& rows, int64_t group, const TokenDigits<T>& x,
+                                             Ints (*sums)[T], Ints* surplus) {
+    const int64_t column = group * kGroup;
+    if constexpr (kUnpacked) {
+        const int8_t* bytes = rows.bytes + group * 2 * kGroupCells * kCellBytes;
+        dot_cells<V, T, Form::bytes>(bytes, x.low, column, sums, surplus);
+        dot_cells<V, T, Form::bytes>(bytes + kGroupCells * kCellBytes, x.low, column + kGroup / 2, sums, surplus);
+    } else {
+        const int8_t* cells = rows.cells + group * kGroupCells * kCellBytes;
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) split_codes(cells + i * kCellBytes, w.quads[i], w.quads[4 + i]);
-    return w;
+        for (int line = 0; line < kGroupCells; ++line) __builtin_prefetch(cells + kAheadBytes + line * kCellBytes);
+        dot_cells<V, T, Form::lower>(cells, x.low, column, sums, surplus);
+        dot_cells<V, T, Form::upper>(cells, x.low, column + kGroup / 2, sums, surplus);
+    }
 }
 
-// What a level that adds something to the digits must take off the sums of a group
-[[gnu::always_inline]] inline Ints group_start(const GroupCodes& w) {
-    Ints surplus = no_sum();
-    if constexpr (kBiased)
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) surplus = add_bias(surplus, w.quads[i]);
-    return subtract(no_sum(), surplus);
-}
-
-[[gnu::always_inline]] inline Ints dot_group(Ints sums, const GroupCodes& w, const int8_t* x) {
-    const Digits first = load_digits(x), second = load_digits(x + 16);
-    sums = dot<0>(sums, w.quads[0], first);
-    sums = dot<1>(sums, w.quads[1], first);
-    sums = dot<2>(sums, w.quads[2], first);
-    sums = dot<3>(sums, w.quads[3], first);
-    sums = dot<0>(sums, w.quads[4], second);
-    sums = dot<1>(sums, w.quads[5], second);
-    sums = dot<2>(sums, w.quads[6], second);
-    return dot<3>(sums, w.quads[7], second);
-}
-
-// Without high digits a sum is below 2^22: begun at the bits of 1.5·2^23 it is a float that needs no conversion.
-[[gnu::always_inline]] inline Vec dot_low(Ints start, const GroupCodes& w, const int8_t* x) {
-    if constexpr (kBiased) return to_floats(dot_group(start, w, x));
-    const Vec base = splat(12582912.0f);
-    return as_floats(dot_group(as_ints(base), w, x)) - base;
-}
-
-// One group; `marked` ones have high digits. Inlined without fail: the sums must stay in registers.
-template <int V, int T, bool kMarked>
-[[gnu::always_inline]] inline void add_group(const uint8_t* cells, const uint16_t* scales, int64_t column,
-                                             const TokenDigits<T>& x, Vec (*sums)[T]) {
-#pragma GCC unroll 4
+// Groups [begin, end), at most kSpan. Inlined without fail: the sums must stay in registers.
+template <int V, int T, bool kUnpacked>
+[[gnu::always_inline]] inline void add_span(const NibbleRows& rows, int64_t begin, int64_t end, const TokenDigits<T>& x,
+                                            Vec (*sums)[T]) {
+    Ints running[V][T], surplus[1][V];
+    Vec scales[V];
+    clear_sums<1, V>(surplus);
+#pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
-        const GroupCodes w = load_group(cells + v * kCodes);
-        const Vec scale = load_halves(scales + v * kWidth);
-        const Ints start = group_start(w);
+        scales[v] = rows.scale<kUnpacked>(begin, v);
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) {
-            Vec total;
-            if constexpr (kMarked) {
-                const Ints high_sum = times_128(dot_group(start, w, x.high[t] + column));
-                total = to_floats(dot_group(add(high_sum, start), w, x.low[t] + column));
-            } else {
-                total = dot_low(start, w, x.low[t] + column);
+            running[v][t] = as_ints(splat(kBase));
+            sums[v][t] = fma(splat(-kBase), scales[v], sums[v][t]);
+        }
+    }
+    for (int64_t group = begin; group < end; ++group) {
+        dot_group<V, T, kUnpacked>(rows, group, x, running, *surplus);
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+            const Vec next = group + 1 < end ? rows.scale<kUnpacked>(group + 1, v) : splat(0.0f), step = scales[v] - next;
+            scales[v] = next;
+#pragma GCC unroll 16
+            for (int t = 0; t < T; ++t) {
+                const Ints total = kBiased ? subtract(running[v][t], surplus[0][v]) : running[v][t];
+                sums[v][t] = fma(as_floats(total), step, sums[v][t]);
             }
-            sums[v][t] = fma(total, scale, sums[v][t]);
         }
     }
 }
 
-// Rows [row, row + V·kWidth), whose first cell is at `cells`, by the tokens of `x`
+// 128 times the high digits of one group, those that `marks` name
 template <int V, int T>
-inline void nibble_tile(const Product& p, const uint8_t* cells, const uint16_t* scales, int64_t row, int64_t token,
-                        const TokenDigits<T>& x) {
-    const int64_t groups = (p.weight->columns + kGroup - 1) / kGroup;
+[[gnu::always_inline]] inline void add_high_group(const NibbleRows& rows, int64_t group, uint64_t marks,
+                                                  const TokenDigits<T>& x, Vec (*sums)[T]) {
+    Ints high[V][T], surplus[1][V];
+    clear_sums<1, V>(surplus);
+    clear_sums<V, T>(high);
+    for (; marks; marks &= marks - 1) {
+        const int64_t four = __builtin_ctzll(marks), column = group * kGroup + four * kMarkColumns;
+        const int8_t* cell = rows.cells + (group * kGroupCells + four % kGroupCells) * kCellBytes;
+        if (four < kGroupCells)
+            dot_high<V, T, Form::lower>(cell, x.high, column, high, *surplus);
+        else
+            dot_high<V, T, Form::upper>(cell, x.high, column, high, *surplus);
+    }
+    take_off<V, T>(high, *surplus);
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) {
+        const Vec scale = rows.scale<false>(group, v) * splat(128.0f);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) sums[v][t] = fma(to_floats(high[v][t]), scale, sums[v][t]);
+    }
+}
+
+template <int V, int T>
+[[gnu::always_inline]] inline void add_high_groups(const NibbleRows& rows, const TokenDigits<T>& x, Vec (*sums)[T]) {
+    constexpr int64_t kWordGroups = 64 / kGroupMarks;
+    constexpr uint64_t kMask = (uint64_t{1} << kGroupMarks) - 1;
+    for (int64_t word = 0; word < x.shape.words; ++word)
+        for (uint64_t marks = x.marks(word); marks;) {
+            const int64_t in_word = __builtin_ctzll(marks) / kGroupMarks, shift = in_word * kGroupMarks;
+            add_high_group<V, T>(rows, word * kWordGroups + in_word, marks >> shift & kMask, x, sums);
+            marks &= ~(kMask << shift);
+        }
+}
+
+// The V vectors of rows from `row` on by the tokens of `x`
+template <int V, int T, bool kUnpacked>
+inline void nibble_tile(const Product& p, const NibbleRows& rows, int64_t row, int64_t token, const TokenDigits<T>& x,
+                        bool marked) {
     Vec sums[V][T];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v)
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) sums[v][t] = splat(0.0f);
-    uint64_t marks = 0;
-    for (int64_t group = 0; group < groups; ++group, cells += kGroupCells * kCellBytes, scales += kCellRows) {
-        if (group % (64 * kBlockGroups) == 0) marks = x.marks(group / (64 * kBlockGroups));
-#pragma GCC unroll 4
-        for (int line = 0; line < kGroupCells; ++line) __builtin_prefetch(cells + kAheadBytes + line * kCellBytes);
-        if (marks >> (group / kBlockGroups % 64) & 1)
-            add_group<V, T, true>(cells, scales, group * kGroup, x, sums);
-        else
-            add_group<V, T, false>(cells, scales, group * kGroup, x, sums);
+    for (int64_t group = 0; group < rows.groups; group += kSpan) {
+        const int64_t end = group + kSpan < rows.groups ? group + kSpan : rows.groups;
+        add_span<V, T, kUnpacked>(rows, group, end, x, sums);
     }
+    if (marked) add_high_groups<V, T>(rows, x, sums);
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t)
 #pragma GCC unroll 16
@@ -96,23 +139,58 @@ inline void nibble_tile(const Product& p, const uint8_t* cells, const uint16_t* 
             write_rows(p, row + v * kWidth, token + t, sums[v][t], splat(x.shape.scale(x.rows[t]) * (1.0f / 16.0f)));
 }
 
+inline int64_t groups_of(const Product& p) { return (p.weight->columns + kGroup - 1) / kGroup; }
+
+inline NibbleRows nibble_rows(const Product& p, int64_t block) {
+    const int64_t groups = groups_of(p);
+    const int8_t* bytes = reinterpret_cast<const int8_t*>(p.scratch);
+    return {static_cast<const int8_t*>(p.weight->data) + block * groups * kGroupCells * kCellBytes,
+            static_cast<const uint16_t*>(p.weight->scales) + block * groups * kCellRows, bytes,
+            reinterpret_cast<const float*>(bytes + groups * kGroup * kCellRows), groups};
+}
+
+template <bool kUnpacked>
 struct NibbleTiles {
-    static constexpr int kTokens = kNibbleTokens;
+    static constexpr int kTokens = kUnpacked ? kUnpackedTokens : kNibbleTokens;
 
     template <int T>
     static void compute(const Product& p, int64_t block, int64_t token) {
         constexpr int V = vecs_for(T, kNibbleSums);
-        const int64_t groups = (p.weight->columns + kGroup - 1) / kGroup;
+        const NibbleRows rows = nibble_rows(p, block);
         const TokenDigits<T> x(p, token);
-        const uint8_t* cells = static_cast<const uint8_t*>(p.weight->data) + block * groups * kGroupCells * kCellBytes;
-        const uint16_t* scales = static_cast<const uint16_t*>(p.weight->scales) + block * groups * kCellRows;
+        const bool marked = x.marked();
         for (int v = 0; v < kBlockVecs; v += V)
-            nibble_tile<V, T>(p, cells + v * kCodes, scales + v * kWidth, block * kCellRows + v * kWidth, token, x);
+            nibble_tile<V, T, kUnpacked>(p, rows.from(v), block * kCellRows + v * kWidth, token, x, marked);
     }
 };
 
+// Codes and scales of a block of rows into the scratch, where nibble_rows looks for them
+inline void unpack_rows(const Product& p, int64_t block) {
+    const NibbleRows rows = nibble_rows(p, block);
+    int8_t* bytes = reinterpret_cast<int8_t*>(p.scratch);
+    float* wide = reinterpret_cast<float*>(bytes + rows.groups * kGroup * kCellRows);
+    for (int64_t group = 0; group < rows.groups; ++group, bytes += 2 * kGroupCells * kCellBytes) {
+        const int8_t* cells = rows.cells + group * kGroupCells * kCellBytes;
+        for (int at = 0; at < kGroupCells * kCellBytes; at += kCodes) {
+            write_codes(bytes + at, load_lower(cells + at));
+            write_codes(bytes + kGroupCells * kCellBytes + at, load_upper(cells + at));
+        }
+        for (int v = 0; v < kBlockVecs; ++v)
+            store(wide + group * kCellRows + v * kWidth, rows.scale<false>(group, v));
+    }
+}
+
 void multiply_int4(const Product& p) {
-    walk_cells<NibbleTiles>(p, (p.weight->columns + kGroup - 1) / kGroup * kGroupCells * kCellBytes);
+    if (p.token_end - p.token_begin < kUnpackTokens)
+        return walk_cells<NibbleTiles<false>>(p, groups_of(p) * kGroupCells * kCellBytes);
+    using Tiles = NibbleTiles<true>;
+    for (int64_t block = p.row_begin / kCellRows; block * kCellRows < p.row_end; ++block) {
+        unpack_rows(p, block);
+        for (int64_t token = p.token_begin; token < p.token_end; token += Tiles::kTokens) {
+            const int64_t left = p.token_end - token;
+            compute_tokens<Tiles>(p, block, token, left < Tiles::kTokens ? left : Tiles::kTokens);
+        }
+    }
 }
 
 [[maybe_unused]] void multiply_digits(const Product& p) {

@@ -1,38 +1,60 @@
 // Products of int8 cells with digits of activations, by instructions that multiply bytes and add four of them in 32 bits.
 // Included once per level, inside an unnamed namespace, behind cells.hpp and the level's codes header.
 
+enum class Form { bytes, lower, upper };  // of codes: a byte each, or one half of it
 
-template <int kQuad, int V, int T>
+template <Form kForm>
+[[gnu::always_inline]] inline Codes load_form(const int8_t* at) {
+    if constexpr (kForm == Form::lower) return load_lower(at);
+    if constexpr (kForm == Form::upper) return load_upper(at);
+    return load_codes(at);
+}
+
+template <int kQuad, int V, int T, Form kForm>
 [[gnu::always_inline]] inline void dot_cell(const int8_t* cell, const Digits* x, Ints (*sums)[T], Ints* surplus) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
-        const Codes w = load_codes(cell + v * kCodes);
+        const Codes w = load_form<kForm>(cell + v * kCodes);
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) sums[v][t] = dot<kQuad>(sums[v][t], w, x[t]);
         if constexpr (kBiased) surplus[v] = add_bias(surplus[v], w);
     }
 }
 
-// sums[v][t] += rows of vector v · digits of token t over columns [begin, end), whole blocks.
-// Inlined without fail: the sums must stay in registers.
+// Sixteen columns, whose cells are the four from `cells` on
+template <int V, int T, Form kForm>
+[[gnu::always_inline]] inline void dot_cells(const int8_t* cells, const int8_t* const* x, int64_t column,
+                                             Ints (*sums)[T], Ints* surplus) {
+    Digits digits[T];
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t) digits[t] = load_digits(x[t] + column);
+    dot_cell<0, V, T, kForm>(cells, digits, sums, surplus);
+    dot_cell<1, V, T, kForm>(cells + kCellBytes, digits, sums, surplus);
+    dot_cell<2, V, T, kForm>(cells + 2 * kCellBytes, digits, sums, surplus);
+    dot_cell<3, V, T, kForm>(cells + 3 * kCellBytes, digits, sums, surplus);
+}
+
+// Four columns that somebody's marks name, high digits
+template <int V, int T, Form kForm>
+[[gnu::always_inline]] inline void dot_high(const int8_t* cell, const int8_t* const* x, int64_t column, Ints (*sums)[T],
+                                            Ints* surplus) {
+    Digits digits[T];
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t) digits[t] = load_digits(x[t] + column);  // the last ones are followed by marks
+    dot_cell<0, V, T, kForm>(cell, digits, sums, surplus);
+}
+
 template <int V, int T>
-[[gnu::always_inline]] inline void dot_span(const int8_t* weight, const int8_t* const* x, int64_t begin, int64_t end,
-                                            Ints (*sums)[T]) {
-    Ints surplus[V];  // of a level that adds something to the digits
+[[gnu::always_inline]] inline void clear_sums(Ints (*sums)[T]) {
 #pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) surplus[v] = no_sum();
-    for (int64_t k = begin; k < end; k += 16) {
-        const int8_t* cells = weight + k / 4 * kCellBytes;
-#pragma GCC unroll 4
-        for (int line = 0; line < 4; ++line) __builtin_prefetch(cells + kAheadBytes + line * kCellBytes);
-        Digits digits[T];
+    for (int v = 0; v < V; ++v)
 #pragma GCC unroll 16
-        for (int t = 0; t < T; ++t) digits[t] = load_digits(x[t] + k);
-        dot_cell<0, V, T>(cells, digits, sums, surplus);
-        dot_cell<1, V, T>(cells + kCellBytes, digits, sums, surplus);
-        dot_cell<2, V, T>(cells + 2 * kCellBytes, digits, sums, surplus);
-        dot_cell<3, V, T>(cells + 3 * kCellBytes, digits, sums, surplus);
-    }
+        for (int t = 0; t < T; ++t) sums[v][t] = no_sum();
+}
+
+// What a level that adds something to the digits has too much
+template <int V, int T>
+[[gnu::always_inline]] inline void take_off(Ints (*sums)[T], const Ints* surplus) {
     if constexpr (kBiased)
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v)
@@ -40,24 +62,33 @@ template <int V, int T>
             for (int t = 0; t < T; ++t) sums[v][t] = subtract(sums[v][t], surplus[v]);
 }
 
-// All low digits, and 128 times the high ones of marked blocks, in one pass: the weights stay one stream.
+// sums[v][t] = rows of vector v · low digits of token t. Inlined without fail: the sums must stay in registers.
 template <int V, int T>
-[[gnu::always_inline]] inline void dot_marked(const int8_t* weight, const TokenDigits<T>& x, Ints (*sums)[T]) {
-    Ints high[V][T];
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v)
-#pragma GCC unroll 16
-        for (int t = 0; t < T; ++t) high[v][t] = no_sum();
-    for (int64_t begin = 0; begin < x.shape.stride;) {
-        const int64_t block = begin / kDigitBlock;
-        const uint64_t marks = x.marks(block / 64) >> (block % 64);
-        const int64_t next = marks ? block + __builtin_ctzll(marks) : (block / 64 + 1) * 64;  // marked, or not looked at
-        const int64_t last = next * kDigitBlock < x.shape.stride ? next * kDigitBlock : x.shape.stride;
-        const int64_t end = marks ? last + kDigitBlock : last;
-        dot_span<V, T>(weight, x.low, begin, end, sums);
-        if (marks) dot_span<V, T>(weight, x.high, last, end, high);
-        begin = end;
+[[gnu::always_inline]] inline void dot_low(const int8_t* weight, const TokenDigits<T>& x, Ints (*sums)[T]) {
+    Ints surplus[1][V];
+    clear_sums<1, V>(surplus);
+    clear_sums<V, T>(sums);
+    for (int64_t k = 0; k < x.shape.stride; k += 16) {
+        const int8_t* cells = weight + k / 4 * kCellBytes;
+#pragma GCC unroll 4
+        for (int line = 0; line < 4; ++line) __builtin_prefetch(cells + kAheadBytes + line * kCellBytes);
+        dot_cells<V, T, Form::bytes>(cells, x.low, k, sums, *surplus);
     }
+    take_off<V, T>(sums, *surplus);
+}
+
+// 128 times the high digits, where there are any: behind the low ones, so that the weights are read as one stream
+template <int V, int T>
+[[gnu::always_inline]] inline void add_high(const int8_t* weight, const TokenDigits<T>& x, Ints (*sums)[T]) {
+    Ints high[V][T], surplus[1][V];
+    clear_sums<1, V>(surplus);
+    clear_sums<V, T>(high);
+    for (int64_t word = 0; word < x.shape.words; ++word)
+        for (uint64_t marks = x.marks(word); marks; marks &= marks - 1) {
+            const int64_t cell = word * 64 + __builtin_ctzll(marks);
+            dot_high<V, T, Form::bytes>(weight + cell * kCellBytes, x.high, cell * kMarkColumns, high, *surplus);
+        }
+    take_off<V, T>(high, *surplus);
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v)
 #pragma GCC unroll 16
@@ -65,17 +96,15 @@ template <int V, int T>
 }
 
 // Rows [row, row + V·kWidth), whose first cell is at `weight`, by the tokens of `x`
-template <int V, int T, bool kMarked>
-inline void byte_tile(const Product& p, const int8_t* weight, int64_t row, int64_t token, const TokenDigits<T>& x) {
+template <int V, int T>
+inline void byte_tile(const Product& p, const int8_t* weight, int64_t row, int64_t token, const TokenDigits<T>& x,
+                      bool marked) {
     Ints sums[V][T];
-#pragma GCC unroll 16
-    for (int v = 0; v < V; ++v)
-#pragma GCC unroll 16
-        for (int t = 0; t < T; ++t) sums[v][t] = no_sum();
-    if constexpr (kMarked)
-        dot_marked<V, T>(weight, x, sums);
-    else
-        dot_span<V, T>(weight, x.low, 0, x.shape.stride, sums);
+    dot_low<V, T>(weight, x, sums);
+    constexpr int H = vecs_for(T, kByteSums / 2) < V ? vecs_for(T, kByteSums / 2) : V;  // registers for as many more
+    if (marked)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v += H) add_high<H, T>(weight + v * kCodes, x, sums + v);
     const float* scales = static_cast<const float*>(p.weight->scales) + row;
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t)
@@ -90,20 +119,12 @@ struct ByteTiles {
 
     template <int T>
     static void compute(const Product& p, int64_t block, int64_t token) {
+        constexpr int V = vecs_for(T, kByteSums);
         const TokenDigits<T> x(p, token);
-        uint64_t marks = 0;
-        for (int64_t word = 0; word < x.shape.words; ++word) marks |= x.marks(word);
-        if (marks)
-            compute_block<vecs_for(T, kByteSums / 2), T, true>(p, block, token, x);  // as many sums of high digits
-        else
-            compute_block<vecs_for(T, kByteSums), T, false>(p, block, token, x);
-    }
-
-    template <int V, int T, bool kMarked>
-    static void compute_block(const Product& p, int64_t block, int64_t token, const TokenDigits<T>& x) {
+        const bool marked = x.marked();
         const int8_t* weight = static_cast<const int8_t*>(p.weight->data) + block * kCellRows * x.shape.stride;
         for (int v = 0; v < kBlockVecs; v += V)
-            byte_tile<V, T, kMarked>(p, weight + v * kCodes, block * kCellRows + v * kWidth, token, x);
+            byte_tile<V, T>(p, weight + v * kCodes, block * kCellRows + v * kWidth, token, x, marked);
     }
 };
 

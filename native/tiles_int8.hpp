@@ -9,6 +9,8 @@ int64_t prepared_digit_tiles_bytes(int64_t tokens, int64_t columns) {
     return prepared_digits_bytes((tokens + kTokenTile - 1) / kTokenTile * kTokenTile, columns);
 }
 
+constexpr int64_t kStepMarks = kDigitBlock / kMarkColumns;  // marks of what a tile multiplies at once
+
 struct DigitTile {  // up to sixteen tokens
     DigitRow shape;
     const char* rows;
@@ -73,8 +75,9 @@ inline void byte_tiles(const Product& p, int64_t block, int64_t token) {
     zero_sums<R, T>();
     bool marked = false;
     for (int64_t word = 0; word < x.shape.words; ++word)
-        for (uint64_t marks = x.marks(word) | last.marks(word); marks; marks &= marks - 1, marked = true) {
-            const int64_t step = word * 64 + __builtin_ctzll(marks);
+        for (uint64_t marks = x.marks(word) | last.marks(word); marks; marked = true) {
+            const int64_t in_word = __builtin_ctzll(marks) / kStepMarks, step = word * (64 / kStepMarks) + in_word;
+            marks &= ~(((uint64_t{1} << kStepMarks) - 1) << (in_word * kStepMarks));
             add_step<R, T>(weight + step * kTileBytes, block_bytes, x.rows + x.shape.stride + step * kDigitBlock,
                            x.shape.bytes);
         }
