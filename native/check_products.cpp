@@ -40,15 +40,15 @@ Weights draw_int8(int64_t rows, int64_t columns, std::mt19937& random) {
 }
 
 Weights draw_int4(int64_t rows, int64_t columns, std::mt19937& random) {
-    std::uniform_int_distribution<int> draw(-7, 7);
+    std::uniform_int_distribution<int> draw(-8, 7);
     Weights weights{{rows, columns, DType::int4}, {}};
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t k = 0; k < columns; ++k) {
             uint16_t& half = weights.cells.half_scale(r, k / 32);
-            if (k % 32 == 0) half = static_cast<uint16_t>(0x2800 + random() % 0x400);
+            if (k % 32 == 0) half = static_cast<uint16_t>(0x2800 + random() % 0x400 + (random() % 2 << 15));
             const int code = draw(random);
             weights.cells.set(r, k, code);
-            weights.values.push_back(code * ((1024 + half % 1024) / 1024.0 / 32.0));
+            weights.values.push_back((half >> 15 ? -code : code) * ((1024 + half % 1024) / 1024.0 / 32.0));
         }
     return weights;
 }

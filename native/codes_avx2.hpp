@@ -19,13 +19,13 @@ inline Ints as_ints(Vec v) { return _mm256_castps_si256(v); }
 inline Digits load_digits(const int8_t* at) { return at; }
 inline Codes load_codes(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
 // Of each row its four columns by those of x from 4·kQuad on. The instruction takes one operand without sign: the sign goes
-// over to the other. Two products of ±127 fit into 16 bits.
+// over to the digits, which have no -128 (codes of int4 do: 16·-8). Two products of 127·128 fit into 16 bits.
 template <int kQuad>
 [[gnu::always_inline]] inline Ints dot(Ints sums, Codes w, Digits x) {
     int32_t four;
     std::memcpy(&four, x + 4 * kQuad, sizeof four);
     const __m256i quad = _mm256_set1_epi32(four);
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(quad), _mm256_sign_epi8(w, quad));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(quad, w));
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 // Of two codes per byte the one or the other, as 16 times its value

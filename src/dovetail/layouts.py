@@ -29,8 +29,8 @@ int8-cells
 int4-cells
           the same with two codes per byte and a float16 scale per row and group of 32 columns, to multiples of which
           columns are padded. Byte j of a group and row holds element j in its low and element j + 16 in its high
-          half, in two's complement; codes within ±7. These bytes lie in cells of 16 rows by 4 bytes, as those of
-          int8; behind them the scales as [rows/16][groups][16].
+          half, in two's complement: -8 to 7, of which quantising here uses ±7. These bytes lie in cells of 16 rows by
+          4 bytes, as those of int8; behind them the scales as [rows/16][groups][16].
 
 int8, int4
           as earlier releases wrote them, row by row; still read. int8: codes [rows, columns], zeros up to a multiple of
@@ -87,6 +87,9 @@ class Packer(Protocol):
     def rows(self, values: Float32) -> Iterator[Array]:
         """Bytes (uint8) that are settled by these rows."""
 
+    def coded_rows(self, quantised: Quantised) -> Iterator[Array]:
+        """The same of rows that come with codes and scales, which stay as they are. Cells only."""
+
     def finish(self) -> Iterator[Array]:
         """The rest."""
 
@@ -107,15 +110,34 @@ def pack(layout: str, dtype: str, values: Float32) -> Array:
     return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
 
 
+def pack_codes(layout: str, shape: tuple[int, ...], quantised: Quantised) -> Array:
+    """The same of codes and scales, which stay as they are."""
+    making = packer(layout, "f32", shape)
+    return np.concatenate([*making.coded_rows(quantised), *making.finish()])
+
+
 def unpack(layout: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> Float32:
     """The values in float32, which holds those of every other type here but f64 exactly."""
     if layout == "plain":
         return _widen(np.frombuffer(data, NUMPY[dtype]), dtype).reshape(shape)
     if layout == "amx-bf16":
         return _widen(unpack_tiles(shape, data), "bf16")
+    codes, scales = unpack_codes(layout, shape, data)
+    return coding_of(layout, shape[-1]).dequantise(codes, scales).reshape(shape)
+
+
+def unpack_codes(layout: str, shape: tuple[int, ...], data: memoryview) -> Quantised:
+    """The codes and scales of a quantised layout, in order of rows."""
     coding = coding_of(layout, shape[-1])
     packed, scales = (_from_cells if layout in CELLS.values() else _from_rows)(coding, shape, data)
-    return coding.dequantise(coding.unpack(packed), scales).reshape(shape)
+    return Quantised(coding.unpack(packed), scales)
+
+
+def int4_rows(biased: Array, scales: Array) -> Array:
+    """Bytes of the layout int4, out of those of its rows [rows, groups · 16] (each code + 8) and their scales."""
+    codes = _bytes(biased)
+    padding = np.zeros(-codes.size % SCALE_ALIGNMENT, np.uint8)
+    return np.concatenate([codes, padding, _bytes(scales.astype("<f2", copy=False))])
 
 
 def unpack_tiles(shape: tuple[int, ...], data: memoryview) -> npt.NDArray[np.uint16]:
@@ -151,6 +173,9 @@ class _PlainPacker:
 
     def rows(self, values: Float32) -> Iterator[Array]:
         yield _bytes(narrow(values, self._dtype))
+
+    def coded_rows(self, quantised: Quantised) -> Iterator[Array]:
+        raise NotImplementedError("floats have no codes")
 
     def finish(self) -> Iterator[Array]:
         return iter(())
@@ -194,6 +219,9 @@ class _TilePacker:
         bits = np.pad(bits, ((0, 0), (0, self._padded_columns - bits.shape[1])))
         yield from (self._tiles(rows) for rows in self._blocks.take(bits))
 
+    def coded_rows(self, quantised: Quantised) -> Iterator[Array]:
+        raise NotImplementedError("floats have no codes")
+
     def finish(self) -> Iterator[Array]:
         self._blocks.finish()
         return iter(())
@@ -212,10 +240,18 @@ class _CellPacker:
         self._scales: list[Array] = []
 
     def rows(self, values: Float32) -> Iterator[Array]:
-        for block in self._blocks.take(values):
-            quantised = self._coding.quantise(block)
-            self._scales.append(_by_block(quantised.scales))
-            yield _bytes(_by_block(self._coding.pack(quantised.codes).view(np.uint32)))
+        step = max(PACKED_BYTES // (4 * values.shape[1]), 1)
+        for start in range(0, len(values), step):
+            yield from self.coded_rows(self._coding.quantise(values[start : start + step]))
+
+    def coded_rows(self, quantised: Quantised) -> Iterator[Array]:
+        """Of each row its codes and, behind them, its scales go through the blocks."""
+        width = self._coding.row_bytes
+        scales = np.ascontiguousarray(quantised.scales, self._coding.scale_type).view(np.uint8)
+        for block in self._blocks.take(np.concatenate([self._coding.pack(quantised.codes), scales], axis=1)):
+            codes, scales = (np.ascontiguousarray(part) for part in (block[:, :width], block[:, width:]))
+            self._scales.append(np.ascontiguousarray(_by_block(scales.view(self._coding.scale_type))))
+            yield _bytes(_by_block(codes.view(np.uint32)))
 
     def finish(self) -> Iterator[Array]:
         self._blocks.finish()
@@ -243,6 +279,9 @@ class Int8:
     def dequantise(self, codes: npt.NDArray[np.int8], scales: Array) -> Float32:
         values: Float32 = codes.astype(np.float32) * scales
         return values
+
+    def part(self, whole: Quantised, rows: slice, columns: slice) -> Quantised | None:
+        return Quantised(whole.codes[rows, columns], whole.scales[rows])
 
     def pack(self, codes: npt.NDArray[np.int8]) -> Array:
         """Bytes of rows [rows, row_bytes], not in cells yet."""
@@ -273,9 +312,16 @@ class Int4:
         grouped = codes.reshape(-1, self.groups, GROUP) * scales.astype(np.float32)[:, :, None]
         return np.ascontiguousarray(grouped.reshape(len(codes), -1)[:, : self.columns])
 
+    def part(self, whole: Quantised, rows: slice, columns: slice) -> Quantised | None:
+        """None where columns are cut within a group."""
+        if columns.start % GROUP or (columns.stop % GROUP and columns.stop != self.columns):
+            return None
+        first, last = columns.start // GROUP, -(-columns.stop // GROUP)
+        return Quantised(whole.codes[rows, first * GROUP : last * GROUP], whole.scales[rows, first:last])
+
     def pack(self, codes: npt.NDArray[np.int8]) -> Array:
         """Bytes of rows [rows, row_bytes], not in cells yet."""
-        grouped = codes.view(np.uint8).reshape(-1, self.groups, GROUP)
+        grouped = np.ascontiguousarray(codes).view(np.uint8).reshape(-1, self.groups, GROUP)
         low, high = grouped[:, :, : GROUP // 2], grouped[:, :, GROUP // 2 :]
         return np.ascontiguousarray((low & np.uint8(15)) | (high << np.uint8(4))).reshape(len(codes), -1)
 

@@ -6,12 +6,13 @@ import random
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dovetail.engine.native_model import READABLE_LAYOUTS
-from dovetail.layouts import codes_and_scales, pack, unpack
+from dovetail.layouts import Quantised, codes_and_scales, pack, pack_codes, unpack
 from dovetail.native import levels
 from dovetail.native.dispatch import load_kernels
 
@@ -147,6 +148,23 @@ def test_quantised_products_are_the_same_numbers_on_every_level(kernels: ModuleT
     for level, out in zip(LEVELS, found, strict=True):
         kernels.linear_quantised(level, 2, x, codes, scales, out)
     assert all(torch.equal(found[0], out) for out in found)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 37])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_lowest_code_of_four_bits_is_multiplied_as_any_other(
+    kernels: ModuleType, level: str, tokens: int, sign: int
+) -> None:
+    """-8, which becomes -128 in a byte, by digits as large as they get: the sums are whole numbers and exact."""
+    codes = np.full((40, 352), -8, np.int8)
+    codes[:, ::5] = 7
+    quantised = Quantised(codes, np.full((40, 11), -0.5, np.float16))
+    data = memoryview(pack_codes("int4-cells", (40, 352), quantised))
+    x, out = torch.full((tokens, 352), sign * 3.0), torch.full((tokens, 40), float("nan"))
+    x[:, 1::2] *= -1
+    kernels.linear_quantised(level, 2, x, *codes_and_scales("int4-cells", (40, 352), data), out)
+    wanted = x.double() @ torch.from_numpy(codes * -0.5).double().T
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])

@@ -12,12 +12,12 @@ import pytest
 import torch
 from drive import logits_of, make_executor
 from store_builders import flat, stored
-from tiny import save_tiny
-from tiny_gguf import Q, save_tiny_gguf
+from tiny import VOCAB_SIZE, save_tiny
+from tiny_gguf import Q, quantised, save_tiny_gguf
 
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.errors import UnsupportedModel
-from dovetail.layouts import CELLS, codes_and_scales, unpack
+from dovetail.layouts import CELLS, codes_and_scales, unpack, unpack_codes
 from dovetail.native import levels
 from dovetail.node.ports import HostTensor
 from dovetail.store import Catalogue, open_checkpoint
@@ -27,6 +27,8 @@ from dovetail.store.pull import Form, Pull
 
 TinyFolder = Callable[[str], Path]
 FAMILIES = ["llama", "llama_bias", "qwen3", "gemma2", "opt", "mixtral"]
+# Rows of whole blocks, of every quantised type
+WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
 
 
@@ -249,11 +251,59 @@ def catalogue_model(catalogue: Catalogue, name: str) -> Any:
     return open_checkpoint(catalogue.get(name).path)
 
 
-@pytest.mark.parametrize(("kind", "layout"), [(Q.F16, "plain"), (Q.Q8_0, "int8"), (Q.Q4_0, "int8")])
-def test_what_comes_quantised_is_kept_in_eight_bits(kind: Q, layout: str, tmp_path: Path) -> None:
-    save_tiny_gguf("llama", tmp_path / "m.gguf", kind, hidden_size=96, intermediate_size=128)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [(Q.F16, "plain"), (Q.Q8_0, "int8"), (Q.Q4_1, "int8"), (Q.Q4_0, "int4"), (Q.TQ2_0, "int4")]
+)
+def test_what_comes_quantised_is_kept_in_as_many_bits_as_it_needs(kind: Q, layout: str, tmp_path: Path) -> None:
+    save_tiny_gguf("llama", tmp_path / "m.gguf", kind, **WHOLE_BLOCKS)
     model = stored(tmp_path / "m.gguf", tmp_path / "store", layout="auto")
     assert model.manifest.layout == layout
     again = stored(model.path, tmp_path / "again", layout="auto")
     assert again.manifest.layout == layout
     assert torch.equal(logits(model.path), logits(again.path))
+
+
+def test_one_matrix_of_more_bits_keeps_a_model_from_four(tmp_path: Path) -> None:
+    wide = quantised(np.random.default_rng(0).standard_normal((256, 256), np.float32), Q.Q5_0)
+    save_tiny_gguf("llama", tmp_path / "m.gguf", Q.Q4_0, replace={"blk.1.ffn_down.weight": wide}, **WHOLE_BLOCKS)
+    assert stored(tmp_path / "m.gguf", tmp_path / "store", layout="auto").manifest.layout == "int8"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.TQ1_0, Q.TQ2_0], ids=lambda q: q.name)
+def test_codes_of_a_gguf_are_kept_to_the_bit(kind: Q, family: str, ranks: int, tmp_path: Path) -> None:
+    """llama.cpp's order of rows undone, matrices fused, cut for devices: still the numbers that the file stands for."""
+    save_tiny_gguf(family, tmp_path / "m.gguf", kind, **WHOLE_BLOCKS)
+    exact = stored(tmp_path / "m.gguf", tmp_path / "exact")  # dequantised, in float32
+    model = stored(tmp_path / "m.gguf", tmp_path / "store", layout="int4", ranks=ranks)
+    layouts = {entry.name: entry.layout for entry in model.manifest.tensors}
+    for name, _ in model.spec.tensors():
+        wanted = flat(exact, name)
+        if layouts[name] == "int8-cells":
+            assert np.abs(flat(model, name) - wanted).max() < 0.02
+        elif ranks == 1:
+            np.testing.assert_array_equal(flat(model, name), wanted, err_msg=name)
+        else:
+            np.testing.assert_array_equal(np.sort(flat(model, name)), np.sort(wanted), err_msg=name)
+    if kind == Q.Q4_0:
+        lowest = unpack_codes("int4-cells", *_own(model, "layers.0.out.weight")).codes.min()
+        assert lowest == -8, "what our own quantiser never makes"
+
+
+def _own(model: Any, name: str) -> tuple[tuple[int, ...], memoryview]:
+    piece = model.share(name, 0)
+    return piece.shape, piece.data
+
+
+@pytest.mark.parametrize("level", levels())
+def test_a_four_bit_gguf_gives_the_logits_of_its_own_weights(level: str, tmp_path: Path) -> None:
+    """Its head is a matrix that eight bits hold exactly, so that all that is left is the rounding of activations."""
+    head = np.random.default_rng(1).integers(-127, 128, (VOCAB_SIZE, 256)).astype(np.float32)
+    head[:, 0] = 127
+    save_tiny_gguf("llama", tmp_path / "m.gguf", Q.Q4_0, replace={"output.weight": (head, Q.F32)}, **WHOLE_BLOCKS)
+    exact = logits(stored(tmp_path / "m.gguf", tmp_path / "exact").path, level="torch")
+    found = logits(stored(tmp_path / "m.gguf", tmp_path / "store", layout="int4").path, level=level)
+    if level == "torch":
+        assert torch.equal(found, exact)
+    assert (found - exact).norm() / exact.norm() < 0.03

@@ -13,13 +13,17 @@ from dovetail.layouts import (
     CELLS,
     Int4,
     Int8,
+    Quantised,
     bfloat16_bits,
     codes_and_scales,
+    coding_of,
     pack,
+    pack_codes,
     packed_bytes,
     packer,
     to_cells,
     unpack,
+    unpack_codes,
     unpack_tiles,
 )
 
@@ -51,6 +55,34 @@ def test_what_is_packed_in_parts_is_what_is_packed_at_once(shape: tuple[int, ...
         parts += list(making.rows(rows[start:stop]))
         start = stop
     np.testing.assert_array_equal(np.concatenate([*parts, *making.finish()]), whole)
+
+
+@given(rows=st.integers(1, 70), columns=st.integers(1, 100), seed=st.integers(0, 2**32), wide=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_codes_and_scales_of_others_are_kept_to_the_bit(rows: int, columns: int, seed: int, wide: bool) -> None:
+    layout, generator = CELLS["int8" if wide else "int4"], np.random.default_rng(seed)
+    coding = coding_of(layout, columns)
+    lowest, highest = (-127, 127) if wide else (-8, 7)
+    codes = generator.integers(lowest, highest, (rows, columns), np.int8, endpoint=True)
+    padded = codes if wide else np.pad(codes, ((0, 0), (0, -columns % 32)))
+    scales = generator.standard_normal((rows, coding.groups)).astype(coding.scale_type)
+    data = pack_codes(layout, (rows, columns), Quantised(padded, scales))
+    assert data.nbytes == packed_bytes(layout, "f32", (rows, columns))
+    back = unpack_codes(layout, (rows, columns), memoryview(data))
+    np.testing.assert_array_equal(back.codes, padded)
+    np.testing.assert_array_equal(back.scales, scales)
+    values = unpack(layout, "f32", (rows, columns), memoryview(data))
+    each = scales.astype(np.float32) if wide else np.repeat(scales.astype(np.float32), 32, axis=1)[:, :columns]
+    np.testing.assert_array_equal(values, codes * each)
+    part = coding.part(back, slice(0, rows), slice(0, columns))
+    assert part is not None
+    np.testing.assert_array_equal(part.codes, padded)
+    if columns > 40:
+        cut = coding.part(back, slice(1, rows), slice(32, columns))
+        assert cut is not None
+        np.testing.assert_array_equal(cut.codes, padded[1:, 32:])
+        np.testing.assert_array_equal(cut.scales, scales[1:] if wide else scales[1:, 1:])
+        assert (coding.part(back, slice(0, rows), slice(0, 40)) is None) == (not wide)
 
 
 @given(shape=SHAPES, seed=st.integers(0, 2**32), dtype=st.sampled_from(["f32", "bf16", "f16"]))

@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from dovetail.layouts import codes_and_scales, pack, unpack
+from dovetail.layouts import Int4, Quantised, codes_and_scales, coding_of, pack_codes, unpack
 from dovetail.native import select
 
 log = logging.getLogger("dovetail.engine")
@@ -34,7 +34,7 @@ def _is_right(level: str, layout: str) -> bool:
     kernels = select(level).kernels
     assert kernels is not None, "torch's level has no codes to multiply"
     random = np.random.default_rng(0)
-    data = memoryview(pack(layout, "f32", random.standard_normal((_ROWS, _COLUMNS), np.float32)))
+    data = memoryview(pack_codes(layout, (_ROWS, _COLUMNS), _example(layout, random)))
     weight = unpack(layout, "f32", (_ROWS, _COLUMNS), data).astype(np.float64)
     codes, scales = codes_and_scales(layout, (_ROWS, _COLUMNS), data)
     for tokens in _TOKENS:
@@ -46,3 +46,12 @@ def _is_right(level: str, layout: str) -> bool:
         if not np.linalg.norm(out - wanted) <= _TOLERANCE * np.linalg.norm(wanted):
             return False
     return True
+
+
+def _example(layout: str, random: np.random.Generator) -> Quantised:
+    """Every code that may come, the lowest one too, which quantising here never makes; scales of both signs."""
+    coding = coding_of(layout, _COLUMNS)
+    lowest, highest = (-8, 7) if isinstance(coding, Int4) else (-127, 127)
+    codes = random.integers(lowest, highest, (_ROWS, _COLUMNS), np.int8, endpoint=True)
+    scales = random.standard_normal((_ROWS, coding.groups), np.float32)
+    return Quantised(codes, scales.astype(coding.scale_type))

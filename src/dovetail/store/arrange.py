@@ -46,7 +46,7 @@ def arrange(spec: ModelSpec, dtype: str, layout: str = "plain", ranks: int = 1) 
         step = ALIGNMENT if here == group else PAGE_BYTES  # a layer can be read by itself
         group = here
         cut = cut_of(spec, name) if ranks > 1 else Cut("")
-        kind, packing = _kept_as(spec, name, shape, dtype, layout)
+        kind, packing = _kept_as(spec, name, dtype, layout)
         shares = []
         for rank in range(ranks):
             share, sections = _share(cut, shape, rank, ranks)
@@ -95,7 +95,7 @@ def _share(cut: Cut, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[tup
     return tuple(share), sections
 
 
-def _kept_as(spec: ModelSpec, name: str, shape: tuple[int, ...], dtype: str, layout: str) -> tuple[str, str]:
+def _kept_as(spec: ModelSpec, name: str, dtype: str, layout: str) -> tuple[str, str]:
     """Norms stay in float32: they are small, and Gemma's are 1 plus something that 16 bits would lose. Only matrices
     that multiply are packed, the embedding where it is the head as well: a router decides by small differences. Heads
     have 8 bits at least: with 4 the outputs lose more than the bytes are worth (docs/kernels.md)."""
@@ -103,11 +103,16 @@ def _kept_as(spec: ModelSpec, name: str, shape: tuple[int, ...], dtype: str, lay
         return "f32", "plain"
     if name == "lm_head.weight" or (name == "embed.weight" and spec.tied_embeddings):
         layout = {"int4": "int8", "amx-bf16": "plain" if name == "embed.weight" else layout}.get(layout, layout)
-    elif not (len(shape) >= 2 and name.startswith("layers.") and "router" not in name):
+    elif not is_packed(name):
         layout = "plain"
     if layout == "plain":
         return dtype, "plain"
     return ("bf16", layout) if layout == "amx-bf16" else (dtype, CELLS[layout])
+
+
+def is_packed(name: str) -> bool:
+    """A matrix of a layer that a layout packs."""
+    return name.startswith("layers.") and name.endswith(".weight") and "norm." not in name and "router" not in name
 
 
 def _check_ranks(spec: ModelSpec, ranks: int) -> None:

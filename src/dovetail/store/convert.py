@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from dovetail.errors import DamagedCheckpoint
-from dovetail.layouts import NUMPY, Packer, packer, unpack
+from dovetail.layouts import CELLS, NUMPY, Packer, Quantised, coding_of, packer, unpack, unpack_codes
 from dovetail.node.ports import HostTensor
 from dovetail.store.arrange import Arrangement, Cut, Tensor, bounds
 from dovetail.store.files import write_file
@@ -135,8 +135,8 @@ def write_tensor(source: Source, tensor: Tensor, writers: list[PartitionWriter])
         for slab in _slabs(piece, columns):
             if row + len(slab.rows) > wanted:
                 raise DamagedCheckpoint(f"{tensor.name}: more rows than shape {list(tensor.shape)} has")
-            for rank, part in _routed(tensor.cut, slab.rows, row, len(sinks)):
-                sinks[rank].take(slab.dtype, part)
+            for rank, own in _routed(tensor.cut, (len(slab.rows), columns), row, len(sinks)):
+                sinks[rank].take(slab, own)
             row += len(slab.rows)
             yield
     if row != wanted:
@@ -148,37 +148,47 @@ def write_tensor(source: Source, tensor: Tensor, writers: list[PartitionWriter])
 
 class _Slab(NamedTuple):
     dtype: str
-    rows: Array  # [rows, columns]; bfloat16 as bits
+    rows: Array  # [rows, columns]; bfloat16 as bits; codes, padded as their layout pads them
+    columns: int
+    layout: str = "plain"
+    scales: Array | None = None  # of codes
+
+
+class _Share(NamedTuple):
+    rows: slice
+    columns: slice
 
 
 def _slabs(piece: HostTensor, columns: int) -> Iterator[_Slab]:
-    dtype, data = piece.dtype, piece.data
-    if piece.layout != "plain":
-        values = unpack(piece.layout, piece.dtype, piece.shape, piece.data).reshape(-1, columns)
-        dtype = "f32"
+    dtype, layout, scales = piece.dtype, "plain", None
+    if piece.layout in (*CELLS, *CELLS.values()):
+        layout = CELLS.get(piece.layout, piece.layout)
+        values, scales = unpack_codes(piece.layout, (math.prod(piece.shape) // columns, columns), piece.data)
+    elif piece.layout != "plain":
+        values, dtype = unpack(piece.layout, piece.dtype, piece.shape, piece.data).reshape(-1, columns), "f32"
     else:
-        values = np.frombuffer(data, NUMPY[dtype]).reshape(-1, columns)
+        values = np.frombuffer(piece.data, NUMPY[dtype]).reshape(-1, columns)
     step = max(1, SLAB_BYTES // (4 * columns))
     for start in range(0, len(values), step):
-        yield _Slab(dtype, values[start : start + step])
+        own = slice(start, start + step)
+        yield _Slab(dtype, values[own], columns, layout, None if scales is None else scales[own])
 
 
-def _routed(cut: Cut, rows: Array, first: int, ranks: int) -> Iterator[tuple[int, Array]]:
-    """(rank, its part of these rows), the first of which is row `first` of the whole."""
+def _routed(cut: Cut, shape: tuple[int, int], first: int, ranks: int) -> Iterator[tuple[int, _Share]]:
+    """(rank, its part of rows of this shape), the first of which is row `first` of the whole."""
+    every = _Share(slice(0, shape[0]), slice(0, shape[1]))
     if cut.axis == "":
-        yield from ((rank, rows) for rank in range(ranks))
+        yield from ((rank, every) for rank in range(ranks))
     elif cut.axis == "columns":
         for rank in range(ranks):
-            start, stop = bounds(rows.shape[1], rank, ranks)
-            yield rank, rows[:, start:stop]
+            yield rank, every._replace(columns=slice(*bounds(shape[1], rank, ranks)))
     else:
         begin = 0
         for size in cut.sections:
             for rank in range(ranks):
-                start, stop = bounds(size, rank, ranks)
-                part = rows[max(0, begin + start - first) : max(0, begin + stop - first)]
-                if len(part):
-                    yield rank, part
+                start, stop = (max(0, begin + end - first) for end in bounds(size, rank, ranks))
+                if start < min(stop, shape[0]):
+                    yield rank, every._replace(rows=slice(start, min(stop, shape[0])))
             begin += size
 
 
@@ -192,16 +202,30 @@ class _Sink:
         self._packer: Packer = packer(share.layout, share.dtype, shape)
         writer.pad_to(share.offset)
 
-    def take(self, dtype: str, rows: Array) -> None:
-        if self._share.layout == "plain" and dtype == self._share.dtype:
-            self._writer.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))  # to the bit, NaNs included
+    def take(self, slab: _Slab, own: _Share) -> None:
+        """Bits stay as they are where the share is kept as the slab comes: floats, NaNs included, and codes."""
+        if slab.scales is not None:
+            return self._take_codes(slab, Quantised(slab.rows, slab.scales), own)
+        rows = slab.rows[own.rows, own.columns]
+        if self._share.layout == "plain" and slab.dtype == self._share.dtype:
+            self._writer.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
             return
-        for data in self._packer.rows(_float32(dtype, rows)):
+        self._write(self._packer.rows(_float32(slab.dtype, rows)))
+
+    def _take_codes(self, slab: _Slab, codes: Quantised, own: _Share) -> None:
+        coding = coding_of(slab.layout, slab.columns)
+        part = coding.part(codes, own.rows, own.columns) if slab.layout == self._share.layout else None
+        if part is not None:
+            return self._write(self._packer.coded_rows(part))
+        values = coding.dequantise(codes.codes[own.rows], codes.scales[own.rows])
+        self._write(self._packer.rows(np.ascontiguousarray(values[:, own.columns])))
+
+    def _write(self, packed: Iterator[Array]) -> None:
+        for data in packed:
             self._writer.write(data)
 
     def finish(self) -> None:
-        for data in self._packer.finish():
-            self._writer.write(data)
+        self._write(self._packer.finish())
         end = self._share.offset + self._share.size
         assert self._writer.position == end, f"{self._share.name}: {self._writer.position} != {end}"
 

@@ -1,4 +1,5 @@
-"""A GGUF file as a Checkpoint: pieces in the file's own floats where it has them, dequantised to float32 where not.
+"""A GGUF file as a Checkpoint: pieces in the file's own floats where it has them, or with its own codes where a layout
+of ours holds them (`gguf_codes`), dequantised to float32 where not.
 
 Pieces are made when they are asked for, one at a time and at most some megabytes of rows each, so that converting a
 large model needs little memory.
@@ -17,10 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
+from dovetail.layouts import int4_rows
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
+from dovetail.store.arrange import is_packed
 from dovetail.store.arrays import from_array
 from dovetail.store.format import release_pages
+from dovetail.store.gguf_codes import INT4_KINDS, int4_codes
 from dovetail.store.gguf_config import GgufModel, spec_from_metadata
 from dovetail.store.gguf_names import Part, gguf_parts
 from dovetail.store.gguf_tokenizer import Vocabulary, build_tokenizer, token_fields
@@ -75,7 +79,12 @@ class GgufFile:
 
     @cached_property
     def dtype(self) -> str:
-        """Storage type of the matrices, in GGUF's words where quantised."""
+        """Storage type of the matrices, in GGUF's words where quantised; int4 where all of the layers' are kept as that
+        without loss."""
+        packed = [name for name in self._parts if is_packed(name)]
+        kinds = {self._tensors[part.tensor].tensor_type for name in packed for part in self._parts[name]}
+        if kinds <= INT4_KINDS:
+            return "int4"
         kind = self._tensors["blk.0.attn_output.weight"].tensor_type
         return _IN_PLACE.get(kind, kind.name.lower())
 
@@ -134,6 +143,11 @@ class _Slab(NamedTuple):
 
     def load(self) -> HostTensor:
         dtype = _IN_PLACE.get(self.tensor.tensor_type)
+        if self.tensor.tensor_type in INT4_KINDS:
+            codes, scales = int4_codes(self.data, self.tensor.tensor_type)
+            if self.heads:
+                codes, scales = _unpermute(codes, self.heads), _unpermute(scales, self.heads)
+            return HostTensor("f32", self.shape, memoryview(int4_rows(codes, scales)), "int4")
         if self.heads:
             return from_array(_unpermute(_dequantize(self.data, self.tensor).reshape(self.shape), self.heads))
         if dtype is not None:
@@ -238,7 +252,7 @@ def _dequantize(data: npt.NDArray[Any], tensor: gguf.ReaderTensor) -> npt.NDArra
     return found.astype(np.float32, copy=False)
 
 
-def _unpermute(rows: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+def _unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """llama.cpp keeps the two numbers of a rotary pair side by side; ours are half a head apart."""
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)

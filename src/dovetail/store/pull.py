@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
     def settled(self, source: ModelFiles) -> Form:
         """With `auto` decided: weights that come with 8 bits or fewer lose next to nothing in 8, and four times as many
-        models fit."""
+        models fit; those that int4 holds to the bit stay so."""
         if self.layout != AUTO:
             return self
         if source.dtype in NUMPY:
