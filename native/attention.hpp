@@ -22,6 +22,8 @@ inline Keys list_keys(const Attend& a, int64_t begin, int64_t end) {
     return keys;
 }
 
+constexpr int kKeysAhead = 8;
+
 inline void fetch(const void* at, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(at) + line);
 }
@@ -67,25 +69,24 @@ inline float weigh(const Attend& a, const Keys& keys, int query, float* scores, 
     int end = position - keys.first + 1 < keys.count ? static_cast<int>(position - keys.first + 1) : keys.count;
     if (end <= begin) begin = end = 0;
     const float hidden = -__builtin_inff();
+    const int seen = (end + kWidth - 1) / kWidth * kWidth;  // whole vectors: what follows weighs nothing
     for (int i = 0; i < begin; ++i) scores[i] = hidden;
-    for (int i = end; i < kKeyChunk; ++i) scores[i] = hidden;
-    if (end == begin) {
-        for (int i = 0; i < kKeyChunk; ++i) scores[i] = 0.0f;
-        return 1.0f;
-    }
+    for (int i = end; i < seen; ++i) scores[i] = hidden;
+    for (int i = seen; i < kKeyChunk; i += kWidth) store(scores + i, splat(0.0f));
+    if (end == begin) return 1.0f;
     if (a.softcap > 0.0f) {
         const float inverse = 1.0f / a.softcap;
         map(scores + begin, end - begin, scores + begin,
             [&](Vec v, int64_t) { return splat(a.softcap) * hyperbolic_tangent(v * splat(inverse)); });
     }
     Vec best = splat(*largest_so_far);
-    for (int i = 0; i < kKeyChunk; i += kWidth) {
+    for (int i = 0; i < seen; i += kWidth) {
         const Vec v = load(scores + i);
         best = where_less(best, v, v, best);
     }
     const float now = largest(best);
     Vec sums = splat(0.0f);
-    for (int i = 0; i < kKeyChunk; i += kWidth) {
+    for (int i = 0; i < seen; i += kWidth) {
         const Vec weight = exponential(load(scores + i) - splat(now));
         sums = sums + weight;
         store(scores + i, weight);
@@ -145,10 +146,16 @@ inline void add_queries(const Attend& a, const Keys& keys, const Keys* next, con
 
 template <class C>
 inline void score_chunk(const Attend& a, const Keys& keys, bool fetches, float* scores) {
-    const C* values = static_cast<const C*>(a.cache.values);
-    for (int key = 0; fetches && key < keys.count; ++key) fetch(values + keys.at[key], a.head_dim * sizeof(C));
+    const C *heads = static_cast<const C*>(a.cache.keys), *values = static_cast<const C*>(a.cache.values);
+    const int64_t bytes = a.head_dim * sizeof(C);
     int key = 0;
-    for (; key + 4 <= keys.count; key += 4) score_keys<4, C>(a, keys, key, scores);
+    for (; key + 4 <= keys.count; key += 4) {
+        for (int i = key; fetches && i < key + 4; ++i) {  // a few at a time: a core waits for what it cannot take in
+            if (i + kKeysAhead < keys.count) fetch(heads + keys.at[i + kKeysAhead], bytes);
+            fetch(values + keys.at[i], bytes);
+        }
+        score_keys<4, C>(a, keys, key, scores);
+    }
     for (; key < keys.count; ++key) score_keys<1, C>(a, keys, key, scores);
 }
 

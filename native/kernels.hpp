@@ -91,7 +91,7 @@ struct Kernels {
     const char* level;
     // Bytes of prepared activations; 0: `multiply` takes them as they are.
     int64_t (*prepared_bytes)(int64_t tokens, int64_t columns, Precision);
-    // Tokens [begin, end), begin a multiple of kTokenTile; fills the tile up with zeros.
+    // Tokens [begin, end); for bf16 begin is a multiple of kTokenTile, and the tile is filled up with zeros.
     void (*prepare)(const float* x, int64_t begin, int64_t end, int64_t columns, Precision, void* prepared);
     void (*multiply)(const Product&);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t count, float* out);

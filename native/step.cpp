@@ -126,9 +126,8 @@ void Decoder::Step::look_up(const Matrix& table, int64_t row, float scale, bool 
 }
 
 void Decoder::Step::embed(Team::Member& member) {
-    member.loop(tiles(tokens_), [&](int64_t tile) {
-        const int64_t end = std::min((tile + 1) * kTokenTile, tokens_);
-        for (int64_t t = tile * kTokenTile; t < end; ++t) {
+    each_stretch(member, Precision::f32, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
             float* out = hidden_ + t * shape_.hidden_size;
             look_up(model_.embed, iteration_.tokens[t], shape_.embed_scale, false, out);
             if (model_.positions.data)
@@ -167,10 +166,10 @@ Precision Decoder::Step::precision_of(const std::vector<Matrix>& pieces) const {
 // The residual stream, for the product that reads it next.
 void Decoder::Step::normalize(Team::Member& member, const Norm& norm, const Linear& next) {
     const int64_t columns = shape_.hidden_size;
-    member.loop(tiles(tokens_), [&](int64_t tile) {
-        const int64_t begin = tile * kTokenTile, end = std::min(begin + kTokenTile, tokens_);
+    const Precision precision = precision_of(next.pieces);
+    each_stretch(member, precision, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) norm_row(norm, hidden_ + t * columns, columns, normed_ + t * columns);
-        kernels_.prepare(normed_, begin, end, columns, precision_of(next.pieces), prepared_);
+        kernels_.prepare(normed_, begin, end, columns, precision, prepared_);
     });
 }
 
@@ -178,8 +177,7 @@ void Decoder::Step::prepare(Team::Member& member, const float* x, const Linear& 
     const int64_t columns = next.columns();
     const Precision precision = precision_of(next.pieces);
     if (kernels_.prepared_bytes(1, columns, precision) == 0) return;
-    member.loop(tiles(tokens_), [&](int64_t tile) {
-        const int64_t begin = tile * kTokenTile, end = std::min(begin + kTokenTile, tokens_);
+    each_stretch(member, precision, [&](int64_t begin, int64_t end) {
         kernels_.prepare(x, begin, end, columns, precision, prepared_);
     });
 }
@@ -262,9 +260,9 @@ void Decoder::Step::multiply_gated(Team::Member& member, const Gated& g) {
 void Decoder::Step::update(Team::Member& member, const Linear& weights, const Norm& post, const float* x) {
     if (!post.weight) return linear(member, weights, x, hidden_, true);
     linear(member, weights, x, update_, false);
-    member.loop(tiles(tokens_), [&](int64_t tile) {
-        const int64_t end = std::min((tile + 1) * kTokenTile, tokens_), columns = shape_.hidden_size;
-        for (int64_t t = tile * kTokenTile; t < end; ++t) {
+    each_stretch(member, Precision::f32, [&](int64_t begin, int64_t end) {
+        const int64_t columns = shape_.hidden_size;
+        for (int64_t t = begin; t < end; ++t) {
             float* row = update_ + t * columns;
             norm_row(post, row, columns, row);
             kernels_.load_row(row, DType::f32, columns, 1.0f, true, hidden_ + t * columns);

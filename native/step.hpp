@@ -2,6 +2,8 @@
 // through together.
 #pragma once
 
+#include <algorithm>
+
 #include "decoder.hpp"
 
 namespace dovetail {
@@ -50,6 +52,16 @@ struct Decoder::Step {
     void lay_out(char* base, int64_t* bytes);
     void plan_attention();
     void plan_sequence(int sequence, int64_t first_token);
+
+    // All tokens, a stretch of them at a time: whole tiles where `prepare` handles tokens together, else so few that every
+    // thread gets some.
+    template <class Body>
+    void each_stretch(Team::Member& member, Precision precision, Body&& body) const {
+        const int64_t fair = std::clamp<int64_t>(tokens_ / (2 * member.size()), 1, kTokenTile);
+        const int64_t step = precision == Precision::bf16 ? kTokenTile : fair;
+        member.loop((tokens_ + step - 1) / step,
+                    [&](int64_t i) { body(i * step, std::min((i + 1) * step, tokens_)); });
+    }
 
     void look_up(const Matrix& table, int64_t row, float scale, bool add, float* out) const;
     void embed(Team::Member&);

@@ -60,9 +60,8 @@ void Decoder::Step::rotate_and_store(Team::Member& member, const Layer& layer, i
     const int64_t element = size_of(type), width = cache_width(type, d);
     const int64_t pieces = type == DType::int8 ? shape_.num_kv_heads : 1;  // each with a scale of its own
     const int64_t each = shape_.kv_size() / pieces;
-    member.loop((tokens_ + kTokenTile - 1) / kTokenTile, [&](int64_t tile) {
-        const int64_t end = std::min((tile + 1) * kTokenTile, tokens_);
-        for (int64_t t = tile * kTokenTile; t < end; ++t) {
+    each_stretch(member, Precision::f32, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
             float* row = qkv_ + t * stride;
             for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head) {
                 const Norm& norm = head < shape_.num_heads ? layer.q_norm : layer.k_norm;
