@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from server_fixture import run_command
@@ -118,6 +119,18 @@ def test_the_same_prompts_reach_all_within_a_round(place: Path) -> None:
     assert all(row.spread_ms > 0 for row in rows)
 
 
+def test_no_cell_begins_when_the_time_is_up_and_no_engine_without_memory(place: Path) -> None:
+    known = {each.name: each for each in (make_contender(place, OURS, 1.0), make_contender(place, "peer", 3.0))}
+    late = msgspec.structs.replace(make_plan(place, ("peer",)), minutes=1e-9)
+    report = run_contest(late, models(place), known)
+    assert report.rows == []
+    assert {failure.reason for failure in report.failures} == {"the time was up"}
+    known["peer"] = msgspec.structs.replace(known["peer"], held_gib=1e6)
+    report = run_contest(make_plan(place, ("peer",)), models(place), known)
+    assert {row.engine for row in report.rows} == {OURS}
+    assert "GB are free" in report.failures[0].reason
+
+
 def test_names_that_are_not_there_are_refused(place: Path) -> None:
     known = {OURS: make_contender(place, OURS, 1.0)}
     with pytest.raises(ConfigError, match="--peers: 'nobody'"):
@@ -150,7 +163,9 @@ tests.run_contest(tests.make_plan(place, ("idle",)), tests.models(place), known)
         children = psutil.Process(bench.pid).children(recursive=True)
     assert len(children) == 2
     bench.send_signal(signal.SIGINT)
+    asked = time.monotonic()
     assert bench.wait(20) != 0
+    assert time.monotonic() - asked < 3
     assert not any(child.is_running() for child in children)
 
 

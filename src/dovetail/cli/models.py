@@ -54,7 +54,7 @@ def pull(
     layout: Annotated[
         Layout,
         typer.Option(
-            help="How matrices lie in memory: plain, tiled for AMX, or quantised; auto = int8 for what comes quantised, int4 for q4_0."
+            help="How matrices lie in memory: plain, tiled for AMX, or quantised; auto = in the bits that they come in."
         ),
     ] = Layout.AUTO,
     tp: Annotated[int, typer.Option(help="Cut for so many devices (tensor parallelism).", min=1)] = 1,
