@@ -82,8 +82,19 @@ def has_amx() -> bool:
 
 
 def preferred_dtype() -> str:
-    """What `auto` means for weights kept on this machine."""
+    """What `auto` means for computing on this machine."""
     return "bf16" if has_fast_bf16() else "f32"
+
+
+def has_kernels() -> bool:
+    """Whether the compiled kernels came with this package. Looks for their file: importing them imports torch."""
+    return any((Path(__file__).parent / "native").glob("_kernels*.so"))
+
+
+def kept_dtype(source: str) -> str:
+    """What `auto` means for weights that come in this type. The kernels compute in float32 from bf16 as it lies, which
+    is exact and half the bytes; without them it would be widened at every start."""
+    return "bf16" if source == "bf16" and has_kernels() else preferred_dtype()
 
 
 def usable_cores() -> int:

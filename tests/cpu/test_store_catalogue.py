@@ -11,13 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from drive import logits_of, make_executor
 from tiny_gguf import Q, save_tiny_gguf
 
+from dovetail import machine
 from dovetail.errors import CheckpointError, InvalidRequest, ModelNotFound, SourceError
 from dovetail.machine import default_root, preferred_dtype
 from dovetail.store import Catalogue, open_checkpoint
 from dovetail.store.format import partition_files
 from dovetail.store.place import source_key
+from dovetail.worker.hosting import weight_bytes
 
 TinyFolder = Callable[[str], Path]
 
@@ -35,6 +39,34 @@ def test_a_pulled_folder_can_be_listed_opened_and_removed(catalogue: Catalogue, 
     assert open_checkpoint(card.path).spec == card.spec
     assert catalogue.remove("mine") >= card.size_bytes
     assert catalogue.cards() == []
+
+
+def test_sixteen_bits_stay_sixteen_where_the_kernels_read_them(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (Q.BF16, Q.F16, Q.F32):
+        save_tiny_gguf("llama", tmp_path / f"{kind.name}.gguf", kind)
+    monkeypatch.setattr(machine, "has_kernels", lambda: True)
+    kept = {kind: catalogue.pull(str(tmp_path / f"{kind}.gguf"), name=kind).dtype for kind in ("BF16", "F16", "F32")}
+    assert kept == {"BF16": "bf16", "F16": preferred_dtype(), "F32": preferred_dtype()}
+    again = catalogue.pull(str(tmp_path / "BF16.gguf"))
+    assert again == catalogue.get("BF16"), "what is here is not pulled again"
+    monkeypatch.setattr(machine, "has_kernels", lambda: False)
+    assert catalogue.pull(str(tmp_path / "BF16.gguf"), name="without", force=True).dtype == preferred_dtype()
+
+
+@pytest.mark.skipif(not machine.has_kernels(), reason="the native kernels were not built")
+def test_a_model_kept_in_bf16_gives_the_logits_of_the_same_in_float32(catalogue: Catalogue, tmp_path: Path) -> None:
+    save_tiny_gguf("llama", tmp_path / "m.gguf", Q.BF16)
+    found = []
+    for dtype in ("auto", "f32"):
+        card = catalogue.pull(str(tmp_path / "m.gguf"), name=dtype, dtype=dtype)
+        executor = make_executor(Path(card.path), dtype="f32")
+        assert executor.copied_bytes == 0
+        assert weight_bytes(card, "f32") == pytest.approx(executor.weight_bytes, rel=0.2), "as the node counts it"
+        found.append(torch.stack(logits_of(executor, list(range(12)), [4])))
+        executor.close()
+    assert torch.equal(*found)
 
 
 def test_a_pulled_gguf_has_a_tokenizer_and_a_name_of_its_own(catalogue: Catalogue, tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def _print(report: Report) -> None:
         "disk reads": "could not be measured" if read is None else f"{human_bytes(read)}/s",
         "torch": torch,
         "kernels": f"{report.kernels}: {report.kernels_why}",
-        "weights": f"kept in {report.dtype} unless told otherwise",
+        "weights": f"computed in {report.dtype} unless told otherwise",
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     for key, value in rows.items():

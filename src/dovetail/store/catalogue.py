@@ -12,14 +12,14 @@ from typing import Literal, NamedTuple
 
 from dovetail.errors import CheckpointError, ModelNotFound, SourceError, UnsupportedModel
 from dovetail.layouts import CELLS, LAYOUTS
-from dovetail.machine import default_root, preferred_dtype
+from dovetail.machine import default_root
 from dovetail.store.adapters import StoredAdapter
 from dovetail.store.checkpoints import read_any_card
 from dovetail.store.convert import JOURNAL_BYTES
 from dovetail.store.format import MANIFEST, Manifest, is_stored, read_manifest
 from dovetail.store.place import STORE_LOCK, Place
 from dovetail.store.publish import recover, withdraw
-from dovetail.store.pull import AUTO, AUTO_LAYOUTS, Form, Pull
+from dovetail.store.pull import AUTO, Form, Pull
 from dovetail.store.sources import Fetched, Progress, is_remote
 from dovetail.store.version_one import is_version_one
 from dovetail.types import ModelCard
@@ -110,7 +110,8 @@ class Catalogue:
     ) -> Entry:
         """Fetch and convert, unless exactly this is already here (and its files, where local, have not changed).
 
-        `dtype` "auto" is what this machine multiplies fastest; an adapter keeps its own. `layout` "auto" is int4 for
+        `dtype` "auto" is what this machine computes in, or bf16 for weights that come so where the kernels read it; an
+        adapter keeps its own. `layout` "auto" is int4 for
         weights that it holds to the bit (GGUF's q4_0), int8 for others of 8 bits or fewer, else plain. `ranks` is the
         number of devices that the weights are cut for.
         """
@@ -120,7 +121,7 @@ class Catalogue:
             raise SourceError(f"layout {layout!r} is not one of {AUTO}, {', '.join(LAYOUTS)}")
         if name is not None:
             self.place.folder(name)
-        form = Form(preferred_dtype() if dtype == "auto" else dtype, layout, ranks)
+        form = Form(dtype, layout, ranks)
         wanted = _canonical_source(source)
         pull = Pull(self.place, wanted, name, form, progress, force, dtype == "auto", journal_bytes)
         before = self._present(pull)
@@ -170,10 +171,7 @@ def _has_form(entry: Entry, pull: Pull) -> bool:
     if entry.manifest is not None and any(tensor.layout in CELLS for tensor in entry.manifest.tensors):
         return False  # quantised by an earlier release, in an order that must be copied at every start
     if entry.card is not None:
-        # What `auto` would make of it is known once it is opened; both are what somebody may have wanted of it.
-        fits = pull.form.layout == AUTO and entry.card.layout in AUTO_LAYOUTS
-        form = pull.form._replace(layout=entry.card.layout) if fits else pull.form
-        return Form(entry.card.dtype, entry.card.layout, entry.card.partitions) == form
+        return pull.form.allows(Form(entry.card.dtype, entry.card.layout, entry.card.partitions))
     assert entry.manifest is not None
     return pull.form.is_whole_and_plain and (pull.keep_dtype or entry.manifest.dtype == pull.form.dtype)
 

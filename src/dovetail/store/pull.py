@@ -11,6 +11,7 @@ import msgspec
 
 from dovetail.errors import CheckpointError, UnsupportedModel
 from dovetail.layouts import NUMPY
+from dovetail.machine import kept_dtype, preferred_dtype
 from dovetail.store.adapters import PeftFolder, is_adapter_folder
 from dovetail.store.arrange import Arrangement, arrange
 from dovetail.store.checkpoints import ModelFiles, open_checkpoint
@@ -31,7 +32,7 @@ AUTO_LAYOUTS = ("plain", "int8", "int4")  # what it can mean
 class Form(NamedTuple):
     """What a pull makes of the weights."""
 
-    dtype: str
+    dtype: str = AUTO
     layout: str = AUTO
     ranks: int = 1
 
@@ -42,11 +43,21 @@ class Form(NamedTuple):
     def settled(self, source: ModelFiles) -> Form:
         """With `auto` decided: weights that come with 8 bits or fewer lose next to nothing in 8, and four times as many
         models fit; those that int4 holds to the bit stay so."""
-        if self.layout != AUTO:
-            return self
+        form = self._replace(dtype=kept_dtype(source.dtype)) if self.dtype == AUTO else self
+        if form.layout != AUTO:
+            return form
         if source.dtype in NUMPY:
-            return self._replace(layout="plain")
-        return self._replace(layout=source.dtype if source.dtype in AUTO_LAYOUTS else "int8")
+            return form._replace(layout="plain")
+        return form._replace(layout=source.dtype if source.dtype in AUTO_LAYOUTS else "int8")
+
+    def allows(self, other: Form) -> bool:
+        """Whether `other`, which is settled, may be what this one comes to. What `auto` makes of a source is known once
+        it is opened; whatever it can mean is what somebody may have wanted of it."""
+        dtype = (
+            other.dtype in (preferred_dtype(), kept_dtype("bf16")) if self.dtype == AUTO else other.dtype == self.dtype
+        )
+        layout = other.layout in AUTO_LAYOUTS if self.layout == AUTO else other.layout == self.layout
+        return dtype and layout and other.ranks == self.ranks
 
 
 class Pull(NamedTuple):
