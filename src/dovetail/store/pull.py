@@ -53,11 +53,9 @@ class Form(NamedTuple):
     def allows(self, other: Form) -> bool:
         """Whether `other`, which is settled, may be what this one comes to. What `auto` makes of a source is known once
         it is opened; whatever it can mean is what somebody may have wanted of it."""
-        dtype = (
-            other.dtype in (preferred_dtype(), kept_dtype("bf16")) if self.dtype == AUTO else other.dtype == self.dtype
-        )
-        layout = other.layout in AUTO_LAYOUTS if self.layout == AUTO else other.layout == self.layout
-        return dtype and layout and other.ranks == self.ranks
+        dtypes = (preferred_dtype(), kept_dtype("bf16")) if self.dtype == AUTO else (self.dtype,)
+        layouts = AUTO_LAYOUTS if self.layout == AUTO else (self.layout,)
+        return other.dtype in dtypes and other.layout in layouts and other.ranks == self.ranks
 
 
 class Pull(NamedTuple):
