@@ -35,7 +35,7 @@ inline void score_tile(const Attend& a, const C* const* rows, int key, int query
     for (int t = 0; t < T; ++t)
         q[t] = a.q + (query + t) / a.heads * a.q_stride + (query + t) % a.heads * a.head_dim;
     float out[R][T];
-    dot_tile<R, T, false>(rows, q, a.head_dim, out);
+    dot_tile<Wide<C>, R, T, false>(rows, q, a.head_dim, nullptr, out);
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t)
 #pragma GCC unroll 16
@@ -217,6 +217,7 @@ void attend(const Attend& a) {
         switch (a.cache.type) {
             case DType::f32: attend_chunk<float>(a, keys, next, run); break;
             case DType::bf16: attend_chunk<bf16>(a, keys, next, run); break;
+            case DType::f16: attend_chunk<f16>(a, keys, next, run); break;
             default: attend_codes(a, keys, next, wide, run);
         }
         keys = next;

@@ -33,7 +33,8 @@ class Source {
         if (type == DType::int8) return quantised(values, rows, columns);
         if (type == DType::int4) return halves(rows, columns);
         auto& narrowed = narrow_.emplace_back(rows * columns);
-        for (int64_t i = 0; i < rows * columns; ++i) narrowed[i] = narrow(values[i]);
+        for (int64_t i = 0; i < rows * columns; ++i)
+            narrowed[i] = type == DType::bf16 ? narrow<bf16>(values[i]).bits : narrow<f16>(values[i]).bits;
         return {narrowed.data(), type, rows, columns};
     }
 
@@ -62,7 +63,7 @@ class Source {
   private:
     std::mt19937 random_{7};
     std::vector<std::vector<float>> held_;
-    std::vector<std::vector<bf16>> narrow_;
+    std::vector<std::vector<uint16_t>> narrow_;
     std::deque<CellMatrix> cells_;
 };
 
@@ -70,8 +71,12 @@ constexpr int kBlockSize = 16, kBlocks = 96, kLayers = 2;
 
 enum class Kind { plain, gated, experts };  // experts: in the first layer, which all tokens go through
 
+DType plain_type(Precision precision) {
+    return precision == Precision::bf16 ? DType::bf16 : precision == Precision::f16 ? DType::f16 : DType::f32;
+}
+
 void add_experts(Layer& layer, Precision precision, DType type, Source& source) {
-    layer.router.pieces = {source.matrix(7, 72, precision == Precision::bf16 ? DType::bf16 : DType::f32)};
+    layer.router.pieces = {source.matrix(7, 72, plain_type(precision))};
     if (type != DType::f32) {
         layer.experts_up.pieces = {source.matrix(7 * 40, 72, type)};
         layer.experts_down.pieces = {source.matrix(7 * 72, 20, type)};
@@ -168,6 +173,8 @@ int main() {
             if (kind == Kind::plain) check_products(kernels);
             check(kernels, Precision::f32, DType::f32, kind, DType::f32);
             check(kernels, Precision::bf16, DType::bf16, kind, DType::bf16);
+            check(kernels, Precision::f32, DType::bf16, kind, DType::f32);
+            check(kernels, Precision::f16, DType::f16, kind, DType::f16);
             check(kernels, Precision::f32, DType::int8, kind, DType::int8);
             check(kernels, Precision::bf16, DType::int8, kind, DType::int8);
             check(kernels, Precision::f32, DType::int4, kind, DType::f32);

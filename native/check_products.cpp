@@ -66,7 +66,7 @@ std::vector<float> multiply(const Kernels& kernels, const Matrix& matrix, const 
     const Precision precision = matrix.type == DType::int8 ? Precision::int8 : Precision::int4;
     Buffer prepared, scratch;
     char* operand = prepared.reserve(kernels.prepared_bytes((tokens + 15) / 16 * 16, columns, precision));
-    float* own = reinterpret_cast<float*>(scratch.reserve((8 * columns + 4096) * 4));
+    float* own = reinterpret_cast<float*>(scratch.reserve(product_scratch(columns) * 4));
     for (int64_t begin = 0; begin < tokens; begin += kTokenTile)
         kernels.prepare(x, begin, std::min<int64_t>(begin + kTokenTile, tokens), columns, precision, operand);
     std::vector<float> out(tokens * matrix.rows, NAN);

@@ -11,6 +11,8 @@ void need(bool holds, const std::string& what) {
     if (!holds) throw std::invalid_argument(what);
 }
 
+DType weight_type(Precision precision) { return precision == Precision::bf16 ? DType::bf16 : DType::f16; }
+
 void check_linear(const Linear& linear, int64_t rows, int64_t columns, Precision precision, const std::string& name) {
     need(!linear.pieces.empty(), name + " is missing");
     need(linear.rows() == rows, name + " has " + std::to_string(linear.rows()) + " rows, not " + std::to_string(rows));
@@ -19,7 +21,8 @@ void check_linear(const Linear& linear, int64_t rows, int64_t columns, Precision
         need(piece.type == linear.pieces[0].type || !(is_quantised(piece.type) || is_quantised(linear.pieces[0].type)),
              name + " is quantised in part");
         need(!is_quantised(piece.type) || piece.scales, name + " has no scales");
-        need(precision == Precision::f32 || piece.type != DType::f32, name + " is not bf16");
+        need(precision == Precision::f32 || is_quantised(piece.type) || piece.type == weight_type(precision),
+             name + " is not of the type that the model is computed in");
     }
 }
 

@@ -121,8 +121,11 @@ inline void load_row_as(const T* row, int64_t count, float scale, bool add, floa
 }
 
 void load_row(const void* row, DType type, int64_t count, float scale, bool add, float* out) {
-    if (type == DType::f32) return load_row_as(static_cast<const float*>(row), count, scale, add, out);
-    load_row_as(static_cast<const bf16*>(row), count, scale, add, out);
+    switch (type) {
+        case DType::f32: return load_row_as(static_cast<const float*>(row), count, scale, add, out);
+        case DType::f16: return load_row_as(static_cast<const f16*>(row), count, scale, add, out);
+        default: return load_row_as(static_cast<const bf16*>(row), count, scale, add, out);
+    }
 }
 
 // Not a number if any of them is not finite
@@ -145,16 +148,20 @@ void store_codes(const float* x, int64_t count, int8_t* codes) {
     for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<int8_t>(__builtin_rintf(x[i] * inverse));
 }
 
-void store_row(const float* x, int64_t count, DType type, void* row) {
-    if (type == DType::int8) return store_codes(x, count, static_cast<int8_t*>(row));
-    if (type == DType::f32) {
-        std::memcpy(row, x, count * sizeof(float));
-        return;
-    }
-    bf16* out = static_cast<bf16*>(row);
+template <class T>
+inline void store_row_as(const float* x, int64_t count, T* row) {
     int64_t i = 0;
-    for (; i + kWidth <= count; i += kWidth) store(out + i, load(x + i));
-    for (; i < count; ++i) out[i] = narrow(x[i]);
+    for (; i + kWidth <= count; i += kWidth) store(row + i, load(x + i));
+    for (; i < count; ++i) row[i] = narrow<T>(x[i]);
+}
+
+void store_row(const float* x, int64_t count, DType type, void* row) {
+    switch (type) {
+        case DType::f32: return store_row_as(x, count, static_cast<float*>(row));
+        case DType::f16: return store_row_as(x, count, static_cast<f16*>(row));
+        case DType::bf16: return store_row_as(x, count, static_cast<bf16*>(row));
+        default: return store_codes(x, count, static_cast<int8_t*>(row));
+    }
 }
 
 int64_t argmax(const float* x, int64_t count) {

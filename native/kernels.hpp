@@ -14,9 +14,10 @@ namespace dovetail {
 
 enum class Activation : uint8_t { silu, gelu, gelu_tanh, relu };
 
-// How activations enter a product: as they are, rounded to bf16 for instructions that multiply bf16, or as 8-bit digits for
-// those that multiply bytes (digits.hpp), with int8 weights or with int4 ones.
-enum class Precision : uint8_t { f32, bf16, int8, int4 };
+// How activations enter a product: as they are, rounded to bf16 or float16 for instructions that multiply these (weights are
+// of that type then), or as 8-bit digits for those that multiply bytes (digits.hpp), with int8 weights or with int4 ones.
+// A level without such instructions for float16 takes the activations as they are.
+enum class Precision : uint8_t { f32, bf16, f16, int8, int4 };
 
 inline bool is_digits(Precision precision) { return precision == Precision::int8 || precision == Precision::int4; }
 
@@ -43,11 +44,13 @@ struct Product {  // out[t][r] = (add ? out[t][r] : 0) + x[t]·weight[r] + bias[
     bool add;
     float* out;  // of (token_begin, row_begin)
     int64_t out_stride;
-    float* scratch;  // 8·columns + 4096 floats of the calling thread, 64-byte aligned
+    float* scratch;  // product_scratch(columns) floats of the calling thread, 64-byte aligned
 };
 
+static inline int64_t product_scratch(int64_t columns) { return 8 * columns + 12288; }
+
 // How quantised matrices lie is told in cells.hpp: in cells of so many rows and bytes, columns of int8 filled up to 64.
-// Static, as what follows: levels compile this file with flags of their own, and no two of them may be merged.
+// Static, as all of this: levels compile this file with flags of their own, and no two of them may be merged.
 constexpr int64_t kCellRows = 16, kCellBytes = 64;
 static inline int64_t byte_columns(int64_t columns) { return (columns + 63) / 64 * 64; }
 

@@ -21,7 +21,8 @@ namespace {
 int64_t prepared_bytes(int64_t tokens, int64_t columns, Precision precision) {
     switch (precision) {
         case Precision::bf16: return prepared_rows_bytes(tokens, columns);
-        case Precision::f32: return 0;
+        case Precision::f32:
+        case Precision::f16: return 0;
         default: return prepared_digits_bytes(tokens, columns);
     }
 }
@@ -34,7 +35,8 @@ void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precis
 void multiply(const Product& p) {
     switch (p.precision) {
         case Precision::bf16: return multiply_pairs(p);
-        case Precision::f32: return multiply_wide(p);
+        case Precision::f32:
+        case Precision::f16: return multiply_wide(p);
         default: return multiply_digits(p);
     }
 }

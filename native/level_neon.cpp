@@ -1,5 +1,5 @@
 // AArch64 with NEON: bf16 weights are widened as they are read, which costs less than the bytes it saves. Compiled twice,
-// the second time with the dot product instructions, which are what makes bytes fast.
+// the second time with the instructions for dot products of bytes and for arithmetic in float16.
 #include <arm_neon.h>
 
 #include "kernels.hpp"

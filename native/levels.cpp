@@ -14,10 +14,10 @@ namespace dovetail {
 namespace {
 
 #if defined(__aarch64__)
-bool has_dotprod() {
+bool has_dotprod() {  // and arithmetic in float16: no processor has one without the other
 #if defined(__linux__)
-    constexpr unsigned long kDotProduct = 1ul << 20;  // HWCAP_ASIMDDP
-    return getauxval(AT_HWCAP) & kDotProduct;
+    constexpr unsigned long kNeeded = 1ul << 20 | 1ul << 10;  // HWCAP_ASIMDDP, HWCAP_ASIMDHP
+    return (getauxval(AT_HWCAP) & kNeeded) == kNeeded;
 #else
     return true;  // every Apple processor of this architecture that is still sold
 #endif

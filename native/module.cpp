@@ -21,11 +21,14 @@ template <class T>
 using Output = nb::ndarray<T, nb::device::cpu, nb::c_contig>;
 using Integers = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
 
+constexpr nb::dlpack::dtype kHalf{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+
 DType type_of(const Array& array) {
     const nb::dlpack::dtype type = array.dtype();
     if (type == nb::dtype<float>()) return DType::f32;
     if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && type.bits == 16) return DType::bf16;
-    throw std::invalid_argument("tensors must be float32 or bfloat16");
+    if (type == kHalf) return DType::f16;
+    throw std::invalid_argument("tensors must be float32, bfloat16 or float16");
 }
 
 DType cache_type_of(const Array& array) {
@@ -44,14 +47,13 @@ Matrix quantised_of(const Array& codes, const Array& scales, int64_t rows, int64
     if (codes.ndim() != 2 || rows < 1 || columns < 1 || static_cast<int64_t>(codes.shape(0)) != blocks)
         throw std::invalid_argument("codes lie in blocks of 16 rows");
     const int64_t width = codes.shape(1), count = scales.size();
-    const nb::dlpack::dtype half{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
     if (codes.dtype() == nb::dtype<int8_t>()) {
         if (width != kCellRows * byte_columns(columns) || scales.dtype() != nb::dtype<float>() ||
             count != kCellRows * blocks)
             throw std::invalid_argument("an int8 matrix has a code per element and a float32 scale per row");
         return {codes.data(), DType::int8, rows, columns, scales.data()};
     }
-    if (codes.dtype() != nb::dtype<uint8_t>() || width != kCellRows * groups * 16 || scales.dtype() != half ||
+    if (codes.dtype() != nb::dtype<uint8_t>() || width != kCellRows * groups * 16 || scales.dtype() != kHalf ||
         count != kCellRows * blocks * groups)
         throw std::invalid_argument("an int4 matrix has 16 bytes and a float16 scale per row and group of 32 columns");
     return {codes.data(), DType::int4, rows, columns, scales.data()};
@@ -60,6 +62,14 @@ Matrix quantised_of(const Array& codes, const Array& scales, int64_t rows, int64
 Matrix matrix_of(const Array& array) {
     if (array.ndim() != 2) throw std::invalid_argument("a weight has two dimensions");
     return {array.data(), type_of(array), static_cast<int64_t>(array.shape(0)), static_cast<int64_t>(array.shape(1))};
+}
+
+// How the activations of a model enter products with weights that are no codes
+Precision precision_of(const std::string& name) {
+    if (name == "f32") return Precision::f32;
+    if (name == "bf16") return Precision::bf16;
+    if (name == "f16") return Precision::f16;
+    throw std::invalid_argument("unknown precision " + name);
 }
 
 namespace {
@@ -269,8 +279,8 @@ NB_MODULE(_kernels, module) {
         .def_rw("normalize_shares", &Shape::normalize_shares)
         .def_prop_rw("activation", [](const Shape& shape) { return static_cast<int>(shape.activation); },
                      [](Shape& shape, const std::string& name) { shape.activation = activation_of(name); })
-        .def_prop_rw("rounds_to_bf16", [](const Shape& shape) { return shape.precision == Precision::bf16; },
-                     [](Shape& shape, bool rounds) { shape.precision = rounds ? Precision::bf16 : Precision::f32; });
+        .def_prop_rw("precision", [](const Shape& shape) { return static_cast<int>(shape.precision); },
+                     [](Shape& shape, const std::string& name) { shape.precision = precision_of(name); });
     nb::class_<Model>(module, "Model")
         .def(nb::init<const std::string&, int, const Shape&, int>())
         .def("add", &Model::add)

@@ -23,6 +23,7 @@ const Kernels& kernels_of(const std::string& level);
 Matrix matrix_of(const Array& array);
 Matrix quantised_of(const Array& codes, const Array& scales, int64_t rows, int64_t columns);
 DType cache_type_of(const Array& array);
+Precision precision_of(const std::string& name);
 
 namespace {
 
@@ -37,7 +38,7 @@ void product(const Kernels& kernels, int threads, Precision precision, const Flo
     need(static_cast<int64_t>(out.size()) == tokens * matrix.rows, "out is [tokens, rows]");
     const std::shared_ptr<Team> team = Team::shared(threads);
     const int64_t prepared_bytes = kernels.prepared_bytes(tokens, columns, precision);
-    const int64_t scratch_floats = (8 * columns + 4096 + 63) / 64 * 64;
+    const int64_t scratch_floats = (product_scratch(columns) + 63) / 64 * 64;
     Buffer prepared, scratch;
     prepared.reserve(std::max<int64_t>(prepared_bytes, 64));
     float* own = reinterpret_cast<float*>(scratch.reserve(scratch_floats * 4 * team->size()));
@@ -63,10 +64,12 @@ void product(const Kernels& kernels, int threads, Precision precision, const Flo
     });
 }
 
-void linear(const std::string& level, int threads, bool rounds_to_bf16, Floats x, Array weight, Output out) {
+void linear(const std::string& level, int threads, const std::string& precision, Floats x, Array weight, Output out) {
     const Matrix matrix = matrix_of(weight);
-    need(!rounds_to_bf16 || matrix.type == DType::bf16, "a product of bf16 needs bf16 weights");
-    product(kernels_of(level), threads, rounds_to_bf16 ? Precision::bf16 : Precision::f32, x, matrix, out);
+    const Precision kind = precision_of(precision);
+    need(kind != Precision::bf16 || matrix.type == DType::bf16, "a product of bf16 needs bf16 weights");
+    need(kind != Precision::f16 || matrix.type == DType::f16, "a product of float16 needs float16 weights");
+    product(kernels_of(level), threads, kind, x, matrix, out);
 }
 
 void linear_quantised(const std::string& level, int threads, Floats x, Array codes, Array scales, Output out) {

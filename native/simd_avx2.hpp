@@ -10,11 +10,15 @@ inline Vec load(const bf16* at) {
     const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(packed), 16));
 }
+inline Vec load(const f16* at) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))); }
 inline void store(float* at, Vec value) { _mm256_storeu_ps(at, value); }
 inline void store(bf16* at, Vec value) {
     alignas(32) float wide[8];
     _mm256_store_ps(wide, value);
-    for (int i = 0; i < 8; ++i) at[i] = narrow(wide[i]);
+    for (int i = 0; i < 8; ++i) at[i] = narrow<bf16>(wide[i]);
+}
+inline void store(f16* at, Vec value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline float sum(Vec v) {

@@ -10,10 +10,14 @@ inline Vec load(const bf16* at) {
     const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16));
 }
+inline Vec load(const f16* at) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
 inline void store(float* at, Vec value) { _mm512_storeu_ps(at, value); }
 inline void store(bf16* at, Vec value) {
     const __m256bh rounded = _mm512_cvtneps_pbh(value);
     std::memcpy(at, &rounded, sizeof rounded);
+}
+inline void store(f16* at, Vec value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }

@@ -9,6 +9,9 @@ inline Vec load(const float* at) { return vld1q_f32(at); }
 inline Vec load(const bf16* at) {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(at)), 16));
 }
+inline Vec load(const f16* at) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(at))));
+}
 inline void store(float* at, Vec value) { vst1q_f32(at, value); }
 inline void store(bf16* at, Vec value) {
     const uint32x4_t bits = vreinterpretq_u32_f32(value);
@@ -17,6 +20,9 @@ inline void store(bf16* at, Vec value) {
     const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
     const uint32x4_t number = vceqq_f32(value, value);
     vst1_u16(reinterpret_cast<uint16_t*>(at), vshrn_n_u32(vbslq_u32(number, rounded, quiet), 16));
+}
+inline void store(f16* at, Vec value) {
+    vst1_u16(reinterpret_cast<uint16_t*>(at), vreinterpret_u16_f16(vcvt_f16_f32(value)));
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 inline float sum(Vec v) { return vaddvq_f32(v); }

@@ -68,7 +68,7 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     const int64_t widest = std::max({shape_.hidden_size, shape_.q_size(), shape_.intermediate_size, shape_.expert_size});
     const int64_t block = token_block(shape_.hidden_size, Precision::int8);  // no other is larger
     const int64_t inner = 2 * std::max(block * 4 * kRowTile, kManyTokens * kMaxChunkRows);  // gate and up of one chunk
-    scratch_floats_ = 8 * widest + 4096 + std::max(inner, attend_scratch(shape_.head_dim));
+    scratch_floats_ = product_scratch(widest) + std::max(inner, attend_scratch(shape_.head_dim));
     scratch_floats_ = (scratch_floats_ + 63) / 64 * 64;
     Carver carver(base);
     hidden_ = carver.take<float>(tokens * shape_.hidden_size);
@@ -240,7 +240,7 @@ void Decoder::Step::inner_mlp(Team::Member& member, const Layer& layer) {
 
 void Decoder::Step::multiply_gated(Team::Member& member, const Gated& g) {
     float* own = scratch(member);
-    float* gate = own + 8 * g.gate->columns + 4096;
+    float* gate = own + product_scratch(g.gate->columns);
     float* up = gate + (g.end - g.begin) * g.rows;
     kernels_.multiply({g.gate, g.gate_row, g.gate_row + g.rows, g.x, g.begin, g.end, g.precision, g.gate_bias, false, gate,
                        g.rows, own});

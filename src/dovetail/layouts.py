@@ -47,6 +47,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dovetail.errors import UnsupportedModel
+
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
 
@@ -163,8 +165,17 @@ def bfloat16_bits(values: Float32) -> npt.NDArray[np.uint16]:
 
 
 def narrow(values: Float32, dtype: str) -> Array:
-    """In another type, rounded to nearest even; bfloat16 as the uint16 of its bits."""
-    return bfloat16_bits(values) if dtype == "bf16" else values.astype(NUMPY[dtype], copy=False)
+    """In another type, rounded to nearest even; bfloat16 as the uint16 of its bits. What float16 would make
+    infinite is refused."""
+    if dtype == "bf16":
+        return bfloat16_bits(values)
+    with np.errstate(over="ignore"):
+        narrowed: Array = values.astype(NUMPY[dtype], copy=False)
+    if dtype == "f16" and np.isinf(narrowed).any():
+        beyond = values[np.isinf(narrowed) & np.isfinite(values)]
+        if len(beyond):
+            raise UnsupportedModel(f"a weight is {beyond[0]:g}, beyond float16: keep the model in bf16 or f32")
+    return narrowed
 
 
 class _PlainPacker:

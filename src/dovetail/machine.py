@@ -58,6 +58,11 @@ class Cpu(msgspec.Struct, frozen=True):
         float32, not faster."""
         return bool(self.features & {"amx_bf16", "avx512_bf16", "bf16"})
 
+    @property
+    def has_fast_f16(self) -> bool:
+        """Arithmetic in float16 for which there are native kernels, twice as fast as float32."""
+        return {"asimdhp", "asimddp"} <= self.features
+
 
 class Gpu(msgspec.Struct, frozen=True):
     name: str
@@ -82,19 +87,25 @@ def has_amx() -> bool:
 
 
 def preferred_dtype() -> str:
-    """What `auto` means for computing on this machine."""
-    return "bf16" if has_fast_bf16() else "f32"
+    """What `auto` means for computing on this machine: what it multiplies fastest."""
+    cpu = read_cpu()
+    if cpu.has_fast_bf16:
+        return "bf16"
+    return "f16" if cpu.has_fast_f16 and has_kernels() else "f32"  # torch's own float16 is slower than any other type
 
 
 def has_kernels() -> bool:
-    """Whether the compiled kernels came with this package. Looks for their file: importing them imports torch."""
-    return any((Path(__file__).parent / "native").glob("_kernels*.so"))
+    """Whether the compiled kernels came with this package. Only looked for: importing them would import torch."""
+    name, folder = "dovetail.native._kernels", [str(Path(__file__).parent / "native")]
+    return any(finder.find_spec(name, folder) is not None for finder in sys.meta_path)
 
 
 def kept_dtype(source: str) -> str:
-    """What `auto` means for weights that come in this type. The kernels compute in float32 from bf16 as it lies, which
-    is exact and half the bytes; without them it would be widened at every start."""
-    return "bf16" if source == "bf16" and has_kernels() else preferred_dtype()
+    """What `auto` means for weights that come in this type: what is multiplied fastest. Where that is float32, kernels
+    compute in it from bf16 as it lies, which is exact and half the bytes; without them it would be widened at every
+    start."""
+    fastest = preferred_dtype()
+    return "bf16" if source == "bf16" and fastest == "f32" and has_kernels() else fastest
 
 
 def usable_cores() -> int:

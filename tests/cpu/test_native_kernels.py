@@ -19,7 +19,9 @@ from dovetail.native.dispatch import load_kernels
 LEVELS = levels()[1:]
 pytestmark = pytest.mark.skipif(not LEVELS, reason="the native kernels were not built")
 
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # relative error that operands of the type explain
+# Relative error that operands of the type explain; of float16 also that its sums are rounded
+ROUNDING = {"f32": 2e-6, "bf16": 6e-3, "f16": 1.5e-3}
+TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 NAN = float("nan")
 
 
@@ -44,38 +46,54 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
     return float((ours.double() - reference).norm() / reference.norm())
 
 
-@pytest.mark.parametrize(("stored", "rounds"), [("f32", False), ("bf16", False), ("bf16", True)])
+@pytest.mark.parametrize(
+    ("stored", "precision"), [("f32", "f32"), ("bf16", "f32"), ("bf16", "bf16"), ("f16", "f32"), ("f16", "f16")]
+)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 6, 7, 8, 15, 16, 17, 31, 33, 64, 129])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (48, 576), (17, 96), (100, 70), (1, 33), (259, 160), (33, 1)])
 def test_a_product_is_right_in_every_shape(
-    kernels: ModuleType, level: str, rows: int, columns: int, tokens: int, stored: str, rounds: bool
+    kernels: ModuleType, level: str, rows: int, columns: int, tokens: int, stored: str, precision: str
 ) -> None:
-    weight = draw(rows, columns, seed=1, dtype=torch.bfloat16 if stored == "bf16" else torch.float32)
+    weight = draw(rows, columns, seed=1, dtype=TYPES[stored])
     x = draw(tokens, columns, seed=2)
     out = torch.full((tokens, rows), NAN)
-    kernels.linear(level, 2, rounds, x, weight, out)
-    error = relative_error(out, x.double() @ weight.double().T)
-    assert error < ROUNDING[torch.bfloat16 if rounds else torch.float32]
+    kernels.linear(level, 2, precision, x, weight, out)
+    assert relative_error(out, x.double() @ weight.double().T) < ROUNDING[precision]
 
 
-@pytest.mark.parametrize("rounds", [False, True])
-def test_a_row_gets_the_same_numbers_alone_and_in_company(kernels: ModuleType, level: str, rounds: bool) -> None:
-    weight, x = draw(203, 176, seed=1, dtype=torch.bfloat16), draw(70, 176, seed=2)
-    together, alone = torch.empty(70, 203), torch.empty(1, 203)
-    kernels.linear(level, 2, rounds, x, weight, together)
-    for token in (0, 5, 16, 47, 69):
-        kernels.linear(level, 1, rounds, x[token : token + 1].clone(), weight, alone)
-        assert torch.equal(alone[0], together[token])
+@pytest.mark.parametrize(("stored", "precision"), [("f32", "f32"), ("bf16", "f32"), ("bf16", "bf16"), ("f16", "f16")])
+@pytest.mark.parametrize("columns", [176, 1100, 2100])
+def test_a_row_gets_the_same_numbers_alone_and_in_company(
+    kernels: ModuleType, level: str, columns: int, stored: str, precision: str
+) -> None:
+    weight, x = draw(203, columns, seed=1, dtype=TYPES[stored]), draw(250, columns, seed=2)
+    for tokens in (2, 3, 4, 9, 21, 70, 250):
+        together = torch.full((tokens, 203), NAN)
+        kernels.linear(level, 2, precision, x[:tokens].clone(), weight, together)
+        assert relative_error(together, x[:tokens].double() @ weight.double().T) < ROUNDING[precision]
+        for token in {0, tokens // 2, tokens - 1}:
+            alone = torch.full((1, 203), NAN)
+            kernels.linear(level, 1, precision, x[token : token + 1].clone(), weight, alone)
+            assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e6, 1e30])
+def test_float16_takes_activations_of_any_size(kernels: ModuleType, level: str, size: float) -> None:
+    weight, x = draw(40, 200, seed=1, dtype=torch.float16), with_outliers(draw(30, 200, seed=2)) * size
+    out = torch.full((30, 40), NAN)
+    kernels.linear(level, 2, "f16", x, weight, out)
+    assert relative_error(out / size, (x.double() / size) @ weight.double().T) < ROUNDING["f16"]
 
 
 def test_what_is_not_a_number_stays_visible(kernels: ModuleType, level: str) -> None:
-    weight, x = draw(40, 64, seed=1), draw(3, 64, seed=2)
-    weight[7, 13] = NAN
-    x[1, 5] = float("inf")
-    out = torch.zeros(3, 40)
-    kernels.linear(level, 2, False, x, weight, out)
-    assert out[:, 7].isnan().all()
-    assert not out[1].isfinite().any()
+    for precision in ("f32", "f16"):
+        weight, x = draw(40, 64, seed=1, dtype=TYPES[precision]), draw(3, 64, seed=2)
+        weight[7, 13] = NAN
+        x[1, 5] = float("inf")
+        out = torch.zeros(3, 40)
+        kernels.linear(level, 2, precision, x, weight, out)
+        assert out[:, 7].isnan().all()
+        assert not out[1].isfinite().any()
     gated = torch.zeros(9)
     kernels.gate(level, 0, torch.tensor([NAN] + [1.0] * 8), torch.ones(9), gated)
     assert gated[0].isnan()
@@ -219,7 +237,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, position: int, window: 
     return torch.einsum("thk,kd->thd", weights, v.double())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("length", "tokens", "heads", "window", "cap"), ATTENTION_CASES)
 def test_attention_is_right_for_every_head_size_and_length(
@@ -246,7 +264,7 @@ def test_attention_is_right_for_every_head_size_and_length(
     block_table = torch.tensor(table, dtype=torch.int32)
     kernels.attend(level, q, cache, block_table, position, window, head_dim**-0.5, cap, out)
     rounds = level == "amx" and dtype == torch.bfloat16  # queries and weights become bf16 there
-    allowed = ROUNDING[torch.bfloat16] if rounds else 1e-5 if cap else 2e-6
+    allowed = ROUNDING["bf16"] if rounds else 1e-5 if cap else 2e-6
     assert relative_error(out, attention_reference(q, k, v, position, window, cap)) < allowed
 
 

@@ -47,19 +47,25 @@ def test_sixteen_bits_stay_sixteen_where_the_kernels_read_them(
     for kind in (Q.BF16, Q.F16, Q.F32):
         save_tiny_gguf("llama", tmp_path / f"{kind.name}.gguf", kind)
     monkeypatch.setattr(machine, "has_kernels", lambda: True)
+    monkeypatch.setattr(machine, "read_cpu", lambda: machine.Cpu("plain", "aarch64", frozenset(), 2))
     kept = {kind: catalogue.pull(str(tmp_path / f"{kind}.gguf"), name=kind).dtype for kind in ("BF16", "F16", "F32")}
-    assert kept == {"BF16": "bf16", "F16": preferred_dtype(), "F32": preferred_dtype()}
+    assert kept == {"BF16": "bf16", "F16": "f32", "F32": "f32"}
     again = catalogue.pull(str(tmp_path / "BF16.gguf"))
     assert again == catalogue.get("BF16"), "what is here is not pulled again"
     monkeypatch.setattr(machine, "has_kernels", lambda: False)
-    assert catalogue.pull(str(tmp_path / "BF16.gguf"), name="without", force=True).dtype == preferred_dtype()
+    assert catalogue.pull(str(tmp_path / "BF16.gguf"), name="without", force=True).dtype == "f32"
+    halves = machine.Cpu("with float16", "aarch64", frozenset({"asimdhp", "asimddp"}), 2)
+    monkeypatch.setattr(machine, "read_cpu", lambda: halves)
+    assert catalogue.pull(str(tmp_path / "BF16.gguf"), name="torch's", force=True).dtype == "f32"
+    monkeypatch.setattr(machine, "has_kernels", lambda: True)
+    assert catalogue.pull(str(tmp_path / "BF16.gguf"), name="halves", force=True).dtype == "f16"
 
 
 @pytest.mark.skipif(not machine.has_kernels(), reason="the native kernels were not built")
 def test_a_model_kept_in_bf16_gives_the_logits_of_the_same_in_float32(catalogue: Catalogue, tmp_path: Path) -> None:
     save_tiny_gguf("llama", tmp_path / "m.gguf", Q.BF16)
     found = []
-    for dtype in ("auto", "f32"):
+    for dtype in ("bf16", "f32"):
         card = catalogue.pull(str(tmp_path / "m.gguf"), name=dtype, dtype=dtype)
         executor = make_executor(Path(card.path), dtype="f32")
         assert executor.copied_bytes == 0

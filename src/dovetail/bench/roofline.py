@@ -50,16 +50,17 @@ def _reads(size: int, level: str) -> Iterator[tuple[str, Loop]]:
         yield "a loop that only reads", partial(kernels.read_all, threads, data)
         if level != "torch":
             row, out = torch.ones(1, 1024), torch.empty(1, len(matrix))
-            yield "our product by one token", partial(kernels.linear, level, threads, False, row, matrix, out)
+            yield "our product by one token", partial(kernels.linear, level, threads, "f32", row, matrix, out)
 
 
 def _products(rows: int, columns: int, outputs: int, dtype: str, level: str) -> Iterator[tuple[str, Loop]]:
     kernels, threads = load_kernels(), torch.get_num_threads()
     x, weight = torch.randn(rows, columns), torch.randn(outputs, columns).to(TORCH_DTYPES[dtype])
-    yield "torch's product", partial(torch.nn.functional.linear, x.to(TORCH_DTYPES[dtype]), weight)
+    if dtype != "f16":  # which torch multiplies one number at a time
+        yield "torch's product", partial(torch.nn.functional.linear, x.to(TORCH_DTYPES[dtype]), weight)
     if kernels is not None and level != "torch":
         out = torch.empty(rows, outputs)
-        yield "our product", partial(kernels.linear, level, threads, dtype == "bf16", x, weight, out)
+        yield "our product", partial(kernels.linear, level, threads, dtype, x, weight, out)
 
 
 def _int8_s(rows: int, columns: int, outputs: int, rounds: int) -> float:

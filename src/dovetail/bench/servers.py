@@ -78,7 +78,8 @@ def budget_bytes(models: Sequence[FleetModel], share: float) -> int:
     """Room for `share` of the models with a little KV each, and for the largest of them in any case."""
     sizes = []
     for model in models:
-        dtype = preferred_dtype() if model.card.dtype in ("", "bf16", "f16") else model.card.dtype  # of the cache
+        dtype = model.card.dtype or preferred_dtype()
+        dtype = "f32" if dtype == "bf16" and not has_fast_bf16() else dtype  # of the cache
         sizes.append(model.card.size_bytes + KV_TOKENS * model.card.spec.kv_bytes_per_token(dtype))
     return max(int(sum(sizes) * share), int(max(sizes) * 1.25))
 

@@ -31,7 +31,7 @@ def _group() -> None:
 @app.command("iterations")
 def iterations(
     model: Annotated[str, typer.Option(help="Shape of the random model: 135M, 0.5B or 1B.")] = "135M",
-    stored: Annotated[str, typer.Option(help="Type or layout of the weights: f32, bf16, int8, int4.")] = "bf16",
+    stored: Annotated[str, typer.Option(help="Type or layout of the weights: f32, bf16, f16, int8, int4.")] = "bf16",
     levels: Annotated[str | None, typer.Option(help="Of kernels, in turns.  [default: torch and the best one]")] = None,
     rounds: Annotated[int, typer.Option(help="Timed rounds of each cell; levels take turns.", min=1)] = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
@@ -58,7 +58,7 @@ def iterations(
             raise typer.BadParameter(f"{level} is none of {', '.join(found)}", param_hint="--levels")
     with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task("Measuring", total=(rounds + 1) * (len(PROMPTS) + len(BATCHES)))
-        dtype = preferred_dtype() if stored in ("int8", "int4") else compute_dtype("auto", stored)
+        dtype = compute_dtype("auto", preferred_dtype() if stored in ("int8", "int4") else stored)
         cells = compare(model, stored, dtype, chosen, rounds, lambda: progress.advance(task))
     if as_json:
         return print_json(cells)

@@ -18,7 +18,7 @@ from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.model import DecoderModel
-from dovetail.engine.native_model import READABLE_LAYOUTS, NativeCall, NativeModel, can_run
+from dovetail.engine.native_model import READABLE_LAYOUTS, NativeCall, NativeModel, can_run, readable_types
 from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
 from dovetail.engine.trust import trusted_layouts
@@ -110,7 +110,9 @@ def serves_as_stored(dtype: str, form: str) -> bool:
     ops = _ops(TORCH_DTYPES[dtype], "auto")
     if form == dtype or ops.kernels is None:
         return form == dtype
-    return form == "bf16" or CELLS.get(form) in trusted_layouts(ops.level, READABLE_LAYOUTS)
+    if form in TORCH_DTYPES:
+        return TORCH_DTYPES[form] in readable_types(TORCH_DTYPES[dtype])
+    return CELLS.get(form) in trusted_layouts(ops.level, READABLE_LAYOUTS)
 
 
 def _ops(dtype: torch.dtype, level: str) -> Ops:
@@ -121,13 +123,12 @@ def _ops(dtype: torch.dtype, level: str) -> Ops:
 def _weights(checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -> Weights:
     if ops.kernels is None:
         return Weights(checkpoint, dtype, kind, ops)
-    # The native kernels widen bf16 as they read it: exact, and half the bytes.
     layout = checkpoint.pieces("layers.0.out.weight")[0].layout
     if layout in CELLS:
         log.warning("weights are in the order of an earlier release and are copied at the start; pull the model again")
     is_quantised = CELLS.get(layout, layout) in READABLE_LAYOUTS
     layouts = trusted_layouts(ops.level, READABLE_LAYOUTS) if is_quantised else ()
-    return Weights(checkpoint, dtype, kind, ops, {torch.bfloat16, dtype}, layouts)
+    return Weights(checkpoint, dtype, kind, ops, readable_types(dtype), layouts)
 
 
 def _model(spec: ModelSpec, weights: Weights, dtype: torch.dtype, ops: Ops) -> NativeModel | TorchModel:

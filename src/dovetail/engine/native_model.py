@@ -1,7 +1,7 @@
 """A decoder as one native call per iteration: the whole forward pass, from tokens to logits.
 
-Weights stay in the type and layout that they are stored in where the kernels can read it (bf16 under float32 arithmetic
-loses nothing, quantised matrices are multiplied as their codes), so a mapped checkpoint is used as it lies in the file.
+Weights stay in the type and layout that they are stored in where the kernels can read it (16 bits under float32
+arithmetic lose nothing, quantised matrices are multiplied as their codes), so a mapped checkpoint is used as it lies.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from dovetail.sched.turn import Turn, TurnRow
 
 READABLE_LAYOUTS = tuple(CELLS.values())  # besides plain
 NativeCall = Callable[..., None]
+_PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def can_run(dtype: torch.dtype) -> bool:
-    """Other types than float32 and bf16 stay with the torch level."""
-    return dtype in (torch.float32, torch.bfloat16)
+    """Other types stay with the torch level."""
+    return dtype in _PRECISIONS
+
+
+def readable_types(dtype: torch.dtype) -> set[torch.dtype]:
+    """What a model that is computed in `dtype` may keep its matrices in."""
+    return set(_PRECISIONS) if dtype == torch.float32 else {dtype}
 
 
 class NativeModel:
     def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, kernels: Any, level: str) -> None:
         self.spec = spec
-        shape = _shape(spec, kernels, rounds_to_bf16=dtype == torch.bfloat16)
+        shape = _shape(spec, kernels, _PRECISIONS[dtype])
         self._model = kernels.Model(level, torch.get_num_threads(), shape, spec.num_layers)
         for name, _ in spec.tensors():
             self._add(weights, name)
@@ -87,7 +93,7 @@ class NativeModel:
         return sampled, logits, best.tolist()
 
 
-def _shape(spec: ModelSpec, kernels: Any, rounds_to_bf16: bool) -> Any:
+def _shape(spec: ModelSpec, kernels: Any, precision: str) -> Any:
     shape = kernels.Shape()
     same = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     for name in (*same, "norm_eps", "embed_scale", "activation", "gated_mlp"):
@@ -96,7 +102,7 @@ def _shape(spec: ModelSpec, kernels: Any, rounds_to_bf16: bool) -> Any:
     shape.attention_softcap = spec.attention_softcap or 0.0
     shape.final_softcap = spec.final_softcap or 0.0
     shape.position_offset = -1 if spec.position_offset is None else spec.position_offset
-    shape.rounds_to_bf16 = rounds_to_bf16
+    shape.precision = precision
     if spec.moe is not None:
         shape.num_experts, shape.experts_per_token = spec.moe.num_experts, spec.moe.experts_per_token
         shape.expert_size, shape.normalize_shares = spec.moe.intermediate_size, spec.moe.normalize_weights

@@ -82,6 +82,7 @@ def measure_peaks(dtype: str, kept: str) -> Peaks:
     import torch
 
     from dovetail.engine.dtypes import TORCH_DTYPES
+    from dovetail.engine.native_model import can_run
     from dovetail.native import select
 
     def best(function: Any, repeat: int = 3) -> float:
@@ -100,6 +101,10 @@ def measure_peaks(dtype: str, kept: str) -> Peaks:
         in_cells = shape_of_codes("int8-cells", (size, size))
         codes, scales = torch.randint(-127, 128, in_cells, dtype=torch.int8), torch.rand(size)
         multiply = partial(ops.kernels.linear_quantised, ops.level, torch.get_num_threads(), rows, codes, scales, out)
+    elif ops.kernels is not None and can_run(TORCH_DTYPES[dtype]):
+        rows, matrix, out = torch.rand(tokens, size), torch.rand(size, size), torch.empty(tokens, size)
+        kind = matrix.to(TORCH_DTYPES[dtype])
+        multiply = partial(ops.kernels.linear, ops.level, torch.get_num_threads(), dtype, rows, kind, out)
     else:
         rows, matrix = (torch.rand(count, size).to(TORCH_DTYPES[dtype]) for count in (tokens, size))
         multiply = partial(torch.nn.functional.linear, rows, matrix)

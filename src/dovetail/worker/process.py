@@ -110,7 +110,7 @@ class Worker:
             self._log.start_real(self._stage.node, self._profiles.device)
         self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
         if not self._profiles.exist:
-            self._profiles.prepare(preferred_dtype())
+            self._profiles.prepare(compute_dtype("auto", preferred_dtype()))
         is_idle = True
         while self._running:
             self._receive(wait=is_idle)
