@@ -47,8 +47,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.errors import UnsupportedModel
-
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
 
@@ -174,7 +172,7 @@ def narrow(values: Float32, dtype: str) -> Array:
     if dtype == "f16" and np.isinf(narrowed).any():
         beyond = values[np.isinf(narrowed) & np.isfinite(values)]
         if len(beyond):
-            raise UnsupportedModel(f"a weight is {beyond[0]:g}, beyond float16: keep the model in bf16 or f32")
+            raise OverflowError(f"{beyond[0]:g} is beyond float16")
     return narrowed
 
 

@@ -17,6 +17,7 @@ from dovetail.layouts import (
     bfloat16_bits,
     codes_and_scales,
     coding_of,
+    narrow,
     pack,
     pack_codes,
     packed_bytes,
@@ -206,3 +207,10 @@ def test_experts_are_packed_each_for_itself_or_row_by_row(layout: str) -> None:
         np.testing.assert_array_equal(
             whole[expert], unpack(layout, "bf16", alone.shape, memoryview(pack(layout, "bf16", alone)))
         )
+
+
+def test_what_float16_cannot_say_is_refused_and_infinities_stay() -> None:
+    fits = np.array([65504.0, -65519.0, np.inf, np.nan], np.float32)
+    assert np.isinf(narrow(fits, "f16")).tolist() == [False, False, True, False]
+    with pytest.raises(OverflowError, match="1e\\+06 is beyond float16"):
+        narrow(np.array([1.0, 1e6], np.float32), "f16")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from dovetail.errors import DamagedCheckpoint
+from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.layouts import CELLS, NUMPY, Packer, Quantised, coding_of, packer, unpack, unpack_codes
 from dovetail.node.ports import HostTensor
 from dovetail.store.arrange import Arrangement, Cut, Tensor, bounds
@@ -221,8 +221,11 @@ class _Sink:
         self._write(self._packer.rows(np.ascontiguousarray(values[:, own.columns])))
 
     def _write(self, packed: Iterator[Array]) -> None:
-        for data in packed:
-            self._writer.write(data)
+        try:
+            for data in packed:
+                self._writer.write(data)
+        except OverflowError as error:
+            raise UnsupportedModel(f"{self._share.name}: {error}; keep the model in bf16 or f32 (--dtype)") from error
 
     def finish(self) -> None:
         self._write(self._packer.finish())
