@@ -47,7 +47,8 @@ def test_a_machine_without_cpuinfo_is_still_described(tmp_path: Path) -> None:
 def test_the_answers_about_this_machine_agree() -> None:
     assert has_fast_bf16() == read_cpu().has_fast_bf16
     assert has_amx() <= has_fast_bf16()
-    assert preferred_dtype() == ("bf16" if has_fast_bf16() else "f32")
+    fastest = "bf16" if has_fast_bf16() else "f16" if read_cpu().has_fast_f16 else "f32"
+    assert preferred_dtype() == fastest
     total, available = memory_bytes()
     assert total >= available > 0
 
