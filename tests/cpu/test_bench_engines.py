@@ -27,6 +27,7 @@ from dovetail.bench.steps import Steps
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.engine.native_model import NativeCall
 from dovetail.errors import ConfigError
+from dovetail.machine import kept_dtype
 from dovetail.native import levels
 
 KEYS = {"engine", "model", "precision", "metric", "batch", "median_ms", "spread_ms", "ratio_to_best_peer"}
@@ -179,9 +180,8 @@ def test_the_command_measures_ours_and_transformers(place: Path, tmp_path: Path)
     rows = json.loads(done.stdout)
     assert all(row.keys() >= KEYS for row in rows)
     found = {(row["engine"], row["weights"], row["metric"], row["batch"]) for row in rows}
-    ours = {
-        ("dovetail", form, metric, batch) for form in ("bf16", "int4") for metric, batch in (("ttft24", 1), ("tpot", 2))
-    }
+    forms, cells = (kept_dtype("bf16"), "int4"), (("ttft24", 1), ("tpot", 2))
+    ours = {("dovetail", form, metric, batch) for form in forms for metric, batch in cells}
     assert ours <= found
     assert {row["engine"] for row in rows if row["weights"] != "int4"} == {"dovetail", "transformers"}
     assert all(row["median_ms"] > 0 for row in rows)

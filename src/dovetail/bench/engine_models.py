@@ -17,6 +17,7 @@ from dovetail.bench.fleet import DEMO, write_random
 from dovetail.bench.safetensors_writer import write_safetensors
 from dovetail.bench.shapes import SHAPES, TINY
 from dovetail.errors import ConfigError
+from dovetail.machine import kept_dtype
 from dovetail.modelspec import ModelSpec
 from dovetail.store import Catalogue
 from dovetail.store.format import StoredModel, read_card
@@ -43,12 +44,14 @@ class EngineModels:
     def spec(self, model: str) -> ModelSpec:
         return read_card(self.stored(model, "plain"), model).spec
 
-    def stored(self, model: str, layout: str, report: Report = lambda text: None) -> Path:
-        """Its folder in the store."""
-        name = f"{model}-{layout}".lower()
+    def stored(
+        self, model: str, layout: str, report: Report = lambda text: None, dtype: str = kept_dtype("bf16")
+    ) -> Path:
+        """Its folder in the store; `dtype` is what a model published in bf16 is kept in here."""
+        name = f"{model}-{layout}-{dtype}".lower()
         source = self.original(model, report)
-        report(f"{model}: the form {layout} of our store")
-        return Path(self.catalogue.pull(str(source), name=name, dtype="bf16", layout=layout).path)
+        report(f"{model}: the form {layout}, {dtype}, of our store")
+        return Path(self.catalogue.pull(str(source), name=name, dtype=dtype, layout=layout).path)
 
     def original(self, model: str, report: Report = lambda text: None) -> Path:
         """The GGUF file that all else is made of."""
@@ -81,7 +84,7 @@ class EngineModels:
         """A folder as HF publishes it, without a tokenizer: engines are given tokens."""
         path = self._place(model) / HF
         if not path.exists():
-            stored = self.stored(model, "plain", report)
+            stored = self.stored(model, "plain", report, "bf16")
             report(f"{model}: an HF folder")
             building = path.with_suffix(".building")
             shutil.rmtree(building, ignore_errors=True)

@@ -15,6 +15,7 @@ from dovetail.bench.roofline import measure_roofline
 from dovetail.bench.steps import Steps
 from dovetail.engine.dtypes import compute_dtype
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
+from dovetail.machine import kept_dtype
 from dovetail.native import select
 from dovetail.store.checkpoints import open_checkpoint
 
@@ -40,7 +41,9 @@ class Ours:
         return {"weight_bytes": executor.weight_bytes, "about": about, "evidence": f"level {executor.level}"}
 
     def roofline(self, command: dict[str, Any]) -> dict[str, Any]:
-        best = measure_roofline(compute_dtype("auto", "bf16"), select().level, scale=command.get("scale", 1.0))
+        best = measure_roofline(
+            compute_dtype("auto", kept_dtype("bf16")), select().level, scale=command.get("scale", 1.0)
+        )
         fields: dict[str, Any] = msgspec.structs.asdict(best)
         return fields
 

@@ -18,7 +18,7 @@ from dovetail.bench import engine_child
 from dovetail.bench.engine_figures import OURS
 from dovetail.bench.llama_cpp import set_up_engine
 from dovetail.bench.peers import NUMPY, TORCH, Peer, PeerProcess, Report, set_up
-from dovetail.machine import has_fast_bf16
+from dovetail.machine import has_fast_bf16, kept_dtype
 
 CLASSES = ("16", "8", "4")  # bits of a weight
 LLAMA = "llama.cpp"
@@ -85,7 +85,7 @@ def contenders() -> dict[str, Contender]:
         Contender(
             OURS,
             "store",
-            {"16": "bf16", "8": "int8", "4": "int4"},
+            {"16": kept_dtype("bf16"), "8": "int8", "4": "int4"},
             ours,
             "scheduler and executor as in a worker, 512 tokens a turn, best level of kernels",
         ),

@@ -35,7 +35,7 @@ from dovetail.machine import memory_bytes, read_cpu
 from dovetail.store.format import read_card
 
 PROMPT = 16  # tokens before a batch decodes
-LAYOUTS = {"bf16": "plain", "int8": "int8", "int4": "int4"}  # our forms by type of the weights
+LAYOUTS = {"bf16": "plain", "f16": "plain", "int8": "int8", "int4": "int4"}  # our forms by type of the weights
 NO_AMX = "this processor has none"
 LATE = "the time was up"
 CLOSE_S = 0.2  # for an engine to end by itself
