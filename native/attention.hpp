@@ -4,6 +4,8 @@
 // Keys are taken kKeyChunk at a time: scores, running maximum, exponentials, weighted values. They lie apart by all heads
 // of a token, which no processor foresees: values are fetched while keys are read, and the next keys while values are.
 
+constexpr int kManyQueries = 10;  // from here on a cache of 16 bits is widened before it is used
+
 struct Keys {
     int count;
     int64_t first;  // position of the first
@@ -192,6 +194,30 @@ inline void attend_chunk(const Attend& a, const Keys& keys, const Keys& next, co
     add_chunk<C>(a, keys, &next, run.scores, shrink, run.sums);
 }
 
+// Many queries: keys, then values, are widened once, into `wide`, instead of by every few of them.
+template <class C>
+inline void attend_copies(const Attend& a, const Keys& keys, float* wide, const Running& run) {
+    float shrink[kMaxQueries];
+    Attend copied = a;
+    copied.cache.keys = copied.cache.values = wide;
+    Keys rows{keys.count, keys.first, {}};
+    for (int key = 0; key < keys.count; ++key) rows.at[key] = key * a.head_dim;
+    const auto copy = [&](const void* from) {
+        for (int key = 0; key < keys.count; ++key)
+            load_row_as(static_cast<const C*>(from) + keys.at[key], a.head_dim, 1.0f, false, wide + rows.at[key]);
+    };
+    copy(a.cache.keys);
+    score_chunk<float>(copied, rows, false, run.scores);
+    weigh_chunk(a, keys, run, shrink);
+    copy(a.cache.values);
+    add_chunk<float>(copied, rows, nullptr, run.scores, shrink, run.sums);
+}
+
+template <class C>
+inline void attend_narrow(const Attend& a, const Keys& keys, const Keys& next, float* wide, const Running& run) {
+    a.tokens * a.heads < kManyQueries ? attend_chunk<C>(a, keys, next, run) : attend_copies<C>(a, keys, wide, run);
+}
+
 // Of a cache of int8; `wide`: room for kKeyChunk heads of floats. Follows in attention_codes.hpp or attention_bytes.hpp.
 inline void attend_codes(const Attend& a, const Keys& keys, const Keys& next, float* wide, const Running& run);
 
@@ -216,8 +242,8 @@ void attend(const Attend& a) {
         const Keys next = chunk_from(key += kKeyChunk);
         switch (a.cache.type) {
             case DType::f32: attend_chunk<float>(a, keys, next, run); break;
-            case DType::bf16: attend_chunk<bf16>(a, keys, next, run); break;
-            case DType::f16: attend_chunk<f16>(a, keys, next, run); break;
+            case DType::bf16: attend_narrow<bf16>(a, keys, next, wide, run); break;
+            case DType::f16: attend_narrow<f16>(a, keys, next, wide, run); break;
             default: attend_codes(a, keys, next, wide, run);
         }
         keys = next;

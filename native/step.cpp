@@ -67,16 +67,19 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     const int64_t slots = std::max(tokens, max_slots(tokens));
     const int64_t widest = std::max({shape_.hidden_size, shape_.q_size(), shape_.intermediate_size, shape_.expert_size});
     const int64_t block = token_block(shape_.hidden_size, Precision::int8);  // no other is larger
-    const int64_t inner = 2 * std::max(block * 4 * kRowTile, kManyTokens * kMaxChunkRows);  // gate and up of one chunk
-    scratch_floats_ = product_scratch(widest) + std::max(inner, attend_scratch(shape_.head_dim));
+    const int64_t gated = 2 * std::max(block * 4 * kRowTile, kManyTokens * kMaxChunkRows);  // gate and up of one chunk
+    scratch_floats_ = product_scratch(widest) + std::max(gated, attend_scratch(shape_.head_dim));
     scratch_floats_ = (scratch_floats_ + 63) / 64 * 64;
     Carver carver(base);
     hidden_ = carver.take<float>(tokens * shape_.hidden_size);
-    normed_ = carver.take<float>(tokens * shape_.hidden_size);
-    qkv_ = carver.take<float>(tokens * (shape_.q_size() + 2 * shape_.kv_size()));
-    attended_ = carver.take<float>(tokens * shape_.q_size());
-    inner_ = carver.take<float>(std::max(tokens * shape_.intermediate_size, slots * shape_.expert_size));
-    update_ = carver.take<float>(tokens * shape_.hidden_size);
+    // What is never needed at the same time shares its place: attention writes when the norm before it has been read, and
+    // the MLP's inner part when attention is over.
+    normed_ = attended_ = carver.take<float>(tokens * std::max(shape_.hidden_size, shape_.q_size()));
+    const int64_t inner_floats = std::max(tokens * shape_.intermediate_size, slots * shape_.expert_size);
+    qkv_ = inner_ = carver.take<float>(std::max(tokens * (shape_.q_size() + 2 * shape_.kv_size()), inner_floats));
+    const auto norms_update = [](const Layer& layer) { return layer.post_attn_norm.weight || layer.post_mlp_norm.weight; };
+    const bool updates = shape_.num_experts > 0 || std::ranges::any_of(model_.layers, norms_update);
+    update_ = carver.take<float>(updates ? tokens * shape_.hidden_size : 0);
     angles_ = carver.take<float>(tokens * shape_.head_dim);
     angles_local_ = carver.take<float>(tokens * shape_.head_dim);
     int64_t prepared = kernels_.prepared_bytes(slots, widest, shape_.precision);
