@@ -97,7 +97,8 @@ def preferred_dtype() -> str:
 def has_kernels() -> bool:
     """Whether the compiled kernels came with this package. Only looked for: importing them would import torch."""
     name, folder = "dovetail.native._kernels", [str(Path(__file__).parent / "native")]
-    return any(finder.find_spec(name, folder) is not None for finder in sys.meta_path)
+    finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    return any(finder.find_spec(name, folder) is not None for finder in finders)
 
 
 def kept_dtype(source: str) -> str:

@@ -49,7 +49,7 @@ def pull(
     ],
     name: Annotated[str | None, typer.Option(help="What to call it.  [default: after the source]")] = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="Type to keep matrices in; auto = bf16 as it comes, else what this CPU multiplies.")
+        Dtype, typer.Option(help="Type to keep matrices in; auto = what this CPU multiplies fastest.")
     ] = Dtype.AUTO,
     layout: Annotated[
         Layout,

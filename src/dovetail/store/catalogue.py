@@ -110,10 +110,9 @@ class Catalogue:
     ) -> Entry:
         """Fetch and convert, unless exactly this is already here (and its files, where local, have not changed).
 
-        `dtype` "auto" is what this machine computes in, or bf16 for weights that come so where the kernels read it; an
-        adapter keeps its own. `layout` "auto" is int4 for
-        weights that it holds to the bit (GGUF's q4_0), int8 for others of 8 bits or fewer, else plain. `ranks` is the
-        number of devices that the weights are cut for.
+        `dtype` "auto" is `machine.kept_dtype`; an adapter keeps its own. `layout` "auto" is int4 for weights that it
+        holds to the bit (GGUF's q4_0), int8 for others of 8 bits or fewer, else plain. `ranks` is the number of devices
+        that the weights are cut for.
         """
         if dtype not in ("auto", *DTYPES):
             raise SourceError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
