@@ -10,6 +10,7 @@ import pytest
 
 from dovetail.cli.doctor import examine, measure_read
 from dovetail.errors import ConfigError
+from dovetail.engine.dtypes import compute_dtype
 from dovetail.machine import Cpu, has_amx, has_fast_bf16, memory_bytes, preferred_dtype, read_cpu, read_gpus
 from dovetail.native import explain, levels, select
 from dovetail.native.dispatch import VARIABLE
@@ -103,3 +104,8 @@ def test_a_forced_level_is_taken_or_named_as_impossible() -> None:
     assert select("torch", {VARIABLE: "abacus"}).level == "torch", "who names a level does not ask the environment"
     best = select("auto", {})
     assert (best.level, best.kernels is not None) == (levels()[-1], levels()[-1] != "torch")
+
+
+def test_float16_is_computed_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOVETAIL_KERNELS", "torch")
+    assert compute_dtype("auto", "f16") == ("bf16" if has_fast_bf16() else "f32"), "torch's own would take minutes"

@@ -6,7 +6,7 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.machine import read_cpu
-from dovetail.native.dispatch import load_kernels
+from dovetail.native import select
 
 TORCH_DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -26,4 +26,4 @@ def _fastest(stored: str) -> str:
     if cpu.has_fast_bf16:
         return "bf16"
     # Only our own kernels have that arithmetic: torch's float16 is slower than any other type.
-    return "f16" if stored == "f16" and cpu.has_fast_f16 and load_kernels() is not None else "f32"
+    return "f16" if stored == "f16" and cpu.has_fast_f16 and select().kernels is not None else "f32"
