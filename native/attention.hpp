@@ -194,28 +194,34 @@ inline void attend_chunk(const Attend& a, const Keys& keys, const Keys& next, co
     add_chunk<C>(a, keys, &next, run.scores, shrink, run.sums);
 }
 
-// Many queries: keys, then values, are widened once, into `wide`, instead of by every few of them.
-template <class C>
-inline void attend_copies(const Attend& a, const Keys& keys, float* wide, const Running& run) {
+// Over floats [key][head_dim] in `wide`: `widen`(keys or values) puts them there, `scale`() multiplies each key's scores,
+// later its weights, by what was left out.
+template <class Widen, class Scale>
+inline void attend_floats(const Attend& a, const Keys& keys, float* wide, const Running& run, Widen&& widen,
+                          Scale&& scale) {
     float shrink[kMaxQueries];
-    Attend copied = a;
-    copied.cache.keys = copied.cache.values = wide;
+    Attend widened = a;
+    widened.cache.keys = widened.cache.values = wide;
     Keys rows{keys.count, keys.first, {}};
     for (int key = 0; key < keys.count; ++key) rows.at[key] = key * a.head_dim;
-    const auto copy = [&](const void* from) {
-        for (int key = 0; key < keys.count; ++key)
-            load_row_as(static_cast<const C*>(from) + keys.at[key], a.head_dim, 1.0f, false, wide + rows.at[key]);
-    };
-    copy(a.cache.keys);
-    score_chunk<float>(copied, rows, false, run.scores);
+    widen(a.cache.keys);
+    score_chunk<float>(widened, rows, false, run.scores);
+    scale();
     weigh_chunk(a, keys, run, shrink);
-    copy(a.cache.values);
-    add_chunk<float>(copied, rows, nullptr, run.scores, shrink, run.sums);
+    widen(a.cache.values);
+    scale();
+    add_chunk<float>(widened, rows, nullptr, run.scores, shrink, run.sums);
 }
 
+// Of a cache of 16 bits; for many queries it is widened once instead of by every few of them.
 template <class C>
 inline void attend_narrow(const Attend& a, const Keys& keys, const Keys& next, float* wide, const Running& run) {
-    a.tokens * a.heads < kManyQueries ? attend_chunk<C>(a, keys, next, run) : attend_copies<C>(a, keys, wide, run);
+    if (a.tokens * a.heads < kManyQueries) return attend_chunk<C>(a, keys, next, run);
+    const auto widen = [&](const void* from) {
+        for (int key = 0; key < keys.count; ++key)
+            load_row_as(static_cast<const C*>(from) + keys.at[key], a.head_dim, 1.0f, false, wide + key * a.head_dim);
+    };
+    attend_floats(a, keys, wide, run, widen, [] {});
 }
 
 // Of a cache of int8; `wide`: room for kKeyChunk heads of floats. Follows in attention_codes.hpp or attention_bytes.hpp.

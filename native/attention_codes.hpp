@@ -19,18 +19,12 @@ inline void scale_keys(const Attend& a, const Keys& keys, const float* scales, f
 }
 
 inline void attend_widened(const Attend& a, const Keys& keys, const Keys& next, float* wide, const Running& run) {
-    float shrink[kMaxQueries], scales[kKeyChunk];
-    Attend widened = a;
-    widened.cache.keys = widened.cache.values = wide;
-    Keys rows{keys.count, keys.first, {}};
-    for (int key = 0; key < keys.count; ++key) rows.at[key] = key * a.head_dim;
-    widen_chunk(a, keys, a.cache.keys, keys, a.cache.values, wide, scales);
-    score_chunk<float>(widened, rows, false, run.scores);
-    scale_keys(a, keys, scales, run.scores);
-    weigh_chunk(a, keys, run, shrink);
-    widen_chunk(a, keys, a.cache.values, next, a.cache.keys, wide, scales);
-    scale_keys(a, keys, scales, run.scores);
-    add_chunk<float>(widened, rows, nullptr, run.scores, shrink, run.sums);
+    float scales[kKeyChunk];
+    const auto widen = [&](const void* codes) {
+        const bool are_keys = codes == a.cache.keys;  // then their values come next, else the next keys
+        widen_chunk(a, keys, codes, are_keys ? keys : next, are_keys ? a.cache.values : a.cache.keys, wide, scales);
+    };
+    attend_floats(a, keys, wide, run, widen, [&] { scale_keys(a, keys, scales, run.scores); });
 }
 
 #if !defined(__ARM_FEATURE_DOTPROD)  // else in attention_bytes.hpp

@@ -44,10 +44,9 @@ class EngineModels:
     def spec(self, model: str) -> ModelSpec:
         return read_card(self.stored(model, "plain"), model).spec
 
-    def stored(
-        self, model: str, layout: str, report: Report = lambda text: None, dtype: str = kept_dtype("bf16")
-    ) -> Path:
-        """Its folder in the store; `dtype` is what a model published in bf16 is kept in here."""
+    def stored(self, model: str, layout: str, report: Report = lambda text: None, dtype: str | None = None) -> Path:
+        """Its folder in the store. Without a `dtype` it is kept as a model published in bf16 is kept here."""
+        dtype = dtype or kept_dtype("bf16")
         name = f"{model}-{layout}-{dtype}".lower()
         source = self.original(model, report)
         report(f"{model}: the form {layout}, {dtype}, of our store")

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from dovetail.bench import shapes
+from dovetail.bench.process_tree import held_bytes
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.errors import DovetailError
 from dovetail.layouts import NUMPY
@@ -224,8 +225,7 @@ def _one_token() -> Turn:
 
 def _private_bytes() -> int:
     """Pages that no other process maps; a copy of weights would be among them."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+    return sum(size for name, size in held_bytes("self").items() if name.startswith("Private_"))
 
 
 @contextmanager

@@ -70,13 +70,18 @@ class TreeSampler:
         return sum(self._cpu_s.values())
 
 
+def held_bytes(pid: int | str) -> dict[str, int]:
+    """What the kernel counts of a process's memory, by its own names: Rss, Pss, Anonymous, Private_Dirty, …"""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+
+
 def memory_of(pid: int) -> tuple[int, int]:
     """PSS and RSS in bytes; nothing for a process that has gone."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        sizes = held_bytes(pid)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0, 0
-    sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines[1:] if line.split()[1].isdigit()}
     return sizes.get("Pss", 0), sizes.get("Rss", 0)
 
 

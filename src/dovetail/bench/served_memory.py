@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from dovetail import messages
+from dovetail.bench.process_tree import held_bytes
 from dovetail.bench.worker_process import WorkerDied, WorkerProcess
 from dovetail.types import ModelCard, Request, SamplingParams
 
@@ -49,8 +50,7 @@ class ServedMemory(msgspec.Struct, frozen=True):
 
 
 def read_held(pid: int) -> Held:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    sizes = held_bytes(pid)
     shared = sizes.get("Pss_Shmem", 0)
     return Held(sizes["Anonymous"], sizes["Rss"] - sizes["Anonymous"] - shared, shared)
 
