@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dovetail.cli.doctor import examine, measure_read
-from dovetail.errors import ConfigError
 from dovetail.engine.dtypes import compute_dtype
+from dovetail.errors import ConfigError
 from dovetail.machine import Cpu, has_amx, has_fast_bf16, memory_bytes, preferred_dtype, read_cpu, read_gpus
 from dovetail.native import explain, levels, select
 from dovetail.native.dispatch import VARIABLE
