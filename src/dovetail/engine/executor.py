@@ -62,7 +62,7 @@ class CpuExecutor:
             self._model: NativeModel | TorchModel | None = _model(spec, weights, dtype, ops)
         self.weight_bytes = weights.num_bytes
         self.copied_bytes = weights.copied_bytes
-        self.max_blocks = _max_blocks(config, spec.kv_bytes_per_token(self.dtype, config.kv) * config.block_size)
+        self.max_blocks = max_blocks(config, spec.kv_bytes_per_token(self.dtype, config.kv) * config.block_size)
         self._cache = KVCache(spec, dtype, config.block_size, self.max_blocks, config.kv)
         self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids)
 
@@ -137,7 +137,7 @@ def _model(spec: ModelSpec, weights: Weights, dtype: torch.dtype, ops: Ops) -> N
     return TorchModel(DecoderModel(spec, weights, dtype, ops), ops)
 
 
-def _max_blocks(config: ExecutorConfig, block_bytes: int) -> int:
+def max_blocks(config: ExecutorConfig, block_bytes: int) -> int:
     blocks = config.kv_bytes // block_bytes
     if config.max_tokens:
         blocks = min(blocks, -(-config.max_tokens // config.block_size))

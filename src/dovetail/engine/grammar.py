@@ -42,7 +42,7 @@ class Grammars:
         state.matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
         self._check(state)
         allowed = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little", count=self._vocab_size)
-        logits.masked_fill_(torch.from_numpy(allowed == 0), float("-inf"))
+        logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), float("-inf"))
 
     def is_complete_after(self, row: TurnRow, token: int) -> bool:
         """Whether the text is whole with this token, so that nothing may follow."""

@@ -8,7 +8,8 @@ stretch of memory, so the pool grows and shrinks at its tail. Which block belong
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -16,9 +17,28 @@ from dovetail.engine.arena import HostArena
 from dovetail.modelspec import KV_SCALE_BYTES, KvKind, ModelSpec
 
 
+class Arena(Protocol):
+    """Memory of one device that grows and shrinks in place."""
+
+    @property
+    def committed_bytes(self) -> int: ...
+
+    def resize(self, num_bytes: int) -> None: ...
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
+
+
 class KVCache:
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, block_size: int, max_blocks: int, kv: KvKind = "auto"
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        block_size: int,
+        max_blocks: int,
+        kv: KvKind = "auto",
+        arena: Callable[[int], Arena] = HostArena,
     ) -> None:
         self.block_size = block_size
         self.max_blocks = max_blocks
@@ -26,7 +46,7 @@ class KVCache:
         dtype, width = (torch.int8, spec.head_dim + KV_SCALE_BYTES) if kv == "int8" else (dtype, spec.head_dim)
         shape = (max_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, width)
         self.block_bytes = shape[1] * shape[2] * shape[3] * shape[4] * shape[5] * dtype.itemsize
-        self._arena = HostArena(max_blocks * self.block_bytes)
+        self._arena = arena(max_blocks * self.block_bytes)
         self._blocks: torch.Tensor | None = self._arena.tensor(dtype, shape)
 
     @property
@@ -48,6 +68,12 @@ class KVCache:
         """[blocks, 2, block_size, kv_heads, head_dim] of one layer; only the first `num_blocks` may be touched."""
         assert self._blocks is not None, "the cache is closed"
         return self._blocks[:, index]
+
+    def addresses(self) -> torch.Tensor:
+        """[blocks, layers, 2, block_size, kv_heads, head_dim] over the whole range, which never moves; only the first
+        `num_blocks` may be touched."""
+        assert self._blocks is not None, "the cache is closed"
+        return self._blocks
 
     def usable(self) -> torch.Tensor:
         """[blocks, layers, 2, block_size, kv_heads, head_dim (+ scale)]: what may be touched."""

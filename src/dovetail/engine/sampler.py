@@ -79,7 +79,7 @@ def _shape(logits: Tensor, row: TurnRow, grammars: Grammars) -> _Failure | None:
     if sampling.has_penalties:
         _penalize(logits, row)
     if sampling.logit_bias:
-        logits[list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype)
+        logits[list(sampling.logit_bias)] += _like(logits, list(sampling.logit_bias.values()))
     if len(row.tokens) - row.num_prompt < sampling.min_tokens:
         logits[[token for token in sampling.stop_token_ids if token < len(logits)]] = float("-inf")
     if sampling.grammar is not None:
@@ -93,7 +93,7 @@ def _shape(logits: Tensor, row: TurnRow, grammars: Grammars) -> _Failure | None:
 def _penalize(logits: Tensor, row: TurnRow) -> None:
     sampling = row.sampling
     if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(row.tokens)))
+        seen = torch.tensor(sorted(set(row.tokens)), device=logits.device)
         values = logits[seen]
         penalty = sampling.repetition_penalty
         largest = torch.finfo(logits.dtype).max
@@ -101,8 +101,8 @@ def _penalize(logits: Tensor, row: TurnRow) -> None:
     if sampling.presence_penalty or sampling.frequency_penalty:
         counts = Counter(row.tokens[row.num_prompt :])
         if counts:
-            made = torch.tensor(list(counts))
-            often = torch.tensor(list(counts.values()), dtype=logits.dtype)
+            made = torch.tensor(list(counts), device=logits.device)
+            often = _like(logits, list(counts.values()))
             logits[made] -= sampling.presence_penalty + sampling.frequency_penalty * often
 
 
@@ -132,13 +132,17 @@ def _keeps_all(sampling: SamplingParams) -> bool:
     return sampling.top_k == 0 and sampling.top_p >= 1.0
 
 
-def _column(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)[:, None]
+def _like(logits: Tensor, values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=logits.dtype, device=logits.device)
+
+
+def _column(values: list[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
 
 def _probabilities(logits: Tensor, rows: list[TurnRow]) -> Tensor:
     """[rows, vocab], of logits [rows, vocab]."""
-    temperature = _column([row.sampling.temperature for row in rows])
+    temperature = _column([row.sampling.temperature for row in rows], logits.device)
     # Below the likeliest, so that no temperature, however small, leads beyond the largest number.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values).double() / temperature
     return torch.softmax(scaled, dim=-1)
@@ -146,11 +150,11 @@ def _probabilities(logits: Tensor, rows: list[TurnRow]) -> Tensor:
 
 def _draw(probabilities: Tensor, order: Tensor | None, rows: list[TurnRow]) -> list[int]:
     """`order`: the tokens that the probabilities belong to, if they are not all of them as they come."""
-    min_p = _column([row.sampling.min_p for row in rows])
+    min_p = _column([row.sampling.min_p for row in rows], probabilities.device)
     likeliest = probabilities.max(dim=-1, keepdim=True).values
     probabilities = probabilities.masked_fill(probabilities < min_p * likeliest, 0.0)
     cumulative = probabilities.cumsum(dim=-1)
-    draws = _column([uniform(row.sampling.seed, len(row.tokens)) for row in rows])
+    draws = _column([uniform(row.sampling.seed, len(row.tokens)) for row in rows], probabilities.device)
     picks = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
     last = (probabilities > 0).int().cumsum(dim=-1).argmax(dim=-1, keepdim=True)  # the last one that may be picked
     picks = torch.minimum(picks, last)
@@ -177,7 +181,7 @@ class _Rows:
             return values, order
         found = torch.empty(len(self.at), width)
         order, totals = torch.empty_like(found, dtype=torch.int64), torch.empty(len(self.at), 1, dtype=torch.float64)
-        temperature = _column([row.sampling.temperature for row in self.rows])
+        temperature = _column([row.sampling.temperature for row in self.rows], self.logits.device)
         sharpness = (1.0 / temperature).float().clamp(max=torch.finfo(torch.float32).max)[:, 0]
         at = np.array(self.at, dtype=np.int32)
         self.kernels.candidates(torch.get_num_threads(), self.logits, at, sharpness, found, order, totals)
@@ -194,10 +198,11 @@ class _Rows:
 def _filtered(some: _Rows) -> tuple[Tensor, Tensor]:
     """Top-k and top-p: the kept probabilities, likeliest first and zero behind, and their tokens."""
     vocab = some.logits.shape[1]
-    top_k = torch.tensor([row.sampling.top_k or vocab for row in some.rows])[:, None]
-    top_p = _column([row.sampling.top_p for row in some.rows])
+    device = some.logits.device
+    top_k = torch.tensor([row.sampling.top_k or vocab for row in some.rows], device=device)[:, None]
+    top_p = _column([row.sampling.top_p for row in some.rows], device)
     values, order = _ranked(some, top_k, top_p)
-    rank = torch.arange(values.shape[1])
+    rank = torch.arange(values.shape[1], device=device)
     values = values.masked_fill(rank >= top_k, 0.0)
     # top-p counts within what top-k left; a token stays if those before it have not reached p yet
     reached = values.cumsum(dim=-1)

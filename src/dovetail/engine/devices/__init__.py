@@ -1,0 +1,1 @@
+"""Where models run besides the host's own cores."""

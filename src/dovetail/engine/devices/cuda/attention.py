@@ -1,0 +1,245 @@
+"""Attention over the paged KV cache of one layer, in Triton: single queries (decode) with long contexts split over the
+device, and chunks of prompts with or without context. Sliding windows, soft caps and any ratio of query to key heads.
+
+A cache is [blocks, 2, page, kv_heads, d]; the blocks of a sequence are named by its row of a block table. Sums are kept
+in float32; weights are rounded to the cache's type for the product with the values, as in the usual flash kernels.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_previous
+
+MAX_SPLITS = 64
+
+
+@triton.jit
+def _cap(scores, softcap):
+    """softcap · tanh(scores / softcap), by the exponential that the hardware has."""
+    return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+
+
+@triton.jit(do_not_specialize=["window", "num_splits", "num_heads"])
+def _decode_kernel(
+    q, cache, table, lengths, partial, stats, out, scale, softcap,
+    q_stride, block_stride, value_offset, token_stride, table_stride, out_stride, window, num_splits, num_heads,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    launch_next(OVERLAP)
+    wait_for_previous(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    each = tl.cdiv(tl.cdiv(length - first, num_splits), BLOCK_N) * BLOCK_N
+    begin = first + split * each
+    end = tl.minimum(begin + each, length)
+    queries = tl.arange(0, BLOCK_G)
+    columns = tl.arange(0, BLOCK_D)
+    heads = kv_head * GROUP + queries
+    inside = (queries < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
+    query = tl.load(q + row * q_stride + heads[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    sums = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        valid = keys < end
+        block = tl.load(table + row * table_stride + keys // PAGE, mask=valid, other=0).to(tl.int64)
+        at = cache + block * block_stride + (keys % PAGE) * token_stride + kv_head * HEAD_DIM
+        taken = valid[:, None] & (columns < HEAD_DIM)[None, :]
+        key = tl.load(at[:, None] + columns[None, :], mask=taken, other=0.0)
+        value = tl.load(at[:, None] + value_offset + columns[None, :], mask=taken, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = _cap(scores, softcap)
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        above = tl.maximum(largest, tl.max(scores, axis=1))
+        weights = tl.exp(scores - above[:, None])
+        fade = tl.exp(largest - above)
+        total = total * fade + tl.sum(weights, axis=1)
+        sums = sums * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        largest = above
+    if SPLIT:
+        place = (row * num_heads + heads) * num_splits + split
+        tl.store(stats + 2 * place, largest, mask=queries < GROUP)
+        tl.store(stats + 2 * place + 1, total, mask=queries < GROUP)
+        if begin < end:
+            tl.store(partial + place[:, None] * HEAD_DIM + columns[None, :], sums, mask=inside)
+    else:
+        sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        target = out + row * out_stride + heads[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(target, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_heads"])
+def _merge_kernel(
+    partial, stats, out, num_splits, num_heads, out_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    launch_next(OVERLAP)
+    wait_for_previous(OVERLAP)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    splits = tl.arange(0, BLOCK_S)
+    columns = tl.arange(0, BLOCK_D)
+    place = (row * num_heads + head) * num_splits + splits
+    largest = tl.load(stats + 2 * place, mask=splits < num_splits, other=float("-inf"))
+    total = tl.load(stats + 2 * place + 1, mask=splits < num_splits, other=0.0)
+    above = tl.max(largest, axis=0)
+    share = tl.where(total > 0.0, tl.exp(largest - above), 0.0)
+    whole = tl.sum(share * total, axis=0)
+    used = (total > 0.0)[:, None] & (columns < HEAD_DIM)[None, :]
+    sums = tl.load(partial + place[:, None] * HEAD_DIM + columns[None, :], mask=used, other=0.0)
+    value = tl.sum(sums * share[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    target = out + row * out_stride + head * HEAD_DIM + columns
+    tl.store(target, value.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What of a layer the kernels need besides its tensors."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None
+    window: int  # 0 = none
+
+
+def num_splits(rows: int, shape: AttentionShape, num_processors: int) -> int:
+    """So many that every processor has about two programs; fixed for a batch size, whatever the contexts."""
+    wanted = 2 * num_processors // (rows * shape.num_kv_heads)
+    return min(MAX_SPLITS, 1 << (wanted.bit_length() - 1)) if wanted > 0 else 1
+
+
+class DecodeScratch:
+    """Partial sums of split contexts, for as many rows as a batch may have."""
+
+    def __init__(self, max_rows: int, shape: AttentionShape, num_processors: int, device: torch.device) -> None:
+        places = max(rows * num_splits(rows, shape, num_processors) for rows in range(1, max_rows + 1))
+        self.partial = torch.empty(places * shape.num_heads * shape.head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(places * shape.num_heads * 2, dtype=torch.float32, device=device)
+
+
+def decode(
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    shape: AttentionShape,
+    splits: int,
+    scratch: DecodeScratch,
+    out: Tensor,
+) -> None:
+    """q [n, heads·d] (rows may lie apart), one query each at the end of its context; out [n, heads·d]."""
+    head_dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    _decode_kernel[(len(q), shape.num_kv_heads, splits)](
+        q, cache, table, lengths, scratch.partial, scratch.stats, out, shape.scale, shape.softcap or 1.0,
+        q.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), table.stride(0), out.stride(0), shape.window,
+        splits, shape.num_heads,
+        GROUP=group, BLOCK_G=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, BLOCK_D=block_d,
+        BLOCK_N=64 if block_d <= 128 else 32, PAGE=cache.shape[2], SOFTCAP=shape.softcap is not None, SPLIT=splits > 1,
+        num_warps=4, num_stages=3, **OVERLAP,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(len(q), shape.num_heads)](
+            scratch.partial, scratch.stats, out, splits, shape.num_heads, out.stride(0),
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=splits, num_warps=2, **OVERLAP,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window"])
+def _prefill_kernel(
+    q, cache, table, out, tile_rows, tile_first, sequences, scale, softcap,
+    q_stride, block_stride, value_offset, token_stride, table_stride, out_stride, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    launch_next(OVERLAP)
+    wait_for_previous(OVERLAP)
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(tile_rows + tile).to(tl.int64)
+    first = tl.load(tile_first + tile)  # query of the sequence's chunk that the tile begins with
+    begin_row = tl.load(sequences + 3 * sequence)  # of q, where the chunk begins
+    context = tl.load(sequences + 3 * sequence + 1)  # tokens before the chunk
+    count = tl.load(sequences + 3 * sequence + 2)
+    kv_head = head // GROUP
+    queries = first + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    inside = (queries < count)[:, None] & (columns < HEAD_DIM)[None, :]
+    rows = (begin_row + queries).to(tl.int64)
+    query = tl.load(q + rows[:, None] * q_stride + head * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+    positions = context + queries
+    last = tl.where(first < count, tl.minimum(context + first + BLOCK_M, context + count), 0)
+    begin = 0
+    if window > 0:
+        begin = tl.maximum(context + first - window + 1, 0) // BLOCK_N * BLOCK_N
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(begin, last, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        valid = keys < last
+        block = tl.load(table + sequence * table_stride + keys // PAGE, mask=valid, other=0).to(tl.int64)
+        at = cache + block * block_stride + (keys % PAGE) * token_stride + kv_head * HEAD_DIM
+        taken = valid[:, None] & (columns < HEAD_DIM)[None, :]
+        key = tl.load(at[:, None] + columns[None, :], mask=taken, other=0.0)
+        value = tl.load(at[:, None] + value_offset + columns[None, :], mask=taken, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = _cap(scores, softcap)
+        seen = (keys[None, :] <= positions[:, None]) & valid[None, :]
+        if window > 0:
+            seen = seen & (keys[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        above = tl.maximum(largest, tl.max(scores, axis=1))
+        level = tl.where(above == float("-inf"), 0.0, above)  # a row that has seen nothing yet
+        weights = tl.exp(scores - level[:, None])
+        fade = tl.exp(largest - level)
+        total = total * fade + tl.sum(weights, axis=1)
+        sums = sums * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        largest = above
+    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    target = out + rows[:, None] * out_stride + head * HEAD_DIM + columns[None, :]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """The chunks of an iteration, cut into tiles of queries."""
+
+    tile_rows: Tensor  # [tiles] int32: which sequence
+    tile_first: Tensor  # [tiles] int32: first query of the tile within the chunk
+    sequences: Tensor  # [sequences, 3] int32: first row, tokens before the chunk, tokens of the chunk
+    table: Tensor  # [sequences, blocks] int32
+
+
+def prefill_tile(head_dim: int) -> int:
+    return 128 if head_dim <= 128 else 64
+
+
+def prefill(q: Tensor, cache: Tensor, plan: PrefillPlan, shape: AttentionShape, out: Tensor) -> None:
+    """Chunks of prompts: each query sees the context of its sequence, the keys of its chunk up to itself among them."""
+    head_dim = shape.head_dim
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    _prefill_kernel[(len(plan.tile_rows), shape.num_heads)](
+        q, cache, plan.table, out, plan.tile_rows, plan.tile_first, plan.sequences, shape.scale, shape.softcap or 1.0,
+        q.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), plan.table.stride(0), out.stride(0),
+        shape.window,
+        GROUP=shape.num_heads // shape.num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
+        BLOCK_M=prefill_tile(head_dim), BLOCK_N=64 if block_d <= 128 else 32, PAGE=cache.shape[2],
+        SOFTCAP=shape.softcap is not None,
+        num_warps=8 if head_dim > 64 else 4, num_stages=3 if block_d <= 128 else 2, **OVERLAP,
+    )  # fmt: skip

@@ -1,0 +1,190 @@
+"""A model instance on a GPU: weights, KV memory and iterations that are launched and collected.
+
+Implements `node.ports.Executor`. Several live in one process and one context and share one stream, so that their
+iterations follow each other without the device being waited for as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dovetail.engine.devices.cuda.arena import CudaArena
+from dovetail.engine.devices.cuda.attention import DecodeScratch
+from dovetail.engine.devices.cuda.batch import MixedAttention, build, only_greedy
+from dovetail.engine.devices.cuda.graphs import CapturedSteps, ChunkSteps, DecodeSteps
+from dovetail.engine.devices.cuda.greedy import greedy
+from dovetail.engine.devices.cuda.model import CudaModel
+from dovetail.engine.devices.cuda.weights import DeviceWeights, HostCopier
+from dovetail.engine.dtypes import TORCH_DTYPES
+from dovetail.engine.executor import ExecutorConfig, max_blocks
+from dovetail.engine.grammar import Grammars
+from dovetail.engine.kv_cache import KVCache
+from dovetail.engine.sampler import sample
+from dovetail.errors import ConfigError
+from dovetail.node.ports import Checkpoint
+from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
+
+
+class CudaDevice:
+    """One GPU, or a slice of one: what all of its models share."""
+
+    def __init__(self, name: str = "cuda:0") -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {name}: torch sees no GPU here")
+        self.device = torch.device(name if ":" in name else f"{name}:0")
+        torch.cuda.set_device(self.device)
+        facts = torch.cuda.get_device_properties(self.device)
+        self.name = facts.name
+        self.memory_bytes = facts.total_memory
+        self.num_processors = facts.multi_processor_count
+        self.stream = torch.cuda.Stream(self.device)
+        self.copier = HostCopier(self.device)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    sampled: list[TurnRow]
+    logits: Tensor | None  # [sampled, vocab]
+    tokens: Tensor | None  # on the host once `done`; None = they are drawn from the logits when collected
+    done: torch.cuda.Event
+
+
+class CudaExecutor:
+    def __init__(
+        self, checkpoint: Checkpoint, config: ExecutorConfig, device: CudaDevice, max_batch: int = 256
+    ) -> None:
+        """Takes the checkpoint over: it is closed when its bytes are on the device."""
+        if config.kv == "int8":
+            raise ConfigError("kv: int8 is for CPUs; a GPU keeps keys and values in the type that it computes in")
+        spec = checkpoint.spec
+        self.spec = spec
+        self.level = "cuda"
+        self.dtype = gpu_dtype(config.dtype, checkpoint.pieces("embed.weight")[0].dtype)
+        dtype = TORCH_DTYPES[self.dtype]
+        self._device = device
+        self.max_blocks = max_blocks(config, spec.kv_bytes_per_token(self.dtype) * config.block_size)
+        self._weights = DeviceWeights(checkpoint, dtype, device.device, device.copier)
+        self._checkpoint: Checkpoint | None = checkpoint
+        self._model: CudaModel | None = CudaModel(spec, self._weights, device.device)
+        self.weight_bytes = self.copied_bytes = self._weights.num_bytes
+        self._cache = KVCache(
+            spec, dtype, config.block_size, self.max_blocks, arena=lambda size: CudaArena(size, device.device)
+        )
+        shape = self._model.layers[0].attention
+        self._scratch = DecodeScratch(max_batch, shape, device.num_processors, device.device)
+        longest = min(spec.context_length, self.max_blocks * config.block_size)
+        width = -(-longest // config.block_size) + 1
+        self._steps = CapturedSteps(self._weights.has_arrived if self._model.is_capturable else lambda: False)
+        cache = self._cache.addresses()
+        self._decode = DecodeSteps(
+            self._model, cache, self._scratch, self._steps, max_batch, width, device.num_processors
+        )
+        self._chunk = ChunkSteps(self._model, cache, self._steps, width)
+        self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids)
+        self._launched: _Launched | None = None
+
+    @property
+    def kv_committed_bytes(self) -> int:
+        return self._cache.committed_bytes
+
+    def run(self, turn: Turn) -> Outcome:
+        self.launch(turn)
+        return self.collect()
+
+    def launch(self, turn: Turn) -> None:
+        """Queue one iteration. Its outcome is collected before the next one of this instance is launched."""
+        assert self._launched is None, "the last iteration was not collected"
+        with torch.inference_mode(), torch.cuda.stream(self._device.stream):
+            sampled, logits, best = self._forward(turn)
+            tokens = best if only_greedy(sampled) else None
+            done = torch.cuda.Event()
+            done.record()
+            self._launched = _Launched(sampled, logits, tokens, done)
+
+    def collect(self) -> Outcome:
+        """Wait for the iteration, and say what came of it."""
+        launched, self._launched = self._launched, None
+        assert launched is not None, "nothing was launched"
+        launched.done.synchronize()
+        self._let_go_of_source()
+        if not launched.sampled:
+            return Outcome(())
+        if launched.tokens is not None:
+            pairs = zip(launched.sampled, launched.tokens.tolist(), strict=True)
+            return Outcome(tuple(_greedy_outcome(row, token) for row, token in pairs))
+        assert launched.logits is not None
+        with torch.inference_mode(), torch.cuda.stream(self._device.stream):
+            return Outcome(tuple(sample(launched.logits.float(), launched.sampled, self._grammars)))
+
+    def logits(self, turn: Turn) -> dict[int, Tensor]:
+        """The same iteration, but the logits of each sampling sequence instead of its token."""
+        with torch.inference_mode(), torch.cuda.stream(self._device.stream):
+            sampled, logits, _ = self._forward(turn)
+            assert logits is not None
+            values = logits.float().cpu()
+        return {row.sequence: values[at] for at, row in enumerate(sampled)}
+
+    def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
+        assert num_blocks <= self.max_blocks
+        assert self._launched is None, "blocks move between iterations"
+        with torch.inference_mode(), torch.cuda.stream(self._device.stream):
+            self._cache.move(moves)
+        if num_blocks < self._cache.num_blocks:
+            self._device.stream.synchronize()  # what moved has been read
+        self._cache.resize(num_blocks)
+
+    def forget(self, sequence: int) -> None:
+        self._grammars.forget(sequence)
+
+    def close(self) -> None:
+        self._device.stream.synchronize()
+        self._launched = None
+        self._steps.close()
+        del self._decode, self._chunk, self._scratch
+        self._model = None
+        self._weights.close()
+        self._let_go_of_source()
+        self._cache.close()
+
+    def _let_go_of_source(self) -> None:
+        if self._checkpoint is not None and self._weights.has_arrived():
+            self._checkpoint.close()
+            self._checkpoint = None
+
+    def _forward(self, turn: Turn) -> tuple[list[TurnRow], Tensor | None, Tensor | None]:
+        """The rows that sample, their logits, and where the largest of each is, on the host once the stream is there."""
+        assert self._model is not None, "the executor is closed"
+        rows = list(turn.rows)
+        if len(rows) <= self._decode.max_batch and all(row.count == 1 and row.samples for row in rows):
+            return rows, *self._decode.run(rows)
+        if self._chunk.can_run(rows):
+            logits, best = self._chunk.run(rows[0])
+            return (rows, logits, best) if rows[0].samples else ([], None, None)
+        batch = build(turn, self._cache.block_size, self.spec.head_dim, self._device.device)
+        attend = MixedAttention(batch, self._scratch, self._device.num_processors)
+        logits = self._model.forward(
+            batch.tokens, batch.positions, batch.slots, self._cache.addresses(), batch.sampled_at, attend
+        )
+        if not batch.sampled:
+            return [], None, None
+        return batch.sampled, logits, greedy(logits).to("cpu", non_blocking=True)
+
+
+def gpu_dtype(name: str, stored: str) -> str:
+    """The type to compute in. "auto": the stored one if it has 16 bits, else bf16, which matrix units are made for."""
+    if name == "auto":
+        return stored if stored in ("bf16", "f16") else "bf16"
+    if name not in ("bf16", "f16", "f32"):
+        raise ConfigError(f"dtype: {name!r} is none of auto, bf16, f16, f32, which GPUs compute in")
+    return name
+
+
+def _greedy_outcome(row: TurnRow, token: int) -> RowOutcome:
+    if token < 0:
+        return RowOutcome(row.sequence, token=0, error="the model computed a value that is not a number")
+    return RowOutcome(row.sequence, token)

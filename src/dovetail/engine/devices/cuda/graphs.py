@@ -1,0 +1,223 @@
+"""Iterations as CUDA graphs: an iteration of a small model is hundreds of kernels of microseconds, and launching them
+one by one takes longer than computing them. Decode has a graph for each bucket of batch sizes, a chunk of one prompt
+one for each bucket of lengths.
+
+A bucket's first iteration runs kernel by kernel (which compiles what is not compiled yet), its second one is captured.
+Graphs read their inputs from buffers of fixed capacity and the cache through addresses that never change, so they
+survive every resize. Rows beyond the batch have slot -1 and length 0: they write nothing and attend to nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.engine.devices.cuda.attention import (
+    AttentionShape,
+    DecodeScratch,
+    PrefillPlan,
+    decode,
+    num_splits,
+    prefill,
+    prefill_tile,
+)
+from dovetail.engine.devices.cuda.greedy import greedy
+from dovetail.engine.devices.cuda.model import CudaModel
+from dovetail.sched.turn import TurnRow
+
+_BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_LENGTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
+_MANY_CHANGES = 24  # rows of the block table: beyond, one copy of all is cheaper
+_EAGER_WORK = 6e12  # tokens · parameters: a longer chunk keeps the device busy while its kernels are launched
+
+Outputs = tuple[Tensor, Tensor]  # logits [rows, vocab] on the device; greedy tokens [rows], on the host when it is done
+
+
+class CapturedSteps:
+    """Graphs of one executor, by name; they share their memory, since only one runs at a time."""
+
+    def __init__(self, capturable: Callable[[], bool]) -> None:
+        self._capturable = capturable
+        self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
+        self._seen: set[str] = set()
+        self._pool: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, name: str, step: Callable[[], Outputs]) -> Outputs:
+        if name not in self._graphs:
+            if name not in self._seen or not self._capturable():
+                self._seen.add(name)
+                return step()
+            self._graphs[name] = self._capture(step)
+        graph, outputs = self._graphs[name]
+        graph.replay()
+        return outputs
+
+    def close(self) -> None:
+        self._graphs.clear()
+
+    def _capture(self, step: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+        graph = torch.cuda.CUDAGraph()
+        gc.disable()  # freeing another model's memory in the midst of it would spoil the capture
+        try:
+            # Other threads load models meanwhile: only this one's calls belong to the graph.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = step()
+            finally:
+                graph.capture_end()
+        finally:
+            gc.enable()
+        self._pool = graph.pool()
+        return graph, outputs
+
+
+class DecodeSteps:
+    """Iterations in which every row decodes one token."""
+
+    def __init__(
+        self,
+        model: CudaModel,
+        cache: Tensor,
+        scratch: DecodeScratch,
+        steps: CapturedSteps,
+        max_batch: int,
+        table_width: int,
+        num_processors: int,
+    ) -> None:
+        """cache: [blocks, layers, 2, page, kv_heads, d], the whole range of addresses."""
+        device = cache.device
+        self._model, self._cache, self._scratch, self._steps = model, cache, scratch, steps
+        self._num_processors = num_processors
+        self._buckets = [size for size in _BATCHES if size < max_batch] + [max_batch]
+        self._host = torch.zeros(4, max_batch, dtype=torch.int32, pin_memory=True)
+        self._inputs = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
+        self._best = torch.zeros(max_batch, dtype=torch.int32, pin_memory=True)
+        self._host_table = torch.zeros(max_batch, table_width, dtype=torch.int32, pin_memory=True)
+        self._table = torch.zeros(max_batch, table_width, dtype=torch.int32, device=device)
+        self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * max_batch  # lists of blocks, as last copied
+
+    @property
+    def max_batch(self) -> int:
+        return self._buckets[-1]
+
+    def run(self, rows: Sequence[TurnRow]) -> Outputs:
+        """Valid until the next run."""
+        bucket = next(size for size in self._buckets if size >= len(rows))
+        self._fill(rows, bucket)
+        self._fill_table(rows)
+        logits, best = self._steps.run(f"decode {bucket}", lambda: self._step(bucket))
+        return logits[: len(rows)], best[: len(rows)]
+
+    def _step(self, bucket: int) -> Outputs:
+        self._inputs.copy_(self._host, non_blocking=True)
+        tokens, positions, slots, lengths = self._inputs[:, :bucket]
+
+        def attend(qkv: Tensor, blocks: Tensor, shape: AttentionShape) -> Tensor:
+            size = shape.num_heads * shape.head_dim
+            out = torch.empty(bucket, size, dtype=qkv.dtype, device=qkv.device)
+            splits = num_splits(bucket, shape, self._num_processors)
+            decode(qkv[:, :size], blocks, self._table, lengths, shape, splits, self._scratch, out)
+            return out
+
+        logits = self._model.forward(tokens, positions, slots, self._cache, None, attend)
+        return logits, self._best[:bucket].copy_(greedy(logits), non_blocking=True)
+
+    def _fill(self, rows: Sequence[TurnRow], bucket: int) -> None:
+        page = self._cache.shape[3]
+        host = self._host.numpy()
+        count = len(rows)
+        positions = np.array([row.start for row in rows], np.int32)
+        host[0, :count] = [row.tokens[row.start] for row in rows]
+        host[1, :count] = positions
+        host[2, :count] = np.array([row.blocks[row.start // page] for row in rows], np.int32) * page + positions % page
+        host[3, :count] = positions + 1
+        host[0:2, count:bucket] = 0
+        host[2, count:bucket] = -1
+        host[3, count:bucket] = 0
+
+    def _fill_table(self, rows: Sequence[TurnRow]) -> None:
+        """Lists of blocks grow at their end or are replaced, never changed within: what is known need not be copied."""
+        changed = []
+        table = self._host_table.numpy()
+        for at, row in enumerate(rows):
+            blocks, (known, length) = row.blocks, self._known[at]
+            if known is not blocks or length != len(blocks):
+                begin = length if known is blocks and length < len(blocks) else 0
+                table[at, begin : len(blocks)] = blocks[begin:]
+                self._known[at] = (blocks, len(blocks))
+                changed.append((at, begin, len(blocks)))
+        if len(changed) > _MANY_CHANGES:
+            self._table[: len(rows)].copy_(self._host_table[: len(rows)], non_blocking=True)
+            return
+        for at, begin, end in changed:
+            self._table[at, begin:end].copy_(self._host_table[at, begin:end], non_blocking=True)
+
+
+class ChunkSteps:
+    """Iterations of one chunk of one prompt, with whatever context it has; short ones, or those of a small model."""
+
+    def __init__(self, model: CudaModel, cache: Tensor, steps: CapturedSteps, table_width: int) -> None:
+        self._model, self._cache, self._steps = model, cache, steps
+        most = _EAGER_WORK / model.spec.num_parameters()
+        self._buckets = [size for size in _LENGTHS if size <= most]
+        longest = self._buckets[-1] if self._buckets else 0
+        tile = prefill_tile(model.spec.head_dim)
+        self._tile = tile
+        self._fixed = 4 + table_width  # first row, context, length, sampled row; block table
+        self._host = torch.zeros(3 * longest + self._fixed, dtype=torch.int32, pin_memory=True)
+        self._inputs = torch.zeros_like(self._host, device=cache.device)
+        self._best = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        tiles = -(-longest // tile)
+        self._tile_rows = torch.zeros(tiles, dtype=torch.int32, device=cache.device)
+        self._tile_first = torch.arange(tiles, dtype=torch.int32, device=cache.device) * tile
+
+    def can_run(self, rows: Sequence[TurnRow]) -> bool:
+        return len(rows) == 1 and bool(self._buckets) and rows[0].count <= self._buckets[-1]
+
+    def run(self, row: TurnRow) -> Outputs:
+        """Logits of its last token; valid until the next run."""
+        bucket = next(size for size in self._buckets if size >= row.count)
+        self._fill(row, bucket)
+        return self._steps.run(f"chunk {bucket}", lambda: self._step(bucket))
+
+    def _step(self, bucket: int) -> Outputs:
+        used = 3 * bucket + self._fixed
+        self._inputs[:used].copy_(self._host[:used], non_blocking=True)
+        inputs = self._inputs
+        tokens, positions, slots = (inputs[at * bucket : (at + 1) * bucket] for at in range(3))
+        fixed = inputs[3 * bucket : used]
+        tiles = -(-bucket // self._tile)
+        plan = PrefillPlan(
+            self._tile_rows[:tiles], self._tile_first[:tiles], fixed[:3].view(1, 3), fixed[4:].view(1, -1)
+        )
+
+        def attend(qkv: Tensor, blocks: Tensor, shape: AttentionShape) -> Tensor:
+            size = shape.num_heads * shape.head_dim
+            out = torch.empty(bucket, size, dtype=qkv.dtype, device=qkv.device)
+            prefill(qkv[:, :size], blocks, plan, shape, out)
+            return out
+
+        logits = self._model.forward(tokens, positions, slots, self._cache, fixed[3:4], attend)
+        return logits, self._best.copy_(greedy(logits), non_blocking=True)
+
+    def _fill(self, row: TurnRow, bucket: int) -> None:
+        page, count = self._cache.shape[3], row.count
+        host = self._host.numpy()
+        positions = np.arange(row.start, row.end, dtype=np.int32)
+        blocks = np.asarray(row.blocks, np.int32)
+        host[: 3 * bucket] = 0
+        host[:count] = row.tokens[row.start : row.end]
+        host[bucket : bucket + count] = positions
+        slots = host[2 * bucket : 3 * bucket]
+        slots[:count] = blocks[positions // page] * page + positions % page
+        slots[count:] = -1
+        fixed = host[3 * bucket : 3 * bucket + self._fixed]
+        fixed[:4] = 0, row.start, count, count - 1
+        fixed[4 : 4 + len(blocks)] = blocks

@@ -1,0 +1,188 @@
+"""A decoder-only model on a GPU as modules that map rows to rows: embed, then per layer qkv, attention, proj, mlp, then
+head. What an addition leaves to the norm after it is carried along as `update`, so that both are one kernel.
+
+One implementation for all families: what differs between them is in ModelSpec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dovetail.engine.devices.cuda.attention import AttentionShape
+from dovetail.engine.devices.cuda.elementwise import activate, add_norm, rotate_and_write
+from dovetail.engine.devices.cuda.products import gated_linear, linear
+from dovetail.engine.devices.cuda.weights import DeviceWeights
+from dovetail.engine.rope import Rope
+from dovetail.modelspec import ModelSpec, RopeSpec
+
+
+@dataclass
+class Rows:
+    """The residual stream [rows, hidden], and what is still to be added to it."""
+
+    residual: Tensor
+    update: Tensor | None = None
+    post_norm: Tensor | None = None  # weight of the norm that the update goes through before it is added
+
+
+class Attend(Protocol):
+    """Attention of an iteration's rows over one layer's cache; q and k within qkv are rotated already."""
+
+    def __call__(self, qkv: Tensor, cache: Tensor, shape: AttentionShape) -> Tensor: ...
+
+
+class CudaLayer:
+    def __init__(self, spec: ModelSpec, weights: DeviceWeights, index: int) -> None:
+        prefix = f"layers.{index}"
+        self._spec = spec
+        self.window = spec.window(index)
+        self.local_rope = self.window > 0 and spec.rope_local is not None
+        scale = spec.attention_scale if spec.attention_scale is not None else spec.head_dim**-0.5
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.attention = AttentionShape(*heads, scale, spec.attention_softcap, self.window)
+        self._attn_norm = _norm(weights, f"{prefix}.attn_norm")
+        self._qkv = _linear(weights, f"{prefix}.qkv")
+        q_norm, k_norm = weights.find(f"{prefix}.q_norm.weight"), weights.find(f"{prefix}.k_norm.weight")
+        self._qk_norms = (q_norm, k_norm) if q_norm is not None and k_norm is not None else None
+        self._out = _linear(weights, f"{prefix}.out")
+        self._post_attn = weights.find(f"{prefix}.post_attn_norm.weight")
+        self._mlp_norm = _norm(weights, f"{prefix}.mlp_norm")
+        self._mlp = (_Experts if spec.is_moe_layer(index) else _Mlp)(spec, weights, prefix)
+        self._post_mlp = weights.find(f"{prefix}.post_mlp_norm.weight")
+
+    @property
+    def is_capturable(self) -> bool:
+        """It looks at no value on the host, so that a graph can hold it."""
+        return isinstance(self._mlp, _Mlp)
+
+    def qkv(self, rows: Rows) -> Tensor:
+        """[rows, (heads + 2·kv_heads)·d]"""
+        return linear(_normed(rows, self._attn_norm, self._spec), *self._qkv)
+
+    def rotate_and_write(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, rope: DeviceRope) -> None:
+        spec = self._spec
+        frequencies = rope.frequencies
+        rotate_and_write(
+            qkv, positions, slots, cache, frequencies, rope.scale, self._qk_norms, spec.norm_eps, spec.norm_in_float32,
+            spec.num_heads,
+        )  # fmt: skip
+
+    def proj(self, attended: Tensor, rows: Rows) -> Rows:
+        return Rows(rows.residual, linear(attended, *self._out), self._post_attn)
+
+    def mlp(self, rows: Rows) -> Rows:
+        return Rows(rows.residual, self._mlp(_normed(rows, self._mlp_norm, self._spec)), self._post_mlp)
+
+
+class DeviceRope:
+    def __init__(self, spec: RopeSpec | None, head_dim: int, device: torch.device) -> None:
+        rope = None if spec is None else Rope(spec, head_dim, torch.float32)
+        self.frequencies = None if rope is None else rope.frequencies.to(device)
+        self.scale = 1.0 if rope is None else rope.scale
+
+
+class CudaModel:
+    def __init__(self, spec: ModelSpec, weights: DeviceWeights, device: torch.device) -> None:
+        self.spec = spec
+        self._weights = weights
+        self._embed = weights.get("embed.weight")
+        self._positions = weights.find("positions.weight")
+        self.layers = [CudaLayer(spec, weights, index) for index in range(spec.num_layers)]
+        self._final_norm = _norm(weights, "final_norm")
+        self._head = self._embed if spec.tied_embeddings else weights.get("lm_head.weight")
+        uses_rope = spec.position_offset is None
+        self._rope = DeviceRope(spec.rope if uses_rope else None, spec.head_dim, device)
+        self._rope_local = DeviceRope(spec.rope_local, spec.head_dim, device) if uses_rope and spec.rope_local else None
+
+    @property
+    def is_capturable(self) -> bool:
+        return all(layer.is_capturable for layer in self.layers)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, sampled: Tensor | None, attend: Attend
+    ) -> Tensor:
+        """cache [blocks, layers, 2, page, kv_heads, d]; returns the logits of the `sampled` rows (None = all), in the
+        compute type. Layers that have not arrived yet are waited for by the stream."""
+        self._weights.wait_for_layer(0)
+        rows = self.embed(tokens, positions)
+        for index, layer in enumerate(self.layers):
+            self._weights.wait_for_layer(index)
+            rope = self._rope_local if layer.local_rope and self._rope_local is not None else self._rope
+            blocks = cache[:, index]
+            qkv = layer.qkv(rows)
+            layer.rotate_and_write(qkv, positions, slots, blocks, rope)
+            rows = layer.proj(attend(qkv, blocks, layer.attention), rows)
+            rows = layer.mlp(rows)
+        self._weights.wait_for_layer(len(self.layers))
+        return self.logits(rows, sampled)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Rows:
+        hidden = F.embedding(tokens, self._embed)
+        if self.spec.embed_scale != 1.0:
+            hidden = hidden * torch.full((), self.spec.embed_scale, dtype=hidden.dtype, device=hidden.device)
+        if self._positions is not None and self.spec.position_offset is not None:
+            hidden = hidden + F.embedding(positions.long() + self.spec.position_offset, self._positions)
+        return Rows(hidden)
+
+    def logits(self, rows: Rows, sampled: Tensor | None) -> Tensor:
+        logits = linear(_normed(rows, self._final_norm, self.spec, sampled), self._head, None)
+        if self.spec.final_softcap is not None:
+            logits = torch.tanh(logits / self.spec.final_softcap) * self.spec.final_softcap
+        return logits
+
+
+class _Mlp:
+    def __init__(self, spec: ModelSpec, weights: DeviceWeights, prefix: str) -> None:
+        self._gated, self._activation = spec.gated_mlp, spec.activation
+        self._up = _linear(weights, f"{prefix}.{'gate_up' if spec.gated_mlp else 'up'}")
+        self._down = _linear(weights, f"{prefix}.down")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._up
+        if self._gated and bias is None:
+            return linear(gated_linear(x, weight, self._activation), *self._down)
+        return linear(activate(linear(x, weight, bias), self._activation, self._gated), *self._down)
+
+
+class _Experts:
+    """Each row goes through its few chosen experts; rows of one expert go together."""
+
+    def __init__(self, spec: ModelSpec, weights: DeviceWeights, prefix: str) -> None:
+        assert spec.moe is not None
+        self._moe, self._activation = spec.moe, spec.activation
+        self._router = weights.get(f"{prefix}.router.weight")
+        self._gate_up = weights.get(f"{prefix}.experts.gate_up.weight")
+        self._down = weights.get(f"{prefix}.experts.down.weight")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shares, experts = torch.topk(
+            torch.softmax(F.linear(x, self._router).float(), dim=-1), self._moe.experts_per_token
+        )
+        if self._moe.normalize_weights:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        mixed = torch.zeros_like(x)
+        for expert in experts.unique().tolist():
+            rows, rank = torch.where(experts == expert)
+            inner = gated_linear(x[rows], self._gate_up[expert], self._activation)
+            mixed.index_add_(0, rows, linear(inner, self._down[expert], None) * shares[rows, rank, None].to(x.dtype))
+        return mixed
+
+
+def _linear(weights: DeviceWeights, name: str) -> tuple[Tensor, Tensor | None]:
+    return weights.get(f"{name}.weight"), weights.find(f"{name}.bias")
+
+
+def _norm(weights: DeviceWeights, name: str) -> tuple[Tensor, Tensor | None]:
+    return weights.get(f"{name}.weight"), weights.find(f"{name}.bias")
+
+
+def _normed(rows: Rows, norm: tuple[Tensor, Tensor | None], spec: ModelSpec, some: Tensor | None = None) -> Tensor:
+    weight, bias = norm
+    return add_norm(
+        rows.residual, rows.update, weight, bias, rows.post_norm, spec.norm_eps, spec.norm_in_float32, rows=some
+    )

@@ -1,0 +1,154 @@
+"""Products of few rows with a weight matrix, in Triton: bound by reading the weights once, which is all they do.
+
+Larger batches are the vendor library's (torch). Which one multiplies what, and in tiles of what size, is chosen by what
+was measured on an H200 (docs/gpu.md).
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dovetail.engine.devices.cuda.elementwise import ACTIVATIONS, activate, activate_values
+from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_previous
+
+MANY_ROWS = 16  # from here on every product is the vendor's
+
+
+class Tile(NamedTuple):
+    rows: int  # of the weight
+    columns: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _one_row_kernel(
+    x, weight, bias, out, rows, columns,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    launch_next(OVERLAP)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_K)
+    inside = (row < rows)[:, None]
+    at = weight + row.to(tl.int64)[:, None] * columns + column[None, :]
+    upper = at + tl.cast(rows, tl.int64) * columns  # of the rows that go with these in a gated pair
+    taken = inside if EVEN else inside & (column < columns)[None, :]
+    w = tl.load(at, mask=taken, other=0.0).to(tl.float32)  # weights wait for nobody
+    u = w
+    if GATED:
+        u = tl.load(upper, mask=taken, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAP)
+    v = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    sums, others = w * v, u * v
+    for start in range(BLOCK_K, columns, BLOCK_K):
+        taken = inside if EVEN else inside & (start + column < columns)[None, :]
+        v = tl.load(x + start + column, mask=start + column < columns, other=0.0).to(tl.float32)[None, :]
+        sums += tl.load(at + start, mask=taken, other=0.0).to(tl.float32) * v
+        if GATED:
+            others += tl.load(upper + start, mask=taken, other=0.0).to(tl.float32) * v
+    total = tl.sum(sums, axis=1)
+    dtype = out.dtype.element_ty
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
+    if GATED:
+        gate = activate_values(total.to(dtype).to(tl.float32), KIND).to(dtype).to(tl.float32)
+        total = gate * tl.sum(others, axis=1).to(dtype).to(tl.float32)
+    tl.store(out + row, total.to(dtype), mask=row < rows)
+
+
+def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated_by: str | None = None) -> Tensor:
+    """x [1, in]. With `gated_by`: the weight is gate and up, one above the other, and activation(gate)·up comes out."""
+    rows, columns = weight.shape
+    rows = rows if gated_by is None else rows // 2
+    assert gated_by is None or bias is None, "gated products have no bias"
+    out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
+    _one_row_kernel[(triton.cdiv(rows, tile.rows),)](
+        x, weight, weight if bias is None else bias, out, rows, columns,
+        BLOCK_N=tile.rows, BLOCK_K=tile.columns, HAS_BIAS=bias is not None, EVEN=columns % tile.columns == 0,
+        GATED=gated_by is not None, KIND=0 if gated_by is None else ACTIVATIONS[gated_by],
+        num_warps=tile.warps, num_stages=tile.stages, **OVERLAP,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _few_rows_kernel(
+    x, weight, bias, out, rows, columns, count, x_stride, out_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    launch_next(OVERLAP)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_K)
+    at = weight + row.to(tl.int64)[:, None] * columns + column[None, :]
+    given = x + token[:, None] * x_stride + column[None, :]
+    inside, known = (row < rows)[:, None], (token < count)[:, None]
+    reach = (column < columns)[None, :]
+    w = tl.load(at, mask=inside if EVEN else inside & reach, other=0.0)  # weights wait for nobody
+    wait_for_previous(OVERLAP)
+    v = tl.load(given, mask=known if EVEN else known & reach, other=0.0)
+    sums = tl.dot(v, tl.trans(w), input_precision="ieee")
+    for start in range(BLOCK_K, columns, BLOCK_K):
+        reach = (start + column < columns)[None, :]
+        w = tl.load(at + start, mask=inside if EVEN else inside & reach, other=0.0)
+        v = tl.load(given + start, mask=known if EVEN else known & reach, other=0.0)
+        sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
+    target = out + token[:, None] * out_stride + row[None, :]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=known & (row < rows)[None, :])
+
+
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+    rows, columns = weight.shape
+    out = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
+    _few_rows_kernel[(triton.cdiv(rows, tile.rows),)](
+        x, weight, weight if bias is None else bias, out, rows, columns, len(x), x.stride(0), out.stride(0),
+        BLOCK_M=max(16, triton.next_power_of_2(len(x))), BLOCK_N=tile.rows, BLOCK_K=tile.columns,
+        HAS_BIAS=bias is not None, EVEN=columns % tile.columns == 0,
+        num_warps=tile.warps, num_stages=tile.stages, **OVERLAP,
+    )  # fmt: skip
+    return out
+
+
+def one_row_tile(rows: int, columns: int, gated: bool) -> Tile:
+    if columns <= 1024:
+        return Tile(2 if gated else 4, 1024, 4, 3)
+    if gated:
+        return Tile(2, 1024, 2, 4)
+    return Tile(2, 1024, 4, 3) if rows >= 2048 else Tile(2, 2048, 4, 3)
+
+
+def few_rows_tile(rows: int, columns: int) -> Tile | None:
+    """None = the vendor's is faster."""
+    if rows >= 65536:
+        return Tile(64, 128, 4, 4)
+    if (rows <= 8192 and columns <= 8192 and rows * columns >= 1 << 24) or rows * columns <= 1 << 21:
+        return Tile(16, 128, 2, 6)
+    return None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, in], weight [out, in] → [n, out]."""
+    count = len(x)
+    if count == 1:
+        return one_row(x, weight, bias, one_row_tile(*weight.shape, gated=False))
+    tile = few_rows_tile(*weight.shape) if count <= MANY_ROWS else None
+    return F.linear(x, weight, bias) if tile is None else few_rows(x, weight, bias, tile)
+
+
+def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """x [n, in], weight of gate and up [2·out, in] → activation(gate)·up [n, out]."""
+    if len(x) == 1:
+        return one_row(x, weight, None, one_row_tile(*weight.shape, gated=True), activation)
+    return activate(linear(x, weight, None), activation, gated=True)
