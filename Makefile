@@ -29,12 +29,16 @@ lint: install
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 
-# The native kernels under AddressSanitizer and ThreadSanitizer; needs CMake and a C++ compiler only.
+# The native kernels and the barrier of their threads under AddressSanitizer and ThreadSanitizer, the barrier also without,
+# for millions of rounds; needs CMake and a C++ compiler only.
 sanitize:
 	for kind in address thread; do \
 	  cmake -S native -B build/$$kind -DDOVETAIL_SANITIZE=$$kind && \
-	  cmake --build build/$$kind --target kernels_check && build/$$kind/kernels_check || exit 1; \
+	  cmake --build build/$$kind --target kernels_check team_check && build/$$kind/team_check 4 100000 && \
+	  build/$$kind/kernels_check || exit 1; \
 	done
+	cmake -S native -B build/check -DDOVETAIL_MODULE=OFF && cmake --build build/check --target team_check
+	build/check/team_check && build/check/team_check 3 4000000 200
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

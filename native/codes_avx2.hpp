@@ -1,4 +1,5 @@
-// Cells, eight rows at a time. Included inside an unnamed namespace, behind simd_avx2.hpp.
+// Cells, eight rows at a time. Included inside an unnamed namespace, after simd_avx2.hpp. With VNNI digits go in with 128
+// added, as codes_avx512.hpp tells.
 
 using Ints = __m256i;
 using Codes = __m256i;          // 8 rows by 4 columns
@@ -6,27 +7,43 @@ using Digits = const int8_t*;   // 16 columns of a token: spread as they are use
 constexpr int kCodes = 32;
 constexpr int kByteTokens = 4, kByteSums = 8;
 constexpr int kNibbleTokens = 4, kNibbleSums = 4, kUnpackedTokens = 4;
+#if defined(__AVXVNNI__)
+constexpr bool kBiased = true;
+#else
 constexpr bool kBiased = false;
+#endif
+constexpr bool kMatrixPairs = false;  // no instruction multiplies rows by tokens, two of each
+template <int V, int T>
+inline void dot_pairs(const int8_t*, const int8_t* const*, int64_t, Ints (*)[T]) {}
 
 inline Ints no_sum() { return _mm256_setzero_si256(); }
 inline Ints times_128(Ints v) { return _mm256_slli_epi32(v, 7); }
 inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Ints subtract(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
-inline Ints add_bias(Ints sums, Codes) { return sums; }
 inline Vec to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
 inline Vec as_floats(Ints v) { return _mm256_castsi256_ps(v); }
 inline Ints as_ints(Vec v) { return _mm256_castps_si256(v); }
 inline Digits load_digits(const int8_t* at) { return at; }
 inline Codes load_codes(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
-// Of each row its four columns by those of x from 4·kQuad on. The instruction takes one operand without sign: the sign goes
+// Of each row its four columns by those of x from 4·kQuad on. maddubs takes one operand without sign: the sign goes
 // over to the digits, which have no -128 (codes of int4 do: 16·-8). Two products of 127·128 fit into 16 bits.
 template <int kQuad>
 [[gnu::always_inline]] inline Ints dot(Ints sums, Codes w, Digits x) {
-    int32_t four;
+    uint32_t four;
     std::memcpy(&four, x + 4 * kQuad, sizeof four);
-    const __m256i quad = _mm256_set1_epi32(four);
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(sums, _mm256_set1_epi32(static_cast<int>(four ^ 0x80808080u)), w);
+#else
+    const __m256i quad = _mm256_set1_epi32(static_cast<int>(four));
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(quad, w));
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+inline Ints add_bias(Ints sums, [[maybe_unused]] Codes w) {
+#if defined(__AVXVNNI__)
+    sums = _mm256_dpbusd_avx_epi32(sums, _mm256_set1_epi8(static_cast<char>(0x80)), w);
+#endif
+    return sums;
 }
 // Of two codes per byte the one or the other, as 16 times its value
 inline Codes load_lower(const int8_t* at) {

@@ -1,7 +1,8 @@
-// Cells, sixteen rows at a time, by VNNI. Included inside an unnamed namespace, behind simd_avx512.hpp.
+// Cells, sixteen rows at a time. Included inside an unnamed namespace, after simd_avx512.hpp.
 //
-// The instruction takes one operand without sign. Digits go in with 128 added, and 128 times the sum of the weights, which
-// all tokens of a tile share, is taken off the sums again.
+// The instructions take one operand without sign. That of VNNI adds four products at once: digits go in with 128 added, and
+// 128 times the sum of the weights, which all tokens of a tile share, is taken off the sums again. Without VNNI products are
+// added in pairs of 16 bits, which such digits would overflow: there the weights' signs go over to the digits.
 
 using Ints = __m512i;
 using Codes = __m512i;          // 16 rows by 4 columns
@@ -9,7 +10,14 @@ using Digits = const int8_t*;   // 16 columns of a token: spread as they are use
 constexpr int kCodes = 64;
 constexpr int kByteTokens = 8, kByteSums = 8;
 constexpr int kNibbleTokens = 8, kNibbleSums = 8, kUnpackedTokens = 8;
+#if defined(__AVX512VNNI__)
 constexpr bool kBiased = true;
+#else
+constexpr bool kBiased = false;
+#endif
+constexpr bool kMatrixPairs = false;  // no instruction multiplies rows by tokens, two of each
+template <int V, int T>
+inline void dot_pairs(const int8_t*, const int8_t* const*, int64_t, Ints (*)[T]) {}
 
 inline Ints no_sum() { return _mm512_setzero_si512(); }
 inline Ints times_128(Ints v) { return _mm512_slli_epi32(v, 7); }
@@ -25,10 +33,20 @@ template <int kQuad>
 [[gnu::always_inline]] inline Ints dot(Ints sums, Codes w, Digits x) {
     uint32_t four;
     std::memcpy(&four, x + 4 * kQuad, sizeof four);
+#if defined(__AVX512VNNI__)
     return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(static_cast<int>(four ^ 0x80808080u)), w);
+#else
+    const __m512i quad = _mm512_set1_epi32(static_cast<int>(four));
+    const __m512i flipped = _mm512_mask_sub_epi8(quad, _mm512_movepi8_mask(w), _mm512_setzero_si512(), quad);
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), flipped);  // digits have no -128: see codes_avx2.hpp
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#endif
 }
-inline Ints add_bias(Ints sums, Codes w) {
-    return _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(static_cast<char>(0x80)), w);
+inline Ints add_bias(Ints sums, [[maybe_unused]] Codes w) {
+#if defined(__AVX512VNNI__)
+    sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(static_cast<char>(0x80)), w);
+#endif
+    return sums;
 }
 // Of two codes per byte the one or the other, as 16 times its value
 inline Codes load_lower(const int8_t* at) {

@@ -36,6 +36,52 @@ inline Codes load_upper(const int8_t* at) { return vandq_s8(vld1q_s8(at), vdupq_
 inline void write_codes(int8_t* at, Codes codes) { vst1q_s8(at, codes); }
 inline Vec load_halves(const uint16_t* at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool kMatrixPairs = true;
+#else
+constexpr bool kMatrixPairs = false;
+#endif
+
+// sums[v][t] = rows of vector v · x[t], tokens in pairs: an instruction multiplies eight columns of two rows by those of two
+// tokens. Cells of four columns each are zipped to eight for it, and the sums, [2 rows][2 tokens], are put apart at the end.
+template <int V, int T>
+[[gnu::always_inline]] inline void dot_pairs([[maybe_unused]] const int8_t* cells, [[maybe_unused]] const int8_t* const* x,
+                                             [[maybe_unused]] int64_t columns, [[maybe_unused]] Ints (*sums)[T]) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    Ints upper[V][T / 2], lower[V][T / 2];  // rows 0, 1 and 2, 3 of each vector
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v)
+#pragma GCC unroll 16
+        for (int pair = 0; pair < T / 2; ++pair) upper[v][pair] = lower[v][pair] = no_sum();
+    for (int64_t k = 0; k < columns; k += 8, cells += 2 * kCellBytes) {
+        __builtin_prefetch(cells + 512), __builtin_prefetch(cells + 512 + kCellBytes);
+        int8x16_t both[T / 2];
+#pragma GCC unroll 16
+        for (int pair = 0; pair < T / 2; ++pair)
+            both[pair] = vcombine_s8(vld1_s8(x[2 * pair] + k), vld1_s8(x[2 * pair + 1] + k));
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+            const int32x4_t first = vreinterpretq_s32_s8(load_codes(cells + v * kCodes));
+            const int32x4_t second = vreinterpretq_s32_s8(load_codes(cells + kCellBytes + v * kCodes));
+            const int8x16_t top = vreinterpretq_s8_s32(vzip1q_s32(first, second));
+            const int8x16_t bottom = vreinterpretq_s8_s32(vzip2q_s32(first, second));
+#pragma GCC unroll 16
+            for (int pair = 0; pair < T / 2; ++pair) {
+                upper[v][pair] = vmmlaq_s32(upper[v][pair], top, both[pair]);
+                lower[v][pair] = vmmlaq_s32(lower[v][pair], bottom, both[pair]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v)
+#pragma GCC unroll 16
+        for (int pair = 0; pair < T / 2; ++pair) {
+            sums[v][2 * pair] = vuzp1q_s32(upper[v][pair], lower[v][pair]);
+            sums[v][2 * pair + 1] = vuzp2q_s32(upper[v][pair], lower[v][pair]);
+        }
+#endif
+}
+
 // 64 whole numbers within ±127
 inline void store_bytes(int8_t* at, const Vec* v) {
 #pragma GCC unroll 4

@@ -42,11 +42,12 @@ inline Sums add_up(const Sums* chains) {
         return add_up<kCount / 2>(chains) + add_up<kCount / 2>(chains + kCount / 2);
 }
 
-// Columns that fill no vector, one by one
+// Columns that fill no vector, one by one. Fused by name: left to the compiler, a product would be fused with its sum in one
+// tile and not in another.
 template <class A>
 inline float dot_rest(const typename A::Weight* row, const typename A::Operand* x, int64_t count) {
     float total = 0.0f;
-    for (int64_t k = count / A::kLanes * A::kLanes; k < count; ++k) total += widen(row[k]) * widen(x[k]);
+    for (int64_t k = count / A::kLanes * A::kLanes; k < count; ++k) total = __builtin_fmaf(widen(row[k]), widen(x[k]), total);
     return total;
 }
 
@@ -65,7 +66,7 @@ template <class A, int R, int T, bool kAhead>
 #pragma GCC unroll 16
             for (int64_t line = 0; line < kStepBytes; line += 64)
                 __builtin_prefetch(reinterpret_cast<const char*>(ahead + R * k) + line);
-        typename A::Sums w[R];
+        decltype(A::load_from(rows[0])) w[R];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) w[r] = A::load_from(rows[r] + k);
 #pragma GCC unroll 16

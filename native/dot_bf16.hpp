@@ -8,9 +8,9 @@ inline __m512bh load_pairs(const bf16* at, int64_t given) {
     return reinterpret_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, at));
 }
 
-int64_t prepared_rows_bytes(int64_t tokens, int64_t columns) { return tokens * padded_columns(columns) * 2; }
+int64_t prepared_pairs_bytes(int64_t tokens, int64_t columns) { return tokens * padded_columns(columns) * 2; }
 
-void prepare_rows(const float* x, int64_t begin, int64_t end, int64_t columns, void* prepared) {
+void prepare_pairs(const float* x, int64_t begin, int64_t end, int64_t columns, void* prepared) {
     const int64_t stride = padded_columns(columns);
     for (int64_t token = begin; token < end; ++token) {
         bf16* row = static_cast<bf16*>(prepared) + token * stride;

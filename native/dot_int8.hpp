@@ -65,6 +65,7 @@ template <int V, int T>
 // sums[v][t] = rows of vector v · low digits of token t. Inlined without fail: the sums must stay in registers.
 template <int V, int T>
 [[gnu::always_inline]] inline void dot_low(const int8_t* weight, const TokenDigits<T>& x, Ints (*sums)[T]) {
+    if constexpr (kMatrixPairs && T % 2 == 0) return dot_pairs<V, T>(weight, x.low, x.shape.stride, sums);
     Ints surplus[1][V];
     clear_sums<1, V>(surplus);
     clear_sums<V, T>(sums);

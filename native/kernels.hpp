@@ -115,10 +115,18 @@ const Kernels* find_kernels(const char* level);
 // Levels of this build that the processor can run, weakest first.
 const char* const* usable_levels();
 
-const Kernels* neon_kernels();
-const Kernels* dotprod_kernels();
-const Kernels* avx2_kernels();
-const Kernels* avx512_kernels();
-const Kernels* amx_kernels();
+// Levels of this build, weakest first, whatever the processor.
+const char* const* built_levels();
+
+// What the file of a level is called by, which is compiled with -DDOVETAIL_LEVEL=name.
+#define DOVETAIL_JOIN_(a, b) a##b
+#define DOVETAIL_JOIN(a, b) DOVETAIL_JOIN_(a, b)
+#define DOVETAIL_TEXT_(a) #a
+#define DOVETAIL_TEXT(a) DOVETAIL_TEXT_(a)
+#define LEVEL_NAME DOVETAIL_TEXT(DOVETAIL_LEVEL)
+#define LEVEL_KERNELS DOVETAIL_JOIN(DOVETAIL_LEVEL, _kernels)
+#if defined(DOVETAIL_LEVEL)
+const Kernels* LEVEL_KERNELS();
+#endif
 
 }  // namespace dovetail

@@ -139,6 +139,17 @@ float read_all(int threads, Array data) {
     return static_cast<float>(total.load() & 0xff);
 }
 
+// Barriers of a team of its own, one after the other: for a test that threads which sleep are woken
+void pass_barriers(int threads, int64_t rounds, int spins) {
+    need(threads > 0 && rounds >= 0 && spins >= 0, "threads, rounds and spins are counts");
+    nb::gil_scoped_release released;
+    Team team(threads, spins);
+    team.run([&](Team::Member& member) {
+        for (int64_t round = 0; round < rounds; ++round) member.loop(0, [](int64_t) {});
+    });
+    for (int64_t round = 0; round < rounds / 4; ++round) team.run([](Team::Member&) {});
+}
+
 }  // namespace
 }  // namespace dovetail
 
@@ -152,4 +163,5 @@ void add_single_kernels(nb::module_& module) {
     module.def("gate", &gate);
     module.def("argmax", &argmax);
     module.def("read_all", &read_all);
+    module.def("pass_barriers", &pass_barriers);
 }

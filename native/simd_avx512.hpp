@@ -13,8 +13,17 @@ inline Vec load(const bf16* at) {
 inline Vec load(const f16* at) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
 inline void store(float* at, Vec value) { _mm512_storeu_ps(at, value); }
 inline void store(bf16* at, Vec value) {
+#if defined(__AVX512BF16__)
     const __m256bh rounded = _mm512_cvtneps_pbh(value);
     std::memcpy(at, &rounded, sizeof rounded);
+#else
+    const __m512i bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    const __m512i either = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+    const __m256i narrowed = _mm512_cvtepi32_epi16(_mm512_srli_epi32(either, 16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), narrowed);
+#endif
 }
 inline void store(f16* at, Vec value) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));

@@ -10,24 +10,6 @@
 namespace dovetail {
 namespace {
 
-constexpr int kSpins = 4000;  // some tens of microseconds
-
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("isb" ::: "memory");  // `yield` does nothing on server cores
-#endif
-}
-
-void wait_beyond(std::atomic<uint32_t>& counter, uint32_t seen) {
-    for (int spin = 0; spin < kSpins; ++spin) {
-        if (counter.load(std::memory_order_acquire) != seen) return;
-        relax();
-    }
-    while (counter.load(std::memory_order_acquire) == seen) counter.wait(seen, std::memory_order_acquire);
-}
-
 #if defined(__linux__)
 std::vector<int> usable_cores() {
     cpu_set_t mask;
@@ -64,7 +46,7 @@ struct Pinned {
 
 }  // namespace
 
-Team::Team(int size) : size_(size < 1 ? 1 : size) {
+Team::Team(int size, int spins) : size_(size < 1 ? 1 : size), spins_(spins) {
     // With fewer members than cores the others belong to somebody, perhaps to another team that would pick the same.
     std::vector<int> cores = usable_cores();
     if (size_ > 1 && static_cast<int>(cores.size()) == size_) cores_ = cores;
@@ -72,9 +54,8 @@ Team::Team(int size) : size_(size < 1 ? 1 : size) {
 }
 
 Team::~Team() {
-    stopping_ = true;
-    started_.fetch_add(1, std::memory_order_release);
-    started_.notify_all();
+    stopping_.store(true, std::memory_order_relaxed);  // seen by whoever sees the counter move
+    started_.advance();
     for (std::thread& thread : threads_) thread.join();
 }
 
@@ -92,8 +73,7 @@ void Team::run(const Work& work) {
     Member caller(*this, 0);
     if (size_ == 1) return work(caller);
     work_ = &work;
-    started_.fetch_add(1, std::memory_order_release);
-    started_.notify_all();
+    started_.advance();
     if (cores_.empty()) {
         work(caller);
     } else {
@@ -114,8 +94,8 @@ void Team::serve(int index) {
     }
     Member member(*this, index);
     for (uint32_t seen = 0;; ++seen) {
-        wait_beyond(started_, seen);
-        if (stopping_) return;
+        started_.wait(seen, spins_);
+        if (stopping_.load(std::memory_order_relaxed)) return;
         (*work_)(member);
         barrier();
     }
@@ -126,14 +106,13 @@ void Team::barrier() {
         next_.store(0, std::memory_order_relaxed);
         return;
     }
-    const uint32_t seen = generation_.load(std::memory_order_acquire);
+    const uint32_t seen = generation_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
         arrived_.store(0, std::memory_order_relaxed);
         next_.store(0, std::memory_order_relaxed);
-        generation_.store(seen + 1, std::memory_order_release);
-        generation_.notify_all();
+        generation_.advance();
     } else {
-        wait_beyond(generation_, seen);
+        generation_.wait(seen, spins_);
     }
 }
 

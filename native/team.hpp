@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "wake_counter.hpp"
+
 namespace dovetail {
 
 class Team {
@@ -41,7 +43,9 @@ class Team {
 
     using Work = std::function<void(Member&)>;
 
-    explicit Team(int size);
+    static constexpr int kSpins = 4000;  // some tens of microseconds
+
+    explicit Team(int size, int spins = kSpins);
     ~Team();
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
@@ -58,13 +62,13 @@ class Team {
     void barrier();
     void serve(int index);
 
-    const int size_;
+    const int size_, spins_;  // spins: looks at a counter before a thread sleeps
     std::vector<int> cores_;  // one per member if the team has the process's cores to itself, else empty: not pinned
     std::mutex busy_;
     const Work* work_ = nullptr;
-    bool stopping_ = false;
-    alignas(64) std::atomic<uint32_t> started_{0};     // pieces of work begun; members sleep on it
-    alignas(64) std::atomic<uint32_t> generation_{0};  // barriers passed
+    std::atomic<bool> stopping_{false};
+    alignas(64) WakeCounter started_;     // pieces of work begun; members sleep on it
+    alignas(64) WakeCounter generation_;  // barriers passed
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int64_t> next_{0};  // chunk of the current loop
     std::vector<std::thread> threads_;

@@ -34,7 +34,7 @@ inline void settle() { asm volatile("" : : : "memory"); }
 
 inline int64_t tile_steps(int64_t columns) { return (columns + 31) / 32; }
 
-int64_t prepared_tiles_bytes(int64_t tokens, int64_t columns) {
+int64_t prepared_pairs_bytes(int64_t tokens, int64_t columns) {
     return (tokens + kTokenTile - 1) / kTokenTile * tile_steps(columns) * kTileBytes;
 }
 
@@ -69,7 +69,7 @@ inline void transpose16(__m512i* rows) {
     }
 }
 
-void prepare_tiles(const float* x, int64_t begin, int64_t end, int64_t columns, void* prepared) {
+void prepare_pairs(const float* x, int64_t begin, int64_t end, int64_t columns, void* prepared) {
     const int64_t steps = tile_steps(columns);
     for (int64_t tile = begin; tile < end; tile += kTokenTile) {
         char* out = static_cast<char*>(prepared) + tile / kTokenTile * steps * kTileBytes;
@@ -189,7 +189,7 @@ inline const char* pad_rows(const Product& p, int64_t row) {
     return reinterpret_cast<const char*>(copy);
 }
 
-void multiply_tiles(const Product& p) {
+void multiply_pairs(const Product& p) {
     const Tiles tiles;
     settle();
     const int64_t columns = p.weight->columns, stride = columns * 2;

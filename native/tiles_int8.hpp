@@ -5,7 +5,7 @@
 // sums is [16 tokens][16 rows], which is the order of the output.
 
 // A tile reads sixteen tokens, whatever was written of the last ones.
-int64_t prepared_digit_tiles_bytes(int64_t tokens, int64_t columns) {
+int64_t prepared_bytes_bytes(int64_t tokens, int64_t columns) {
     return prepared_digits_bytes((tokens + kTokenTile - 1) / kTokenTile * kTokenTile, columns);
 }
 
@@ -105,7 +105,7 @@ inline void byte_rows(const Product& p, int64_t block) {
     if (token < p.token_end) byte_tiles<R, 1>(p, block, token);
 }
 
-void multiply_byte_tiles(const Product& p) {
+void multiply_bytes(const Product& p) {
     const Tiles tiles;
     settle();
     const int64_t end = (p.row_end + kCellRows - 1) / kCellRows;

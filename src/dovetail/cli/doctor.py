@@ -21,6 +21,10 @@ from dovetail import __version__
 from dovetail.cli.output import human_bytes, print_json
 from dovetail.machine import Cpu, Gpu, memory_bytes, preferred_dtype, read_cpu, read_gpus
 
+_TOLD_FEATURES = (
+    *("amx_bf16", "avx512f", "avx512_vnni", "avx512_bf16", "avx2", "avx_vnni"),
+    *("bf16", "i8mm", "sve", "asimddp", "asimdhp"),
+)
 _READ_BYTES = 128 * 2**20
 _READ_SECONDS = 2.0
 _CHUNK_BYTES = 4 * 2**20
@@ -171,7 +175,18 @@ def _print(report: Report) -> None:
     from rich.table import Table
 
     cpu, read = report.cpu, report.store_read_bytes_per_s
-    features = ("amx_bf16", "avx512f", "avx512_bf16", "avx2", "bf16", "i8mm", "sve", "asimddp")
+    features = (
+        "amx_bf16",
+        "avx512f",
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx2",
+        "avx_vnni",
+        "bf16",
+        "i8mm",
+        "sve",
+        "asimddp",
+    )
     has = [feature for feature in features if feature in cpu.features]
     memory = f"{human_bytes(report.memory_total_bytes)}, {human_bytes(report.memory_available_bytes)} available"
     gpus = ", ".join(f"{gpu.name} ({human_bytes(gpu.memory_bytes)})" for gpu in report.gpus) or "none"

@@ -21,12 +21,12 @@ from dovetail.engine.model import DecoderModel
 from dovetail.engine.native_model import READABLE_LAYOUTS, NativeCall, NativeModel, can_run, readable_types
 from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
-from dovetail.engine.trust import trusted_layouts
 from dovetail.engine.weights import Kind, Weights, from_read_only_memory
 from dovetail.errors import ConfigError, OutOfMemory
 from dovetail.layouts import CELLS
 from dovetail.modelspec import KvKind, ModelSpec
 from dovetail.native import TORCH, Ops, select
+from dovetail.native.kernel_self_test import trusted_layouts
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Outcome, Turn, TurnRow
 

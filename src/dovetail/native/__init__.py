@@ -1,5 +1,5 @@
 """Kernels behind one dispatch table; plain torch where nothing faster fits."""
 
-from dovetail.native.dispatch import TORCH, Ops, explain, levels, select
+from dovetail.native.dispatch import TORCH, Ops, explain, levels, select, verdicts
 
-__all__ = ["TORCH", "Ops", "explain", "levels", "select"]
+__all__ = ["TORCH", "Ops", "explain", "levels", "select", "verdicts"]

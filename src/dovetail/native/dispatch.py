@@ -1,27 +1,34 @@
 """The levels of kernels, and which one runs here.
 
-torch    plain torch, operation by operation: runs everywhere, every family
-neon     AArch64
-dotprod  AArch64 with instructions for dot products of bytes
-avx2     x86-64 with AVX2 and FMA
-avx512   x86-64 with AVX-512 and its bf16 instructions
-amx      x86-64 with AMX tiles
+torch       plain torch, operation by operation: runs everywhere, every family
+neon        AArch64
+dotprod     AArch64 with dot products of bytes and arithmetic in float16
+i8mm        AArch64 with matrix products of bytes and dot products of bf16
+avx2        x86-64 with AVX2 and FMA
+avxvnni     x86-64 with AVX-VNNI too
+avx512      x86-64 with AVX-512 F/BW/DQ/VL
+avx512vnni  x86-64 with its VNNI too
+avx512bf16  x86-64 with its bf16 too
+amx         x86-64 with AMX tiles
 
 All but the first are one compiled module that computes a whole iteration in one call (see docs/kernels.md). Where it
-was not built, where the processor has none of them, or where DOVETAIL_KERNELS says so, the torch level serves.
+was not built, where the processor has none of them or computes wrongly in all of them (kernel_self_test), or where
+DOVETAIL_KERNELS says so, the torch level serves.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import ConfigError
-from dovetail.native import torch_ops
+from dovetail.native import kernel_self_test, torch_ops
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +72,8 @@ TORCH = Ops(
 )
 VARIABLE = "DOVETAIL_KERNELS"
 
+log = logging.getLogger("dovetail.native")
+
 
 def load_kernels() -> ModuleType | None:
     """The compiled module; None where it was not built."""
@@ -80,12 +89,23 @@ def levels() -> list[str]:
     return ["torch", *(kernels.levels() if kernels is not None else [])]
 
 
+@cache
+def best_level() -> str:
+    """The last level that computes rightly here; torch where none does. Checked once in a process, in milliseconds."""
+    for level in reversed(levels()[1:]):
+        wrong = kernel_self_test.failed_parts(level)
+        if not wrong:
+            return level
+        log.warning("%s kernels are wrong on this processor (%s): the next level is taken", level, ", ".join(wrong))
+    return "torch"
+
+
 def select(level: str = "auto", environment: Mapping[str, str] = os.environ) -> Ops:
-    """A named level; "auto" takes the one that the environment names, or else the best."""
+    """A named level; "auto" takes the one that the environment names, or else the best that passes its check."""
     asked = environment.get(VARIABLE, "") or "auto" if level == "auto" else level
     found = levels()
     if asked == "auto":
-        asked = found[-1]
+        asked = best_level()
     if asked not in found:
         where = f"{VARIABLE}: " if level == "auto" else ""
         raise ConfigError(f"{where}unknown kernel level {asked!r}: this machine has {', '.join(found)}")
@@ -102,4 +122,10 @@ def explain(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
         return "torch", "the native kernels were not built (no C++ compiler at installation?)"
     if len(found) == 1:
         return "torch", "this processor has none of the instruction sets that the native kernels need"
-    return found[-1], f"the best of {', '.join(found)}"
+    return best_level(), "the best that passed its check: " + ", ".join(f"{level} {how}" for level, how in verdicts())
+
+
+def verdicts() -> list[tuple[str, str]]:
+    """Every native level that this processor has the instructions for, weakest first, and how its check came out."""
+    failed = {level: kernel_self_test.failed_parts(level) for level in levels()[1:]}
+    return [(level, f"failed in {', '.join(parts)}" if parts else "passed") for level, parts in failed.items()]
