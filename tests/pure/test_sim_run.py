@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from sim_builders import CONVERSATION, PROFILE, make_node, needs_shared
+from sim_builders import CONVERSATION, PROFILE, make_node, make_work, needs_shared, serve_memory
 from typer.testing import CliRunner
 
 from dovetail.cli.sim import app, knobs_of
@@ -18,7 +18,7 @@ from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain
 from dovetail.sim.log import EventLog
-from dovetail.sim.metrics import Fate, Result
+from dovetail.sim.metrics import Fate, Record, Result
 from dovetail.sim.policies import POLICIES, policy
 from dovetail.sim.replay import replay, settings_of
 from dovetail.sim.report import write_report
@@ -134,6 +134,36 @@ def test_what_comes_after_the_first_token_excuses_no_late_first_token(files: tup
     apart = run(Setup(files[0], files[1], policy("slinfer", ("pd",)), shape="tiny", cpu_nodes=1, gpu_nodes=0))
     assert apart.met()
     assert all(record.grace_s == 0.0 for record in apart.records)  # no cold starts there; blocks travel, though
+
+
+def test_what_a_cold_start_excuses_and_what_broke_off_are_counted_apart() -> None:
+    def record(id: int, **story: object) -> Record:
+        values = {"fate": Fate.FINISHED, "first_token_s": 0.3, "end_s": 1.0, "silence_s": 0.1, **story}
+        return Record(id, 0, 0.0, 100, 8, **values)  # type: ignore[arg-type]
+
+    records = [
+        record(0),
+        record(1, first_token_s=1.4, grace_s=1.0, end_s=2.0, silence_s=0.2),
+        record(2, fate=Fate.FAILED, silence_s=5.0),
+        record(3, fate=Fate.DROPPED, first_token_s=None),
+        record(4, fate=Fate.DROPPED, first_token_s=None, moves=1),
+    ]
+    result = Result("any", records, [], [], 10.0)
+    assert (result.met(), result.met_without_grace()) == (2, 1)
+    assert (result.broken_answers(), result.broken_promises()) == (1, 2)
+    assert result.silences() == [0.1, 0.2, 5.0]
+
+
+def test_a_silence_lasts_from_token_to_token_across_moves() -> None:
+    work = make_work(ttft_s=2.0)
+    for node, at_s in ((make_node(name="one"), 0.5), (make_node(name="other"), 3.0)):
+        node.start(work, at_s)
+        serve_memory(node, at_s)
+        for end_s in (at_s + 0.1, at_s + 0.4):
+            assert node.next_turn(at_s) is not None
+            node.turn_done(end_s, [])
+        node.withdraw(next(iter(node.instances)), work, at_s + 0.4)
+    assert work.silence_s == pytest.approx(3.1 - 0.9)
 
 
 def test_a_model_that_fits_nowhere_is_an_error(files: tuple[Path, Path]) -> None:

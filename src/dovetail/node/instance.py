@@ -161,6 +161,9 @@ class Instance:
         """One decode iteration of the running batch has ended."""
         if now > self.running_due_s:
             self._count_late(now)
+        for work in self.running.values():
+            if work.joined_clock <= self.clock:  # one that came in the middle of it waits for the next
+                work.got_token(now)
         self.clock += 1
         self.tokens += len(self.running)
         self._load = None

@@ -292,6 +292,7 @@ class Node:
     def _prefilled(self, instance: Instance, work: Work, now: float) -> None:
         if now > work.true_due_s(work.due_s):
             work.late_tokens += 1
+        work.got_token(now)
         instance.prefilled(work)
         if work.produced == 1:
             self.outbox.append(FirstToken(work, instance.id))

@@ -273,6 +273,7 @@ class Simulation:
         record.end_s = now
         record.late_tokens = work.late_tokens
         record.moves = work.moves
+        record.silence_s = work.silence_s
         self.open -= 1
         if self.log is not None:
             self.log.write(now, fate.value, request=work.id, reason=reason)
