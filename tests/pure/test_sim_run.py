@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli.sim import app, knobs_of
 from dovetail.errors import ConfigError
+from dovetail.policy.knobs import Shadow
 from dovetail.policy.latency import TransferModel
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
@@ -25,7 +27,7 @@ from dovetail.sim.report import write_report
 from dovetail.sim.setup import Setup, build, run
 from dovetail.sim.storm import build_storm, run_one, run_storm
 from dovetail.sim.sweeps import SWEEPS, sweep
-from dovetail.sim.trace import Arrival
+from dovetail.sim.trace import Arrival, write_trace
 from dovetail.sim.workload import Workload, generate
 
 PROFILE_TEXT = json.dumps(
@@ -155,8 +157,10 @@ def test_what_a_cold_start_excuses_and_what_broke_off_are_counted_apart() -> Non
 
 
 def test_a_silence_lasts_from_token_to_token_across_moves() -> None:
-    work = make_work(ttft_s=2.0)
-    for node, at_s in ((make_node(name="one"), 0.5), (make_node(name="other"), 3.0)):
+    work = make_work(ttft_s=5.0)
+    knobs = policy("slinfer", paced_from_first_token=False)
+    for at_s in (0.5, 3.0):
+        node = make_node(knobs=knobs)
         node.start(work, at_s)
         serve_memory(node, at_s)
         for end_s in (at_s + 0.1, at_s + 0.4):
@@ -164,6 +168,21 @@ def test_a_silence_lasts_from_token_to_token_across_moves() -> None:
             node.turn_done(end_s, [])
         node.withdraw(next(iter(node.instances)), work, at_s + 0.4)
     assert work.silence_s == pytest.approx(3.1 - 0.9)
+
+
+@pytest.mark.parametrize("name", ["slinfer", "dovetail"])
+def test_accepted_requests_with_long_prompts_and_short_answers_are_served_in_time(name: str, tmp_path: Path) -> None:
+    """A CPU takes no prompt that it cannot keep beside its others while GPUs are idle."""
+    trace, profile = tmp_path / "trace.csv", tmp_path / "profile.json"
+    lengths = [(tokens, answer) for tokens in range(1400, 2700, 100) for answer in (12, 20, 28, 36, 44)]
+    write_trace(trace, generate(Workload(400, 8, 2.0), 3, lengths))
+    profile.write_text(PROFILE_TEXT)
+    setup = Setup(trace, profile, policy(name), shape="tiny", cpu_nodes=2, gpu_nodes=2)
+    result = run(setup)
+    assert result.broken_promises() <= 6
+    assert result.met() > 385
+    closed = run(replace(setup, knobs=replace(setup.knobs, shadow=Shadow.CLOSED, paced_from_first_token=False)))
+    assert closed.broken_promises() > 30
 
 
 def test_a_model_that_fits_nowhere_is_an_error(files: tuple[Path, Path]) -> None:
