@@ -141,7 +141,7 @@ def test_a_loading_instance_accepts_as_many_as_it_would_once_it_is_ready() -> No
 
 def test_a_neighbour_counts_the_prefills_that_wait_for_a_load() -> None:
     def accepted(loading: int) -> int:
-        node = make_node(memory_gib=200.0, hosting=replace(make_hosting(), load_s=0.1))
+        node = make_node(memory_gib=200.0, hosting=replace(make_hosting(), load_s=0.1), knobs=BY_SLO)
         ready = start(node, make_work(0, "a"))
         serve_memory(node, 0.0)
         if loading:

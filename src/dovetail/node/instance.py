@@ -275,21 +275,22 @@ class Instance:
     def prefill_s(self, tokens: int) -> float:
         return self.hosting.latency.prefill_s(tokens) * self.overestimate
 
-    def demand(self, free_at_s: float, ready_s: float, loaded_s: float) -> InstanceDemand:
+    def demand(self, free_at_s: float, ready_s: float, loaded_s: float, pace_tokens: float) -> InstanceDemand:
         """S4's view of it after the turn under way, which ends at `free_at_s`; `ready_s` is when it can take turns,
-        `loaded_s` when its weights are there. One admission looks at a neighbour many times between its turns."""
+        `loaded_s` when its weights are there, `pace_tokens` as of `Work.pace_from`. One admission looks at a neighbour
+        many times between its turns."""
         blocked = self.state is State.LOADING
         demand = self._demand
         if demand is None or demand.blocked is not blocked or blocked:
-            self._demand = demand = self._look(loaded_s if blocked else None)
+            self._demand = demand = self._look(loaded_s if blocked else None, pace_tokens, free_at_s)
         demand.ready_s = ready_s
         if self.in_turn and self.prefilling is None:
             demand.spoke_s = free_at_s
         return demand
 
-    def _look(self, loaded_s: float | None) -> InstanceDemand:
-        prefills = [self._prefill(work, loaded_s) for work in self.waiting if work is not self.prefilling]
-        due, pace = self._after_turn()
+    def _look(self, loaded_s: float | None, pace_tokens: float, free_at_s: float) -> InstanceDemand:
+        prefills = [self._prefill(work, loaded_s, pace_tokens) for work in self.waiting if work is not self.prefilling]
+        due, pace = self._after_turn(free_at_s, pace_tokens)
         deadline = due
         total_s = 0.0
         for prefill in prefills:
@@ -308,7 +309,7 @@ class Instance:
             prefills=tuple(prefills),
         )
 
-    def _after_turn(self) -> tuple[float, float]:
+    def _after_turn(self, free_at_s: float, pace_tokens: float) -> tuple[float, float]:
         """When its running requests are due, and their pace, once the turn under way is over."""
         due, pace, joins = self.running_due_s, self.tpot_s, self.prefilling
         if not self.in_turn:
@@ -317,15 +318,19 @@ class Instance:
             return due + pace, pace
         if self.phase is Phase.PREFILL:
             return due, pace
-        return min(due, joins.due_s + joins.tpot_s), min(pace, joins.tpot_s)
+        joins_due = joins.due_s
+        if not joins.produced:
+            joins_due = min(joins_due, free_at_s + joins.safety_s(pace_tokens))
+        return min(due, joins_due + joins.tpot_s), min(pace, joins.tpot_s)
 
-    def _prefill(self, work: Work, loaded_s: float | None) -> Prefill:
+    def _prefill(self, work: Work, loaded_s: float | None, pace_tokens: float) -> Prefill:
         grace_s = 0.0
         if loaded_s is not None and work.produced == 0:
             grace_s = cold_start_grace_s(work, self.ordered_s, loaded_s)
         seconds = self.prefill_s(work.known_tokens)
         urgent_s = urgent_prefill_s(work, self.turn_silence_s, seconds)
-        return Prefill(work.due_s + grace_s, urgent_s + grace_s, seconds, work.tpot_s)
+        safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
+        return Prefill(work.due_s + grace_s, urgent_s + grace_s, seconds, work.tpot_s, safety_s)
 
     def lengths(self) -> list[tuple[int, int]]:
         clock = self.clock

@@ -27,15 +27,14 @@ from dovetail.node.events import (
 from dovetail.node.instance import Instance, State
 from dovetail.node.residency import Residency
 from dovetail.node.work import Phase, Work
-from dovetail.policy.headroom import INFINITY, Refusal, choose_turn
+from dovetail.policy.headroom import INFINITY, Refusal, choose_turn, prefills_first
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.memory import OutputMean, granted_tokens, should_shrink
 from dovetail.policy.placement import DeviceKind, Hosting
 
-# A mean pace is kept over the whole answer: what is held back of it may be spent once, over half of a usual answer.
-PACE_SHARE = 0.5
-SHORT_ANSWER = 32.0  # tokens, until answers have been seen
+# The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
+MOMENT_S = 0.005
 
 
 class Node:
@@ -58,7 +57,6 @@ class Node:
         self.instances: dict[int, Instance] = {}
         self.outbox: list[Command | Notice] = []
         self.outputs = OutputMean()
-        self.lengths = OutputMean(SHORT_ANSWER, 4)  # the same without the caution that memory needs
         if transfer is None:
             is_in_place = knobs.free_resize or kind is DeviceKind.CPU
             transfer = IN_PLACE_RESIZE if is_in_place else TransferModel()
@@ -67,6 +65,7 @@ class Node:
         self.turn: Turn | None = None
         self.turn_started_s = 0.0
         self._active: list[Instance] = []  # can run and have work, in order of id
+        self._almost: list[Instance] = []  # have work and could run but for a resize that is under way
         self._next_instance = first_instance
         self._throttle = knobs.shares if knobs.shares > 1 and kind is DeviceKind.GPU else 0
         self._rest_until: dict[int, float] = {}
@@ -195,6 +194,7 @@ class Node:
                 instance.remove(work)
         self.instances.clear()
         self._active.clear()
+        self._almost.clear()
         self._rest_until.clear()
         self.residency.ledger.clear()
         self.outbox.clear()
@@ -257,7 +257,7 @@ class Node:
             chosen = self._choose(now)
             if chosen is None:
                 return None
-            prefill = chosen.waiting[0] if chosen.waiting else None
+            prefill = self._next_prefill(chosen, now)
             if prefill is not None and chosen.is_short(prefill.known_tokens + 1):
                 if not chosen.running:
                     self._make_room(chosen, prefill.known_tokens + 1, now)
@@ -269,8 +269,23 @@ class Node:
         self.turn_started_s = now
         return turn
 
+    def _next_prefill(self, instance: Instance, now: float) -> Work | None:
+        """The prompt that a turn of the instance would compute; None for a decode."""
+        if not instance.waiting:
+            return None
+        rule, first = self.admit.rule, instance.waiting[0]
+        if not rule.guards_decodes or not instance.running:
+            return first
+        latest_s = min(instance.running_due_s, instance.spoke_s + rule.max_silence_s)
+        prefill_s = instance.prefill_s(first.known_tokens)
+        return first if prefills_first(now, prefill_s, latest_s, rule.guards_decodes) else None
+
     def _choose(self, now: float) -> Instance | None:
-        return choose_turn(self._rested(now) if self._throttle else self._active, now, self.admit.rule.slack_s)
+        candidates = self._rested(now) if self._throttle else self._active
+        if self._almost:
+            candidates = candidates + [one for one in self._almost if 0.0 <= one.op_end_s - now <= MOMENT_S]
+        chosen = choose_turn(candidates, now, self.admit.rule.slack_s)
+        return None if chosen in self._almost else chosen
 
     def turn_done(self, now: float, finished: Sequence[Work]) -> None:
         """The iteration has ended; `finished` got their last token in it."""
@@ -305,15 +320,14 @@ class Node:
         instance.prefilled(work)
         if work.produced == 1:
             if self.knobs.paced_from_first_token:
-                work.pace_from(now, PACE_SHARE * self.lengths.value)
+                work.pace_from(now, self.admit.pace_tokens)
                 instance.refresh()
             self.outbox.append(FirstToken(work, instance.id))
 
     def _finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:
         for work in finished:
             instance.remove(work)
-            self.outputs.add(work.produced)
-            self.lengths.add(work.produced)
+            self.admit.answered(work.produced)
             self.outbox.append(Finished(work, instance.id))
         self._after_leaving(instance, now)
 
@@ -462,3 +476,9 @@ class Node:
                 self._active.sort(key=lambda one: one.id)
             else:
                 self._active.remove(instance)
+        resizes = instance.batch > 0 and instance.state is State.READY and instance.op_running
+        if resizes != (instance in self._almost):
+            if resizes:
+                self._almost.append(instance)
+            else:
+                self._almost.remove(instance)

@@ -82,8 +82,11 @@ class Work:
     def pace_from(self, first_token_s: float, tokens: float) -> None:
         """Its pace is measured from its first token. One that came before its time leaves later tokens no more time
         than the scheduler's safety adds up to over so many tokens."""
-        safety_s = tokens * self.tpot_s * (1.0 / self.slo_scale - 1.0)
-        self.first_due_s = min(self.first_due_s, first_token_s + safety_s)
+        self.first_due_s = min(self.first_due_s, first_token_s + self.safety_s(tokens))
+
+    def safety_s(self, tokens: float) -> float:
+        """What the scheduler's safety adds up to."""
+        return tokens * self.tpot_s * (1.0 / self.slo_scale - 1.0)
 
     def give_grace(self, seconds: float) -> None:
         self.grace_s += seconds

@@ -52,6 +52,7 @@ class Prefill(NamedTuple):
     urgent_s: float  # by when it should have its turn: earlier than due where an answer must not fall silent
     seconds: float
     tpot_s: float  # its pace from then on
+    safety_s: float = INFINITY  # later than its pace from its first token on, its tokens may be; more is not kept
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class Candidate:
     decode_s: float  # one iteration of the instance with it, overestimated
     tpot_s: float
     urgent_s: float = INFINITY  # by when it should have its turn, where that is earlier
+    safety_s: float = INFINITY  # as of a Prefill
 
 
 class Contender(Protocol):
@@ -114,6 +116,12 @@ def choose_turn(contenders: Sequence[ContenderT], now: float, slack_s: float | N
     if slack_s is not None and best is not None and due - now > slack_s and urgent - now > SILENCE_MARGIN_S:
         return min(contenders, key=_drain_key)
     return best
+
+
+def prefills_first(now: float, prefill_s: float, running_due_s: float, guards_decodes: bool) -> bool:
+    """Whether an instance that has both computes a prompt before its running requests get their next tokens: always,
+    or only as long as that makes none of these late."""
+    return not guards_decodes or now + prefill_s <= running_due_s
 
 
 def _drain_key(one: Contender) -> tuple[int, float]:

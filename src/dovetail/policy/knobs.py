@@ -51,6 +51,7 @@ class Knobs:
     # beyond the paper
     turns: TurnOrder = TurnOrder.DEADLINE
     slack_s: float = 4.0  # DRAIN: headroom below which deadline order rules
+    guard_decodes: bool = False  # a prompt waits while it would make running requests of its model late
     max_silence_s: float = float("inf")  # within an answer: longer ones are no more admitted than late tokens
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
     one_instance: bool = False  # no second instance of a model on a node: it would split the batch

@@ -17,6 +17,7 @@ from dovetail.policy.headroom import (
     Refusal,
     choose_turn,
     is_overcommitted,
+    prefills_first,
 )
 
 # A bound on what one validation costs. It is reached only where prefills wait by the dozen.
@@ -30,6 +31,7 @@ class TurnRule:
     slack_s: float | None = None  # `choose_turn`
     max_silence_s: float = INFINITY  # within an answer: longer ones count as late
     turn_silence_s: float = INFINITY  # after which a running batch should have its turn
+    guards_decodes: bool = False  # `prefills_first`
 
 
 class _Player:
@@ -84,12 +86,18 @@ class _Player:
         prefill = None
         if candidate.prefill_s:
             urgent_s = min(candidate.deadline_s, candidate.urgent_s)
-            prefill = Prefill(candidate.deadline_s, urgent_s, candidate.prefill_s, candidate.tpot_s)
+            prefill = Prefill(candidate.deadline_s, urgent_s, candidate.prefill_s, candidate.tpot_s, candidate.safety_s)
             self.prefills = sorted((*self.prefills, prefill), key=lambda one: one.urgent_s)
         else:
             self._run(candidate.deadline_s, candidate.tpot_s)
         self.look_ahead()
         return prefill
+
+    def prefills_next(self, clock: float) -> bool:
+        """Whether a turn of it now is a prefill."""
+        if self.next == len(self.prefills):
+            return False
+        return prefills_first(clock, self.prefills[self.next].seconds, self.latest_s, self.rule.guards_decodes)
 
     def prefill(self) -> Prefill:
         done = self.prefills[self.next]
@@ -99,7 +107,7 @@ class _Player:
     def join(self, done: Prefill, clock: float) -> None:
         """What was prefilled runs from now on."""
         if self.decode_s:  # a prefill instance of its own hands it over instead
-            self._run(done.due_s + done.tpot_s, done.tpot_s)
+            self._run(min(done.due_s, clock + done.safety_s) + done.tpot_s, done.tpot_s)
             self.spoke_s = min(self.spoke_s, clock)
         self.look_ahead()
 
@@ -151,7 +159,7 @@ class _Play:
                     return None
                 clock = min(one.ready_s for one in self._players if one.ready_s > clock)
                 continue
-            if chosen.next < len(chosen.prefills):
+            if chosen.prefills_next(clock):
                 done = chosen.prefill()
                 clock += done.seconds
                 if clock > done.due_s:
