@@ -145,9 +145,11 @@ def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_toke
 
 def test_a_request_handed_over_late_asks_for_a_decode_place_before_it_is_given_up() -> None:
     """Requests are dropped for queueing too long (S11); this one has its first token and has not queued yet."""
-    controller = make_cluster(make_node(hosting=make_hosting(slots=2)), knobs=Knobs(disaggregate=True))
+    node = make_node(hosting=make_hosting(slots=2))
+    controller = make_cluster(node, knobs=Knobs(disaggregate=True))
     work = make_work()
     submit(controller, work)
+    node.withdraw(0, work, 9.0)
     work.produced = 1
     controller.notice(controller.nodes[0], HandedOver(work, 0, 0), 9.0)
     said(controller)

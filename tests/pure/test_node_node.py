@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +28,8 @@ from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Admission, Knobs, TurnOrder
 from dovetail.policy.placement import DeviceKind
 from dovetail.sim.storm import check_node
+
+BY_SLO = Knobs(paced_from_first_token=False)  # a first token that comes early leaves the others its time
 
 
 def start(node: Node, work: Work, now: float = 0.0) -> int:
@@ -66,7 +69,7 @@ def test_a_cold_start_is_added_to_the_first_deadline_only_as_far_as_it_was_waite
 
 
 def test_the_shortest_headroom_runs_and_prefill_comes_before_decode() -> None:
-    node = make_node()
+    node = make_node(knobs=BY_SLO)
     start(node, make_work(0, "a", ttft_s=2.0))
     start(node, make_work(1, "b", ttft_s=1.0))
     serve_memory(node, 0.0)
@@ -78,7 +81,7 @@ def test_the_shortest_headroom_runs_and_prefill_comes_before_decode() -> None:
 
 
 def test_draining_runs_the_smallest_batch_while_everyone_has_slack() -> None:
-    node = make_node(knobs=Knobs(turns=TurnOrder.DRAIN, slack_s=0.5))
+    node = make_node(knobs=replace(BY_SLO, turns=TurnOrder.DRAIN, slack_s=0.5))
     large = start(node, make_work(0, "a", ttft_s=5.0))
     node.join(large, make_work(1, "a", ttft_s=5.0), 0.0)
     start(node, make_work(2, "b", ttft_s=6.0))
@@ -86,6 +89,76 @@ def test_draining_runs_the_smallest_batch_while_everyone_has_slack() -> None:
     assert take_turn(node, 0.0) == "b:prefill"
     assert take_turn(node, 0.1) == "b:decode"
     assert take_turn(node, 4.6) == "a:prefill"  # now it is urgent
+
+
+def test_an_early_first_token_gives_later_ones_no_more_time_than_their_pace_leaves() -> None:
+    """The pace is measured from the first token: at 20 ms, due at 2 s, the next is due at 20 ms plus one pace."""
+    node = make_node()
+    work = make_work(0, ttft_s=2.0)
+    start(node, work)
+    serve_memory(node, 0.0)
+    take_turn(node, 0.01)
+    assert work.first_due_s == pytest.approx(0.02)
+    safe = Work(1, "b", 512, 0.0, 2.0, 0.19, slo_scale=0.95)
+    start(node, safe)
+    serve_memory(node, 0.0)
+    assert take_turn(node, 0.0) == "a:decode"
+    while take_turn(node, 0.01) != "b:prefill":
+        pass
+    assert safe.first_due_s == pytest.approx(0.02 + 0.5 * 32 * 0.01)  # 10 ms of safety a token, half a short answer
+
+
+def join_all(node: Node, instance: int, works: list[Work], now: float) -> int:
+    """How many were accepted."""
+    return sum(node.join(instance, work, now) is None for work in works)
+
+
+def test_requests_without_haste_do_not_slow_down_one_in_haste_of_the_same_model() -> None:
+    """Beside one request with 50 ms per token, no batch is accepted whose iteration takes longer."""
+    node = make_node(memory_gib=200.0)
+    hasty = make_work(0, tpot_s=0.05)
+    instance = start(node, hasty)
+    serve_memory(node, 0.0)
+    for turn in range(100):
+        take_turn(node, 0.01 * turn)  # it is far ahead: prefills are no matter
+    lenient = [make_work(1 + i, ttft_s=300.0, tpot_s=60.0) for i in range(59)]
+    accepted = join_all(node, instance, lenient, 1.0)
+    assert 0 < accepted < 59
+    assert node.instances[instance].decode_s() <= 0.05
+
+
+def test_a_loading_instance_accepts_as_many_as_it_would_once_it_is_ready() -> None:
+    def accepted(is_ready: bool) -> int:
+        node = make_node(memory_gib=200.0, hosting=replace(make_hosting(), load_s=1.0))
+        instance = start(node, make_work(0))
+        if is_ready:
+            serve_memory(node, 0.0)
+        return join_all(node, instance, [make_work(1 + i) for i in range(59)], 0.0)
+
+    assert accepted(is_ready=False) == pytest.approx(accepted(is_ready=True), abs=2)
+    assert accepted(is_ready=True) < 30
+
+
+def test_a_neighbour_counts_the_prefills_that_wait_for_a_load() -> None:
+    def accepted(loading: int) -> int:
+        node = make_node(memory_gib=200.0, hosting=replace(make_hosting(), load_s=0.1), knobs=BY_SLO)
+        ready = start(node, make_work(0, "a"))
+        serve_memory(node, 0.0)
+        if loading:
+            other = start(node, make_work(1, "b"))
+            assert join_all(node, other, [make_work(2 + i, "b") for i in range(loading - 1)], 0.0) == loading - 1
+        return join_all(node, ready, [make_work(100 + i, "a") for i in range(59)], 0.0)
+
+    assert accepted(loading=8) <= accepted(loading=0) - 4
+
+
+def test_a_load_that_takes_longer_than_expected_moves_what_is_expected_behind_it() -> None:
+    node = make_node(memory_gib=200.0, hosting=replace(make_hosting(), load_s=1.0))
+    first = start(node, make_work(0, "a"))
+    second = start(node, make_work(1, "b"))
+    assert [node.instances[one].loaded_s for one in (first, second)] == [1.0, 2.0]
+    node.load_done(first, 3.0, 3.0)
+    assert node.instances[second].loaded_s == 4.0
 
 
 def test_an_iteration_gives_every_running_request_one_token() -> None:
@@ -108,7 +181,7 @@ def test_an_iteration_gives_every_running_request_one_token() -> None:
 
 
 def test_requests_with_different_paces_share_a_batch() -> None:
-    node = make_node()
+    node = make_node(knobs=BY_SLO)
     relaxed, strict = make_work(0, tpot_s=0.5, ttft_s=0.6), make_work(1, tpot_s=0.1, ttft_s=1.0)
     instance = node.instances[start(node, relaxed)]
     node.join(instance.id, strict, 0.0)
@@ -177,7 +250,7 @@ def test_an_idle_instance_gives_way_to_a_start_before_its_keep_alive_is_over() -
     serve_memory(node, 0.0)
     assert node.start(make_work(1, "b"), 0.0) is Refusal.MEMORY  # it is busy
     take_turn(node, 0.0, finished=[work])
-    start(node, make_work(2, "b"), 1.0)
+    start(node, make_work(2, "b", arrival_s=1.0), 1.0)
     serve_memory(node, 1.0)
     assert [instance.model for instance in node.instances.values()] == ["b"]
 

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
-from sim_builders import CONVERSATION, PROFILE, make_node, needs_shared
+from sim_builders import CONVERSATION, PROFILE, make_node, make_work, needs_shared, serve_memory
 from typer.testing import CliRunner
 
 from dovetail.cli.sim import app, knobs_of
 from dovetail.errors import ConfigError
+from dovetail.policy.knobs import Shadow
 from dovetail.policy.latency import TransferModel
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain
 from dovetail.sim.log import EventLog
-from dovetail.sim.metrics import Fate, Result
+from dovetail.sim.metrics import Fate, Record, Result
 from dovetail.sim.policies import POLICIES, policy
 from dovetail.sim.replay import replay, settings_of
 from dovetail.sim.report import write_report
 from dovetail.sim.setup import Setup, build, run
 from dovetail.sim.storm import build_storm, run_one, run_storm
 from dovetail.sim.sweeps import SWEEPS, sweep
-from dovetail.sim.trace import Arrival
+from dovetail.sim.trace import Arrival, write_trace
 from dovetail.sim.workload import Workload, generate
 
 PROFILE_TEXT = json.dumps(
@@ -134,6 +136,53 @@ def test_what_comes_after_the_first_token_excuses_no_late_first_token(files: tup
     apart = run(Setup(files[0], files[1], policy("slinfer", ("pd",)), shape="tiny", cpu_nodes=1, gpu_nodes=0))
     assert apart.met()
     assert all(record.grace_s == 0.0 for record in apart.records)  # no cold starts there; blocks travel, though
+
+
+def test_what_a_cold_start_excuses_and_what_broke_off_are_counted_apart() -> None:
+    def record(id: int, **story: object) -> Record:
+        values = {"fate": Fate.FINISHED, "first_token_s": 0.3, "end_s": 1.0, "silence_s": 0.1, **story}
+        return Record(id, 0, 0.0, 100, 8, **values)  # type: ignore[arg-type]
+
+    records = [
+        record(0),
+        record(1, first_token_s=1.4, grace_s=1.0, end_s=2.0, silence_s=0.2),
+        record(2, fate=Fate.FAILED, silence_s=5.0),
+        record(3, fate=Fate.DROPPED, first_token_s=None),
+        record(4, fate=Fate.DROPPED, first_token_s=None, moves=1),
+    ]
+    result = Result("any", records, [], [], 10.0)
+    assert (result.met(), result.met_without_grace()) == (2, 1)
+    assert (result.broken_answers(), result.broken_promises()) == (1, 2)
+    assert result.silences() == [0.1, 0.2, 5.0]
+
+
+def test_a_silence_lasts_from_token_to_token_across_moves() -> None:
+    work = make_work(ttft_s=5.0)
+    knobs = policy("slinfer", paced_from_first_token=False)
+    for at_s in (0.5, 3.0):
+        node = make_node(knobs=knobs)
+        node.start(work, at_s)
+        serve_memory(node, at_s)
+        for end_s in (at_s + 0.1, at_s + 0.4):
+            assert node.next_turn(at_s) is not None
+            node.turn_done(end_s, [])
+        node.withdraw(next(iter(node.instances)), work, at_s + 0.4)
+    assert work.silence_s == pytest.approx(3.1 - 0.9)
+
+
+@pytest.mark.parametrize("name", ["slinfer", "dovetail"])
+def test_accepted_requests_with_long_prompts_and_short_answers_are_served_in_time(name: str, tmp_path: Path) -> None:
+    """A CPU takes no prompt that it cannot keep beside its others while GPUs are idle."""
+    trace, profile = tmp_path / "trace.csv", tmp_path / "profile.json"
+    lengths = [(tokens, answer) for tokens in range(1400, 2700, 100) for answer in (12, 20, 28, 36, 44)]
+    write_trace(trace, generate(Workload(400, 8, 2.0), 3, lengths))
+    profile.write_text(PROFILE_TEXT)
+    setup = Setup(trace, profile, policy(name), shape="tiny", cpu_nodes=2, gpu_nodes=2)
+    result = run(setup)
+    assert result.broken_promises() <= 6
+    assert result.met() > 385
+    closed = run(replace(setup, knobs=replace(setup.knobs, shadow=Shadow.CLOSED, paced_from_first_token=False)))
+    assert closed.broken_promises() > 30
 
 
 def test_a_model_that_fits_nowhere_is_an_error(files: tuple[Path, Path]) -> None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from dovetail.errors import ConfigError, DovetailError
-from dovetail.policy.knobs import Knobs, TurnOrder
+from dovetail.policy.knobs import Knobs
 from dovetail.sim import real_log, twin
 from dovetail.sim import replay as replaying
 from dovetail.sim.cost import measure_decisions
@@ -71,8 +71,6 @@ def _parse(key: str, text: str, example: Any) -> Any:
     try:
         if isinstance(example, bool):
             return {"true": True, "false": False}[text.lower()]
-        if isinstance(example, TurnOrder):
-            return TurnOrder(text)
         return type(example)(text)
     except (ValueError, KeyError) as error:
         raise ConfigError(f"--set {key}={text}: expected a {type(example).__name__}") from error

@@ -6,19 +6,22 @@ Reads the node's state and changes nothing. A Grant says how large the KV pool m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dovetail.node.instance import Instance, State
+from dovetail.node.instance import Instance, State, cold_start_grace_s, urgent_prefill_s
 from dovetail.node.residency import Residency
 from dovetail.node.work import Phase, Work
 from dovetail.policy.consolidate import rank_victims
-from dovetail.policy.headroom import INFINITY, Joiner, Load, Refusal, validate
-from dovetail.policy.knobs import Admission, Knobs
+from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, validate_closed
+from dovetail.policy.knobs import Admission, Knobs, Shadow, TurnOrder
 from dovetail.policy.memory import OutputMean, granted_tokens, recommended_tokens, required_tokens
 from dovetail.policy.placement import DeviceKind, Hosting, can_ever_serve
+from dovetail.policy.shadow import TurnRule, validate
 
-EMPTY = Load(INFINITY, INFINITY, 0.0, 0.0, INFINITY, blocked=False)
-STARTING = Load(INFINITY, INFINITY, 0.0, 0.0, INFINITY, blocked=True)
+# A mean pace is kept over the whole answer: what is held back of it may be spent once, over half of a usual answer.
+PACE_SHARE = 0.5
+SHORT_ANSWER = 32.0  # tokens, until answers have been seen
+TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,24 @@ class Admitter:
         self.hostings = hostings
         self.knobs = knobs
         self.overestimate = knobs.cpu_overestimate if kind is DeviceKind.CPU else knobs.gpu_overestimate
+        slack_s = knobs.slack_s if knobs.turns is TurnOrder.DRAIN else None
+        silence_s = knobs.max_silence_s
+        self.rule = TurnRule(slack_s, silence_s, TURN_SILENCE * silence_s, knobs.guard_decodes)
+        self._lengths = OutputMean(SHORT_ANSWER, 4)  # of answers, without the caution that memory needs
         self._residency = residency
         self._instances = instances
         self._outputs = outputs
         self._has_matrix_unit = has_matrix_unit
+
+    @property
+    def pace_tokens(self) -> float:
+        """Over how many tokens the safety of a pace may be spent at once, see `Work.pace_from`."""
+        return PACE_SHARE * self._lengths.value if self.knobs.paced_from_first_token else INFINITY
+
+    def answered(self, tokens: int) -> None:
+        """An answer has ended."""
+        self._outputs.add(tokens)
+        self._lengths.add(tokens)
 
     def join(self, instance: Instance, work: Work, free_at_s: float, *, ignore_memory: bool = False) -> Grant | Refusal:
         if instance.state is State.CLOSING or instance.phase is not work.phase:
@@ -57,7 +74,7 @@ class Admitter:
         grant: Grant | Refusal = KEEP if ignore_memory else self._memory(instance, work)
         if isinstance(grant, Refusal):
             return grant
-        return self._time(instance, work, free_at_s) or grant
+        return self._time(instance, work, free_at_s, grant) or grant
 
     def start(self, work: Work, free_at_s: float) -> Grant | Refusal:
         hosting = self.hostings.get(work.model)
@@ -75,7 +92,7 @@ class Admitter:
         grant = self._memory_for_start(hosting, work)
         if isinstance(grant, Refusal):
             return grant
-        return self._time(None, work, free_at_s) or grant
+        return self._time(None, work, free_at_s, grant) or grant
 
     def victims(self, target: Instance, work: Work, free_at_s: float) -> list[Instance]:
         """S9: neighbours whose going, each alone, would let `target` take the work; smallest batch first."""
@@ -92,7 +109,7 @@ class Admitter:
             gap = self._memory_gap(target, work)
             return [one for one in ranked if self._residency.planned_bytes(one) >= gap]
         if refusal is Refusal.DECODE_OVERCOMMITTED:
-            return [one for one in ranked if self._time(target, work, free_at_s, without=one) is None]
+            return [one for one in ranked if self._time(target, work, free_at_s, KEEP, without=one) is None]
         return []
 
     def pausable(self, work: Work, now: float, free_at_s: float) -> list[Instance]:
@@ -110,7 +127,7 @@ class Admitter:
         gap = need - self._residency.ledger.available
         soonest = now + self.knobs.pause_headroom_s
         found = [one for one in self._instances.values() if self._may_pause(one, work, gap, soonest)]
-        found = [one for one in found if self._time(None, work, free_at_s, without=one) is None]
+        found = [one for one in found if self._time(None, work, free_at_s, KEEP, without=one) is None]
         return sorted(found, key=lambda one: -one.deadline_s)
 
     def _may_pause(self, instance: Instance, work: Work, gap: int, soonest_s: float) -> bool:
@@ -221,20 +238,52 @@ class Admitter:
     # Time
 
     def _time(
-        self, target: Instance | None, work: Work, free_at_s: float, without: Instance | None = None
+        self, target: Instance | None, work: Work, free_at_s: float, grant: Grant, without: Instance | None = None
     ) -> Refusal | None:
-        """S4 with `target` (None: a new instance) and without `without`."""
-        loads = [one.load() for one in self._instances.values() if one is not target and one is not without]
+        """S4 with `target` (None: a new instance), whose pool is resized as granted, and without `without`."""
+        others = (one for one in self._instances.values() if one is not target and one is not without)
+        demands = [self._demand(one, free_at_s) for one in others if one.batch]
         hosting = self.hostings[work.model] if target is None else target.hosting
         known = work.known_tokens
         if target is None:
-            loads.append(EMPTY if hosting.weights_in_place else STARTING)
+            own, grace_s = self._starting(hosting, work)
             decode_s = hosting.latency.decode_s(1, known) * self.overestimate
         else:
-            loads.append(target.load())
+            own, grace_s = self._joined(target, work, free_at_s)
             decode_s = target.decode_s(known, 1)
+        resize_s = self._residency.resize_s(target, hosting, grant.kv_tokens)
+        if resize_s:
+            own = replace(own, ready_s=max(own.ready_s, free_at_s) + resize_s)
+        demands.append(own)
         prefill_s = 0.0 if work.cached else hosting.latency.prefill_s(known) * self.overestimate
         if work.phase is Phase.PREFILL:
             decode_s = 0.0
-        joiner = Joiner(work.due_s, prefill_s, decode_s, work.tpot_s)
-        return validate(loads, len(loads) - 1, joiner, free_at_s)
+        urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, prefill_s) + grace_s
+        is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
+        due_s = work.due_s + grace_s if is_judged else INFINITY
+        safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens)
+        candidate = Candidate(due_s, prefill_s, decode_s, work.tpot_s, urgent_s, safety_s)
+        if self.knobs.shadow is Shadow.CLOSED:
+            return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
+        return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule)
+
+    def _demand(self, instance: Instance, free_at_s: float) -> InstanceDemand:
+        ready_s, loaded_s = self._residency.ready_s(instance, free_at_s)
+        return instance.demand(free_at_s, ready_s, loaded_s, self.pace_tokens)
+
+    def _joined(self, target: Instance, work: Work, free_at_s: float) -> tuple[InstanceDemand, float]:
+        """The demand of an instance that is there, and the grace that the work would get for its load."""
+        ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
+        waits = target.state is State.LOADING and work.produced == 0
+        grace_s = cold_start_grace_s(work, target.ordered_s, loaded_s) if waits else 0.0
+        return target.demand(free_at_s, ready_s, loaded_s, self.pace_tokens), grace_s
+
+    def _starting(self, hosting: Hosting, work: Work) -> tuple[InstanceDemand, float]:
+        """The same of an instance that would be started now."""
+        nothing = InstanceDemand(INFINITY, INFINITY, 0.0, 0.0, INFINITY)
+        if hosting.weights_in_place:
+            return nothing, 0.0
+        now = self._residency.now_s
+        loaded_s = self._residency.loaded_s(hosting)
+        grace_s = cold_start_grace_s(work, now, loaded_s) if work.produced == 0 else 0.0
+        return replace(nothing, blocked=True, ready_s=loaded_s), grace_s

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from dovetail.node.work import Phase, Work
-from dovetail.policy.headroom import INFINITY, Load
+from dovetail.policy.headroom import INFINITY, InstanceDemand, Prefill
 from dovetail.policy.placement import Hosting
 
 
@@ -20,6 +20,22 @@ class State(StrEnum):
     LOADING = "loading"
     READY = "ready"
     CLOSING = "closing"  # takes no work, gives its memory back
+
+
+def cold_start_grace_s(work: Work, ordered_s: float, loaded_s: float) -> float:
+    """S1: a cold start is added to the first deadline, as far as the request waits for it."""
+    return max(min(loaded_s - ordered_s, loaded_s - work.arrival_s), 0.0)
+
+
+def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
+    """By when a prefill should have its turn. Where silence is bounded nobody may run far ahead, so that a prefill that
+    waits for its deadline would come too late by what it takes itself."""
+    due_s = work.due_s
+    if silence_s == INFINITY:
+        return due_s
+    if work.last_token_s is not None:
+        due_s = min(due_s, work.last_token_s + silence_s)
+    return due_s - prefill_s
 
 
 class PendingOp(NamedTuple):
@@ -32,7 +48,7 @@ class PendingOp(NamedTuple):
 
 class Instance:
     __slots__ = (
-        "_load",
+        "_demand",
         "busy_s",
         "clock",
         "deadline_s",
@@ -42,23 +58,38 @@ class Instance:
         "idle_since_s",
         "in_turn",
         "kv_tokens",
+        "loaded_s",
         "mixed_pace",
         "model",
+        "op_end_s",
         "op_running",
         "ops",
+        "ordered_s",
         "overestimate",
         "phase",
+        "prefilling",
         "running",
         "running_due_s",
+        "spoke_s",
         "starved",
         "state",
         "tokens",
         "tpot_s",
+        "turn_silence_s",
         "turns",
+        "urgent_s",
         "waiting",
     )
 
-    def __init__(self, id: int, model: str, hosting: Hosting, overestimate: float, phase: Phase) -> None:
+    def __init__(
+        self,
+        id: int,
+        model: str,
+        hosting: Hosting,
+        overestimate: float,
+        phase: Phase,
+        turn_silence_s: float = INFINITY,
+    ) -> None:
         self.id = id
         self.model = model
         self.hosting = hosting
@@ -71,18 +102,25 @@ class Instance:
         self.tokens = 0  # known tokens of the running batch
         self.kv_tokens = 0  # room in its KV pool
         self.deadline_s = INFINITY  # of its most urgent request
+        self.urgent_s = INFINITY  # by when it should have a turn: its deadline, or before an answer is silent too long
+        self.turn_silence_s = turn_silence_s
+        self.spoke_s = INFINITY  # when its running requests had their last token, the earliest of these times
         self.running_due_s = INFINITY  # of its most urgent running request
         self.tpot_s = INFINITY  # pace of the running batch, the strictest if they differ
         self.mixed_pace = False
         self.in_turn = False
+        self.prefilling: Work | None = None  # in the turn under way
         self.ops: deque[PendingOp] = deque()  # memory operations that wait for the end of a turn or of each other
         self.op_running = False
+        self.op_end_s = 0.0  # when the one under way should end
+        self.ordered_s = 0.0  # when its weights were asked for
+        self.loaded_s = INFINITY  # when its weights should be there
         self.starved = False  # its next step does not fit its KV pool, which is being enlarged
         self.idle_since_s = 0.0
         self.epoch = 0  # counts idle periods, so that a stale keep-alive timer is recognised
         self.busy_s = 0.0
         self.turns = 0
-        self._load: Load | None = None  # as of the last change of clock or membership
+        self._demand: InstanceDemand | None = None  # as of the last change of clock, membership or turn
 
     @property
     def batch(self) -> int:
@@ -103,6 +141,11 @@ class Instance:
     def due_s(self, work: Work) -> float:
         return work.first_due_s + work.tpot_s * self.produced(work)
 
+    def urgent_prefill_s(self, work: Work) -> float:
+        if self.turn_silence_s == INFINITY:
+            return work.due_s
+        return urgent_prefill_s(work, self.turn_silence_s, self.prefill_s(work.known_tokens))
+
     # Joining and leaving
 
     def add(self, work: Work) -> None:
@@ -110,8 +153,11 @@ class Instance:
             self._join(work)
         else:
             self.waiting.append(work)
-            self.waiting.sort(key=lambda one: (one.due_s, one.id))
+            self.sort_waiting()
         self.refresh()
+
+    def sort_waiting(self) -> None:
+        self.waiting.sort(key=lambda one: (self.urgent_prefill_s(one), one.id))
 
     def prefilled(self, work: Work) -> None:
         """The prefill gave one token; the work joins the running batch."""
@@ -137,41 +183,59 @@ class Instance:
 
     def refresh(self) -> None:
         """Deadlines from scratch, after any change of membership."""
-        self._load = None
-        due = pace = INFINITY
+        self._demand = None
+        due = pace = spoke = INFINITY
         slowest = 0.0
         for work in self.running.values():
             due = min(due, self.due_s(work))
             pace = min(pace, work.tpot_s)
             slowest = max(slowest, work.tpot_s)
+            if work.last_token_s is not None:
+                spoke = min(spoke, work.last_token_s)
         self.running_due_s = due
         self.tpot_s = pace
+        self.spoke_s = spoke
         self.mixed_pace = bool(self.running) and pace != slowest
         self._set_deadline()
 
     def _set_deadline(self) -> None:
         due = self.running_due_s
-        if self.waiting and self.waiting[0].due_s < due:
-            due = self.waiting[0].due_s
+        urgent = min(due, self.spoke_s + self.turn_silence_s)
+        if self.waiting:
+            first = self.waiting[0]
+            due = min(due, first.due_s)
+            urgent = min(urgent, self.urgent_prefill_s(first))
         self.deadline_s = due
+        self.urgent_s = urgent
 
     # Turns
+
+    def begin_turn(self, prefill: Work | None) -> None:
+        self.in_turn = True
+        self.prefilling = prefill
+        self._demand = None
+
+    def end_turn(self) -> None:
+        self.in_turn = False
+        self.prefilling = None
+        self._demand = None
 
     def decoded(self, now: float) -> None:
         """One decode iteration of the running batch has ended."""
         if now > self.running_due_s:
             self._count_late(now)
+        for work in self.running.values():
+            if work.joined_clock <= self.clock:  # one that came in the middle of it waits for the next
+                work.got_token(now)
         self.clock += 1
         self.tokens += len(self.running)
-        self._load = None
+        self._demand = None
         if self.mixed_pace:
             self.refresh()
             return
         self.running_due_s += self.tpot_s
-        if self.waiting:
-            self._set_deadline()
-        else:
-            self.deadline_s = self.running_due_s
+        self.spoke_s = now
+        self._set_deadline()
 
     def _count_late(self, now: float) -> None:
         for work in self.running.values():
@@ -211,25 +275,62 @@ class Instance:
     def prefill_s(self, tokens: int) -> float:
         return self.hosting.latency.prefill_s(tokens) * self.overestimate
 
-    def load(self) -> Load:
-        """S4's view of it. One admission looks at a neighbour many times between its turns."""
+    def demand(self, free_at_s: float, ready_s: float, loaded_s: float, pace_tokens: float) -> InstanceDemand:
+        """S4's view of it after the turn under way, which ends at `free_at_s`; `ready_s` is when it can take turns,
+        `loaded_s` when its weights are there, `pace_tokens` as of `Work.pace_from`. One admission looks at a neighbour
+        many times between its turns."""
         blocked = self.state is State.LOADING
-        if self._load is not None and self._load.blocked is blocked:
-            return self._load
-        prefill = 0.0
-        pace = self.tpot_s
-        for work in self.waiting:
-            prefill += self.prefill_s(work.known_tokens)
-            pace = min(pace, work.tpot_s)
-        self._load = Load(
-            deadline_s=self.deadline_s,
-            decode_deadline_s=self.running_due_s,
-            prefill_s=prefill,
+        demand = self._demand
+        if demand is None or demand.blocked is not blocked or blocked:
+            self._demand = demand = self._look(loaded_s if blocked else None, pace_tokens, free_at_s)
+        demand.ready_s = ready_s
+        if self.in_turn and self.prefilling is None:
+            demand.spoke_s = free_at_s
+        return demand
+
+    def _look(self, loaded_s: float | None, pace_tokens: float, free_at_s: float) -> InstanceDemand:
+        prefills = [self._prefill(work, loaded_s, pace_tokens) for work in self.waiting if work is not self.prefilling]
+        due, pace = self._after_turn(free_at_s, pace_tokens)
+        deadline = due
+        total_s = 0.0
+        for prefill in prefills:
+            total_s += prefill.seconds
+            pace = min(pace, prefill.tpot_s)
+            deadline = min(deadline, prefill.due_s)
+        return InstanceDemand(
+            deadline_s=deadline,
+            decode_deadline_s=due,
+            prefill_s=total_s,
             decode_s=self.decode_s(),
             tpot_s=pace,
-            blocked=blocked,
+            blocked=loaded_s is not None,
+            batch=self.batch,
+            spoke_s=self.spoke_s,
+            prefills=tuple(prefills),
         )
-        return self._load
+
+    def _after_turn(self, free_at_s: float, pace_tokens: float) -> tuple[float, float]:
+        """When its running requests are due, and their pace, once the turn under way is over."""
+        due, pace, joins = self.running_due_s, self.tpot_s, self.prefilling
+        if not self.in_turn:
+            return due, pace
+        if joins is None:
+            return due + pace, pace
+        if self.phase is Phase.PREFILL:
+            return due, pace
+        joins_due = joins.due_s
+        if not joins.produced:
+            joins_due = min(joins_due, free_at_s + joins.safety_s(pace_tokens))
+        return min(due, joins_due + joins.tpot_s), min(pace, joins.tpot_s)
+
+    def _prefill(self, work: Work, loaded_s: float | None, pace_tokens: float) -> Prefill:
+        grace_s = 0.0
+        if loaded_s is not None and work.produced == 0:
+            grace_s = cold_start_grace_s(work, self.ordered_s, loaded_s)
+        seconds = self.prefill_s(work.known_tokens)
+        urgent_s = urgent_prefill_s(work, self.turn_silence_s, seconds)
+        safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
+        return Prefill(work.due_s + grace_s, urgent_s + grace_s, seconds, work.tpot_s, safety_s)
 
     def lengths(self) -> list[tuple[int, int]]:
         clock = self.clock

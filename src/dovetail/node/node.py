@@ -27,10 +27,14 @@ from dovetail.node.events import (
 from dovetail.node.instance import Instance, State
 from dovetail.node.residency import Residency
 from dovetail.node.work import Phase, Work
-from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import Knobs, TurnOrder
+from dovetail.policy.headroom import INFINITY, Refusal, choose_turn, prefills_first
+from dovetail.policy.knobs import Knobs
+from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.memory import OutputMean, granted_tokens, should_shrink
 from dovetail.policy.placement import DeviceKind, Hosting
+
+# The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
+MOMENT_S = 0.005
 
 
 class Node:
@@ -44,6 +48,7 @@ class Node:
         *,
         has_matrix_unit: bool = True,
         first_instance: int = 0,
+        transfer: TransferModel | None = None,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -52,13 +57,16 @@ class Node:
         self.instances: dict[int, Instance] = {}
         self.outbox: list[Command | Notice] = []
         self.outputs = OutputMean()
-        self.residency = Residency(memory_bytes, self.instances, self.outbox, self._update_active)
+        if transfer is None:
+            is_in_place = knobs.free_resize or kind is DeviceKind.CPU
+            transfer = IN_PLACE_RESIZE if is_in_place else TransferModel()
+        self.residency = Residency(memory_bytes, self.instances, self.outbox, self._update_active, transfer)
         self.admit = Admitter(kind, hostings, knobs, self.residency, self.instances, self.outputs, has_matrix_unit)
         self.turn: Turn | None = None
         self.turn_started_s = 0.0
         self._active: list[Instance] = []  # can run and have work, in order of id
+        self._almost: list[Instance] = []  # have work and could run but for a resize that is under way
         self._next_instance = first_instance
-        self._drains = knobs.turns is TurnOrder.DRAIN
         self._throttle = knobs.shares if knobs.shares > 1 and kind is DeviceKind.GPU else 0
         self._rest_until: dict[int, float] = {}
 
@@ -107,6 +115,7 @@ class Node:
 
     def warm(self, model: str, now: float) -> int | Refusal:
         """Start an instance before anybody asks for it; it is idle from the start. Its KV pool comes with its work."""
+        self.residency.now_s = now
         hosting = self.admit.hostings.get(model)
         if hosting is None or not self.up:
             return Refusal.HARDWARE if self.up else Refusal.CLOSED
@@ -118,7 +127,10 @@ class Node:
         return instance.id
 
     def _begin(self, model: str, phase: Phase) -> Instance:
-        instance = Instance(self._next_instance, model, self.admit.hostings[model], self.admit.overestimate, phase)
+        silence_s = self.admit.rule.turn_silence_s
+        instance = Instance(
+            self._next_instance, model, self.admit.hostings[model], self.admit.overestimate, phase, silence_s
+        )
         self._next_instance += 1
         self.instances[instance.id] = instance
         return instance
@@ -131,6 +143,7 @@ class Node:
 
     def rehost(self, model: str, now: float) -> None:
         """The model's hosting was replaced: its instances go by the new one, and an idle one's time starts anew."""
+        self.residency.now_s = now
         for instance in [one for one in self.instances.values() if one.model == model]:
             instance.hosting = self.admit.hostings[model]
             instance.refresh()
@@ -168,6 +181,7 @@ class Node:
 
     def withdraw(self, instance_id: int, work: Work, now: float) -> None:
         """Take back one piece of work (an abort, or a move that the cluster decided)."""
+        self.residency.now_s = now
         instance = self.instances[instance_id]
         instance.remove(work)
         self._after_leaving(instance, now)
@@ -180,6 +194,7 @@ class Node:
                 instance.remove(work)
         self.instances.clear()
         self._active.clear()
+        self._almost.clear()
         self._rest_until.clear()
         self.residency.ledger.clear()
         self.outbox.clear()
@@ -220,6 +235,7 @@ class Node:
 
     def _free_at_s(self, now: float) -> float:
         """When the device should be done with the turn under way."""
+        self.residency.now_s = now
         if self.turn is None:
             return now
         instance, prefill = self.turn
@@ -236,41 +252,49 @@ class Node:
         """Whose turn it is (S2); None when the device is busy or nobody can run."""
         if self.turn is not None:
             return None
+        self.residency.now_s = now
         while True:
             chosen = self._choose(now)
             if chosen is None:
                 return None
-            prefill = chosen.waiting[0] if chosen.waiting else None
+            prefill = self._next_prefill(chosen, now)
             if prefill is not None and chosen.is_short(prefill.known_tokens + 1):
                 if not chosen.running:
                     self._make_room(chosen, prefill.known_tokens + 1, now)
                     continue
                 prefill = None
             break
-        chosen.in_turn = True
+        chosen.begin_turn(prefill)
         self.turn = turn = Turn(chosen, prefill)
         self.turn_started_s = now
         return turn
 
+    def _next_prefill(self, instance: Instance, now: float) -> Work | None:
+        """The prompt that a turn of the instance would compute; None for a decode."""
+        if not instance.waiting:
+            return None
+        rule, first = self.admit.rule, instance.waiting[0]
+        if not rule.guards_decodes or not instance.running:
+            return first
+        latest_s = min(instance.running_due_s, instance.spoke_s + rule.max_silence_s)
+        prefill_s = instance.prefill_s(first.known_tokens)
+        return first if prefills_first(now, prefill_s, latest_s, rule.guards_decodes) else None
+
     def _choose(self, now: float) -> Instance | None:
         candidates = self._rested(now) if self._throttle else self._active
-        best: Instance | None = None
-        due = INFINITY
-        for instance in candidates:
-            if instance.deadline_s < due:
-                due = instance.deadline_s
-                best = instance
-        if self._drains and best is not None and due - now > self.knobs.slack_s:
-            return min(candidates, key=_drain_key)
-        return best
+        if self._almost:
+            candidates = candidates + [one for one in self._almost if 0.0 <= one.op_end_s - now <= MOMENT_S]
+        chosen = choose_turn(candidates, now, self.admit.rule.slack_s)
+        return None if chosen in self._almost else chosen
 
     def turn_done(self, now: float, finished: Sequence[Work]) -> None:
         """The iteration has ended; `finished` got their last token in it."""
+        self.residency.now_s = now
         turn = self.turn
         assert turn is not None, f"{self.name}: no turn under way"
         instance, prefill = turn
         self.turn = None
-        instance.in_turn = False
+        instance.end_turn()
         instance.busy_s += now - self.turn_started_s
         instance.turns += 1
         if prefill is None:
@@ -292,14 +316,18 @@ class Node:
     def _prefilled(self, instance: Instance, work: Work, now: float) -> None:
         if now > work.true_due_s(work.due_s):
             work.late_tokens += 1
+        work.got_token(now)
         instance.prefilled(work)
         if work.produced == 1:
+            if self.knobs.paced_from_first_token:
+                work.pace_from(now, self.admit.pace_tokens)
+                instance.refresh()
             self.outbox.append(FirstToken(work, instance.id))
 
     def _finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:
         for work in finished:
             instance.remove(work)
-            self.outputs.add(work.produced)
+            self.admit.answered(work.produced)
             self.outbox.append(Finished(work, instance.id))
         self._after_leaving(instance, now)
 
@@ -356,6 +384,7 @@ class Node:
             self.residency.resize(instance, self.admit.recommended(instance.hosting, required))
 
     def load_done(self, instance_id: int, now: float, duration_s: float) -> None:
+        self.residency.now_s = now
         instance = self.instances[instance_id]
         for work in instance.works():  # S1: those who waited for the cold start get it on top
             if work.produced == 0:
@@ -363,12 +392,13 @@ class Node:
         if instance.state is State.LOADING:
             instance.state = State.READY
             self.outbox.append(InstanceReady(instance.id, instance.model))
-        instance.waiting.sort(key=lambda work: (work.due_s, work.id))
+        instance.sort_waiting()
         instance.refresh()
         self.residency.done(instance, "weights")
         self._after_op(instance)
 
     def load_failed(self, instance_id: int, now: float) -> None:
+        self.residency.now_s = now
         instance = self.instances[instance_id]
         for work in instance.works():
             self._evict(instance, work, "load_failed")
@@ -379,10 +409,12 @@ class Node:
             self._close(instance)
 
     def unload_done(self, instance_id: int, now: float) -> None:
+        self.residency.now_s = now
         self.residency.done(self.instances[instance_id], "weights")
         self._after_op(self.instances[instance_id])
 
     def resize_done(self, instance_id: int, now: float) -> None:
+        self.residency.now_s = now
         instance = self.instances[instance_id]
         self.residency.done(instance, "kv")
         instance.starved = False
@@ -390,6 +422,7 @@ class Node:
 
     def timer(self, instance_id: int, epoch: int, now: float) -> None:
         """Keep-alive is over, unless the instance has had work since (S11)."""
+        self.residency.now_s = now
         instance = self.instances.get(instance_id)
         if instance is not None and instance.epoch == epoch and not instance.batch:
             self._close(instance)
@@ -443,7 +476,9 @@ class Node:
                 self._active.sort(key=lambda one: one.id)
             else:
                 self._active.remove(instance)
-
-
-def _drain_key(instance: Instance) -> tuple[int, float]:
-    return (instance.batch, instance.deadline_s)
+        resizes = instance.batch > 0 and instance.state is State.READY and instance.op_running
+        if resizes != (instance in self._almost):
+            if resizes:
+                self._almost.append(instance)
+            else:
+                self._almost.remove(instance)

@@ -10,7 +10,10 @@ from typing import Literal
 
 from dovetail.node.events import Command, Notice, StartLoad, StartResize, StartUnload
 from dovetail.node.instance import Instance, PendingOp, State
+from dovetail.policy.headroom import INFINITY
+from dovetail.policy.latency import TransferModel
 from dovetail.policy.memory import Ledger, Op
+from dovetail.policy.placement import Hosting
 
 Part = Literal["weights", "kv"]
 
@@ -22,11 +25,15 @@ class Residency:
         instances: dict[int, Instance],
         outbox: list[Command | Notice],
         changed: Callable[[Instance], None],
+        transfer: TransferModel,
     ) -> None:
         self.ledger = Ledger(capacity_bytes)
         self._instances = instances
         self._outbox = outbox
         self._changed = changed  # the instance got an operation to do: it may not run now
+        self._transfer = transfer  # what operations should take
+        self.now_s = 0.0  # of the event that is being handled
+        self._link_free_s = 0.0  # when the loads that were ordered should be done: one link, one after another
 
     def planned_kv_tokens(self, instance: Instance) -> int:
         return self.ledger.planned_of((instance.id, "kv")) // instance.hosting.kv_bytes_per_token
@@ -43,6 +50,40 @@ class Residency:
             self.ledger.is_settled((instance.id, part)) and self.ledger.planned_of((instance.id, part)) == 0
             for part in ("weights", "kv")
         )
+
+    def loaded_s(self, hosting: Hosting) -> float:
+        """When weights that are ordered now should be there."""
+        return max(self.now_s, self._link_free_s) + hosting.load_s
+
+    def resize_s(self, instance: Instance | None, hosting: Hosting, kv_tokens: int | None) -> float:
+        """What bringing a KV pool to this size should take, room for it being waited for; None leaves it."""
+        if kv_tokens is None:
+            return 0.0
+        old_bytes = 0 if instance is None else self.ledger.planned_of((instance.id, "kv"))
+        new_bytes = kv_tokens * hosting.kv_bytes_per_token
+        wait_s = 0.0 if self.ledger.held + new_bytes - old_bytes <= self.ledger.capacity else self._transfer.unload_s
+        return wait_s + self._transfer.resize_s(old_bytes, new_bytes)
+
+    def ready_s(self, instance: Instance, free_at_s: float) -> tuple[float, float]:
+        """When an instance should be able to take turns, and when its weights should be there (now, if they are)."""
+        if instance.can_run:
+            return 0.0, 0.0
+        now = self.now_s
+        loaded = now
+        if instance.state is State.LOADING:
+            is_ordered = instance.loaded_s != INFINITY
+            loaded = max(instance.loaded_s, now) if is_ordered else self.loaded_s(instance.hosting)
+        ready = loaded
+        if instance.op_running:
+            ready = max(ready, instance.op_end_s)
+        elif instance.in_turn:
+            ready = max(ready, free_at_s)
+        for op in instance.ops:
+            if op.part == "kv":
+                ready += self._transfer.resize_s(op.old_bytes, op.new_bytes)
+        if not instance.op_running and not instance.ops:  # what it needs waits for somebody else's memory
+            ready += self._transfer.unload_s
+        return ready, loaded
 
     def load(self, instance: Instance) -> None:
         if instance.hosting.weights_in_place:
@@ -64,6 +105,8 @@ class Residency:
         instance.op_running = False
         held = self.ledger.held_of((instance.id, part))
         ops = self.ledger.done((instance.id, part))
+        if part == "weights":
+            self._mend_link()
         if part == "kv":
             instance.kv_tokens = min(held, self._pool_bytes(instance, ops)) // instance.hosting.kv_bytes_per_token
         self._queue(ops)
@@ -73,8 +116,18 @@ class Residency:
         """The load came to nothing."""
         assert instance.op_running
         instance.op_running = False
+        self._mend_link()
         self._queue(self.ledger.failed((instance.id, "weights")))
         self.pump(instance)
+
+    def _mend_link(self) -> None:
+        """A load has ended, early or late: those behind it on the link are expected from now on."""
+        expected = self.now_s
+        behind = [one for one in self._instances.values() if one.state is State.LOADING and one.op_running]
+        for instance in sorted(behind, key=lambda one: one.loaded_s):
+            expected += instance.hosting.load_s
+            instance.loaded_s = instance.op_end_s = expected
+        self._link_free_s = expected
 
     def _pool_bytes(self, instance: Instance, ops: Iterable[Op]) -> int:
         """What the pool holds for sure: its old size where a next operation has been handed out already."""
@@ -97,7 +150,17 @@ class Residency:
             return
         op = instance.ops.popleft()
         instance.op_running = True
+        instance.op_end_s = self._expected_end_s(instance, op)
         self._outbox.append(self._command(instance, op))
+
+    def _expected_end_s(self, instance: Instance, op: PendingOp) -> float:
+        if op.part == "kv":
+            return self.now_s + self._transfer.resize_s(op.old_bytes, op.new_bytes)
+        if not op.new_bytes:
+            return self.now_s + self._transfer.unload_s
+        instance.ordered_s = self.now_s
+        instance.loaded_s = self._link_free_s = self.loaded_s(instance.hosting)
+        return instance.loaded_s
 
     def _command(self, instance: Instance, op: PendingOp) -> Command:
         if op.part == "kv":

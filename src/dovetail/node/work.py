@@ -24,11 +24,13 @@ class Work:
         "id",
         "input_tokens",
         "joined_clock",
+        "last_token_s",
         "late_tokens",
         "model",
         "moves",
         "phase",
         "produced",
+        "silence_s",
         "slo_scale",
         "tpot_s",
         "ttft_s",
@@ -58,6 +60,8 @@ class Work:
         self.cached = False  # its KV blocks travel with it: no prefill needed
         self.phase = Phase.ANY
         self.late_tokens = 0  # tokens after their own true deadline
+        self.last_token_s: float | None = None  # None before its first token
+        self.silence_s = 0.0  # the longest time between two of its tokens
         self.moves = 0
 
     @property
@@ -68,6 +72,21 @@ class Work:
     @property
     def known_tokens(self) -> int:
         return self.input_tokens + self.produced
+
+    def got_token(self, now: float) -> None:
+        """Note the time; how many tokens it has is counted elsewhere."""
+        if self.last_token_s is not None and now - self.last_token_s > self.silence_s:
+            self.silence_s = now - self.last_token_s
+        self.last_token_s = now
+
+    def pace_from(self, first_token_s: float, tokens: float) -> None:
+        """Its pace is measured from its first token. One that came before its time leaves later tokens no more time
+        than the scheduler's safety adds up to over so many tokens."""
+        self.first_due_s = min(self.first_due_s, first_token_s + self.safety_s(tokens))
+
+    def safety_s(self, tokens: float) -> float:
+        """What the scheduler's safety adds up to."""
+        return tokens * self.tpot_s * (1.0 / self.slo_scale - 1.0)
 
     def give_grace(self, seconds: float) -> None:
         self.grace_s += seconds

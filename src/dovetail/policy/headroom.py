@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple, Protocol, TypeVar
 
 INFINITY = float("inf")
 
@@ -44,9 +45,19 @@ class Refusal(StrEnum):
     CLOSED = "closed"  # the instance is being unloaded, or the node is down
 
 
+class Prefill(NamedTuple):
+    """A prompt that waits to be computed, overestimated."""
+
+    due_s: float  # when its token is due
+    urgent_s: float  # by when it should have its turn: earlier than due where an answer must not fall silent
+    seconds: float
+    tpot_s: float  # its pace from then on
+    safety_s: float = INFINITY  # later than its pace from its first token on, its tokens may be; more is not kept
+
+
 @dataclass(slots=True)
-class Load:
-    """What one instance has to do next, every duration already overestimated."""
+class InstanceDemand:
+    """What one instance has to do next, after the turn under way; every duration is overestimated already."""
 
     deadline_s: float  # of its most urgent request; INFINITY when it has nothing to do
     decode_deadline_s: float  # of its most urgent running request; INFINITY when none runs
@@ -54,48 +65,108 @@ class Load:
     decode_s: float  # one iteration of its batch, waiting requests counted as members; 0 when empty
     tpot_s: float  # the strictest pace among its requests
     blocked: bool = False  # loading: it cannot take turns yet, and its deadlines will move by the grace
+    batch: int = 0
+    ready_s: float = 0.0  # it takes no turn before: its weights arrive, or its pool is being resized
+    spoke_s: float = INFINITY  # when its running requests had their last token, the earliest of these times
+    prefills: tuple[Prefill, ...] = ()  # most urgent first, their deadlines as they will be after a load
 
 
 @dataclass(frozen=True, slots=True)
-class Joiner:
+class Candidate:
     """The request to be added, as seen by the instance that would take it."""
 
     deadline_s: float  # of its next token
-    prefill_s: float  # its own prefill, overestimated
+    prefill_s: float  # its own prefill, overestimated; 0 when its KV blocks come with it
     decode_s: float  # one iteration of the instance with it, overestimated
     tpot_s: float
+    urgent_s: float = INFINITY  # by when it should have its turn, where that is earlier
+    safety_s: float = INFINITY  # as of a Prefill
 
 
-def validate(loads: Sequence[Load], target: int, joiner: Joiner, start_s: float) -> Refusal | None:
-    """S4: shadow validation. `start_s` is when the device is next free; None means that all three cases are clear.
+class Contender(Protocol):
+    """An instance that could have the next turn."""
 
-    The future of earliest-deadline-first turns is played in closed form: until the target instance's turn comes, every
+    @property
+    def deadline_s(self) -> float: ...
+
+    @property
+    def urgent_s(self) -> float: ...
+
+    @property
+    def batch(self) -> int: ...
+
+
+ContenderT = TypeVar("ContenderT", bound=Contender)
+SILENCE_MARGIN_S = 0.5  # draining small batches ends this long before somebody would have been silent for too long
+
+
+def choose_turn(contenders: Sequence[ContenderT], now: float, slack_s: float | None) -> ContenderT | None:
+    """S2: whose turn it is. With a slack, the smallest batch runs while everyone has more headroom than that.
+
+    The node asks this for real and shadow validation for play: there is no second copy of the rule.
+    """
+    best: ContenderT | None = None
+    urgent = due = INFINITY
+    for one in contenders:
+        if one.urgent_s < urgent:
+            urgent = one.urgent_s
+            best = one
+        if one.deadline_s < due:
+            due = one.deadline_s
+    if slack_s is not None and best is not None and due - now > slack_s and urgent - now > SILENCE_MARGIN_S:
+        return min(contenders, key=_drain_key)
+    return best
+
+
+def prefills_first(now: float, prefill_s: float, running_due_s: float, guards_decodes: bool) -> bool:
+    """Whether an instance that has both computes a prompt before its running requests get their next tokens: always,
+    or only as long as that makes none of these late."""
+    return not guards_decodes or now + prefill_s <= running_due_s
+
+
+def _drain_key(one: Contender) -> tuple[int, float]:
+    return (one.batch, one.deadline_s)
+
+
+def is_overcommitted(demands: Sequence[InstanceDemand], target: int, candidate: Candidate) -> bool:
+    """S4, case 3: one decode iteration of every instance takes longer than the strictest pace of all requests there,
+    those of the target included."""
+    tpot_s = candidate.tpot_s
+    total_s = candidate.decode_s
+    for index, demand in enumerate(demands):
+        if demand.tpot_s < tpot_s:
+            tpot_s = demand.tpot_s
+        if index != target:
+            total_s += demand.decode_s
+    return total_s > tpot_s
+
+
+def validate_closed(
+    demands: Sequence[InstanceDemand], target: int, candidate: Candidate, start_s: float
+) -> Refusal | None:
+    """S4 in closed form. `start_s` is when the device is next free; None means that all three cases are clear.
+
+    The future of earliest-deadline-first turns is summed up: until the target instance's turn comes, every
     instance with an earlier deadline runs as many iterations as push its deadline past the target's; then the target
     runs its prefills; then everyone must still manage one more iteration in deadline order.
     """
-    tpot_s = joiner.tpot_s
-    total_decode = joiner.decode_s
-    for index, load in enumerate(loads):
-        if index != target:
-            total_decode += load.decode_s
-            tpot_s = min(tpot_s, load.tpot_s)
-    if total_decode > tpot_s:
+    if is_overcommitted(demands, target, candidate):
         return Refusal.DECODE_OVERCOMMITTED
-    own = loads[target]
+    own = demands[target]
     if own.blocked:
         return None  # its prefill starts after the load, and the grace covers that
-    turn_deadline = min(own.deadline_s, joiner.deadline_s)
+    turn_deadline = min(own.deadline_s, candidate.deadline_s)
     clock = start_s
     later: list[tuple[float, float]] = []  # (deadline, duration) of what follows the target's prefills
-    for index, load in enumerate(loads):
-        if index == target or load.blocked or load.deadline_s == INFINITY:
+    for index, demand in enumerate(demands):
+        if index == target or demand.blocked or demand.deadline_s == INFINITY:
             continue
-        clock += _ahead(load, turn_deadline, later)
-    clock += own.prefill_s + joiner.prefill_s
-    if clock > joiner.deadline_s:
+        clock += _ahead(demand, turn_deadline, later)
+    clock += own.prefill_s + candidate.prefill_s
+    if clock > candidate.deadline_s:
         return Refusal.FIRST_TOKEN_LATE
     if own.decode_deadline_s != INFINITY:
-        later.append((own.decode_deadline_s, joiner.decode_s))
+        later.append((own.decode_deadline_s, candidate.decode_s))
     later.sort()
     for deadline, duration in later:
         clock += duration
@@ -104,14 +175,14 @@ def validate(loads: Sequence[Load], target: int, joiner: Joiner, start_s: float)
     return None
 
 
-def _ahead(load: Load, turn_deadline: float, later: list[tuple[float, float]]) -> float:
+def _ahead(demand: InstanceDemand, turn_deadline: float, later: list[tuple[float, float]]) -> float:
     """Time that a neighbour takes before the target's turn; what it must do afterwards is appended to `later`."""
-    if load.deadline_s >= turn_deadline:
-        later.append((load.deadline_s, load.prefill_s if load.prefill_s else load.decode_s))
+    if demand.deadline_s >= turn_deadline:
+        later.append((demand.deadline_s, demand.prefill_s if demand.prefill_s else demand.decode_s))
         return 0.0
-    if load.prefill_s:  # its prefills come first, and give it one token's time of headroom
-        later.append((load.deadline_s + load.tpot_s, load.decode_s))
-        return load.prefill_s
-    iterations = int((turn_deadline - load.deadline_s) / load.tpot_s) + 1
-    later.append((load.deadline_s + iterations * load.tpot_s, load.decode_s))
-    return iterations * load.decode_s
+    if demand.prefill_s:  # its prefills come first, and give it one token's time of headroom
+        later.append((demand.deadline_s + demand.tpot_s, demand.decode_s))
+        return demand.prefill_s
+    iterations = int((turn_deadline - demand.deadline_s) / demand.tpot_s) + 1
+    later.append((demand.deadline_s + iterations * demand.tpot_s, demand.decode_s))
+    return iterations * demand.decode_s

@@ -14,6 +14,11 @@ class Admission(StrEnum):
     CONCURRENCY = "concurrency"  # a fixed limit per instance (ServerlessLLM)
 
 
+class Shadow(StrEnum):
+    PLAY = "play"  # S4 by playing the node's own turns
+    CLOSED = "closed"  # S4 summed up in closed form, loading instances left out
+
+
 class TurnOrder(StrEnum):
     DEADLINE = "deadline"  # S2: the shortest headroom runs
     DRAIN = "drain"  # while everyone has slack, the instance that will free its memory soonest runs
@@ -24,6 +29,8 @@ class Knobs:
     name: str = "slinfer"
     # SLOs and admission
     admission: Admission = Admission.SHADOW
+    shadow: Shadow = Shadow.PLAY
+    paced_from_first_token: bool = True  # a first token before its time gives later ones no more of it (mean TPOT)
     slo_scale: float = 0.95  # the scheduler holds SLOs at this share of their value
     cpu_overestimate: float = 1.10  # S4: factor on predicted iterations
     gpu_overestimate: float = 1.05
@@ -44,6 +51,8 @@ class Knobs:
     # beyond the paper
     turns: TurnOrder = TurnOrder.DEADLINE
     slack_s: float = 4.0  # DRAIN: headroom below which deadline order rules
+    guard_decodes: bool = False  # a prompt waits while it would make running requests of its model late
+    max_silence_s: float = float("inf")  # within an answer: longer ones are no more admitted than late tokens
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
     one_instance: bool = False  # no second instance of a model on a node: it would split the batch
     free_resize: bool = False  # pools grow and shrink in place, without copying

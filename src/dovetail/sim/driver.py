@@ -213,7 +213,11 @@ class Simulation:
 
     def _op(self, device: Device, now: float, duration: float, method: Callable[..., None], instance: int) -> None:
         end = now + duration
-        self._push(end, MEMORY, self._op_end, (device, device.epoch, method, (instance, end)))
+        if duration > 0.0 or now < device.stalled_until_s:
+            self._push(end, MEMORY, self._op_end, (device, device.epoch, method, (instance, end)))
+            return
+        method(instance, now)  # what takes no time is over before the next turn is chosen
+        self._dirty.append(device)
 
     def _load(self, device: Device, said: events.StartLoad, now: float) -> None:
         duration = device.load_s(said)
@@ -273,6 +277,7 @@ class Simulation:
         record.end_s = now
         record.late_tokens = work.late_tokens
         record.moves = work.moves
+        record.silence_s = work.silence_s
         self.open -= 1
         if self.log is not None:
             self.log.write(now, fate.value, request=work.id, reason=reason)

@@ -33,6 +33,7 @@ class Record:
     end_s: float = 0.0
     grace_s: float = 0.0
     late_tokens: int = 0
+    silence_s: float = 0.0  # the longest time between two of its tokens
     moves: int = 0
     on_gpu: bool = False
 
@@ -51,6 +52,15 @@ class Record:
         if self.fate is not Fate.FINISHED:
             return False
         return self.ttft_s <= rule.ttft_s(self.input_tokens) + self.grace_s and self.tpot_s <= rule.tpot_s
+
+    def meets_without_grace(self, rule: SloRule) -> bool:
+        """As its user sees it: a cold start excuses nothing."""
+        return self.meets(rule) and self.ttft_s <= rule.ttft_s(self.input_tokens)
+
+    def is_broken_promise(self, rule: SloRule) -> bool:
+        """A node accepted it, and it was late or broke off all the same."""
+        was_accepted = self.first_token_s is not None or self.moves > 0
+        return was_accepted and not self.meets(rule)
 
     def meets_strictly(self, rule: SloRule) -> bool:
         """Every token by its own deadline."""
@@ -94,6 +104,21 @@ class Result:
     def met_strictly(self) -> int:
         return sum(record.meets_strictly(self.rule) for record in self.records)
 
+    def met_without_grace(self) -> int:
+        return sum(record.meets_without_grace(self.rule) for record in self.records)
+
+    def broken_promises(self) -> int:
+        return sum(record.is_broken_promise(self.rule) for record in self.records)
+
+    def broken_answers(self) -> int:
+        """Answers that began and broke off."""
+        return sum(record.fate is not Fate.FINISHED and record.first_token_s is not None for record in self.records)
+
+    def silences(self) -> list[float]:
+        """The longest silence within each answer that has at least two tokens, rising."""
+        begun = (record for record in self.records if record.first_token_s is not None and record.output_tokens > 1)
+        return sorted(record.silence_s for record in begun)
+
     def resize_share(self) -> float:
         """Share of their lives that GPU instances spend resizing (S6)."""
         return self.resize_s / self.gpu_instance_s if self.gpu_instance_s else 0.0
@@ -104,12 +129,19 @@ class Result:
     def summary(self) -> dict[str, float | int | str]:
         ttfts = sorted(record.ttft_s for record in self.records if record.first_token_s is not None)
         tpots = sorted(record.tpot_s for record in self.records if record.fate is Fate.FINISHED)
+        silences = self.silences()
         in_run = [sample for sample in self.samples if sample.time_s < self.horizon_s] or self.samples
         return {
             "policy": self.policy,
             "requests": len(self.records),
             "slo_met": self.met(),
             "slo_met_strict": self.met_strictly(),
+            "slo_met_without_grace": self.met_without_grace(),
+            "broken_promises": self.broken_promises(),
+            "broken_answers": self.broken_answers(),
+            "silence_p50_s": round(percentile(silences, 0.50), 3),
+            "silence_p99_s": round(percentile(silences, 0.99), 3),
+            "silence_max_s": round(percentile(silences, 1.0), 3),
             "dropped": self.count(Fate.DROPPED),
             "rejected": self.count(Fate.REJECTED),
             "failed": self.count(Fate.FAILED),

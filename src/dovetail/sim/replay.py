@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.policy.knobs import Admission, Knobs, TurnOrder
+from dovetail.policy.knobs import Admission, Knobs, Shadow, TurnOrder
 from dovetail.sim.layout import Layout
 from dovetail.sim.log import EventLog
 from dovetail.sim.setup import Setup, build
@@ -22,7 +22,8 @@ def settings_of(setup: Setup) -> dict[str, Any]:
 
 
 def knobs_of(values: dict[str, Any]) -> Knobs:
-    return Knobs(**{**values, "admission": Admission(values["admission"]), "turns": TurnOrder(values["turns"])})
+    kinds = {"admission": Admission, "shadow": Shadow, "turns": TurnOrder}
+    return Knobs(**{**values, **{key: kind(values[key]) for key, kind in kinds.items() if key in values}})
 
 
 def setup_of(settings: dict[str, Any]) -> Setup:

@@ -55,7 +55,10 @@ class Cell:
         return {"labels": list(self.labels), "published": self.published}
 
 
-FIGURES = ("met", "rate", "strict", "GPUs", "CPUs", "TTFT p50", "TTFT p95", "cold", "batch", "resizing")
+FIGURES = (
+    *("met", "rate", "no grace", "strict", "late", "broken", "silence p50", "p99"),
+    *("GPUs", "CPUs", "TTFT p50", "TTFT p95", "cold", "batch", "resizing"),
+)
 Runs = Iterator[tuple[Cell, Setup]]
 
 
@@ -78,7 +81,12 @@ def _figures(result: Result) -> list[str]:
     return [
         str(summary["slo_met"]),
         f"{100 * result.met() / total:.1f}%",
+        f"{100 * result.met_without_grace() / total:.1f}%",
         f"{100 * result.met_strictly() / total:.1f}%",
+        str(summary["broken_promises"]),
+        str(summary["broken_answers"]),
+        f"{summary['silence_p50_s']:.2f}",
+        f"{summary['silence_p99_s']:.2f}",
         f"{summary['gpu_nodes_mean']:.2f}",
         f"{summary['cpu_nodes_mean']:.2f}",
         f"{summary['ttft_p50_s']:.2f}",

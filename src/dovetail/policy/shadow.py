@@ -1,0 +1,207 @@
+"""Shadow validation by playing a node's own turns (S4): may a request join without making anybody late?
+
+Plays the rule by which the node chooses turns until the candidate has its first token and everyone else one more token
+after it. Instances that are loading or resizing take part from when they are expected to be ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dovetail.policy.headroom import (
+    INFINITY,
+    Candidate,
+    InstanceDemand,
+    Prefill,
+    Refusal,
+    choose_turn,
+    is_overcommitted,
+    prefills_first,
+)
+
+# A bound on what one validation costs. It is reached only where prefills wait by the dozen.
+MAX_TURNS = 192
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRule:
+    """How the node chooses turns, as far as it is a matter of policy."""
+
+    slack_s: float | None = None  # `choose_turn`
+    max_silence_s: float = INFINITY  # within an answer: longer ones count as late
+    turn_silence_s: float = INFINITY  # after which a running batch should have its turn
+    guards_decodes: bool = False  # `prefills_first`
+
+
+class _Player:
+    """One instance while its turns are played."""
+
+    __slots__ = (
+        "batch",
+        "deadline_s",
+        "decode_s",
+        "due_s",
+        "is_settled",
+        "next",
+        "prefills",
+        "ready_s",
+        "rule",
+        "spoke_s",
+        "tpot_s",
+        "urgent_s",
+    )
+
+    def __init__(self, demand: InstanceDemand, rule: TurnRule) -> None:
+        self.rule = rule
+        self.batch = demand.batch
+        self.decode_s = demand.decode_s
+        self.due_s = demand.decode_deadline_s  # of its running requests
+        self.spoke_s = demand.spoke_s
+        self.tpot_s = demand.tpot_s
+        self.ready_s = demand.ready_s
+        self.prefills: Sequence[Prefill] = demand.prefills
+        self.next = 0  # of the prefills
+        self.is_settled = False  # it has had a token since the last prefill of anybody
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """When its next token is due, after any change."""
+        self.deadline_s = self.due_s
+        self.urgent_s = min(self.due_s, self.spoke_s + self.rule.turn_silence_s)
+        if self.next < len(self.prefills):
+            first = self.prefills[self.next]
+            self.deadline_s = min(first.due_s, self.deadline_s)
+            self.urgent_s = min(first.urgent_s, self.urgent_s)
+
+    @property
+    def latest_s(self) -> float:
+        """When its running requests must have their next token."""
+        return min(self.due_s, self.spoke_s + self.rule.max_silence_s)
+
+    def take(self, candidate: Candidate) -> Prefill | None:
+        """The candidate joins; returns its prefill, if it needs one."""
+        self.batch += 1
+        self.decode_s = candidate.decode_s
+        prefill = None
+        if candidate.prefill_s:
+            urgent_s = min(candidate.deadline_s, candidate.urgent_s)
+            prefill = Prefill(candidate.deadline_s, urgent_s, candidate.prefill_s, candidate.tpot_s, candidate.safety_s)
+            self.prefills = sorted((*self.prefills, prefill), key=lambda one: one.urgent_s)
+        else:
+            self._run(candidate.deadline_s, candidate.tpot_s)
+        self.look_ahead()
+        return prefill
+
+    def prefills_next(self, clock: float) -> bool:
+        """Whether a turn of it now is a prefill."""
+        if self.next == len(self.prefills):
+            return False
+        return prefills_first(clock, self.prefills[self.next].seconds, self.latest_s, self.rule.guards_decodes)
+
+    def prefill(self) -> Prefill:
+        done = self.prefills[self.next]
+        self.next += 1
+        return done
+
+    def join(self, done: Prefill, clock: float) -> None:
+        """What was prefilled runs from now on."""
+        if self.decode_s:  # a prefill instance of its own hands it over instead
+            self._run(min(done.due_s, clock + done.safety_s) + done.tpot_s, done.tpot_s)
+            self.spoke_s = min(self.spoke_s, clock)
+        self.look_ahead()
+
+    def _run(self, due_s: float, tpot_s: float) -> None:
+        self.due_s = min(self.due_s, due_s)
+        self.tpot_s = min(self.tpot_s, tpot_s)
+
+    def decode(self, times: int, clock: float) -> None:
+        self.due_s += times * self.tpot_s
+        self.spoke_s = clock
+        self.is_settled = True
+        self.look_ahead()
+
+
+def validate(
+    demands: Sequence[InstanceDemand], target: int, candidate: Candidate, start_s: float, rule: TurnRule
+) -> Refusal | None:
+    """S4. `start_s` is when the device is next free; None means that all three cases are clear."""
+    if is_overcommitted(demands, target, candidate):
+        return Refusal.DECODE_OVERCOMMITTED
+    if max(start_s, demands[target].ready_s) + candidate.prefill_s > candidate.deadline_s:
+        return Refusal.FIRST_TOKEN_LATE
+    return _Play(demands, target, candidate, rule).run(start_s)
+
+
+class _Play:
+    """The node's next turns with the candidate on it."""
+
+    __slots__ = ("_awaited", "_last_ready_s", "_players", "_round_s", "_rule", "_waiting")
+
+    def __init__(self, demands: Sequence[InstanceDemand], target: int, candidate: Candidate, rule: TurnRule) -> None:
+        joined = _Player(demands[target], rule)
+        self._awaited = joined.take(candidate)  # the candidate's own prefill, until it is done
+        self._players = [_Player(one, rule) for index, one in enumerate(demands) if index != target and one.batch]
+        self._players.append(joined)
+        self._rule = rule
+        self._round_s = sum(one.decode_s for one in self._players)
+        self._waiting = sum(len(one.prefills) for one in self._players)
+        self._last_ready_s = max(one.ready_s for one in self._players)
+
+    def run(self, clock: float) -> Refusal | None:
+        for _ in range(MAX_TURNS):
+            ready = self._players
+            if self._last_ready_s > clock:
+                ready = [one for one in ready if one.ready_s <= clock]
+            chosen = choose_turn(ready, clock, self._rule.slack_s)
+            if chosen is None:
+                if self._last_ready_s <= clock:
+                    return None
+                clock = min(one.ready_s for one in self._players if one.ready_s > clock)
+                continue
+            if chosen.prefills_next(clock):
+                done = chosen.prefill()
+                clock += done.seconds
+                if clock > done.due_s:
+                    return Refusal.FIRST_TOKEN_LATE if done is self._awaited else Refusal.NEIGHBOUR_LATE
+                self._prefilled(chosen, done, clock)
+            else:
+                if clock + chosen.decode_s > chosen.latest_s:
+                    return Refusal.NEIGHBOUR_LATE
+                times = self._in_a_row(chosen, ready, clock)
+                clock += times * chosen.decode_s
+                chosen.decode(times, clock)
+            if not self._waiting and self._is_over(clock):
+                return None
+        return None if self._awaited is None else Refusal.FIRST_TOKEN_LATE
+
+    def _prefilled(self, player: _Player, done: Prefill, clock: float) -> None:
+        player.join(done, clock)
+        self._waiting -= 1
+        if done is self._awaited:
+            self._awaited = None
+        for one in self._players:
+            one.is_settled = False
+
+    def _in_a_row(self, chosen: _Player, ready: Sequence[_Player], clock: float) -> int:
+        """How many iterations it has before anybody else is more urgent or gets ready: they are played as one."""
+        if self._rule.slack_s is not None and chosen.due_s - clock > self._rule.slack_s:
+            return 1  # while small batches drain, the order is another
+        urgent = min((one.urgent_s for one in ready if one is not chosen), default=INFINITY)
+        if urgent == INFINITY:
+            urgent = chosen.due_s  # alone, one more tells enough
+        times = int((urgent - chosen.due_s) / chosen.tpot_s) + 1 if urgent > chosen.due_s else 1
+        if self._last_ready_s > clock:
+            first_ready = min(one.ready_s for one in self._players if one.ready_s > clock)
+            times = min(times, int((first_ready - clock) / chosen.decode_s) + 1)
+        return times
+
+    def _is_over(self, clock: float) -> bool:
+        """Everyone has had a token since the last prefill, or is so far ahead that a round of all cannot make it late:
+        from here on case 3 keeps them in time."""
+        for one in self._players:
+            if not one.is_settled and one.due_s != INFINITY:
+                ahead_s = one.latest_s - max(clock, one.ready_s)
+                if ahead_s < self._round_s:
+                    return False
+        return True
