@@ -19,8 +19,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 RANKS = [
     {"errors", "machine", "modelspec", "layouts"},
     {"types"},
-    {"config", "messages"},
+    {"config", "messages", "eventlog"},
     {"policy", "sched"},
+    {"profiles"},
     {"node", "cluster"},
     {"native"},
     {"engine", "store", "gateway", "sim", "plan", "bench"},
@@ -31,7 +32,7 @@ RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 ALSO = {("types", "modelspec"), ("cluster", "node"), ("policy", "sched"), ("plan", "sim"), ("bench", "sim")}
 ALSO |= {("bench", "store"), ("bench", "engine")}  # it measures them, without a worker in between
 
-PURE = {"types", "errors", "modelspec", "messages", "policy", "sched", "node", "cluster"}
+PURE = {"types", "errors", "modelspec", "messages", "eventlog", "policy", "profiles", "sched", "node", "cluster"}
 BANNED_IN_PURE = {"torch", "ray", "fastapi", "starlette", "uvicorn", "httpx", "zmq", "time", "random", "asyncio"}
 EXEMPT = {"cluster/ray_backend.py"}  # the only file that imports ray
 # The boundaries of each process.
@@ -76,6 +77,13 @@ def test_imports_point_left(path: Path) -> None:
         target = parts[1]
         allowed = target == unit or RANK[target] < RANK[unit] or (unit, target) in ALSO
         assert allowed, f"{relative(path)}:{line}: {unit} (rank {RANK[unit]}) imports {target} (rank {RANK[target]})"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if unit_of(p) in ("worker", "gateway")], ids=relative)
+def test_production_imports_neither_the_simulator_nor_the_benches(path: Path) -> None:
+    for line, name in imports(path):
+        room = ".".join(name.split(".")[:2])
+        assert room not in ("dovetail.sim", "dovetail.bench"), f"{relative(path)}:{line}: serving imports {room}"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if unit_of(p) in PURE], ids=relative)

@@ -15,7 +15,7 @@ from dovetail.bench.page_cache import drop
 from dovetail.bench.worker_process import WorkerProcess
 from dovetail.errors import ConfigError
 from dovetail.native.dispatch import levels
-from dovetail.policy.live import LiveLatency
+from dovetail.profiles.live import LiveLatency
 from dovetail.store import Catalogue, describe
 from dovetail.store.format import partition_files
 from dovetail.store.pool import HostPool

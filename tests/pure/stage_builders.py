@@ -7,14 +7,14 @@ from typing import Any
 
 from sim_builders import make_latency
 
+from dovetail.eventlog import EventLog
 from dovetail.modelspec import ModelSpec
 from dovetail.node.events import StartLoad
 from dovetail.policy.knobs import Knobs
-from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import Hosting
+from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome, RowOutcome, Turn
-from dovetail.sim.log import EventLog
 from dovetail.types import ModelCard, Request, SamplingParams, Slo, TokenEvent
 from dovetail.worker.actor import Actor
 from dovetail.worker.policy import real_knobs
@@ -108,7 +108,7 @@ class Rig:
         policy = Knobs(**{**_values(real_knobs("dovetail")), **knobs})
         self.stage = Stage("node", memory, policy, self, self.clock, log)
         if log is not None:
-            log.start_real(self.stage.node, "virtual")
+            self.stage.start_log("virtual")
         for model in models:
             self.register(model)
 

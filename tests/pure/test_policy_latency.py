@@ -19,7 +19,7 @@ from dovetail.policy.latency import (
     fit,
 )
 from dovetail.policy.placement import DeviceKind
-from dovetail.sim.profile import read_profile
+from dovetail.profiles.files import read_profile
 
 
 def test_a_curve_passes_through_its_points_and_is_linear_between() -> None:

@@ -14,9 +14,9 @@ from sim_builders import PROFILE, SHARED, needs_shared
 
 from dovetail.errors import ConfigError
 from dovetail.policy.placement import DeviceKind
-from dovetail.sim.hardware import PRESETS, Shape, hosting_of, latency_of
+from dovetail.profiles.files import preset_errors, read_profile
+from dovetail.profiles.hardware import PRESETS, Shape, hosting_of, latency_of
 from dovetail.sim.parallel import parallel_errors
-from dovetail.sim.profile import preset_errors, read_profile
 from dovetail.sim.trace import Arrival, keep_models, read_trace, write_trace
 from dovetail.sim.workload import Workload, generate, read_lengths
 

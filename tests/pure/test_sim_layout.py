@@ -14,8 +14,8 @@ from dovetail.errors import ConfigError
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind
+from dovetail.policy.presets import policy
 from dovetail.sim.layout import read_layout
-from dovetail.sim.policies import policy
 from dovetail.sim.replay import replay
 from dovetail.sim.setup import Setup, build
 

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from dovetail.cli.sim import app, knobs_of
 from dovetail.errors import ConfigError
+from dovetail.eventlog import EventLog
 from dovetail.policy.knobs import Shadow
 from dovetail.policy.latency import TransferModel
+from dovetail.policy.presets import POLICIES, policy
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain
-from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Fate, Record, Result
-from dovetail.sim.policies import POLICIES, policy
 from dovetail.sim.replay import replay, settings_of
 from dovetail.sim.report import write_report
 from dovetail.sim.setup import Setup, build, run

@@ -9,9 +9,10 @@ import pytest
 from stage_builders import Rig
 
 from dovetail.errors import ConfigError
+from dovetail.eventlog import open_log
+from dovetail.profiles.timings import TurnTimings, kind_of
 from dovetail.sim import real_log, twin
 from dovetail.sim.explain import explain_log
-from dovetail.sim.log import Pace, kind_of, open_log
 from dovetail.sim.metrics import Fate
 
 
@@ -103,7 +104,7 @@ def test_the_twin_learns_of_what_comes_during_a_turn_when_that_ends(tmp_path: Pa
 def test_the_twin_takes_as_long_as_turns_took_beside_loads_and_without(log: Path) -> None:
     pace = real_log.pace(real_log.read_real(log))
     assert pace.turns == 0, "too short a run for a line on it"
-    pace = Pace()
+    pace = TurnTimings()
     beside, quiet = kind_of(True, True, 100), kind_of(True, False, 100)
     pace.add(beside, took_s=0.3, expected_s=0.2, gap_s=0.001)
     pace.add(quiet, took_s=0.1, expected_s=0.2, gap_s=0.003)

@@ -8,8 +8,8 @@ import json
 import pytest
 from sim_builders import make_latency
 
-from dovetail.policy.live import LiveLatency
-from dovetail.sim.log import EventLog
+from dovetail.eventlog import EventLog
+from dovetail.profiles.live import LiveLatency
 from dovetail.worker.journal import PACE_TURNS, Journal
 from dovetail.worker.lessons import ENOUGH, Lesson, Lessons
 

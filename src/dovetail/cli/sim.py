@@ -18,19 +18,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from dovetail.errors import ConfigError, DovetailError
+from dovetail.eventlog import EventLog
 from dovetail.policy.knobs import Knobs
+from dovetail.policy.presets import POLICIES, policy
+from dovetail.profiles.files import preset_errors, read_profile
+from dovetail.profiles.hardware import PRESETS
 from dovetail.sim import real_log, twin
 from dovetail.sim import replay as replaying
 from dovetail.sim.cost import measure_decisions
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain, explain_log
-from dovetail.sim.hardware import PRESETS
 from dovetail.sim.layout import Layout, read_layout
-from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Result
 from dovetail.sim.parallel import parallel_errors
-from dovetail.sim.policies import POLICIES, policy
-from dovetail.sim.profile import preset_errors, read_profile
 from dovetail.sim.report import write_report
 from dovetail.sim.scale import run_scale
 from dovetail.sim.setup import Setup, build

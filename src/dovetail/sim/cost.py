@@ -13,11 +13,11 @@ from dovetail.node.node import Node
 from dovetail.node.work import Work
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
+from dovetail.policy.presets import DOVETAIL
+from dovetail.profiles.files import read_profile
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.metrics import percentile
-from dovetail.sim.policies import DOVETAIL
-from dovetail.sim.profile import read_profile
 from dovetail.sim.setup import make_devices, uniform_groups
 from dovetail.sim.trace import Arrival
 from dovetail.sim.workload import Workload, generate

@@ -12,6 +12,7 @@ from typing import Any
 
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Dropped, Moving, Placed, Queued
+from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.node import Node
 from dovetail.node.work import Work
@@ -21,7 +22,6 @@ from dovetail.policy.placement import DeviceKind
 from dovetail.sim.device import Device
 from dovetail.sim.faults import Fault, FaultKind
 from dovetail.sim.handle import Handle
-from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Fate, Record, Result
 from dovetail.sim.sampling import Sampler
 from dovetail.sim.trace import Arrival

@@ -7,20 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dovetail.sim.log import EventLog
+from dovetail.eventlog import EventLog
+from dovetail.policy.reasons import REASONS
 from dovetail.sim.metrics import Fate, Result
 
-WORDS = {
-    "first_token_late": "its first token would be late",
-    "neighbour_late": "a neighbour's next token would be late",
-    "decode_overcommitted": "one iteration of everybody would exceed the token pace",
-    "memory": "not enough memory",
-    "link": "other loads on the node's link would delay its own too long",
-    "slots": "no free slot",
-    "concurrency": "the instance is at its concurrency limit",
-    "hardware": "this device can never meet the SLO of this request",
-    "closed": "the instance was closing",
-}
 HOW = {
     "join": "joined a running instance",
     "preempt": "joined a running instance after a smaller neighbour gave way",
@@ -71,7 +61,7 @@ def _sentence(event: dict[str, Any]) -> str:
     if kind == "placed":
         return f"{HOW[event['how']]} on {event['node']} (instance {event['instance']})"
     if kind == "queued":
-        reasons = [f"{WORDS.get(name, name)} ({count}×)" for name, count in sorted(event["refusals"].items())]
+        reasons = [f"{REASONS.get(name, name)} ({count}×)" for name, count in sorted(event["refusals"].items())]
         return (
             "no place: "
             + ("; ".join(reasons) or "no candidate")

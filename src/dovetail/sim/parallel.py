@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 
 from dovetail.errors import ConfigError
-from dovetail.sim.hardware import PRESETS, RooflineError, Shape, latency_of
+from dovetail.profiles.hardware import PRESETS, RooflineError, Shape, latency_of
 
 LLAMA_70B = Shape(128.5, 320.0, 80)
 NAMES = {"a100-80gb": "a100-80g", "h100-80gb": "h100-80g"}

@@ -13,11 +13,11 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import Hosting
-from dovetail.sim.log import Pace
+from dovetail.profiles.files import latency_from
+from dovetail.profiles.live import LiveLatency
+from dovetail.profiles.timings import TurnTimings
 from dovetail.sim.metrics import Fate, Record, Result
-from dovetail.sim.profile import latency_from
 
 FATES = {"finished": Fate.FINISHED, "failed": Fate.FAILED, "aborted": Fate.FINISHED}
 
@@ -108,10 +108,10 @@ def hostings(log: RealLog) -> dict[str, Hosting]:
     return found
 
 
-def pace(log: RealLog) -> Pace:
-    known = {field.name for field in fields(Pace)}
+def pace(log: RealLog) -> TurnTimings:
+    known = {field.name for field in fields(TurnTimings)}
     last = next((event for event in reversed(log.events) if event["event"] == "pace"), {})
-    return Pace(**{key: value for key, value in last.items() if key in known})
+    return TurnTimings(**{key: value for key, value in last.items() if key in known})
 
 
 def load_times_s(log: RealLog) -> dict[bool, list[float]]:

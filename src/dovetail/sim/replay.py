@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.eventlog import EventLog
 from dovetail.policy.knobs import Admission, Knobs, Shadow, TurnOrder
 from dovetail.sim.layout import Layout
-from dovetail.sim.log import EventLog
 from dovetail.sim.setup import Setup, build
 
 

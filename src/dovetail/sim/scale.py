@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.policy.knobs import Knobs
+from dovetail.policy.presets import DOVETAIL
 from dovetail.sim.cost import cluster
 from dovetail.sim.driver import Simulation
-from dovetail.sim.policies import DOVETAIL
 from dovetail.sim.workload import Workload, generate
 
 LENGTHS = ((128, 8), (256, 16), (512, 16), (1024, 32))

@@ -9,18 +9,18 @@ from pathlib import Path
 from random import Random
 
 from dovetail.errors import ConfigError
+from dovetail.eventlog import EventLog
 from dovetail.node.node import Node
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.profiles.files import DEFAULT_PRESETS, MEASURED, Profile, read_profile
+from dovetail.profiles.hardware import PRESETS, Shape, hosting_of
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.faults import draw_faults
-from dovetail.sim.hardware import PRESETS, Shape, hosting_of
 from dovetail.sim.layout import Layout, ModelSection, NodeSection, line_of
-from dovetail.sim.log import EventLog
 from dovetail.sim.metrics import Result
-from dovetail.sim.profile import DEFAULT_PRESETS, MEASURED, Profile, read_profile
 from dovetail.sim.trace import Arrival, first_line_of, keep_models, read_trace
 
 GPU_MEMORY_GIB = 78.0

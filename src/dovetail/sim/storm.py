@@ -13,10 +13,10 @@ from dovetail.node.node import Node
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.presets import POLICIES
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import Simulation
 from dovetail.sim.faults import draw_faults
-from dovetail.sim.policies import POLICIES
 from dovetail.sim.setup import INSTANCE_IDS
 from dovetail.sim.workload import Workload, generate
 

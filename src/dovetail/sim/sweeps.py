@@ -15,9 +15,9 @@ from rich.table import Table
 
 from dovetail.errors import ConfigError
 from dovetail.policy.knobs import Knobs
+from dovetail.policy.presets import DOVETAIL, IMPROVEMENTS, SLINFER, SLLM_CS, policy
 from dovetail.sim.layout import Layout, ModelSection, NodeSection
 from dovetail.sim.metrics import Result
-from dovetail.sim.policies import DOVETAIL, IMPROVEMENTS, SLINFER, SLLM_CS, policy
 from dovetail.sim.setup import Setup
 
 SHAPES = {"3B": "llama-3.2-3b", "7B": "llama-2-7b", "13B": "llama-2-13b"}

@@ -13,6 +13,7 @@ from typing import Any
 
 from dovetail.cluster.decisions import Decision, Queued
 from dovetail.cluster.waiting import WaitingRoom
+from dovetail.eventlog import EventLog
 from dovetail.node.events import InstanceGone, InstanceReady, Notice, StartLoad, Turn
 from dovetail.node.instance import State
 from dovetail.node.node import Node
@@ -20,12 +21,12 @@ from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY, SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import TransferModel
-from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import DeviceKind
+from dovetail.profiles.live import LiveLatency
+from dovetail.profiles.timings import kind_of
 from dovetail.sim import real_log
 from dovetail.sim.device import Device, Noise
 from dovetail.sim.driver import REQUEST, SAMPLE, TURN, Simulation
-from dovetail.sim.log import EventLog, kind_of
 from dovetail.sim.metrics import Fate, Result
 from dovetail.sim.real_log import RealLog
 from dovetail.sim.replay import knobs_of

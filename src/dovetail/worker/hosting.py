@@ -20,10 +20,10 @@ from dovetail.layouts import shape_of_codes
 from dovetail.machine import read_cpu
 from dovetail.modelspec import KvKind
 from dovetail.policy.latency import GIB, Latency
-from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.sim.hardware import Hardware, Shape, latency_of
-from dovetail.sim.profile import read_profile
+from dovetail.profiles.files import read_profile
+from dovetail.profiles.hardware import Hardware, Shape, latency_of
+from dovetail.profiles.live import LiveLatency
 from dovetail.types import ModelCard
 
 # Shares of the measured peaks that whole iterations reach, and their fixed costs: a first guess, corrected by the first

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from dovetail.cluster.decisions import Decision
+from dovetail.eventlog import EventLog
 from dovetail.node import events
+from dovetail.node.node import Node
 from dovetail.policy.placement import Hosting
-from dovetail.sim.log import EventLog, Kind, Pace
+from dovetail.profiles.files import hosting_values
+from dovetail.profiles.timings import TurnKind, TurnTimings
 from dovetail.worker.piece import Piece
 
 PACE_TURNS = 100  # that many from one line on the node's pace to the next
@@ -17,11 +20,17 @@ class Journal:
     def __init__(self, log: EventLog | None, node: str) -> None:
         self._log = log
         self._node = node
-        self._pace = Pace()
+        self._pace = TurnTimings()
+
+    def start(self, node: Node, device: str) -> None:
+        """First line: what a simulation of the same node needs. Its models follow as they come."""
+        if self._log is not None:
+            ledger, knobs = node.residency.ledger, asdict(node.knobs)
+            self._log.header(real=True, node=node.name, device=device, memory_bytes=ledger.capacity, knobs=knobs)
 
     def hosting(self, now: float, model: str, hosting: Hosting) -> None:
         if self._log is not None:
-            self._log.hosting(now, model, hosting)
+            self._log.write(now, "hosting", model=model, **hosting_values(hosting))
 
     def arrive(self, now: float, piece: Piece) -> None:
         if self._log is not None:
@@ -44,7 +53,7 @@ class Journal:
         if self._log is not None:
             self._log.said(now, self._node, event, said)
 
-    def turn(self, now: float, kind: Kind, took_s: float, expected_s: float, gap_s: float) -> None:
+    def turn(self, now: float, kind: TurnKind, took_s: float, expected_s: float, gap_s: float) -> None:
         if self._log is not None:
             self._pace.add(kind, took_s, expected_s, gap_s)
             if self._pace.turns % PACE_TURNS == 0:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dovetail.policy.latency import Latency
-from dovetail.policy.live import LiveLatency
-from dovetail.sim.log import kind_of
+from dovetail.profiles.live import LiveLatency
+from dovetail.profiles.timings import kind_of
 from dovetail.worker.journal import Journal
 
 ENOUGH = 16

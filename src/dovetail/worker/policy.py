@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dovetail.policy.knobs import Knobs
-from dovetail.sim.policies import policy
+from dovetail.policy.presets import policy
 
 # A pool grows and shrinks in place, so that a small floor costs nothing.
 REAL = {"floor_tokens": 256, "free_resize": True, "slots_limited": False, "one_instance": True}

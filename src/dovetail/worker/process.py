@@ -20,9 +20,9 @@ import zmq
 
 from dovetail import messages
 from dovetail.engine.dtypes import compute_dtype
+from dovetail.eventlog import open_log
 from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.sim.log import open_log
 from dovetail.types import FinishReason, Request, TokenEvent
 from dovetail.worker.actor import Actor
 from dovetail.worker.hosting import Profiles, weight_bytes
@@ -106,8 +106,7 @@ class Worker:
     # The loop
 
     def run(self) -> None:
-        if self._log is not None:
-            self._log.start_real(self._stage.node, self._profiles.device)
+        self._stage.start_log(self._profiles.device)
         self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
         if not self._profiles.exist:
             self._profiles.prepare(compute_dtype("auto", preferred_dtype()))

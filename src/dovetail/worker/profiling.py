@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from dovetail.policy.latency import DecodeSample, Latency, LatencyModel, PrefillSample, fit
+from dovetail.profiles.files import BATCHES
 from dovetail.sched.sequence import Sequence as Tokens
-from dovetail.sim.profile import BATCHES
 from dovetail.types import SamplingParams
 from dovetail.worker.actor import Actor
 

@@ -16,16 +16,16 @@ from typing import Protocol
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Decision, Dropped, Moving, Placed, Queued
 from dovetail.cluster.waiting import WaitingRoom
+from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.node import Node
 from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
-from dovetail.policy.live import LiveLatency
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.reasons import in_words
+from dovetail.profiles.live import LiveLatency
 from dovetail.sched.sequence import Sequence
-from dovetail.sim.explain import WORDS
-from dovetail.sim.log import EventLog
 from dovetail.types import FinishReason, Request, TokenEvent
 from dovetail.worker.actor import Actor
 from dovetail.worker.journal import Journal
@@ -92,6 +92,9 @@ class Stage:
         self._load_asked: dict[int, float] = {}  # by instance: since when its weights are awaited
         self._sizes: dict[int, int] = {}  # blocks of instances that are still loading
         self._waiting = WaitingRoom()  # pieces without a place
+
+    def start_log(self, device: str) -> None:
+        self._journal.start(self.node, device)
 
     # Models
 
@@ -316,7 +319,7 @@ class Stage:
         if reason == "hardware" and not self._could_serve(work):
             self._fail([piece, *piece.followers], NEVER.format(ttft_s, tpot_s), unprocessable=True)
             return
-        why = "; ".join(WORDS.get(name, name) for name in piece.refusals) or "its time has passed"
+        why = in_words(piece.refusals) or "its time has passed"
         self._fail([piece, *piece.followers], REFUSED.format(ttft_s, tpot_s, why), retry_after_s=RETRY_AFTER_S)
 
     def _could_serve(self, work: Work) -> bool:

@@ -157,7 +157,7 @@ class CudaExecutor:
             self._checkpoint = None
 
     def _forward(self, turn: Turn) -> tuple[list[TurnRow], Tensor | None, Tensor | None]:
-        """The rows that sample, their logits, and where the largest of each is, on the host once the stream is there."""
+        """The rows that sample, their logits, and where the largest of each is, on the host when the stream is."""
         assert self._model is not None, "the executor is closed"
         rows = list(turn.rows)
         if len(rows) <= self._decode.max_batch and all(row.count == 1 and row.samples for row in rows):

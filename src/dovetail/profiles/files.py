@@ -8,14 +8,14 @@ sllm_half_node_concurrency}.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface, TransferModel
+from dovetail.policy.latency import GIB, Curve, Latency, LatencyModel, Surface, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.sim.hardware import PRESETS, RooflineError, Shape, roofline_error
+from dovetail.profiles.hardware import PRESETS, RooflineError, Shape, roofline_error
 
 KIB = 1024
 # Presets and the names under which the profile has the same hardware.
@@ -141,3 +141,30 @@ def preset_errors(profile: Profile, preset: str) -> dict[str, RooflineError]:
             measured = profile.hosting(model, PRESETS[preset].kind, name).latency
             errors[model] = roofline_error(PRESETS[preset], profile.shape(model), measured)
     return errors
+
+
+# Points of a latency table: as close as profiles are measured where most requests are.
+_TABLE_LENGTHS = (1, *(2**power for power in range(3, 16)))
+_TABLE_BATCHES = (*BATCHES, 128, 256)
+
+
+def tabulate(latency: Latency) -> dict[str, Any]:
+    """A latency model as the points of a profile."""
+    return {
+        "prefill_ms": [[n, round(latency.prefill_s(n) * 1e3, 4)] for n in _TABLE_LENGTHS],
+        "decode_ms": [
+            {
+                "mean_length": length,
+                "batch_ms": [[b, round(latency.decode_s(b, b * length) * 1e3, 4)] for b in _TABLE_BATCHES],
+            }
+            for length in _TABLE_LENGTHS[1:]
+        ],
+    }
+
+
+def hosting_values(hosting: Hosting) -> dict[str, Any]:
+    """All of it as JSON has it, the latency as a table; `latency_from` reads that back."""
+    values = {field.name: getattr(hosting, field.name) for field in fields(hosting) if field.name != "latency"}
+    if values["keep_alive_s"] == float("inf"):
+        values["keep_alive_s"] = -1.0
+    return values | {"latency": tabulate(hosting.latency)}

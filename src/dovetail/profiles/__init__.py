@@ -1,0 +1,1 @@
+"""What hardware and models cost: measured files, roofline presets, and what is learnt from iterations that ran."""
