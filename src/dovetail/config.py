@@ -105,14 +105,14 @@ class ServerConfig(_Section):
 
 class NodeConfig(_Section):
     name: str = Field(default="cpu-0", min_length=1, max_length=64)
-    device: Literal["cpu"] = "cpu"
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")  # cpu, or cuda:N
     threads: int = Field(default=0, ge=0)  # 0 = every core
-    memory: Size = 0  # weights and KV of all that is ready; 0 = three quarters of the machine's memory
+    memory: Size = 0  # weights and KV of all that is ready; 0 = 3/4 of the machine's memory, 9/10 of a GPU's
     kv_cache: Size = 0  # at most per model; 0 = what the node has
     policy: Literal["dovetail", "slinfer", "sllm+c", "sllm+c+s"] = "dovetail"  # who runs when, and who gives way
     event_log: Path | None = None  # every decision, in the simulator's format
-    max_batch: int = Field(default=64, ge=1)  # sequences in one iteration
-    max_turn_tokens: int = Field(default=512, ge=16)  # tokens in one iteration: the prefill chunk
+    max_batch: int = Field(default=0, ge=0)  # sequences in one iteration; 0 = 64, on a GPU 256
+    max_turn_tokens: int = Field(default=0, ge=0)  # tokens in one iteration, a prefill's chunk; 0 = 512, on a GPU 8192
     block_size: int = Field(default=16, ge=1)
 
 

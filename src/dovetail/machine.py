@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.util
 import mmap
 import os
 import platform
@@ -36,6 +37,11 @@ def default_root() -> Path:
     """Where models, profiles and peers are kept unless told otherwise."""
     home = os.environ.get("DOVETAIL_HOME")
     return Path(home).expanduser() if home else Path.home() / ".cache" / "dovetail"
+
+
+def slug(text: str) -> str:
+    """As part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 
 class Cpu(msgspec.Struct, frozen=True):
@@ -142,6 +148,17 @@ def read_gpus(timeout_s: float = 10.0) -> tuple[Gpu, ...]:
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
     return tuple(Gpu(row[0], int(row[1]) * 2**20, row[2]) for row in rows if len(row) == 3 and row[1].isdigit())
+
+
+def usable_gpus() -> int:
+    """GPUs that a worker could serve from: the driver shows them, and torch and Triton were built for them. Looks at
+    files only, because importing torch takes seconds."""
+    torch, triton = importlib.util.find_spec("torch"), importlib.util.find_spec("triton")
+    if torch is None or torch.origin is None or triton is None:
+        return 0
+    version = Path(torch.origin).with_name("version.py")
+    built_for = re.search(r"^cuda\b[^=]*=\s*'([^']+)'", version.read_text(), re.MULTILINE) if version.exists() else None
+    return len(read_gpus()) if built_for else 0
 
 
 def release_memory() -> None:

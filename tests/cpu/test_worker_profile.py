@@ -13,20 +13,23 @@ import pytest
 from dovetail import messages
 from dovetail.bench.page_cache import drop
 from dovetail.bench.worker_process import WorkerProcess
+from dovetail.engine.devices.cpu import CpuDevice
 from dovetail.errors import ConfigError
 from dovetail.native.dispatch import levels
 from dovetail.profiles.live import LiveLatency
 from dovetail.store import Catalogue, describe
 from dovetail.store.format import partition_files
 from dovetail.store.pool import HostPool
-from dovetail.worker.hosting import Profiles, shape_name, shape_of, weight_bytes
+from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import Recipe, build_actor
 from dovetail.worker.profiling import Profiler
+
+DEVICE = CpuDevice(1)
 
 
 def test_a_profile_covers_the_grid_and_leaves_nothing_behind(tiny_folder: Callable[[str], Path]) -> None:
     card = describe(tiny_folder("llama"), "llama")
-    actor, _ = build_actor(Recipe(card, "f32", 1 << 22, 4, 4, 16, 200))
+    actor, _ = build_actor(Recipe(card, "f32", 1 << 22, 4, 4, 16, 200), DEVICE)
     profiler = Profiler(actor, max_tokens=40, max_batch=4)
     measured = profiler.run()
     assert [sample.tokens for sample in measured.prefill] == [8, 16, 32]
@@ -47,12 +50,12 @@ def test_the_command_keeps_a_profile_that_workers_find(tiny_folder: Callable[[st
     (result,) = json.loads(done.stdout)
     assert result["errors"]["loads"] == 2
     card = Catalogue(tmp_path).get("tiny")
-    profiles = Profiles(tmp_path / "profiles", 1)
+    profiles = Profiles(tmp_path / "profiles", DEVICE)
     measured = profiles.measured(card, "f32")
     assert measured is not None
     assert measured.prefill_s(16) == pytest.approx(dict(result["prefill_ms"])[16] / 1e3, rel=0.01)
     assert profiles.latency(card, "f32") is profiles.latency(card, "f32")
-    assert Profiles(tmp_path / "profiles", 7).measured(card, "f32") is None
+    assert Profiles(tmp_path / "profiles", CpuDevice(7)).measured(card, "f32") is None
     (tmp_path / "profiles" / f"{profiles.device}.json").write_text("{")
     with pytest.raises(ConfigError, match=r"line 1: not valid JSON"):
         profiles.measured(card, "f32")
@@ -60,7 +63,8 @@ def test_the_command_keeps_a_profile_that_workers_find(tiny_folder: Callable[[st
 
 def test_shapes_that_differ_have_different_names(tiny_folder: Callable[[str], Path]) -> None:
     cards = [describe(tiny_folder(name), name) for name in ("llama", "qwen3", "opt")]
-    assert len({shape_name(card, dtype) for card in cards for dtype in ("f32", "bf16")}) == 6
+    profiles = Profiles(None, DEVICE)
+    assert len({profiles.shape_name(card, dtype) for card in cards for dtype in ("f32", "bf16")}) == 6
 
 
 @pytest.mark.skipif(levels() == ["torch"], reason="no native kernels")
@@ -68,10 +72,11 @@ def test_quantised_models_take_what_they_are_stored_in(tiny_folder: Callable[[st
     catalogue = Catalogue(tmp_path)
     plain = catalogue.pull(str(tiny_folder("llama")), name="plain", dtype="f32")
     small = catalogue.pull(str(tiny_folder("llama")), name="small", dtype="f32", layout="int8")
-    assert shape_name(plain, "f32") != shape_name(small, "f32")
-    actor, loaded = build_actor(Recipe(small, "f32", 1 << 22, 4, 4, 16, 200))
+    profiles = Profiles(None, DEVICE)
+    assert profiles.shape_name(plain, "f32") != profiles.shape_name(small, "f32")
+    actor, loaded = build_actor(Recipe(small, "f32", 1 << 22, 4, 4, 16, 200), DEVICE)
     actor.close()
-    assert weight_bytes(small, "f32") == small.size_bytes < weight_bytes(plain, "f32") * 2 / 3
+    assert profiles.weight_bytes(small, "f32") == small.size_bytes < profiles.weight_bytes(plain, "f32") * 2 / 3
     assert loaded.weight_bytes == pytest.approx(small.size_bytes, rel=0.2)  # without the gaps between tensors
 
 
@@ -80,18 +85,19 @@ def test_a_cache_of_int8_is_another_shape_with_a_quarter_of_the_bytes(
     tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     card = describe(tiny_folder("qwen3"), "qwen3")
-    assert shape_name(card, "f32") != shape_name(card, "f32", "int8")
-    whole, small = (shape_of(card, "f32", kv).kv_kib_per_token for kv in ("auto", "int8"))
+    profiles = Profiles(tmp_path, DEVICE)
+    assert profiles.shape_name(card, "f32") != profiles.shape_name(card, "f32", "int8")
+    whole, small = (profiles.shape_of(card, "f32", kv).kv_kib_per_token for kv in ("auto", "int8"))
     assert small == whole * 20 / 64  # 16 floats, or 16 codes and a scale
     limits = {"block_size": 4, "max_kv_tokens": 64, "keep_alive_s": 1.0, "load_s": 0.0}
-    hosting = Profiles(tmp_path, 1).hosting(card, "f32", "int8", **limits)
-    actor, _ = build_actor(Recipe(card, "f32", hosting.kv_bytes_per_token * 64, 4, 4, 16, 60, "int8"))
+    hosting = profiles.hosting(card, "f32", "int8", **limits)
+    actor, _ = build_actor(Recipe(card, "f32", hosting.kv_bytes_per_token * 64, 4, 4, 16, 60, "int8"), DEVICE)
     assert actor.executor.max_blocks == 64 // 4
     actor.close()
 
 
 def test_what_is_seen_live_corrects_what_was_expected(tiny_folder: Callable[[str], Path]) -> None:
-    live = Profiles(None, 1).latency(describe(tiny_folder("llama"), "llama"), "f32")
+    live = Profiles(None, DEVICE).latency(describe(tiny_folder("llama"), "llama"), "f32")
     assert isinstance(live, LiveLatency)
     wanted = live.base.prefill_s(64) * 5
     for _ in range(40):

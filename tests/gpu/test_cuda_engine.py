@@ -20,7 +20,7 @@ from dovetail.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 if torch.cuda.is_available():
-    from dovetail.engine.devices.cuda.executor import CudaDevice, CudaExecutor
+    from dovetail.engine.devices.cuda.device import CudaDevice
 
 LENGTH = 40
 BLOCK = 4
@@ -56,8 +56,8 @@ def executor(folder: Path, device: Any) -> Iterator[Any]:
 
 
 def make_executor(folder: Path, device: Any, **options: Any) -> Any:
-    options = {"kv_bytes": 1 << 24, "block_size": BLOCK, "dtype": "f32"} | options
-    executor = CudaExecutor(open_checkpoint(folder), ExecutorConfig(**options), device, max_batch=16)
+    options = {"kv_bytes": 1 << 24, "block_size": BLOCK, "dtype": "f32", "max_batch": 16} | options
+    executor = device.executor(open_checkpoint(folder), ExecutorConfig(**options))
     executor.resize(executor.max_blocks)
     return executor
 
@@ -231,12 +231,8 @@ def test_what_does_not_fit_on_the_device_is_said_and_leaves_nothing_behind(
     before = torch.cuda.mem_get_info()[0]
     executor = make_executor(tiny_folder("llama"), device, kv_bytes=1 << 24)
     executor.close()
-    executor = CudaExecutor(
-        open_checkpoint(tiny_folder("llama")),
-        ExecutorConfig(kv_bytes=2 * device.memory_bytes, block_size=BLOCK, dtype="f32"),
-        device,
-        max_batch=4,
-    )
+    config = ExecutorConfig(kv_bytes=2 * device.memory_bytes, block_size=BLOCK, dtype="f32", max_batch=4)
+    executor = device.executor(open_checkpoint(tiny_folder("llama")), config)
     with pytest.raises(OutOfMemory, match=r"no .* bytes left"):
         executor.resize(executor.max_blocks)
     executor.resize(64)

@@ -11,7 +11,7 @@ from dovetail.eventlog import EventLog
 from dovetail.modelspec import ModelSpec
 from dovetail.node.events import StartLoad
 from dovetail.policy.knobs import Knobs
-from dovetail.policy.placement import Hosting
+from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome, RowOutcome, Turn
@@ -106,7 +106,7 @@ class Rig:
         self.gone: list[str] = []
         self.fails_on: int | None = None
         policy = Knobs(**{**_values(real_knobs("dovetail")), **knobs})
-        self.stage = Stage("node", memory, policy, self, self.clock, log)
+        self.stage = Stage("node", DeviceKind.CPU, memory, policy, self, self.clock, log)
         if log is not None:
             self.stage.start_log("virtual")
         for model in models:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def profile(
     models: Annotated[list[str], typer.Argument(help="Names from `dovetail list`; one of each shape is enough.")],
     threads: Annotated[int, typer.Option(help="As the node has; 0 = every core.", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Compute type: auto, f32, bf16, f16.")] = "auto",
     kv: Annotated[KvKind, typer.Option(help="Keys and values, as `kv` in the configuration.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="Longest prompt measured.", min=64)] = 2048,
@@ -58,7 +59,7 @@ def profile(
             task = progress.add_task(name, total=None)
 
             show = partial(_show, progress, task, name)
-            results.append(_profile(card, folder, threads, dtype, kv, max_tokens, max_batch, check, show))
+            results.append(_profile(card, folder, device, threads, dtype, kv, max_tokens, max_batch, check, show))
     if as_json:
         print_json(results)
         return
@@ -73,6 +74,7 @@ def _show(progress: Progress, task: TaskID, name: str, what: str, done: int, tot
 def _profile(
     card: ModelCard,
     folder: Path,
+    device: str,
     threads: int,
     dtype: str,
     kv: KvKind,
@@ -81,36 +83,29 @@ def _profile(
     check: int,
     show: Any,
 ) -> dict[str, Any]:
-    from dovetail.engine.dtypes import compute_dtype
-    from dovetail.worker.hosting import Profiles, shape_name, store_profile
+    from dovetail.engine.devices import open_device
+    from dovetail.worker.hosting import Profiles
     from dovetail.worker.loading import Recipe, build_actor
     from dovetail.worker.profiling import Profiler
 
-    kind = compute_dtype(dtype, card.dtype or "f32")
+    opened = open_device(device, threads)
+    kind = opened.compute_dtype(dtype, card.dtype or "f32")
     longest = min(max_tokens, card.spec.context_length)
     kv_bytes = card.spec.kv_bytes_per_token(kind, kv) * (longest + 64) * max_batch
-    recipe = Recipe(card, kind, kv_bytes, 16, max_batch, 512, longest + 64, kv)
-    actor, _ = build_actor(recipe)
+    recipe = Recipe(card, kind, kv_bytes, 16, max_batch, opened.max_turn_tokens, longest + 64, kv)
+    actor, _ = build_actor(recipe, opened)
     try:
         profiler = Profiler(actor, max_tokens, max_batch)
         measured = profiler.run(show)
-        profiles = Profiles(folder, threads)
-        assert profiles.path is not None
-        store_profile(
-            profiles.path,
-            profiles.device,
-            card,
-            kind,
-            [[sample.tokens, sample.seconds * 1e3] for sample in measured.prefill],
-            _rows(measured),
-            kv,
-        )
+        profiles = Profiles(folder, opened)
+        prefill = [[sample.tokens, sample.seconds * 1e3] for sample in measured.prefill]
+        profiles.store(card, kind, prefill, _rows(measured), kv)
         errors = profiler.check(measured.model, check, show) if check else None
     finally:
         actor.close()
     return {
         "model": card.name,
-        "shape": shape_name(card, kind, kv),
+        "shape": profiles.shape_name(card, kind, kv),
         "device": profiles.device,
         "file": str(profiles.path),
         "prefill_ms": [[sample.tokens, round(sample.seconds * 1e3, 3)] for sample in measured.prefill],

@@ -15,7 +15,7 @@ import typer
 
 from dovetail.config import Config, KeyConfig, NodeConfig, StoreConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError
-from dovetail.machine import process_age_s
+from dovetail.machine import process_age_s, usable_gpus
 
 if TYPE_CHECKING:
     import socket
@@ -41,13 +41,18 @@ def serve(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="A dovetail.yaml.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="0 = any free one.  [default: 8000]", min=0, max=65535)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, or cuda:N.  [default: every GPU that there is, else cpu]")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Of the worker.  [default: every core]", min=0)] = None,
     kv_cache: Annotated[
         str | None, typer.Option(help="KV memory per model, as 2GiB.  [default: a tenth of the machine's]")
     ] = None,
-    max_batch: Annotated[int | None, typer.Option(help="Sequences in one iteration.  [default: 64]", min=1)] = None,
+    max_batch: Annotated[
+        int | None, typer.Option(help="Sequences in one iteration.  [default: 64, GPU 256]", min=1)
+    ] = None,
     max_turn_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in one iteration.  [default: 512]", min=16)
+        int | None, typer.Option(help="Tokens in one iteration.  [default: 512, GPU 8192]", min=16)
     ] = None,
     max_queue: Annotated[
         int | None, typer.Option(help="Unfinished requests before 503.  [default: 512]", min=1)
@@ -81,7 +86,7 @@ def serve(
     }
 
     def override(settings: Config) -> Config:
-        return _override(settings, server, node, api_key, store)
+        return _override(_with_nodes(settings, device), server, node, api_key, store)
 
     settings = override(load_config(config) if config is not None else Config())
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
@@ -110,6 +115,25 @@ def _parsed(parse: Callable[[object], Any], text: str, option: str) -> Any:
         return parse(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from error
+
+
+def _with_nodes(config: Config, device: str | None) -> Config:
+    """The nodes of the file; where it names none, one for the device that was asked for, or for each GPU."""
+    if config.nodes != Config().nodes:
+        if device is not None:
+            raise ConfigError("--device: the file names its nodes, and their devices with them")
+        return config
+    found = [device] if device is not None else [f"cuda:{index}" for index in range(usable_gpus())]
+    nodes = tuple(_node(name) for name in found) or config.nodes
+    return config.model_copy(update={"nodes": nodes})
+
+
+def _node(device: str) -> NodeConfig:
+    kind, _, index = device.partition(":")
+    try:
+        return NodeConfig(name=f"{'gpu' if kind == 'cuda' else kind}-{index or 0}", device=device)
+    except ValueError as error:
+        raise ConfigError(f"--device: {device!r} is neither cpu nor cuda:N") from error
 
 
 def _override(
@@ -152,7 +176,7 @@ async def _serve(plan: Plan, listener: socket.socket) -> None:
     pool = _make_pool(plan.config.store)
     link = Link(
         plan.config.nodes,
-        worker_command(*_worker_options(plan.config.store, pool)),
+        worker_command(*_worker_options(plan.config, pool)),
         pass_fds=[pool.file] if pool is not None else [],
     )
     link.start()
@@ -178,10 +202,14 @@ def _make_pool(store: StoreConfig) -> HostPool | None:
     return HostPool.create(size) if size >= CHUNK_BYTES else None
 
 
-def _worker_options(store: StoreConfig, pool: HostPool | None) -> list[str]:
+def _worker_options(config: Config, pool: HostPool | None) -> list[str]:
+    store = config.store
     options = ["--profiles", str(store.profiles)]
     if pool is not None:
-        options += ["--pool", str(pool.file), "--host-keep-alive", str(store.host_keep_alive)]
+        # A GPU reads the pool's pages by itself: they must not be exchanged for others behind its back.
+        is_registered = any(node.device != "cpu" for node in config.nodes)
+        options += ["--pool", str(pool.file)]
+        options += ["--host-keep-alive", str(-1.0 if is_registered else store.host_keep_alive)]
         options += ["--direct-io", store.direct_io, "--readers", str(store.readers)]
     return options
 

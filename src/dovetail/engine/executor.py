@@ -41,6 +41,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True):
     kv: KvKind = "auto"
     weights: Literal["resident", "mapped", "auto"] = "auto"  # auto = in place where the checkpoint allows it
     level: str = "auto"  # of the kernels
+    max_batch: int = 0  # rows of one iteration that buffers are made for; 0 = what suits the device
     tokenizer_file: str = ""  # for structured output
     eos_token_ids: tuple[int, ...] = ()
 

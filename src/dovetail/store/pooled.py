@@ -30,6 +30,14 @@ class _InPool(StoredTensors):
             for entry in self._entries[name]:
                 self.tickets[entry.partition].wait(entry.offset + entry.size)
 
+    def chunks(self, name: str) -> list[memoryview] | None:
+        """A tensor's bytes in the pool's own mapping, one piece per chunk: for copies to a device that has the pool
+        registered. None where the tensor is spread over partitions."""
+        first, *others = self._entries[name]
+        if others:
+            return None
+        return self.tickets[first.partition].lease.pieces(first.offset, first.offset + first.size)
+
     def close(self) -> None:
         super().close()
         for ticket in self.tickets:

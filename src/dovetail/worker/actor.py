@@ -10,28 +10,15 @@ import time
 import traceback
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Protocol
 
 from dovetail import messages
-from dovetail.node.ports import Executor
+from dovetail.engine.devices import DeviceExecutor
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.scheduler import Completed, Scheduler, SchedulerConfig
 from dovetail.sched.sequence import Sequence
 from dovetail.types import ModelCard
 
 log = logging.getLogger("dovetail.worker")
-
-
-class RealExecutor(Executor, Protocol):
-    """An executor that says what it holds."""
-
-    dtype: str
-    max_blocks: int
-    weight_bytes: int
-    copied_bytes: int
-
-    @property
-    def kv_committed_bytes(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -44,7 +31,7 @@ class Meter:
 
 
 class Actor:
-    def __init__(self, card: ModelCard, executor: RealExecutor, config: SchedulerConfig, block_size: int) -> None:
+    def __init__(self, card: ModelCard, executor: DeviceExecutor, config: SchedulerConfig, block_size: int) -> None:
         self.card = card
         self.executor = executor
         self.scheduler = Scheduler(config, BlockPool(0, block_size))

@@ -1,6 +1,6 @@
 """What a model takes on this device and how fast it runs: from a stored profile, else by roofline, then learnt live.
 
-Profiles are kept one file per device in the layout that `sim.profile` reads, so that a measured machine can be
+Profiles are kept one file per device in the layout that `profiles.files` reads, so that a measured machine can be
 simulated as it is. Models of one shape share a profile, and what is learnt about one of them.
 """
 
@@ -8,119 +8,54 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dovetail.layouts import shape_of_codes
-from dovetail.machine import read_cpu
+from dovetail.engine.devices import Device, Peaks
+from dovetail.machine import slug
 from dovetail.modelspec import KvKind
 from dovetail.policy.latency import GIB, Latency
-from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.placement import Hosting
 from dovetail.profiles.files import read_profile
 from dovetail.profiles.hardware import Hardware, Shape, latency_of
 from dovetail.profiles.live import LiveLatency
 from dovetail.types import ModelCard
 
-# Shares of the measured peaks that whole iterations reach, and their fixed costs: a first guess, corrected by the first
-# iterations.
-PREFILL_EFFICIENCY, READ_EFFICIENCY = 0.6, 0.6
-FLOOR_S, LAYER_S = 0.002, 0.0003
-QUANTISED = ("int8", "int4")
 
-
-def device_name(threads: int) -> str:
-    cpu = read_cpu()
-    return f"{_slug(cpu.model)}-{threads}c"
-
-
-def shape_name(card: ModelCard, dtype: str, kv: KvKind = "auto") -> str:
+def shape_name(card: ModelCard, dtype: str, kept: str, kv: KvKind = "auto") -> str:
     """Readable, and different for any two shapes that could differ in speed."""
-    spec, kept = card.spec, kept_as(card, dtype)
+    spec = card.spec
     digest = hashlib.sha256(msgspec.json.encode(spec)).hexdigest()[:8]
     form = dtype if kept == dtype else f"{kept}-in-{dtype}"
     cache = "" if kv == "auto" else f"-kv-{kv}"
-    return f"{_slug(spec.family)}-{spec.num_parameters() / 1e6:.0f}m-{form}{cache}-{digest}"
+    return f"{slug(spec.family)}-{spec.num_parameters() / 1e6:.0f}m-{form}{cache}-{digest}"
 
 
-def shape_of(card: ModelCard, dtype: str, kv: KvKind = "auto") -> Shape:
+def shape_of(card: ModelCard, dtype: str, kept: str, kv: KvKind = "auto") -> Shape:
     spec = card.spec
-    return Shape(weight_bytes(card, dtype) / GIB, spec.kv_bytes_per_token(dtype, kv) / 1024, spec.num_layers)
+    return Shape(weight_bytes(card, dtype, kept) / GIB, spec.kv_bytes_per_token(dtype, kv) / 1024, spec.num_layers)
 
 
-def kept_as(card: ModelCard, dtype: str) -> str:
+def kept_as(card: ModelCard, dtype: str, device: Device) -> str:
     """How the weights lie in memory when the model is served: as they are stored where the kernels read them so, else
     in the type that is computed in."""
-    from dovetail.engine.executor import serves_as_stored
-
     stored = card.dtype if card.layout == "plain" else card.layout
-    return stored if serves_as_stored(dtype, stored) else dtype
+    return stored if device.serves_as_stored(dtype, stored) else dtype
 
 
-def weight_bytes(card: ModelCard, dtype: str) -> int:
-    kept = kept_as(card, dtype)
+def weight_bytes(card: ModelCard, dtype: str, kept: str) -> int:
     return card.spec.weight_bytes(dtype) if kept == dtype else card.size_bytes
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """Measured on this device in a few hundredths of a second."""
-
-    flops: float
-    bandwidth: float  # bytes/s
-
-
-def measure_peaks(dtype: str, kept: str) -> Peaks:
-    """Of products with weights that are kept in this form and computed in this type."""
-    import time
-
-    import numpy as np
-    import torch
-
-    from dovetail.engine.dtypes import TORCH_DTYPES
-    from dovetail.engine.native_model import can_run
-    from dovetail.native import select
-
-    def best(function: Any, repeat: int = 3) -> float:
-        times = []
-        for _ in range(repeat):
-            started = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - started)
-        return min(times)
-
-    tokens, size = 128, 1024
-    ops = select()
-    if kept in QUANTISED:
-        assert ops.kernels is not None, "codes are multiplied by the kernels alone"
-        rows, out = torch.rand(tokens, size), torch.empty(tokens, size)
-        in_cells = shape_of_codes("int8-cells", (size, size))
-        codes, scales = torch.randint(-127, 128, in_cells, dtype=torch.int8), torch.rand(size)
-        multiply = partial(ops.kernels.linear_quantised, ops.level, torch.get_num_threads(), rows, codes, scales, out)
-    elif ops.kernels is not None and can_run(TORCH_DTYPES[dtype]):
-        rows, matrix, out = torch.rand(tokens, size), torch.rand(size, size), torch.empty(tokens, size)
-        kind = matrix.to(TORCH_DTYPES[dtype])
-        multiply = partial(ops.kernels.linear, ops.level, torch.get_num_threads(), dtype, rows, kind, out)
-    else:
-        rows, matrix = (torch.rand(count, size).to(TORCH_DTYPES[dtype]) for count in (tokens, size))
-        multiply = partial(torch.nn.functional.linear, rows, matrix)
-    # More than the caches hold. numpy's, because torch's allocator may keep what it is given back.
-    large = torch.from_numpy(np.ones(64 * 2**20 // 8, np.int64))
-    product_s = best(multiply)
-    read_s = best(large.sum)
-    return Peaks(2 * tokens * size * size / product_s, large.numel() * large.itemsize / read_s)
 
 
 class Profiles:
     """Latency models by shape."""
 
-    def __init__(self, folder: Path | None, threads: int) -> None:
-        self.device = device_name(threads)
+    def __init__(self, folder: Path | None, device: Device) -> None:
+        self.device = device.label
         self.path = folder / f"{self.device}.json" if folder is not None else None
+        self._device = device
         self._live: dict[str, LiveLatency] = {}
         self._peaks: dict[tuple[str, str], Peaks] = {}
 
@@ -136,7 +71,7 @@ class Profiles:
         load_s: float,
     ) -> Hosting:
         return Hosting(
-            weight_bytes=weight_bytes(card, dtype),
+            weight_bytes=self.weight_bytes(card, dtype),
             kv_bytes_per_token=card.spec.kv_bytes_per_token(dtype, kv),
             latency=self.latency(card, dtype, kv),
             block_tokens=block_size,
@@ -146,7 +81,7 @@ class Profiles:
         )
 
     def latency(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> LiveLatency:
-        name = shape_name(card, dtype, kv)
+        name = self.shape_name(card, dtype, kv)
         live = self._live.get(name)
         if live is None:
             live = self._live[name] = LiveLatency(self.measured(card, dtype, kv) or self._estimated(card, dtype, kv))
@@ -160,71 +95,66 @@ class Profiles:
         if self.path is None or not self.exist:
             return None
         profile = read_profile(self.path)
-        name = shape_name(card, dtype, kv)
+        name = self.shape_name(card, dtype, kv)
         if name not in profile.models:
             return None
-        return profile.hosting(name, DeviceKind.CPU, self.device).latency
+        return profile.hosting(name, self._device.kind, self.device).latency
 
     def prepare(self, dtype: str, kept: str | None = None) -> Peaks:
         """Look at the device before the first request waits for it."""
         form = dtype, kept or dtype
         if form not in self._peaks:
-            self._peaks[form] = measure_peaks(*form)
+            self._peaks[form] = self._device.peaks(*form)
         return self._peaks[form]
 
+    def shape_name(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> str:
+        return shape_name(card, dtype, kept_as(card, dtype, self._device), kv)
+
+    def shape_of(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> Shape:
+        return shape_of(card, dtype, kept_as(card, dtype, self._device), kv)
+
+    def weight_bytes(self, card: ModelCard, dtype: str) -> int:
+        return weight_bytes(card, dtype, kept_as(card, dtype, self._device))
+
+    def store(
+        self, card: ModelCard, dtype: str, prefill_ms: list[Any], decode_ms: list[Any], kv: KvKind = "auto"
+    ) -> None:
+        """Add or replace one shape; the file is replaced as a whole, so that a reader never sees half of it."""
+        path = self.path
+        assert path is not None, "there is a folder of profiles"
+        content: dict[str, Any] = {"models": {}}
+        if path.exists():
+            read_profile(path)  # a damaged file is an error, not something to overwrite
+            content = json.loads(path.read_text())
+        shape = self.shape_of(card, dtype, kv)
+        entry = content["models"].setdefault(self.shape_name(card, dtype, kv), {})
+        entry["shape"] = {
+            "weight_gib": shape.weight_gib,
+            "kv_kib_per_token": shape.kv_kib_per_token,
+            "layers": shape.layers,
+        }
+        measured = {"kind": self._device.kind.value, "prefill_ms": prefill_ms, "decode_ms": decode_ms}
+        entry.setdefault("hardware", {})[self.device] = measured
+        path.parent.mkdir(parents=True, exist_ok=True)
+        building = path.with_name(f".{path.name}.new")
+        building.write_text(json.dumps(content, indent=1))
+        building.replace(path)
+
     def _estimated(self, card: ModelCard, dtype: str, kv: KvKind) -> Latency:
-        peaks = self.prepare(dtype, kept_as(card, dtype))
-        shape = shape_of(card, dtype, kv)
-        bytes_each = weight_bytes(card, dtype) / card.spec.num_parameters()
+        kept = kept_as(card, dtype, self._device)
+        peaks = self.prepare(dtype, kept)
+        bytes_each = weight_bytes(card, dtype, kept) / card.spec.num_parameters()
         hardware = Hardware(
             name=self.device,
-            kind=DeviceKind.CPU,
+            kind=self._device.kind,
             flops=peaks.flops * bytes_each / 2,  # the roofline counts parameters as 16 bits
             bandwidth=peaks.bandwidth,
             memory_gib=0.0,
             load_gib_per_s=1.0,
-            prefill_efficiency=PREFILL_EFFICIENCY,
-            weight_efficiency=READ_EFFICIENCY,
-            kv_efficiency=READ_EFFICIENCY,
-            floor_s=FLOOR_S,
-            layer_s=LAYER_S,
+            prefill_efficiency=peaks.efficiency,
+            weight_efficiency=peaks.efficiency,
+            kv_efficiency=peaks.efficiency,
+            floor_s=peaks.floor_s,
+            layer_s=peaks.layer_s,
         )
-        return latency_of(hardware, shape)
-
-
-def store_profile(
-    path: Path,
-    device: str,
-    card: ModelCard,
-    dtype: str,
-    prefill_ms: list[Any],
-    decode_ms: list[Any],
-    kv: KvKind = "auto",
-    **facts: Any,
-) -> None:
-    """Add or replace one shape; the file is replaced as a whole, so that a reader never sees half of it."""
-    content: dict[str, Any] = {"models": {}}
-    if path.exists():
-        read_profile(path)  # a damaged file is an error, not something to overwrite
-        content = json.loads(path.read_text())
-    shape = shape_of(card, dtype, kv)
-    entry = content["models"].setdefault(shape_name(card, dtype, kv), {})
-    entry["shape"] = {
-        "weight_gib": shape.weight_gib,
-        "kv_kib_per_token": shape.kv_kib_per_token,
-        "layers": shape.layers,
-    }
-    entry.setdefault("hardware", {})[device] = {
-        "kind": "cpu",
-        "prefill_ms": prefill_ms,
-        "decode_ms": decode_ms,
-        **facts,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    building = path.with_name(f".{path.name}.new")
-    building.write_text(json.dumps(content, indent=1))
-    building.replace(path)
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
+        return latency_of(hardware, shape_of(card, dtype, kept, kv))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dovetail import messages
+from dovetail.engine.devices import Device
 from dovetail.errors import DovetailError
 from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
@@ -59,12 +60,17 @@ class LoaderThread:
     """`load` hands in, `results` gives back; `wake` is called from the thread for every result."""
 
     def __init__(
-        self, recipe_of: Callable[[str], Recipe | None], wake: Callable[[], None], shelf: Shelf | None = None
+        self,
+        recipe_of: Callable[[str], Recipe | None],
+        wake: Callable[[], None],
+        device: Device,
+        shelf: Shelf | None = None,
     ) -> None:
         self.results: queue.Queue[LoadResult] = queue.Queue()
         self.expected_s: dict[str, float] = {}  # by model, from the loads seen
         self._recipe_of = recipe_of
         self._wake = wake
+        self._device = device
         self._shelf = shelf
         self._orders: queue.PriorityQueue[_Order] = queue.PriorityQueue()
         self._serials = itertools.count()
@@ -91,7 +97,7 @@ class LoaderThread:
         if recipe is None:
             return LoadResult(command.instance, name, None, None, "the model was unloaded")
         try:
-            actor, loaded = build_actor(recipe, self._shelf)
+            actor, loaded = build_actor(recipe, self._device, self._shelf)
         except DovetailError as error:
             return LoadResult(command.instance, name, None, None, str(error))
         except Exception as error:  # whatever a checkpoint can do wrong, the worker lives on
@@ -103,8 +109,8 @@ class LoaderThread:
         return LoadResult(command.instance, name, actor, loaded, "")
 
 
-def build_actor(recipe: Recipe, shelf: Shelf | None = None) -> tuple[Actor, messages.Loaded]:
-    from dovetail.engine.executor import CpuExecutor, ExecutorConfig
+def build_actor(recipe: Recipe, device: Device, shelf: Shelf | None = None) -> tuple[Actor, messages.Loaded]:
+    from dovetail.engine.executor import ExecutorConfig
     from dovetail.store import open_checkpoint
 
     card = recipe.card
@@ -112,7 +118,7 @@ def build_actor(recipe: Recipe, shelf: Shelf | None = None) -> tuple[Actor, mess
     checkpoint, tier = shelf.open(card.path) if shelf is not None else (open_checkpoint(card.path), "disk")
     opened = time.monotonic()
     context = checkpoint.spec.context_length
-    executor = CpuExecutor(
+    executor = device.executor(
         checkpoint,
         ExecutorConfig(
             kv_bytes=recipe.kv_bytes,
@@ -121,9 +127,9 @@ def build_actor(recipe: Recipe, shelf: Shelf | None = None) -> tuple[Actor, mess
             kv=recipe.kv,
             tokenizer_file=card.tokenizer_file,
             eos_token_ids=card.eos_token_ids,
+            max_batch=recipe.max_batch,
         ),
     )
-    checkpoint.close()
     limits = SchedulerConfig(context, recipe.max_batch, recipe.max_turn_tokens, recipe.max_tokens)
     actor = Actor(card, executor, limits, recipe.block_size)
     return actor, messages.Loaded(

@@ -19,13 +19,13 @@ import psutil
 import zmq
 
 from dovetail import messages
-from dovetail.engine.dtypes import compute_dtype
+from dovetail.engine.devices import Device, open_device
 from dovetail.eventlog import open_log
 from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.types import FinishReason, Request, TokenEvent
 from dovetail.worker.actor import Actor
-from dovetail.worker.hosting import Profiles, weight_bytes
+from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import LoaderThread, LoadResult, Recipe
 from dovetail.worker.policy import real_knobs
 from dovetail.worker.shelf import Shelf
@@ -37,7 +37,6 @@ POLL_MS = 1000  # how often an idle worker looks whether its parent lives
 STATS_S = 1.0
 TEND_S = 0.05  # how often a busy worker looks at what is due by the clock
 NICER = 3  # of the computing threads: half of the weight of others
-MEMORY_SHARE = 0.75  # of the machine, where no budget is given
 LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
 _WAKE = "inproc://loader"
 
@@ -69,8 +68,9 @@ class Worker:
         self._config = config
         self._recipes: dict[str, Recipe] = {}
         self._errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
-        self._shelf = Shelf.attach(config.pool, config.direct_io, config.readers) if config.pool >= 0 else None
-        self._loader = LoaderThread(self._recipes.get, lambda: self._waker.send(b""), self._shelf)
+        self._device = open_device(config.device, config.threads)
+        self._shelf = _attach_shelf(config, self._device)
+        self._loader = LoaderThread(self._recipes.get, lambda: self._waker.send(b""), self._device, self._shelf)
         self._loader.start()
         _give_way()
         self._context = zmq.Context()  # its thread gives way too
@@ -85,12 +85,13 @@ class Worker:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
-        self._profiles = Profiles(Path(config.profiles) if config.profiles else None, config.threads)
+        self._profiles = Profiles(Path(config.profiles) if config.profiles else None, self._device)
         self._log = open_log(Path(config.event_log)) if config.event_log else None
         self.total_bytes = memory_bytes()[0]
         self._stage = Stage(
             config.node,
-            config.memory_bytes or int(self.total_bytes * MEMORY_SHARE),
+            self._device.kind,
+            config.memory_bytes or self._device.memory_bytes,
             real_knobs(config.policy),
             self._loader,
             time.monotonic,
@@ -109,7 +110,7 @@ class Worker:
         self._stage.start_log(self._profiles.device)
         self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
         if not self._profiles.exist:
-            self._profiles.prepare(compute_dtype("auto", preferred_dtype()))
+            self._profiles.prepare(self._device.compute_dtype("auto", preferred_dtype()))
         is_idle = True
         while self._running:
             self._receive(wait=is_idle)
@@ -254,18 +255,19 @@ class Worker:
 
     def _recipe(self, message: messages.Load) -> Recipe:
         config, spec = self._config, message.card.spec
-        dtype = compute_dtype(message.dtype, message.card.dtype or "f32")
+        dtype = self._device.compute_dtype(message.dtype, message.card.dtype or "f32")
+        max_batch = config.max_batch or self._device.max_batch
         block_bytes = spec.kv_bytes_per_token(dtype, message.kv) * config.block_size
-        room = max(self._stage.node.residency.ledger.capacity - weight_bytes(message.card, dtype), 0)
+        room = max(self._stage.node.residency.ledger.capacity - self._profiles.weight_bytes(message.card, dtype), 0)
         kv_bytes = min(message.kv_bytes or config.kv_bytes or room, room)
-        blocks = min(kv_bytes // block_bytes, -(-config.max_batch * spec.context_length // config.block_size) + 1)
+        blocks = min(kv_bytes // block_bytes, -(-max_batch * spec.context_length // config.block_size) + 1)
         return Recipe(
             card=message.card,
             dtype=dtype,
             kv_bytes=blocks * block_bytes,
             block_size=config.block_size,
-            max_batch=config.max_batch,
-            max_turn_tokens=config.max_turn_tokens,
+            max_batch=max_batch,
+            max_turn_tokens=config.max_turn_tokens or self._device.max_turn_tokens,
             max_tokens=max(blocks - 1, 0) * config.block_size,  # a sequence always has a block to spare
             kv=message.kv,
         )
@@ -344,6 +346,10 @@ class Worker:
         if self._log is not None:
             self._log.close()
         self._socket.close()
+
+
+def _attach_shelf(config: WorkerConfig, device: Device) -> Shelf | None:
+    return Shelf.attach(config.pool, config.direct_io, config.readers, device) if config.pool >= 0 else None
 
 
 def _give_way() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from dovetail.engine.devices import Device
 from dovetail.errors import OutOfMemory
 from dovetail.node.ports import Checkpoint
+from dovetail.policy.placement import DeviceKind
 from dovetail.store import open_checkpoint
 from dovetail.store.format import Manifest, StoredModel, is_stored, partition_files, read_manifest
 from dovetail.store.loader import Loader, LoaderConfig
@@ -20,14 +22,21 @@ ROOM_WAIT_S = 1.0  # models in use may leave the pool meanwhile; the queue itsel
 
 
 class Shelf:
-    def __init__(self, pool: HostPool, loader: Loader) -> None:
+    def __init__(self, pool: HostPool, loader: Loader, for_copies: bool) -> None:
+        """`for_copies`: a device copies out of the pool, so that everything goes through it, and may begin to while the
+        rest is still read."""
         self._pool = pool
         self._loader = loader
+        self._for_copies = for_copies
 
     @classmethod
-    def attach(cls, descriptor: int, direct_io: str, readers: int) -> Shelf:
+    def attach(cls, descriptor: int, direct_io: str, readers: int, device: Device) -> Shelf:
         pool = HostPool(descriptor)
-        return cls(pool, Loader(pool, LoaderConfig(direct_io=direct_io, readers=readers)))  # type: ignore[arg-type]
+        copies = device.kind is not DeviceKind.CPU
+        if copies:
+            device.use_host_pool(pool.address + pool.chunk_offset(0), pool.capacity_bytes, pool.chunk_bytes)
+        config = LoaderConfig(direct_io=direct_io, readers=readers)  # type: ignore[arg-type]
+        return cls(pool, Loader(pool, config), copies)
 
     def open(self, path: str) -> tuple[Checkpoint, Tier]:
         """The model, and where its bytes were. What the page cache holds already is mapped from there: a copy in the
@@ -37,10 +46,11 @@ class Shelf:
             return open_checkpoint(path), "disk"
         manifest = read_manifest(folder)
         tier: Tier = "host" if self._holds(manifest) else "disk"
-        if tier == "disk" and _is_cached(folder, manifest):
+        if tier == "disk" and not self._for_copies and _is_cached(folder, manifest):
             return StoredModel(folder, manifest=manifest), "host"
         try:
-            return open_pooled(folder, self._loader, room_wait_s=ROOM_WAIT_S, manifest=manifest), tier
+            whole = not self._for_copies
+            return open_pooled(folder, self._loader, room_wait_s=ROOM_WAIT_S, whole=whole, manifest=manifest), tier
         except OutOfMemory:
             return StoredModel(folder, manifest=manifest), "disk"
 

@@ -61,6 +61,7 @@ class Stage:
     def __init__(
         self,
         name: str,
+        kind: DeviceKind,
         memory_bytes: int,
         knobs: Knobs,
         loads: Loads,
@@ -69,7 +70,7 @@ class Stage:
         on_pause: Callable[[], None] = lambda: None,
     ) -> None:
         self.hostings: dict[str, Hosting] = {}
-        self.node = Node(name, DeviceKind.CPU, memory_bytes, self.hostings, knobs)
+        self.node = Node(name, kind, memory_bytes, self.hostings, knobs)
         self.controller = Controller([self.node], knobs)
         self.actors: dict[int, Actor] = {}  # by instance
         self.pieces: dict[int, Piece] = {}

@@ -1,1 +1,82 @@
-"""Where models run besides the host's own cores."""
+"""What a worker's models run on. A device makes executors, says what it is, which type it computes in and how fast it
+is at best; how its kernels do that is its own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from dovetail.node.ports import Checkpoint
+from dovetail.policy.placement import DeviceKind
+from dovetail.sched.turn import Outcome, Turn
+
+if TYPE_CHECKING:  # without torch, which the pure half must not need
+    from dovetail.engine.executor import ExecutorConfig
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The device at its best, and which share of that whole iterations reach: a first guess, corrected by the first
+    iterations."""
+
+    flops: float
+    bandwidth: float  # bytes/s
+    efficiency: float  # share of both
+    floor_s: float  # of an iteration
+    layer_s: float  # of each layer
+
+
+class DeviceExecutor(Protocol):
+    """`node.ports.Executor`, and what it says of itself."""
+
+    dtype: str
+    max_blocks: int
+    weight_bytes: int
+    copied_bytes: int
+
+    @property
+    def kv_committed_bytes(self) -> int: ...
+
+    def run(self, turn: Turn) -> Outcome: ...
+
+    def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None: ...
+
+    def forget(self, sequence: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Device(Protocol):
+    kind: DeviceKind
+    label: str  # of its profiles: what it is, and how much of it
+    memory_bytes: int  # what a node has of it unless told otherwise
+    max_batch: int  # sequences in one iteration, unless told otherwise
+    max_turn_tokens: int  # tokens in one iteration, unless told otherwise
+
+    def compute_dtype(self, asked: str, stored: str) -> str:
+        """The type that a model is computed in; "auto" = what suits the device."""
+
+    def serves_as_stored(self, dtype: str, form: str) -> bool:
+        """Whether a model computed in `dtype` is served from matrices of this type or layout as they lie."""
+
+    def executor(self, checkpoint: Checkpoint, config: ExecutorConfig) -> DeviceExecutor:
+        """Takes the checkpoint over, and closes it when it is no longer read."""
+
+    def use_host_pool(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
+        """Models will come from this memory, which stays where it is for as long as the process lives."""
+
+    def peaks(self, dtype: str, kept: str) -> Peaks:
+        """Of products with weights that are kept in this form and computed in this type."""
+
+
+def open_device(name: str, threads: int) -> Device:
+    """`cpu`, or `cuda:N`."""
+    if name == "cpu":
+        from dovetail.engine.devices.cpu import CpuDevice
+
+        return CpuDevice(threads)
+    from dovetail.engine.devices.cuda.device import CudaDevice
+
+    return CudaDevice(name)

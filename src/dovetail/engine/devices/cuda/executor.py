@@ -30,20 +30,14 @@ from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
 
 
-class CudaDevice:
-    """One GPU, or a slice of one: what all of its models share."""
+class SharedStreams:
+    """What the models of one device share: a stream for iterations, one for weights on their way."""
 
-    def __init__(self, name: str = "cuda:0") -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError(f"device {name}: torch sees no GPU here")
-        self.device = torch.device(name if ":" in name else f"{name}:0")
-        torch.cuda.set_device(self.device)
-        facts = torch.cuda.get_device_properties(self.device)
-        self.name = facts.name
-        self.memory_bytes = facts.total_memory
-        self.num_processors = facts.multi_processor_count
-        self.stream = torch.cuda.Stream(self.device)
-        self.copier = HostCopier(self.device)
+    def __init__(self, device: torch.device, num_processors: int) -> None:
+        self.device = device
+        self.num_processors = num_processors
+        self.stream = torch.cuda.Stream(device)
+        self.copier = HostCopier(device)
 
 
 @dataclass(frozen=True)
@@ -55,9 +49,7 @@ class _Launched:
 
 
 class CudaExecutor:
-    def __init__(
-        self, checkpoint: Checkpoint, config: ExecutorConfig, device: CudaDevice, max_batch: int = 256
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ExecutorConfig, device: SharedStreams, max_batch: int) -> None:
         """Takes the checkpoint over: it is closed when its bytes are on the device."""
         if config.kv == "int8":
             raise ConfigError("kv: int8 is for CPUs; a GPU keeps keys and values in the type that it computes in")

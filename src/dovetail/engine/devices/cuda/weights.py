@@ -13,12 +13,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.dtypes import TORCH_DTYPES
+from dovetail.engine.gpu_load import PinnedRange
 from dovetail.engine.weights import from_read_only_memory
 from dovetail.layouts import unpack
 from dovetail.node.ports import Checkpoint, HostTensor
@@ -34,27 +36,61 @@ class _Place:
     offset: int
 
 
+@runtime_checkable
+class PooledCheckpoint(Protocol):
+    """A checkpoint in the host pool, of which the last bytes may still be on their way."""
+
+    def wait(self, name: str | None = None) -> None: ...
+
+    def chunks(self, name: str) -> Sequence[memoryview] | None:
+        """A tensor's bytes where the pool keeps them, none of them across two chunks; None = it has to be put together
+        from `pieces`."""
+
+
+class RegisteredPool:
+    """The range of host memory that models are kept in. Its chunks are registered with the driver when they are first
+    copied from, and stay so: registering walks every page. Whoever owns it gives none of its pages back meanwhile."""
+
+    def __init__(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
+        self._begin, self._end = address, address + size_bytes
+        self._chunk_bytes = chunk_bytes
+        self._pinned: dict[int, PinnedRange] = {}
+
+    def register(self, address: int) -> None:
+        """The chunk that this address is in, unless it is registered or not the pool's."""
+        chunk = (address - self._begin) // self._chunk_bytes
+        if self._begin <= address < self._end and chunk not in self._pinned:
+            begin = self._begin + chunk * self._chunk_bytes
+            self._pinned[chunk] = PinnedRange(begin, min(self._chunk_bytes, self._end - begin))
+
+
 class HostCopier:
     """Copies host memory to the device on a stream of its own. One per device: its ring of pinned buffers is shared."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
+        self.pool: RegisteredPool | None = None
         self._ring: list[tuple[Tensor, torch.cuda.Event]] = []
         self._next = 0
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """target and source are bytes [n]. A pinned source must stay as it is until the stream is done with it."""
+        if self.pool is not None:
+            self.pool.register(source.data_ptr())
         with torch.cuda.stream(self.stream):
             if source.is_pinned():
                 target.copy_(source, non_blocking=True)
-                return
-            for start in range(0, len(source), RING_BYTES):
-                buffer, event = self._buffer()
-                event.synchronize()
-                part = source[start : start + RING_BYTES]
-                buffer[: len(part)].copy_(part)
-                target[start : start + RING_BYTES].copy_(buffer[: len(part)], non_blocking=True)
-                event.record(self.stream)
+            else:
+                self._copy_by_ring(target, source)
+
+    def _copy_by_ring(self, target: Tensor, source: Tensor) -> None:
+        for start in range(0, len(source), RING_BYTES):
+            buffer, event = self._buffer()
+            event.synchronize()
+            part = source[start : start + RING_BYTES]
+            buffer[: len(part)].copy_(part)
+            target[start : start + RING_BYTES].copy_(buffer[: len(part)], non_blocking=True)
+            event.record(self.stream)
 
     def _buffer(self) -> tuple[Tensor, torch.cuda.Event]:
         if len(self._ring) < RING_BUFFERS:
@@ -154,7 +190,7 @@ class DeviceWeights:
     def _copy(self, name: str, checkpoint: Checkpoint) -> None:
         target = self.get(name).reshape(-1).view(torch.uint8)
         at = 0
-        for source in _host_bytes(checkpoint.pieces(name), self._places[name].dtype):
+        for source in _host_bytes(checkpoint, name, self._places[name].dtype):
             self._copier.copy(target[at : at + len(source)], source)
             at += len(source)
         assert at == len(target), f"{name}: {at} bytes came, {len(target)} were expected"
@@ -164,15 +200,22 @@ def _num_bytes(place: _Place) -> int:
     return math.prod(place.shape) * place.dtype.itemsize
 
 
-def _host_bytes(pieces: Sequence[HostTensor], dtype: torch.dtype) -> Iterator[Tensor]:
+def _host_bytes(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
     """The bytes of a tensor in the type that the device keeps it in: as they lie, or converted on the host."""
-    for piece in pieces:
-        stored = TORCH_DTYPES[piece.dtype]
-        if piece.layout == "plain" and stored == dtype:
-            yield torch.frombuffer(piece.data, dtype=torch.uint8)
-        elif piece.layout == "plain":
-            count = math.prod(piece.shape)
-            yield torch.frombuffer(piece.data, dtype=stored, count=count).to(dtype).view(torch.uint8)
-        else:
-            values = torch.from_numpy(unpack(piece.layout, piece.dtype, piece.shape, piece.data))
-            yield values.to(dtype).reshape(-1).view(torch.uint8)
+    if isinstance(checkpoint, PooledCheckpoint):
+        checkpoint.wait(name)
+    pieces = checkpoint.pieces(name)
+    as_stored = all(piece.layout == "plain" and TORCH_DTYPES[piece.dtype] == dtype for piece in pieces)
+    chunks = checkpoint.chunks(name) if as_stored and isinstance(checkpoint, PooledCheckpoint) else None
+    if chunks is not None:
+        yield from (torch.frombuffer(chunk, dtype=torch.uint8) for chunk in chunks)
+    else:
+        yield from (_converted(piece, dtype) for piece in pieces)
+
+
+def _converted(piece: HostTensor, dtype: torch.dtype) -> Tensor:
+    if piece.layout != "plain":
+        values = torch.from_numpy(unpack(piece.layout, piece.dtype, piece.shape, piece.data))
+    else:
+        values = torch.frombuffer(piece.data, dtype=TORCH_DTYPES[piece.dtype], count=math.prod(piece.shape))
+    return values.to(dtype).reshape(-1).view(torch.uint8)

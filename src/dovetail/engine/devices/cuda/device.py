@@ -1,0 +1,71 @@
+"""One GPU, or a slice of one: what all of its models share, and what it is."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.engine.devices import Peaks
+from dovetail.engine.devices.cuda.executor import CudaExecutor, SharedStreams, gpu_dtype
+from dovetail.engine.devices.cuda.weights import RegisteredPool
+from dovetail.engine.executor import ExecutorConfig
+from dovetail.errors import ConfigError
+from dovetail.machine import slug
+from dovetail.node.ports import Checkpoint
+from dovetail.policy.placement import DeviceKind
+
+MEMORY_SHARE = 0.9  # the rest is for activations, graphs and the libraries' own
+EFFICIENCY, FLOOR_S, LAYER_S = 0.7, 0.0004, 0.00001
+
+
+class CudaDevice:
+    kind = DeviceKind.GPU
+    max_batch, max_turn_tokens = 256, 8192
+
+    def __init__(self, name: str = "cuda:0") -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {name}: torch {torch.__version__} sees no GPU here")
+        index = torch.device(name).index or 0
+        if index >= torch.cuda.device_count():
+            raise ConfigError(f"device {name}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        facts = torch.cuda.get_device_properties(self.device)
+        self.label = slug(facts.name)
+        self.memory_bytes = int(facts.total_memory * MEMORY_SHARE)
+        self.num_processors = facts.multi_processor_count
+        self._streams = SharedStreams(self.device, facts.multi_processor_count)
+        self._peaks: Peaks | None = None
+
+    def compute_dtype(self, asked: str, stored: str) -> str:
+        return gpu_dtype(asked, stored)
+
+    def serves_as_stored(self, dtype: str, form: str) -> bool:
+        return form == dtype
+
+    def executor(self, checkpoint: Checkpoint, config: ExecutorConfig) -> CudaExecutor:
+        return CudaExecutor(checkpoint, config, self._streams, config.max_batch or self.max_batch)
+
+    def use_host_pool(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
+        self._streams.copier.pool = RegisteredPool(address, size_bytes, chunk_bytes)
+
+    def peaks(self, dtype: str, kept: str) -> Peaks:
+        """Measured once, by a copy and a product of 16 bits."""
+        if self._peaks is None:
+            large = torch.empty(1 << 28, dtype=torch.uint8, device=self.device)
+            a, b = (torch.randn(4096, 4096, device=self.device).bfloat16() for _ in range(2))
+            copied_s, product_s = _seconds(lambda: large[: 1 << 27].copy_(large[1 << 27 :])), _seconds(lambda: a @ b)
+            self._peaks = Peaks(2 * 4096**3 / product_s, large.numel() / copied_s, EFFICIENCY, FLOOR_S, LAYER_S)
+        return self._peaks
+
+
+def _seconds(function: object, repeat: int = 4) -> float:
+    assert callable(function)
+    times = []
+    for _ in range(repeat):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return min(times)
