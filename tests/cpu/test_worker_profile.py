@@ -20,23 +20,23 @@ from dovetail.store import Catalogue, describe
 from dovetail.store.format import partition_files
 from dovetail.store.pool import HostPool
 from dovetail.worker.hosting import Profiles, shape_name, shape_of, weight_bytes
-from dovetail.worker.loading import Recipe, build_actor
+from dovetail.worker.loading import InstanceConfig, build_runner
 from dovetail.worker.profiling import Profiler
 
 
 def test_a_profile_covers_the_grid_and_leaves_nothing_behind(tiny_folder: Callable[[str], Path]) -> None:
     card = describe(tiny_folder("llama"), "llama")
-    actor, _ = build_actor(Recipe(card, "f32", 1 << 22, 4, 4, 16, 200))
-    profiler = Profiler(actor, max_tokens=40, max_batch=4)
+    runner, _ = build_runner(InstanceConfig(card, "f32", 1 << 22, 4, 4, 16, 200))
+    profiler = Profiler(runner, max_tokens=40, max_batch=4)
     measured = profiler.run()
     assert [sample.tokens for sample in measured.prefill] == [8, 16, 32]
     assert {(sample.batch, sample.mean_length) for sample in measured.decode} == {(b, 32) for b in (1, 2, 3, 4)}
     errors = profiler.check(measured.model, loads=3)
     assert errors.loads == 3
-    pool = actor.scheduler.pool
+    pool = runner.scheduler.pool
     pool.check()
     assert pool.num_available == pool.target
-    actor.close()
+    runner.close()
 
 
 def test_the_command_keeps_a_profile_that_workers_find(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_quantised_models_take_what_they_are_stored_in(tiny_folder: Callable[[st
     plain = catalogue.pull(str(tiny_folder("llama")), name="plain", dtype="f32")
     small = catalogue.pull(str(tiny_folder("llama")), name="small", dtype="f32", layout="int8")
     assert shape_name(plain, "f32") != shape_name(small, "f32")
-    actor, loaded = build_actor(Recipe(small, "f32", 1 << 22, 4, 4, 16, 200))
-    actor.close()
+    runner, loaded = build_runner(InstanceConfig(small, "f32", 1 << 22, 4, 4, 16, 200))
+    runner.close()
     assert weight_bytes(small, "f32") == small.size_bytes < weight_bytes(plain, "f32") * 2 / 3
     assert loaded.weight_bytes == pytest.approx(small.size_bytes, rel=0.2)  # without the gaps between tensors
 
@@ -85,9 +85,9 @@ def test_a_cache_of_int8_is_another_shape_with_a_quarter_of_the_bytes(
     assert small == whole * 20 / 64  # 16 floats, or 16 codes and a scale
     limits = {"block_size": 4, "max_kv_tokens": 64, "keep_alive_s": 1.0, "load_s": 0.0}
     hosting = Profiles(tmp_path, 1).hosting(card, "f32", "int8", **limits)
-    actor, _ = build_actor(Recipe(card, "f32", hosting.kv_bytes_per_token * 64, 4, 4, 16, 60, "int8"))
-    assert actor.executor.max_blocks == 64 // 4
-    actor.close()
+    runner, _ = build_runner(InstanceConfig(card, "f32", hosting.kv_bytes_per_token * 64, 4, 4, 16, 60, "int8"))
+    assert runner.executor.max_blocks == 64 // 4
+    runner.close()
 
 
 def test_what_is_seen_live_corrects_what_was_expected(tiny_folder: Callable[[str], Path]) -> None:

@@ -83,16 +83,16 @@ def _profile(
 ) -> dict[str, Any]:
     from dovetail.engine.dtypes import compute_dtype
     from dovetail.worker.hosting import Profiles, shape_name, store_profile
-    from dovetail.worker.loading import Recipe, build_actor
+    from dovetail.worker.loading import InstanceConfig, build_runner
     from dovetail.worker.profiling import Profiler
 
     kind = compute_dtype(dtype, card.dtype or "f32")
     longest = min(max_tokens, card.spec.context_length)
     kv_bytes = card.spec.kv_bytes_per_token(kind, kv) * (longest + 64) * max_batch
-    recipe = Recipe(card, kind, kv_bytes, 16, max_batch, 512, longest + 64, kv)
-    actor, _ = build_actor(recipe)
+    config = InstanceConfig(card, kind, kv_bytes, 16, max_batch, 512, longest + 64, kv)
+    runner, _ = build_runner(config)
     try:
-        profiler = Profiler(actor, max_tokens, max_batch)
+        profiler = Profiler(runner, max_tokens, max_batch)
         measured = profiler.run(show)
         profiles = Profiles(folder, threads)
         assert profiles.path is not None
@@ -107,7 +107,7 @@ def _profile(
         )
         errors = profiler.check(measured.model, check, show) if check else None
     finally:
-        actor.close()
+        runner.close()
     return {
         "model": card.name,
         "shape": shape_name(card, kind, kv),

@@ -294,7 +294,7 @@ class Node:
             work.late_tokens += 1
         instance.prefilled(work)
         if work.produced == 1:
-            self.outbox.append(FirstToken(work, instance.id))
+            self.outbox.append(FirstToken(work, instance.id, work.grace_s))
 
     def _finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:
         for work in finished:

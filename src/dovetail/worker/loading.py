@@ -18,7 +18,7 @@ from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.types import ModelCard
-from dovetail.worker.actor import Actor
+from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf
 
 log = logging.getLogger("dovetail.worker")
@@ -27,7 +27,7 @@ STEP = 0.3  # weight of a new load in the expected time of the next one
 
 
 @dataclass(frozen=True)
-class Recipe:
+class InstanceConfig:
     """How to build an instance of one model."""
 
     card: ModelCard
@@ -43,7 +43,7 @@ class Recipe:
 class LoadResult(NamedTuple):
     instance: int
     model: str
-    actor: Actor | None
+    runner: ModelRunner | None
     loaded: messages.Loaded | None
     error: str
 
@@ -59,11 +59,11 @@ class LoaderThread:
     """`load` hands in, `results` gives back; `wake` is called from the thread for every result."""
 
     def __init__(
-        self, recipe_of: Callable[[str], Recipe | None], wake: Callable[[], None], shelf: Shelf | None = None
+        self, config_of: Callable[[str], InstanceConfig | None], wake: Callable[[], None], shelf: Shelf | None = None
     ) -> None:
         self.results: queue.Queue[LoadResult] = queue.Queue()
         self.expected_s: dict[str, float] = {}  # by model, from the loads seen
-        self._recipe_of = recipe_of
+        self._config_of = config_of
         self._wake = wake
         self._shelf = shelf
         self._orders: queue.PriorityQueue[_Order] = queue.PriorityQueue()
@@ -87,11 +87,11 @@ class LoaderThread:
     def _load(self, command: StartLoad) -> LoadResult:
         name = command.model
         started = time.monotonic()
-        recipe = self._recipe_of(name)
-        if recipe is None:
+        config = self._config_of(name)
+        if config is None:
             return LoadResult(command.instance, name, None, None, "the model was unloaded")
         try:
-            actor, loaded = build_actor(recipe, self._shelf)
+            runner, loaded = build_runner(config, self._shelf)
         except DovetailError as error:
             return LoadResult(command.instance, name, None, None, str(error))
         except Exception as error:  # whatever a checkpoint can do wrong, the worker lives on
@@ -100,14 +100,14 @@ class LoaderThread:
         seconds = time.monotonic() - started
         before = self.expected_s.get(name, seconds)
         self.expected_s[name] = before + STEP * (seconds - before)
-        return LoadResult(command.instance, name, actor, loaded, "")
+        return LoadResult(command.instance, name, runner, loaded, "")
 
 
-def build_actor(recipe: Recipe, shelf: Shelf | None = None) -> tuple[Actor, messages.Loaded]:
+def build_runner(config: InstanceConfig, shelf: Shelf | None = None) -> tuple[ModelRunner, messages.Loaded]:
     from dovetail.engine.executor import CpuExecutor, ExecutorConfig
     from dovetail.store import open_checkpoint
 
-    card = recipe.card
+    card = config.card
     started = time.monotonic()
     checkpoint, tier = shelf.open(card.path) if shelf is not None else (open_checkpoint(card.path), "disk")
     opened = time.monotonic()
@@ -115,21 +115,21 @@ def build_actor(recipe: Recipe, shelf: Shelf | None = None) -> tuple[Actor, mess
     executor = CpuExecutor(
         checkpoint,
         ExecutorConfig(
-            kv_bytes=recipe.kv_bytes,
-            block_size=recipe.block_size,
-            dtype=recipe.dtype,
-            kv=recipe.kv,
+            kv_bytes=config.kv_bytes,
+            block_size=config.block_size,
+            dtype=config.dtype,
+            kv=config.kv,
             tokenizer_file=card.tokenizer_file,
             eos_token_ids=card.eos_token_ids,
         ),
     )
     checkpoint.close()
-    limits = SchedulerConfig(context, recipe.max_batch, recipe.max_turn_tokens, recipe.max_tokens)
-    actor = Actor(card, executor, limits, recipe.block_size)
-    return actor, messages.Loaded(
+    limits = SchedulerConfig(context, config.max_batch, config.max_turn_tokens, config.max_tokens)
+    runner = ModelRunner(card, executor, limits, config.block_size)
+    return runner, messages.Loaded(
         model=card.name,
         dtype=executor.dtype,
-        kv_capacity_tokens=recipe.max_tokens,
+        kv_capacity_tokens=config.max_tokens,
         weight_bytes=executor.weight_bytes,
         mapped=executor.copied_bytes < executor.weight_bytes // 2,
         times=messages.LoadTimes(open_s=opened - started, build_s=time.monotonic() - opened),
