@@ -156,7 +156,7 @@ class Rig:
         for _ in range(limit):
             if self.commands:
                 self.finish_load()
-            elif not self.step():
+            elif not self.step() and not self.commands:
                 due = self.driver.next_due_s()
                 if not self.driver.has_work or due is None:
                     return

@@ -19,8 +19,10 @@ import msgspec
 from dovetail.layouts import shape_of_codes
 from dovetail.machine import read_cpu
 from dovetail.modelspec import KvKind
+from dovetail.policy.headroom import SloRule
 from dovetail.policy.latency import GIB, Latency
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.profiles.concurrency import concurrency_of
 from dovetail.profiles.files import read_profile
 from dovetail.profiles.hardware import Hardware, Shape, latency_of
 from dovetail.profiles.live import LiveLatency
@@ -31,6 +33,7 @@ from dovetail.types import ModelCard
 PREFILL_EFFICIENCY, READ_EFFICIENCY = 0.6, 0.6
 FLOOR_S, LAYER_S = 0.002, 0.0003
 QUANTISED = ("int8", "int4")
+SLOTS = 2  # instances that a policy of static shares puts on this node
 
 
 def device_name(threads: int) -> str:
@@ -135,10 +138,15 @@ class Profiles:
         keep_alive_s: float,
         load_s: float,
     ) -> Hosting:
+        latency = self.latency(card, dtype, kv)
+        tpot_s = SloRule().tpot_s
         return Hosting(
             weight_bytes=weight_bytes(card, dtype),
             kv_bytes_per_token=card.spec.kv_bytes_per_token(dtype, kv),
-            latency=self.latency(card, dtype, kv),
+            latency=latency,
+            slots=SLOTS,
+            concurrency=concurrency_of(latency, tpot_s),
+            half_concurrency=concurrency_of(latency, tpot_s, share=2),
             block_tokens=block_size,
             load_s=load_s,
             max_kv_tokens=max_kv_tokens,
