@@ -17,7 +17,8 @@ def open_log(path: Path) -> EventLog:
 
 
 class EventLog:
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO, *, is_detailed: bool = False) -> None:
+        self.is_detailed = is_detailed  # every turn and everything that drivers are told: many lines
         self._file = file
 
     def close(self) -> None:

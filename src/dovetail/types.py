@@ -117,6 +117,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; on the first token only
+    grace_s: float = 0.0  # cold start that the first token had to wait for (S1); on the first token only
     error: str | None = None  # with FinishReason.ERROR: one line for the client
     # With FinishReason.ERROR: the caller's fault (a schema that does not compile), so 422 rather than 500.
     unprocessable: bool = False

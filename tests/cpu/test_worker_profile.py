@@ -21,7 +21,7 @@ from dovetail.store import Catalogue, describe
 from dovetail.store.format import partition_files
 from dovetail.store.pool import HostPool
 from dovetail.worker.hosting import Profiles
-from dovetail.worker.loading import Recipe, build_actor
+from dovetail.worker.loading import InstanceConfig, build_runner
 from dovetail.worker.profiling import Profiler
 
 DEVICE = CpuDevice(1)
@@ -29,17 +29,17 @@ DEVICE = CpuDevice(1)
 
 def test_a_profile_covers_the_grid_and_leaves_nothing_behind(tiny_folder: Callable[[str], Path]) -> None:
     card = describe(tiny_folder("llama"), "llama")
-    actor, _ = build_actor(Recipe(card, "f32", 1 << 22, 4, 4, 16, 200), DEVICE)
-    profiler = Profiler(actor, max_tokens=40, max_batch=4)
+    runner, _ = build_runner(InstanceConfig(card, "f32", 1 << 22, 4, 4, 16, 200), DEVICE)
+    profiler = Profiler(runner, max_tokens=40, max_batch=4)
     measured = profiler.run()
     assert [sample.tokens for sample in measured.prefill] == [8, 16, 32]
     assert {(sample.batch, sample.mean_length) for sample in measured.decode} == {(b, 32) for b in (1, 2, 3, 4)}
     errors = profiler.check(measured.model, loads=3)
     assert errors.loads == 3
-    pool = actor.scheduler.pool
+    pool = runner.scheduler.pool
     pool.check()
     assert pool.num_available == pool.target
-    actor.close()
+    runner.close()
 
 
 def test_the_command_keeps_a_profile_that_workers_find(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_quantised_models_take_what_they_are_stored_in(tiny_folder: Callable[[st
     small = catalogue.pull(str(tiny_folder("llama")), name="small", dtype="f32", layout="int8")
     profiles = Profiles(None, DEVICE)
     assert profiles.shape_name(plain, "f32") != profiles.shape_name(small, "f32")
-    actor, loaded = build_actor(Recipe(small, "f32", 1 << 22, 4, 4, 16, 200), DEVICE)
-    actor.close()
+    runner, loaded = build_runner(InstanceConfig(small, "f32", 1 << 22, 4, 4, 16, 200), DEVICE)
+    runner.close()
     assert profiles.weight_bytes(small, "f32") == small.size_bytes < profiles.weight_bytes(plain, "f32") * 2 / 3
     assert loaded.weight_bytes == pytest.approx(small.size_bytes, rel=0.2)  # without the gaps between tensors
 
@@ -91,9 +91,9 @@ def test_a_cache_of_int8_is_another_shape_with_a_quarter_of_the_bytes(
     assert small == whole * 20 / 64  # 16 floats, or 16 codes and a scale
     limits = {"block_size": 4, "max_kv_tokens": 64, "keep_alive_s": 1.0, "load_s": 0.0}
     hosting = profiles.hosting(card, "f32", "int8", **limits)
-    actor, _ = build_actor(Recipe(card, "f32", hosting.kv_bytes_per_token * 64, 4, 4, 16, 60, "int8"), DEVICE)
-    assert actor.executor.max_blocks == 64 // 4
-    actor.close()
+    runner, _ = build_runner(InstanceConfig(card, "f32", hosting.kv_bytes_per_token * 64, 4, 4, 16, 60, "int8"), DEVICE)
+    assert runner.executor.max_blocks == 64 // 4
+    runner.close()
 
 
 def test_what_is_seen_live_corrects_what_was_expected(tiny_folder: Callable[[str], Path]) -> None:

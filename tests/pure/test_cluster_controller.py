@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from sim_builders import make_hosting, make_node, make_work, serve_memory
 
-from dovetail.cluster.controller import MAX_CANDIDATES, MAX_RETURNS, Controller
-from dovetail.cluster.decisions import Decision, Dropped, How, Moving, Placed, Queued
+from dovetail.cluster.controller import MAX_RETURNS, Controller
+from dovetail.cluster.decisions import Decision, How, Moving, Placed, Queued, Refused
+from dovetail.cluster.placer import MAX_CANDIDATES
 from dovetail.node.events import Evicted, HandedOver
 from dovetail.node.node import Node
+from dovetail.node.runtime import NodeRuntime
 from dovetail.node.work import Phase, Work
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
@@ -16,7 +19,7 @@ from dovetail.policy.placement import DeviceKind
 def make_cluster(*nodes: Node, knobs: Knobs | None = None) -> Controller:
     for index, node in enumerate(nodes):
         node._next_instance = index * 1000
-    return Controller(nodes, knobs or Knobs())
+    return Controller([NodeRuntime(node, []) for node in nodes], knobs or Knobs())
 
 
 def said(controller: Controller) -> list[Decision]:
@@ -25,7 +28,7 @@ def said(controller: Controller) -> list[Decision]:
 
 
 def submit(controller: Controller, work: Work, now: float = 0.0) -> Decision:
-    controller.submit(work, now)
+    controller.submit([work], now)
     return said(controller)[-1]
 
 
@@ -64,21 +67,22 @@ def test_a_request_without_a_place_is_queued_and_dropped_when_its_token_is_due()
     submit(controller, make_work(0, "a"))
     queued = submit(controller, make_work(1, "b", ttft_s=1.0))
     assert isinstance(queued, Queued)
-    assert queued.retry_at_s == 0.25
     assert queued.refusals == {"slots": 1}
-    controller.retry(1, 0.9)
+    assert controller.next_wake_s() == 0.25
+    controller.wake(0.9)
     assert isinstance(said(controller)[-1], Queued)
-    controller.retry(1, 1.1)
-    dropped = said(controller)[-1]
-    assert isinstance(dropped, Dropped)
-    assert dropped.reason == "deadline"
-    assert not controller.queued
+    assert controller.next_wake_s() == pytest.approx(1.001)
+    controller.wake(1.001)
+    refused = said(controller)[-1]
+    assert isinstance(refused, Refused)
+    assert refused.reason == "deadline"
+    assert not controller.num_queued
 
 
 def test_a_request_that_no_hardware_can_serve_is_refused_at_once() -> None:
     slow = make_node(hosting=make_hosting(decode_s=0.9))
     dropped = submit(make_cluster(slow), make_work())
-    assert isinstance(dropped, Dropped)
+    assert isinstance(dropped, Refused)
     assert dropped.reason == "hardware"
 
 
@@ -90,7 +94,7 @@ def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> 
         submit(controller, make_work(index, "a", 400, ttft_s=5.0))
     submit(controller, make_work(2, "b", 300, ttft_s=5.0))
     serve_memory(tight, 0.0)
-    controller.nodes.append(other)
+    controller.placer.nodes.append(NodeRuntime(other, []))
     placed = submit(controller, make_work(3, "a", 2000, ttft_s=5.0))
     assert isinstance(placed, Placed)
     assert (placed.node, placed.how) == ("tight", How.PREEMPT)
@@ -136,7 +140,7 @@ def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_toke
     controller.notice(node, HandedOver(work, placed.instance, 10**9), 1.0)
     moving = said(controller)[-1]
     assert isinstance(moving, Moving)
-    controller.retry(0, moving.retry_at_s)
+    controller.wake(moving.retry_at_s)
     decode = said(controller)[-1]
     assert isinstance(decode, Placed)
     assert node.instances[decode.instance].phase is Phase.DECODE
@@ -151,9 +155,9 @@ def test_a_request_handed_over_late_asks_for_a_decode_place_before_it_is_given_u
     submit(controller, work)
     node.withdraw(0, work, 9.0)
     work.produced = 1
-    controller.notice(controller.nodes[0], HandedOver(work, 0, 0), 9.0)
+    controller.notice(controller.placer.nodes[0], HandedOver(work, 0, 0), 9.0)
     said(controller)
-    controller.retry(work.id, 9.0)
+    controller.wake(9.0)
     placed = said(controller)[-1]
     assert isinstance(placed, Placed)
     assert placed.how is How.START
@@ -164,12 +168,12 @@ def test_a_request_handed_over_late_that_finds_no_decode_place_is_given_up_on_th
     work = make_work()
     submit(controller, work)
     work.produced = 1
-    controller.notice(controller.nodes[0], HandedOver(work, 0, 0), 9.0)
+    controller.notice(controller.placer.nodes[0], HandedOver(work, 0, 0), 9.0)
     said(controller)
-    controller.retry(work.id, 9.0)
+    controller.wake(9.0)
     assert isinstance(said(controller)[-1], Queued)
-    controller.retry(work.id, 9.25)
-    assert isinstance(said(controller)[-1], Dropped)
+    controller.wake(9.25)
+    assert isinstance(said(controller)[-1], Refused)
 
 
 def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
@@ -193,13 +197,13 @@ def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_thei
     controller = make_cluster(*nodes, knobs=Knobs(pause=True))
     asked: list[int] = []
     for index, node in enumerate(nodes):
-        controller._start_on(node, make_work(index), 0.0, How.START)
+        controller.placer._start_on(controller.placer.nodes[index], make_work(index), 0.0, How.START)
         join = node.join
         node.join = lambda *call, join=join: asked.append(1) or join(*call)  # type: ignore[method-assign]
     late = {number: make_work(number, ttft_s=-1.0) for number in range(100, 120)}
     controller.parked["a"] = dict(late)
-    for view in controller._by_model["a"]:
-        serve_memory(view.node, 0.0)  # type: ignore[arg-type]
+    for node in nodes:
+        serve_memory(node, 0.0)
     controller._reunite("a", 5.0)
     assert 0 < len(asked) <= MAX_RETURNS
     assert controller.parked["a"] == late
@@ -207,6 +211,6 @@ def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_thei
 
 def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:
     controller = make_cluster(*[make_node(name=f"gpu-{index}") for index in range(200)])
-    assert len(controller._window()) == MAX_CANDIDATES
-    seen = {node.name for _ in range(200) for node in controller._window()}
+    assert len(controller.placer._window()) == MAX_CANDIDATES
+    seen = {node.name for _ in range(200) for node in controller.placer._window()}
     assert len(seen) == 200

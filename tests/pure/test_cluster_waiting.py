@@ -2,77 +2,88 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from dovetail.cluster.waiting import CHANGED_S, MAX_FAILURES, UNCHANGED_S, WaitingRoom
+from sim_builders import make_work
 
+from dovetail.cluster.waiting import CHANGED_S, MAX_FAILURES_CHANGED, MAX_FAILURES_OF_MODEL, WaitingRoom
+from dovetail.node.work import Work
 
-@dataclass
-class Due:
-    due_s: float
-
-
-class Asked:
-    """Notes who asked; those in `refused` get no place."""
-
-    def __init__(self, room: WaitingRoom, refused: set[int] | None = None) -> None:
-        self.room = room
-        self.refused = refused or set()
-        self.ids: list[int] = []
-
-    def __call__(self, id: int, now: float) -> None:
-        self.ids.append(id)
-        if id in self.refused:
-            self.room.enter(id, Due(now + 1))
+RETRY_S = 0.25
 
 
-def make_room(*dues: float) -> WaitingRoom:
-    """At time 10 somebody asked in vain."""
-    room = WaitingRoom()
-    room.enter(99, Due(0.0))
-    room.retry(10.0, lambda id, now: None)
+def make_room(*dues: float, models: str = "") -> WaitingRoom:
+    """They have asked in vain at time 10."""
+    room = WaitingRoom(RETRY_S)
     for id, due_s in enumerate(dues):
-        room.enter(id, Due(due_s))
+        room.enter(make_work(id, models[id] if models else "a", ttft_s=due_s), {}, 10.0)
     return room
+
+
+def ask(room: WaitingRoom, now: float, refused: Iterable[int] = ()) -> list[int]:
+    """Who asks; those in `refused` get no place."""
+    asked = []
+    for work in room.begin_pass(now):
+        asked.append(work.id)
+        room.leave(work.id)
+        if work.id in refused:
+            room.enter(work, {}, now)
+    return asked
 
 
 def test_the_most_urgent_asks_first() -> None:
     room = make_room(30.0, 20.0, 25.0)
-    asked = Asked(room)
-    room.retry(20.0, asked)
-    assert asked.ids == [1, 2, 0]
+    assert ask(room, 11.0) == [1, 2, 0]
     assert room.next_s() is None
 
 
 def test_they_ask_soon_after_a_change_and_else_after_a_while() -> None:
     room = make_room(20.0)
-    assert room.next_s() == 10.0 + UNCHANGED_S
-    asked = Asked(room)
-    room.retry(10.0 + CHANGED_S, asked)
-    assert asked.ids == []
+    assert room.next_s() == 10.0 + RETRY_S
+    assert ask(room, 10.0 + CHANGED_S) == []
     room.changed()
     assert room.next_s() == 10.0 + CHANGED_S
-    room.retry(10.0 + CHANGED_S, asked)
-    assert asked.ids == [0]
+    assert ask(room, 10.0 + CHANGED_S) == [0]
 
 
-def test_after_a_few_in_vain_the_others_wait() -> None:
-    room = make_room(*range(20, 30))
-    asked = Asked(room, refused=set(range(10)))
-    room.retry(20.0, asked)
-    assert asked.ids == list(range(MAX_FAILURES))
-    assert all(id in room for id in range(10))
-    assert room.next_s() == 20.0 + UNCHANGED_S
+def test_after_a_few_of_a_model_in_vain_the_others_of_it_wait() -> None:
+    room = make_room(*range(20, 30), models="aaaaaaaaab")
+    assert ask(room, 11.0, refused=range(10)) == [*range(MAX_FAILURES_OF_MODEL), 9]
+    assert len(room) == 10
+    assert room.next_s() == 11.0 + RETRY_S
+
+
+def test_soon_after_a_change_only_a_few_ask_but_everybody_does_after_a_while() -> None:
+    room = make_room(*range(20, 30), models="abcdefghij")
+    room.changed()
+    assert ask(room, 10.02, refused=range(10)) == list(range(MAX_FAILURES_CHANGED))
+    room.changed()
+    assert ask(room, 10.04, refused=range(10)) == list(range(MAX_FAILURES_CHANGED))
+    assert ask(room, 10.25, refused=range(10)) == list(range(10))
 
 
 def test_one_that_goes_with_another_does_not_ask() -> None:
     room = make_room(20.0, 21.0)
-    asked: list[int] = []
-
-    def ask(id: int, now: float) -> None:
-        asked.append(id)
+    asked = []
+    for work in room.begin_pass(20.0):
+        asked.append(work.id)
+        room.leave(0)
         room.leave(1)
-
-    room.retry(20.0, ask)
     assert asked == [0]
     assert list(room) == []
+
+
+def test_everybody_whose_token_was_due_is_found_at_once_however_many_wait_before() -> None:
+    room = make_room(*(20.0 + number for number in range(50)), 10.1, 10.3)
+    assert room.next_s() is not None
+    assert room.next_s() < 10.11  # type: ignore[operator]
+    assert [work.id for work in room.expired(10.2)] == [50]
+    work: Work | None = room.leave(50)
+    assert work is not None
+    assert [one.id for one in room.expired(10.4)] == [51]
+
+
+def test_one_that_asked_several_times_expires_once() -> None:
+    room = make_room(10.5)
+    ask(room, 10.3, refused=[0])
+    assert [work.id for work in room.expired(11.0)] == [0]

@@ -18,8 +18,9 @@ from dovetail.eventlog import EventLog
 from dovetail.policy.knobs import Shadow
 from dovetail.policy.latency import TransferModel
 from dovetail.policy.presets import POLICIES, policy
-from dovetail.sim.device import Device, Noise
+from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
+from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.explain import Explainer, explain
 from dovetail.sim.metrics import Fate, Record, Result
 from dovetail.sim.replay import replay, settings_of
@@ -125,7 +126,7 @@ def test_loads_that_wait_for_each_other_are_excused_to_those_who_wait_for_them()
     knobs = policy("slinfer")
     node = make_node(("0", "1"), knobs=knobs)
     arrivals = [Arrival(0.0, 0, 64, 4), Arrival(0.0, 1, 64, 4)]
-    device = Device(node, {0: 4, 1: 4}, TransferModel(), Noise(Random(0), 0.0))
+    device = Device(node, {0: 4, 1: 4}, PredictedDurations(TransferModel(), Noise(Random(0), 0.0)))
     result = Simulation([device], knobs, arrivals).run()
     alone_s = TransferModel().load_s(node.admit.hostings["0"].weight_bytes)
     assert [record.grace_s for record in result.records] == pytest.approx([alone_s, 2 * alone_s])
@@ -283,7 +284,7 @@ def test_a_storm_repeats_itself() -> None:
 def test_a_violated_invariant_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(seed: int) -> object:
         simulation = build_storm(seed)
-        simulation.controller.retry = lambda work_id, now: None  # type: ignore[method-assign]
+        simulation.runtime.controller.room.enter = lambda work, refusals, now: None  # type: ignore[method-assign]
         return simulation
 
     monkeypatch.setattr("dovetail.sim.storm.build_storm", broken)

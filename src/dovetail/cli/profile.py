@@ -85,24 +85,24 @@ def _profile(
 ) -> dict[str, Any]:
     from dovetail.engine.devices import open_device
     from dovetail.worker.hosting import Profiles
-    from dovetail.worker.loading import Recipe, build_actor
+    from dovetail.worker.loading import InstanceConfig, build_runner
     from dovetail.worker.profiling import Profiler
 
     opened = open_device(device, threads)
     kind = opened.compute_dtype(dtype, card.dtype or "f32")
     longest = min(max_tokens, card.spec.context_length)
     kv_bytes = card.spec.kv_bytes_per_token(kind, kv) * (longest + 64) * max_batch
-    recipe = Recipe(card, kind, kv_bytes, 16, max_batch, opened.max_turn_tokens, longest + 64, kv)
-    actor, _ = build_actor(recipe, opened)
+    config = InstanceConfig(card, kind, kv_bytes, 16, max_batch, opened.max_turn_tokens, longest + 64, kv)
+    runner, _ = build_runner(config, opened)
     try:
-        profiler = Profiler(actor, max_tokens, max_batch)
+        profiler = Profiler(runner, max_tokens, max_batch)
         measured = profiler.run(show)
         profiles = Profiles(folder, opened)
         prefill = [[sample.tokens, sample.seconds * 1e3] for sample in measured.prefill]
         profiles.store(card, kind, prefill, _rows(measured), kv)
         errors = profiler.check(measured.model, check, show) if check else None
     finally:
-        actor.close()
+        runner.close()
     return {
         "model": card.name,
         "shape": profiles.shape_name(card, kind, kv),

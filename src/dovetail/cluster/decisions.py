@@ -1,4 +1,4 @@
-"""What the controller says: where work went and why, and what it wants to be called for. Plain records."""
+"""What the controller decides: where work goes and why. Plain records, which the runtime carries on and logs."""
 
 from __future__ import annotations
 
@@ -27,28 +27,37 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """No place now; call `retry` at this time."""
+    """No place now; it tries again when something has changed, and every so often."""
 
     work: Work
-    retry_at_s: float
     refusals: dict[str, int]  # how often each reason was given
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
-    """Its token was due while it was still without a place, or nothing can ever serve it."""
+class Extended:
+    """Its targets cannot be kept and it is served late: its next token is due then."""
 
     work: Work
-    reason: str
+    due_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """It has left: its token was due while it was without a place, or nothing can ever serve it."""
+
+    work: Work
+    reason: str  # "deadline", "hardware" or "too_large"
+    refusals: dict[str, int]  # when it last asked
+    retry_after_s: float | None = None  # when it is worth asking again; None = never
 
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """It is between places: call `retry` at this time (its KV blocks travel until then)."""
+    """It is between places until then (its KV blocks travel, or it is swapped out)."""
 
     work: Work
     retry_at_s: float
     reason: str
 
 
-Decision = Placed | Queued | Dropped | Moving
+Decision = Placed | Queued | Extended | Refused | Moving

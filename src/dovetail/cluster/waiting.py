@@ -1,63 +1,113 @@
-"""When those without a place ask again: soon after something changed, else after a while, the most urgent first.
+"""Work without a place: who asks again and when. Soon after something changed, else after a while, most urgent first.
 
-For a driver that can be asked at any moment. What becomes of them is the controller's.
+What becomes of them is the controller's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from heapq import heappop, heappush
+
+from dovetail.node.work import Work
 
 # A decision takes a fraction of a millisecond, an iteration many: they look this often.
-CHANGED_S, UNCHANGED_S = 0.02, 0.25
-MAX_FAILURES = 3
-
-
-class Due(Protocol):
-    @property
-    def due_s(self) -> float: ...
+CHANGED_S = 0.02
+# How many may ask in vain in one pass. What holds one back mostly holds back the others of its model, and soon after
+# a change what holds back a few of the most urgent mostly holds back everybody.
+MAX_FAILURES_CHANGED = 4
+MAX_FAILURES_OF_MODEL = 3
+MAX_FAILURES = 96
+EXPIRY_S = 0.001  # after a token was due
 
 
 class WaitingRoom:
-    def __init__(self) -> None:
-        self._queued: dict[int, Due] = {}
-        self._has_changed = False  # somebody left or memory came free since they last tried
-        self._last_retry_s = 0.0
+    def __init__(self, retry_s: float, *, on_change: bool = True) -> None:
+        self.refusals: dict[int, Mapping[str, int]] = {}  # by request: why it got no place when it last asked
+        self.by_model: Counter[str] = Counter()
+        self._retry_s = retry_s
+        self._on_change = on_change
+        self._works: dict[int, Work] = {}
+        self._expiry_s: dict[int, float] = {}  # by request
+        self._expiries: list[tuple[float, int]] = []  # heap; what is not in `_expiry_s` is stale
+        self._has_changed = False  # somebody left or memory came free since they last asked
+        self._last_pass_s = float("-inf")
+        self._last_full_s = float("-inf")  # a pass in which nearly everybody might ask
 
     def __contains__(self, id: int) -> bool:
-        return id in self._queued
+        return id in self._works
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._queued)
+    def __iter__(self) -> Iterator[Work]:
+        return iter(self._works.values())
 
-    def enter(self, id: int, work: Due) -> None:
-        self._queued[id] = work
+    def __len__(self) -> int:
+        return len(self._works)
 
-    def leave(self, id: int) -> None:
-        self._queued.pop(id, None)
+    def enter(self, work: Work, refusals: Mapping[str, int], now: float) -> None:
+        """It has just asked in vain."""
+        if not self._works:
+            self._last_pass_s = self._last_full_s = now
+        self._works[work.id] = work
+        self.refusals[work.id] = refusals
+        self.by_model[work.model] += 1
+        expiry_s = max(work.due_s + EXPIRY_S, now + self._retry_s if work.due_s <= now else now)
+        self._expiry_s[work.id] = expiry_s  # one that came late may ask once more
+        heappush(self._expiries, (expiry_s, work.id))
+
+    def leave(self, id: int) -> Work | None:
+        work = self._works.pop(id, None)
+        if work is not None:
+            del self.refusals[id]
+            del self._expiry_s[id]
+            self.by_model[work.model] -= 1
+            if not self.by_model[work.model]:
+                del self.by_model[work.model]
+        return work
 
     def changed(self) -> None:
         """There may be a place now."""
-        self._has_changed = True
+        self._has_changed = self._on_change
 
     def next_s(self) -> float | None:
-        """When `retry` has something to do."""
-        if not self._queued:
+        """When there is somebody to look at."""
+        if not self._works:
             return None
-        return self._last_retry_s + (CHANGED_S if self._has_changed else UNCHANGED_S)
+        self._drop_stale()
+        return min(self._next_pass_s(), self._expiries[0][0])
 
-    def retry(self, now: float, ask: Callable[[int, float], None]) -> None:
-        """Let them ask, until a few in a row got no place: what holds those back holds the others back as well. Who
-        gets none enters again."""
-        next_s = self.next_s()
-        if next_s is None or now < next_s:
+    def _next_pass_s(self) -> float:
+        full_s = self._last_full_s + self._retry_s
+        return min(self._last_pass_s + CHANGED_S, full_s) if self._has_changed else full_s
+
+    def expired(self, now: float) -> list[Work]:
+        """Everyone whose token was due before now, in order."""
+        found: dict[int, Work] = {}  # one that asked several times is several times in the heap
+        self._drop_stale()
+        while self._expiries and self._expiries[0][0] <= now:
+            id = heappop(self._expiries)[1]
+            found[id] = self._works[id]
+            self._drop_stale()
+        return list(found.values())
+
+    def _drop_stale(self) -> None:
+        heap, expiry_s = self._expiries, self._expiry_s
+        while heap and expiry_s.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+
+    def begin_pass(self, now: float) -> Iterator[Work]:
+        """Those who may ask now, the most urgent first; the caller lets each leave, and enter again if it got no place.
+        Nobody, if it is not time."""
+        if not self._works or now < self._next_pass_s():
             return
-        self._last_retry_s, self._has_changed = now, False
-        failures = 0
-        for id, _ in sorted(self._queued.items(), key=lambda one: (one[1].due_s, one[0])):
-            if self._queued.pop(id, None) is None:
-                continue  # it went with another's end
-            ask(id, now)
-            failures += id in self._queued
-            if failures == MAX_FAILURES:
+        limit = MAX_FAILURES_CHANGED
+        if now >= self._last_full_s + self._retry_s:
+            limit, self._last_full_s = MAX_FAILURES, now
+        self._last_pass_s, self._has_changed = now, False
+        failures: Counter[str] = Counter()
+        for work in sorted(self._works.values(), key=lambda one: (one.due_s, one.id)):
+            if work.id not in self._works or failures[work.model] >= MAX_FAILURES_OF_MODEL:
+                continue  # it went with another's end, or others of its model asked in vain
+            yield work
+            failures[work.model] += work.id in self._works
+            if failures.total() >= limit:
                 return

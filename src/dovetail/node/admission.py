@@ -177,6 +177,8 @@ class Admitter:
         share = ledger.capacity // min(self.knobs.shares, hosting.slots)  # too large for a share: the whole node
         blocks = (share - weights) // hosting.kv_bytes_per_token // hosting.block_tokens
         tokens = blocks * hosting.block_tokens
+        if hosting.max_kv_tokens is not None:
+            tokens = min(tokens, hosting.max_kv_tokens)
         if tokens <= 0 or weights + tokens * hosting.kv_bytes_per_token > ledger.available:
             return Refusal.MEMORY
         return Grant(tokens)

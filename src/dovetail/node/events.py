@@ -73,9 +73,26 @@ class SetTimer:
 
 
 @dataclass(frozen=True, slots=True)
+class Enter:
+    """The work has a place on an instance whose weights are there: it takes part in its turns from now on."""
+
+    work: Work
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The work goes elsewhere or nowhere: free what the instance holds for it."""
+
+    work: Work
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     work: Work
     instance: int
+    grace_s: float  # that it had; what comes after the first token excuses no late first token
 
 
 @dataclass(frozen=True, slots=True)

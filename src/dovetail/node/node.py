@@ -322,7 +322,7 @@ class Node:
             if self.knobs.paced_from_first_token:
                 work.pace_from(now, self.admit.pace_tokens)
                 instance.refresh()
-            self.outbox.append(FirstToken(work, instance.id))
+            self.outbox.append(FirstToken(work, instance.id, work.grace_s))
 
     def _finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:
         for work in finished:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from dovetail.modelspec import ModelSpec
-from dovetail.node.events import Pausable, StartLoad, StartResize, StartUnload, Victim
+from dovetail.node.events import Pausable, Victim
 from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.placement import DeviceKind
+from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.sched.turn import Outcome, Turn
 
 
@@ -54,19 +54,6 @@ class Checkpoint(Protocol):
     def close(self) -> None: ...
 
 
-class Loader(Protocol):
-    """Moves memory on one device. Each call starts the operation; its end comes back to the node as an event."""
-
-    def load(self, command: StartLoad) -> None:
-        """Ends in `Node.load_done` or `Node.load_failed`."""
-
-    def unload(self, command: StartUnload) -> None:
-        """Ends in `Node.unload_done`."""
-
-    def resize(self, command: StartResize) -> None:
-        """Ends in `Node.resize_done`."""
-
-
 class NodeHandle(Protocol):
     """A node as the cluster sees it, in this process or in another. The controller proposes, the node disposes:
     every answer is the node's own, and the properties may be a little old."""
@@ -85,6 +72,9 @@ class NodeHandle(Protocol):
 
     @property
     def fullness(self) -> float: ...
+
+    def hosting_of(self, model: str) -> Hosting | None:
+        """What the model takes there and how fast it runs; None = it is not offered there."""
 
     def check_join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
         """Would `join` accept?"""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+SLACK = 1.5  # of an extended deadline over what an otherwise empty device needs
+
 
 class Phase(StrEnum):
     """What a piece of work is waiting for. PREFILL and DECODE are the roles of disaggregated instances."""
@@ -23,6 +25,7 @@ class Work:
         "grace_s",
         "id",
         "input_tokens",
+        "is_strict",
         "joined_clock",
         "last_token_s",
         "late_tokens",
@@ -59,6 +62,7 @@ class Work:
         self.joined_clock = 0  # the instance's clock when it joined the running batch
         self.cached = False  # its KV blocks travel with it: no prefill needed
         self.phase = Phase.ANY
+        self.is_strict = True  # its targets were asked for: refused rather than late, while it has no token
         self.late_tokens = 0  # tokens after their own true deadline
         self.last_token_s: float | None = None  # None before its first token
         self.silence_s = 0.0  # the longest time between two of its tokens
@@ -91,6 +95,15 @@ class Work:
     def give_grace(self, seconds: float) -> None:
         self.grace_s += seconds
         self.first_due_s += seconds
+
+    def extend_deadline(self, now: float, prefill_s: float, decode_s: float) -> None:
+        """Its targets cannot be kept: twice the time, counted from now, and no less than a device needs that takes so
+        long for its prefill and its decode. It stays after those who are still in time and before those who came later;
+        one that is extended again and again gets everywhere."""
+        self.is_strict = False
+        self.ttft_s = max(2 * self.ttft_s, SLACK * prefill_s)
+        self.tpot_s = max(2 * self.tpot_s, SLACK * decode_s)
+        self.first_due_s = now + self.ttft_s - self.tpot_s * self.produced
 
     def true_due_s(self, due_s: float) -> float:
         """The deadline without the scheduler's safety."""

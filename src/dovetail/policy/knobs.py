@@ -35,6 +35,11 @@ class Knobs:
     cpu_overestimate: float = 1.10  # S4: factor on predicted iterations
     gpu_overestimate: float = 1.05
     retry_s: float = 0.25  # a request without a place tries again this often
+    retry_on_change: bool = False  # and soon after somebody has left or memory has come free
+    # S11 gives a request up whose token is due while it has no place. True: what did not ask for targets, or has tokens
+    # already, gets later deadlines instead.
+    extend_deadlines: bool = False
+    retry_after_s: float = 1.0  # what a refused client is told
     # memory
     watermark: float = 0.25  # S6
     floor_tokens: int = 4096  # S5: L_min

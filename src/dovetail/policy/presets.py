@@ -26,6 +26,7 @@ IMPROVEMENTS: dict[str, dict[str, object]] = {
     "starts mind idle instances and loads": {"reclaim_idle": True, "count_loads": True},
     "drain small batches": {"turns": TurnOrder.DRAIN},
     "pause and swap": {"pause": True},
+    "ask again on change": {"retry_on_change": True},
 }
 DOVETAIL = replace(SLINFER, name="dovetail")
 for _changes in IMPROVEMENTS.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,8 +16,9 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.presets import DOVETAIL
 from dovetail.profiles.files import read_profile
-from dovetail.sim.device import Device, Noise
+from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
+from dovetail.sim.durations import Noise
 from dovetail.sim.metrics import percentile
 from dovetail.sim.setup import make_devices, uniform_groups
 from dovetail.sim.trace import Arrival
@@ -41,9 +43,9 @@ class TimedNode(Node):
 class TimedController(Controller):
     admission_times_s: list[float]
 
-    def submit(self, work: Work, now: float) -> None:
+    def submit(self, works: Sequence[Work], now: float) -> None:
         started = time.perf_counter()
-        super().submit(work, now)
+        super().submit(works, now)
         self.admission_times_s.append(time.perf_counter() - started)
 
 
@@ -56,9 +58,9 @@ def measure_decisions(profile: Path, nodes: int, shape: str = "llama-2-7b", seed
         assert isinstance(device.node, TimedNode)
         device.node.turn_times_s = turn_times_s
     simulation = Simulation(devices, DOVETAIL, arrivals)
-    controller = TimedController(simulation.handles, DOVETAIL)
+    controller = TimedController(simulation.runtime.nodes, DOVETAIL)
     controller.admission_times_s = []
-    simulation.controller = controller
+    simulation.runtime.controller = controller
     simulation.run()
     admissions = sorted(controller.admission_times_s)
     turns = sorted(turn_times_s)

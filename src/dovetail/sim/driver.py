@@ -1,6 +1,7 @@
-"""Virtual time: an event heap with a total order drives the production node and controller on simulated devices.
+"""Virtual time: an event heap with a total order drives the production runtime on simulated devices.
 
 The heap's key is (time, priority, serial): the same inputs and seed give the same run, to the byte of the event log.
+It reports what happened and carries out what the runtime says; it decides nothing.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Dropped, Moving, Placed, Queued
+from dovetail.cluster.decisions import Refused
+from dovetail.cluster.intake import Submission
+from dovetail.cluster.runtime import Output, Runtime
 from dovetail.eventlog import EventLog
 from dovetail.node import events
-from dovetail.node.node import Node
+from dovetail.node.runtime import NodeRuntime
 from dovetail.node.work import Work
-from dovetail.policy.headroom import SloRule
+from dovetail.policy.headroom import INFINITY, SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
 from dovetail.sim.device import Device
 from dovetail.sim.faults import Fault, FaultKind
-from dovetail.sim.handle import Handle
 from dovetail.sim.metrics import Fate, Record, Result
 from dovetail.sim.sampling import Sampler
 from dovetail.sim.trace import Arrival
@@ -43,30 +44,33 @@ class Simulation:
         horizon_s: float | None = None,
         log: EventLog | None = None,
         faults: Sequence[Fault] = (),
+        on_one_thread: bool = False,
     ) -> None:
+        """`on_one_thread`: the one node decides on the thread that computes, and hears of what happens during a turn at
+        the end of the turn."""
         self.devices = list(devices)
-        self.knobs = knobs
         self.rule = rule or SloRule()
         self.arrivals = arrivals
         self.horizon_s = horizon_s if horizon_s is not None else arrivals[-1].arrival_s
         self.now = 0.0
         self.log = log
-        self.records = [
-            Record(i, a.model, a.arrival_s, a.input_tokens, a.output_tokens) for i, a in enumerate(arrivals)
-        ]
+        self.records = _records(arrivals)
         self.open = 0  # requests that have arrived and not ended
         self.faults = faults
         self.keep_samples = True
         self.on_sample: Callable[[float], None] | None = None
-        self._dirty: list[Device] = []
-        self.handles = [Handle(device, self._dirty) for device in self.devices]
-        self._handle_of = {id(device): handle for device, handle in zip(self.devices, self.handles, strict=True)}
-        self.controller = Controller(self.handles, knobs)
+        self.runtime = Runtime([device.node for device in self.devices], knobs, rule=self.rule, log=log)
+        self._device_of = {device.node.name: device for device in self.devices}
+        self._node_of = {id(device): node for device, node in zip(self.devices, self.runtime.nodes, strict=True)}
         self.result = Result(knobs.name, self.records, [], [d.node.name for d in self.devices], self.horizon_s)
         self.result.rule = self.rule
         self._heap: list[tuple[float, int, int, Callable[..., None], Any]] = []
         self._serial = 0
+        self._wake_s = INFINITY  # when the runtime will be woken
         self._sampler = Sampler(self.devices)
+        self._on_one_thread = on_one_thread
+        self._unheard: list[tuple[Callable[..., None], Any]] = []  # what happened during the turn of the one thread
+        self._is_hearing = False  # it takes that in: no turn begins before it has heard everything
 
     # The loop
 
@@ -78,15 +82,18 @@ class Simulation:
         return result
 
     def run(self) -> Result:
-        self._push(self.arrivals[0].arrival_s, REQUEST, self._arrive, 0)
+        self._announce(0)
         for fault in self.faults:
             self._push(fault.at_s, MEMORY, self._strike, fault)
         self._push(0.0, SAMPLE, self._sample, None)
         heap = self._heap
         while heap:
-            now, _, _, handler, argument = heappop(heap)
+            now, priority, _, handler, argument = heappop(heap)
             self.now = now
-            handler(now, argument)
+            if self._on_one_thread and priority not in (TURN, SAMPLE) and self.devices[0].node.turn is not None:
+                self._miss(priority, handler, argument)
+            else:
+                handler(now, argument)
         self.result.events = self._serial
         for device in self.devices:
             self.result.decode_turns += device.decode_turns
@@ -97,24 +104,27 @@ class Simulation:
         self._serial = serial = self._serial + 1
         heappush(self._heap, (time_s, priority, serial, handler, argument))
 
+    def _announce(self, index: int) -> None:
+        """The next arrival; a node that may hear of several at once needs all of them in the heap."""
+        last = len(self.arrivals) if self._on_one_thread else index + 1
+        for number in range(index, min(last, len(self.arrivals))):
+            self._push(self.arrivals[number].arrival_s, REQUEST, self._arrive, number)
+
     # Events
 
     def _arrive(self, now: float, index: int) -> None:
         arrival = self.arrivals[index]
-        if index + 1 < len(self.arrivals):
-            self._push(self.arrivals[index + 1].arrival_s, REQUEST, self._arrive, index + 1)
-        scale = self.knobs.slo_scale
-        ttft_s = self.rule.ttft_s(arrival.input_tokens) * scale
-        name = str(arrival.model)
-        work = Work(index, name, arrival.input_tokens, arrival.arrival_s, ttft_s, self.rule.tpot_s * scale, scale)
-        self.open += 1
-        if self.log is not None:
-            self.log.write(now, "arrive", request=index, model=name, input=arrival.input_tokens)
-        self.controller.submit(work, now)
+        if not self._on_one_thread:
+            self._announce(index + 1)
+        self.open += len(arrival.produced)
+        self.runtime.submit(submission_of(arrival), now)
         self._settle(now)
 
-    def _retry(self, now: float, work_id: int) -> None:
-        self.controller.retry(work_id, now)
+    def _wake(self, now: float, wake_s: float) -> None:
+        if wake_s != self._wake_s:
+            return  # it was woken before
+        self._wake_s = INFINITY
+        self.runtime.wake(now)
         self._settle(now)
 
     def _turn_end(self, now: float, key: tuple[Device, int]) -> None:
@@ -124,150 +134,133 @@ class Simulation:
         if now < device.stalled_until_s:
             self._push(device.stalled_until_s, TURN, self._turn_end, key)
             return
-        node = device.node
-        turn = node.turn
-        node.turn_done(now, device.finished(turn))  # type: ignore[arg-type]
-        if node.outbox or self._dirty:
-            self._dirty.append(device)
-            self._settle(now)
-        if node.turn is None:
-            turn = node.next_turn(now)
-            if turn is not None:
-                self._serial = serial = self._serial + 1
-                end = now + device.duration_s(turn)
-                heappush(self._heap, (end, TURN, serial, self._turn_end, key))
-            elif node.outbox:
-                self._dirty.append(device)
-                self._settle(now)
+        runtime, turn, node = self.runtime, device.node.turn, self._node_of[id(device)]
+        assert turn is not None
+        runtime.turn_ended(node, now, device.finished(turn))
+        if runtime.outbox:
+            self._carry_out_all(now)
+        if self._on_one_thread:
+            self._hear_all(now)
+        if device.durations.gap_s:
+            self._push(now + device.durations.gap_s, TURN, self._choose, key)
+        else:
+            self._choose(now, key)
 
-    def _op_end(self, now: float, key: tuple[Device, int, Callable[..., None], tuple[Any, ...]]) -> None:
-        device, epoch, method, arguments = key
+    def _miss(self, priority: int, handler: Callable[..., None], argument: Any) -> None:
+        """It happened during a turn."""
+        if priority == TIMER:
+            self._wake_s = INFINITY  # the choice of the next turn begins with that
+        else:
+            self._unheard.append((handler, argument))
+
+    def _hear_all(self, now: float) -> None:
+        self._is_hearing = True
+        unheard, self._unheard = self._unheard, []
+        for handler, argument in unheard:
+            handler(now, argument)
+        self._is_hearing = False
+
+    def _choose(self, now: float, key: tuple[Device, int]) -> None:
+        """The device is free again."""
+        node = self._node_of[id(key[0])]
+        self.runtime.touched[node.name] = node
+        self._settle(now)
+
+    def _op_end(self, now: float, key: tuple[Device, int, Callable[..., None], int]) -> None:
+        device, epoch, event, instance = key
         if now < device.stalled_until_s:
             self._push(device.stalled_until_s, MEMORY, self._op_end, key)
         elif epoch == device.epoch:
-            method(*arguments)
-            self._dirty.append(device)
+            event(self._node_of[id(device)], instance, now)
             self._settle(now)
 
     def _sample(self, now: float, _: None) -> None:
         if self.keep_samples:
-            self.result.samples.append(self._sampler.take(now, len(self.controller.queued)))
+            self.result.samples.append(self._sampler.take(now, self.runtime.controller.num_queued))
             self.result.gpu_instance_s += SAMPLE_EVERY_S * self._sampler.gpu_instances
         if self.on_sample is not None:
             self.on_sample(now)
         if now + SAMPLE_EVERY_S <= self.horizon_s or self.open:
             self._push(now + SAMPLE_EVERY_S, SAMPLE, self._sample, None)
 
-    # Carrying out what nodes and controller say
+    # Carrying out what the runtime says
 
     def _settle(self, now: float) -> None:
-        """Deliver every command, notice and decision, then start turns on the nodes that changed."""
-        touched: dict[int, Device] = {}
-        controller = self.controller
-        while self._dirty or controller.outbox:
-            while controller.outbox:
-                decisions, controller.outbox = controller.outbox, []
-                for decision in decisions:
-                    self._decide(decision, now)
-            if self._dirty:
-                device = self._dirty.pop(0)
-                touched[id(device)] = device
-                box = device.node.outbox
-                while box:
-                    self._carry_out(device, box.pop(0), now)
-        for device in touched.values():
-            self._begin_turn(device, now)
-
-    def _begin_turn(self, device: Device, now: float) -> None:
-        node = device.node
-        if node.turn is None and node.up:
-            turn = node.next_turn(now)
+        """Carry everything out, then start turns on the nodes that changed."""
+        runtime = self.runtime
+        if runtime.outbox:
+            self._carry_out_all(now)
+        while runtime.touched and not self._is_hearing:
+            node = next(iter(runtime.touched.values()))
+            turn = runtime.next_turn(node, now)
+            if runtime.outbox:
+                self._carry_out_all(now)
             if turn is not None:
-                self._push(now + device.duration_s(turn), TURN, self._turn_end, (device, device.epoch))
-            if node.outbox:
-                self._dirty.append(device)
-                self._settle(now)
+                device = self._device_of[node.name]
+                self._push(now + device.turn_s(turn), TURN, self._turn_end, (device, device.epoch))
+        wake_s = runtime.next_wake_s()
+        if wake_s is not None and wake_s < self._wake_s:
+            self._wake_s = wake_s
+            self._push(max(wake_s, now), TIMER, self._wake, wake_s)
 
-    def _carry_out(self, device: Device, said: events.Command | events.Notice, now: float) -> None:
-        node = device.node
-        if isinstance(said, events.SetTimer):
-            self._push(
-                said.at_s,
-                TIMER,
-                self._op_end,
-                (device, device.epoch, node.timer, (said.instance, said.epoch, said.at_s)),
-            )
+    def _carry_out_all(self, now: float) -> None:
+        outbox = self.runtime.outbox
+        while outbox:
+            self._carry_out(*outbox.popleft(), now)
+
+    def _carry_out(self, node: NodeRuntime | None, said: Output, now: float) -> None:
+        if isinstance(said, Refused):
+            self._refuse(said, now)
+            return
+        assert node is not None
+        device = self._device_of[node.name]
+        if isinstance(said, events.Enter):
+            device.entered(said.instance, said.work)
         elif isinstance(said, events.StartResize):
-            duration = device.resize_s(said) if node.kind is DeviceKind.GPU else 0.0
-            self._op(device, now, duration, node.resize_done, said.instance)
+            duration = device.resize_s(said)
             if node.kind is DeviceKind.GPU:
                 self.result.resizes += 1
                 self.result.resize_s += duration
-            self._note(now, node, "resize", said)
+            self._op(device, now, duration, self.runtime.resize_ended, said.instance)
         elif isinstance(said, events.StartLoad):
             self._load(device, said, now)
         elif isinstance(said, events.StartUnload):
-            self._op(device, now, device.unload_s(), node.unload_done, said.instance)
+            self._op(device, now, device.unload_s(), self.runtime.unload_ended, said.instance)
         else:
-            self._report(device, said, now)
+            self._record(device, said, now)
 
-    def _op(self, device: Device, now: float, duration: float, method: Callable[..., None], instance: int) -> None:
-        end = now + duration
+    def _op(self, device: Device, now: float, duration: float, event: Callable[..., None], instance: int) -> None:
         if duration > 0.0 or now < device.stalled_until_s:
-            self._push(end, MEMORY, self._op_end, (device, device.epoch, method, (instance, end)))
-            return
-        method(instance, now)  # what takes no time is over before the next turn is chosen
-        self._dirty.append(device)
+            self._push(now + duration, MEMORY, self._op_end, (device, device.epoch, event, instance))
+        else:
+            event(self._node_of[id(device)], instance, now)  # over before the next turn is chosen
 
     def _load(self, device: Device, said: events.StartLoad, now: float) -> None:
-        duration = device.load_s(said)
-        end = max(now, device.link_free_s) + duration  # one link, one load at a time
+        end = max(now, device.link_free_s) + device.load_s(said)  # one link, one load at a time
         device.link_free_s = end
         self.result.cold_starts += 1
+        event = self.runtime.load_ended
         if device.failing_loads:
             device.failing_loads -= 1
-            self._push(end, MEMORY, self._op_end, (device, device.epoch, device.node.load_failed, (said.instance, end)))
-        else:
-            arguments = (said.instance, end, end - now)  # the cold start is what was waited, the link's queue included
-            self._push(end, MEMORY, self._op_end, (device, device.epoch, device.node.load_done, arguments))
-        self._note(now, device.node, "load", said)
+            event = self.runtime.load_failed
+        self._push(end, MEMORY, self._op_end, (device, device.epoch, event, said.instance))
 
-    def _report(self, device: Device, notice: events.Notice, now: float) -> None:
-        if isinstance(notice, events.FirstToken):
-            record = self.records[notice.work.id]
+    # Records
+
+    def _record(self, device: Device, said: Output, now: float) -> None:
+        if isinstance(said, events.FirstToken):
+            record = self.records[said.work.id]
             record.first_token_s = now
-            record.grace_s = notice.work.grace_s  # what comes after the first token excuses no late first token
+            record.grace_s = said.grace_s
             record.on_gpu = device.node.kind is DeviceKind.GPU
-            if self.log is not None:
-                self.log.write(now, "first_token", request=notice.work.id, node=device.node.name)
-            return
-        handle = self._handle_of[id(device)]
-        handle.changed()
-        if isinstance(notice, events.Finished):
-            self._end(notice.work, Fate.FINISHED, "", now)
-        elif isinstance(notice, events.InstanceGone):
-            device.forget(notice.instance)
-        if self.log is not None and not isinstance(notice, events.Finished):
-            self._note(now, device.node, type(notice).__name__.lower(), notice)
-        if device.lag_s or device.last_said_s > now:
-            device.last_said_s = max(device.last_said_s, now + device.lag_s)  # late, but in order
-            self._push(device.last_said_s, REQUEST, self._deliver, (device, notice))
-        else:
-            self.controller.notice(handle, notice, now)
+        elif isinstance(said, events.Finished):
+            self._end(said.work, Fate.FINISHED, "", now)
+        elif isinstance(said, events.InstanceGone):
+            device.forget(said.instance)
 
-    def _deliver(self, now: float, key: tuple[Device, events.Notice]) -> None:
-        self.controller.notice(self._handle_of[id(key[0])], key[1], now)
-        self._settle(now)
-
-    def _decide(self, decision: Placed | Queued | Dropped | Moving, now: float) -> None:
-        work = decision.work
-        if isinstance(decision, Dropped):
-            unserved = Fate.REJECTED if decision.reason == "hardware" else Fate.DROPPED
-            self._end(work, unserved if work.produced == 0 else Fate.FAILED, decision.reason, now)
-        elif isinstance(decision, Queued | Moving):
-            self._push(decision.retry_at_s, REQUEST, self._retry, work.id)
-        if self.log is not None:
-            self.log.decision(now, decision)
+    def _refuse(self, refused: Refused, now: float) -> None:
+        unserved = Fate.REJECTED if refused.reason in ("hardware", "too_large") else Fate.DROPPED
+        self._end(refused.work, unserved if refused.work.produced == 0 else Fate.FAILED, refused.reason, now)
 
     def _end(self, work: Work, fate: Fate, reason: str, now: float) -> None:
         record = self.records[work.id]
@@ -279,12 +272,6 @@ class Simulation:
         record.moves = work.moves
         record.silence_s = work.silence_s
         self.open -= 1
-        if self.log is not None:
-            self.log.write(now, fate.value, request=work.id, reason=reason)
-
-    def _note(self, now: float, node: Node, event: str, said: Any) -> None:
-        if self.log is not None:
-            self.log.said(now, node.name, event, said)
 
     # Faults
 
@@ -302,24 +289,47 @@ class Simulation:
         elif fault.kind is FaultKind.LOAD_FAILS:
             device.failing_loads += 1
         else:
-            device.lag_s = fault.factor
+            self._node_of[id(device)].lag_s = fault.factor
             self._push(now + fault.duration_s, MEMORY, self._calm, device)
 
     def _calm(self, now: float, device: Device) -> None:
         device.slowdown = 1.0
-        device.lag_s = 0.0
+        self._node_of[id(device)].lag_s = 0.0
 
     def _die(self, device: Device, fault: Fault, now: float) -> None:
         if not device.node.up:
             return
-        lost = device.die()
+        device.die()
+        lost = self._node_of[id(device)].fail()
         self._push(now + DETECT_S, REQUEST, self._lost, (device, lost))
         self._push(now + DETECT_S + fault.duration_s, MEMORY, self._recover, device)
 
     def _lost(self, now: float, key: tuple[Device, list[Work]]) -> None:
         device, works = key
-        self.controller.lost(self._handle_of[id(device)], works, now)
+        self.runtime.lost(self._node_of[id(device)], works, now)
         self._settle(now)
 
     def _recover(self, now: float, device: Device) -> None:
         device.node.recover()
+
+
+def submission_of(arrival: Arrival) -> Submission:
+    return Submission(
+        str(arrival.model),
+        arrival.input_tokens,
+        arrival.arrival_s,
+        arrival.produced,
+        arrival.ttft_s,
+        arrival.tpot_s,
+        arrival.is_best_effort,
+        arrival.output_tokens,
+    )
+
+
+def _records(arrivals: Sequence[Arrival]) -> list[Record]:
+    """One for each choice, numbered as the runtime numbers them."""
+    records: list[Record] = []
+    for one in arrivals:
+        for _ in one.produced:
+            records.append(Record(len(records), one.model, one.arrival_s, one.input_tokens, one.output_tokens))
+    return records

@@ -41,7 +41,7 @@ def explain(explainer: Explainer, result: Result) -> str:
         f"request {record.id}: model {record.model}, {record.input_tokens} tokens in, {record.output_tokens} out, "
         f"TTFT SLO {result.rule.ttft_s(record.input_tokens):.2f} s"
     ]
-    lines += [f"  {event['t'] - start:+9.3f} s  {_sentence(event)}" for event in explainer.events]
+    lines += [f"  {event['t'] - start:+9.3f} s  {_sentence(event, start)}" for event in explainer.events]
     lines.append(f"  {_verdict(result, explainer.request)}")
     return "\n".join(lines)
 
@@ -53,20 +53,18 @@ def explain_log(path: Path, request: int) -> str:
     if not events:
         return f"{path}: no request {request}"
     start = events[0].get("at", events[0]["t"])
-    return "\n".join(f"{event['t'] - start:+9.3f} s  {_sentence(event)}" for event in events)
+    return "\n".join(f"{event['t'] - start:+9.3f} s  {_sentence(event, start)}" for event in events)
 
 
-def _sentence(event: dict[str, Any]) -> str:
+def _sentence(event: dict[str, Any], start: float) -> str:
     kind = event["event"]
     if kind == "placed":
         return f"{HOW[event['how']]} on {event['node']} (instance {event['instance']})"
     if kind == "queued":
         reasons = [f"{REASONS.get(name, name)} ({count}×)" for name, count in sorted(event["refusals"].items())]
-        return (
-            "no place: "
-            + ("; ".join(reasons) or "no candidate")
-            + f"; tries again in {event['retry_at_s'] - event['t']:.2f} s"
-        )
+        return "no place: " + ("; ".join(reasons) or "no candidate")
+    if kind == "extended":
+        return f"cannot be in time and is served late: its next token is due at {event['due_s'] - start:+.3f} s"
     if kind == "evicted":
         return f"lost its place on {event['node']}: {event['reason']}"
     if kind == "moving":

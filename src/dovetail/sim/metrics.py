@@ -97,6 +97,7 @@ class Result:
     events: int = 0
     wall_s: float = 0.0
     rule: SloRule = field(default_factory=SloRule)
+    numbers: list[int] = field(default_factory=list)  # of a real run: by record, the number that the node gave it
 
     def met(self) -> int:
         return sum(record.meets(self.rule) for record in self.records)

@@ -18,8 +18,9 @@ from dovetail.profiles.files import latency_from
 from dovetail.profiles.live import LiveLatency
 from dovetail.profiles.timings import TurnTimings
 from dovetail.sim.metrics import Fate, Record, Result
+from dovetail.sim.trace import Arrival
 
-FATES = {"finished": Fate.FINISHED, "failed": Fate.FAILED, "aborted": Fate.FINISHED}
+FATES = {"finished": Fate.FINISHED, "failed": Fate.FAILED, "refused": Fate.DROPPED, "aborted": Fate.FINISHED}
 
 
 @dataclass
@@ -59,19 +60,21 @@ def real_result(log: RealLog) -> Result:
     ended = {e["request"]: e for e in log.events if e["event"] in FATES}
     start = min((event["at"] for event in arrived.values()), default=0.0)
     usual = _share_of_asked(arrived, ended)
-    records = []
+    records: list[Record] = []
+    numbers = []
     for request, event in sorted(arrived.items(), key=lambda item: (item[1]["at"], item[0])):
         end = ended.get(request)
         if end is None or (end["event"] == "aborted" and request not in first):
             continue
-        is_failed = end["event"] == "failed"
+        numbers.append(request)
+        is_unserved = end["event"] in ("failed", "refused")
         records.append(
             Record(
                 id=len(records),
                 model=models[event["model"]],
                 arrival_s=event["at"] - start,
                 input_tokens=event["input"],
-                output_tokens=max(round(event.get("asked", 1) * usual if is_failed else end["output"]), 1),
+                output_tokens=max(round(event.get("asked", 1) * usual if is_unserved else end["output"]), 1),
                 fate=FATES[end["event"]],
                 reason=end["reason"],
                 first_token_s=first[request] - start if request in first else None,
@@ -83,8 +86,21 @@ def real_result(log: RealLog) -> Result:
     if not records:
         raise ConfigError(f"{log.path}: no request has ended in it")
     result = Result(log.header["knobs"]["name"], records, [], [log.header["node"]], records[-1].arrival_s)
+    result.numbers = numbers
     result.cold_starts = sum(event["event"] == "load" for event in log.events)
     return result
+
+
+def arrivals(log: RealLog, real: Result) -> list[Arrival]:
+    """The requests of the records as they came in, with the targets that they asked for."""
+    asked = {event["request"]: event for event in log.events if event["event"] == "arrive"}
+    found = []
+    for record in real.records:
+        event = asked[real.numbers[record.id]]
+        arrival = Arrival(record.arrival_s, record.model, record.input_tokens, record.output_tokens)
+        targets = {"ttft_s": event.get("ttft_s"), "tpot_s": event.get("tpot_s")}
+        found.append(arrival._replace(**targets, is_best_effort=event.get("best_effort", False)))
+    return found
 
 
 def hostings(log: RealLog) -> dict[str, Hosting]:
@@ -108,7 +124,7 @@ def hostings(log: RealLog) -> dict[str, Hosting]:
     return found
 
 
-def pace(log: RealLog) -> TurnTimings:
+def timings(log: RealLog) -> TurnTimings:
     known = {field.name for field in fields(TurnTimings)}
     last = next((event for event in reversed(log.events) if event["event"] == "pace"), {})
     return TurnTimings(**{key: value for key, value in last.items() if key in known})
@@ -126,7 +142,7 @@ def load_times_s(log: RealLog) -> dict[bool, list[float]]:
         match event["event"]:
             case "placed":
                 place[event["request"]] = event["instance"]
-            case "finished" | "failed" | "aborted":
+            case "finished" | "failed" | "refused" | "aborted":
                 place.pop(event["request"], None)
             case "load":
                 began[event["instance"]] = event["t"], not ready.isdisjoint(place.values())

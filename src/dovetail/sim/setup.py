@@ -16,8 +16,9 @@ from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.profiles.files import DEFAULT_PRESETS, MEASURED, Profile, read_profile
 from dovetail.profiles.hardware import PRESETS, Shape, hosting_of
-from dovetail.sim.device import Device, Noise
+from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
+from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.faults import draw_faults
 from dovetail.sim.layout import Layout, ModelSection, NodeSection, line_of
 from dovetail.sim.metrics import Result
@@ -181,7 +182,7 @@ def make_devices(
             first = len(devices) * INSTANCE_IDS
             name = f"{group.name}-{index}"
             node = node_type(name, group.kind, memory, group.catalogue, knobs, first_instance=first)
-            devices.append(Device(node, outputs, transfer, noise))
+            devices.append(Device(node, outputs, PredictedDurations(transfer, noise)))
     return devices
 
 

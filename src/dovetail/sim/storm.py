@@ -14,8 +14,9 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.presets import POLICIES
-from dovetail.sim.device import Device, Noise
+from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
+from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.faults import draw_faults
 from dovetail.sim.setup import INSTANCE_IDS
 from dovetail.sim.workload import Workload, generate
@@ -68,7 +69,7 @@ def build_storm(seed: int) -> Simulation:
         memory = int(rng.uniform(14, 60) * GIB)
         catalogue = {str(model): _draw_hosting(Random(seed + model), kind) for model in range(workload.models)}
         node = Node(f"{kind.value}-{index}", kind, memory, catalogue, knobs, first_instance=index * INSTANCE_IDS)
-        devices.append(Device(node, outputs, transfer, noise))
+        devices.append(Device(node, outputs, PredictedDurations(transfer, noise)))
     horizon_s = arrivals[-1].arrival_s
     faults = draw_faults(rng, rng.randrange(0, 9), len(devices), horizon_s + 10)
     return Simulation(devices, knobs, arrivals, horizon_s=horizon_s, faults=faults)
@@ -132,8 +133,10 @@ def check_end(simulation: Simulation) -> None:
     open_requests = [record.id for record in simulation.records if record.fate is None]
     assert not open_requests, f"requests {open_requests} never ended"
     assert simulation.open == 0, f"{simulation.open} requests counted as open"
-    assert not simulation.controller.queued, "the controller still queues requests"
-    assert not simulation.controller.parked, "the controller still has swapped-out requests"
+    controller = simulation.runtime.controller
+    assert not controller.num_queued, "the controller still queues requests"
+    assert not controller.parked, "the controller still has swapped-out requests"
+    assert not simulation.runtime.works, "the runtime still knows requests"
     for device in simulation.devices:
         ledger = device.node.residency.ledger
         assert ledger.waiting == 0, f"{device.node.name}: {ledger.waiting} operations wait in the reservation station"

@@ -22,6 +22,10 @@ class Arrival(NamedTuple):
     model: int
     input_tokens: int
     output_tokens: int
+    produced: tuple[int, ...] = (0,)  # by choice: the tokens that it has already
+    ttft_s: float | None = None  # targets of its own
+    tpot_s: float | None = None
+    is_best_effort: bool = False
 
 
 def read_trace(path: Path) -> list[Arrival]:

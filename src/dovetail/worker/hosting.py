@@ -16,12 +16,16 @@ import msgspec
 from dovetail.engine.devices import Device, Peaks
 from dovetail.machine import slug
 from dovetail.modelspec import KvKind
+from dovetail.policy.headroom import SloRule
 from dovetail.policy.latency import GIB, Latency
 from dovetail.policy.placement import Hosting
+from dovetail.profiles.concurrency import concurrency_of
 from dovetail.profiles.files import read_profile
 from dovetail.profiles.hardware import Hardware, Shape, latency_of
 from dovetail.profiles.live import LiveLatency
 from dovetail.types import ModelCard
+
+SLOTS = 2  # instances that a policy of static shares puts on this node
 
 
 def shape_name(card: ModelCard, dtype: str, kept: str, kv: KvKind = "auto") -> str:
@@ -70,10 +74,15 @@ class Profiles:
         keep_alive_s: float,
         load_s: float,
     ) -> Hosting:
+        latency = self.latency(card, dtype, kv)
+        tpot_s = SloRule().tpot_s
         return Hosting(
             weight_bytes=self.weight_bytes(card, dtype),
             kv_bytes_per_token=card.spec.kv_bytes_per_token(dtype, kv),
-            latency=self.latency(card, dtype, kv),
+            latency=latency,
+            slots=SLOTS,
+            concurrency=concurrency_of(latency, tpot_s),
+            half_concurrency=concurrency_of(latency, tpot_s, share=2),
             block_tokens=block_size,
             load_s=load_s,
             max_kv_tokens=max_kv_tokens,

@@ -19,7 +19,7 @@ from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.types import ModelCard
-from dovetail.worker.actor import Actor
+from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf
 
 log = logging.getLogger("dovetail.worker")
@@ -28,7 +28,7 @@ STEP = 0.3  # weight of a new load in the expected time of the next one
 
 
 @dataclass(frozen=True)
-class Recipe:
+class InstanceConfig:
     """How to build an instance of one model."""
 
     card: ModelCard
@@ -44,7 +44,7 @@ class Recipe:
 class LoadResult(NamedTuple):
     instance: int
     model: str
-    actor: Actor | None
+    runner: ModelRunner | None
     loaded: messages.Loaded | None
     error: str
 
@@ -61,14 +61,14 @@ class LoaderThread:
 
     def __init__(
         self,
-        recipe_of: Callable[[str], Recipe | None],
+        config_of: Callable[[str], InstanceConfig | None],
         wake: Callable[[], None],
         device: Device,
         shelf: Shelf | None = None,
     ) -> None:
         self.results: queue.Queue[LoadResult] = queue.Queue()
         self.expected_s: dict[str, float] = {}  # by model, from the loads seen
-        self._recipe_of = recipe_of
+        self._config_of = config_of
         self._wake = wake
         self._device = device
         self._shelf = shelf
@@ -93,11 +93,11 @@ class LoaderThread:
     def _load(self, command: StartLoad) -> LoadResult:
         name = command.model
         started = time.monotonic()
-        recipe = self._recipe_of(name)
-        if recipe is None:
+        config = self._config_of(name)
+        if config is None:
             return LoadResult(command.instance, name, None, None, "the model was unloaded")
         try:
-            actor, loaded = build_actor(recipe, self._device, self._shelf)
+            runner, loaded = build_runner(config, self._device, self._shelf)
         except DovetailError as error:
             return LoadResult(command.instance, name, None, None, str(error))
         except Exception as error:  # whatever a checkpoint can do wrong, the worker lives on
@@ -106,14 +106,16 @@ class LoaderThread:
         seconds = time.monotonic() - started
         before = self.expected_s.get(name, seconds)
         self.expected_s[name] = before + STEP * (seconds - before)
-        return LoadResult(command.instance, name, actor, loaded, "")
+        return LoadResult(command.instance, name, runner, loaded, "")
 
 
-def build_actor(recipe: Recipe, device: Device, shelf: Shelf | None = None) -> tuple[Actor, messages.Loaded]:
+def build_runner(
+    config: InstanceConfig, device: Device, shelf: Shelf | None = None
+) -> tuple[ModelRunner, messages.Loaded]:
     from dovetail.engine.executor import ExecutorConfig
     from dovetail.store import open_checkpoint
 
-    card = recipe.card
+    card = config.card
     started = time.monotonic()
     checkpoint, tier = shelf.open(card.path) if shelf is not None else (open_checkpoint(card.path), "disk")
     opened = time.monotonic()
@@ -121,21 +123,21 @@ def build_actor(recipe: Recipe, device: Device, shelf: Shelf | None = None) -> t
     executor = device.executor(
         checkpoint,
         ExecutorConfig(
-            kv_bytes=recipe.kv_bytes,
-            block_size=recipe.block_size,
-            dtype=recipe.dtype,
-            kv=recipe.kv,
+            kv_bytes=config.kv_bytes,
+            block_size=config.block_size,
+            dtype=config.dtype,
+            kv=config.kv,
             tokenizer_file=card.tokenizer_file,
             eos_token_ids=card.eos_token_ids,
-            max_batch=recipe.max_batch,
+            max_batch=config.max_batch,
         ),
     )
-    limits = SchedulerConfig(context, recipe.max_batch, recipe.max_turn_tokens, recipe.max_tokens)
-    actor = Actor(card, executor, limits, recipe.block_size)
-    return actor, messages.Loaded(
+    limits = SchedulerConfig(context, config.max_batch, config.max_turn_tokens, config.max_tokens)
+    runner = ModelRunner(card, executor, limits, config.block_size)
+    return runner, messages.Loaded(
         model=card.name,
         dtype=executor.dtype,
-        kv_capacity_tokens=recipe.max_tokens,
+        kv_capacity_tokens=config.max_tokens,
         weight_bytes=executor.weight_bytes,
         mapped=executor.copied_bytes < executor.weight_bytes // 2,
         times=messages.LoadTimes(open_s=opened - started, build_s=time.monotonic() - opened),

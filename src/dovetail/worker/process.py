@@ -1,4 +1,4 @@
-"""The shell of a worker: socket, loader thread and clock around `stage`, where everything is decided and computed.
+"""The shell of a worker: socket, loader thread and clock around `driver`, which computes what the runtime decides.
 
 Between two iterations it takes in all messages, so that an abort frees its blocks before the next one. It knows tokens,
 no text.
@@ -24,12 +24,12 @@ from dovetail.eventlog import open_log
 from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.types import FinishReason, Request, TokenEvent
-from dovetail.worker.actor import Actor
+from dovetail.worker.driver import NodeDriver
 from dovetail.worker.hosting import Profiles
-from dovetail.worker.loading import LoaderThread, LoadResult, Recipe
+from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
 from dovetail.worker.policy import real_knobs
+from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf
-from dovetail.worker.stage import Stage
 
 log = logging.getLogger("dovetail.worker")
 
@@ -66,11 +66,13 @@ class WorkerConfig:
 class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._recipes: dict[str, Recipe] = {}
+        self._instance_configs: dict[str, InstanceConfig] = {}
         self._errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
         self._device = open_device(config.device, config.threads)
         self._shelf = _attach_shelf(config, self._device)
-        self._loader = LoaderThread(self._recipes.get, lambda: self._waker.send(b""), self._device, self._shelf)
+        self._loader = LoaderThread(
+            self._instance_configs.get, lambda: self._waker.send(b""), self._device, self._shelf
+        )
         self._loader.start()
         _give_way()
         self._context = zmq.Context()  # its thread gives way too
@@ -88,7 +90,7 @@ class Worker:
         self._profiles = Profiles(Path(config.profiles) if config.profiles else None, self._device)
         self._log = open_log(Path(config.event_log)) if config.event_log else None
         self.total_bytes = memory_bytes()[0]
-        self._stage = Stage(
+        self._driver = NodeDriver(
             config.node,
             self._device.kind,
             config.memory_bytes or self._device.memory_bytes,
@@ -107,14 +109,14 @@ class Worker:
     # The loop
 
     def run(self) -> None:
-        self._stage.start_log(self._profiles.device)
+        self._driver.runtime.start_log(self._driver.home, self._profiles.device)
         self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
         if not self._profiles.exist:
             self._profiles.prepare(self._device.compute_dtype("auto", preferred_dtype()))
         is_idle = True
         while self._running:
             self._receive(wait=is_idle)
-            is_idle = not self._stage.take_turn()
+            is_idle = not self._driver.take_turn()
             self._tell()
             self._tend(time.monotonic())
         self._close()
@@ -125,28 +127,28 @@ class Worker:
 
     def _tell(self) -> None:
         """What has come of the last iteration, one message per model."""
-        report = self._stage.take_report()
+        report = self._driver.take_report()
         for model, events in report.tokens.items():
             self._send(messages.Tokens(model, tuple(events)))
         for model in report.gone:
-            if model in self._recipes:
+            if model in self._instance_configs:
                 self._send(messages.Reclaimed(model))
             self._stats_due = 0.0
-        if report.gone and not self._stage.actors:
+        if report.gone and not self._driver.runners:
             release_memory()
 
     def _tend(self, now: float) -> None:
         """What is due by the clock: statistics, pages of idle instances, the host's memory, a parent that is gone."""
-        is_busy = self._stage.has_work
+        is_busy = self._driver.has_work
         if is_busy and now < self._tend_due:
             return
         self._tend_due = now + TEND_S
-        for actor in self._stage.actors.values():
-            if self._tend_idle(actor, now):
+        for runner in self._driver.runners.values():
+            if self._tend_idle(runner, now):
                 self._stats_due = now  # the last state of a burst is reported at once
         if is_busy and self._stats_due == INFINITY:  # and so is its start
             self._stats_due = now
-        if now >= self._stats_due and self._recipes:
+        if now >= self._stats_due and self._instance_configs:
             self._send(self._stats())
             self._stats_due = now + STATS_S if is_busy else INFINITY
         if now >= self._pressure_due:
@@ -158,24 +160,24 @@ class Worker:
             log.warning("the gateway is gone, leaving")
             self._running = False
 
-    def _tend_idle(self, actor: Actor, now: float) -> bool:
+    def _tend_idle(self, runner: ModelRunner, now: float) -> bool:
         """Notice when an instance falls idle (by its last token or by an abort) and when it has been for long enough
         to give its pages back; True if one of the two was now."""
-        if actor.scheduler.has_work or actor.is_released:
-            actor.idle_since = None
+        if runner.scheduler.has_work or runner.is_released:
+            runner.idle_since = None
             return False
-        if actor.idle_since is None:
-            actor.idle_since = now
+        if runner.idle_since is None:
+            runner.idle_since = now
             return True
-        if now - actor.idle_since < self._config.idle_release_s:
+        if now - runner.idle_since < self._config.idle_release_s:
             return False
-        actor.release_pages()
+        runner.release_pages()
         return True
 
     def _watch_host(self) -> None:
         available = memory_bytes()[1]
         if available < self.total_bytes * LOW_MEMORY_SHARE:
-            closed = self._stage.relieve()
+            closed = self._driver.relieve()
             log.warning("the host has %d MB left; %d idle models closed", available >> 20, closed)
 
     # Messages
@@ -194,9 +196,9 @@ class Worker:
             self._handle(messages.decode_for_worker(frame))
 
     def _patience_ms(self) -> int:
-        idle = [actor.idle_since for actor in self._stage.actors.values() if actor.idle_since is not None]
+        idle = [runner.idle_since for runner in self._driver.runners.values() if runner.idle_since is not None]
         dues = [since + self._config.idle_release_s for since in idle]
-        due = self._stage.next_due_s()
+        due = self._driver.next_due_s()
         if due is not None:
             dues.append(due)
         if not dues:
@@ -208,7 +210,7 @@ class Worker:
             case messages.Submit(request, at):
                 self._submit(request, at or time.monotonic())
             case messages.Abort(request_id, choice):
-                self._stage.abort(request_id, choice)
+                self._driver.abort(request_id, choice)
             case messages.Load():
                 self._register(message)
             case messages.Unload(model):
@@ -217,8 +219,8 @@ class Worker:
                 self._running = False
 
     def _submit(self, request: Request, at: float) -> None:
-        if request.model in self._recipes:
-            self._stage.submit(request, at)
+        if request.model in self._instance_configs:
+            self._driver.submit(request, at)
             return
         absent = f"model {request.model} is not loaded on {self._config.node}"
         error = self._errors.get(request.model, absent)
@@ -231,37 +233,39 @@ class Worker:
     def _register(self, message: messages.Load) -> None:
         name = message.card.name
         self._errors.pop(name, None)
-        known = self._recipes.get(name)
+        known = self._instance_configs.get(name)
         if known is not None and known.card != message.card:  # pulled again since
-            self._stage.unregister(name, "the model was replaced")
+            self._driver.unregister(name, "the model was replaced")
             known = None
-        if known is not None and self._stage.instances_of(name):  # what is ready keeps its form
+        if known is not None and self._driver.instances_of(name):  # what is ready keeps its form
             message = msgspec.structs.replace(message, dtype=known.dtype, kv=known.kv)
-        recipe = self._recipes[name] = self._recipe(message)
+        instance_config = self._instance_configs[name] = self._instance_config(message)
         hosting = self._profiles.hosting(
             message.card,
-            recipe.dtype,
-            recipe.kv,
-            block_size=recipe.block_size,
-            max_kv_tokens=recipe.max_tokens + recipe.block_size,
+            instance_config.dtype,
+            instance_config.kv,
+            block_size=instance_config.block_size,
+            max_kv_tokens=instance_config.max_tokens + instance_config.block_size,
             keep_alive_s=message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY,
             load_s=self._loader.expected_s.get(name, 0.0),
         )
-        self._stage.register(name, hosting)
+        self._driver.register(name, hosting)
         if message.start:
-            refusal = self._stage.warm(name)
+            refusal = self._driver.warm(name)
             if refusal is not None:
                 self._fail_load(name, self._why_not(name, refusal))
 
-    def _recipe(self, message: messages.Load) -> Recipe:
+    def _instance_config(self, message: messages.Load) -> InstanceConfig:
         config, spec = self._config, message.card.spec
         dtype = self._device.compute_dtype(message.dtype, message.card.dtype or "f32")
         max_batch = config.max_batch or self._device.max_batch
         block_bytes = spec.kv_bytes_per_token(dtype, message.kv) * config.block_size
-        room = max(self._stage.node.residency.ledger.capacity - self._profiles.weight_bytes(message.card, dtype), 0)
+        room = max(
+            self._driver.home.node.residency.ledger.capacity - self._profiles.weight_bytes(message.card, dtype), 0
+        )
         kv_bytes = min(message.kv_bytes or config.kv_bytes or room, room)
         blocks = min(kv_bytes // block_bytes, -(-max_batch * spec.context_length // config.block_size) + 1)
-        return Recipe(
+        return InstanceConfig(
             card=message.card,
             dtype=dtype,
             kv_bytes=blocks * block_bytes,
@@ -275,34 +279,34 @@ class Worker:
     def _why_not(self, name: str, refusal: Refusal) -> str:
         if refusal is not Refusal.MEMORY:
             return f"{name}: {refusal.value}"
-        ledger, hosting = self._stage.node.residency.ledger, self._stage.hostings[name]
+        ledger, hosting = self._driver.home.node.residency.ledger, self._driver.hostings[name]
         return (
             f"{name}: its weights take {hosting.weight_bytes / 1e9:.2f} GB, {ledger.available / 1e9:.2f} of the node's "
             f"{ledger.capacity / 1e9:.2f} GB are free"
         )
 
     def _unload(self, model: str) -> None:
-        self._recipes.pop(model, None)
-        self._stage.unregister(model, "the model was unloaded")
+        self._instance_configs.pop(model, None)
+        self._driver.unregister(model, "the model was unloaded")
         self._tell()
         self._send(messages.Unloaded(model))
 
     def _take_load(self, result: LoadResult) -> None:
-        is_wanted = result.instance in self._stage.instances_of(result.model)  # else it was unloaded on its way
-        if result.actor is not None:
+        is_wanted = result.instance in self._driver.instances_of(result.model)  # else it was unloaded on its way
+        if result.runner is not None:
             assert result.loaded is not None
-            self._stage.loaded(result.instance, result.actor)
+            self._driver.loaded(result.instance, result.runner)
             if is_wanted:
                 self._send(result.loaded)
                 self._stats_due = 0.0
             return
-        self._stage.load_failed(result.instance, result.error, ends_model=is_wanted)
+        self._driver.load_failed(result.instance, result.error, ends_model=is_wanted)
         if is_wanted:
             self._fail_load(result.model, result.error)
 
     def _fail_load(self, model: str, error: str) -> None:
-        self._stage.unregister(model, error)
-        del self._recipes[model]
+        self._driver.unregister(model, error)
+        del self._instance_configs[model]
         self._errors[model] = error
         self._send(messages.LoadFailed(model, error))
         self._tell()
@@ -313,34 +317,34 @@ class Worker:
     # Reports and the end
 
     def _stats(self) -> messages.Stats:
-        stage = self._stage
+        driver = self._driver
         waiting: dict[str, int] = {}
-        for piece in stage.pieces.values():
-            if piece.instance is None:
-                waiting[piece.request.model] = waiting.get(piece.request.model, 0) + 1
+        for state in driver.states.values():
+            if state.instance is None:
+                waiting[state.request.model] = waiting.get(state.request.model, 0) + 1
         instances: dict[str, messages.InstanceStats] = {}
-        for id, actor in stage.actors.items():
-            instance, name = stage.node.instances[id], actor.card.name
+        for id, runner in driver.runners.items():
+            instance, name = driver.home.node.instances[id], runner.card.name
             queued = waiting.get(name, 0) + len(instance.waiting)
-            instances[name] = actor.stats(len(instance.running), queued)
-        gaps = sorted(stage.gaps)
+            instances[name] = runner.stats(len(instance.running), queued)
+        gaps = sorted(driver.home.gaps)
         return messages.Stats(
             self._config.node,
             self._process.memory_info().rss,
             tuple(instances.values()),
-            memory_budget_bytes=stage.node.residency.ledger.capacity,
-            memory_planned_bytes=stage.node.residency.ledger.planned,
-            resizes=stage.resizes,
-            resize_seconds=stage.resize_s,
-            refused=stage.refused,
+            memory_budget_bytes=driver.home.node.residency.ledger.capacity,
+            memory_planned_bytes=driver.home.node.residency.ledger.planned,
+            resizes=driver.resizes,
+            resize_seconds=driver.resize_s,
+            refused=driver.refused,
             overhead_p50_s=gaps[len(gaps) // 2] if gaps else 0.0,
             overhead_p99_s=gaps[len(gaps) * 99 // 100] if gaps else 0.0,
         )
 
     def _close(self) -> None:
         self._loader.stop()
-        for actor in self._stage.actors.values():
-            actor.close()
+        for runner in self._driver.runners.values():
+            runner.close()
         if self._shelf is not None:
             self._shelf.close()
         if self._log is not None:

@@ -16,7 +16,7 @@ from dovetail.policy.latency import DecodeSample, Latency, LatencyModel, Prefill
 from dovetail.profiles.files import BATCHES
 from dovetail.sched.sequence import Sequence as Tokens
 from dovetail.types import SamplingParams
-from dovetail.worker.actor import Actor
+from dovetail.worker.runner import ModelRunner
 
 PREFILL_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MEAN_LENGTHS = (32, 256, 512, 1024, 2048, 4096)  # long contexts are cut: time is no straight line over them
@@ -49,18 +49,18 @@ class Errors:
 
 
 class Profiler:
-    def __init__(self, actor: Actor, max_tokens: int, max_batch: int, seed: int = 0) -> None:
-        self._actor = actor
+    def __init__(self, runner: ModelRunner, max_tokens: int, max_batch: int, seed: int = 0) -> None:
+        self._runner = runner
         self._random = random.Random(seed)
-        self._vocabulary = actor.card.spec.vocab_size
+        self._vocabulary = runner.card.spec.vocab_size
         self._next_id = 0
-        self._block_size = actor.scheduler.pool.block_size
-        context = actor.card.spec.context_length - 1
+        self._block_size = runner.scheduler.pool.block_size
+        context = runner.card.spec.context_length - 1
         self.max_tokens = min(max_tokens, context)
-        self.max_batch = min(max_batch, actor.max_batch)
-        most = actor.executor.max_blocks
+        self.max_batch = min(max_batch, runner.max_batch)
+        most = runner.executor.max_blocks
         self._num_blocks = min(most, ((self.max_tokens + MAX_REPEATS) // self._block_size + 2) * self.max_batch)
-        actor.resize(self._num_blocks)
+        runner.resize(self._num_blocks)
 
     def run(self, progress: Progress = lambda *_: None) -> Measured:
         measured = Measured()
@@ -109,17 +109,17 @@ class Profiler:
     def prefill_s(self, tokens: int) -> float:
         """One prompt of random tokens, in as many iterations as serving it takes."""
         sequence = self._sequence(tokens)
-        self._actor.scheduler.enter(sequence)
+        self._runner.scheduler.enter(sequence)
         started = time.perf_counter()
         while len(sequence.tokens) == tokens:
-            self._actor.iterate([sequence])
+            self._runner.iterate([sequence])
         taken = time.perf_counter() - started
         self._drop([sequence])
         return taken
 
     def decode_times(self, lengths: Sequence[int]) -> list[float]:
         """Several iterations of sequences that hold so many tokens."""
-        scheduler = self._actor.scheduler
+        scheduler = self._runner.scheduler
         sequences = [self._sequence(length) for length in lengths]
         for sequence in sequences:
             blocks = scheduler.pool.allocate(scheduler.pool.blocks_for(len(sequence.tokens)))
@@ -127,11 +127,11 @@ class Profiler:
             scheduler.enter(sequence)
             sequence.blocks, sequence.num_computed, sequence.was_admitted = blocks, len(sequence.tokens) - 1, True
             sequence.num_sealed = len(blocks)  # what was never computed is no prefix for anyone
-        self._actor.iterate(sequences)  # touches the pages
+        self._runner.iterate(sequences)  # touches the pages
 
         def step() -> float:
             started = time.perf_counter()
-            self._actor.iterate(sequences)
+            self._runner.iterate(sequences)
             return time.perf_counter() - started
 
         times = self._repeat(step)
@@ -154,8 +154,8 @@ class Profiler:
 
     def _drop(self, sequences: Iterable[Tokens]) -> None:
         for sequence in sequences:
-            self._actor.drop(sequence)
-        self._actor.scheduler.pool.drop_cache()
+            self._runner.drop(sequence)
+        self._runner.scheduler.pool.drop_cache()
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
 """One model instance with its real memory: a scheduler for its sequences and the executor that computes them.
 
-Runs what it is told and measures how long that takes; whose turn it is and how large its pool may be is `stage`'s.
+Runs what it is told and measures how long that takes; whose turn it is and how large its pool may be is the runtime's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Meter:
     moves: int = 0  # sequences that lost their blocks
 
 
-class Actor:
+class ModelRunner:
     def __init__(self, card: ModelCard, executor: DeviceExecutor, config: SchedulerConfig, block_size: int) -> None:
         self.card = card
         self.executor = executor

@@ -1,12 +1,12 @@
-"""The stage: production policies over executors that check every block, in virtual time."""
+"""The driver of a real node: production policies over executors that check every block, in virtual time."""
 
 from __future__ import annotations
 
 import pytest
+from driver_builders import KV_BYTES, WEIGHT_BYTES, Rig, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from stage_builders import KV_BYTES, WEIGHT_BYTES, Rig, expected
 
 from dovetail.node.instance import State
 from dovetail.types import FinishReason, ServiceClass
@@ -47,8 +47,8 @@ def test_choices_of_one_request_compute_their_prompt_once() -> None:
     rig.submit("r", "a", prompt=41, tokens=3, num_choices=3)
     rig.run()
     assert all(rig.tokens("r", choice) == expected("r", 41, 3) for choice in range(3))
-    (actor,) = rig.stage.actors.values()
-    assert actor.scheduler.prefix_hits == 2 * 40
+    (runner,) = rig.driver.runners.values()
+    assert runner.scheduler.prefix_hits == 2 * 40
 
 
 def test_an_idle_model_goes_after_its_keep_alive_and_gives_everything_back() -> None:
@@ -60,7 +60,7 @@ def test_an_idle_model_goes_after_its_keep_alive_and_gives_everything_back() -> 
     rig.step()
     assert rig.gone == ["a"]
     assert rig.executors[0].is_closed
-    assert rig.stage.node.residency.ledger.held == 0
+    assert rig.driver.home.node.residency.ledger.held == 0
     rig.submit("again", "a")
     rig.run()
     assert rig.tokens("again") == expected("again")
@@ -162,11 +162,11 @@ def test_an_abort_frees_the_blocks_and_nothing_more_is_heard() -> None:
     for _ in range(5):
         rig.step()
     told = {key: len(events) for key, events in rig.events.items()}
-    rig.stage.abort("r")
+    rig.driver.abort("r")
     rig.run()
     assert {key: len(events) for key, events in rig.events.items()} == told
-    assert not rig.stage.has_work
-    assert rig.stage.actors[0].scheduler.pool.num_held == 0
+    assert not rig.driver.has_work
+    assert rig.driver.runners[0].scheduler.pool.num_held == 0
 
 
 def test_a_load_that_fails_ends_everyone_who_waits_for_it() -> None:
@@ -174,11 +174,11 @@ def test_a_load_that_fails_ends_everyone_who_waits_for_it() -> None:
     rig.submit("r", "a", num_choices=2)
     rig.submit("other", "b")
     command = rig.commands.pop(0)
-    rig.stage.load_failed(command.instance, "the file is cut off")
+    rig.driver.load_failed(command.instance, "the file is cut off")
     rig.run()
     assert {rig.events["r", choice][0].error for choice in range(2)} == {"the file is cut off"}
     assert rig.tokens("other") == expected("other")
-    assert not rig.stage.instances_of("a")
+    assert not rig.driver.instances_of("a")
 
 
 def test_an_iteration_that_breaks_ends_its_own_requests_only() -> None:
@@ -186,7 +186,7 @@ def test_an_iteration_that_breaks_ends_its_own_requests_only() -> None:
     rig.fails_on = 7
     rig.submit("good", "b", prompt=2)
     rig.finish_load()
-    rig.stage.submit(_with_token(7), rig.clock.now)
+    rig.driver.submit(_with_token(7), rig.clock.now)
     rig.run()
     assert rig.events["bad", 0][-1].error
     assert rig.tokens("good") == expected("good", 2)
@@ -198,10 +198,10 @@ def test_a_model_unloaded_while_it_serves_ends_with_a_word() -> None:
     rig.finish_load()
     for _ in range(3):
         rig.step()
-    rig.stage.unregister("a", "the model was unloaded")
+    rig.driver.unregister("a", "the model was unloaded")
     rig.read()
     assert rig.events["r", 0][-1].error == "the model was unloaded"
-    assert rig.stage.node.residency.ledger.held == 0
+    assert rig.driver.home.node.residency.ledger.held == 0
     assert rig.executors[0].is_closed
 
 
@@ -264,7 +264,7 @@ class Interleavings(RuleBasedStateMachine):
         strict=st.booleans(),
     )
     def submit(self, model: str, prompt: int, tokens: int, choices: int, strict: bool) -> None:
-        if model not in self.rig.stage.hostings:
+        if model not in self.rig.driver.hostings:
             self.rig.register(model)
         id = f"r{len(self.submitted)}"
         self.submitted[id] = choices
@@ -276,7 +276,7 @@ class Interleavings(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         id = data.draw(st.sampled_from(sorted(self.submitted)))
         choice = data.draw(st.sampled_from([None, *range(self.submitted[id])]))
-        self.rig.stage.abort(id, choice)
+        self.rig.driver.abort(id, choice)
         self.rig.read()
         self.aborted.add(id)
 
@@ -288,8 +288,8 @@ class Interleavings(RuleBasedStateMachine):
             self.rig.finish_load(index)
             return
         command = self.rig.commands.pop(index)
-        wanted = command.instance in self.rig.stage.instances_of(command.model)
-        self.rig.stage.load_failed(command.instance, "no luck", ends_model=wanted)
+        wanted = command.instance in self.rig.driver.instances_of(command.model)
+        self.rig.driver.load_failed(command.instance, "no luck", ends_model=wanted)
         self.rig.read()
 
     @rule(count=st.integers(1, 8))
@@ -303,17 +303,17 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(model=st.sampled_from("abc"))
     def unload(self, model: str) -> None:
-        self.rig.stage.unregister(model, "unloaded")
+        self.rig.driver.unregister(model, "unloaded")
         self.rig.read()
 
     @rule(model=st.sampled_from("abc"))
     def warm(self, model: str) -> None:
-        if model in self.rig.stage.hostings:
-            self.rig.stage.warm(model)
+        if model in self.rig.driver.hostings:
+            self.rig.driver.warm(model)
 
     @rule()
     def relieve(self) -> None:
-        self.rig.stage.relieve()
+        self.rig.driver.relieve()
 
     @invariant()
     def holds(self) -> None:
@@ -325,9 +325,9 @@ class Interleavings(RuleBasedStateMachine):
             for choice in range(choices):
                 ends = [event for event in self.rig.events.get((id, choice), []) if event.finish is not None]
                 assert len(ends) == 1 or (id in self.aborted and len(ends) == 0), f"{id}/{choice}: {len(ends)} ends"
-        for actor in self.rig.stage.actors.values():
-            assert actor.scheduler.pool.num_held == 0
-        for instance in self.rig.stage.node.instances.values():
+        for runner in self.rig.driver.runners.values():
+            assert runner.scheduler.pool.num_held == 0
+        for instance in self.rig.driver.home.node.instances.values():
             assert instance.batch == 0
             assert instance.state is not State.CLOSING
 

@@ -1,4 +1,4 @@
-"""A stage in virtual time: a clock that iterations move, executors that check what they are given, loads on demand."""
+"""A driver in virtual time: a clock that iterations move, executors that check what they are given, loads on demand."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome, RowOutcome, Turn
 from dovetail.types import ModelCard, Request, SamplingParams, Slo, TokenEvent
-from dovetail.worker.actor import Actor
+from dovetail.worker.driver import NodeDriver
 from dovetail.worker.policy import real_knobs
-from dovetail.worker.stage import Stage
+from dovetail.worker.runner import ModelRunner
 
 BLOCK = 4
 KV_BYTES = 1000  # per token
@@ -87,7 +87,7 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 class Rig:
-    """A stage with models a, b, c… and a loader that waits to be told."""
+    """A driver with models a, b, c… and a loader that waits to be told."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class Rig:
         self.gone: list[str] = []
         self.fails_on: int | None = None
         policy = Knobs(**{**_values(real_knobs("dovetail")), **knobs})
-        self.stage = Stage("node", DeviceKind.CPU, memory, policy, self, self.clock, log)
+        self.driver = NodeDriver("node", DeviceKind.CPU, memory, policy, self, self.clock, log)
         if log is not None:
-            self.stage.start_log("virtual")
+            self.driver.runtime.start_log(self.driver.home, "virtual")
         for model in models:
             self.register(model)
 
@@ -121,7 +121,7 @@ class Rig:
             max_kv_tokens=self.max_kv_tokens,
             keep_alive_s=keep_alive_s,
         )
-        self.stage.register(model, hosting)
+        self.driver.register(model, hosting)
 
     def load(self, command: StartLoad) -> None:
         self.commands.append(command)
@@ -133,7 +133,7 @@ class Rig:
         self.executors.append(executor)
         card = ModelCard(command.model, "", SPEC, "")
         limits = SchedulerConfig(256, max_batch=8, max_turn_tokens=16, max_tokens=self.max_kv_tokens - BLOCK)
-        self.stage.loaded(command.instance, Actor(card, executor, limits, BLOCK))
+        self.driver.loaded(command.instance, ModelRunner(card, executor, limits, BLOCK))
 
     def submit(
         self, id: str, model: str = "a", prompt: int = 5, tokens: int = 4, age_s: float = 0.0, **options: Any
@@ -142,11 +142,11 @@ class Rig:
         content = tuple((hash_of(id) + i) % 90 for i in range(prompt))
         sampling = SamplingParams(max_tokens=tokens, seed=0, temperature=0.0)
         request = Request(id, model, content, sampling, options.pop("num_choices", 1), slo, **options)
-        self.stage.submit(request, self.clock.now - age_s)
+        self.driver.submit(request, self.clock.now - age_s)
         self.read()
 
     def step(self) -> bool:
-        moved = self.stage.take_turn()
+        moved = self.driver.take_turn()
         self.read()
         self.check()
         return moved
@@ -156,15 +156,15 @@ class Rig:
         for _ in range(limit):
             if self.commands:
                 self.finish_load()
-            elif not self.step():
-                due = self.stage.next_due_s()
-                if not self.stage.has_work or due is None:
+            elif not self.step() and not self.commands:
+                due = self.driver.next_due_s()
+                if not self.driver.has_work or due is None:
                     return
                 self.clock.now = max(self.clock.now, due)
         raise AssertionError("it never came to an end")
 
     def read(self) -> None:
-        report = self.stage.take_report()
+        report = self.driver.take_report()
         self.gone += report.gone
         for events in report.tokens.values():
             for event in events:
@@ -176,15 +176,15 @@ class Rig:
         return [event.token for event in self.events[id, choice]]
 
     def check(self) -> None:
-        node = self.stage.node
+        node = self.driver.home.node
         node.residency.ledger.check()
-        for id, actor in self.stage.actors.items():
-            pool = actor.scheduler.pool
+        for id, runner in self.driver.runners.items():
+            pool = runner.scheduler.pool
             pool.check()
             instance = node.instances[id]
             assert pool.target * BLOCK >= instance.kv_tokens
             held = node.residency.ledger.held_of((id, "kv"))
-            assert actor.executor.kv_committed_bytes <= held, "more memory than the ledger knows of"
+            assert runner.executor.kv_committed_bytes <= held, "more memory than the ledger knows of"
 
 
 def expected(id: str, prompt: int = 5, tokens: int = 4) -> list[int]:

@@ -1,0 +1,55 @@
+"""A request as it comes in, and the work that it makes: one for each open choice, with the deadlines of its class (S1).
+
+The one place that says what targets mean: given ones, those of the rule, and those of best effort.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dovetail.node.work import Work
+from dovetail.policy.headroom import SloRule
+
+# Best effort: far enough to let everyone with targets go first, near enough that nobody waits forever.
+BEST_EFFORT_TTFT_S = 300.0
+BEST_EFFORT_TPOT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    model: str
+    input_tokens: int
+    arrival_s: float  # at the socket: what happened since then counts
+    produced: tuple[int, ...] = (0,)  # by open choice: the tokens that it has already, where it goes on after a loss
+    ttft_s: float | None = None  # targets that were asked for; None = the rule's
+    tpot_s: float | None = None
+    is_best_effort: bool = False
+    asked_tokens: int = 0  # longest answer of a choice; for the log
+
+    @property
+    def is_strict(self) -> bool:
+        """Its targets were asked for: it is refused rather than late."""
+        return not self.is_best_effort and (self.ttft_s is not None or self.tpot_s is not None)
+
+
+def works_of(submission: Submission, first_id: int, now: float, rule: SloRule, slo_scale: float) -> list[Work]:
+    """One for each open choice, in order."""
+    return [
+        _work_of(submission, first_id + index, produced, now, rule, slo_scale)
+        for index, produced in enumerate(submission.produced)
+    ]
+
+
+def _work_of(submission: Submission, id: int, produced: int, now: float, rule: SloRule, slo_scale: float) -> Work:
+    ttft_s, tpot_s = submission.ttft_s, submission.tpot_s
+    if submission.is_best_effort:
+        ttft_s, tpot_s = BEST_EFFORT_TTFT_S, BEST_EFFORT_TPOT_S
+    else:
+        ttft_s = slo_scale * (rule.ttft_s(submission.input_tokens + produced) if ttft_s is None else ttft_s)
+        tpot_s = slo_scale * (rule.tpot_s if tpot_s is None else tpot_s)
+    work = Work(id, submission.model, submission.input_tokens, submission.arrival_s, ttft_s, tpot_s, slo_scale)
+    work.is_strict = submission.is_strict
+    work.produced = produced
+    if produced:  # its client waits in the middle of a text: the next token is as urgent as a first one
+        work.first_due_s = now + ttft_s - tpot_s * produced
+    return work

@@ -1,0 +1,53 @@
+"""What is learnt from the durations of turns, several turns at once: after an iteration every line of code has to come
+from memory again, so learning from each by itself would cost as much as choosing the next."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import NamedTuple
+
+from dovetail.eventlog import EventLog
+from dovetail.profiles.live import LiveLatency
+from dovetail.profiles.timings import TurnTimings, kind_of
+
+ENOUGH = 16
+TIMINGS_TURNS = 100  # that many from one line on the node's timings to the next
+
+
+class Observation(NamedTuple):
+    """One turn that has ended."""
+
+    latency: LiveLatency
+    batch: int  # 0 = a prefill
+    tokens: int
+    took_s: float
+    gap_s: float  # before it
+    is_beside_load: bool
+
+
+class LatencyFeedback:
+    def __init__(self, log: EventLog | None) -> None:
+        self._log = log
+        self._timings = TurnTimings()
+        self._observed: list[Observation] = []
+
+    def add(self, observation: Observation, now: float) -> None:
+        self._observed.append(observation)
+        if observation.batch == 0 or len(self._observed) >= ENOUGH:  # a prefill is long enough to learn from it at once
+            self.learn(now)
+
+    def learn(self, now: float) -> None:
+        observed, self._observed = self._observed, []
+        for one in observed:
+            if one.batch:
+                expected_s = one.latency.observe_decode(one.batch, one.tokens, one.took_s)
+            else:
+                expected_s = one.latency.observe_prefill(one.tokens, one.took_s)
+            if self._log is not None:
+                self._note(self._log, one, expected_s, now)
+
+    def _note(self, log: EventLog, one: Observation, expected_s: float, now: float) -> None:
+        kind = kind_of(one.batch == 0, one.is_beside_load, one.batch or one.tokens)
+        self._timings.add(kind, one.took_s, expected_s, one.gap_s)
+        if self._timings.turns % TIMINGS_TURNS == 0:
+            log.write(now, "pace", **asdict(self._timings))

@@ -1,0 +1,218 @@
+"""Two drivers, one runtime: the same requests with the same durations give the same decisions, turns and commands, byte
+for byte, in the simulator and in a worker's driver over executors."""
+
+from __future__ import annotations
+
+import io
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import pytest
+from driver_builders import BLOCK, KV_BYTES, SPEC, WEIGHT_BYTES, CheckedExecutor, Clock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_builders import make_latency
+
+from dovetail.eventlog import EventLog
+from dovetail.node.events import StartLoad, StartResize, Turn
+from dovetail.node.node import Node
+from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.profiles.live import LiveLatency
+from dovetail.sched.scheduler import SchedulerConfig
+from dovetail.sched.turn import Outcome
+from dovetail.sched.turn import Turn as Batch
+from dovetail.sim.device import Device
+from dovetail.sim.driver import Simulation
+from dovetail.sim.trace import Arrival
+from dovetail.types import ModelCard, Request, SamplingParams, ServiceClass, Slo
+from dovetail.worker.driver import NodeDriver
+from dovetail.worker.policy import real_knobs
+from dovetail.worker.runner import ModelRunner
+
+MODELS = 4
+MEMORY = 2 * WEIGHT_BYTES + 700 * KV_BYTES
+MAX_TOKENS = 2000
+LOAD_S = 0.153
+
+
+class FixedDurations:
+    gap_s = 0.0
+
+    def turn_s(self, node: Node, turn: Turn) -> float:
+        if turn.prefill is not None:
+            return 0.0041 + 0.00101 * turn.prefill.known_tokens
+        return 0.0203 + 0.00107 * len(turn.instance.running) + 0.0000101 * turn.instance.tokens
+
+    def load_s(self, node: Node, command: StartLoad) -> float:
+        return LOAD_S
+
+    def resize_s(self, node: Node, command: StartResize) -> float:
+        return 0.0
+
+    def unload_s(self, node: Node) -> float:
+        return 0.0
+
+
+class Asked(NamedTuple):
+    gap_s: float
+    model: int
+    prompt: int
+    tokens: int
+    kind: str = "plain"
+
+
+def hostings(*, is_live: bool) -> dict[str, Hosting]:
+    latency = make_latency()
+    return {
+        str(model): Hosting(
+            WEIGHT_BYTES,
+            KV_BYTES,
+            LiveLatency(latency) if is_live else latency,
+            block_tokens=BLOCK,
+            max_kv_tokens=MAX_TOKENS,
+            keep_alive_s=3.0,
+        )
+        for model in range(MODELS)
+    }
+
+
+def arrivals_of(asked: list[Asked]) -> list[Arrival]:
+    found, now = [], 1.0
+    for number, one in enumerate(asked):
+        now += one.gap_s + 0.0000173 * (number + 1)  # no two things at the same instant
+        arrival = Arrival(now, one.model, one.prompt, one.tokens)
+        if one.kind == "strict":
+            arrival = arrival._replace(ttft_s=0.4, tpot_s=0.06)
+        elif one.kind == "flex":
+            arrival = arrival._replace(is_best_effort=True)
+        elif one.kind == "choices":
+            arrival = arrival._replace(produced=(0, 0, 0))
+        elif one.kind == "resumed":
+            arrival = arrival._replace(produced=(5, 2), output_tokens=one.tokens + 5)
+        found.append(arrival)
+    return found
+
+
+def simulated(asked: list[Asked], *, is_live: bool) -> str:
+    arrivals, knobs, file = arrivals_of(asked), real_knobs("dovetail"), io.StringIO()
+    node = Node("node", DeviceKind.CPU, MEMORY, hostings(is_live=is_live), knobs)
+    lengths = [one.output_tokens for one in arrivals for _ in one.produced]
+    device = Device(node, dict(enumerate(lengths)), FixedDurations())
+    Simulation([device], knobs, arrivals, log=EventLog(file, is_detailed=True), on_one_thread=True).run()
+    return file.getvalue()
+
+
+class TimedExecutor(CheckedExecutor):
+    """Computes and checks like its parent, and takes as long as the simulated device."""
+
+    driver: NodeDriver
+
+    def run(self, turn: Batch) -> Outcome:
+        now = self.clock.now
+        outcome = super().run(turn)
+        chosen = self.driver.home.node.turn
+        assert chosen is not None
+        self.clock.now = now + FixedDurations().turn_s(self.driver.home.node, chosen)
+        return outcome
+
+
+class Worker:
+    """A driver with a clock that its executors move, and loads one after another."""
+
+    def __init__(self, asked: list[Asked], *, is_live: bool) -> None:
+        self.clock = Clock()
+        self.clock.now = 0.0
+        self.file = io.StringIO()
+        self.driver = NodeDriver(
+            "node", MEMORY, real_knobs("dovetail"), self, self.clock, EventLog(self.file, is_detailed=True)
+        )
+        self.driver.hostings.update(hostings(is_live=is_live))
+        self.coming: list[tuple[float, int, int, Request | StartLoad]] = []
+        self.link_free_s = 0.0
+        for number, arrival in enumerate(arrivals_of(asked)):
+            heappush(self.coming, (arrival.arrival_s, 1, number, _request(number, arrival)))
+
+    def load(self, command: StartLoad) -> None:
+        self.link_free_s = max(self.clock.now, self.link_free_s) + LOAD_S
+        heappush(self.coming, (self.link_free_s, 0, command.instance, command))
+
+    def run(self) -> str:
+        driver = self.driver
+        for _ in range(50_000):
+            while self.coming and self.coming[0][0] <= self.clock.now:
+                self.take(*heappop(self.coming))
+            if driver.take_turn():
+                continue
+            dues = [one for one in (driver.next_due_s(), self.coming[0][0] if self.coming else None) if one is not None]
+            if not dues:
+                assert not driver.has_work
+                return self.file.getvalue()
+            self.clock.now = max(self.clock.now, min(dues))
+        raise AssertionError("it never came to an end")
+
+    def take(self, at_s: float, priority: int, number: int, said: Request | StartLoad) -> None:
+        if isinstance(said, Request):
+            self.driver.submit(said, at_s)
+            return
+        executor = TimedExecutor(self.clock, MAX_TOKENS // BLOCK)
+        executor.driver = self.driver
+        limits = SchedulerConfig(4096, max_batch=256, max_turn_tokens=4096, max_tokens=MAX_TOKENS - BLOCK)
+        runner = ModelRunner(ModelCard(said.model, "", SPEC, ""), executor, limits, BLOCK)
+        self.driver.loaded(said.instance, runner)
+
+
+def _request(number: int, arrival: Arrival) -> Request:
+    prompt = tuple((number * 31 + i * 7) % 90 for i in range(arrival.input_tokens))
+    sampling = SamplingParams(max_tokens=arrival.output_tokens, seed=0, temperature=0.0)
+    generated = tuple(tuple(range(count)) for count in arrival.produced) if any(arrival.produced) else ()
+    service_class = ServiceClass.BEST_EFFORT if arrival.is_best_effort else ServiceClass.LATENCY_SENSITIVE
+    slo = Slo(arrival.ttft_s, arrival.tpot_s)
+    return Request(
+        f"r{number}", str(arrival.model), prompt, sampling, len(arrival.produced), slo, service_class, generated
+    )
+
+
+KINDS = ("plain", "strict", "flex", "choices", "resumed")
+
+
+def requests(kinds: tuple[str, ...]) -> st.SearchStrategy[list[Asked]]:
+    one = st.builds(
+        Asked,
+        st.sampled_from([0.0, 0.013, 0.21, 1.7]),
+        st.integers(0, MODELS - 1),
+        st.integers(1, 150),
+        st.integers(1, 40),
+        st.sampled_from(kinds),
+    )
+    return st.lists(one, min_size=1, max_size=20)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(KINDS))
+def test_both_drivers_are_told_the_same_byte_for_byte(asked: list[Asked]) -> None:
+    assert simulated(asked, is_live=False) == Worker(asked, is_live=False).run()
+
+
+@settings(max_examples=30, deadline=None)
+@given(requests(("plain", "strict", "flex")))
+def test_both_learn_the_same_from_what_turns_take(asked: list[Asked]) -> None:
+    assert simulated(asked, is_live=True) == Worker(asked, is_live=True).run()
+
+
+def crowd() -> list[Asked]:
+    """Every kind, to more models than fit, faster than they can be served."""
+    asked = [Asked(0.3, 0, 40, 40, "flex"), Asked(0.3, 1, 30, 30)]
+    for number in range(60):
+        asked.append(Asked(0.02, number % MODELS, 20 + 7 * (number % 11), 10 + number % 25, KINDS[number % 5]))
+    return asked
+
+
+@pytest.mark.parametrize(
+    "said",
+    ['"event": "extended"', '"event": "refused"', '"reason": "paused"', '"event": "leave"', '"event": "prefill"'],
+)
+def test_the_drivers_agree_where_it_is_crowded(said: str) -> None:
+    asked = crowd()
+    text = simulated(asked, is_live=False)
+    assert said in text, "the crowd was not crowded enough to show it"
+    assert text == Worker(asked, is_live=False).run()
