@@ -19,6 +19,7 @@ from torch import Tensor
 from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_previous
 
 MAX_SPLITS = 64
+DECODE_KEYS, DECODE_WARPS, DECODE_STAGES = 128, 4, 3  # of a step of the kernel for single queries
 
 
 @triton.jit
@@ -118,8 +119,11 @@ class AttentionShape:
 
 
 def num_splits(rows: int, shape: AttentionShape, num_processors: int) -> int:
-    """So many that every processor has about two programs; fixed for a batch size, whatever the contexts."""
-    wanted = 2 * num_processors // (rows * shape.num_kv_heads)
+    """So many that every processor has a program or two, more of narrow heads; fixed for a batch size, whatever the
+    contexts."""
+    programs = rows * shape.num_kv_heads
+    each = 1 if programs < 32 else 2 if shape.head_dim > 64 else 4
+    wanted = each * num_processors // programs
     return min(MAX_SPLITS, 1 << (wanted.bit_length() - 1)) if wanted > 0 else 1
 
 
@@ -150,8 +154,9 @@ def decode(
         q.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), table.stride(0), out.stride(0), shape.window,
         splits, shape.num_heads,
         GROUP=group, BLOCK_G=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, BLOCK_D=block_d,
-        BLOCK_N=64 if block_d <= 128 else 32, PAGE=cache.shape[2], SOFTCAP=shape.softcap is not None, SPLIT=splits > 1,
-        num_warps=4, num_stages=3, **OVERLAP,
+        BLOCK_N=DECODE_KEYS if block_d <= 128 else DECODE_KEYS // 2, PAGE=cache.shape[2],
+        SOFTCAP=shape.softcap is not None, SPLIT=splits > 1,
+        num_warps=DECODE_WARPS, num_stages=DECODE_STAGES, **OVERLAP,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(len(q), shape.num_heads)](

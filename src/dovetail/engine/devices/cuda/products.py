@@ -93,12 +93,9 @@ def _few_rows_kernel(
     at = weight + row.to(tl.int64)[:, None] * columns + column[None, :]
     given = x + token[:, None] * x_stride + column[None, :]
     inside, known = (row < rows)[:, None], (token < count)[:, None]
-    reach = (column < columns)[None, :]
-    w = tl.load(at, mask=inside if EVEN else inside & reach, other=0.0)  # weights wait for nobody
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     wait_for_previous(OVERLAP)
-    v = tl.load(given, mask=known if EVEN else known & reach, other=0.0)
-    sums = tl.dot(v, tl.trans(w), input_precision="ieee")
-    for start in range(BLOCK_K, columns, BLOCK_K):
+    for start in range(0, columns, BLOCK_K):
         reach = (start + column < columns)[None, :]
         w = tl.load(at + start, mask=inside if EVEN else inside & reach, other=0.0)
         v = tl.load(given + start, mask=known if EVEN else known & reach, other=0.0)
