@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,16 @@ import pytest
 from dovetail.cli.doctor import examine, measure_read
 from dovetail.engine.dtypes import compute_dtype
 from dovetail.errors import ConfigError
-from dovetail.machine import Cpu, has_amx, has_fast_bf16, memory_bytes, preferred_dtype, read_cpu, read_gpus
+from dovetail.machine import (
+    Cpu,
+    has_amx,
+    has_fast_bf16,
+    memory_bytes,
+    preferred_dtype,
+    read_cpu,
+    read_gpus,
+    usable_gpus,
+)
 from dovetail.native import explain, levels, select
 from dovetail.native.dispatch import VARIABLE
 
@@ -109,3 +119,11 @@ def test_a_forced_level_is_taken_or_named_as_impossible() -> None:
 def test_float16_is_computed_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOVETAIL_KERNELS", "torch")
     assert compute_dtype("auto", "f16") == ("bf16" if has_fast_bf16() else "f32"), "torch's own would take minutes"
+
+
+@pytest.mark.skipif(usable_gpus() > 0, reason="there is a GPU")
+def test_preparing_kernels_without_a_gpu_is_an_error_that_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dovetail", "doctor", "--prepare", "--store", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "--prepare: there is no GPU here that models could run on" in done.stderr

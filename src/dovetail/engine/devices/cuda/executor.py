@@ -28,6 +28,7 @@ from dovetail.engine.sampler import sample
 from dovetail.errors import ConfigError
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
+from dovetail.types import SamplingParams
 
 
 class SharedStreams:
@@ -120,6 +121,21 @@ class CudaExecutor:
             assert logits is not None
             values = logits.float().cpu()
         return {row.sequence: values[at] for at, row in enumerate(sampled)}
+
+    def warm_up(self, longest: int) -> None:
+        """One iteration of every kind that has kernels of its own."""
+        size = self._cache.block_size
+        blocks = list(range(-(-longest // size)))
+        tokens = [0] * longest
+        sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+
+        def row(index: int, start: int, count: int) -> TurnRow:
+            return TurnRow(index, tokens[: start + count], start, count, blocks, longest, sampling, samples=True)
+
+        self.run(Turn((row(0, 0, longest),)))
+        self.run(Turn((row(0, longest - 1, 1), row(1, 0, longest))))
+        for batch in self._decode.buckets:
+            self.run(Turn(tuple(row(index, longest - 1, 1) for index in range(batch))))
 
     def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
         assert num_blocks <= self.max_blocks

@@ -95,7 +95,7 @@ class DecodeSteps:
         device = cache.device
         self._model, self._cache, self._scratch, self._steps = model, cache, scratch, steps
         self._num_processors = num_processors
-        self._buckets = [size for size in _BATCHES if size < max_batch] + [max_batch]
+        self.buckets = [size for size in _BATCHES if size < max_batch] + [max_batch]
         self._host = torch.zeros(4, max_batch, dtype=torch.int32, pin_memory=True)
         self._inputs = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
         self._best = torch.zeros(max_batch, dtype=torch.int32, pin_memory=True)
@@ -105,11 +105,11 @@ class DecodeSteps:
 
     @property
     def max_batch(self) -> int:
-        return self._buckets[-1]
+        return self.buckets[-1]
 
     def run(self, rows: Sequence[TurnRow]) -> Outputs:
         """Valid until the next run."""
-        bucket = next(size for size in self._buckets if size >= len(rows))
+        bucket = next(size for size in self.buckets if size >= len(rows))
         self._fill(rows, bucket)
         self._fill_table(rows)
         logits, best = self._steps.run(f"decode {bucket}", lambda: self._step(bucket))

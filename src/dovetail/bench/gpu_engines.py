@@ -1,0 +1,160 @@
+"""How fast the engine computes on a GPU: first tokens, tokens of a batch, cold starts and resizes, with random weights.
+
+Everything goes through the executor as a worker has it, Python and the copy of the tokens included. Peers do not run
+here: they want an installation of their own, and their figures are given with the version that made them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import msgspec
+import torch
+
+from dovetail.bench.shapes import SHAPES
+from dovetail.engine.devices.cuda.device import CudaDevice
+from dovetail.engine.devices.cuda.executor import CudaExecutor
+from dovetail.engine.executor import ExecutorConfig
+from dovetail.errors import ConfigError
+from dovetail.modelspec import DTYPE_BYTES, ModelSpec
+from dovetail.node.ports import HostTensor
+from dovetail.sched.turn import Turn, TurnRow
+from dovetail.types import SamplingParams
+
+BLOCK = 16
+PROMPTS = (128, 1024, 3900)
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXTS = (256, 1024)
+MODELS = {name: SHAPES[name] for name in ("0.5B", "1B", "8B")}
+_GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
+_WARM_UPS, _STEPS = 4, 24
+
+
+class Cell(msgspec.Struct, frozen=True):
+    model: str
+    metric: str  # "ttft 128", "tpot 8 @ 1024", …
+    ms: float  # median
+    slowest_ms: float
+    least_ms: float  # weights and cache over the memory's speed, or products over the units'; the larger
+
+    @property
+    def share(self) -> float:
+        return self.least_ms / self.ms
+
+
+class PinnedCheckpoint:
+    """Random weights in pinned memory, as in a registered pool; tensors share the bytes of the largest."""
+
+    in_place = True
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._shapes = dict(spec.tensors())
+        largest = max(math.prod(shape) for shape in self._shapes.values())
+        values = torch.empty(largest, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+        ones = torch.ones(max(spec.hidden_size, spec.head_dim), dtype=torch.bfloat16)
+        self._values = memoryview(values.cpu().pin_memory().view(torch.uint8).numpy())
+        self._ones = memoryview(ones.pin_memory().view(torch.uint8).numpy())
+
+    def pieces(self, name: str) -> Sequence[HostTensor]:
+        shape = self._shapes[name]
+        source = self._ones if "norm." in name else self._values
+        return [HostTensor("bf16", shape, source[: 2 * math.prod(shape)])]
+
+    def close(self) -> None:
+        """The next cold start reads the same bytes."""
+
+
+class GpuBench:
+    def __init__(self, device: str, model: str, tick: Callable[[str], None] = lambda text: None) -> None:
+        if model not in MODELS:
+            raise ConfigError(f"--models: {model!r} is none of {', '.join(MODELS)}")
+        self.model = model
+        self.spec = MODELS[model]
+        self._tick = tick
+        self._device = CudaDevice(device)
+        self._peaks = self._device.peaks("bf16", "bf16")
+        self._checkpoint = PinnedCheckpoint(self.spec)
+        free = torch.cuda.mem_get_info()[0] - self.spec.weight_bytes("bf16")
+        most = self.spec.kv_bytes_per_token("bf16") * max(BATCHES) * (max(CONTEXTS) + 2 * BLOCK + _STEPS)
+        self._kv_bytes = min(int(free * 0.8), most)
+
+    def run(self) -> list[Cell]:
+        executor = self._open()
+        executor.resize(executor.max_blocks)
+        try:
+            cells = [self._first_token(executor, tokens) for tokens in PROMPTS]
+            for context in CONTEXTS:
+                cells += [self._decode(executor, batch, context) for batch in BATCHES]
+            cells += self._resizes(executor)
+        finally:
+            executor.close()
+        return [*cells, self._cold_start()]
+
+    def _open(self) -> CudaExecutor:
+        config = ExecutorConfig(kv_bytes=self._kv_bytes, block_size=BLOCK, max_batch=max(BATCHES))
+        return self._device.executor(self._checkpoint, config)
+
+    def _cell(self, metric: str, seconds: Sequence[float], least_s: float) -> Cell:
+        self._tick(f"{self.model}: {metric}")
+        return Cell(self.model, metric, median(seconds) * 1e3, max(seconds) * 1e3, least_s * 1e3)
+
+    def _first_token(self, executor: CudaExecutor, tokens: int) -> Cell:
+        row = _row(0, [(7 * i) % 997 for i in range(tokens)], 0, tokens, list(range(-(-tokens // BLOCK))))
+        seconds = [_timed(lambda: executor.run(Turn((row,)))) for _ in range(_WARM_UPS + 7)]
+        return self._cell(f"ttft {tokens}", seconds[_WARM_UPS:], self._least_s(tokens, 1, 0))
+
+    def _decode(self, executor: CudaExecutor, batch: int, context: int) -> Cell:
+        each = -(-(context + _WARM_UPS + _STEPS + 1) // BLOCK)
+        sequences = [([7] * (context + 1), list(range(i * each, (i + 1) * each))) for i in range(batch)]
+        seconds = []
+        for _ in range(_WARM_UPS + _STEPS):
+            rows = [_row(i, tokens, len(tokens) - 1, 1, blocks) for i, (tokens, blocks) in enumerate(sequences)]
+            started = time.perf_counter()
+            outcome = executor.run(Turn(tuple(rows)))
+            seconds.append(time.perf_counter() - started)
+            for (tokens, _), result in zip(sequences, outcome.rows, strict=True):
+                tokens.append(result.token)
+        least_s = self._least_s(batch, batch, batch * context)
+        return self._cell(f"tpot {batch} @ {context}", seconds[_WARM_UPS:], least_s)
+
+    def _least_s(self, rows: int, logit_rows: int, cached_tokens: int) -> float:
+        spec = self.spec
+        head = spec.vocab_size * spec.hidden_size
+        body = spec.num_parameters() - head * (1 if spec.tied_embeddings else 2)
+        read = (body + head) * DTYPE_BYTES["bf16"] + cached_tokens * spec.kv_bytes_per_token("bf16")
+        return max(read / self._peaks.bandwidth, 2 * (body * rows + head * logit_rows) / self._peaks.flops)
+
+    def _resizes(self, executor: CudaExecutor) -> list[Cell]:
+        """Half of the cache given back and taken again."""
+        half = executor.max_blocks // 2
+        shrink, grow = [], []
+        for _ in range(3):
+            shrink.append(_timed(lambda: executor.resize(half)))
+            grow.append(_timed(lambda: executor.resize(executor.max_blocks)))
+        size = (executor.max_blocks - half) * BLOCK * self.spec.kv_bytes_per_token("bf16") / 2**30
+        return [self._cell(f"grow {size:.1f} GiB", grow, 0.0), self._cell(f"shrink {size:.1f} GiB", shrink, 0.0)]
+
+    def _cold_start(self) -> Cell:
+        seconds = []
+        for _ in range(4):
+            started = time.perf_counter()
+            executor = self._open()
+            executor.resize(64)
+            executor.run(Turn((_row(0, [(7 * i) % 997 for i in range(128)], 0, 128, list(range(8))),)))
+            seconds.append(time.perf_counter() - started)
+            executor.close()
+        return self._cell("cold start to the first token of 128", seconds[1:], 0.0)
+
+
+def _row(index: int, tokens: list[int], start: int, count: int, blocks: list[int]) -> TurnRow:
+    return TurnRow(index, tokens, start, count, blocks, len(tokens), _GREEDY, samples=start + count == len(tokens))
+
+
+def _timed(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started

@@ -1,0 +1,161 @@
+"""Run by test_gpu_kernels with TRITON_INTERPRET=1: every Triton kernel against plain torch, on the CPU, in float32."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.engine.devices.cuda import attention, elementwise, products
+from dovetail.engine.devices.cuda.greedy import greedy
+from dovetail.engine.rope import Rope
+from dovetail.modelspec import RopeSpec
+from dovetail.native import torch_ops
+
+TOKENS, WIDTH, PAGE = 5, 72, 16
+CPU = torch.device("cpu")
+
+
+def close(ours: torch.Tensor, wanted: torch.Tensor, what: str, tolerance: float = 2e-4) -> None:
+    difference = (ours - wanted).abs().max().item()
+    assert difference <= tolerance, f"{what}: {difference:.1e}"
+
+
+def check_norms() -> None:
+    residual, update = torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH)
+    weight, other = torch.rand(WIDTH), torch.rand(WIDTH)
+    kept = residual.clone()
+    normed = elementwise.add_norm(kept, update, weight, None, None, 1e-6, False)
+    close(kept, residual + update, "the sum")
+    close(normed, torch_ops.rms_norm(kept, weight, 1e-6, False), "its norm")
+    kept = residual.clone()
+    normed = elementwise.add_norm(kept, update, weight, other, None, 1e-6, False)
+    close(normed, torch_ops.layer_norm(kept, weight, other, 1e-6), "its layer norm")
+    kept = residual.clone()
+    elementwise.add_norm(kept, update, weight, None, other, 1e-6, True)
+    close(kept, residual + torch_ops.rms_norm(update, other, 1e-6, True), "a sum with a normed update")
+    rows, kept = torch.tensor([3, 1], dtype=torch.int32), residual.clone()
+    normed = elementwise.add_norm(kept, update, weight, None, None, 1e-6, False, rows=rows)
+    close(normed, torch_ops.rms_norm((residual + update)[[3, 1]], weight, 1e-6, False), "some rows")
+    close(kept, residual, "the residual of some rows")
+
+
+def check_activations() -> None:
+    for name in elementwise.ACTIVATIONS:
+        x = torch.randn(TOKENS, 2 * WIDTH)
+        close(elementwise.activate(x, name, True), torch_ops.gated(x, name), f"gated {name}")
+        close(elementwise.activate(x, name, False), torch_ops.activate(x, name), name)
+
+
+def check_rotation(heads: int, kv_heads: int, size: int, norm: bool) -> None:
+    rope, positions = Rope(RopeSpec(), size, torch.float32), torch.tensor([0, 5, 9, 30, 31])
+    qkv, cache = torch.randn(TOKENS, (heads + 2 * kv_heads) * size), torch.zeros(6, 3, 2, PAGE, kv_heads, size)
+    slots, weights = torch.tensor([3, 20, 40, 95, -1]), (torch.rand(size), torch.rand(size))
+    q, k, v = qkv.clone().view(TOKENS, -1, size).split((heads, kv_heads, kv_heads), dim=1)
+    if norm:
+        q, k = (torch_ops.rms_norm(x, w, 1e-6, False) for x, w in zip((q, k), weights, strict=True))
+    q, k = (torch_ops.rotate(x, *rope.angles(positions)) for x in (q, k))
+    layer, norms = cache[:, 1], weights if norm else None
+    elementwise.rotate_and_write(qkv, positions, slots, layer, rope.frequencies, 1.0, norms, 1e-6, False, heads)
+    close(qkv[:, : heads * size], q.reshape(TOKENS, -1), "queries")
+    places = layer.permute(1, 0, 2, 3, 4).reshape(2, -1, kv_heads, size)
+    for at, slot in enumerate(slots.tolist()[:-1]):
+        close(places[0, slot], k[at], "keys")
+        close(places[1, slot], v[at], "values")
+    assert int((places.abs().sum((0, 2, 3)) > 0).sum()) == 4, "what has no slot is not written"
+    assert cache[:, 0].abs().sum() == 0, "other layers are not touched"
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, shape: attention.AttentionShape
+) -> torch.Tensor:
+    scores = torch.einsum("qhd,khd->hqk", q, k) * shape.scale
+    if shape.softcap:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    distance = positions[:, None] - torch.arange(len(k))
+    seen = distance >= 0
+    if shape.window:
+        seen &= distance < shape.window
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
+
+
+def check_attention(shape: attention.AttentionShape) -> None:
+    heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    layer = torch.randn(40, 2, 2, PAGE, kv_heads, size)[:, 0]
+    lengths, counts = [1, 17, 64, 150], [1, 10, 64, 140]
+    table, free = torch.zeros(len(lengths), 10, dtype=torch.int32), torch.randperm(40).tolist()
+    for row, length in enumerate(lengths):
+        for at in range(-(-length // PAGE)):
+            table[row, at] = free.pop()
+
+    def keys_and_values(row: int) -> list[torch.Tensor]:
+        blocks = layer[table[row, : -(-lengths[row] // PAGE)].long()]
+        parts = (blocks[:, part].reshape(-1, kv_heads, size)[: lengths[row]] for part in (0, 1))
+        return [part.repeat_interleave(heads // kv_heads, 1) for part in parts]
+
+    q = torch.randn(len(lengths), heads * size)
+    for splits in (1, 4):
+        out = torch.full_like(q, math.nan)
+        scratch = attention.DecodeScratch(16, shape, 132, CPU)
+        attention.decode(q, layer, table, torch.tensor(lengths, dtype=torch.int32), shape, splits, scratch, out)
+        for row, length in enumerate(lengths):
+            query, last = q[row].view(1, heads, size), torch.tensor([length - 1])
+            close(
+                out[row], attended(query, *keys_and_values(row), last, shape)[0], f"single query {row}, {splits} splits"
+            )
+    starts = [sum(counts[:row]) for row in range(len(counts))]
+    q = torch.randn(sum(counts), heads * size)
+    out, tile = torch.full_like(q, math.nan), attention.prefill_tile(size)
+    tiles = [(row, first) for row, count in enumerate(counts) for first in range(0, count, tile)]
+    plan = attention.PrefillPlan(
+        torch.tensor([row for row, _ in tiles], dtype=torch.int32),
+        torch.tensor([first for _, first in tiles], dtype=torch.int32),
+        torch.tensor(
+            [(start, length - count, count) for start, length, count in zip(starts, lengths, counts, strict=True)],
+            dtype=torch.int32,
+        ),
+        table,
+    )
+    attention.prefill(q, layer, plan, shape, out)
+    for row, (start, length, count) in enumerate(zip(starts, lengths, counts, strict=True)):
+        queries, positions = q[start : start + count].view(count, heads, size), torch.arange(length - count, length)
+        wanted = attended(queries, *keys_and_values(row), positions, shape)
+        close(out[start : start + count], wanted, f"chunk {row}")
+
+
+def check_products() -> None:
+    for rows, columns in ((33, 100), (64, 1024), (70, 1500)):
+        weight, bias = torch.randn(rows, columns), torch.randn(rows)
+        for count in (1, 5):
+            x = torch.randn(count, columns)
+            close(products.linear(x, weight, bias), F.linear(x, weight, bias), f"{count} rows", 2e-3)
+    x, weight = torch.randn(1, 1500) / 40, torch.randn(140, 1500)
+    close(products.gated_linear(x, weight, "silu"), torch_ops.gated(F.linear(x, weight), "silu"), "a gated row", 2e-3)
+
+
+def check_greedy() -> None:
+    logits = torch.randn(4, 10_001)
+    logits[1, 77] = math.nan
+    logits[2, [5000, 9000]] = 99.0
+    assert greedy(logits).tolist() == [int(logits[0].argmax()), -1, 5000, int(logits[3].argmax())]
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    check_norms()
+    check_activations()
+    for heads in ((4, 2, 64), (3, 1, 80), (7, 1, 16)):
+        for norm in (False, True):
+            check_rotation(*heads, norm)
+    for num_heads, kv_heads, head_dim, window, softcap in (
+        (4, 2, 64, 0, None),
+        (6, 1, 80, 20, None),
+        (4, 4, 16, 0, 5.0),
+        (8, 2, 32, 33, 3.0),
+    ):
+        shape = attention.AttentionShape(num_heads, kv_heads, head_dim, head_dim**-0.5, softcap, window)
+        check_attention(shape)
+    check_products()
+    check_greedy()
