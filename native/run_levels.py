@@ -1,8 +1,8 @@
-"""`make levels`: builds the kernel check for both architectures and runs every level that this machine or an emulator has.
+"""`make levels`: builds the kernel check for both architectures and runs every level that it can.
 
-Needs CMake and a C++ compiler; for what this machine lacks a cross compiler and qemu's user-mode emulator, each of which
-is asked for by name where it is missing. The outcome is printed as a table and kept in build/levels.json, which the test
-suite's header reads.
+Needs CMake and a C++ compiler; for what this machine lacks a cross compiler and qemu's user-mode emulator, each of
+which is asked for by name where it is missing. The outcome is printed as a table and kept in build/levels.json, which
+the header of the test suite reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_EMULATOR = "qemu emulates neither AVX-512 nor AVX-VNNI nor AMX"
 def source_hash() -> str:
     """Of everything that is compiled: an outcome holds for these sources only."""
     digest = hashlib.sha256()
-    for path in sorted(NATIVE.glob("*.[ch]pp")) + [NATIVE / "CMakeLists.txt"]:
+    for path in [*sorted(NATIVE.glob("*.[ch]pp")), NATIVE / "CMakeLists.txt"]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
