@@ -28,7 +28,8 @@ BUSY = "while True: pass"
 class Outcome:
     streams: int = 0
     tokens: int = 0
-    longest_gap_s: float = 0.0  # between two tokens of one stream, the first after its request
+    longest_wait_s: float = 0.0  # for the first token of a stream
+    longest_gap_s: float = 0.0  # between two tokens of one stream
     finishes: set[str] = field(default_factory=set)
 
 
@@ -52,14 +53,17 @@ def make_body(model: str, rng: random.Random) -> dict[str, object]:
 
 
 async def read_stream(client: httpx.AsyncClient, body: dict[str, object], outcome: Outcome) -> None:
-    last, ended = time.monotonic(), False
+    start, last, ended = time.monotonic(), 0.0, False
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if not line.startswith("data: "):
                 continue
             now = time.monotonic()
-            outcome.longest_gap_s = max(outcome.longest_gap_s, now - last)
+            if last:
+                outcome.longest_gap_s = max(outcome.longest_gap_s, now - last)
+            else:
+                outcome.longest_wait_s = max(outcome.longest_wait_s, now - start)
             last, ended = now, line == "data: [DONE]"
             if not ended:
                 choices = json.loads(line[6:])["choices"]
@@ -89,7 +93,8 @@ def main() -> None:
         outcome = asyncio.run(soak(server.url, server.models[0], seconds, seed=1))
     print(
         f"{outcome.streams:,} streams, {outcome.tokens:,} tokens in {seconds:.0f} s beside two busy processes:"
-        f" all ended ({', '.join(sorted(outcome.finishes))}); longest gap between tokens {outcome.longest_gap_s:.2f} s"
+        f" all ended ({', '.join(sorted(outcome.finishes))}); longest wait for a first token"
+        f" {outcome.longest_wait_s:.2f} s, longest gap between tokens {outcome.longest_gap_s:.2f} s"
     )
 
 
