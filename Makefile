@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install serve test lint sanitize clean
+.PHONY: install serve test check-all lint sanitize levels soak clean
 
 install: $(STAMP)
 
@@ -39,6 +39,18 @@ sanitize:
 	done
 	cmake -S native -B build/check -DDOVETAIL_MODULE=OFF && cmake --build build/check --target team_check
 	build/check/team_check && build/check/team_check 3 4000000 200
+
+# The kernel check of every level that this machine or an emulator runs, for both architectures; says what is missing.
+levels:
+	$(PYTHON) native/run_levels.py
+
+# Ten minutes of mixed streams from a real server beside two busy processes.
+SOAK_SECONDS ?= 600
+soak: install
+	$(BIN)/python tests/cpu/busy_soak.py $(SOAK_SECONDS) $(MODEL)
+
+# Everything that can be tried on this machine: half an hour and more.
+check-all: test sanitize levels soak
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

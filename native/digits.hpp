@@ -34,16 +34,29 @@ struct DigitRow {
 
 inline Vec magnitude(Vec v) { return where_less(v, splat(0.0f), splat(0.0f) - v, v); }
 
+constexpr int kSumLanes = 16;  // numbers that are added up side by side, on every level, so that all find the same scale
+
+inline float sum_lanes(const Vec* lanes) {
+    float each[kSumLanes], total = 0.0f;
+    for (int i = 0; i < kSumLanes / kWidth; ++i) store(each + i * kWidth, lanes[i]);
+    for (const float value : each) total += value;
+    return total;
+}
+
 // Not a number if any of them is not finite, so that every output of the token shows it; 0 if they are all next to nothing.
 inline float digit_scale(const float* x, int64_t count) {
-    Vec most = splat(0.0f), total = splat(0.0f), poison = splat(0.0f);
-    for (int64_t i = 0; i < count; i += kWidth) {
-        const Vec v = magnitude(load_some(x + i, count - i));
-        most = where_less(most, v, v, most);
-        total = total + v;
-        poison = poison + (v - v);
-    }
-    const float top = largest(most), mean = sum(total) / static_cast<float>(count), bad = sum(poison);
+    constexpr int kVecs = kSumLanes / kWidth;
+    Vec most = splat(0.0f), total[kVecs], poison = splat(0.0f);
+    for (Vec& lanes : total) lanes = splat(0.0f);
+    for (int64_t i = 0; i < count; i += kSumLanes)
+#pragma GCC unroll 4
+        for (int j = 0; j < kVecs; ++j) {
+            const Vec v = magnitude(load_some(x + i + j * kWidth, count - i - j * kWidth));
+            most = where_less(most, v, v, most);
+            total[j] = total[j] + v;
+            poison = poison + (v - v);
+        }
+    const float top = largest(most), mean = sum_lanes(total) / static_cast<float>(count), bad = sum(poison);
     const float common = __builtin_fmaxf(mean * (kLowReach / kLargestDigit), top / kLargestNumber);
     const float scale = __builtin_fminf(top / kLargestDigit, common);
     if (bad != 0.0f) return __builtin_nanf("");

@@ -66,6 +66,18 @@ template <class A, int R, int T, bool kAhead>
 #pragma GCC unroll 16
             for (int64_t line = 0; line < kStepBytes; line += 64)
                 __builtin_prefetch(reinterpret_cast<const char*>(ahead + R * k) + line);
+        if constexpr (T < R && kTileTokens < R) {  // the fewer ones stay in registers
+            decltype(A::load_from(x[0])) v[T];
+#pragma GCC unroll 16
+            for (int t = 0; t < T; ++t) v[t] = A::load_from(x[t] + k);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const auto w = A::load_from(rows[r] + k);
+#pragma GCC unroll 16
+                for (int t = 0; t < T; ++t) sums[r][t] = A::add_product(sums[r][t], w, v[t]);
+            }
+            continue;
+        }
         decltype(A::load_from(rows[0])) w[R];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) w[r] = A::load_from(rows[r] + k);

@@ -2,7 +2,7 @@
 
 using Vec = __m256;
 constexpr int kWidth = 8;
-constexpr int kTileTokens = 2;  // 4 rows × 2 tokens of sums and their operands fill the 16 registers
+constexpr int kTileTokens = 3;  // 4 rows × 3 tokens of sums, the tokens and one row fill the 16 registers
 
 inline Vec splat(float value) { return _mm256_set1_ps(value); }
 inline Vec load(const float* at) { return _mm256_loadu_ps(at); }

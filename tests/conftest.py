@@ -13,6 +13,13 @@ from dovetail.types import ModelCard
 sys.path.insert(0, str(Path(__file__).parent))  # `import tiny` from anywhere below
 
 
+def pytest_report_header() -> list[str]:
+    """Which kernel levels these tests try, so that nobody takes green for tried."""
+    from level_report import level_lines
+
+    return level_lines()
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """tiny_folder("qwen3") is the folder of that tiny model, written once per run."""

@@ -23,6 +23,7 @@ from dovetail.types import ServiceClass
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
 _DURATION = re.compile(r"^\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*$")
 _SECONDS = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+DEFAULT_MAX_TOKENS = 2048  # of a chat that names no limit: a model that does not stop would fill its whole context
 _ENV = re.compile(r"\$\{env\.([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -90,6 +91,7 @@ class ModelConfig(_Section):
     kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8
     layout: Literal["auto", "plain", "int8", "int4"] = "auto"  # when pulled; auto = int8 for what comes quantised
     aliases: tuple[str, ...] = ()
+    default_max_tokens: int | None = Field(default=None, ge=1)  # None = the server's
 
 
 class ServerConfig(_Section):
@@ -97,6 +99,8 @@ class ServerConfig(_Section):
     port: int = Field(default=8000, ge=0, le=65535)
     max_body_bytes: Size = 16 * 1024 * 1024
     max_queue: int = Field(default=512, ge=1)  # unfinished requests in the whole server; more are answered 503
+    # Of a chat without max_tokens, within the context; a model may have its own.
+    default_max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=1)
     drain_timeout: Duration = 120.0  # how long SIGTERM waits for streams
     # A request whose worker dies goes on, from the tokens that it has, on the worker that takes its place.
     max_resumptions: int = Field(default=2, ge=0)  # of one request; one more death is an error

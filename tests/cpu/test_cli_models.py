@@ -117,3 +117,10 @@ def test_no_command_here_imports_torch_or_transformers(arguments: tuple[str, ...
     line = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_module_of_the_command_line_can_be_run_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dovetail.cli.main", "--version"], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.split()[0]) == (0, "dovetail")

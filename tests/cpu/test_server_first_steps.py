@@ -24,4 +24,4 @@ def test_the_line_that_the_server_prints_gets_an_answer(smollm2: ModelCard) -> N
         finally:
             server.terminate()
             assert server.wait(STOP_TIMEOUT_S) == 0
-    assert json.loads(answer)["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert json.loads(answer)["choices"][0]["message"]["content"] == "The capital of Germany is Berlin."

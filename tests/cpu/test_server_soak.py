@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import psutil
+from busy_soak import busy_processes
+from busy_soak import soak as busy_soak
 from server_fixture import Server, eventually
 
 CONCURRENCY = 32
@@ -92,3 +94,10 @@ def test_a_thousand_requests_with_clients_that_hang_up_leave_nothing_behind(tiny
     assert worker.memory_info().rss <= before * 1.05
     metrics = tiny_server.get("/metrics").text
     assert 'finished_reason="aborted"' in metrics
+
+
+def test_streams_end_while_other_processes_keep_the_cores_busy(tiny_server: Server) -> None:
+    with busy_processes(2):
+        outcome = asyncio.run(busy_soak(tiny_server.url, tiny_server.models[0], 5.0, seed=1))
+    assert outcome.streams > 0
+    assert outcome.finishes <= {"stop", "length"}

@@ -198,19 +198,7 @@ def _print(report: Report) -> None:
     from rich.table import Table
 
     cpu, read = report.cpu, report.store_read_bytes_per_s
-    features = (
-        "amx_bf16",
-        "avx512f",
-        "avx512_vnni",
-        "avx512_bf16",
-        "avx2",
-        "avx_vnni",
-        "bf16",
-        "i8mm",
-        "sve",
-        "asimddp",
-    )
-    has = [feature for feature in features if feature in cpu.features]
+    has = [feature for feature in _TOLD_FEATURES if feature in cpu.features]
     memory = f"{human_bytes(report.memory_total_bytes)}, {human_bytes(report.memory_available_bytes)} available"
     gpus = ", ".join(f"{gpu.name} ({human_bytes(gpu.memory_bytes)})" for gpu in report.gpus) or "none"
     torch = (

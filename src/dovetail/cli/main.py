@@ -113,3 +113,7 @@ def _fail(message: str, debug: bool) -> None:
         traceback.print_exc()
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

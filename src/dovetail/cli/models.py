@@ -227,6 +227,8 @@ def tier(cached: float) -> str:
 
 
 def _print_details(catalogue: Catalogue, entry: Entry, card: ModelCard) -> None:
+    from dovetail.config import DEFAULT_MAX_TOKENS
+
     spec = card.spec
     heads = f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide"
     experts = "" if spec.moe is None else f", {spec.moe.experts_per_token} of {spec.moe.num_experts} experts"
@@ -239,6 +241,8 @@ def _print_details(catalogue: Catalogue, entry: Entry, card: ModelCard) -> None:
             "heads": heads,
             "vocabulary": str(spec.vocab_size),
             "context": str(spec.context_length),
+            "chat answers": f"{min(DEFAULT_MAX_TOKENS, spec.context_length)} tokens at most where neither the request"
+            " (max_tokens) nor the server (default_max_tokens) says otherwise",
             "type": card.dtype,
             "layout": f"{card.layout} in {card.partitions} partition{'s' if card.partitions > 1 else ''}",
             "size": human_bytes(card.size_bytes),

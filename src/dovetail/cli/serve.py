@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dovetail.gateway.models import Offer
     from dovetail.store.pool import HostPool
 
-PROMPT = "What is the capital of France?"
+PROMPT = "Please name the capital of Germany."  # no token of the answer hangs on a near tie, in any precision
 KEY_VARIABLE = "DOVETAIL_API_KEY"
 
 

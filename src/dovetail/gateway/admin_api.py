@@ -39,6 +39,7 @@ class ChangeModel(BaseModel):
     keep_alive: Duration | None = None
     preload: bool | None = None
     aliases: tuple[str, ...] | None = None
+    default_max_tokens: int | None = Field(default=None, ge=1)
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -73,6 +74,7 @@ class ModelState(BaseModel):
     slo: SloConfig = Field(description="seconds; null = the default for the prompt's length")
     keep_alive: float = Field(description="seconds; negative = for ever")
     preload: bool
+    default_max_tokens: int = Field(description="of a chat without max_tokens, within the context")
     size_bytes: int = Field(default=0, description="on disk")
     weight_bytes: int = Field(default=0, description="in memory")
     kv_bytes: int = Field(default=0, description="KV memory in use")

@@ -54,6 +54,7 @@ def _described(
         slo=config.slo,
         keep_alive=config.keep_alive,
         preload=config.preload,
+        default_max_tokens=config.default_max_tokens or service.limits.default_max_tokens,
         size_bytes=card.size_bytes if card is not None else 0,
         requests=figures.num_requests,
         attainment=figures.attainment,

@@ -94,7 +94,8 @@ class Endpoints:
         body = await read_body(ChatRequest, request)
         model = self._service.models.get(body.model)
         slo = _slo(request, model)
-        job = await chat_job(body, model, _new_id(), self._service.context_limit(model), slo)
+        context, default = self._service.context_limit(model), self._service.default_max_tokens(model)
+        job = await chat_job(body, model, _new_id(), context, slo, default_tokens=default)
         reply = ChatReply(job, _now(), with_logprobs=bool(body.logprobs), with_usage=body.includes_usage)
         return GenerationResponse(
             self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage

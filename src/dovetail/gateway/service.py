@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 
-from dovetail.config import ServerConfig
+from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
 from dovetail.errors import EngineFailed, InvalidRequest, Overloaded, RequestError, WorkerLost
 from dovetail.gateway.link import Instance, Link, NodeLink
 from dovetail.gateway.metrics import Metrics
@@ -25,11 +25,12 @@ class Limits:
 
     max_queue: int = 512  # unfinished requests
     max_resumptions: int = 2  # of one request, after workers that died
+    default_max_tokens: int = DEFAULT_MAX_TOKENS  # of a chat that names no limit
     resume_timeout_s: float = 4.0  # for a worker to come back to a client who is in the middle of a text
 
     @classmethod
     def of(cls, config: ServerConfig) -> Limits:
-        return cls(config.max_queue, config.max_resumptions, config.resume_timeout)
+        return cls(config.max_queue, config.max_resumptions, config.default_max_tokens, config.resume_timeout)
 
 
 class Service:
@@ -77,6 +78,9 @@ class Service:
             if instance is not None and instance.loaded is not None and instance.loaded.kv_capacity_tokens:
                 return min(context, instance.loaded.kv_capacity_tokens)
         return context
+
+    def default_max_tokens(self, model: ServedModel) -> int:
+        return model.config.default_max_tokens or self.limits.default_max_tokens
 
     def reconfigure(self, name: str) -> None:
         """A model's settings have changed: one that is idle is given its new time to live."""

@@ -44,9 +44,11 @@ class Job:
         return sum(len(request.prompt) for request in self.requests)
 
 
-async def chat_job(body: ChatRequest, model: ServedModel, job_id: str, context: int, slo: Slo) -> Job:
+async def chat_job(
+    body: ChatRequest, model: ServedModel, job_id: str, context: int, slo: Slo, *, default_tokens: int
+) -> Job:
     prompt = await chat_prompt(body, model)
-    return await _job(body, model, job_id, [prompt], context, slo, default_tokens=None)
+    return await _job(body, model, job_id, [prompt], context, slo, default_tokens=default_tokens)
 
 
 async def completion_job(body: CompletionRequest, model: ServedModel, job_id: str, context: int, slo: Slo) -> Job:
@@ -142,7 +144,7 @@ async def _job(
     context: int,
     slo: Slo,
     *,
-    default_tokens: int | None,
+    default_tokens: int,
 ) -> Job:
     if len(prompts) * body.num_choices > _MAX_ANSWERS:
         raise InvalidRequest(f"prompts times n may not exceed {_MAX_ANSWERS}", param="n")
@@ -166,7 +168,7 @@ async def _job(
     return Job(job_id, model, requests, body.stops, bool(body.include_stop_str_in_output), skip_special)
 
 
-def _token_limit(num_prompt: int, wanted: int | None, default: int | None, context: int, param: str) -> int:
+def _token_limit(num_prompt: int, wanted: int | None, default: int, context: int, param: str) -> int:
     room = context - num_prompt
     if num_prompt == 0:
         raise InvalidRequest("the prompt is empty", param=param)
@@ -176,7 +178,7 @@ def _token_limit(num_prompt: int, wanted: int | None, default: int | None, conte
             f"this model's context is {context} tokens; the prompt has {num_prompt}{answer}",
             param=param if room < 1 or wanted is None else "max_tokens",
         )
-    return wanted or min(default or room, room)
+    return wanted or min(default, room)
 
 
 def _checked_prompt(prompt: Sequence[int], model: ServedModel, param: str) -> tuple[int, ...]:
