@@ -51,6 +51,7 @@ class Admitter:
         silence_s = knobs.max_silence_s
         self.rule = TurnRule(slack_s, silence_s, TURN_SILENCE * silence_s, knobs.guard_decodes)
         self._lengths = OutputMean(SHORT_ANSWER, 4)  # of answers, without the caution that memory needs
+        self._answered: tuple[int, int, float, Grant | Refusal] = (-1, -1, 0.0, KEEP)  # by `join`, to whom and when
         self._residency = residency
         self._instances = instances
         self._outputs = outputs
@@ -72,9 +73,10 @@ class Admitter:
         if self.knobs.admission is Admission.CONCURRENCY:
             return KEEP if instance.batch < self._limit(instance.hosting) else Refusal.CONCURRENCY
         grant: Grant | Refusal = KEEP if ignore_memory else self._memory(instance, work)
-        if isinstance(grant, Refusal):
-            return grant
-        return self._time(instance, work, free_at_s, grant) or grant
+        if not isinstance(grant, Refusal):
+            grant = self._time(instance, work, free_at_s, grant) or grant
+        self._answered = (instance.id, work.id, free_at_s, grant)
+        return grant
 
     def start(self, work: Work, free_at_s: float) -> Grant | Refusal:
         hosting = self.hostings.get(work.model)
@@ -102,7 +104,9 @@ class Admitter:
         ranked = rank_victims(neighbours, target.batch + 1)
         if not ranked:
             return []
-        refusal = self.join(target, work, free_at_s)
+        if self._answered[:3] != (target.id, work.id, free_at_s):  # whoever asks has been refused by `join` just now
+            self.join(target, work, free_at_s)
+        refusal = self._answered[3]
         if refusal is Refusal.MEMORY:
             if isinstance(self.join(target, work, free_at_s, ignore_memory=True), Refusal):
                 return []
