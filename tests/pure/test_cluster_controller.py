@@ -87,8 +87,9 @@ def test_a_request_that_no_hardware_can_serve_is_refused_at_once() -> None:
 
 
 def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> None:
-    tight = make_node(memory_gib=21.7, name="tight", knobs=Knobs(floor_tokens=0))
-    other = make_node(name="other", knobs=Knobs(floor_tokens=0))
+    knobs = Knobs(floor_tokens=0, paced_from_first_token=False)
+    tight = make_node(memory_gib=21.7, name="tight", knobs=knobs)
+    other = make_node(name="other", knobs=knobs)
     controller = make_cluster(tight)
     for index in range(2):
         submit(controller, make_work(index, "a", 400, ttft_s=5.0))

@@ -80,7 +80,7 @@ def test_the_shortest_headroom_runs_and_prefill_comes_before_decode() -> None:
     assert take_turn(node, 0.0) == "a:prefill"
 
 
-def test_draining_runs_the_smallest_batch_while_everyone_has_slack() -> None:
+def test_what_frees_most_memory_runs_while_everyone_has_slack() -> None:
     node = make_node(knobs=replace(BY_SLO, turns=TurnOrder.DRAIN, slack_s=0.5))
     large = start(node, make_work(0, "a", ttft_s=5.0))
     node.join(large, make_work(1, "a", ttft_s=5.0), 0.0)
@@ -105,7 +105,9 @@ def test_an_early_first_token_gives_later_ones_no_more_time_than_their_pace_leav
     assert take_turn(node, 0.0) == "a:decode"
     while take_turn(node, 0.01) != "b:prefill":
         pass
-    assert safe.first_due_s == pytest.approx(0.02 + 0.5 * 32 * 0.01)  # 10 ms of safety a token, half a short answer
+    assert safe.first_due_s == pytest.approx(
+        0.02 + 0.75 * 32 * 0.01
+    )  # 10 ms of safety a token, of three quarters of a short answer
 
 
 def join_all(node: Node, instance: int, works: list[Work], now: float) -> int:

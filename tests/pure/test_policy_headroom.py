@@ -149,11 +149,11 @@ def test_a_long_queue_ends_the_play_all_the_same(waiting: int, seconds: float) -
 class Someone:
     deadline_s: float
     urgent_s: float
-    batch: int
+    frees_bytes: float
 
 
-def test_the_shortest_headroom_has_the_turn_and_small_batches_drain_while_there_is_slack() -> None:
-    soon, large, small = Someone(9.0, 9.0, 4), Someone(10.0, 10.0, 9), Someone(11.0, 11.0, 1)
+def test_the_shortest_headroom_has_the_turn_and_while_there_is_slack_what_frees_most_memory() -> None:
+    soon, large, small = Someone(9.0, 9.0, 2.0), Someone(10.0, 10.0, 1.0), Someone(11.0, 11.0, 3.0)
     everyone = [large, small, soon]
     assert choose_turn(everyone, 0.0, None) is soon
     assert choose_turn(everyone, 0.0, 4.0) is small

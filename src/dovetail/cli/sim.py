@@ -49,6 +49,10 @@ ModelsOption = Annotated[int | None, typer.Option(help="keep this many of the tr
 ShapeOption = Annotated[str, typer.Option("--shape", "--size", help="model shape, a name in the profile")]
 NoiseOption = Annotated[float, typer.Option(help="standard deviation of iteration times, relative")]
 NodesOption = Annotated[int | None, typer.Option(min=1, help="this many CPU nodes and this many GPU nodes")]
+LimitOption = Annotated[float | None, typer.Option(help="leave out arrivals after this many seconds")]
+VariedOption = Annotated[bool, typer.Option("--varied", help="the seed also varies the trace: its start, its models")]
+LengthsOption = Annotated[Path | None, typer.Option(help="draw lengths from this table, not from the trace")]
+ClientsOption = Annotated[Path | None, typer.Option(help="draw lengths of a client of this table for each model")]
 HardwareOption = Annotated[str | None, typer.Option(help="a name in the profile, or a preset of `sim presets`")]
 WithoutOption = Annotated[
     list[str] | None, typer.Option(help="switch a part off: no-cpu, no-sharing, no-consolidation, watermark-0; or pd")
@@ -118,10 +122,13 @@ def run(
     event_log: Annotated[Path | None, typer.Option(help="write every event here, one JSON object a line")] = None,
     report: Annotated[Path | None, typer.Option(help="write an HTML report here")] = None,
     request: Annotated[int | None, typer.Option("--explain", help="tell the story of this request (0 = first)")] = None,
-    limit: Annotated[float | None, typer.Option(help="leave out arrivals after this many seconds")] = None,
+    limit: LimitOption = None,
     nodes: NodesOption = None,
     cpu_hardware: HardwareOption = None,
     gpu_hardware: HardwareOption = None,
+    varied: VariedOption = False,
+    lengths: LengthsOption = None,
+    clients: ClientsOption = None,
     faults: Annotated[int, typer.Option(min=0, help="inject this many faults, drawn from the seed")] = 0,
     config: Annotated[Path | None, typer.Option(help="YAML with nodes and models, instead of the options")] = None,
 ) -> None:
@@ -137,6 +144,9 @@ def run(
         seed=seed,
         noise=noise,
         limit_s=limit,
+        varied=varied,
+        lengths=lengths,
+        clients=clients,
         cpu_hardware=cpu_hardware,
         gpu_hardware=gpu_hardware,
         faults=faults,
@@ -225,11 +235,15 @@ def compare(
     report: Annotated[Path | None, typer.Option(help="write an HTML report of all runs here")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="only these policies; may be repeated")] = None,
     nodes: NodesOption = None,
+    limit: LimitOption = None,
+    only: Annotated[list[str] | None, typer.Option(help="only rows with this label; may be repeated")] = None,
 ) -> None:
     """Several policies or settings side by side, one table."""
     rows: list[tuple[Cell, Result]] = []
-    for cell, setup in sweep(name, trace, profile, shape, models, seed):
+    for cell, setup in sweep(name, trace, profile, shape, models, seed, limit):
         if policy and setup.knobs.name not in policy:
+            continue
+        if only and not set(only) & set(map(str, cell.labels)):
             continue
         if nodes is not None:
             setup = replace(setup, cpu_nodes=nodes, gpu_nodes=nodes)

@@ -22,6 +22,7 @@ from dovetail.policy.placement import DeviceKind, rank_nodes
 # Bounds on what one decision looks at, so that its time does not grow with the cluster.
 MAX_CANDIDATES = 16  # nodes asked for a start, or where a preempted request could go
 MAX_INSTANCES = 8  # instances of the model asked to take a request
+MAX_MOVES = 24  # nodes and instances asked, all in all, whether they would take what gives way to a request
 MAX_VICTIMS = 4  # neighbours considered for giving way
 
 
@@ -45,6 +46,7 @@ class Placer:
         self._instances: dict[tuple[str, int], InstanceView] = {}  # (node, instance)
         self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
         self._turn_of: Counter[str] = Counter()  # round robin, by model
+        self._asked = 0  # nodes, in this decision, whether they would take what gives way
         self._cursor = 0  # where the next window of candidate nodes begins
 
     def seek(self, work: Work, now: float, *, demand: int, num_parked: int) -> Placed | None:
@@ -110,7 +112,7 @@ class Placer:
         """S9: make room for an instance of the model by moving a smaller neighbour's requests elsewhere."""
         if not self.knobs.proactive or self.knobs.disaggregate:
             return None
-        considered = 0
+        considered = self._asked = 0
         for view in self._candidates(work):
             if considered >= MAX_VICTIMS:
                 return None
@@ -137,9 +139,14 @@ class Placer:
 
     def _has_other_place(self, work: Work, source: NodeHandle, now: float) -> bool:
         for view in self._by_model[work.model][:MAX_INSTANCES]:
-            if view.node is not source and view.node.check_join(view.id, work, now) is None:
+            if view.node is not source and self._may_ask() and view.node.check_join(view.id, work, now) is None:
                 return True
-        return any(node is not source and node.check_start(work, now) is None for node in self._window())
+        others = (node for node in self._window() if node is not source)
+        return any(self._may_ask() and node.check_start(work, now) is None for node in others)
+
+    def _may_ask(self) -> bool:
+        self._asked += 1
+        return self._asked <= MAX_MOVES
 
     def _start(self, work: Work, now: float) -> Placed | None:
         for node in rank_nodes(self._window(), pack=self.knobs.reactive):

@@ -18,8 +18,8 @@ from dovetail.policy.memory import OutputMean, granted_tokens, recommended_token
 from dovetail.policy.placement import DeviceKind, Hosting, can_ever_serve
 from dovetail.policy.shadow import TurnRule, validate
 
-# A mean pace is kept over the whole answer: what is held back of it may be spent once, over half of a usual answer.
-PACE_SHARE = 0.5
+# A mean pace is kept over the whole answer: what is held back of it may be spent once, as far as a usual answer goes.
+PACE_SHARE = 0.75
 SHORT_ANSWER = 32.0  # tokens, until answers have been seen
 TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it
 
@@ -51,6 +51,7 @@ class Admitter:
         silence_s = knobs.max_silence_s
         self.rule = TurnRule(slack_s, silence_s, TURN_SILENCE * silence_s, knobs.guard_decodes)
         self._lengths = OutputMean(SHORT_ANSWER, 4)  # of answers, without the caution that memory needs
+        self._answered: tuple[int, int, float, Grant | Refusal] = (-1, -1, 0.0, KEEP)  # by `join`, to whom and when
         self._residency = residency
         self._instances = instances
         self._outputs = outputs
@@ -72,9 +73,10 @@ class Admitter:
         if self.knobs.admission is Admission.CONCURRENCY:
             return KEEP if instance.batch < self._limit(instance.hosting) else Refusal.CONCURRENCY
         grant: Grant | Refusal = KEEP if ignore_memory else self._memory(instance, work)
-        if isinstance(grant, Refusal):
-            return grant
-        return self._time(instance, work, free_at_s, grant) or grant
+        if not isinstance(grant, Refusal):
+            grant = self._time(instance, work, free_at_s, grant) or grant
+        self._answered = (instance.id, work.id, free_at_s, grant)
+        return grant
 
     def start(self, work: Work, free_at_s: float) -> Grant | Refusal:
         hosting = self.hostings.get(work.model)
@@ -102,7 +104,9 @@ class Admitter:
         ranked = rank_victims(neighbours, target.batch + 1)
         if not ranked:
             return []
-        refusal = self.join(target, work, free_at_s)
+        if self._answered[:3] != (target.id, work.id, free_at_s):  # whoever asks has been refused by `join` just now
+            self.join(target, work, free_at_s)
+        refusal = self._answered[3]
         if refusal is Refusal.MEMORY:
             if isinstance(self.join(target, work, free_at_s, ignore_memory=True), Refusal):
                 return []
@@ -223,7 +227,7 @@ class Admitter:
 
     def _memory_for_start(self, hosting: Hosting, work: Work) -> Grant | Refusal:
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        if self._residency.ledger.available < weights:
+        if self._residency.ledger.available < weights or self._is_crowded(weights):
             return Refusal.MEMORY
         required = self.required(hosting, [(work.input_tokens, work.produced)])
         if hosting.max_kv_tokens is not None and required > (most := self.most_tokens(hosting)):
@@ -231,6 +235,14 @@ class Admitter:
         room = self.room(hosting, 0, weights)
         granted = granted_tokens(required, self.recommended(hosting, required), room)
         return Refusal.MEMORY if granted is None else Grant(granted)
+
+    def _is_crowded(self, weights: int) -> bool:
+        """With these weights too little of the device would be left for caches. One instance is never too many."""
+        share = self.knobs.weights_share
+        if share >= 1.0 or not weights or not self._instances:
+            return False
+        resident = sum(one.hosting.weight_bytes for one in self._instances.values())
+        return resident + weights > share * self._residency.ledger.capacity
 
     def _memory_gap(self, instance: Instance, work: Work) -> int:
         required = self.required(instance.hosting, [*instance.lengths(), (work.input_tokens, work.produced)])
@@ -282,7 +294,7 @@ class Admitter:
 
     def _starting(self, hosting: Hosting, work: Work) -> tuple[InstanceDemand, float]:
         """The same of an instance that would be started now."""
-        nothing = InstanceDemand(INFINITY, INFINITY, 0.0, 0.0, INFINITY)
+        nothing = InstanceDemand(INFINITY, INFINITY, 0.0, 0.0, INFINITY, frees_bytes=hosting.weight_bytes)
         if hosting.weights_in_place:
             return nothing, 0.0
         now = self._residency.now_s

@@ -127,6 +127,13 @@ class Instance:
         return len(self.waiting) + len(self.running)
 
     @property
+    def frees_bytes(self) -> float:
+        """Memory that running it to its end is expected to free: its cache, and its weights the less likely the more
+        requests share them, because others keep joining."""
+        hosting = self.hosting
+        return self.tokens * hosting.kv_bytes_per_token + hosting.weight_bytes / max(self.batch, 1)
+
+    @property
     def can_run(self) -> bool:
         return self.state is State.READY and not self.op_running and not self.ops and not self.starved
 
@@ -305,6 +312,7 @@ class Instance:
             tpot_s=pace,
             blocked=loaded_s is not None,
             batch=self.batch,
+            frees_bytes=self.frees_bytes,
             spoke_s=self.spoke_s,
             prefills=tuple(prefills),
         )

@@ -101,6 +101,7 @@ class Work:
         long for its prefill and its decode. It stays after those who are still in time and before those who came later;
         one that is extended again and again gets everywhere."""
         self.is_strict = False
+        self.late_tokens += 1  # the next one, by what was promised
         self.ttft_s = max(2 * self.ttft_s, SLACK * prefill_s)
         self.tpot_s = max(2 * self.tpot_s, SLACK * decode_s)
         self.first_due_s = now + self.ttft_s - self.tpot_s * self.produced

@@ -66,6 +66,7 @@ class InstanceDemand:
     tpot_s: float  # the strictest pace among its requests
     blocked: bool = False  # loading: it cannot take turns yet, and its deadlines will move by the grace
     batch: int = 0
+    frees_bytes: float = 0.0  # memory that running it to its end is expected to free
     ready_s: float = 0.0  # it takes no turn before: its weights arrive, or its pool is being resized
     spoke_s: float = INFINITY  # when its running requests had their last token, the earliest of these times
     prefills: tuple[Prefill, ...] = ()  # most urgent first, their deadlines as they will be after a load
@@ -93,7 +94,7 @@ class Contender(Protocol):
     def urgent_s(self) -> float: ...
 
     @property
-    def batch(self) -> int: ...
+    def frees_bytes(self) -> float: ...
 
 
 ContenderT = TypeVar("ContenderT", bound=Contender)
@@ -124,8 +125,8 @@ def prefills_first(now: float, prefill_s: float, running_due_s: float, guards_de
     return not guards_decodes or now + prefill_s <= running_due_s
 
 
-def _drain_key(one: Contender) -> tuple[int, float]:
-    return (one.batch, one.deadline_s)
+def _drain_key(one: Contender) -> tuple[float, float]:
+    return (-one.frees_bytes, one.deadline_s)
 
 
 def is_overcommitted(demands: Sequence[InstanceDemand], target: int, candidate: Candidate) -> bool:

@@ -59,6 +59,7 @@ class Knobs:
     guard_decodes: bool = False  # a prompt waits while it would make running requests of its model late
     max_silence_s: float = float("inf")  # within an answer: longer ones are no more admitted than late tokens
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
+    weights_share: float = 1.0  # of a device's memory that weights may take: what is left lets batches grow
     one_instance: bool = False  # no second instance of a model on a node: it would split the batch
     free_resize: bool = False  # pools grow and shrink in place, without copying
     reclaim_idle: bool = False  # idle instances give way to a start before their keep-alive is over

@@ -22,10 +22,9 @@ SLLM_CS = replace(SLLM_C, name="sllm+c+s", sharing=True, shares=2)
 # Each improvement over SLINFER by name, so that its share can be shown.
 IMPROVEMENTS: dict[str, dict[str, object]] = {
     "in-place resize": {"free_resize": True},
-    "memory decides, not slots": {"slots_limited": False},
-    "starts mind idle instances and loads": {"reclaim_idle": True, "count_loads": True},
-    "drain small batches": {"turns": TurnOrder.DRAIN},
-    "pause and swap": {"pause": True},
+    "memory decides, not slots": {"slots_limited": False, "weights_share": 0.75},
+    "run what frees most": {"turns": TurnOrder.DRAIN},
+    "answers go on": {"max_silence_s": 2.0, "guard_decodes": True, "extend_deadlines": True},
     "ask again on change": {"retry_on_change": True},
 }
 DOVETAIL = replace(SLINFER, name="dovetail")

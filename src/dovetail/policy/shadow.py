@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dovetail.policy.headroom import (
     INFINITY,
+    SILENCE_MARGIN_S,
     Candidate,
     InstanceDemand,
     Prefill,
@@ -42,6 +43,7 @@ class _Player:
         "deadline_s",
         "decode_s",
         "due_s",
+        "frees_bytes",
         "is_settled",
         "next",
         "prefills",
@@ -55,6 +57,7 @@ class _Player:
     def __init__(self, demand: InstanceDemand, rule: TurnRule) -> None:
         self.rule = rule
         self.batch = demand.batch
+        self.frees_bytes = demand.frees_bytes
         self.decode_s = demand.decode_s
         self.due_s = demand.decode_deadline_s  # of its running requests
         self.spoke_s = demand.spoke_s
@@ -168,6 +171,9 @@ class _Play:
             else:
                 if clock + chosen.decode_s > chosen.latest_s:
                     return Refusal.NEIGHBOUR_LATE
+                if chosen.is_settled and (skipped := self._skip_rounds(ready, clock)) > clock:
+                    clock = skipped
+                    continue
                 times = self._in_a_row(chosen, ready, clock)
                 clock += times * chosen.decode_s
                 chosen.decode(times, clock)
@@ -185,16 +191,53 @@ class _Play:
 
     def _in_a_row(self, chosen: _Player, ready: Sequence[_Player], clock: float) -> int:
         """How many iterations it has before anybody else is more urgent or gets ready: they are played as one."""
-        if self._rule.slack_s is not None and chosen.due_s - clock > self._rule.slack_s:
-            return 1  # while small batches drain, the order is another
         urgent = min((one.urgent_s for one in ready if one is not chosen), default=INFINITY)
+        drains_s = self._drains_s(chosen, ready, urgent, clock)
         if urgent == INFINITY:
             urgent = chosen.due_s  # alone, one more tells enough
         times = int((urgent - chosen.due_s) / chosen.tpot_s) + 1 if urgent > chosen.due_s else 1
+        if drains_s > 0.0:
+            times = int(drains_s / chosen.decode_s) + 1
         if self._last_ready_s > clock:
             first_ready = min(one.ready_s for one in self._players if one.ready_s > clock)
             times = min(times, int((first_ready - clock) / chosen.decode_s) + 1)
         return times
+
+    def _skip_rounds(self, ready: Sequence[_Player], clock: float) -> float:
+        """The time after the rounds of decodes that certainly lie before the next prefill or the next instance that
+        gets ready. Once everyone has had a token in time they are played as one: by case 3 each round leaves everyone
+        better off."""
+        urgent = min((one.urgent_s for one in ready if one.next < len(one.prefills)), default=INFINITY)
+        group = [one for one in ready if one.urgent_s < urgent and one.next == len(one.prefills)]
+        if not group or not all(one.is_settled for one in group):
+            return clock
+        rounds = self._rounds_until(urgent, group, clock)
+        if rounds < 1:
+            return clock
+        clock += rounds * sum(one.decode_s for one in group)
+        for one in group:
+            one.decode(rounds, clock)
+        return clock
+
+    def _rounds_until(self, urgent: float, group: Sequence[_Player], clock: float) -> int:
+        """How many rounds of all of them come before something that is this urgent, one less to be sure."""
+        round_s = sum(one.decode_s for one in group)
+        rounds = min((urgent - one.due_s) / one.tpot_s for one in group)
+        silence_s = urgent - self._rule.turn_silence_s - clock
+        if silence_s > 0.0:  # until then a silence is more urgent, however far ahead they are
+            rounds = max(rounds, silence_s / round_s)
+        if self._last_ready_s > clock:
+            first_ready = min(one.ready_s for one in self._players if one.ready_s > clock)
+            rounds = min(rounds, (first_ready - clock) / round_s)
+        return int(rounds) - 1 if rounds < INFINITY else 0
+
+    def _drains_s(self, chosen: _Player, ready: Sequence[_Player], urgent: float, clock: float) -> float:
+        """How long everyone else has slack, so that it goes on running as what frees most."""
+        slack_s = self._rule.slack_s
+        if slack_s is None or chosen.deadline_s - clock <= slack_s or chosen.urgent_s - clock <= SILENCE_MARGIN_S:
+            return 0.0
+        due = min((one.deadline_s for one in ready if one is not chosen), default=0.0)
+        return min(due - slack_s, urgent - SILENCE_MARGIN_S) - clock
 
     def _is_over(self, clock: float) -> bool:
         """Everyone has had a token since the last prefill, or is so far ahead that a round of all cannot make it late:

@@ -30,7 +30,8 @@ def setup_of(settings: dict[str, Any]) -> Setup:
     values = {**settings, "knobs": knobs_of(settings["knobs"])}
     values["trace"] = Path(values["trace"])
     values["profile"] = Path(values["profile"])
-    values["config"] = Path(values["config"]) if values["config"] else None
+    for key in ("config", "lengths", "clients"):
+        values[key] = Path(values[key]) if values.get(key) else None
     values["layout"] = Layout.model_validate(values["layout"]) if values["layout"] else None
     values.pop("dovetail_sim")
     return Setup(**values)

@@ -23,6 +23,7 @@ from dovetail.sim.faults import draw_faults
 from dovetail.sim.layout import Layout, ModelSection, NodeSection, line_of
 from dovetail.sim.metrics import Result
 from dovetail.sim.trace import Arrival, first_line_of, keep_models, read_trace
+from dovetail.sim.workload import read_clients, read_lengths, rearrange, with_clients, with_lengths
 
 GPU_MEMORY_GIB = 78.0
 CPU_MEMORY_GIB = 256.0
@@ -46,6 +47,9 @@ class Setup:
     cpu_hardware: str | None = None
     gpu_hardware: str | None = None
     limit_s: float | None = None  # arrivals after this are left out
+    varied: bool = False  # the seed varies the trace as well: where it begins, and which model is which
+    lengths: Path | None = None  # a table to draw lengths from, instead of the trace's
+    clients: Path | None = None  # a table of clients, one for each model, whose lengths are drawn
     faults: int = 0  # this many, drawn from the seed
     layout: Layout | None = None  # instead of shape, models and the four about nodes
     config: Path | None = None  # where the layout was read, for messages
@@ -67,6 +71,7 @@ def build(setup: Setup, log: EventLog | None = None) -> Simulation:
     arrivals = read_trace(setup.trace)
     if setup.models is not None:
         arrivals = keep_models(arrivals, setup.models)
+    arrivals = _vary(setup, arrivals)
     if setup.limit_s is not None:
         arrivals = [arrival for arrival in arrivals if arrival.arrival_s < setup.limit_s]
     profile = read_profile(setup.profile)
@@ -77,6 +82,16 @@ def build(setup: Setup, log: EventLog | None = None) -> Simulation:
     if not arrivals:
         raise ConfigError(f"{setup.trace}: no request is left after --models, --limit and --config")
     return assemble(setup, arrivals, groups, log)
+
+
+def _vary(setup: Setup, arrivals: list[Arrival]) -> list[Arrival]:
+    if setup.varied:
+        arrivals = rearrange(arrivals, setup.seed)
+    if setup.lengths is not None:
+        arrivals = with_lengths(arrivals, read_lengths(setup.lengths), setup.seed)
+    if setup.clients is not None:
+        arrivals = with_clients(arrivals, read_clients(setup.clients), setup.seed)
+    return arrivals
 
 
 def _groups_of_options(setup: Setup, profile: Profile, arrivals: Sequence[Arrival]) -> list[NodeGroup]:

@@ -97,10 +97,18 @@ def _figures(result: Result) -> list[str]:
     ]
 
 
-def sweep(name: str, trace: Path, profile: Path, shape: str, models: int | None, seed: int) -> Runs:
+def sweep(
+    name: str,
+    trace: Path,
+    profile: Path,
+    shape: str,
+    models: int | None,
+    seed: int,
+    limit_s: float | None = None,
+) -> Runs:
     if name not in SWEEPS:
         raise ConfigError(f"--sweep {name}: unknown, expected one of {', '.join(SWEEPS)}")
-    return SWEEPS[name].runs(Setup(trace, profile, SLINFER, shape=shape, models=models, seed=seed))
+    return SWEEPS[name].runs(Setup(trace, profile, SLINFER, shape=shape, models=models, seed=seed, limit_s=limit_s))
 
 
 def _policies(base: Setup) -> Runs:
@@ -199,6 +207,43 @@ def _mixed(base: Setup) -> Runs:
             yield cell, replace(base, knobs=policy(system), models=None, layout=layout)
 
 
+# Lengths of generated workloads, beside the trace's folder: (name, kind, file).
+WORKLOADS = (
+    ("arxiv", "lengths", "lengths/arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv.gz"),
+    ("cnn", "lengths", "lengths/cnn_dailymail_sample_llama2tok.csv.gz"),
+    ("gsm8k", "lengths", "lengths/gsm8k_test_llama2tok.csv.gz"),
+    ("servegen", "clients", "servegen_client_summary.csv"),
+)
+# What policies were tuned on; the other rows of the sweep are what they are judged by.
+TUNED_ON = ("conversation", "arxiv")
+
+
+def _workloads(base: Setup) -> Runs:
+    """Other lengths over the trace's arrivals, which the seed varies; every size alone, and three together."""
+    three = {name: ModelSection.model_validate({"shape": shape, "share": 2}) for name, shape in SHAPES.items()}
+    nodes = (NodeSection(name="cpu", device="cpu", count=4), NodeSection(name="gpu", device="gpu", count=4))
+    layouts = {**dict.fromkeys(SHAPES), "mixed": Layout(nodes=nodes, models=three)}
+    kinds: tuple[tuple[str, str, str | None], ...] = (("conversation", "lengths", None), *WORKLOADS)
+    for workload, kind, file in kinds:
+        path = None if file is None else base.trace.parent / file
+        for size, layout in layouts.items():
+            for system in ("slinfer", "dovetail"):
+                setup = replace(base, knobs=policy(system), shape=SHAPES.get(size, base.shape), layout=layout)
+                setup = replace(setup, varied=True, **{kind: path})
+                cell = Cell((workload, size, system), "tuned on" if workload in TUNED_ON else "")
+                yield cell, replace(setup, models=None) if layout else setup
+
+
+def _silence(base: Setup) -> Runs:
+    """What a bound on silence within answers costs, and what swapping out brings where there is none."""
+    for size in ("7B", "13B"):
+        for seconds in (1.0, 2.0, 4.0, 8.0, float("inf")):
+            knobs = replace(DOVETAIL, max_silence_s=seconds)
+            yield Cell((size, f"{seconds:g} s")), replace(base, shape=SHAPES[size], knobs=knobs)
+        knobs = replace(DOVETAIL, max_silence_s=float("inf"), pause=True)
+        yield Cell((size, "none, pausing")), replace(base, shape=SHAPES[size], knobs=knobs)
+
+
 SWEEPS = {
     "policies": Sweep("Policies", ("policy",), _policies),
     "reproduction": Sweep("SLINFER's Fig 22 and Table III", ("size", "models", "policy"), _reproduction),
@@ -211,5 +256,7 @@ SWEEPS = {
     "datasets": Sweep("Datasets (Fig 35)", ("dataset", "policy"), _datasets),
     "burstgpt": Sweep("BurstGPT (Fig 27)", ("requests/s", "policy"), _burstgpt),
     "mixed": Sweep("Mixed sizes (Fig 26)", ("3B:7B:13B:34B", "policy"), _mixed),
+    "workloads": Sweep("Generated workloads", ("workload", "size", "policy"), _workloads),
+    "silence": Sweep("Attainment against the longest silence", ("size", "longest silence"), _silence),
     "pd": Sweep("Prefill–decode disaggregation (Table III)", ("policy", "models"), _disaggregation),
 }

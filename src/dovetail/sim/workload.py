@@ -1,4 +1,7 @@
-"""Generated workloads: Zipf popularity, Gamma arrivals of a given CV, a daily wave, bursts, lengths from a table."""
+"""Generated workloads: Zipf popularity, Gamma arrivals of a given CV, a daily wave, bursts, lengths from a table.
+
+Also new workloads from a trace: its arrivals shifted and its models renamed by the seed, with lengths of another kind.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,85 @@ def generate(workload: Workload, seed: int, lengths: Sequence[tuple[int, int]] =
 
 def _draw_model(rng: Random, weights: Sequence[float]) -> int:
     return bisect(weights, rng.random() * weights[-1])
+
+
+def rearrange(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
+    """The trace begun at another moment (what came before follows at its end), its models under each other's numbers:
+    as likely a trace as the one that was recorded."""
+    rng = Random(seed)
+    models = sorted({arrival.model for arrival in arrivals})
+    renamed = dict(zip(models, rng.sample(models, len(models)), strict=True))
+    span_s = arrivals[-1].arrival_s + 1e-3
+    start_s = rng.random() * span_s
+    moved = [a._replace(arrival_s=(a.arrival_s - start_s) % span_s, model=renamed[a.model]) for a in arrivals]
+    return sorted(moved, key=lambda arrival: arrival.arrival_s)
+
+
+def with_lengths(arrivals: Sequence[Arrival], lengths: Sequence[tuple[int, int]], seed: int) -> list[Arrival]:
+    """The same arrivals with lengths drawn from a table."""
+    rng = Random(seed)
+    drawn = (rng.choice(lengths) for _ in arrivals)
+    return [a._replace(input_tokens=i, output_tokens=o) for a, (i, o) in zip(arrivals, drawn, strict=True)]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A log-normal length, by its median and its 99th percentile."""
+
+    median: float
+    p99: float
+
+    def draw(self, rng: Random, longest: int) -> int:
+        deviation = math.log(max(self.p99 / self.median, 1.0)) / 2.326  # standard deviations up to the percentile
+        return min(max(round(self.median * math.exp(rng.gauss(0.0, deviation))), 1), longest)
+
+
+@dataclass(frozen=True)
+class Client:
+    """One who calls: how long prompts and answers are."""
+
+    input_tokens: Spread
+    output_tokens: Spread
+
+
+def with_clients(
+    arrivals: Sequence[Arrival], clients: Sequence[Client], seed: int, longest: int = 4096
+) -> list[Arrival]:
+    """The same arrivals, each model called by one client."""
+    rng = Random(seed)
+    of_model = {model: rng.choice(clients) for model in sorted({arrival.model for arrival in arrivals})}
+    drawn = []
+    for arrival in arrivals:
+        client = of_model[arrival.model]
+        prompt, answer = client.input_tokens.draw(rng, longest), client.output_tokens.draw(rng, longest)
+        drawn.append(arrival._replace(input_tokens=prompt, output_tokens=answer))
+    return drawn
+
+
+CLIENT_COLUMNS = ("in_p50", "in_p99", "out_p50", "out_p99")
+
+
+def read_clients(path: Path) -> list[Client]:
+    """A table with the columns above; clients of which a length is not known are left out."""
+    clients = []
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            for line, row in enumerate(csv.DictReader(file), start=2):
+                values = [_length(path, line, row, column) for column in CLIENT_COLUMNS]
+                if all(value >= 1.0 for value in values):  # nan is not
+                    clients.append(Client(Spread(*values[:2]), Spread(*values[2:])))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    if not clients:
+        raise ConfigError(f"{path}: no client with known lengths")
+    return clients
+
+
+def _length(path: Path, line: int, row: dict[str, str], column: str) -> float:
+    try:
+        return float(row[column])
+    except (KeyError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: line {line}: column {column!r}: expected a number") from error
 
 
 def read_lengths(path: Path) -> list[tuple[int, int]]:

@@ -7,12 +7,16 @@ from dataclasses import replace
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.presets import policy
 
-# A pool grows and shrinks in place, so that a small floor costs nothing.
+# A pool grows and shrinks in place, so that a small floor costs nothing. Keep-alives are long and memory is what the
+# host has: idle models give way, and starts mind the loads before them.
 REAL = {
     "floor_tokens": 256,
     "free_resize": True,
     "slots_limited": False,
+    "weights_share": 1.0,
     "one_instance": True,
+    "reclaim_idle": True,
+    "count_loads": True,
     "extend_deadlines": True,
     "retry_on_change": True,
 }
