@@ -69,10 +69,13 @@ class CudaDevice:
     def peaks(self, dtype: str, kept: str) -> Peaks:
         """Measured once, by a copy and a product of 16 bits."""
         if self._peaks is None:
-            large = torch.empty(1 << 28, dtype=torch.uint8, device=self.device)
-            a, b = (torch.randn(4096, 4096, device=self.device).bfloat16() for _ in range(2))
-            copied_s, product_s = _seconds(lambda: large[: 1 << 27].copy_(large[1 << 27 :])), _seconds(lambda: a @ b)
-            self._peaks = Peaks(2 * 4096**3 / product_s, large.numel() / copied_s, EFFICIENCY, FLOOR_S, LAYER_S)
+            half, size = 1 << 30, 8192  # far more than the caches hold, and long beside a launch
+            large = torch.empty(2 * half, dtype=torch.uint8, device=self.device)
+            a, b = (torch.randn(size, size, device=self.device).bfloat16() for _ in range(2))
+            copied_s, product_s = _seconds(lambda: large[:half].copy_(large[half:])), _seconds(lambda: a @ b)
+            self._peaks = Peaks(2 * size**3 / product_s, 2 * half / copied_s, EFFICIENCY, FLOOR_S, LAYER_S)
+            del large, a, b
+            torch.cuda.empty_cache()
         return self._peaks
 
 
