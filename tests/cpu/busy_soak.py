@@ -44,10 +44,11 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def make_body(model: str, rng: random.Random) -> dict[str, object]:
+def make_body(model: str, rng: random.Random, most_words: int) -> dict[str, object]:
     """One in four is long, in what it reads and in what it writes."""
     is_long = rng.random() < 0.25
-    prompt = " ".join(str(rng.randrange(1000)) for _ in range(rng.randint(40, 200) if is_long else rng.randint(1, 30)))
+    words = rng.randint(most_words // 5, most_words) if is_long else rng.randint(1, 1 + most_words // 6)
+    prompt = " ".join(str(rng.randrange(1000)) for _ in range(words))
     tokens = rng.randint(30, 120) if is_long else rng.randint(1, 20)
     return {"model": model, "prompt": prompt, "max_tokens": tokens, "stream": True, "seed": rng.randrange(2**31)}
 
@@ -73,14 +74,14 @@ async def read_stream(client: httpx.AsyncClient, body: dict[str, object], outcom
     outcome.streams += 1
 
 
-async def soak(url: str, model: str, seconds: float, seed: int) -> Outcome:
+async def soak(url: str, model: str, seconds: float, seed: int, most_words: int = 200) -> Outcome:
     outcome, deadline = Outcome(), time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=SILENCE_S, trust_env=False) as client:
 
         async def one_after_the_other(number: int) -> None:
             rng = random.Random(seed * 1000 + number)
             while time.monotonic() < deadline:
-                await read_stream(client, make_body(model, rng), outcome)
+                await read_stream(client, make_body(model, rng, most_words), outcome)
 
         await asyncio.gather(*(one_after_the_other(number) for number in range(STREAMS)))
     return outcome

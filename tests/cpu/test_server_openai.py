@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from server_fixture import Server
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Please name the capital of Germany."}]
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}, "big": {"type": "boolean"}},
@@ -32,7 +32,7 @@ def chat(server: Server, model: str, **options: Any) -> Any:
 
 def test_a_chat_is_answered_in_english(smollm2_server: Server, model: str) -> None:
     answer = chat(smollm2_server, model)
-    assert "Paris" in answer.choices[0].message.content
+    assert "Berlin" in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
@@ -84,7 +84,7 @@ def test_several_choices_differ_and_each_ends(smollm2_server: Server, model: str
 
 def test_a_stop_string_ends_the_text_before_it(smollm2_server: Server, model: str) -> None:
     for stream in (False, True):
-        answer = chat(smollm2_server, model, stop=["France"], stream=stream)
+        answer = chat(smollm2_server, model, stop=["Germany"], stream=stream)
         if stream:
             text = "".join(chunk.choices[0].delta.content for chunk in answer)
         else:
@@ -174,7 +174,7 @@ def test_the_async_client_streams_two_conversations_at_once(smollm2_server: Serv
 
         texts = await asyncio.gather(ask(), ask())
         assert texts[0] == texts[1]
-        assert "Paris" in texts[0]
+        assert "Berlin" in texts[0]
 
     asyncio.run(run())
 

@@ -98,6 +98,6 @@ def test_a_thousand_requests_with_clients_that_hang_up_leave_nothing_behind(tiny
 
 def test_streams_end_while_other_processes_keep_the_cores_busy(tiny_server: Server) -> None:
     with busy_processes(2):
-        outcome = asyncio.run(busy_soak(tiny_server.url, tiny_server.models[0], 5.0, seed=1))
+        outcome = asyncio.run(busy_soak(tiny_server.url, tiny_server.models[0], 5.0, seed=1, most_words=20))
     assert outcome.streams > 0
     assert outcome.finishes <= {"stop", "length"}
