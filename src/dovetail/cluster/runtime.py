@@ -74,6 +74,7 @@ class Runtime:
         else:
             self.controller.submit(works, now)
         self._settle(now)
+        self._rouse()
         return [work.id for work in works]
 
     def _is_too_large(self, work: Work) -> bool:
@@ -225,6 +226,10 @@ class Runtime:
         self.controller.wake(now)
         if self._dirty or self.controller.outbox:
             self._settle(now)
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """Idle devices are asked for a turn once more where that may help somebody."""
         if self.controller.wants_idle:
             self.touched.update((node.name, node) for node in self.nodes if node.node.turn is None and node.up)
 
