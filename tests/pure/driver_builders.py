@@ -41,8 +41,9 @@ class CheckedExecutor:
     weight_bytes = WEIGHT_BYTES
     copied_bytes = 0
 
-    def __init__(self, clock: Clock, max_blocks: int, fails_on: int | None = None) -> None:
+    def __init__(self, clock: Clock, max_blocks: int, fails_on: int | None = None, token_s: float = 0.001) -> None:
         self.clock = clock
+        self.token_s = token_s
         self.max_blocks = max_blocks
         self.num_blocks = 0
         self.is_closed = False
@@ -55,7 +56,7 @@ class CheckedExecutor:
 
     def run(self, turn: Turn) -> Outcome:
         assert not self.is_closed
-        self.clock.now += 0.001 * turn.num_tokens + 0.005
+        self.clock.now += self.token_s * turn.num_tokens + 0.005
         for row in turn.rows:
             assert all(block < self.num_blocks for block in row.blocks), "beyond the committed memory"
             for position in range(row.start):
@@ -96,8 +97,12 @@ class Rig:
         memory: int = 10_000_000,
         max_kv_tokens: int = 2000,
         log: EventLog | None = None,
+        token_s: float = 0.001,
+        max_batch: int = 8,
         **knobs: Any,
     ) -> None:
+        self.token_s = token_s
+        self.max_batch = max_batch
         self.clock = Clock()
         self.commands: list[StartLoad] = []
         self.max_kv_tokens = max_kv_tokens
@@ -129,10 +134,10 @@ class Rig:
     def finish_load(self, index: int = 0) -> None:
         command = self.commands.pop(index)
         self.clock.now += 0.01
-        executor = CheckedExecutor(self.clock, self.max_kv_tokens // BLOCK, self.fails_on)
+        executor = CheckedExecutor(self.clock, self.max_kv_tokens // BLOCK, self.fails_on, self.token_s)
         self.executors.append(executor)
         card = ModelCard(command.model, "", SPEC, "")
-        limits = SchedulerConfig(256, max_batch=8, max_turn_tokens=16, max_tokens=self.max_kv_tokens - BLOCK)
+        limits = SchedulerConfig(4096, self.max_batch, max_turn_tokens=16, max_tokens=self.max_kv_tokens - BLOCK)
         self.driver.loaded(command.instance, ModelRunner(card, executor, limits, BLOCK))
 
     def submit(

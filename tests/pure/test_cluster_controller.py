@@ -96,7 +96,7 @@ def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> 
     submit(controller, make_work(2, "b", 300, ttft_s=5.0))
     serve_memory(tight, 0.0)
     controller.placer.nodes.append(NodeRuntime(other, []))
-    placed = submit(controller, make_work(3, "a", 2000, ttft_s=5.0))
+    placed = submit(controller, make_work(3, "a", 1500, ttft_s=5.0))
     assert isinstance(placed, Placed)
     assert (placed.node, placed.how) == ("tight", How.PREEMPT)
     evicted = next(one for one in tight.outbox if isinstance(one, Evicted))

@@ -21,8 +21,9 @@ from dovetail.gateway.api import CompletionRequest
 from dovetail.gateway.app import make_app
 from dovetail.gateway.replies import TextReply
 from dovetail.gateway.service import Service
+from dovetail.gateway.slo import SloWatch
 from dovetail.gateway.translate import completion_job
-from dovetail.types import Slo
+from dovetail.types import Request, SamplingParams, Slo
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEXT = {"model": "fake", "prompt": "hi ", "max_tokens": 6}
@@ -340,6 +341,38 @@ def test_request_ids_are_echoed_when_they_are_plain(tmp_path: Path) -> None:
         assert (await client.get("/nothing")).headers["x-request-id"]
 
     on_app(tmp_path, test)
+
+
+def test_time_to_first_token_counts_from_the_socket_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        await client.post("/v1/completions", json=TEXT)
+        model = service.models.get("fake")
+        encode = type(model).encode_prompt
+
+        async def slowly(self: object, text: str) -> list[int]:
+            await asyncio.sleep(0.3)
+            return await encode(self, text)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(type(model), "encode_prompt", slowly)
+        assert (await client.post("/v1/completions", json=TEXT, headers={"x-slo-ttft-ms": "250"})).status_code == 200
+        metrics = (await client.get("/metrics")).text
+        assert 'dovetail:slo_requests_total{model_name="fake",outcome="violated"} 1.0' in metrics
+
+    on_app(tmp_path, test)
+
+
+def test_waiting_for_weights_is_excused_once_and_waiting_for_anything_else_is_not() -> None:
+    sampling = SamplingParams(max_tokens=4, seed=0)
+    request = Request("r", "m", (1, 2), sampling, slo=Slo(1.0, 0.5))
+    watch = SloWatch(request, arrival=100.0)
+    watch.excuse(2.0)
+    watch.token(0, 102.9)
+    watch.token(1, 103.4)
+    assert watch.outcome == "attained"
+    watch = SloWatch(request, arrival=100.0)
+    watch.excuse(0.0)  # it waited three seconds for memory
+    watch.token(0, 102.9)
+    assert watch.outcome == "violated"
 
 
 def test_targets_in_headers_are_checked_and_counted(tmp_path: Path) -> None:

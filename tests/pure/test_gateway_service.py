@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -20,7 +21,7 @@ from gateway_builders import END, byte_level_tokenizer, eventually, make_card, r
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
 from dovetail.gateway.api import CompletionRequest
 from dovetail.gateway.models import FixedCatalogue, Models
-from dovetail.gateway.run import Delta
+from dovetail.gateway.run import Delta, Origin
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.status import server_status
 from dovetail.gateway.translate import Job, completion_job
@@ -256,7 +257,7 @@ def test_a_model_that_was_pulled_again_is_served_when_the_old_answers_are_finish
 
 def test_a_job_that_can_never_be_queued_is_the_callers_to_change(tmp_path: Path) -> None:
     async def test(service: Service) -> None:
-        with pytest.raises(InvalidRequest, match="3 prompts are more than this server queues"):
+        with pytest.raises(InvalidRequest, match="3 answers are more than this server queues"):
             await collect(service, ["a", "b", "c"])
 
     on_service(tmp_path, test, limits=Limits(max_queue=2))
@@ -282,6 +283,40 @@ def test_more_than_max_queue_is_refused(tmp_path: Path) -> None:
         await asyncio.gather(*running)
 
     on_service(tmp_path, test, limits=Limits(max_queue=2))
+
+
+def test_one_request_for_many_answers_weighs_as_much_as_many_requests(tmp_path: Path) -> None:
+    async def test(service: Service) -> None:
+        running = asyncio.create_task(collect(service, "ab", max_tokens=200, n=2))
+        await eventually(lambda: service.unfinished == 2)
+        with pytest.raises(Overloaded, match="2 requests are unfinished"):
+            await collect(service, "ab")
+        await running
+        assert service.unfinished == 0
+        with pytest.raises(InvalidRequest, match="3 answers"):
+            await collect(service, "ab", n=3)
+
+    on_service(tmp_path, test, limits=Limits(max_queue=2))
+
+
+def test_one_key_of_several_gets_half_of_the_queue(tmp_path: Path) -> None:
+    async def test(service: Service) -> None:
+        async def collect_for(key: str) -> None:
+            origin = Origin(time.monotonic(), key)
+            job = await make_job(service, "ab", max_tokens=200)
+            async with aclosing(service.run(job, origin)) as deltas:
+                async for _ in deltas:
+                    pass
+
+        running = [asyncio.create_task(collect_for("greedy")) for _ in range(2)]
+        await eventually(lambda: service.unfinished == 2)
+        with pytest.raises(Overloaded, match="of the key 'greedy'"):
+            await collect_for("greedy")
+        await collect_for("modest")
+        await asyncio.gather(*running)
+        await collect_for("greedy")
+
+    on_service(tmp_path, test, limits=Limits(max_queue=4))
 
 
 def test_an_idle_model_is_unloaded_after_its_keep_alive_and_comes_back(tmp_path: Path) -> None:

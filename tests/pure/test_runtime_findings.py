@@ -119,3 +119,85 @@ def test_a_static_share_is_no_larger_than_the_pool_may_be(name: str) -> None:
     rig.run()
     assert all(rig.tokens(f"r{number}") == expected(f"r{number}", 5, 5) for number in range(3))
     assert policy(name).whole_node_kv
+
+
+# Newcomers beside long answers
+
+
+def make_crowded(kind: str, memory_tokens: int = 1600, token_s: float = 0.01) -> Rig:
+    """A node full of long answers, without targets, of model a."""
+    memory = WEIGHT_BYTES * 2 + memory_tokens * KV_BYTES
+    rig = Rig("ab", memory=memory, max_kv_tokens=30_000, token_s=token_s, max_batch=256)
+    if kind == "choices":
+        rig.submit("long", "a", prompt=10, tokens=180, num_choices=32)
+    else:
+        for number in range(32):
+            rig.submit(f"long{number}", "a", prompt=10, tokens=180)
+    for _ in range(120):
+        if rig.commands:
+            rig.finish_load()
+        rig.step()
+    return rig
+
+
+@pytest.mark.parametrize("model", ["a", "b"])
+@pytest.mark.parametrize(
+    ("kind", "memory_tokens"),
+    [("choices", 800), ("choices", 1600), ("choices", 20_000), ("streams", 3000), ("streams", 20_000)],
+)
+def test_a_newcomer_gets_its_first_token_before_the_next_hundred_of_long_answers(
+    kind: str, model: str, memory_tokens: int
+) -> None:
+    rig = make_crowded(kind, memory_tokens)
+    before = {key: len(events) for key, events in rig.events.items()}
+    rig.submit("new", model, prompt=20, tokens=5)
+    step_until(rig, 1, "new")
+    advanced = [len(events) - before.get(key, 0) for key, events in rig.events.items()]
+    assert max(advanced) < 100
+    rig.run(limit=60_000)
+    for id, choice in list(rig.events):
+        prompt, tokens = (20, 5) if id == "new" else (10, 180)
+        assert rig.tokens(id, choice) == expected(id, prompt, tokens), "what gave way goes on where it was"
+
+
+def test_running_answers_slow_down_for_a_newcomer_when_time_is_what_there_is_not() -> None:
+    rig = make_crowded("streams", memory_tokens=20_000, token_s=0.0068)  # 32 of them just keep their pace of 0.25 s
+    rig.submit("new", "b", prompt=20, tokens=5)
+    step_until(rig, 5, "new")
+    assert rig.clock.now < 100.0 + 180 * 0.22, "before the long ones ended"
+
+
+@pytest.mark.parametrize("kind", ["choices", "streams"])
+def test_targets_that_cannot_be_kept_are_refused_when_their_time_is_over(kind: str) -> None:
+    rig = make_crowded(kind)
+    for number in range(20):
+        rig.submit(f"waits{number}", "b", prompt=30, tokens=50)
+    began = rig.clock.now
+    names = [f"strict{number}" for number in range(12)]
+    for name in names:
+        rig.submit(name, "b", prompt=60, tokens=40, ttft_s=1.0, tpot_s=0.04)
+    for name in names:
+        step_until(rig, 1, name)
+    assert any(rig.events[name, 0][0].retry_after_s is not None for name in names)
+    assert rig.clock.now - began < 2.0, "its time, and the turn under way"
+
+
+def test_who_is_refused_is_told_when_it_is_worth_asking_again() -> None:
+    rig = make_crowded("streams")
+    controller = rig.driver.runtime.controller
+    rig.submit("early", "b", prompt=20, tokens=5, ttft_s=1.0, tpot_s=0.03)
+    step_until(rig, 1, "early")
+    for number in range(40):
+        rig.submit(f"waits{number}", "b", prompt=30, tokens=50)
+    for _ in range(3000):
+        if len(controller._ends_s) == 16 and len(controller.room) > 10:
+            break
+        if rig.commands:
+            rig.finish_load()
+        rig.step()
+    rate = 16 / (rig.clock.now - controller._ends_s[0])
+    rig.submit("strict", "b", prompt=20, tokens=5, ttft_s=0.5, tpot_s=0.03)
+    step_until(rig, 1, "strict")
+    told_s = rig.events["strict", 0][0].retry_after_s
+    assert told_s is not None
+    assert told_s == pytest.approx(len(controller.room) / rate, rel=0.5, abs=1.0)

@@ -124,7 +124,13 @@ class Worker:
         self.clock.now = 0.0
         self.file = io.StringIO()
         self.driver = NodeDriver(
-            "node", MEMORY, real_knobs("dovetail"), self, self.clock, EventLog(self.file, is_detailed=True)
+            "node",
+            DeviceKind.CPU,
+            MEMORY,
+            real_knobs("dovetail"),
+            self,
+            self.clock,
+            EventLog(self.file, is_detailed=True),
         )
         self.driver.hostings.update(hostings(is_live=is_live))
         self.coming: list[tuple[float, int, int, Request | StartLoad]] = []

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli.sim import app
 from dovetail.errors import ConfigError
+from dovetail.node.events import StartLoad
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind
@@ -70,7 +71,7 @@ def test_nodes_of_several_kinds_and_models_of_several_sizes_come_from_one_file(f
 
 
 def test_a_faster_link_loads_faster(files: tuple[Path, Path, Path]) -> None:
-    loads = [device.transfer.load_s(GIB) for device in build(make_setup(files)).devices]
+    loads = [device.load_s(StartLoad(0, "m", GIB, 0.0)) for device in build(make_setup(files)).devices]
     assert loads[2] < loads[3]
 
 

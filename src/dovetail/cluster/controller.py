@@ -7,6 +7,7 @@ request that has no place and forgets one that has got a place or has ended.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 
@@ -22,6 +23,9 @@ from dovetail.policy.placement import Hosting, is_hopeless
 from dovetail.profiles.live import LiveLatency
 
 MAX_RETURNS = 24  # instances asked, all in all, to take back swapped-out requests when one of their model is placed
+MAX_TAKEN_BACK = 16  # long answers, for one newcomer
+KEPT_ENDS = 16
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 # Refusals that go away with later deadlines.
 TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE, Refusal.LINK}
 
@@ -37,6 +41,7 @@ class Controller:
         self.followers: dict[int, list[Work]] = {}  # by leader: choices that wait until the prompt is computed once
         self._kv_bytes_per_s = kv_bytes_per_s
         self._timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
+        self._ends_s: deque[float] = deque(maxlen=KEPT_ENDS)  # when requests last ended
         self._resume_after_s = float("-inf")  # idle devices do not bring swapped-out work back before
         self._look_s = float("-inf")  # with swapped-out work: when to look again whether a device is idle
         self._travelling: set[int] = set()  # handed over; they have not asked for a decode place yet
@@ -56,6 +61,8 @@ class Controller:
     def prefilled(self, work: Work, now: float) -> None:
         """Its prompt is computed: choices of the same request find it there."""
         for follower in self.followers.pop(work.id, ()):
+            if not follower.produced:
+                follower.give_grace(work.grace_s)  # it waited for the same cold start
             self._seek(follower, now)
 
     def cancel(self, ids: Iterable[int], now: float) -> set[int]:
@@ -149,7 +156,7 @@ class Controller:
             self._extend(work, now)
             self._seek(work, now, is_extended=True)
         elif is_beyond and len(refusals) == 1:
-            self._refuse(work, "hardware", refusals)
+            self._refuse(work, "hardware", refusals, now)
         else:
             self.room.enter(work, refusals, now)
             self.outbox.append(Queued(work, refusals))
@@ -161,9 +168,41 @@ class Controller:
     def _give_up(self, work: Work, reason: str, refusals: Mapping[str, int], now: float) -> None:
         if self.knobs.extend_deadlines and self._is_lenient(work) and self._hostings(work.model):
             self._extend(work, now)
-            self._seek(work, now, is_extended=True)
+            if not self._make_way(work, refusals, now):
+                self._seek(work, now, is_extended=True)
         else:
-            self._refuse(work, reason, dict(refusals))
+            self._refuse(work, reason, dict(refusals), now)
+
+    def _make_way(self, work: Work, refusals: Mapping[str, int], now: float) -> bool:
+        """The first choice of a request waited in vain until its token was due: those who did not ask for targets go
+        slower for it, and long answers are taken back until it fits."""
+        if work.produced or work.id != work.group or not {Refusal.MEMORY, *TOO_LATE} & refusals.keys():
+            return False
+        for node in self.placer.nodes:
+            if node.up and node.hosting_of(work.model) is not None:
+                node.ease(work, now)
+                for _ in range(MAX_TAKEN_BACK):
+                    placed = self.placer.come_back(work, now)
+                    if placed is not None:
+                        self.outbox.append(placed)
+                        return True
+                    if Refusal.MEMORY not in self.placer.refusals or not self._take_back(node, now):
+                        break
+        return False
+
+    def _take_back(self, node: NodeHandle, now: float) -> bool:
+        found = node.gives_way()
+        if found is None:
+            return False
+        instance, work = found
+        node.withdraw(instance, work, now)
+        self.withdrawn(node, instance)
+        work.cached = False
+        work.moves += 1
+        self._extend(work, now)
+        self.moving[work.id] = work
+        self._move(work, now + self.knobs.retry_s, "gives_way")
+        return True
 
     def _extend(self, work: Work, now: float) -> None:
         known = work.known_tokens
@@ -173,12 +212,19 @@ class Controller:
         work.extend_deadline(now, prefill_s, decode_s)
         self.outbox.append(Extended(work, work.due_s))
 
-    def _refuse(self, work: Work, reason: str, refusals: dict[str, int]) -> None:
+    def _refuse(self, work: Work, reason: str, refusals: dict[str, int], now: float) -> None:
         """With the choices that would have followed it."""
         is_never = reason == "hardware" and not self._could_serve(work)
-        retry_after_s = None if is_never else self.knobs.retry_after_s
+        retry_after_s = None if is_never else self._retry_after_s(now)
         for one in (work, *self.followers.pop(work.id, ())):
             self.outbox.append(Refused(one, reason, refusals, retry_after_s))
+
+    def _retry_after_s(self, now: float) -> float:
+        """Until those who wait now have got places, if requests go on ending as they did lately."""
+        if not self._ends_s:
+            return MIN_RETRY_AFTER_S
+        each_s = (now - self._ends_s[0]) / len(self._ends_s)
+        return min(max((len(self.room) + 1) * each_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
     def _could_serve(self, work: Work) -> bool:
         """On an undisturbed device: what iterations take lately may be due to loads beside them."""
@@ -197,6 +243,7 @@ class Controller:
 
     def notice(self, node: NodeHandle, notice: Notice, now: float) -> None:
         if isinstance(notice, Finished):
+            self._ends_s.append(now)
             self.placer.left(node, notice.instance)
             self.room.changed()
         elif isinstance(notice, Evicted):

@@ -35,12 +35,14 @@ class Submission:
 def works_of(submission: Submission, first_id: int, now: float, rule: SloRule, slo_scale: float) -> list[Work]:
     """One for each open choice, in order."""
     return [
-        _work_of(submission, first_id + index, produced, now, rule, slo_scale)
+        _work_of(submission, first_id + index, first_id, produced, now, rule, slo_scale)
         for index, produced in enumerate(submission.produced)
     ]
 
 
-def _work_of(submission: Submission, id: int, produced: int, now: float, rule: SloRule, slo_scale: float) -> Work:
+def _work_of(
+    submission: Submission, id: int, group: int, produced: int, now: float, rule: SloRule, slo_scale: float
+) -> Work:
     ttft_s, tpot_s = submission.ttft_s, submission.tpot_s
     if submission.is_best_effort:
         ttft_s, tpot_s = BEST_EFFORT_TTFT_S, BEST_EFFORT_TPOT_S
@@ -48,6 +50,7 @@ def _work_of(submission: Submission, id: int, produced: int, now: float, rule: S
         ttft_s = slo_scale * (rule.ttft_s(submission.input_tokens + produced) if ttft_s is None else ttft_s)
         tpot_s = slo_scale * (rule.tpot_s if tpot_s is None else tpot_s)
     work = Work(id, submission.model, submission.input_tokens, submission.arrival_s, ttft_s, tpot_s, slo_scale)
+    work.group = group
     work.is_strict = submission.is_strict
     work.produced = produced
     if produced:  # its client waits in the middle of a text: the next token is as urgent as a first one

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Decision, Placed, Refused
+from dovetail.cluster.decisions import Decision, Moving, Placed, Refused
 from dovetail.cluster.intake import Submission, works_of
 from dovetail.eventlog import EventLog
 from dovetail.node import events
@@ -74,6 +74,7 @@ class Runtime:
         else:
             self.controller.submit(works, now)
         self._settle(now)
+        self._rouse()
         return [work.id for work in works]
 
     def _is_too_large(self, work: Work) -> bool:
@@ -225,6 +226,10 @@ class Runtime:
         self.controller.wake(now)
         if self._dirty or self.controller.outbox:
             self._settle(now)
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """Idle devices are asked for a turn once more where that may help somebody."""
         if self.controller.wants_idle:
             self.touched.update((node.name, node) for node in self.nodes if node.node.turn is None and node.up)
 
@@ -257,6 +262,10 @@ class Runtime:
             self._places[decision.work.id] = node, decision.instance
             if node.is_loaded(decision.instance):
                 self._tell(node, events.Enter(decision.work, decision.instance), now)
+        elif isinstance(decision, Moving):
+            place = self._places.pop(decision.work.id, None)
+            if place is not None:  # taken back; of those who were evicted the node has said so
+                self._leave(*place, decision.work, now)
         elif isinstance(decision, Refused):
             self._end(decision.work, "refused", decision.reason, now)
             self.outbox.append((None, decision))
@@ -270,6 +279,7 @@ class Runtime:
         elif isinstance(said, events.StartResize):
             self._command(node, "resize", said, now)
         elif isinstance(said, events.StartUnload):
+            node.unload_started(said.instance)
             self._tell(node, said, now)
         else:
             self._notice(node, said, now)

@@ -52,7 +52,7 @@ _MAX_DIRECTORY_CHARS = 80  # the address of a Unix socket has at most 107, on so
 
 class Arrival(NamedTuple):
     event: TokenEvent
-    at: float  # loop time; a client that reads slowly does not make the worker late
+    at: float  # monotonic clock; a client that reads slowly does not make the worker late
 
 
 class Inbox:
@@ -92,7 +92,6 @@ class Instance:
     requests: set[str] = field(default_factory=set)  # unfinished
     has_served: bool = False
     was_waited_for: bool = False  # a request came before it was loaded: a cold start
-    ready_at: float | None = None  # loop time
     is_reclaimed: bool = False  # the node has taken its memory back since it was last loaded
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while `requests` is empty
 
@@ -160,7 +159,7 @@ class NodeLink:
         """The worker has let go of an idle model."""
         instance = self.instances.get(model)
         if instance is not None:
-            instance.ready, instance.ready_at = _future(), None
+            instance.ready = _future()
             instance.is_reclaimed = True
             self._drop_reclaimed(instance)
 
@@ -185,12 +184,12 @@ class NodeLink:
         that comes before the answer to an Unload is about an instance that is given up."""
         return not self._unloading[model]
 
-    def submit(self, request: Request, inbox: Inbox) -> None:
+    def submit(self, request: Request, inbox: Inbox, arrived_s: float) -> None:
         instance = self.instances[request.model]
         instance.was_waited_for |= instance.loaded is None
         instance.begin(request.id)
         self.inboxes[request.id] = (inbox, request.model)
-        self.send(Submit(request, time.monotonic()))
+        self.send(Submit(request, arrived_s))
 
     def finish(self, request_id: str) -> None:
         """The request is over, for whatever reason. Later events for it are dropped."""
@@ -384,7 +383,7 @@ def _private_directory() -> Path:
 
 
 def _deliver(node: NodeLink, message: Tokens) -> None:
-    now = asyncio.get_running_loop().time()
+    now = time.monotonic()
     for event in message.events:
         entry = node.inboxes.get(event.request_id)
         if entry is not None:
@@ -397,7 +396,7 @@ def _settle(node: NodeLink, message: Loaded | LoadFailed) -> None:
         return
     instance = node.instances.get(message.model)
     if instance is not None and not instance.ready.done():
-        instance.ready_at, instance.is_reclaimed = asyncio.get_running_loop().time(), False
+        instance.is_reclaimed = False
         instance.ready.set_result(message)
 
 

@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import re
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -38,6 +39,7 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
+        scope["state"]["arrived_s"] = time.monotonic()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -100,6 +102,8 @@ class Keys:
             raise PermissionDenied(
                 f"the key '{key.name}' may not change the server; a key with admin: true may", code="admin_required"
             )
+        if len(self._keys) > 1:  # one key alone shares with nobody
+            scope.setdefault("state", {})["key"] = key.name
         self._check_quota(key, scope)
 
     def _check_quota(self, key: KeyConfig, scope: Scope) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import RequestError
 from dovetail.gateway.replies import Answer, ErrorBody, ErrorDetail, Reply, UsageCount
+from dovetail.gateway.run import Origin
 from dovetail.gateway.service import Service
 from dovetail.gateway.translate import Job
 
@@ -61,12 +63,15 @@ class GenerationResponse(Response):
         self._include_usage = include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(receive, self._send_events(send) if self._stream else self._send_whole(send))
+        state = scope.get("state", {})
+        origin = Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""))
+        send_all = self._send_events if self._stream else self._send_whole
+        await until_disconnect(receive, send_all(send, origin))
 
-    async def _send_whole(self, send: Send) -> None:
+    async def _send_whole(self, send: Send, origin: Origin) -> None:
         answers = [Answer() for request in self._job.requests for _ in range(request.num_choices)]
         usage = UsageCount(self._job.num_prompt_tokens)
-        async with aclosing(self._service.run(self._job)) as deltas:
+        async with aclosing(self._service.run(self._job, origin)) as deltas:
             async for delta in deltas:
                 answers[delta.index].add(delta)
                 usage.add(delta)
@@ -75,11 +80,11 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _JSON + length})
         await send({"type": "http.response.body", "body": body})
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send, origin: Origin) -> None:
         usage = UsageCount(self._job.num_prompt_tokens)
         has_started = False
         try:
-            async with aclosing(self._service.run(self._job)) as deltas:
+            async with aclosing(self._service.run(self._job, origin)) as deltas:
                 async for delta in deltas:
                     if not has_started:
                         has_started = True

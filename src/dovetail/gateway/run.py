@@ -6,7 +6,7 @@ that, and where, is `service`'s.
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,22 +34,29 @@ class Delta:
     stop_reason: str | int | None = None  # the stop string or token that ended it
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """When and from whom a job came in."""
+
+    arrived_s: float  # at the socket, on the monotonic clock: templates and tokenising count
+    key: str = ""  # name of the API key; empty = nobody else has one
+
+
 class Run:
     """A job from its submission to its end, on one node after another if workers die under it."""
 
-    def __init__(self, job: Job, metrics: Metrics) -> None:
+    def __init__(self, job: Job, metrics: Metrics, origin: Origin) -> None:
         self.job = job
         self.node: NodeLink | None = None
         self.resumptions = 0
         self._inbox = Inbox()
         self._instance: Instance | None = None
-        self._first_instance: Instance | None = None
+        self._was_submitted = False
         self._metrics = metrics
         # Looked up once, because they are used at every token.
         self._generated = metrics.generation_tokens.labels(job.model.name)
         self._inter_token = metrics.inter_token.labels(job.model.name)
-        self._loop = asyncio.get_running_loop()
-        self._arrival = self._loop.time()
+        self._arrival = origin.arrived_s
         self._choices: dict[tuple[str, int], _Choice] = {}
         for order, request in enumerate(job.requests):
             for number in range(request.num_choices):
@@ -65,14 +72,14 @@ class Run:
 
     def submit(self, node: NodeLink, instance: Instance) -> None:
         """Hand what is left of the job to a node: all of it at first, the rest of its open choices later."""
-        if self._first_instance is None:
-            self._first_instance = instance
+        if not self._was_submitted:
+            self._was_submitted = True
             self._metrics.prompt_tokens.labels(self.job.model.name).inc(self.job.num_prompt_tokens)
         self.node, self._instance = node, instance
         self._inbox = Inbox()
         for request in self.job.requests:
             if self._is_open(request):
-                node.submit(self._rest_of(request), self._inbox)
+                node.submit(self._rest_of(request), self._inbox, self._arrival)
 
     async def next(self) -> list[Delta]:
         """What is new. Raises WorkerLost after everything that came before it, and whatever else ends the job."""
@@ -99,7 +106,7 @@ class Run:
                 raise _error_of(event)
             choice = touched[key] = self._choices[key]
             if event.token is not None:
-                self._observe_token(choice, at)
+                self._observe_token(choice, at, event.grace_s)
             choice.feed(event)
             if choice.finish is not None:
                 self._close(key, by_worker=event.finish is not None)
@@ -110,7 +117,7 @@ class Run:
     def complete(self) -> None:
         """Every choice has ended well."""
         name, metrics = self.job.model.name, self._metrics
-        metrics.e2e.labels(name).observe(self._loop.time() - self._arrival)
+        metrics.e2e.labels(name).observe(time.monotonic() - self._arrival)
         for request in self.job.requests:
             metrics.request_prompt.labels(name).observe(len(request.prompt))
         self._record_outcomes(None)
@@ -147,19 +154,16 @@ class Run:
                     self.job.model.name, failure if failure and self._is_open(request) else outcome
                 )
 
-    def _observe_token(self, choice: _Choice, now: float) -> None:
+    def _observe_token(self, choice: _Choice, now: float, grace_s: float) -> None:
+        watch = self._slo[choice.order]
         if choice.last_token_at is None:
             choice.first_token_at = now
+            watch.excuse(grace_s)  # once: a restart in the middle of a text is no excuse
             self._metrics.observe_ttft(self.job.model.name, now - self._arrival)
         else:
             self._inter_token.observe(now - choice.last_token_at)
         choice.last_token_at = now
-        self._slo[choice.order].token(len(choice.tokens), now, self._cold_start_s())
-
-    def _cold_start_s(self) -> float:
-        """S1: a request that waited for its model to load has that much more time. A restart is no such excuse."""
-        ready_at = self._first_instance.ready_at if self._first_instance is not None else None
-        return max((ready_at or 0.0) - self._arrival, 0.0)
+        watch.token(len(choice.tokens), now)
 
     def _close(self, key: tuple[str, int], *, by_worker: bool) -> None:
         self.open.discard(key)

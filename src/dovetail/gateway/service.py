@@ -7,6 +7,8 @@ job whose worker dies goes on, from the tokens that it has, on the worker that t
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 
@@ -15,7 +17,7 @@ from dovetail.errors import EngineFailed, InvalidRequest, Overloaded, RequestErr
 from dovetail.gateway.link import Instance, Link, NodeLink
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import Models, ServedModel
-from dovetail.gateway.run import Delta, Run
+from dovetail.gateway.run import Delta, Origin, Run
 from dovetail.gateway.translate import Job
 
 
@@ -23,7 +25,7 @@ from dovetail.gateway.translate import Job
 class Limits:
     """What may change while the server runs."""
 
-    max_queue: int = 512  # unfinished requests
+    max_queue: int = 512  # unfinished choices of requests
     max_resumptions: int = 2  # of one request, after workers that died
     default_max_tokens: int = DEFAULT_MAX_TOKENS  # of a chat that names no limit
     resume_timeout_s: float = 4.0  # for a worker to come back to a client who is in the middle of a text
@@ -43,7 +45,8 @@ class Service:
         self.limits = limits
         self.is_draining = False
         self.is_ready = False  # the workers are up and the models to be preloaded are there
-        self._unfinished = 0
+        self._unfinished = 0  # choices: one request for a hundred answers weighs as much as a hundred requests
+        self._by_key: Counter[str] = Counter()  # the same by API key
         self._idle = asyncio.Event()
         self._idle.set()
         link.observers.append(metrics.observe_message)
@@ -56,16 +59,23 @@ class Service:
     async def wait_until_idle(self) -> None:
         await self._idle.wait()
 
-    def check_admission(self, count: int = 1) -> None:
-        """Before any work is spent on a request."""
+    def check_admission(self, count: int = 1, key: str = "") -> None:
+        """Before any work is spent on a request of so many answers."""
         if self.is_draining:
             raise Overloaded("the server is shutting down", code="draining", retry_after_s=5)
         limit = self.limits.max_queue
         if count > limit:  # however long the client waits
-            raise InvalidRequest(f"{count} prompts are more than this server queues ({limit})", param="prompt")
+            raise InvalidRequest(f"{count} answers are more than this server queues ({limit})", param="prompt")
         if self._unfinished + count > limit:
             raise Overloaded(
                 f"{self._unfinished} requests are unfinished, more than {limit} are not accepted",
+                code="queue_full",
+                retry_after_s=1,
+            )
+        held = self._by_key[key]
+        if key and held and held + count > limit // 2:  # the other half is for the others
+            raise Overloaded(
+                f"{held} requests of the key '{key}' are unfinished, more than {limit // 2} are not accepted",
                 code="queue_full",
                 retry_after_s=1,
             )
@@ -102,11 +112,13 @@ class Service:
         _, instance = await self._current_instance(model, start=True)
         await asyncio.gather(model.prepare(), asyncio.shield(instance.ready))
 
-    async def run(self, job: Job) -> AsyncGenerator[Delta, None]:
+    async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[Delta, None]:
         """Text as it comes. Close the generator (`contextlib.aclosing`) to abort."""
-        self.check_admission(len(job.requests))
-        run = Run(job, self.metrics)
-        self._begin(len(job.requests))
+        origin = origin or Origin(time.monotonic())
+        count = sum(request.num_choices for request in job.requests)
+        self.check_admission(count, origin.key)
+        run = Run(job, self.metrics, origin)
+        self._begin(count, origin.key)
         try:
             run.submit(*await self._current_instance(job.model))
             while run.open:
@@ -123,7 +135,7 @@ class Service:
             raise
         finally:
             run.abort_rest()
-            self._end(len(job.requests))
+            self._end(count, origin.key)
 
     async def _resume(self, run: Run, lost: WorkerLost) -> None:
         """Submit the rest of a job. A client in the middle of a text waits no longer than the limit; one who has seen
@@ -179,12 +191,16 @@ class Service:
         config = model.config
         return node, node.load(model.card, config.dtype, config.keep_alive, kv=config.kv, start=start)
 
-    def _begin(self, count: int) -> None:
+    def _begin(self, count: int, key: str) -> None:
         self._unfinished += count
+        self._by_key[key] += count
         self._idle.clear()
 
-    def _end(self, count: int) -> None:
+    def _end(self, count: int, key: str) -> None:
         self._unfinished -= count
+        self._by_key[key] -= count
+        if not self._by_key[key]:
+            del self._by_key[key]
         if self._unfinished == 0:
             self._idle.set()
 

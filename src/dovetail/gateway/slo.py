@@ -24,11 +24,17 @@ class SloWatch:
         self._arrival = arrival
         self._ttft_s = request.slo.ttft_s if request.slo.ttft_s is not None else default_ttft_s(len(request.prompt))
         self._tpot_s = request.slo.tpot_s if request.slo.tpot_s is not None else DEFAULT_TPOT_S
+        self._grace_s = 0.0
         self._violated = False
 
-    def token(self, position: int, now: float, grace_s: float) -> None:
+    def excuse(self, grace_s: float) -> None:
+        """The first token of some choice had to wait so long for the model's weights. Waiting for anything else, memory
+        for them included, is no excuse; the worker knows the difference."""
+        self._grace_s = max(self._grace_s, grace_s)
+
+    def token(self, position: int, now: float) -> None:
         """The token at `position` (0 = the first) of some choice is there."""
-        due = self._arrival + self._ttft_s + position * self._tpot_s + grace_s
+        due = self._arrival + self._ttft_s + position * self._tpot_s + self._grace_s
         self._violated |= now > due
 
     @property

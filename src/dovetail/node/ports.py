@@ -91,3 +91,12 @@ class NodeHandle(Protocol):
     def pausable_for(self, work: Work, now: float) -> list[Pausable]: ...
 
     def preempt(self, instance_id: int, reason: str) -> None: ...
+
+    def gives_way(self) -> tuple[int, Work] | None:
+        """An instance and a long answer on it that may be taken back for a newcomer."""
+
+    def withdraw(self, instance_id: int, work: Work, now: float) -> None:
+        """Take it back. No notice follows."""
+
+    def ease(self, work: Work, now: float) -> None:
+        """Let everybody there who did not ask for targets go at a pace at which there is time for this work too."""

@@ -14,7 +14,8 @@ from dovetail.node.events import Pausable, Turn, Victim
 from dovetail.node.feedback import LatencyFeedback, Observation
 from dovetail.node.instance import State
 from dovetail.node.node import Node
-from dovetail.node.work import Work
+from dovetail.node.work import SLACK, Work
+from dovetail.policy.fairness import Running, who_gives_way
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import Hosting
 from dovetail.profiles.live import LiveLatency
@@ -35,6 +36,7 @@ class NodeRuntime:
         self._feedback = LatencyFeedback(log)
         self._last_end_s: float | None = None  # of a turn; None = the device was idle since
         self._load_asked_s: dict[int, float] = {}  # by instance: since when its weights are awaited
+        self._loaded: set[int] = set()
         self._fullness: float | None = None
 
     # What the controller sees and proposes
@@ -94,13 +96,34 @@ class NodeRuntime:
         self.node.preempt(instance_id, reason)
         self.changed()
 
+    def gives_way(self) -> tuple[int, Work] | None:
+        places = {work.id: (one, work) for one in self.node.instances.values() for work in one.running.values()}
+        running = [Running(w.id, w.group, one.produced(w), w.is_strict) for one, w in places.values()]
+        found = who_gives_way(running)
+        return None if found is None else (places[found][0].id, places[found][1])
+
+    def ease(self, work: Work, now: float) -> None:
+        """Everybody's iterations and the newcomer's own, one after another, with some slack."""
+        instances = self.node.instances.values()
+        own_s = self.node.admit.hostings[work.model].latency.decode_s(1, work.known_tokens)
+        pace_s = SLACK * (sum(one.decode_s() for one in instances) + own_s * self.node.admit.overestimate)
+        for instance in instances:
+            for one in instance.works():
+                if not one.is_strict and one.tpot_s < pace_s:
+                    one.slow_down(now, pace_s, instance.produced(one))
+            instance.refresh()
+        work.tpot_s = max(work.tpot_s, pace_s)
+
     def changed(self) -> None:
         self._fullness = None
         self._dirty.append(self)
 
     def is_loaded(self, instance_id: int) -> bool:
+        """Its weights are on the device, though it may be closing."""
+        if instance_id in self._loaded:
+            return True
         instance = self.node.instances.get(instance_id)
-        return instance is not None and instance.state is not State.LOADING and instance_id not in self._load_asked_s
+        return instance is not None and instance.hosting.weights_in_place
 
     # Turns
 
@@ -153,9 +176,13 @@ class NodeRuntime:
         loads before it included."""
         waited_s = now - self._load_asked_s.pop(instance_id)
         works = self.node.instances[instance_id].works()
+        self._loaded.add(instance_id)
         self.node.load_done(instance_id, now, waited_s)
         self.changed()
         return works
+
+    def unload_started(self, instance_id: int) -> None:
+        self._loaded.discard(instance_id)
 
     def load_failed(self, instance_id: int, now: float) -> None:
         del self._load_asked_s[instance_id]
@@ -181,6 +208,7 @@ class NodeRuntime:
     def fail(self) -> list[Work]:
         """The device is gone; returns the work that was on it."""
         self._load_asked_s.clear()
+        self._loaded.clear()
         self._last_end_s = None
         self._fullness = None
         return self.node.fail()

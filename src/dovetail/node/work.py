@@ -23,6 +23,7 @@ class Work:
         "cached",
         "first_due_s",
         "grace_s",
+        "group",
         "id",
         "input_tokens",
         "is_strict",
@@ -50,6 +51,7 @@ class Work:
         slo_scale: float = 1.0,
     ) -> None:
         self.id = id
+        self.group = id  # of the choices of one request: the number of the first
         self.model = model
         self.input_tokens = input_tokens
         self.arrival_s = arrival_s
@@ -105,6 +107,12 @@ class Work:
         self.ttft_s = max(2 * self.ttft_s, SLACK * prefill_s)
         self.tpot_s = max(2 * self.tpot_s, SLACK * decode_s)
         self.first_due_s = now + self.ttft_s - self.tpot_s * self.produced
+
+    def slow_down(self, now: float, tpot_s: float, produced: int) -> None:
+        """It has so many tokens and gets the next ones at this pace from now on."""
+        self.tpot_s = tpot_s
+        if produced:
+            self.first_due_s = now + tpot_s - tpot_s * produced
 
     def true_due_s(self, due_s: float) -> float:
         """The deadline without the scheduler's safety."""

@@ -39,7 +39,6 @@ class Knobs:
     # S11 gives a request up whose token is due while it has no place. True: what did not ask for targets, or has tokens
     # already, gets later deadlines instead.
     extend_deadlines: bool = False
-    retry_after_s: float = 1.0  # what a refused client is told
     # memory
     watermark: float = 0.25  # S6
     floor_tokens: int = 4096  # S5: L_min

@@ -1,4 +1,4 @@
-"""How many requests an instance may serve at once under a plain limit (S12): those that decode within the pace."""
+"""How many requests an instance may serve at once under a plain limit (S12): as many as keep the token pace."""
 
 from __future__ import annotations
 

@@ -124,7 +124,9 @@ class Simulation:
         if wake_s != self._wake_s:
             return  # it was woken before
         self._wake_s = INFINITY
-        self.runtime.wake(now)
+        due_s = self.runtime.next_wake_s()
+        if due_s is not None and due_s <= now:  # else it woke by itself to choose a turn
+            self.runtime.wake(now)
         self._settle(now)
 
     def _turn_end(self, now: float, key: tuple[Device, int]) -> None:

@@ -189,9 +189,8 @@ class NodeDriver:
     def _next_turn(self) -> events.Turn | None:
         while True:
             turn = self.runtime.next_turn(self.home, self._clock())
-            is_settled = not self.runtime.outbox
             self._carry_out()
-            if turn is not None or is_settled:
+            if turn is not None or not self.runtime.touched:
                 return turn
 
     def _prefill(self, runner: ModelRunner, instance: int, state: RequestState) -> None:
