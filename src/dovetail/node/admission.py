@@ -18,8 +18,8 @@ from dovetail.policy.memory import OutputMean, granted_tokens, recommended_token
 from dovetail.policy.placement import DeviceKind, Hosting, can_ever_serve
 from dovetail.policy.shadow import TurnRule, validate
 
-# A mean pace is kept over the whole answer: what is held back of it may be spent once, as far as a usual answer goes.
-PACE_SHARE = 0.75
+# A mean pace is kept over the whole answer: what is held back of it may be spent once, over half of a usual answer.
+PACE_SHARE = 0.5
 SHORT_ANSWER = 32.0  # tokens, until answers have been seen
 TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it
 
