@@ -106,7 +106,7 @@ def test_an_early_first_token_gives_later_ones_no_more_time_than_their_pace_leav
     while take_turn(node, 0.01) != "b:prefill":
         pass
     assert safe.first_due_s == pytest.approx(
-        0.02 + 0.75 * 32 * 0.01
+        0.02 + 0.5 * 32 * 0.01
     )  # 10 ms of safety a token, of three quarters of a short answer
 
 

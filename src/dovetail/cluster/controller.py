@@ -152,7 +152,7 @@ class Controller:
             return
         refusals = dict(self.placer.refusals)
         is_beyond = Refusal.HARDWARE in refusals  # waiting will not make the device faster
-        if is_beyond and not is_extended and self.knobs.extend_deadlines and self._is_lenient(work):
+        if is_beyond and not is_extended and self._may_extend(work):
             self._extend(work, now)
             self._seek(work, now, is_extended=True)
         elif is_beyond and len(refusals) == 1:
@@ -165,8 +165,13 @@ class Controller:
         """Better late than never: it did not ask for its targets, or its client has read a part of it."""
         return not work.is_strict or work.produced > 0
 
+    def _may_extend(self, work: Work) -> bool:
+        if self.knobs.extend_deadlines:
+            return self._is_lenient(work)
+        return self.knobs.finish_begun and work.produced > 0
+
     def _give_up(self, work: Work, reason: str, refusals: Mapping[str, int], now: float) -> None:
-        if self.knobs.extend_deadlines and self._is_lenient(work) and self._hostings(work.model):
+        if self._may_extend(work) and self._hostings(work.model):
             self._extend(work, now)
             if not self._make_way(work, refusals, now):
                 self._seek(work, now, is_extended=True)

@@ -5,6 +5,7 @@ Reads the node's state and changes nothing. A Grant says how large the KV pool m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -18,9 +19,10 @@ from dovetail.policy.memory import OutputMean, granted_tokens, recommended_token
 from dovetail.policy.placement import DeviceKind, Hosting, can_ever_serve
 from dovetail.policy.shadow import TurnRule, validate
 
-# A mean pace is kept over the whole answer: what is held back of it may be spent once, as far as a usual answer goes.
-PACE_SHARE = 0.75
+# A mean pace is kept over the whole answer: what is held back of it may be spent once, over half of a usual answer.
+PACE_SHARE = 0.5
 SHORT_ANSWER = 32.0  # tokens, until answers have been seen
+OF_MODEL, OF_ALL = 0.5, 0.1  # weights of the last answer: some models answer in a word, others in pages
 TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it
 
 
@@ -50,22 +52,27 @@ class Admitter:
         slack_s = knobs.slack_s if knobs.turns is TurnOrder.DRAIN else None
         silence_s = knobs.max_silence_s
         self.rule = TurnRule(slack_s, silence_s, TURN_SILENCE * silence_s, knobs.guard_decodes)
-        self._lengths = OutputMean(SHORT_ANSWER, 4)  # of answers, without the caution that memory needs
+        self._lengths: dict[str, float] = {}  # by model: logarithm of what its answers were long lately
+        self._usual_length = math.log(SHORT_ANSWER)  # the same of all models
         self._answered: tuple[int, int, float, Grant | Refusal] = (-1, -1, 0.0, KEEP)  # by `join`, to whom and when
         self._residency = residency
         self._instances = instances
         self._outputs = outputs
         self._has_matrix_unit = has_matrix_unit
 
-    @property
-    def pace_tokens(self) -> float:
+    def pace_tokens(self, model: str) -> float:
         """Over how many tokens the safety of a pace may be spent at once, see `Work.pace_from`."""
-        return PACE_SHARE * self._lengths.value if self.knobs.paced_from_first_token else INFINITY
+        if not self.knobs.paced_from_first_token:
+            return INFINITY
+        return PACE_SHARE * math.exp(self._lengths.get(model, self._usual_length))
 
-    def answered(self, tokens: int) -> None:
+    def answered(self, model: str, tokens: int) -> None:
         """An answer has ended."""
         self._outputs.add(tokens)
-        self._lengths.add(tokens)
+        length = math.log(max(tokens, 1))
+        known = self._lengths.get(model, self._usual_length)
+        self._lengths[model] = known + (length - known) * OF_MODEL
+        self._usual_length += (length - self._usual_length) * OF_ALL
 
     def join(self, instance: Instance, work: Work, free_at_s: float, *, ignore_memory: bool = False) -> Grant | Refusal:
         if instance.state is State.CLOSING or instance.phase is not work.phase:
@@ -275,7 +282,7 @@ class Admitter:
         urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, prefill_s) + grace_s
         is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
         due_s = work.due_s + grace_s if is_judged else INFINITY
-        safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens)
+        safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens(work.model))
         candidate = Candidate(due_s, prefill_s, decode_s, work.tpot_s, urgent_s, safety_s)
         if self.knobs.shadow is Shadow.CLOSED:
             return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
@@ -283,14 +290,14 @@ class Admitter:
 
     def _demand(self, instance: Instance, free_at_s: float) -> InstanceDemand:
         ready_s, loaded_s = self._residency.ready_s(instance, free_at_s)
-        return instance.demand(free_at_s, ready_s, loaded_s, self.pace_tokens)
+        return instance.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(instance.model))
 
     def _joined(self, target: Instance, work: Work, free_at_s: float) -> tuple[InstanceDemand, float]:
         """The demand of an instance that is there, and the grace that the work would get for its load."""
         ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
         waits = target.state is State.LOADING and work.produced == 0
         grace_s = cold_start_grace_s(work, target.ordered_s, loaded_s) if waits else 0.0
-        return target.demand(free_at_s, ready_s, loaded_s, self.pace_tokens), grace_s
+        return target.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(target.model)), grace_s
 
     def _starting(self, hosting: Hosting, work: Work) -> tuple[InstanceDemand, float]:
         """The same of an instance that would be started now."""

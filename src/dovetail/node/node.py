@@ -320,14 +320,14 @@ class Node:
         instance.prefilled(work)
         if work.produced == 1:
             if self.knobs.paced_from_first_token:
-                work.pace_from(now, self.admit.pace_tokens)
+                work.pace_from(now, self.admit.pace_tokens(instance.model))
                 instance.refresh()
             self.outbox.append(FirstToken(work, instance.id, work.grace_s))
 
     def _finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:
         for work in finished:
             instance.remove(work)
-            self.admit.answered(work.produced)
+            self.admit.answered(instance.model, work.produced)
             self.outbox.append(Finished(work, instance.id))
         self._after_leaving(instance, now)
 

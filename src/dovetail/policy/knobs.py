@@ -39,6 +39,7 @@ class Knobs:
     # S11 gives a request up whose token is due while it has no place. True: what did not ask for targets, or has tokens
     # already, gets later deadlines instead.
     extend_deadlines: bool = False
+    finish_begun: bool = False  # what has tokens already gets later deadlines in any case: no answer is broken off
     # memory
     watermark: float = 0.25  # S6
     floor_tokens: int = 4096  # S5: L_min

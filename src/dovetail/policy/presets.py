@@ -24,7 +24,7 @@ IMPROVEMENTS: dict[str, dict[str, object]] = {
     "in-place resize": {"free_resize": True},
     "memory decides, not slots": {"slots_limited": False, "weights_share": 0.75},
     "run what frees most": {"turns": TurnOrder.DRAIN},
-    "answers go on": {"max_silence_s": 2.0, "guard_decodes": True, "extend_deadlines": True},
+    "answers go on": {"max_silence_s": 2.0, "guard_decodes": True, "finish_begun": True},
     "ask again on change": {"retry_on_change": True},
 }
 DOVETAIL = replace(SLINFER, name="dovetail")
