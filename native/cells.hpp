@@ -5,9 +5,11 @@
 // the next 16 rows. So whatever a vector holds, its 32-bit lanes are rows: digits of four columns are spread over all of
 // them, sums need no adding up, and scales multiply as they lie. An AMX tile is 16 cells.
 //
-//     int8   [rows/16][columns/4][16 rows][4 columns], columns filled up to 64; scales float [rows/16][16]
-//     int4   bytes lie as those of int8, each with two codes: in a group of 32 columns byte k has the code of column k in
-//            its lower and that of column 16 + k in its upper half. Scales float16 [rows/16][columns/32][16]
+//     bytes   [rows/16][columns/4][16 rows][4 columns]
+//     halves  bytes lie as those, each with two codes: in a group of 32 columns byte k has the code of column k in its
+//             lower and that of column 16 + k in its upper half
+//
+// Of type int8 columns are filled up to 64 and scales are float [rows/16][16]; of grouped codes see groups.hpp.
 
 constexpr int kBlockVecs = kCellRows / kWidth;  // vectors that have a lane for each row of a cell
 constexpr int64_t kBlockBytes = 32 * 1024;  // of weights that stay in the L1 while tokens go by

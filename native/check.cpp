@@ -34,7 +34,7 @@ class Source {
         const float* values = floats(rows * columns);
         if (type == DType::f32) return {values, type, rows, columns};
         if (type == DType::int8) return quantised(values, rows, columns);
-        if (type == DType::int4) return halves(rows, columns);
+        if (type == DType::grouped) return grouped(rows, columns);
         auto& narrowed = narrow_.emplace_back(rows * columns);
         for (int64_t i = 0; i < rows * columns; ++i)
             narrowed[i] = type == DType::bf16 ? narrow<bf16>(values[i]).bits : narrow<f16>(values[i]).bits;
@@ -42,7 +42,7 @@ class Source {
     }
 
     Matrix quantised(const float* values, int64_t rows, int64_t columns) {
-        CellMatrix& cells = cells_.emplace_back(rows, columns, DType::int8);
+        CellMatrix& cells = cells_.emplace_back(rows, columns);
         for (int64_t r = 0; r < rows; ++r) {
             float most = 0.0f;
             for (int64_t k = 0; k < columns; ++k) most = std::max(most, std::abs(values[r * columns + k]));
@@ -53,18 +53,16 @@ class Source {
         return cells.matrix();
     }
 
-    Matrix halves(int64_t rows, int64_t columns) {
-        CellMatrix& cells = cells_.emplace_back(rows, columns, DType::int4);
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t k = 0; k < columns; ++k) {
-                if (k % 32 == 0) cells.half_scale(r, k / 32) = static_cast<uint16_t>(0x2800 + random_() % 0x400);
-                cells.set(r, k, static_cast<int>(random_() % 15) - 7);
-            }
+    // The forms in turn, so that pieces of a matrix have several
+    Matrix grouped(int64_t rows, int64_t columns) {
+        CellMatrix& cells = cells_.emplace_back(rows, columns, kForms[next_form_++ % std::size(kForms)]);
+        cells.fill(random_);
         return cells.matrix();
     }
 
   private:
     std::mt19937 random_{7};
+    size_t next_form_ = 0;
     std::vector<std::vector<float>> held_;
     std::vector<std::vector<uint16_t>> narrow_;
     std::deque<CellMatrix> cells_;
@@ -106,9 +104,8 @@ std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precisi
         shape.normalize_shares = precision == Precision::f32;
     }
     auto model = std::make_unique<Decoder>(kernels, threads, shape);
-    const DType head = type == DType::int4 ? DType::int8 : type;
-    model->embed = source.matrix(307, 72, head);
-    model->head.pieces = {source.matrix(307, 72, head)};
+    model->embed = source.matrix(307, 72, type);
+    model->head.pieces = {source.matrix(307, 72, type)};
     model->final_norm.weight = source.floats(72);
     for (int i = 0; i < 16; ++i) model->rope.frequencies.push_back(std::pow(1e-4f, i / 16.0f));
     for (int i = 0; i < kLayers; ++i) {
@@ -176,7 +173,7 @@ void check_level(const Kernels& kernels) {
         check(kernels, Precision::f16, DType::f16, kind, DType::f16);
         check(kernels, Precision::f32, DType::int8, kind, DType::int8);
         check(kernels, Precision::bf16, DType::int8, kind, DType::int8);
-        check(kernels, Precision::f32, DType::int4, kind, DType::f32);
+        check(kernels, Precision::f32, DType::grouped, kind, DType::f32);
     }
 }
 

@@ -50,7 +50,7 @@ void Decoder::check() const {
     need(shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0, "heads do not share key heads evenly");
     need(shape.head_dim > 0 && shape.head_dim <= 512, "head_dim is above 512");
     need(embed.data && embed.rows == shape.vocab_size && embed.columns == shape.hidden_size, "embed does not fit");
-    need(embed.type != DType::int4 && !is_quantised(positions.type), "rows of int4 cannot be looked up");
+    need(!is_quantised(positions.type), "learned positions are floats");
     need(final_norm.weight, "final_norm is missing");
     for (size_t i = 0; i < layers.size(); ++i) {
         const Layer& layer = layers[i];

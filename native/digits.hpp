@@ -6,13 +6,15 @@
 // few that do not (the same few channels in every token, as models have them) get a high digit. `marks` says which fours of
 // columns have one; the others skip the second product. Sums of digits are integers, so they are exact in any order.
 //
-//     [low: stride bytes][high: stride bytes][marks: a bit per four columns][scale]     stride: columns in whole blocks
+//     [low: stride bytes][high: stride bytes][marks: a bit per four columns][sums: float per 32 columns][scale]
+//     stride: columns in whole blocks; a sum is that of low + 128·high, a whole number
 
 constexpr int64_t kDigitBlock = 64;  // columns that are split together
+constexpr int64_t kSumColumns = 32;
 constexpr int64_t kMarkColumns = 4, kWordColumns = 64 * kMarkColumns;
 constexpr float kLargestDigit = 127.0f, kLargestNumber = 127.0f * 128.0f;
 // Times the mean magnitude: what the low digit reaches. Less is more exact, and marks more.
-constexpr float kLowReach = 12.0f;
+constexpr float kLowReach = 8.0f;
 
 struct DigitRow {
     int64_t stride, words, bytes;
@@ -20,14 +22,18 @@ struct DigitRow {
     explicit DigitRow(int64_t columns)
         : stride((columns + kDigitBlock - 1) / kDigitBlock * kDigitBlock),
           words((stride + kWordColumns - 1) / kWordColumns),
-          bytes((2 * stride + 8 * words + 4 + 63) / 64 * 64) {}
+          bytes((scale_at() + 4 + 63) / 64 * 64) {}
+
+    int64_t sums_at() const { return 2 * stride + 8 * words; }
+    int64_t scale_at() const { return sums_at() + 4 * (stride / kSumColumns); }
 
     static const int8_t* low(const char* row) { return reinterpret_cast<const int8_t*>(row); }
     const int8_t* high(const char* row) const { return reinterpret_cast<const int8_t*>(row) + stride; }
     const uint64_t* marks(const char* row) const { return reinterpret_cast<const uint64_t*>(row + 2 * stride); }
+    const float* sums(const char* row) const { return reinterpret_cast<const float*>(row + sums_at()); }
     float scale(const char* row) const {
         float value;
-        std::memcpy(&value, row + 2 * stride + 8 * words, sizeof value);
+        std::memcpy(&value, row + scale_at(), sizeof value);
         return value;
     }
 };
@@ -73,9 +79,9 @@ inline uint64_t marks_of(const int8_t* high) {
     return marks;
 }
 
-// Digits of one block; returns the marks of its fours.
-inline uint64_t split_block(const float* x, int64_t given, float inverse, int8_t* low, int8_t* high) {
-    constexpr int kVecs = kDigitBlock / kWidth;
+// Digits and sums of one block; returns the marks of its fours.
+inline uint64_t split_block(const float* x, int64_t given, float inverse, int8_t* low, int8_t* high, float* sums) {
+    constexpr int kVecs = kDigitBlock / kWidth, kSumVecs = kSumColumns / kWidth;
     Vec numbers[kVecs], most = splat(0.0f);
 #pragma GCC unroll 16
     for (int i = 0; i < kVecs; ++i) {
@@ -84,15 +90,25 @@ inline uint64_t split_block(const float* x, int64_t given, float inverse, int8_t
         most = where_less(most, magnitude(v), magnitude(v), most);
     }
     const bool marked = largest(most) > kLargestDigit;
+    const Vec limit = splat(kLargestNumber);
+    if (marked)
+#pragma GCC unroll 16
+        for (Vec& v : numbers)
+            v = where_less(limit, v, limit, where_less(v, splat(0.0f) - limit, splat(0.0f) - limit, v));
+#pragma GCC unroll 2
+    for (int part = 0; part < kDigitBlock / kSumColumns; ++part) {
+        Vec total = numbers[part * kSumVecs];
+#pragma GCC unroll 16
+        for (int i = 1; i < kSumVecs; ++i) total = total + numbers[part * kSumVecs + i];
+        sums[part] = sum(total);  // exact: whole numbers below 2^24
+    }
     if (marked) {
         Vec upper[kVecs];
 #pragma GCC unroll 16
         for (int i = 0; i < kVecs; ++i) {
-            const Vec limit = splat(kLargestNumber), v = numbers[i];
-            const Vec bounded = where_less(limit, v, limit, where_less(v, splat(0.0f) - limit, splat(0.0f) - limit, v));
-            const Vec digit = round_even(bounded * splat(1.0f / 128.0f));
-            upper[i] = where_less(splat(kLargestDigit), magnitude(v), digit, splat(0.0f));
-            numbers[i] = bounded - upper[i] * splat(128.0f);  // exact, fused or not
+            const Vec digit = round_even(numbers[i] * splat(1.0f / 128.0f));
+            upper[i] = where_less(splat(kLargestDigit), magnitude(numbers[i]), digit, splat(0.0f));
+            numbers[i] = numbers[i] - upper[i] * splat(128.0f);  // exact, fused or not
         }
         store_bytes(high, upper);
     } else {
@@ -107,11 +123,13 @@ void split_token(const float* x, int64_t columns, char* out) {
     const float scale = digit_scale(x, columns), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     int8_t* low = reinterpret_cast<int8_t*>(out);
     uint64_t* marks = reinterpret_cast<uint64_t*>(out + 2 * row.stride);
+    float* sums = reinterpret_cast<float*>(out + row.sums_at());
     std::memset(marks, 0, 8 * row.words);
     for (int64_t k = 0; k < columns; k += kDigitBlock)
-        marks[k / kWordColumns] |= split_block(x + k, columns - k, inverse, low + k, low + row.stride + k)
-                                   << (k % kWordColumns / kMarkColumns);
-    std::memcpy(out + 2 * row.stride + 8 * row.words, &scale, sizeof scale);
+        marks[k / kWordColumns] |=
+            split_block(x + k, columns - k, inverse, low + k, low + row.stride + k, sums + k / kSumColumns)
+            << (k % kWordColumns / kMarkColumns);
+    std::memcpy(out + row.scale_at(), &scale, sizeof scale);
 }
 
 int64_t prepared_digits_bytes(int64_t tokens, int64_t columns) { return tokens * DigitRow(columns).bytes; }

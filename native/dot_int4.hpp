@@ -1,66 +1,186 @@
-// Products of int4 cells with digits of activations. Included once per level, inside an unnamed namespace, behind
-// dot_int8.hpp.
+// Products of grouped codes (groups.hpp) with digits of activations. Included once per level, inside an unnamed namespace,
+// behind dot_int8.hpp.
 //
-// A group of 32 columns has a scale s of its own per row. Its sum of integers is not turned into a float by itself: sums run
+// A group of columns has a scale s of its own per row. Its sum of integers is not turned into a float by itself: sums run
 // on over a span of groups, and with P = what has come together up to a group,
 //
 //     Σ s·(P - P before) = Σ (s - s of the next group)·P
 //
 // which is one multiplication per group, by differences that all tokens share. P is below 2^22 within a span: begun at the
 // bits of 1.5·2^23 it is a float that needs no conversion, and what it was begun at comes to kBase·(first s), taken off at
-// the start. Codes are unpacked to 16 times their value, which fits into a byte and saves moving the upper half down; the
-// scale of the token takes the 16 off again. One order of sums, whatever the tile and the level.
+// the start. Halves of bytes are unpacked to 16 times their value, which fits into a byte and saves moving the upper half
+// down; the scale of the token takes the 16 off again. Minimums are multiplied by the sums of a group's activations, which
+// come with the digits. One order of sums, whatever the tile and the level.
 
-constexpr int64_t kGroup = 32, kGroupCells = kGroup / 8, kGroupMarks = kGroup / kMarkColumns;
-constexpr int64_t kSpan = 8;             // groups; 8·32·127·128 < 2^22
+constexpr int64_t kSpanColumns = 256;  // 256·127·128 < 2^22
 constexpr float kBase = 12582912.0f;
 constexpr int64_t kUnpackTokens = 24;  // from here on a block of rows is unpacked once, for all of them
 
-struct NibbleRows {  // a block of rows, or some vectors of them: in halves of bytes, and perhaps unpacked too
+// Whole numbers within ±128, as floats
+inline Vec load_steps(const int8_t* at) {
+#if defined(__aarch64__)
+    int32_t four;
+    std::memcpy(&four, at, sizeof four);
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+#elif defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+#else
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+#endif
+}
+
+// Of a block of rows, or of some vectors of them, what a tile multiplies with
+template <int kBits, int kSize, bool kNested, bool kMinimum>
+struct StoredRows {  // as they lie
+    static constexpr int kGroup = kSize;
+    static constexpr bool kHasMinimum = kMinimum;
+    static constexpr float kCodeUnit = kBits == 4 ? 16.0f : 1.0f;
+    static constexpr int64_t kGroupBytes = kSize * kBits / 8 * kCellRows;
+
     const int8_t* cells;
-    const uint16_t* scales;  // [groups][kCellRows]
-    const int8_t* bytes;     // cells of int8, 16 times the codes
-    const float* wide;       // [groups][kCellRows], the scales
+    ScaleRecord record;
     int64_t groups;
 
-    NibbleRows from(int vec) const {
-        return {cells + vec * kCodes, scales + vec * kWidth, bytes + vec * kCodes, wide + vec * kWidth, groups};
+    static StoredRows of(const Product& p, int64_t block) {
+        const Matrix& m = *p.weight;
+        return {static_cast<const int8_t*>(m.data) + block * block_code_bytes(m.groups, m.columns),
+                scale_record(m.groups, m.columns, m.scales, block), group_count(m.groups, m.columns)};
     }
 
-    template <bool kUnpacked>
+    StoredRows from(int vec) const {
+        const int64_t lanes = vec * kWidth;
+        StoredRows rows = *this;
+        rows.cells += vec * kCodes;
+        rows.record.scales += lanes;
+        if constexpr (kMinimum) rows.record.minimums += lanes;
+        if constexpr (kNested) rows.record.scale_steps += lanes;
+        if constexpr (kNested && kMinimum) rows.record.minimum_steps += lanes;
+        return rows;
+    }
+
+    static int64_t half_at(int64_t group) { return (kNested ? group / (kNestColumns / kSize) : group) * kCellRows; }
+
     [[gnu::always_inline]] Vec scale(int64_t group, int v) const {
-        if constexpr (kUnpacked) return load(wide + group * kCellRows + v * kWidth);
-        return load_halves(scales + group * kCellRows + v * kWidth);
+        const Vec half = load_halves(record.scales + half_at(group) + v * kWidth);
+        if constexpr (kNested) return half * load_steps(record.scale_steps + group * kCellRows + v * kWidth);
+        return half;
+    }
+
+    // What the sum of a group's activations is multiplied by, in the unit of the codes
+    [[gnu::always_inline]] Vec minimum(int64_t group, int v) const {
+        Vec least = load_halves(record.minimums + half_at(group) + v * kWidth);
+        if constexpr (kNested)
+            least = splat(0.0f) - least * load_steps(record.minimum_steps + group * kCellRows + v * kWidth);
+        if constexpr (kBits == 4) least = fma(scale(group, v), splat(8.0f), least);
+        return least * splat(kCodeUnit);
+    }
+
+    template <int V, int T>
+    [[gnu::always_inline]] void dot_group(int64_t group, const TokenDigits<T>& x, Ints (*sums)[T], Ints* surplus) const {
+        const int8_t* at = cells + group * kGroupBytes;
+        const int64_t column = group * kSize;
+#pragma GCC unroll 8
+        for (int64_t line = 0; line < kGroupBytes; line += kCellBytes) __builtin_prefetch(at + kAheadBytes + line);
+        if constexpr (kBits == 4) {
+            dot_cells<V, T, Form::lower>(at, x.low, column, sums, surplus);
+            dot_cells<V, T, Form::upper>(at, x.low, column + kSize / 2, sums, surplus);
+        } else {
+            dot_cells<V, T, Form::bytes>(at, x.low, column, sums, surplus);
+            if constexpr (kSize == 32) dot_cells<V, T, Form::bytes>(at + kGroupBytes / 2, x.low, column + 16, sums, surplus);
+        }
+    }
+
+    // High digits of four columns of a group
+    template <int V, int T>
+    [[gnu::always_inline]] void dot_four(int64_t group, int64_t four, const TokenDigits<T>& x, Ints (*sums)[T],
+                                         Ints* surplus) const {
+        const int64_t column = group * kSize + four * kMarkColumns;
+        const int8_t* at = cells + group * kGroupBytes;
+        if constexpr (kBits == 8)
+            dot_high<V, T, Form::bytes>(at + four * kCellBytes, x.high, column, sums, surplus);
+        else if (four < 4)
+            dot_high<V, T, Form::lower>(at + four * kCellBytes, x.high, column, sums, surplus);
+        else
+            dot_high<V, T, Form::upper>(at + (four - 4) * kCellBytes, x.high, column, sums, surplus);
     }
 };
 
-template <int V, int T, bool kUnpacked>
-[[gnu::always_inline]] inline void dot_group(const NibbleRows& rows, int64_t group, const TokenDigits<T>& x,
-                                             Ints (*sums)[T], Ints* surplus) {
-    const int64_t column = group * kGroup;
-    if constexpr (kUnpacked) {
-        const int8_t* bytes = rows.bytes + group * 2 * kGroupCells * kCellBytes;
-        dot_cells<V, T, Form::bytes>(bytes, x.low, column, sums, surplus);
-        dot_cells<V, T, Form::bytes>(bytes + kGroupCells * kCellBytes, x.low, column + kGroup / 2, sums, surplus);
-    } else {
-        const int8_t* cells = rows.cells + group * kGroupCells * kCellBytes;
-#pragma GCC unroll 4
-        for (int line = 0; line < kGroupCells; ++line) __builtin_prefetch(cells + kAheadBytes + line * kCellBytes);
-        dot_cells<V, T, Form::lower>(cells, x.low, column, sums, surplus);
-        dot_cells<V, T, Form::upper>(cells, x.low, column + kGroup / 2, sums, surplus);
-    }
-}
+// Unpacked into the scratch: codes in bytes (those that are bytes stay where they lie), scales and minimums as floats
+template <class Stored>
+struct UnpackedRows {
+    static constexpr int kGroup = Stored::kGroup;
+    static constexpr bool kHasMinimum = Stored::kHasMinimum;
+    static constexpr float kCodeUnit = Stored::kCodeUnit;
+    static constexpr bool kNibbles = kCodeUnit != 1.0f;
 
-// Groups [begin, end), at most kSpan. Inlined without fail: the sums must stay in registers.
-template <int V, int T, bool kUnpacked>
-[[gnu::always_inline]] inline void add_span(const NibbleRows& rows, int64_t begin, int64_t end, const TokenDigits<T>& x,
+    const int8_t* cells;
+    const float *scales, *minimums;  // [groups][kCellRows]
+    int64_t groups;
+
+    static UnpackedRows of(const Product& p, int64_t block) {
+        const Stored stored = Stored::of(p, block);
+        const int64_t code_bytes = kNibbles ? stored.groups * kGroup * kCellRows : 0;
+        const int8_t* scratch = reinterpret_cast<const int8_t*>(p.scratch);
+        const float* floats = reinterpret_cast<const float*>(scratch + code_bytes);
+        return {kNibbles ? scratch : stored.cells, floats, floats + stored.groups * kCellRows, stored.groups};
+    }
+
+    static void unpack(const Product& p, int64_t block) {
+        const Stored stored = Stored::of(p, block);
+        const UnpackedRows rows = of(p, block);
+        float *scales = const_cast<float*>(rows.scales), *minimums = const_cast<float*>(rows.minimums);
+        for (int64_t group = 0; group < rows.groups; ++group)
+            for (int v = 0; v < kBlockVecs; ++v) {
+                store(scales + group * kCellRows + v * kWidth, stored.scale(group, v));
+                if constexpr (kHasMinimum) store(minimums + group * kCellRows + v * kWidth, stored.minimum(group, v));
+            }
+        if constexpr (kNibbles) unpack_codes(stored, reinterpret_cast<int8_t*>(p.scratch));
+    }
+
+    static void unpack_codes(const Stored& stored, int8_t* bytes) {
+        for (int64_t group = 0; group < stored.groups; ++group, bytes += 2 * Stored::kGroupBytes)
+            for (int64_t at = 0; at < Stored::kGroupBytes; at += kCodes) {
+                const int8_t* from = stored.cells + group * Stored::kGroupBytes + at;
+                write_codes(bytes + at, load_lower(from));
+                write_codes(bytes + Stored::kGroupBytes + at, load_upper(from));
+            }
+    }
+
+    UnpackedRows from(int vec) const {
+        return {cells + vec * kCodes, scales + vec * kWidth, minimums + vec * kWidth, groups};
+    }
+
+    [[gnu::always_inline]] Vec scale(int64_t group, int v) const { return load(scales + group * kCellRows + v * kWidth); }
+    [[gnu::always_inline]] Vec minimum(int64_t group, int v) const {
+        return load(minimums + group * kCellRows + v * kWidth);
+    }
+
+    template <int V, int T>
+    [[gnu::always_inline]] void dot_group(int64_t group, const TokenDigits<T>& x, Ints (*sums)[T], Ints* surplus) const {
+#pragma GCC unroll 2
+        for (int64_t k = 0; k < kGroup; k += 16)
+            dot_cells<V, T, Form::bytes>(cells + (group * kGroup + k) * kCellRows, x.low, group * kGroup + k, sums, surplus);
+    }
+
+    template <int V, int T>
+    [[gnu::always_inline]] void dot_four(int64_t group, int64_t four, const TokenDigits<T>& x, Ints (*sums)[T],
+                                         Ints* surplus) const {
+        const int64_t column = group * kGroup + four * kMarkColumns;
+        dot_high<V, T, Form::bytes>(cells + column * kCellRows, x.high, column, sums, surplus);
+    }
+};
+
+// Groups [begin, end), at most a span of them. Inlined without fail: the sums must stay in registers.
+template <int V, int T, class Rows>
+[[gnu::always_inline]] inline void add_span(const Rows& rows, int64_t begin, int64_t end, const TokenDigits<T>& x,
                                             Vec (*sums)[T]) {
     Ints running[V][T], surplus[1][V];
     Vec scales[V];
     clear_sums<1, V>(surplus);
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
-        scales[v] = rows.scale<kUnpacked>(begin, v);
+        scales[v] = rows.scale(begin, v);
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) {
             running[v][t] = as_ints(splat(kBase));
@@ -68,10 +188,10 @@ template <int V, int T, bool kUnpacked>
         }
     }
     for (int64_t group = begin; group < end; ++group) {
-        dot_group<V, T, kUnpacked>(rows, group, x, running, *surplus);
+        rows.template dot_group<V, T>(group, x, running, *surplus);
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
-            const Vec next = group + 1 < end ? rows.scale<kUnpacked>(group + 1, v) : splat(0.0f), step = scales[v] - next;
+            const Vec next = group + 1 < end ? rows.scale(group + 1, v) : splat(0.0f), step = scales[v] - next;
             scales[v] = next;
 #pragma GCC unroll 16
             for (int t = 0; t < T; ++t) {
@@ -83,32 +203,25 @@ template <int V, int T, bool kUnpacked>
 }
 
 // 128 times the high digits of one group, those that `marks` name
-template <int V, int T>
-[[gnu::always_inline]] inline void add_high_group(const NibbleRows& rows, int64_t group, uint64_t marks,
-                                                  const TokenDigits<T>& x, Vec (*sums)[T]) {
+template <int V, int T, class Rows>
+[[gnu::always_inline]] inline void add_high_group(const Rows& rows, int64_t group, uint64_t marks, const TokenDigits<T>& x,
+                                                  Vec (*sums)[T]) {
     Ints high[V][T], surplus[1][V];
     clear_sums<1, V>(surplus);
     clear_sums<V, T>(high);
-    for (; marks; marks &= marks - 1) {
-        const int64_t four = __builtin_ctzll(marks), column = group * kGroup + four * kMarkColumns;
-        const int8_t* cell = rows.cells + (group * kGroupCells + four % kGroupCells) * kCellBytes;
-        if (four < kGroupCells)
-            dot_high<V, T, Form::lower>(cell, x.high, column, high, *surplus);
-        else
-            dot_high<V, T, Form::upper>(cell, x.high, column, high, *surplus);
-    }
+    for (; marks; marks &= marks - 1) rows.template dot_four<V, T>(group, __builtin_ctzll(marks), x, high, *surplus);
     take_off<V, T>(high, *surplus);
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
-        const Vec scale = rows.scale<false>(group, v) * splat(128.0f);
+        const Vec scale = rows.scale(group, v) * splat(128.0f);
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) sums[v][t] = fma(to_floats(high[v][t]), scale, sums[v][t]);
     }
 }
 
-template <int V, int T>
-[[gnu::always_inline]] inline void add_high_groups(const NibbleRows& rows, const TokenDigits<T>& x, Vec (*sums)[T]) {
-    constexpr int64_t kWordGroups = 64 / kGroupMarks;
+template <int V, int T, class Rows>
+[[gnu::always_inline]] inline void add_high_groups(const Rows& rows, const TokenDigits<T>& x, Vec (*sums)[T]) {
+    constexpr int64_t kGroupMarks = Rows::kGroup / kMarkColumns, kWordGroups = 64 / kGroupMarks;
     constexpr uint64_t kMask = (uint64_t{1} << kGroupMarks) - 1;
     for (int64_t word = 0; word < x.shape.words; ++word)
         for (uint64_t marks = x.marks(word); marks;) {
@@ -118,81 +231,83 @@ template <int V, int T>
         }
 }
 
+template <int V, int T, class Rows>
+[[gnu::always_inline]] inline void add_minimums(const Rows& rows, const TokenDigits<T>& x, Vec (*sums)[T]) {
+    for (int64_t group = 0; group < rows.groups; ++group)
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+            const Vec least = rows.minimum(group, v);
+#pragma GCC unroll 16
+            for (int t = 0; t < T; ++t) sums[v][t] = fma(splat(x.shape.sums(x.rows[t])[group]), least, sums[v][t]);
+        }
+}
+
 // The V vectors of rows from `row` on by the tokens of `x`
-template <int V, int T, bool kUnpacked>
-inline void nibble_tile(const Product& p, const NibbleRows& rows, int64_t row, int64_t token, const TokenDigits<T>& x,
-                        bool marked) {
+template <int V, int T, class Rows>
+inline void group_tile(const Product& p, const Rows& rows, int64_t row, int64_t token, const TokenDigits<T>& x,
+                       bool marked) {
+    constexpr int64_t kSpan = kSpanColumns / Rows::kGroup;
     Vec sums[V][T];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v)
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) sums[v][t] = splat(0.0f);
+    if constexpr (Rows::kHasMinimum) add_minimums<V, T>(rows, x, sums);
     for (int64_t group = 0; group < rows.groups; group += kSpan) {
         const int64_t end = group + kSpan < rows.groups ? group + kSpan : rows.groups;
-        add_span<V, T, kUnpacked>(rows, group, end, x, sums);
+        add_span<V, T>(rows, group, end, x, sums);
     }
     if (marked) add_high_groups<V, T>(rows, x, sums);
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t)
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v)
-            write_rows(p, row + v * kWidth, token + t, sums[v][t], splat(x.shape.scale(x.rows[t]) * (1.0f / 16.0f)));
+            write_rows(p, row + v * kWidth, token + t, sums[v][t],
+                       splat(x.shape.scale(x.rows[t]) * (1.0f / Rows::kCodeUnit)));
 }
 
-inline int64_t groups_of(const Product& p) { return (p.weight->columns + kGroup - 1) / kGroup; }
-
-inline NibbleRows nibble_rows(const Product& p, int64_t block) {
-    const int64_t groups = groups_of(p);
-    const int8_t* bytes = reinterpret_cast<const int8_t*>(p.scratch);
-    return {static_cast<const int8_t*>(p.weight->data) + block * groups * kGroupCells * kCellBytes,
-            static_cast<const uint16_t*>(p.weight->scales) + block * groups * kCellRows, bytes,
-            reinterpret_cast<const float*>(bytes + groups * kGroup * kCellRows), groups};
-}
-
-template <bool kUnpacked>
-struct NibbleTiles {
-    static constexpr int kTokens = kUnpacked ? kUnpackedTokens : kNibbleTokens;
+template <class Rows, int kMostTokens>
+struct GroupTiles {
+    static constexpr int kTokens = kMostTokens;
 
     template <int T>
     static void compute(const Product& p, int64_t block, int64_t token) {
         constexpr int V = vecs_for(T, kNibbleSums);
-        const NibbleRows rows = nibble_rows(p, block);
+        const Rows rows = Rows::of(p, block);
         const TokenDigits<T> x(p, token);
         const bool marked = x.marked();
         for (int v = 0; v < kBlockVecs; v += V)
-            nibble_tile<V, T, kUnpacked>(p, rows.from(v), block * kCellRows + v * kWidth, token, x, marked);
+            group_tile<V, T>(p, rows.from(v), block * kCellRows + v * kWidth, token, x, marked);
     }
 };
 
-// Codes and scales of a block of rows into the scratch, where nibble_rows looks for them
-inline void unpack_rows(const Product& p, int64_t block) {
-    const NibbleRows rows = nibble_rows(p, block);
-    int8_t* bytes = reinterpret_cast<int8_t*>(p.scratch);
-    float* wide = reinterpret_cast<float*>(bytes + rows.groups * kGroup * kCellRows);
-    for (int64_t group = 0; group < rows.groups; ++group, bytes += 2 * kGroupCells * kCellBytes) {
-        const int8_t* cells = rows.cells + group * kGroupCells * kCellBytes;
-        for (int at = 0; at < kGroupCells * kCellBytes; at += kCodes) {
-            write_codes(bytes + at, load_lower(cells + at));
-            write_codes(bytes + kGroupCells * kCellBytes + at, load_upper(cells + at));
+template <int kBits, int kSize, bool kNested, bool kMinimum>
+void multiply_form(const Product& p) {
+    using Stored = StoredRows<kBits, kSize, kNested, kMinimum>;
+    using Few = GroupTiles<Stored, kBits == 4 ? kNibbleTokens : kUnpackedTokens>;
+    using Many = GroupTiles<UnpackedRows<Stored>, kUnpackedTokens>;
+    if (p.token_end - p.token_begin < kUnpackTokens)
+        return walk_cells<Few>(p, block_code_bytes(p.weight->groups, p.weight->columns));
+    for (int64_t block = p.row_begin / kCellRows; block * kCellRows < p.row_end; ++block) {
+        UnpackedRows<Stored>::unpack(p, block);
+        for (int64_t token = p.token_begin; token < p.token_end; token += Many::kTokens) {
+            const int64_t left = p.token_end - token;
+            compute_tokens<Many>(p, block, token, left < Many::kTokens ? left : Many::kTokens);
         }
-        for (int v = 0; v < kBlockVecs; ++v)
-            store(wide + group * kCellRows + v * kWidth, rows.scale<false>(group, v));
     }
 }
 
-void multiply_int4(const Product& p) {
-    if (p.token_end - p.token_begin < kUnpackTokens)
-        return walk_cells<NibbleTiles<false>>(p, groups_of(p) * kGroupCells * kCellBytes);
-    using Tiles = NibbleTiles<true>;
-    for (int64_t block = p.row_begin / kCellRows; block * kCellRows < p.row_end; ++block) {
-        unpack_rows(p, block);
-        for (int64_t token = p.token_begin; token < p.token_end; token += Tiles::kTokens) {
-            const int64_t left = p.token_end - token;
-            compute_tokens<Tiles>(p, block, token, left < Tiles::kTokens ? left : Tiles::kTokens);
-        }
+void multiply_groups(const Product& p) {
+    const Groups& form = p.weight->groups;
+    if (form.bits == 4) {
+        if (!form.minimum) return multiply_form<4, 32, false, false>(p);
+        return form.nested ? multiply_form<4, 32, true, true>(p) : multiply_form<4, 32, false, true>(p);
     }
+    if (form.size == 16) return multiply_form<8, 16, true, false>(p);
+    if (!form.minimum) return multiply_form<8, 32, false, false>(p);
+    form.nested ? multiply_form<8, 32, true, true>(p) : multiply_form<8, 32, false, true>(p);
 }
 
 [[maybe_unused]] void multiply_digits(const Product& p) {
-    p.weight->type == DType::int4 ? multiply_int4(p) : multiply_int8(p);
+    p.weight->type == DType::grouped ? multiply_groups(p) : multiply_int8(p);
 }

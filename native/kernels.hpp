@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "groups.hpp"
 #include "number.hpp"
 
 namespace dovetail {
@@ -15,11 +16,11 @@ namespace dovetail {
 enum class Activation : uint8_t { silu, gelu, gelu_tanh, relu };
 
 // How activations enter a product: as they are, rounded to bf16 or float16 for instructions that multiply these (weights are
-// of that type then), or as 8-bit digits for those that multiply bytes (digits.hpp), with int8 weights or with int4 ones.
+// of that type then), or as 8-bit digits for those that multiply bytes (digits.hpp), with int8 weights or with grouped ones.
 // A level without such instructions for float16 takes the activations as they are.
-enum class Precision : uint8_t { f32, bf16, f16, int8, int4 };
+enum class Precision : uint8_t { f32, bf16, f16, int8, grouped };
 
-inline bool is_digits(Precision precision) { return precision == Precision::int8 || precision == Precision::int4; }
+inline bool is_digits(Precision precision) { return precision == Precision::int8 || precision == Precision::grouped; }
 
 constexpr int kTokenTile = 16;      // tokens that `prepare` handles together
 constexpr int kRowTile = 16;        // weight rows per chunk are a multiple of this, except at the end
@@ -27,11 +28,12 @@ constexpr int kMaxQueries = 48;     // (token, head) pairs of one Attend
 constexpr int kKeyChunk = 64;       // keys between two rescalings of the softmax
 constexpr float kNothingSeen = -1e30f;  // largest score of a query that saw no key
 
-struct Matrix {  // [rows, columns], row-major, without gaps; int8 and int4 in cells, with scales: see cells.hpp
+struct Matrix {  // [rows, columns], row-major, without gaps; codes in cells, with scales: see cells.hpp
     const void* data;
     DType type;
     int64_t rows, columns;
     const void* scales = nullptr;
+    Groups groups = {};  // of grouped codes
 };
 
 struct Product {  // out[t][r] = (add ? out[t][r] : 0) + x[t]·weight[r] + bias[r]

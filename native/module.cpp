@@ -41,22 +41,35 @@ const Kernels& kernels_of(const std::string& level) {
     return *kernels;
 }
 
-// Codes in cells: [blocks of 16 rows, bytes]. Rows of a stack of matrices count through.
-Matrix quantised_of(const Array& codes, const Array& scales, int64_t rows, int64_t columns) {
-    const int64_t blocks = (rows + kCellRows - 1) / kCellRows, groups = (columns + 31) / 32;
-    if (codes.ndim() != 2 || rows < 1 || columns < 1 || static_cast<int64_t>(codes.shape(0)) != blocks)
-        throw std::invalid_argument("codes lie in blocks of 16 rows");
-    const int64_t width = codes.shape(1), count = scales.size();
-    if (codes.dtype() == nb::dtype<int8_t>()) {
-        if (width != kCellRows * byte_columns(columns) || scales.dtype() != nb::dtype<float>() ||
-            count != kCellRows * blocks)
-            throw std::invalid_argument("an int8 matrix has a code per element and a float32 scale per row");
-        return {codes.data(), DType::int8, rows, columns, scales.data()};
-    }
-    if (codes.dtype() != nb::dtype<uint8_t>() || width != kCellRows * groups * 16 || scales.dtype() != kHalf ||
-        count != kCellRows * blocks * groups)
-        throw std::invalid_argument("an int4 matrix has 16 bytes and a float16 scale per row and group of 32 columns");
-    return {codes.data(), DType::int4, rows, columns, scales.data()};
+// By the names that layouts have in Python
+Groups groups_of(const std::string& layout) {
+    struct Named {
+        const char* name;
+        Groups groups;
+    };
+    constexpr Named kForms[] = {{"int8-g32", {8, 32, false, false}},     {"int8-g32-min", {8, 32, false, true}},
+                                {"int8-k32-min", {8, 32, true, true}},   {"int8-k16", {8, 16, true, false}},
+                                {"int4-g32", {4, 32, false, false}},     {"int4-cells", {4, 32, false, false}},
+                                {"int4-g32-min", {4, 32, false, true}},  {"int4-k32-min", {4, 32, true, true}}};
+    for (const Named& form : kForms)
+        if (layout == form.name) return form.groups;
+    throw std::invalid_argument("there are no kernels for the layout " + layout);
+}
+
+// All bytes of a matrix in a quantised layout, codes first. Rows of a stack of matrices count through.
+Matrix quantised_of(const Array& bytes, const std::string& layout, int64_t rows, int64_t columns) {
+    if (bytes.dtype() != nb::dtype<uint8_t>() || rows < 1 || columns < 1)
+        throw std::invalid_argument("a quantised matrix is given as its bytes");
+    const bool by_row = layout == "int8-cells";
+    const Groups groups = by_row ? Groups{} : groups_of(layout);
+    const int64_t blocks = (rows + kCellRows - 1) / kCellRows;
+    const int64_t codes = blocks * (by_row ? kCellRows * byte_columns(columns) : block_code_bytes(groups, columns));
+    const int64_t scales = blocks * (by_row ? kCellRows * 4 : block_scale_bytes(groups, columns));
+    if (static_cast<int64_t>(bytes.size()) != codes + scales)
+        throw std::invalid_argument("a matrix of layout " + layout + " and this shape has " +
+                                    std::to_string(codes + scales) + " bytes");
+    const char* data = static_cast<const char*>(bytes.data());
+    return {data, by_row ? DType::int8 : DType::grouped, rows, columns, data + codes, groups};
 }
 
 Matrix matrix_of(const Array& array) {
@@ -100,12 +113,12 @@ class Model {
         for (const Array& piece : pieces) pieces_of(name).push_back(matrix_of(piece));
     }
 
-    // A matrix as integer codes and their scales.
-    void add_quantised(const std::string& name, Array codes, Array scales, int64_t rows, int64_t columns) {
-        const Matrix matrix = quantised_of(codes, scales, rows, columns);
-        held_.push_back(codes), held_.push_back(scales);
+    // A matrix as it is stored, or the next of its pieces.
+    void add_quantised(const std::string& name, Array bytes, const std::string& layout, int64_t rows, int64_t columns) {
+        const Matrix matrix = quantised_of(bytes, layout, rows, columns);
+        held_.push_back(bytes);
         if (name == "embed.weight") return void(decoder_.embed = matrix);
-        pieces_of(name) = {matrix};
+        pieces_of(name).push_back(matrix);
     }
 
     void set_layer(int index, int64_t window, bool local_rope) {

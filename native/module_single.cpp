@@ -21,7 +21,7 @@ using Integers = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu, nb::c_
 
 const Kernels& kernels_of(const std::string& level);
 Matrix matrix_of(const Array& array);
-Matrix quantised_of(const Array& codes, const Array& scales, int64_t rows, int64_t columns);
+Matrix quantised_of(const Array& bytes, const std::string& layout, int64_t rows, int64_t columns);
 DType cache_type_of(const Array& array);
 Precision precision_of(const std::string& name);
 
@@ -72,10 +72,11 @@ void linear(const std::string& level, int threads, const std::string& precision,
     product(kernels_of(level), threads, kind, x, matrix, out);
 }
 
-void linear_quantised(const std::string& level, int threads, Floats x, Array codes, Array scales, Output out) {
+void linear_quantised(const std::string& level, int threads, Floats x, Array bytes, const std::string& layout,
+                      Output out) {
     need(x.ndim() == 2 && out.ndim() == 2, "x is [tokens, columns], out is [tokens, rows]");
-    const Matrix matrix = quantised_of(codes, scales, out.shape(1), x.shape(1));
-    const Precision precision = matrix.type == DType::int8 ? Precision::int8 : Precision::int4;
+    const Matrix matrix = quantised_of(bytes, layout, out.shape(1), x.shape(1));
+    const Precision precision = matrix.type == DType::int8 ? Precision::int8 : Precision::grouped;
     product(kernels_of(level), threads, precision, x, matrix, out);
 }
 

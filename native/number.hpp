@@ -7,13 +7,14 @@
 
 namespace dovetail {
 
-enum class DType : uint8_t { f32, bf16, f16, int8, int4 };  // the last two are codes with scales; int4: weights only
+// The last two are codes with scales: int8 a row's (or, in a cache, a head's), grouped those of weights (grouped.hpp).
+enum class DType : uint8_t { f32, bf16, f16, int8, grouped };
 
-inline int64_t size_of(DType type) {  // not of int4
+inline int64_t size_of(DType type) {  // not of grouped codes
     return type == DType::f32 ? 4 : type == DType::bf16 || type == DType::f16 ? 2 : 1;
 }
 
-inline bool is_quantised(DType type) { return type == DType::int8 || type == DType::int4; }
+inline bool is_quantised(DType type) { return type == DType::int8 || type == DType::grouped; }
 
 struct bf16 {
     uint16_t bits;

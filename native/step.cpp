@@ -83,7 +83,7 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     angles_ = carver.take<float>(tokens * shape_.head_dim);
     angles_local_ = carver.take<float>(tokens * shape_.head_dim);
     int64_t prepared = kernels_.prepared_bytes(slots, widest, shape_.precision);
-    for (const Precision precision : {Precision::int8, Precision::int4})
+    for (const Precision precision : {Precision::int8, Precision::grouped})
         prepared = std::max(prepared, kernels_.prepared_bytes(slots, widest, precision));
     prepared_ = carver.take<char>(prepared);
     if (shape_.num_experts > 0) {
@@ -124,6 +124,8 @@ void Decoder::Step::look_up(const Matrix& table, int64_t row, float scale, bool 
             out[i] = static_cast<float>(codes[i / 4 * kCellBytes + i % 4]) * step + (add ? out[i] : 0.0f);
         return;
     }
+    if (table.type == DType::grouped)
+        return unpack_row(table.groups, table.data, table.scales, row, columns, scale, add, out);
     const char* data = static_cast<const char*>(table.data) + row * columns * size_of(table.type);
     kernels_.load_row(data, table.type, columns, scale, add, out);
 }
@@ -161,7 +163,7 @@ void Decoder::Step::norm_row(const Norm& norm, const float* x, int64_t count, fl
 Precision Decoder::Step::precision_of(const std::vector<Matrix>& pieces) const {
     switch (pieces.front().type) {
         case DType::int8: return Precision::int8;
-        case DType::int4: return Precision::int4;
+        case DType::grouped: return Precision::grouped;
         default: return shape_.precision;
     }
 }

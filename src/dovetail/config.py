@@ -89,7 +89,7 @@ class ModelConfig(_Section):
     preload: bool = False
     dtype: str = "auto"
     kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8
-    layout: Literal["auto", "plain", "int8", "int4"] = "auto"  # when pulled; auto = int8 for what comes quantised
+    layout: Literal["auto", "plain", "int8", "int4", "gguf"] = "auto"  # when pulled; auto = GGUF's blocks as they are
     aliases: tuple[str, ...] = ()
     default_max_tokens: int | None = Field(default=None, ge=1)  # None = the server's
 

@@ -17,20 +17,16 @@ amx-bf16  bfloat16 in the order in which AMX tiles (TDPBF16PS) take their second
           so that element (r, c) is at [r//32][c//32][r%32//16][c%32//2][r%16][c%2]. A tile is 16 lines of 64 bytes,
           the two tiles of 32 rows lie side by side, and walking along the columns is walking along memory.
 
-int8-cells
-          int8 codes, a float32 scale per row; value = code · scale, codes within ±127. Columns padded with zeros to a
-          multiple of 64, rows (those of a stack count through) to one of 16, then the codes in cells of 16 rows by 4
-          columns (what an instruction multiplies: a lane per row, four columns of it side by side):
+quantised layouts (`codings` says what their codes stand for)
+          Rows (those of a stack count through) are padded with zeros to a multiple of 16, columns to one of 32, and the
+          codes lie in cells of 16 rows by 4 bytes (what an instruction multiplies: a lane per row, four columns of it
+          side by side):
 
-              [rows/16][columns/4][16][4]
+              [rows/16][bytes of a row/4][16][4]
 
-          Behind them the scales [rows], those of rows that were added 0.
-
-int4-cells
-          the same with two codes per byte and a float16 scale per row and group of 32 columns, to multiples of which
-          columns are padded. Byte j of a group and row holds element j in its low and element j + 16 in its high
-          half, in two's complement: -8 to 7, of which quantising here uses ±7. These bytes lie in cells of 16 rows by
-          4 bytes, as those of int8; behind them the scales as [rows/16][groups][16].
+          8 bits: a byte is a code. 4 bits: byte j of 32 columns holds element j in its low and element j + 16 in its
+          high half, in two's complement. Behind the codes a record of scales for every 16 rows: each of its parts as
+          [n][16], one after the other. int8-cells: columns padded to a multiple of 64, scales f32 [rows].
 
 int8, int4
           as earlier releases wrote them, row by row; still read. int8: codes [rows, columns], zeros up to a multiple of
@@ -42,13 +38,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-Float32 = npt.NDArray[np.float32]
+from dovetail.codings import CODINGS, Array, Coding, Float32, Quantised
 
 NUMPY: dict[str, np.dtype[Any]] = {
     "f64": np.dtype("<f8"),
@@ -56,15 +51,16 @@ NUMPY: dict[str, np.dtype[Any]] = {
     "f16": np.dtype("<f2"),
     "bf16": np.dtype("<u2"),  # numpy has none; the bits
 }
-LAYOUTS = ("plain", "amx-bf16", "int8", "int4")  # of models: what one asks for
-CELLS = {"int8": "int8-cells", "int4": "int4-cells"}  # how the matrices of such a model are written
-MATRIX_LAYOUTS = (*LAYOUTS, *CELLS.values())  # of matrices: what can be read
+GGUF = "gguf"  # every matrix in the layout that holds its GGUF blocks to the bit
+LAYOUTS = ("plain", "amx-bf16", "int8", "int4", GGUF)  # of models: what one asks for
+CELLS = {"int8": "int8-g32", "int4": "int4-g32"}  # how the matrices of such a model are written
+BY_ROWS = {"int8": "int8-cells", "int4": "int4-g32"}  # of matrices that earlier releases wrote row by row: in cells
+OUTDATED = (*BY_ROWS, "int8-cells")  # of matrices: read, written better now
+MATRIX_LAYOUTS = ("plain", "amx-bf16", *BY_ROWS, *CODINGS)  # of matrices: what can be read
 SCALE_ALIGNMENT = 64
-GROUP = 32  # columns that share a scale in int4
 TILE = 32  # rows and columns of a block of amx-bf16
 CELL = 16  # rows of a cell
 PACKED_BYTES = 2**21  # of values that are packed at a time
-CELL_COLUMNS = 64  # to a multiple of which the columns of int8 cells are padded
 
 
 def packed_bytes(layout: str, dtype: str, shape: tuple[int, ...]) -> int:
@@ -75,10 +71,10 @@ def packed_bytes(layout: str, dtype: str, shape: tuple[int, ...]) -> int:
     if layout == "amx-bf16":
         return math.prod(shape[:-2]) * _up(shape[-2], TILE) * _up(columns, TILE) * 2
     coding = coding_of(layout, columns)
-    if layout in CELLS.values():
-        return _num_blocks(shape) * CELL * (coding.row_bytes + coding.groups * coding.scale_type.itemsize)
+    if layout in CODINGS:
+        return _num_blocks(shape) * CELL * (coding.row_bytes + coding.scale_bytes)
     width = columns if layout == "int8" else coding.row_bytes
-    return _up(rows * width, SCALE_ALIGNMENT) + rows * coding.groups * coding.scale_type.itemsize
+    return _up(rows * width, SCALE_ALIGNMENT) + rows * coding.scale_bytes
 
 
 class Packer(Protocol):
@@ -99,7 +95,7 @@ def packer(layout: str, dtype: str, shape: tuple[int, ...]) -> Packer:
         return _PlainPacker(dtype)
     if layout == "amx-bf16":
         return _TilePacker(shape)
-    assert layout in CELLS.values(), f"{layout} is read, not written"
+    assert layout in CODINGS, f"{layout} is read, not written"
     return _CellPacker(coding_of(layout, shape[-1]), math.prod(shape[:-1]))
 
 
@@ -122,22 +118,14 @@ def unpack(layout: str, dtype: str, shape: tuple[int, ...], data: memoryview) ->
         return _widen(np.frombuffer(data, NUMPY[dtype]), dtype).reshape(shape)
     if layout == "amx-bf16":
         return _widen(unpack_tiles(shape, data), "bf16")
-    codes, scales = unpack_codes(layout, shape, data)
-    return coding_of(layout, shape[-1]).dequantise(codes, scales).reshape(shape)
+    return coding_of(layout, shape[-1]).dequantise(unpack_codes(layout, shape, data)).reshape(shape)
 
 
 def unpack_codes(layout: str, shape: tuple[int, ...], data: memoryview) -> Quantised:
     """The codes and scales of a quantised layout, in order of rows."""
     coding = coding_of(layout, shape[-1])
-    packed, scales = (_from_cells if layout in CELLS.values() else _from_rows)(coding, shape, data)
+    packed, scales = (_from_cells if layout in CODINGS else _from_rows)(coding, shape, data)
     return Quantised(coding.unpack(packed), scales)
-
-
-def int4_rows(biased: Array, scales: Array) -> Array:
-    """Bytes of the layout int4, out of those of its rows [rows, groups · 16] (each code + 8) and their scales."""
-    codes = _bytes(biased)
-    padding = np.zeros(-codes.size % SCALE_ALIGNMENT, np.uint8)
-    return np.concatenate([codes, padding, _bytes(scales.astype("<f2", copy=False))])
 
 
 def unpack_tiles(shape: tuple[int, ...], data: memoryview) -> npt.NDArray[np.uint16]:
@@ -241,7 +229,7 @@ class _TilePacker:
 
 
 class _CellPacker:
-    """Codes go out as they come, scales are kept to the end: 1/8 of the codes of int4, far less of int8."""
+    """Codes go out as they come, scales are kept to the end: an eighth of the codes of int4, half that of int8."""
 
     def __init__(self, coding: Coding, num_rows: int) -> None:
         self._coding = coding
@@ -256,160 +244,73 @@ class _CellPacker:
     def coded_rows(self, quantised: Quantised) -> Iterator[Array]:
         """Of each row its codes and, behind them, its scales go through the blocks."""
         width = self._coding.row_bytes
-        scales = np.ascontiguousarray(quantised.scales, self._coding.scale_type).view(np.uint8)
-        for block in self._blocks.take(np.concatenate([self._coding.pack(quantised.codes), scales], axis=1)):
-            codes, scales = (np.ascontiguousarray(part) for part in (block[:, :width], block[:, width:]))
-            self._scales.append(np.ascontiguousarray(_by_block(scales.view(self._coding.scale_type))))
-            yield _bytes(_by_block(codes.view(np.uint32)))
+        codes, scales = self._coding.pack(quantised.codes), self._coding.join_scales(quantised.scales)
+        for block in self._blocks.take(np.concatenate([codes, scales], axis=1)):
+            self._scales.append(_scale_records(self._coding, block[:, width:]))
+            yield _bytes(_by_block(np.ascontiguousarray(block[:, :width]).view(np.uint32)))
 
     def finish(self) -> Iterator[Array]:
         self._blocks.finish()
-        yield from (_bytes(scales) for scales in self._scales)
-
-
-class Quantised(NamedTuple):
-    codes: npt.NDArray[np.int8]  # [rows, columns], columns padded to groups where there are groups
-    scales: Array  # float32 [rows, 1], or float16 [rows, groups]
-
-
-class Int8:
-    groups = 1
-    scale_type = np.dtype("<f4")
-
-    def __init__(self, columns: int) -> None:
-        self.columns = columns
-        self.row_bytes = _up(columns, CELL_COLUMNS)
-
-    def quantise(self, values: Float32) -> Quantised:
-        """Symmetric, to the nearest code; a row of zeros has scale 0."""
-        scales = (np.abs(values).max(axis=1, initial=0.0) / 127).astype("<f4")[:, None]
-        return Quantised(_nearest(values, scales, 127), scales)
-
-    def dequantise(self, codes: npt.NDArray[np.int8], scales: Array) -> Float32:
-        values: Float32 = codes.astype(np.float32) * scales
-        return values
-
-    def part(self, whole: Quantised, rows: slice, columns: slice) -> Quantised | None:
-        return Quantised(whole.codes[rows, columns], whole.scales[rows])
-
-    def pack(self, codes: npt.NDArray[np.int8]) -> Array:
-        """Bytes of rows [rows, row_bytes], not in cells yet."""
-        return np.pad(codes, ((0, 0), (0, self.row_bytes - self.columns))).view(np.uint8)
-
-    def unpack(self, packed: Array) -> npt.NDArray[np.int8]:
-        return packed.view(np.int8)[:, : self.columns]
-
-
-class Int4:
-    scale_type = np.dtype("<f2")
-
-    def __init__(self, columns: int) -> None:
-        self.columns = columns
-        self.groups = -(-columns // GROUP)
-        self.row_bytes = self.groups * GROUP // 2
-
-    def quantise(self, values: Float32) -> Quantised:
-        """Symmetric per group. The scale is rounded to float16 before the codes are chosen, so that these are the
-        nearest under the scale that is stored; a group of zeros has scale 0."""
-        padded = np.pad(values, ((0, 0), (0, self.groups * GROUP - self.columns)))
-        grouped = padded.reshape(-1, self.groups, GROUP)
-        scales = np.minimum(np.abs(grouped).max(axis=2, initial=0.0) / 7, np.finfo(np.float16).max).astype("<f2")
-        codes = _nearest(grouped, scales.astype(np.float32)[:, :, None], 7)
-        return Quantised(codes.reshape(len(values), -1), scales)
-
-    def dequantise(self, codes: npt.NDArray[np.int8], scales: Array) -> Float32:
-        grouped = codes.reshape(-1, self.groups, GROUP) * scales.astype(np.float32)[:, :, None]
-        return np.ascontiguousarray(grouped.reshape(len(codes), -1)[:, : self.columns])
-
-    def part(self, whole: Quantised, rows: slice, columns: slice) -> Quantised | None:
-        """None where columns are cut within a group."""
-        if columns.start % GROUP or (columns.stop % GROUP and columns.stop != self.columns):
-            return None
-        first, last = columns.start // GROUP, -(-columns.stop // GROUP)
-        return Quantised(whole.codes[rows, first * GROUP : last * GROUP], whole.scales[rows, first:last])
-
-    def pack(self, codes: npt.NDArray[np.int8]) -> Array:
-        """Bytes of rows [rows, row_bytes], not in cells yet."""
-        grouped = np.ascontiguousarray(codes).view(np.uint8).reshape(-1, self.groups, GROUP)
-        low, high = grouped[:, :, : GROUP // 2], grouped[:, :, GROUP // 2 :]
-        return np.ascontiguousarray((low & np.uint8(15)) | (high << np.uint8(4))).reshape(len(codes), -1)
-
-    def unpack(self, packed: Array) -> npt.NDArray[np.int8]:
-        grouped = packed.reshape(-1, self.groups, GROUP // 2)
-        high = grouped.view(np.int8) >> np.int8(4)
-        low = (grouped << np.uint8(4)).view(np.int8) >> np.int8(4)
-        codes: npt.NDArray[np.int8] = np.concatenate([low, high], axis=2).reshape(len(packed), -1)
-        return codes
-
-
-Coding = Int8 | Int4
+        yield from self._scales
 
 
 def coding_of(layout: str, columns: int) -> Coding:
-    return Int8(columns) if layout.startswith("int8") else Int4(columns)
-
-
-def codes_and_scales(layout: str, shape: tuple[int, int], data: memoryview) -> tuple[Array, Array]:
-    """A matrix in cells as kernels take it, no copy: int8 codes [rows/16, 16 · columns] and float32 [rows], or pairs of
-    int4 as uint8 [rows/16, 256 per group] and float16 [rows/16, groups, 16]."""
-    coding, codes_shape = coding_of(layout, shape[-1]), shape_of_codes(layout, shape)
-    size = math.prod(codes_shape)
-    codes = np.frombuffer(data, np.int8 if isinstance(coding, Int8) else np.uint8, size)
-    scales = np.frombuffer(data, coding.scale_type, codes_shape[0] * CELL * coding.groups, size)
-    return codes.reshape(codes_shape), scales
-
-
-def shape_of_codes(layout: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of a matrix in cells, as kernels take it: blocks of rows, and bytes of one."""
-    return _num_blocks(shape), CELL * coding_of(layout, shape[-1]).row_bytes
+    return Coding(BY_ROWS.get(layout, layout), columns)
 
 
 def to_cells(layout: str, shape: tuple[int, int], data: memoryview) -> memoryview:
-    """A copy of a matrix that an earlier release wrote row by row (int8, int4), as this one writes it: same codes."""
-    coding = coding_of(layout, shape[-1])
-    packed, scales = _from_rows(coding, shape, data)
-    codes = coding.pack(coding.unpack(packed))
-    padding = ((0, -len(codes) % CELL), (0, 0))
-    parts = [_by_block(np.pad(codes, padding).view(np.uint32)), _by_block(np.pad(scales, padding))]
-    return memoryview(np.concatenate([_bytes(part) for part in parts]))
+    """A copy of a matrix that an earlier release wrote row by row (int8, int4), in cells: same codes."""
+    making = packer(BY_ROWS[layout], "f32", shape)
+    parts = [*making.coded_rows(unpack_codes(layout, shape, data)), *making.finish()]
+    return memoryview(np.concatenate(parts))
+
+
+def _scale_records(coding: Coding, rows: Array) -> Array:
+    """Of scales as bytes of rows, a multiple of 16: records of 16 rows, one after the other."""
+    parts = [_by_block(part) for part in coding.split_scales(rows)]  # [blocks, n, 16]
+    flat = [np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in parts]
+    return _bytes(np.concatenate(flat, axis=1))
 
 
 def _by_block(rows: Array) -> Array:
-    """[rows, n] as [rows/16, n, 16]; there and, of [blocks, n, 16], back."""
+    """[rows, n] as [rows/16, n, 16]"""
     return rows.reshape(-1, CELL, rows.shape[-1]).transpose(0, 2, 1)
 
 
-def _from_cells(coding: Coding, shape: tuple[int, ...], data: memoryview) -> tuple[Array, Array]:
-    """Bytes of rows [rows, row_bytes] and scales [rows, groups]."""
+def _by_row(blocks: Array, rows: int) -> Array:
+    """[rows/16, n, 16] as [rows, n]"""
+    return np.ascontiguousarray(blocks.transpose(0, 2, 1).reshape(-1, blocks.shape[1])[:rows])
+
+
+def _from_cells(coding: Coding, shape: tuple[int, ...], data: memoryview) -> tuple[Array, tuple[Array, ...]]:
+    """Bytes of rows [rows, row_bytes], and scales."""
     blocks, rows = _num_blocks(shape), math.prod(shape[:-1])
     size = blocks * CELL * coding.row_bytes
     words = np.frombuffer(data, np.uint32, size // 4).reshape(blocks, -1, CELL)
-    lanes = np.frombuffer(data, coding.scale_type, blocks * CELL * coding.groups, size).reshape(blocks, -1, CELL)
-    packed, scales = (
-        np.ascontiguousarray(part.transpose(0, 2, 1).reshape(blocks * CELL, -1)[:rows]) for part in (words, lanes)
-    )
-    return packed.view(np.uint8), scales
+    records = np.frombuffer(data, np.uint8, blocks * CELL * coding.scale_bytes, size).reshape(blocks, -1)
+    scales, start = [], 0
+    for part in coding.parts:
+        width = CELL * part.count * part.dtype.itemsize
+        lanes = np.ascontiguousarray(records[:, start : start + width]).view(part.dtype)
+        scales.append(_by_row(lanes.reshape(blocks, part.count, CELL), rows))
+        start += width
+    return _by_row(words, rows).view(np.uint8), tuple(scales)
 
 
-def _from_rows(coding: Coding, shape: tuple[int, ...], data: memoryview) -> tuple[Array, Array]:
+def _from_rows(coding: Coding, shape: tuple[int, ...], data: memoryview) -> tuple[Array, tuple[Array, ...]]:
     """The same of a matrix as earlier releases wrote it."""
-    rows = math.prod(shape[:-1])
-    width = coding.columns if isinstance(coding, Int8) else coding.row_bytes
+    rows, is_byte = math.prod(shape[:-1]), coding.form.bits == 8
+    width = coding.columns if is_byte else coding.row_bytes
     packed = np.frombuffer(data, np.uint8, rows * width).reshape(rows, width)
-    offset = _up(rows * width, SCALE_ALIGNMENT)
-    scales = np.frombuffer(data, coding.scale_type, rows * coding.groups, offset).reshape(rows, coding.groups)
-    return (packed if isinstance(coding, Int8) else packed ^ np.uint8(0x88)), scales
+    (part,), offset = coding.parts, _up(rows * width, SCALE_ALIGNMENT)
+    scales = np.frombuffer(data, part.dtype, rows * part.count, offset).reshape(rows, part.count)
+    if is_byte:
+        return np.pad(packed, ((0, 0), (0, coding.padded - width))), (scales,)
+    return packed ^ np.uint8(0x88), (scales,)
 
 
 def _num_blocks(shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape[:-1]) // CELL)
-
-
-def _nearest(values: Float32, scales: Float32, limit: int) -> npt.NDArray[np.int8]:
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratio = np.where(scales > 0, values / scales, 0.0)
-    codes: npt.NDArray[np.int8] = np.rint(np.clip(np.nan_to_num(ratio, nan=0.0), -limit, limit)).astype(np.int8)
-    return codes
 
 
 def _widen(array: Array, dtype: str) -> Float32:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.codings import CODINGS
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.engine.native_model import READABLE_LAYOUTS
 from dovetail.native import dispatch, explain, kernel_self_test, levels, select
@@ -71,7 +72,7 @@ def spoil_last(*arguments: Any) -> None:
         ("linear", spoil_type("bfloat16", 2.0), ("bf16 in f32", "bf16")),
         ("linear", spoil_type("torch.float16", np.nan), ("f16 in f32", "f16")),
         ("linear", spoil_type("float32", 0.0), ("f32",)),
-        ("linear_quantised", spoil_last, ("int8-cells", "int4-cells")),
+        ("linear_quantised", spoil_last, CODINGS),
         ("attend", spoil_last, ("attention over f32", "attention over bf16", "attention over f16")),
         ("norm", spoil_last, ("norm",)),
         ("gate", spoil_last, ("gate",)),
@@ -115,15 +116,16 @@ def test_a_model_of_a_layout_that_fails_is_unpacked(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def spoil(level: str, threads: int, x: Any, codes: Any, scales: Any, out: Any) -> None:
-        if codes.dtype == np.int8:
+    def spoil(level: str, threads: int, x: Any, data: Any, layout: str, out: Any) -> None:
+        if layout == "int8-g32":
             out[-1] *= factor
 
     failed = kernel_self_test.check_level(broken("linear_quantised", spoil), NATIVE[-1])
-    assert failed == ("int8-cells",)
+    assert failed == ("int8-g32",)
     monkeypatch.setattr(kernel_self_test, "failed_parts", lambda level: failed)
-    assert kernel_self_test.trusted_layouts(NATIVE[-1], READABLE_LAYOUTS) == ("int4-cells",)
-    assert "wrong products of int8-cells" in caplog.text
+    others = tuple(layout for layout in READABLE_LAYOUTS if layout != "int8-g32")
+    assert kernel_self_test.trusted_layouts(NATIVE[-1], READABLE_LAYOUTS) == others
+    assert "wrong products of int8-g32" in caplog.text
     card = Catalogue(tmp_path).pull(str(tiny_folder("llama")), layout="int8", dtype="f32")
     config = ExecutorConfig(kv_bytes=1 << 20, block_size=4, level=NATIVE[-1])
     executor = CpuExecutor(open_checkpoint(card.path), config)

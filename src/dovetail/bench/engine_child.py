@@ -75,6 +75,15 @@ class LlamaCpp:
             raise RuntimeError(f"cannot make {kind} of {command['path']}")
         return {}
 
+    def score(self, command):
+        """Logits behind each of the tokens, [tokens, vocab], into a file."""
+        tokens = command["tokens"]
+        context, batch = self._context(1, len(tokens))
+        self._decode(context, batch, [(0, place, token, True) for place, token in enumerate(tokens)])
+        logits = self.numpy.ctypeslib.as_array(self.api.llama_get_logits(context), (len(tokens), self.vocab_size))
+        self.numpy.save(command["target"], logits)
+        return {}
+
     def ttft(self, size, salt):
         context, batch = self._context(1, size)
         tokens = prompt(salt, 0, size, self.vocab_size)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from dovetail import __version__
 from dovetail.bench.engine_child import prompt, serve
+from dovetail.bench.fidelity import logits_of
 from dovetail.bench.roofline import measure_roofline
 from dovetail.bench.steps import Steps
 from dovetail.engine.dtypes import compute_dtype
@@ -29,7 +31,8 @@ class Ours:
         self.native_share: float | None = None  # of the last measurement
 
     def prepare(self, command: dict[str, Any]) -> dict[str, Any]:
-        checkpoint = open_checkpoint(Path(command["path"]))
+        self._path = Path(command["path"])
+        checkpoint = open_checkpoint(self._path)
         spec, tokens = checkpoint.spec, max(command["longest"], command["most"] * command["each"]) + _BLOCK
         dtype = compute_dtype("auto", checkpoint.pieces("embed.weight")[0].dtype)
         kv_bytes = (tokens + _BLOCK * command["most"]) * spec.kv_bytes_per_token(dtype)
@@ -39,6 +42,13 @@ class Ours:
         self._vocab_size: int = command["vocab_size"]
         about = f"dovetail {__version__}, computes in {executor.dtype}, level {executor.level}"
         return {"weight_bytes": executor.weight_bytes, "about": about, "evidence": f"level {executor.level}"}
+
+    def score(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Logits behind each of the tokens, [tokens, vocab], into a file."""
+        checkpoint = open_checkpoint(self._path)
+        np.save(command["target"], logits_of(checkpoint, command["tokens"]).numpy())
+        checkpoint.close()
+        return {}
 
     def roofline(self, command: dict[str, Any]) -> dict[str, Any]:
         best = measure_roofline(

@@ -36,7 +36,12 @@ def compare(
     reference: Checkpoint, candidate: Checkpoint, tokens: Sequence[int], level: str = "auto", kv: KvKind = "auto"
 ) -> Fidelity:
     """`kv`: of the candidate."""
-    theirs, ours = log_probabilities(reference, tokens, level), log_probabilities(candidate, tokens, level, kv)
+    return compare_logits(logits_of(reference, tokens, level), logits_of(candidate, tokens, level, kv), tokens)
+
+
+def compare_logits(reference: Tensor, candidate: Tensor, tokens: Sequence[int]) -> Fidelity:
+    """Both [tokens, vocab], of whatever engine."""
+    theirs, ours = (torch.log_softmax(logits.float(), dim=-1) for logits in (reference, candidate))
     divergence = (theirs.exp() * (theirs - ours)).sum(-1)
     same = (theirs.argmax(-1) == ours.argmax(-1)).double().mean()
     return Fidelity(
@@ -49,9 +54,7 @@ def compare(
     )
 
 
-def log_probabilities(
-    checkpoint: Checkpoint, tokens: Sequence[int], level: str = "auto", kv: KvKind = "auto"
-) -> Tensor:
+def logits_of(checkpoint: Checkpoint, tokens: Sequence[int], level: str = "auto", kv: KvKind = "auto") -> Tensor:
     """Of the next token after each one, [tokens, vocab]. Every position is a row of its own over the same blocks, since
     an iteration computes logits of rows' ends alone."""
     count = -(-len(tokens) // _BLOCK_SIZE)
@@ -65,7 +68,7 @@ def log_probabilities(
         logits = executor.logits(Turn(rows))
         found += [logits[row.sequence].clone() for row in rows]
     executor.close()
-    return torch.log_softmax(torch.stack(found).float(), dim=-1)
+    return torch.stack(found)
 
 
 def _row(tokens: Sequence[int], at: int, blocks: list[int]) -> TurnRow:

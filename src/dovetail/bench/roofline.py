@@ -16,7 +16,7 @@ import torch
 
 from dovetail.bench.roofline_figures import Roofline
 from dovetail.engine.dtypes import TORCH_DTYPES
-from dovetail.layouts import shape_of_codes
+from dovetail.layouts import packed_bytes
 from dovetail.native.dispatch import load_kernels
 
 READ_BYTES = (256 << 20, 1 << 30)
@@ -79,9 +79,10 @@ def _our_int8_s(rows: int, columns: int, outputs: int, rounds: int, level: str) 
     kernels, threads = load_kernels(), torch.get_num_threads()
     if kernels is None or level == "torch":
         return float("inf")
-    codes = torch.randint(-127, 128, shape_of_codes("int8-cells", (outputs, columns)), dtype=torch.int8)
-    x, scales, out = torch.randn(rows, columns), torch.ones(outputs), torch.empty(rows, outputs)
-    return _best(partial(kernels.linear_quantised, level, threads, x, codes, scales, out), rounds)
+    layout = "int8-cells"  # of all layouts the one with the fewest scales
+    data = torch.full((packed_bytes(layout, "f32", (outputs, columns)),), 0x25, dtype=torch.uint8)
+    x, out = torch.randn(rows, columns), torch.empty(rows, outputs)
+    return _best(partial(kernels.linear_quantised, level, threads, x, data, layout, out), rounds)
 
 
 def _best(call: Loop, rounds: int) -> float:

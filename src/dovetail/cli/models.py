@@ -34,6 +34,7 @@ class Layout(StrEnum):
     AMX_BF16 = "amx-bf16"
     INT8 = "int8"
     INT4 = "int4"
+    GGUF = "gguf"
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -54,7 +55,7 @@ def pull(
     layout: Annotated[
         Layout,
         typer.Option(
-            help="How matrices lie in memory: plain, tiled for AMX, or quantised; auto = in the bits that they come in."
+            help="How matrices lie in memory: plain, tiled for AMX, or quantised; auto = as they come, GGUF's blocks too."
         ),
     ] = Layout.AUTO,
     tp: Annotated[int, typer.Option(help="Cut for so many devices (tensor parallelism).", min=1)] = 1,

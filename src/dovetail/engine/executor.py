@@ -23,7 +23,7 @@ from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
 from dovetail.engine.weights import Kind, Weights, from_read_only_memory
 from dovetail.errors import ConfigError, OutOfMemory
-from dovetail.layouts import CELLS
+from dovetail.layouts import BY_ROWS, CELLS, GGUF
 from dovetail.modelspec import KvKind, ModelSpec
 from dovetail.native import TORCH, Ops, select
 from dovetail.native.kernel_self_test import trusted_layouts
@@ -113,7 +113,8 @@ def serves_as_stored(dtype: str, form: str) -> bool:
         return form == dtype
     if form in TORCH_DTYPES:
         return TORCH_DTYPES[form] in readable_types(TORCH_DTYPES[dtype])
-    return CELLS.get(form) in trusted_layouts(ops.level, READABLE_LAYOUTS)
+    needed = {GGUF: READABLE_LAYOUTS, "int4": CELLS.values()}.get(form, [CELLS.get(form, form)])
+    return set(needed) <= set(trusted_layouts(ops.level, READABLE_LAYOUTS))
 
 
 def _ops(dtype: torch.dtype, level: str) -> Ops:
@@ -125,9 +126,9 @@ def _weights(checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -
     if ops.kernels is None:
         return Weights(checkpoint, dtype, kind, ops)
     layout = checkpoint.pieces("layers.0.out.weight")[0].layout
-    if layout in CELLS:
+    if layout in BY_ROWS:
         log.warning("weights are in the order of an earlier release and are copied at the start; pull the model again")
-    is_quantised = CELLS.get(layout, layout) in READABLE_LAYOUTS
+    is_quantised = BY_ROWS.get(layout, layout) in READABLE_LAYOUTS
     layouts = trusted_layouts(ops.level, READABLE_LAYOUTS) if is_quantised else ()
     return Weights(checkpoint, dtype, kind, ops, readable_types(dtype), layouts)
 

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.codings import CODINGS
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.rope import Rope
 from dovetail.engine.weights import Weights
-from dovetail.layouts import CELLS
 from dovetail.modelspec import ModelSpec
 from dovetail.sched.turn import Turn, TurnRow
 
-READABLE_LAYOUTS = tuple(CELLS.values())  # besides plain
+READABLE_LAYOUTS = CODINGS  # besides plain
 NativeCall = Callable[..., None]
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -58,9 +58,9 @@ class NativeModel:
         quantised = weights.quantised(name)
         pieces = _pieces(weights, name) if quantised is None else []
         for each in names:
-            if quantised is not None:
-                self._model.add_quantised(each, quantised.codes, quantised.scales, *quantised.shape)
-            else:
+            for matrix in quantised or ():
+                self._model.add_quantised(each, *matrix)
+            if quantised is None:
                 self._model.add(each, pieces)
 
     def _set_rope(self, rope: Rope, local: bool) -> None:

@@ -15,11 +15,12 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dovetail.engine.dtypes import TORCH_DTYPES
-from dovetail.layouts import CELLS, Array, codes_and_scales, to_cells, unpack
+from dovetail.layouts import BY_ROWS, Array, to_cells, unpack
 from dovetail.native import Ops
 from dovetail.node.ports import Checkpoint, HostTensor
 
@@ -51,9 +52,10 @@ class Linear:
 class QuantisedMatrix(NamedTuple):
     """As it is stored: kernels multiply the codes."""
 
-    codes: Array  # see `layouts.codes_and_scales`
-    scales: Array
-    shape: tuple[int, int]
+    data: Array  # all bytes
+    layout: str
+    rows: int
+    columns: int
 
 
 class Weights:
@@ -121,23 +123,23 @@ class Weights:
             return [self._whole(name, dtype)]
         return [self._tensor(piece, dtype) for piece in self._checkpoint.pieces(name)]
 
-    def quantised(self, name: str) -> QuantisedMatrix | None:
-        """A matrix as it is stored, or a stack of them with all their rows; None unless the kernels read its layout.
-        What is packed lies in one piece."""
-        piece, *others = self._checkpoint.pieces(name)
-        layout = CELLS.get(piece.layout, piece.layout)
-        if others or layout not in self._readable_layouts:
-            return None
+    def quantised(self, name: str) -> list[QuantisedMatrix] | None:
+        """A matrix as it is stored, in its pieces, or a stack of them with all their rows; None unless the kernels read
+        the layouts of all of it."""
+        pieces = self._checkpoint.pieces(name)
+        if all(BY_ROWS.get(piece.layout, piece.layout) in self._readable_layouts for piece in pieces):
+            return [self._quantised(piece) for piece in pieces]
+        return None
+
+    def _quantised(self, piece: HostTensor) -> QuantisedMatrix:
         rows, columns = math.prod(piece.shape[:-1]), piece.shape[-1]
-        by_rows = piece.layout in CELLS  # by an earlier release
-        data = to_cells(layout, (rows, columns), piece.data) if by_rows else piece.data
-        codes, scales = codes_and_scales(layout, (rows, columns), data)
-        self.num_bytes += len(data)
+        by_rows = piece.layout in BY_ROWS  # by an earlier release
+        data = np.frombuffer(to_cells(piece.layout, (rows, columns), piece.data) if by_rows else piece.data, np.uint8)
+        self.num_bytes += data.nbytes
         if by_rows or self.kind != "mapped":
-            self.copied_bytes += len(data)
-        if self.kind == "mapped":
-            return QuantisedMatrix(codes, scales, (rows, columns))
-        return QuantisedMatrix(codes.copy(), scales.copy(), (rows, columns))
+            self.copied_bytes += data.nbytes
+        own = data if by_rows or self.kind == "mapped" else data.copy()
+        return QuantisedMatrix(own, BY_ROWS.get(piece.layout, piece.layout), rows, columns)
 
     def _matrix_dtype(self, name: str) -> torch.dtype:
         pieces = self._checkpoint.pieces(name)

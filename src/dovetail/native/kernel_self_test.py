@@ -16,14 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dovetail.layouts import Int4, Quantised, codes_and_scales, coding_of, pack_codes, unpack
+from dovetail.codings import CODINGS, Quantised
+from dovetail.layouts import coding_of, pack_codes, unpack
 
 log = logging.getLogger("dovetail.native")
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-QUANTISED = ("int8-cells", "int4-cells")
+QUANTISED = CODINGS
 _FLOATS = {  # stored and computed in: relative error that rounding of operands explains, with some room
     ("f32", "f32"): 1e-5,
     ("bf16", "f32"): 1e-5,
@@ -98,12 +99,11 @@ def _multiplies_codes(kernels: Any, level: str, layout: str) -> bool:
     random = np.random.default_rng(0)
     data = memoryview(pack_codes(layout, (_ROWS, _COLUMNS), _codes(layout, random)))
     weight = unpack(layout, "f32", (_ROWS, _COLUMNS), data).astype(np.float64)
-    codes, scales = codes_and_scales(layout, (_ROWS, _COLUMNS), data)
     for tokens in _TOKENS:
         x = random.standard_normal((tokens, _COLUMNS), np.float32)
         x[:, ::29] *= 60  # as activations are
         out = np.full((tokens, _ROWS), np.nan, np.float32)
-        kernels.linear_quantised(level, 1, x, codes, scales, out)
+        kernels.linear_quantised(level, 1, x, np.frombuffer(data, np.uint8), layout, out)
         if not _is_close(out, _product(x, weight), _QUANTISED_TOLERANCE):
             return False
     return True
@@ -112,10 +112,15 @@ def _multiplies_codes(kernels: Any, level: str, layout: str) -> bool:
 def _codes(layout: str, random: np.random.Generator) -> Quantised:
     """Every code that may come, the lowest one too, which quantising here never makes; scales of both signs."""
     coding = coding_of(layout, _COLUMNS)
-    lowest, highest = (-8, 7) if isinstance(coding, Int4) else (-127, 127)
+    lowest, highest = (-8, 7) if coding.form.bits == 4 else (-128, 127)
     codes = random.integers(lowest, highest, (_ROWS, _COLUMNS), np.int8, endpoint=True)
-    scales = random.standard_normal((_ROWS, coding.groups), np.float32)
-    return Quantised(codes, scales.astype(coding.scale_type))
+    scales = [
+        random.integers(-60, 60, (_ROWS, part.count), np.int8)
+        if part.dtype.kind == "i"
+        else random.standard_normal((_ROWS, part.count), np.float32).astype(part.dtype)
+        for part in coding.parts
+    ]
+    return Quantised(codes, tuple(scales))
 
 
 def _attends(kernels: Any, level: str, stored: str) -> bool:

@@ -10,10 +10,11 @@ partition.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from dovetail.errors import UnsupportedModel
-from dovetail.layouts import CELLS, packed_bytes
+from dovetail.layouts import CELLS, GGUF, coding_of, packed_bytes
 from dovetail.modelspec import ModelSpec
 from dovetail.store.assemble import cut_axis
 from dovetail.store.format import ALIGNMENT, MAX_PARTITIONS, PAGE_BYTES, Axis, TensorEntry
@@ -21,11 +22,22 @@ from dovetail.store.format import ALIGNMENT, MAX_PARTITIONS, PAGE_BYTES, Axis, T
 
 class Cut(NamedTuple):
     axis: Axis
-    sections: tuple[int, ...] = ()  # rows of the whole, cut one by one
+    sections: tuple[int, ...] = ()  # rows of the whole, cut one by one; of "pieces" those of each
+
+
+class Kept(NamedTuple):
+    """How a tensor, or a piece of it, is kept."""
+
+    rows: int  # of all matrices of a stack
+    dtype: str
+    layout: str
+
+
+Coded = Callable[[str], tuple[tuple[int, str], ...]]  # of a tensor's parts: rows, and the layout that keeps their codes
 
 
 class Tensor(NamedTuple):
-    """One canonical tensor and its share of each partition."""
+    """One canonical tensor and its share of each partition, or its pieces, which have layouts of their own."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +50,10 @@ class Arrangement(NamedTuple):
     sizes: tuple[int, ...]  # of the partitions
 
 
-def arrange(spec: ModelSpec, dtype: str, layout: str = "plain", ranks: int = 1) -> Arrangement:
+def arrange(
+    spec: ModelSpec, dtype: str, layout: str = "plain", ranks: int = 1, coded: Coded | None = None
+) -> Arrangement:
+    """`coded`: of the source, for the layout "gguf"."""
     _check_ranks(spec, ranks)
     ends, tensors, group = [0] * ranks, [], ""
     for name, shape in spec.tensors():
@@ -46,7 +61,12 @@ def arrange(spec: ModelSpec, dtype: str, layout: str = "plain", ranks: int = 1) 
         step = ALIGNMENT if here == group else PAGE_BYTES  # a layer can be read by itself
         group = here
         cut = cut_of(spec, name) if ranks > 1 else Cut("")
-        kind, packing = _kept_as(spec, name, dtype, layout)
+        pieces = _pieces(spec, name, shape, dtype, layout, ranks, coded)
+        if len(pieces) > 1:
+            tensors.append(_in_pieces(name, shape, pieces, _up(ends[0], step)))
+            ends[0] = tensors[-1].shares[-1].offset + tensors[-1].shares[-1].size
+            continue
+        _, kind, packing = pieces[0]
         shares = []
         for rank in range(ranks):
             share, sections = _share(cut, shape, rank, ranks)
@@ -108,6 +128,44 @@ def _kept_as(spec: ModelSpec, name: str, dtype: str, layout: str) -> tuple[str, 
     if layout == "plain":
         return dtype, "plain"
     return ("bf16", layout) if layout == "amx-bf16" else (dtype, CELLS[layout])
+
+
+def _pieces(
+    spec: ModelSpec, name: str, shape: tuple[int, ...], dtype: str, layout: str, ranks: int, coded: Coded | None
+) -> list[Kept]:
+    """One, but where the parts of a fused matrix come in blocks of several types."""
+    rows = math.prod(shape[:-1])
+    if layout != GGUF:
+        return [Kept(rows, *_kept_as(spec, name, dtype, layout))]
+    assert coded is not None, "what is kept as GGUF's blocks has some"
+    if not (is_packed(name) or name in ("embed.weight", "lm_head.weight")):
+        return [Kept(rows, *_kept_as(spec, name, dtype, "plain"))]
+    parts = coded(name)
+    layouts = {part for _, part in parts}
+    if layouts == {"plain"}:
+        return [Kept(rows, dtype, "plain")]
+    if len(layouts) == 1 and _can_be_cut(spec, name, shape, parts[0][1], ranks):
+        return [Kept(rows, dtype, parts[0][1] or CELLS["int8"])]
+    if ranks > 1:
+        return [Kept(rows, dtype, CELLS["int8"])]
+    return [Kept(own, dtype, CELLS["int8"] if part in ("plain", "") else part) for own, part in parts]
+
+
+def _in_pieces(name: str, shape: tuple[int, ...], pieces: list[Kept], offset: int) -> Tensor:
+    entries: list[TensorEntry] = []
+    for piece in pieces:
+        own = (piece.rows, shape[-1])
+        size = packed_bytes(piece.layout, piece.dtype, own)
+        entries.append(TensorEntry(name, 0, offset, size, piece.dtype, own, piece.layout, "pieces"))
+        offset = _up(offset + size, ALIGNMENT)
+    return Tensor(name, shape, Cut("pieces", tuple(piece.rows for piece in pieces)), tuple(entries))
+
+
+def _can_be_cut(spec: ModelSpec, name: str, shape: tuple[int, ...], layout: str, ranks: int) -> bool:
+    """Whether every rank's columns are whole groups."""
+    if ranks == 1 or layout == "" or cut_of(spec, name).axis != "columns":
+        return True
+    return bounds(shape[-1], 0, ranks)[1] % coding_of(layout, shape[-1]).unit == 0
 
 
 def is_packed(name: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dovetail.errors import CheckpointError, ModelNotFound, SourceError, UnsupportedModel
-from dovetail.layouts import CELLS, LAYOUTS
+from dovetail.layouts import LAYOUTS, OUTDATED
 from dovetail.machine import default_root
 from dovetail.store.adapters import StoredAdapter
 from dovetail.store.checkpoints import read_any_card
@@ -110,8 +110,8 @@ class Catalogue:
     ) -> Entry:
         """Fetch and convert, unless exactly this is already here (and its files, where local, have not changed).
 
-        `dtype` "auto" is `machine.kept_dtype`; an adapter keeps its own. `layout` "auto" is int4 for weights that it
-        holds to the bit (GGUF's q4_0), int8 for others of 8 bits or fewer, else plain. `ranks` is the number of devices
+        `dtype` "auto" is `machine.kept_dtype`; an adapter keeps its own. `layout` "auto" is "gguf" for what comes
+        quantised (every matrix in the blocks that it comes in), else plain. `ranks` is the number of devices
         that the weights are cut for.
         """
         if dtype not in ("auto", *DTYPES):
@@ -167,8 +167,8 @@ class Catalogue:
 
 
 def _has_form(entry: Entry, pull: Pull) -> bool:
-    if entry.manifest is not None and any(tensor.layout in CELLS for tensor in entry.manifest.tensors):
-        return False  # quantised by an earlier release, in an order that must be copied at every start
+    if entry.manifest is not None and any(tensor.layout in OUTDATED for tensor in entry.manifest.tensors):
+        return False  # quantised by an earlier release, in an order that must be copied, or with one scale per row
     if entry.card is not None:
         return pull.form.allows(Form(entry.card.dtype, entry.card.layout, entry.card.partitions))
     assert entry.manifest is not None

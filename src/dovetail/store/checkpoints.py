@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -28,6 +28,14 @@ class ModelFiles(Checkpoint, Protocol):
 
     def release(self) -> None:
         """Lets go of pages that were read; they come back when touched."""
+
+
+@runtime_checkable
+class CodedFiles(Protocol):
+    """Weights of which some come quantised, in blocks that can be kept."""
+
+    def coded(self, name: str) -> tuple[tuple[int, str], ...]:
+        """Of each part of a matrix its rows and the layout that keeps it to the bit; "" if there is none."""
 
 
 def open_checkpoint(path: str | Path) -> ModelFiles:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from dovetail.codings import CODINGS, FORMS, Quantised
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
-from dovetail.layouts import CELLS, NUMPY, Packer, Quantised, coding_of, packer, unpack, unpack_codes
+from dovetail.layouts import BY_ROWS, NUMPY, Packer, coding_of, packer, unpack, unpack_codes
 from dovetail.node.ports import HostTensor
 from dovetail.store.arrange import Arrangement, Cut, Tensor, bounds
 from dovetail.store.files import write_file
@@ -127,7 +128,7 @@ class Conversion:
 
 def write_tensor(source: Source, tensor: Tensor, writers: list[PartitionWriter]) -> Iterator[None]:
     """Yields after every slab."""
-    sinks = [_Sink(share, writers[share.partition]) for share in tensor.shares]
+    sinks = _Sinks(tensor, writers)
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     wanted = math.prod(tensor.shape) // columns
     row = 0
@@ -135,14 +136,13 @@ def write_tensor(source: Source, tensor: Tensor, writers: list[PartitionWriter])
         for slab in _slabs(piece, columns):
             if row + len(slab.rows) > wanted:
                 raise DamagedCheckpoint(f"{tensor.name}: more rows than shape {list(tensor.shape)} has")
-            for rank, own in _routed(tensor.cut, (len(slab.rows), columns), row, len(sinks)):
-                sinks[rank].take(slab, own)
+            for rank, own in _routed(tensor.cut, (len(slab.rows), columns), row, len(tensor.shares)):
+                sinks.of(rank).take(slab, own)
             row += len(slab.rows)
             yield
     if row != wanted:
         raise DamagedCheckpoint(f"{tensor.name}: {row} rows, shape {list(tensor.shape)} has {wanted}")
-    for sink in sinks:
-        sink.finish()
+    sinks.finish()
     yield
 
 
@@ -151,7 +151,7 @@ class _Slab(NamedTuple):
     rows: Array  # [rows, columns]; bfloat16 as bits; codes, padded as their layout pads them
     columns: int
     layout: str = "plain"
-    scales: Array | None = None  # of codes
+    scales: tuple[Array, ...] | None = None  # of codes
 
 
 class _Share(NamedTuple):
@@ -161,8 +161,8 @@ class _Share(NamedTuple):
 
 def _slabs(piece: HostTensor, columns: int) -> Iterator[_Slab]:
     dtype, layout, scales = piece.dtype, "plain", None
-    if piece.layout in (*CELLS, *CELLS.values()):
-        layout = CELLS.get(piece.layout, piece.layout)
+    if piece.layout in (*BY_ROWS, *CODINGS):
+        layout = BY_ROWS.get(piece.layout, piece.layout)
         values, scales = unpack_codes(piece.layout, (math.prod(piece.shape) // columns, columns), piece.data)
     elif piece.layout != "plain":
         values, dtype = unpack(piece.layout, piece.dtype, piece.shape, piece.data).reshape(-1, columns), "f32"
@@ -171,7 +171,8 @@ def _slabs(piece: HostTensor, columns: int) -> Iterator[_Slab]:
     step = max(1, SLAB_BYTES // (4 * columns))
     for start in range(0, len(values), step):
         own = slice(start, start + step)
-        yield _Slab(dtype, values[own], columns, layout, None if scales is None else scales[own])
+        some = None if scales is None else tuple(part[own] for part in scales)
+        yield _Slab(dtype, values[own], columns, layout, some)
 
 
 def _routed(cut: Cut, shape: tuple[int, int], first: int, ranks: int) -> Iterator[tuple[int, _Share]]:
@@ -182,6 +183,13 @@ def _routed(cut: Cut, shape: tuple[int, int], first: int, ranks: int) -> Iterato
     elif cut.axis == "columns":
         for rank in range(ranks):
             yield rank, every._replace(columns=slice(*bounds(shape[1], rank, ranks)))
+    elif cut.axis == "pieces":
+        begin = 0
+        for number, size in enumerate(cut.sections):
+            start, stop = max(0, begin - first), min(begin + size - first, shape[0])
+            if start < stop:
+                yield number, every._replace(rows=slice(start, stop))
+            begin += size
     else:
         begin = 0
         for size in cut.sections:
@@ -190,6 +198,32 @@ def _routed(cut: Cut, shape: tuple[int, int], first: int, ranks: int) -> Iterato
                 if start < min(stop, shape[0]):
                     yield rank, every._replace(rows=slice(start, min(stop, shape[0])))
             begin += size
+
+
+class _Sinks:
+    """The shares of a tensor on their way; pieces one after the other, since they lie in one partition."""
+
+    def __init__(self, tensor: Tensor, writers: list[PartitionWriter]) -> None:
+        self._shares, self._writers = tensor.shares, writers
+        self._in_turn = tensor.cut.axis == "pieces"
+        self._open: dict[int, _Sink] = {}
+        if not self._in_turn:
+            self._open = {number: self._make(number) for number in range(len(self._shares))}
+
+    def of(self, number: int) -> _Sink:
+        if number not in self._open:
+            self.finish()
+            self._open = {number: self._make(number)}
+        return self._open[number]
+
+    def finish(self) -> None:
+        for sink in self._open.values():
+            sink.finish()
+        self._open = {}
+
+    def _make(self, number: int) -> _Sink:
+        share = self._shares[number]
+        return _Sink(share, self._writers[share.partition])
 
 
 class _Sink:
@@ -214,10 +248,11 @@ class _Sink:
 
     def _take_codes(self, slab: _Slab, codes: Quantised, own: _Share) -> None:
         coding = coding_of(slab.layout, slab.columns)
-        part = coding.part(codes, own.rows, own.columns) if slab.layout == self._share.layout else None
+        is_same = coding.form == FORMS.get(self._share.layout)
+        part = coding.part(codes, own.rows, own.columns) if is_same else None
         if part is not None:
             return self._write(self._packer.coded_rows(part))
-        values = coding.dequantise(codes.codes[own.rows], codes.scales[own.rows])
+        values = coding.dequantise(codes.rows(own.rows))
         self._write(self._packer.rows(np.ascontiguousarray(values[:, own.columns])))
 
     def _write(self, packed: Iterator[Array]) -> None:

@@ -52,7 +52,7 @@ _DIGEST = re.compile(r"^[0-9a-f]{64}$")
 _NO_CHECKSUM = "0" * 64
 _MAX_MANIFEST_BYTES = 256 * 2**20
 
-Axis = Literal["", "rows", "columns"]
+Axis = Literal["", "rows", "columns", "pieces"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
@@ -75,7 +75,9 @@ class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: str  # what it unpacks to
     shape: tuple[Count, ...]  # of this share
     layout: str = "plain"  # see `dovetail.layouts`
-    axis: Axis = ""  # how the whole was cut over the partitions; "" = each has all of it
+    # How the whole was cut over the partitions; "" = each has all of it. "pieces": rows of the one partition that there
+    # is, in layouts of their own, in order.
+    axis: Axis = ""
     sections: tuple[Count, ...] = ()  # with "rows": row counts, in this share, of parts that were cut one by one
 
 
@@ -141,13 +143,17 @@ class StoredTensors:
 
     def share(self, name: str, partition: int) -> HostTensor:
         """What one partition holds of a tensor, in the layout that it is stored in; no copy."""
-        entry = next(entry for entry in self._entries[name] if entry.partition == partition)
-        view = self._buffers[partition][entry.offset : entry.offset + entry.size]
+        return self._view(next(entry for entry in self._entries[name] if entry.partition == partition))
+
+    def _view(self, entry: TensorEntry) -> HostTensor:
+        view = self._buffers[entry.partition][entry.offset : entry.offset + entry.size]
         return HostTensor(entry.dtype, entry.shape, view, entry.layout)
 
     def pieces(self, name: str) -> Sequence[HostTensor]:
         """The whole tensor; a copy only where ranks hold columns of it, or packed parts."""
         entries = self._entries[name]
+        if entries[0].axis == "pieces":
+            return [self._view(entry) for entry in entries]
         if entries[0].axis == "":
             return [self.share(name, entries[0].partition)]
         return joined(entries, [self.share(name, entry.partition) for entry in entries])
@@ -175,6 +181,10 @@ class StoredModel(StoredTensors):
     @property
     def dtype(self) -> str:
         return self.manifest.dtype if self.manifest.layout in ("plain", "amx-bf16") else self.manifest.layout
+
+    def coded(self, name: str) -> tuple[tuple[int, str], ...]:
+        """Rows and layout of what `pieces` gives."""
+        return tuple((math.prod(piece.shape[:-1]), piece.layout) for piece in self.pieces(name))
 
     @property
     def in_place(self) -> bool:
@@ -354,7 +364,7 @@ def _check_overlaps(entries: list[TensorEntry], origin: str) -> None:
     for before, after in itertools.pairwise(ordered):
         if before.offset + before.size > after.offset:
             raise DamagedCheckpoint(f"{origin}: {before.name} and {after.name} overlap in partition {after.partition}")
-    names = [entry.name for entry in entries]
+    names = [entry.name for entry in entries if entry.axis != "pieces"]
     if len(set(names)) != len(names):
         raise DamagedCheckpoint(f"{origin}: a tensor is twice in partition {entries[0].partition}")
 
@@ -373,6 +383,9 @@ def _check_against_spec(manifest: Manifest, spec: ModelSpec, origin: str) -> Non
     for name, shape in wanted.items():
         if name not in shares:
             raise DamagedCheckpoint(f"{origin}: tensor {name} is missing")
+        if shares[name][0].axis == "pieces":
+            _check_pieces(shares[name], shape, f"{origin}: {name}")
+            continue
         if [entry.partition for entry in shares[name]] != list(range(len(manifest.partitions))):
             raise DamagedCheckpoint(f"{origin}: {name} is not in every partition once, in order")
         found = joined_shape(shares[name])
@@ -382,6 +395,14 @@ def _check_against_spec(manifest: Manifest, spec: ModelSpec, origin: str) -> Non
     extra = next((name for name in shares if name not in wanted), None)
     if extra is not None:
         raise DamagedCheckpoint(f"{origin}: tensor {extra!r} is none of this model's")
+
+
+def _check_pieces(pieces: list[TensorEntry], shape: tuple[int, ...], origin: str) -> None:
+    if any(piece.axis != "pieces" or piece.partition or piece.shape[1:] != shape[-1:] for piece in pieces):
+        raise DamagedCheckpoint(f"{origin}: pieces that do not fit together")
+    rows, wanted = sum(piece.shape[0] for piece in pieces), math.prod(shape[:-1])
+    if rows != wanted:
+        raise DamagedCheckpoint(f"{origin}: pieces of {rows} rows, the spec asks for {wanted}")
 
 
 def _files_of(folder: Path, manifest: Manifest) -> list[tuple[Path, Partition]]:

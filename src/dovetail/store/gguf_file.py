@@ -7,6 +7,7 @@ large model needs little memory.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -17,14 +18,15 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from dovetail.codings import Quantised
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
-from dovetail.layouts import int4_rows
+from dovetail.layouts import GGUF, pack_codes
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.store.arrange import is_packed
 from dovetail.store.arrays import from_array
 from dovetail.store.format import release_pages
-from dovetail.store.gguf_codes import INT4_KINDS, int4_codes
+from dovetail.store.gguf_codes import layout_of, read_blocks
 from dovetail.store.gguf_config import GgufModel, spec_from_metadata
 from dovetail.store.gguf_names import Part, gguf_parts
 from dovetail.store.gguf_tokenizer import Vocabulary, build_tokenizer, token_fields
@@ -79,14 +81,21 @@ class GgufFile:
 
     @cached_property
     def dtype(self) -> str:
-        """Storage type of the matrices, in GGUF's words where quantised; int4 where all of the layers' are kept as that
-        without loss."""
+        """Storage type of the matrices; "gguf" where some of the layers' are quantised."""
         packed = [name for name in self._parts if is_packed(name)]
         kinds = {self._tensors[part.tensor].tensor_type for name in packed for part in self._parts[name]}
-        if kinds <= INT4_KINDS:
-            return "int4"
-        kind = self._tensors["blk.0.attn_output.weight"].tensor_type
-        return _IN_PLACE.get(kind, kind.name.lower())
+        if not kinds <= _IN_PLACE.keys():
+            return GGUF
+        return _IN_PLACE[self._tensors["blk.0.attn_output.weight"].tensor_type]
+
+    def coded(self, name: str) -> tuple[tuple[int, str], ...]:
+        """Rows of each part of a matrix, and the layout that keeps its blocks to the bit; "plain" of floats, "" of a
+        type that none keeps."""
+        return tuple(
+            (math.prod(part.piece_shape[:-1]), "plain" if kind in _IN_PLACE else layout_of(kind) or "")
+            for part in self._parts[name]
+            for kind in (self._tensors[part.tensor].tensor_type,)
+        )
 
     def _model(self) -> GgufModel:
         embedding = self._tensors.get("token_embd.weight")
@@ -143,11 +152,13 @@ class _Slab(NamedTuple):
 
     def load(self) -> HostTensor:
         dtype = _IN_PLACE.get(self.tensor.tensor_type)
-        if self.tensor.tensor_type in INT4_KINDS:
-            codes, scales = int4_codes(self.data, self.tensor.tensor_type)
+        if (layout := layout_of(self.tensor.tensor_type)) is not None and len(self.shape) == 2:
+            codes, scales = read_blocks(self.data.reshape(-1, self.data.shape[-1]), self.tensor.tensor_type)
             if self.heads:
-                codes, scales = _unpermute(codes, self.heads), _unpermute(scales, self.heads)
-            return HostTensor("f32", self.shape, memoryview(int4_rows(codes, scales)), "int4")
+                codes, scales = _unpermute(codes, self.heads), tuple(_unpermute(part, self.heads) for part in scales)
+            return HostTensor(
+                "f32", self.shape, memoryview(pack_codes(layout, self.shape, Quantised(codes, scales))), layout
+            )
         if self.heads:
             return from_array(_unpermute(_dequantize(self.data, self.tensor).reshape(self.shape), self.heads))
         if dtype is not None:

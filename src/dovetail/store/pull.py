@@ -10,11 +10,11 @@ from typing import NamedTuple
 import msgspec
 
 from dovetail.errors import CheckpointError, UnsupportedModel
-from dovetail.layouts import NUMPY
+from dovetail.layouts import GGUF, LAYOUTS, NUMPY
 from dovetail.machine import kept_dtype, preferred_dtype
 from dovetail.store.adapters import PeftFolder, is_adapter_folder
 from dovetail.store.arrange import Arrangement, arrange
-from dovetail.store.checkpoints import ModelFiles, open_checkpoint
+from dovetail.store.checkpoints import CodedFiles, ModelFiles, open_checkpoint
 from dovetail.store.convert import JOURNAL_BYTES, Conversion, Source
 from dovetail.store.files import check_room
 from dovetail.store.format import FORMAT, TEMPLATE, TOKENIZER, VERSION, Manifest, Partition
@@ -26,7 +26,7 @@ Written = list[tuple[Path, Partition]]
 
 
 AUTO = "auto"
-AUTO_LAYOUTS = ("plain", "int8", "int4")  # what it can mean
+AUTO_LAYOUTS = ("plain", GGUF, "int8")  # what it can mean
 
 
 class Form(NamedTuple):
@@ -41,14 +41,13 @@ class Form(NamedTuple):
         return self.layout in (AUTO, "plain") and self.ranks == 1
 
     def settled(self, source: ModelFiles) -> Form:
-        """With `auto` decided: weights that come with 8 bits or fewer lose next to nothing in 8, and four times as many
-        models fit; those that int4 holds to the bit stay so."""
+        """With `auto` decided: floats stay floats, GGUF's blocks stay as they are, and so does what a store keeps."""
         form = self._replace(dtype=kept_dtype(source.dtype)) if self.dtype == AUTO else self
         if form.layout != AUTO:
             return form
         if source.dtype in NUMPY:
             return form._replace(layout="plain")
-        return form._replace(layout=source.dtype if source.dtype in AUTO_LAYOUTS else "int8")
+        return form._replace(layout=source.dtype if source.dtype in LAYOUTS else "int8")
 
     def allows(self, other: Form) -> bool:
         """Whether `other`, which is settled, may be what this one comes to. What `auto` makes of a source is known once
@@ -105,7 +104,10 @@ class Pull(NamedTuple):
         checkpoint = open_checkpoint(path)
         try:
             form = self.form.settled(checkpoint)
-            arrangement = arrange(checkpoint.spec, *form)
+            coded = checkpoint.coded if isinstance(checkpoint, CodedFiles) else None
+            if form.layout == GGUF and coded is None:
+                raise UnsupportedModel(f"{path}: has no GGUF blocks that could be kept as they are (--layout gguf)")
+            arrangement = arrange(checkpoint.spec, *form, coded)
             files = _texts(checkpoint)  # what is wrong with them should be known before an hour of work
             written = self._write(checkpoint, arrangement, path, form)
             tokens = msgspec.structs.replace(checkpoint.tokenizer()[0], chat_template=None)

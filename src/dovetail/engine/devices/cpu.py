@@ -13,14 +13,14 @@ from dovetail.engine.devices import Peaks
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig, serves_as_stored
 from dovetail.engine.native_model import can_run
-from dovetail.layouts import shape_of_codes
+from dovetail.layouts import CELLS, GGUF, packed_bytes
 from dovetail.machine import memory_bytes, read_cpu, slug
 from dovetail.native import select
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
 
 MEMORY_SHARE = 0.75  # of the machine
-QUANTISED = ("int8", "int4")
+QUANTISED = ("int8", "int4", GGUF)
 EFFICIENCY, FLOOR_S, LAYER_S = 0.6, 0.002, 0.0003
 
 
@@ -63,9 +63,9 @@ def _product(dtype: str, kept: str, tokens: int, size: int) -> Callable[[], obje
     if kept in QUANTISED:
         assert ops.kernels is not None, "codes are multiplied by the kernels alone"
         rows, out = torch.rand(tokens, size), torch.empty(tokens, size)
-        in_cells = shape_of_codes("int8-cells", (size, size))
-        codes, scales = torch.randint(-127, 128, in_cells, dtype=torch.int8), torch.rand(size)
-        return partial(ops.kernels.linear_quantised, ops.level, threads, rows, codes, scales, out)
+        layout = CELLS["int8"]
+        data = np.full(packed_bytes(layout, "f32", (size, size)), 0x25, np.uint8)  # codes of 37, scales of 0.02
+        return partial(ops.kernels.linear_quantised, ops.level, threads, rows, data, layout, out)
     if ops.kernels is not None and can_run(TORCH_DTYPES[dtype]):
         rows, matrix, out = torch.rand(tokens, size), torch.rand(size, size), torch.empty(tokens, size)
         kind = matrix.to(TORCH_DTYPES[dtype])
