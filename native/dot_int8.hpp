@@ -19,6 +19,12 @@ template <int kQuad, int V, int T, Form kForm>
         for (int t = 0; t < T; ++t) sums[v][t] = dot<kQuad>(sums[v][t], w, x[t]);
         if constexpr (kBiased) surplus[v] = add_bias(surplus[v], w);
     }
+#if defined(__aarch64__)
+    if constexpr (V * T == 8) {  // GCC would put products of one sum side by side, where each waits for the one before
+        Ints* s = &sums[0][0];
+        asm("" : "+w"(s[0]), "+w"(s[1]), "+w"(s[2]), "+w"(s[3]), "+w"(s[4]), "+w"(s[5]), "+w"(s[6]), "+w"(s[7]));
+    }
+#endif
 }
 
 // Sixteen columns, whose cells are the four from `cells` on

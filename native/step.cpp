@@ -81,11 +81,14 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     const bool updates = shape_.num_experts > 0 || std::ranges::any_of(model_.layers, norms_update);
     update_ = carver.take<float>(updates ? tokens * shape_.hidden_size : 0);
     angles_ = carver.take<float>(tokens * shape_.head_dim);
-    angles_local_ = carver.take<float>(tokens * shape_.head_dim);
+    angles_local_ = carver.take<float>(model_.rope_local.frequencies.empty() ? 0 : tokens * shape_.head_dim);
     int64_t prepared = kernels_.prepared_bytes(slots, widest, shape_.precision);
     for (const Precision precision : {Precision::int8, Precision::grouped})
         prepared = std::max(prepared, kernels_.prepared_bytes(slots, widest, precision));
-    prepared_ = carver.take<char>(prepared);
+    // Parts of attention are put together before anything is prepared for the product after it.
+    const int64_t parts = num_parts_ * shape_.head_dim * static_cast<int64_t>(sizeof(float));
+    prepared_ = carver.take<char>(std::max(prepared, parts));
+    sums_ = static_cast<float*>(prepared_);
     if (shape_.num_experts > 0) {
         scores_ = carver.take<float>(tokens * shape_.num_experts);
         shares_ = carver.take<float>(tokens * shape_.experts_per_token);
@@ -93,7 +96,6 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     }
     largest_ = carver.take<float>(num_parts_);
     total_ = carver.take<float>(num_parts_);
-    sums_ = carver.take<float>(num_parts_ * shape_.head_dim);
     scratch_ = carver.take<float>(scratch_floats_ * model_.team_->size());
     *bytes = carver.used();
 }

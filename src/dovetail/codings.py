@@ -1,8 +1,8 @@
 """Codes and scales of quantised weights, on numpy alone: what numbers they stand for, and how they are cut and packed.
 
-value = scale · code, or scale · (code + offset) + minimum. A scale is that of a row, or of a row and a group of columns.
-Names say how: bits of a code, `g` for scales in one float16 or `k` for GGUF's K types, whose scales are a float16 of
-256 columns times an int8 of the group, then the columns of a group, and `min` where groups have a minimum:
+value = scale · code, or scale · (code + offset) + minimum. A scale is that of a row, or of a row and a group of its
+columns. Names say how: bits of a code, `g` for scales in one float16 or `k` for GGUF's K types, whose scales are a
+float16 of 256 columns times an int8 of the group, then the columns of a group, and `min` where groups have a minimum:
 
     int8-g32      q8_0, q5_0, iq4_nl; what we quantise to 8 bits ourselves
     int8-g32-min  q5_1

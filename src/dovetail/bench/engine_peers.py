@@ -67,6 +67,7 @@ class Contender(msgspec.Struct, frozen=True):
     options: Mapping[str, str] = {}  # given to the engine as they are
     held: float = 1.0  # memory that it takes, in sizes of the file that it is given
     held_gib: float = 1.0  # and besides
+    scores: bool = False  # tells its logits of a whole text
 
 
 def label(precision: str) -> str:
@@ -88,6 +89,7 @@ def contenders() -> dict[str, Contender]:
             {"16": kept_dtype("bf16"), "8": "int8", "4": "int4"},
             ours,
             "scheduler and executor as in a worker, 512 tokens a turn, best level of kernels",
+            scores=True,
         ),
         Contender(
             LLAMA,
@@ -95,6 +97,7 @@ def contenders() -> dict[str, Contender]:
             {"16": half} | quantised,
             _llama,
             "built for this CPU, C interface, batch 2048, micro-batch 512, flash attention auto, repacked weights",
+            scores=True,
         ),
         Contender(
             "transformers",

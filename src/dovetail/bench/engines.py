@@ -27,6 +27,7 @@ from dovetail.bench.engine_peers import (
     label,
     start,
 )
+from dovetail.bench.engine_scores import Score, Scorer
 from dovetail.bench.peers import PeerFailed, PeerProcess, PeerUnavailable
 from dovetail.bench.roofline_figures import Roofline, least_seconds
 from dovetail.bench.store_suite import Watch
@@ -53,6 +54,7 @@ class Plan(msgspec.Struct, frozen=True):
     setting: Setting
     roofline_scale: float = 1.0  # less than 1: to try the bench itself
     minutes: float = 0.0  # after which cells are left out; 0 = no end
+    score_tokens: int = 0  # of the text that predictions are compared on; 0 = they are not
 
     @property
     def longest(self) -> int:
@@ -81,6 +83,7 @@ class Entry(msgspec.Struct, frozen=True):
     about: str  # versions and settings, as it told them
     amx: str  # the evidence that it was in use, or why there is none
     agreement: float | None = None  # of first tokens with ours; None = none was compared
+    score: Score | None = None  # against float32 weights; None = it was not asked for, or cannot be
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -117,6 +120,7 @@ class Contest:
         self._end_s = time.monotonic() + 60 * plan.minutes if plan.minutes else float("inf")
         self._probed: dict[tuple[str, str], str] = {}
         self._tokens: dict[str, dict[int, int]] = {}  # engine -> first token by salt
+        self._scorers: dict[str, Scorer] = {}
         self.report = Report(self._cpu.model, self._cpu.cores, plan.setting.threads)
 
     def run(self, keep: Keep) -> Report:
@@ -171,7 +175,8 @@ class Contest:
                 self._measure_cell(Cell(model, label(precision), metric), precision, running, entries)
             for name, entry in entries.items():
                 share = agreement(self._tokens.get(name, {}), self._tokens.get(OURS, {}))
-                self.report.entries.append(msgspec.structs.replace(entry, agreement=share))
+                score = self._score(name, model, running) if name in running else None
+                self.report.entries.append(msgspec.structs.replace(entry, agreement=share, score=score))
 
     def _start(self, name: str, model: str, precision: str, running: dict[str, PeerProcess], stack: ExitStack) -> Entry:
         command = self._command(name, model, precision)
@@ -183,6 +188,20 @@ class Contest:
         answer = process.ask(command)
         weights = self._known[name].weights[precision]
         return Entry(name, model, label(precision), weights, answer["weight_bytes"], answer["about"], amx)
+
+    def _score(self, name: str, model: str, running: Mapping[str, PeerProcess]) -> Score | None:
+        if not (self._plan.score_tokens and self._known[name].scores):
+            return None
+        self._watch.say(f"{model}: predictions of {name}")
+        try:
+            if model not in self._scorers:
+                scorer = Scorer(self._models, model, self._plan.score_tokens, self._plan.logs)
+                scorer.reference_by(start(OURS, self._programs[OURS], self._log("reference")))
+                self._scorers = {model: scorer}  # a reference is some 200 MB
+            return self._scorers[model].score(running[name])
+        except PeerFailed as error:
+            self._fail(name, f"{model}, predictions", error)
+            return None
 
     def _check_memory(self, name: str, path: Path) -> None:
         """A machine without memory measures nothing, and may end whoever asks."""

