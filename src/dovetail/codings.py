@@ -32,7 +32,6 @@ GROUP = 32  # to a multiple of which columns are padded
 NEST = 256  # columns that share the float16 part of a nested scale
 ROW_COLUMNS = 64  # to a multiple of which those of int8-cells are padded
 _HALF, _BYTE, _FLOAT = np.dtype("<f2"), np.dtype("i1"), np.dtype("<f4")
-_TRIED = np.linspace(-8.5, -7.0, 16)  # codes that the largest number of a group may have, before rounding
 
 
 class Form(NamedTuple):
@@ -176,44 +175,28 @@ def _nearest_8(grouped: Float32) -> tuple[Codes, Array]:
     """Symmetric. The scale is rounded to float16 before the codes are chosen, so that these are the nearest under the
     scale that is stored; a group of zeros has scale 0."""
     scales = _halves(np.abs(grouped).max(axis=2, initial=0.0) / 127)
-    return _nearest(grouped, scales, -127, 127), scales
-
-
-def _nearest_4(grouped: Float32) -> tuple[Codes, Array]:
-    """Of several scales that put the largest number at or near the code -8, the one with the smallest squared error:
-    rounding to 4 bits is what a model loses most by."""
-    at = np.abs(np.nan_to_num(grouped)).argmax(axis=2)[:, :, None]
-    largest = np.take_along_axis(grouped, at, axis=2)[:, :, 0]
-    scales = _halves(largest / _TRIED[0])
-    codes = _nearest(grouped, scales, -8, 7)
-    error = _squared_error(grouped, codes, scales)
-    for tried in _TRIED[1:]:
-        other = _halves(largest / tried)
-        other_codes = _nearest(grouped, other, -8, 7)
-        other_error = _squared_error(grouped, other_codes, other)
-        better = other_error < error
-        scales, error = np.where(better, other, scales), np.where(better, other_error, error)
-        codes = np.where(better[:, :, None], other_codes, codes)
+    wide = scales.astype(np.float32)[:, :, None]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = np.where(wide != 0, grouped / wide, 0.0)
+    codes: Codes = np.rint(np.clip(np.nan_to_num(ratio, nan=0.0), -127, 127)).astype(np.int8)
     return codes, scales
 
 
-def _squared_error(grouped: Float32, codes: Codes, scales: Array) -> Float32:
-    with np.errstate(over="ignore", invalid="ignore"):
-        error: Float32 = np.square(grouped - codes * scales.astype(np.float32)[:, :, None]).sum(axis=2)
-    return error
+def _nearest_4(grouped: Float32) -> tuple[Codes, Array]:
+    """As llama.cpp makes q4_0: the largest number has code -8, ties go up. A scale of the smallest squared error was no
+    better (docs/kernels.md)."""
+    at = np.abs(np.nan_to_num(grouped)).argmax(axis=2)[:, :, None]
+    scales = np.take_along_axis(grouped, at, axis=2)[:, :, 0] / np.float32(-8)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inverse = np.where(scales != 0, np.float32(1) / scales, np.float32(0))[:, :, None]
+        shifted = np.nan_to_num(grouped * inverse) + np.float32(8.5)
+    codes: Codes = (np.clip(np.trunc(shifted), 0, 15) - 8).astype(np.int8)
+    return codes, _halves(scales)
 
 
 def _halves(values: Array) -> Array:
     most = np.finfo(np.float16).max
     return np.clip(values, -most, most).astype(_HALF)
-
-
-def _nearest(grouped: Float32, scales: Array, lowest: int, highest: int) -> Codes:
-    wide = scales.astype(np.float32)[:, :, None]
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratio = np.where(wide != 0, grouped / wide, 0.0)
-    codes: Codes = np.rint(np.clip(np.nan_to_num(ratio, nan=0.0), lowest, highest)).astype(np.int8)
-    return codes
 
 
 def _up(size: int, multiple: int) -> int:
