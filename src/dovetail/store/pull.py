@@ -26,7 +26,7 @@ Written = list[tuple[Path, Partition]]
 
 
 AUTO = "auto"
-AUTO_LAYOUTS = ("plain", GGUF, "int8")  # what it can mean
+AUTO_LAYOUTS = ("plain", GGUF, "int8", "int4")  # what it can mean, the last two of a store that has them
 
 
 class Form(NamedTuple):
