@@ -16,6 +16,7 @@ from dovetail.policy.headroom import (
     Refusal,
     SloRule,
     choose_turn,
+    guards_decodes,
     next_token_deadline,
     validate_closed,
 )
@@ -143,6 +144,13 @@ def test_a_long_queue_ends_the_play_all_the_same(waiting: int, seconds: float) -
     queue = prefilling(*[8.0] * waiting, seconds=seconds)
     answer = play([queue], Candidate(8.0, seconds, 0.05, 0.25))
     assert answer is (None if waiting < MAX_TURNS else Refusal.FIRST_TOKEN_LATE)
+
+
+def test_a_prompt_waits_for_running_requests_only_while_both_have_time() -> None:
+    assert guards_decodes(now=0.0, prefill_s=1.0, urgent_s=3.0, running_due_s=0.5)
+    assert not guards_decodes(now=0.0, prefill_s=1.0, urgent_s=3.0, running_due_s=1.5)  # they have time for it
+    assert not guards_decodes(now=0.6, prefill_s=1.0, urgent_s=3.0, running_due_s=0.5)  # they are late already
+    assert not guards_decodes(now=3.0, prefill_s=1.0, urgent_s=3.0, running_due_s=3.5)  # it has no more time itself
 
 
 @dataclass

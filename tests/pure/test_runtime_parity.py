@@ -4,6 +4,7 @@ for byte, in the simulator and in a worker's driver over executors."""
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ def arrivals_of(asked: list[Asked]) -> list[Arrival]:
 
 
 def simulated(asked: list[Asked], *, is_live: bool) -> str:
-    arrivals, knobs, file = arrivals_of(asked), real_knobs("dovetail"), io.StringIO()
+    arrivals, knobs, file = arrivals_of(asked), replace(real_knobs("dovetail"), pause=True), io.StringIO()
     node = Node("node", DeviceKind.CPU, MEMORY, hostings(is_live=is_live), knobs)
     lengths = [one.output_tokens for one in arrivals for _ in one.produced]
     device = Device(node, dict(enumerate(lengths)), FixedDurations())
@@ -127,7 +128,7 @@ class Worker:
             "node",
             DeviceKind.CPU,
             MEMORY,
-            real_knobs("dovetail"),
+            replace(real_knobs("dovetail"), pause=True),
             self,
             self.clock,
             EventLog(self.file, is_detailed=True),

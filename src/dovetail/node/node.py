@@ -27,7 +27,7 @@ from dovetail.node.events import (
 from dovetail.node.instance import Instance, State
 from dovetail.node.residency import Residency
 from dovetail.node.work import Phase, Work
-from dovetail.policy.headroom import INFINITY, Refusal, choose_turn, prefills_first
+from dovetail.policy.headroom import INFINITY, Refusal, choose_turn, guards_decodes
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.memory import OutputMean, granted_tokens, should_shrink
@@ -278,7 +278,8 @@ class Node:
             return first
         latest_s = min(instance.running_due_s, instance.spoke_s + rule.max_silence_s)
         prefill_s = instance.prefill_s(first.known_tokens)
-        return first if prefills_first(now, prefill_s, latest_s, rule.guards_decodes) else None
+        waits = guards_decodes(now, prefill_s, instance.urgent_prefill_s(first), latest_s)
+        return None if waits else first
 
     def _choose(self, now: float) -> Instance | None:
         candidates = self._rested(now) if self._throttle else self._active

@@ -119,10 +119,10 @@ def choose_turn(contenders: Sequence[ContenderT], now: float, slack_s: float | N
     return best
 
 
-def prefills_first(now: float, prefill_s: float, running_due_s: float, guards_decodes: bool) -> bool:
-    """Whether an instance that has both computes a prompt before its running requests get their next tokens: always,
-    or only as long as that makes none of these late."""
-    return not guards_decodes or now + prefill_s <= running_due_s
+def guards_decodes(now: float, prefill_s: float, urgent_s: float, running_due_s: float) -> bool:
+    """Whether a prompt lets the running requests of its model go first: it would make them late, which they are not
+    yet, and has time itself."""
+    return now <= running_due_s < now + prefill_s and now < urgent_s
 
 
 def _drain_key(one: Contender) -> tuple[float, float]:

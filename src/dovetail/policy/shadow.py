@@ -17,8 +17,8 @@ from dovetail.policy.headroom import (
     Prefill,
     Refusal,
     choose_turn,
+    guards_decodes,
     is_overcommitted,
-    prefills_first,
 )
 
 # A bound on what one validation costs. It is reached only where prefills wait by the dozen.
@@ -32,7 +32,7 @@ class TurnRule:
     slack_s: float | None = None  # `choose_turn`
     max_silence_s: float = INFINITY  # within an answer: longer ones count as late
     turn_silence_s: float = INFINITY  # after which a running batch should have its turn
-    guards_decodes: bool = False  # `prefills_first`
+    guards_decodes: bool = False  # a prompt may let running requests of its model go first
 
 
 class _Player:
@@ -100,7 +100,8 @@ class _Player:
         """Whether a turn of it now is a prefill."""
         if self.next == len(self.prefills):
             return False
-        return prefills_first(clock, self.prefills[self.next].seconds, self.latest_s, self.rule.guards_decodes)
+        first = self.prefills[self.next]
+        return not self.rule.guards_decodes or not guards_decodes(clock, first.seconds, first.urgent_s, self.latest_s)
 
     def prefill(self) -> Prefill:
         done = self.prefills[self.next]
