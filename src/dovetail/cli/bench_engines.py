@@ -57,9 +57,7 @@ def engines(
         Path | None, typer.Option(help="Install peers from this folder, without a network, beside this Python's torch.")
     ] = None,
     install: Annotated[bool, typer.Option(help="Set up peers that are not here yet.")] = True,
-    score_tokens: Annotated[
-        int, typer.Option(help="Compare predictions with float32 weights over so many tokens; 0 = do not.", min=0)
-    ] = 1024,
+    score_tokens: Annotated[int, typer.Option(help="Predictions to hold against float32's; 0 = none.", min=0)] = 1024,
     roofline_scale: Annotated[
         float, typer.Option(hidden=True, help="Smaller loops for the roofline, to try the bench.", min=0.0, max=1.0)
     ] = 1.0,
