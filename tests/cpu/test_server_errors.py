@@ -73,7 +73,7 @@ def guarded_server(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.
     config.write_text(f"""
 models:
   llama: {{source: {good}, aliases: [default], keep_alive: 0}}
-server: {{max_body_bytes: 20kB, max_queue: 2}}
+server: {{max_body_bytes: 20kB, max_queue: 64}}
 nodes: [{{kv_cache: 16MiB, threads: 1}}]
 auth:
   keys:
@@ -119,8 +119,8 @@ def test_a_full_queue_is_a_503_that_says_when_to_return(guarded_server: Server) 
             return False
 
     eventually(works)
-    with pytest.raises(openai.BadRequestError, match="3 prompts are more"):  # now and ever
-        client.completions.create(model="llama", prompt=prompts, max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match="96 answers are more"):  # now and ever
+        client.completions.create(model="llama", prompt=prompts, max_tokens=2, n=32)
 
 
 def test_a_body_over_the_limit_is_a_413(guarded_server: Server) -> None:

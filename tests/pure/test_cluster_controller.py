@@ -189,7 +189,7 @@ def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
     assert placed.how is How.PAUSE
     for notice in serve_memory(node, 0.0):
         controller.notice(node, notice, 0.0)  # type: ignore[arg-type]
-    assert ahead.id in controller.parked["a"]
+    assert controller.parked.of("a") == [ahead]
     assert any(isinstance(one, Moving) and one.reason == "paused" for one in said(controller))
 
 
@@ -202,12 +202,13 @@ def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_thei
         join = node.join
         node.join = lambda *call, join=join: asked.append(1) or join(*call)  # type: ignore[method-assign]
     late = {number: make_work(number, ttft_s=-1.0) for number in range(100, 120)}
-    controller.parked["a"] = dict(late)
+    for work in late.values():
+        controller.parked.add(work)
     for node in nodes:
         serve_memory(node, 0.0)
     controller._reunite("a", 5.0)
     assert 0 < len(asked) <= MAX_RETURNS
-    assert controller.parked["a"] == late
+    assert controller.parked.of("a") == list(late.values())
 
 
 def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:

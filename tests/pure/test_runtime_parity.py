@@ -34,6 +34,7 @@ MODELS = 4
 MEMORY = 2 * WEIGHT_BYTES + 700 * KV_BYTES
 MAX_TOKENS = 2000
 LOAD_S = 0.153
+KNOBS = replace(real_knobs("dovetail"), pause=True)
 
 
 class FixedDurations:
@@ -95,7 +96,7 @@ def arrivals_of(asked: list[Asked]) -> list[Arrival]:
 
 
 def simulated(asked: list[Asked], *, is_live: bool) -> str:
-    arrivals, knobs, file = arrivals_of(asked), replace(real_knobs("dovetail"), pause=True), io.StringIO()
+    arrivals, knobs, file = arrivals_of(asked), KNOBS, io.StringIO()
     node = Node("node", DeviceKind.CPU, MEMORY, hostings(is_live=is_live), knobs)
     lengths = [one.output_tokens for one in arrivals for _ in one.produced]
     device = Device(node, dict(enumerate(lengths)), FixedDurations())
@@ -128,7 +129,7 @@ class Worker:
             "node",
             DeviceKind.CPU,
             MEMORY,
-            replace(real_knobs("dovetail"), pause=True),
+            KNOBS,
             self,
             self.clock,
             EventLog(self.file, is_detailed=True),

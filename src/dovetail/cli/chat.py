@@ -214,7 +214,14 @@ class LocalChat:
         service = self._service
         body = parse_body(ChatRequest, json.dumps(conversation.body(self._model)).encode())
         model = service.models.get(self._model)
-        job = await chat_job(body, model, uuid.uuid4().hex, service.context_limit(model), Slo())
+        job = await chat_job(
+            body,
+            model,
+            uuid.uuid4().hex,
+            service.context_limit(model),
+            Slo(),
+            default_tokens=service.default_max_tokens(model),
+        )
         async with aclosing(service.run(job)) as deltas:
             async for delta in deltas:
                 yield Piece(delta.text, delta.finish, delta.num_tokens)

@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 
 from dovetail.cluster.decisions import Decision, Extended, Moving, Placed, Queued, Refused
 from dovetail.cluster.placer import MAX_INSTANCES, Placer
+from dovetail.cluster.swapped import SwappedOut
 from dovetail.cluster.waiting import CHANGED_S, WaitingRoom
 from dovetail.node.events import Evicted, Finished, HandedOver, InstanceClosed, InstanceGone, InstanceReady, Notice
 from dovetail.node.ports import NodeHandle
@@ -29,6 +30,9 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 # Refusals that go away with later deadlines.
 TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE, Refusal.LINK}
 
+# Refusals that go away when others give way.
+SCARCE = {Refusal.MEMORY, Refusal.NEIGHBOUR_LATE, *TOO_LATE}
+
 
 class Controller:
     def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs, *, kv_bytes_per_s: float = 12.5e9) -> None:
@@ -37,7 +41,7 @@ class Controller:
         self.outbox: list[Decision] = []
         self.room = WaitingRoom(knobs.retry_s, on_change=knobs.retry_on_change)
         self.moving: dict[int, Work] = {}  # between places, until a time of their own
-        self.parked: dict[str, dict[int, Work]] = {}  # swapped out with headroom to spare, by model
+        self.parked = SwappedOut()
         self.followers: dict[int, list[Work]] = {}  # by leader: choices that wait until the prompt is computed once
         self._kv_bytes_per_s = kv_bytes_per_s
         self._timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
@@ -82,7 +86,7 @@ class Controller:
         return found | {id for id in ids if self._take(id) is not None}
 
     def _take(self, work_id: int) -> Work | None:
-        return self.room.leave(work_id) or self.moving.pop(work_id, None) or self._unpark(work_id)
+        return self.room.leave(work_id) or self.moving.pop(work_id, None) or self.parked.take(work_id)
 
     @property
     def num_queued(self) -> int:
@@ -118,7 +122,7 @@ class Controller:
             self._seek(work, now)
 
     def _retry(self, work_id: int, now: float) -> None:
-        work = self.moving.pop(work_id, None) or self._unpark(work_id)
+        work = self.moving.pop(work_id, None) or self.parked.take(work_id)
         if work is None:
             return
         has_arrived = work_id in self._travelling
@@ -145,7 +149,7 @@ class Controller:
 
     def _seek(self, work: Work, now: float, *, is_extended: bool = False) -> None:
         demand = 1 + self.room.by_model[work.model]
-        placed = self.placer.seek(work, now, demand=demand, num_parked=len(self.parked))
+        placed = self.placer.seek(work, now, demand=demand, num_parked=self.parked.num_models)
         if placed is not None:
             self.outbox.append(placed)
             self._reunite(work.model, now)
@@ -181,7 +185,7 @@ class Controller:
     def _make_way(self, work: Work, refusals: Mapping[str, int], now: float) -> bool:
         """The first choice of a request waited in vain until its token was due: those who did not ask for targets go
         slower for it, and long answers are taken back until it fits."""
-        if work.produced or work.id != work.group or not {Refusal.MEMORY, *TOO_LATE} & refusals.keys():
+        if work.produced or work.id != work.group or not SCARCE & refusals.keys():
             return False
         for node in self.placer.nodes:
             if node.up and node.hosting_of(work.model) is not None:
@@ -288,7 +292,7 @@ class Controller:
     def _evicted(self, work: Work, reason: str, now: float) -> None:
         work.cached = False
         if reason == "paused":
-            self.parked.setdefault(work.model, {})[work.id] = work
+            self.parked.add(work)
             self._move(work, max(now, work.due_s - self.knobs.pause_lead_s), reason)
         elif reason == "kv_short":  # at once it would only come back to where it did not fit
             self.moving[work.id] = work
@@ -312,39 +316,25 @@ class Controller:
 
     # Paused work
 
-    def _unpark(self, work_id: int) -> Work | None:
-        for model, works in self.parked.items():
-            work = works.pop(work_id, None)
-            if work is not None:
-                if not works:
-                    del self.parked[model]
-                return work
-        return None
-
     def _reunite(self, model: str, now: float) -> None:
         """An instance of the model takes work again: those swapped out come back to it."""
-        works = self.parked.get(model)
-        if works is None:
-            return
         asked = 0
-        for work in sorted(works.values(), key=lambda one: (one.due_s, one.id)):
+        for work in self.parked.of(model):
             asked += min(self.placer.num_open(model), MAX_INSTANCES)
             if asked > MAX_RETURNS:
                 break  # the others come with the next one, or when they are due
             placed = self.placer.join(work, now)
             if placed is not None:
                 self.outbox.append(placed)
-                del works[work.id]
-        if not works:
-            del self.parked[model]
+                self.parked.take(work.id)
 
     def _resume(self, now: float) -> None:
         """Memory is free: the swapped-out model that is due first comes back, unless someone waits more urgently."""
-        work = min((w for works in self.parked.values() for w in works.values()), key=lambda one: (one.due_s, one.id))
+        work = self.parked.first()
         if any(other.due_s < work.due_s for other in self.room):
             return
         placed: Placed | None = self.placer.come_back(work, now)
         if placed is not None:
-            self._unpark(work.id)
+            self.parked.take(work.id)
             self.outbox.append(placed)
             self._reunite(work.model, now)

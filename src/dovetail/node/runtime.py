@@ -20,6 +20,7 @@ from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import Hosting
 from dovetail.profiles.live import LiveLatency
 
+OVERDUE_S = 1.0
 KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
 
 
@@ -103,16 +104,28 @@ class NodeRuntime:
         return None if found is None else (places[found][0].id, places[found][1])
 
     def ease(self, work: Work, now: float) -> None:
-        """Everybody's iterations and the newcomer's own, one after another, with some slack."""
-        instances = self.node.instances.values()
         own_s = self.node.admit.hostings[work.model].latency.decode_s(1, work.known_tokens)
-        pace_s = SLACK * (sum(one.decode_s() for one in instances) + own_s * self.node.admit.overestimate)
+        pace_s = self._ease(now, own_s * self.node.admit.overestimate)
+        work.tpot_s = max(work.tpot_s, pace_s)
+
+    def ease_overdue(self, now: float) -> None:
+        """Deadlines far in the past say nothing about who is urgent: those who did not ask for targets get new ones."""
+        overdue_s = now - OVERDUE_S
+        if any(one.deadline_s < overdue_s and one.can_run for one in self.node.instances.values()):
+            self._ease(now, 0.0)
+
+    def _ease(self, now: float, extra_s: float) -> float:
+        """A pace that leaves time for an iteration of every instance and for something more. Returns that pace."""
+        instances = self.node.instances.values()
+        pace_s = SLACK * (sum(one.decode_s() for one in instances) + extra_s)
         for instance in instances:
             for one in instance.works():
-                if not one.is_strict and one.tpot_s < pace_s:
-                    one.slow_down(now, pace_s, instance.produced(one))
+                is_overdue = instance.due_s(one) < now
+                if not one.is_strict and (is_overdue or one.tpot_s < pace_s):
+                    one.slow_down(now, max(one.tpot_s, pace_s), instance.produced(one))
+            instance.waiting.sort(key=lambda one: (one.due_s, one.id))
             instance.refresh()
-        work.tpot_s = max(work.tpot_s, pace_s)
+        return pace_s
 
     def changed(self) -> None:
         self._fullness = None

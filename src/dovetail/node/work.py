@@ -109,10 +109,12 @@ class Work:
         self.first_due_s = now + self.ttft_s - self.tpot_s * self.produced
 
     def slow_down(self, now: float, tpot_s: float, produced: int) -> None:
-        """It has so many tokens and gets the next ones at this pace from now on."""
+        """It has so many tokens and gets the next ones at this pace from now on; a first one has its time once more."""
         self.tpot_s = tpot_s
         if produced:
             self.first_due_s = now + tpot_s - tpot_s * produced
+        elif self.first_due_s < now:
+            self.first_due_s = now + self.ttft_s
 
     def true_due_s(self, due_s: float) -> float:
         """The deadline without the scheduler's safety."""
