@@ -25,8 +25,8 @@ class EventLog:
         self._file.close()
 
     def header(self, **settings: Any) -> None:
-        """First line: everything that a replay needs."""
-        self._file.write(json.dumps({"dovetail_sim": 1, **settings}) + "\n")
+        """First line: everything that a replay needs. What has no limit is null, which JSON has no number for."""
+        self._file.write(json.dumps(_finite({"dovetail_sim": 1, **settings}), allow_nan=False) + "\n")
 
     def write(self, now: float, event: str, **values: Any) -> None:
         self._file.write(json.dumps({"t": round(now, 6), "event": event, **values}) + "\n")
@@ -38,6 +38,12 @@ class EventLog:
     def decision(self, now: float, decision: Any) -> None:
         """A record of `cluster.decisions`."""
         self.write(now, type(decision).__name__.lower(), **_flat(decision))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if value == float("inf") else value
 
 
 def _flat(record: Any) -> dict[str, Any]:

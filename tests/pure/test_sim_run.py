@@ -338,7 +338,9 @@ def test_published_rates_and_node_counts_are_reproduced(name: str, models: int, 
     [("slinfer", 32, 0.99, 1.0), ("slinfer", 64, 0.98, 2.9), ("sllm+c+s", 32, 0.93, 3.0)],
 )
 def test_published_figures_of_disaggregation_are_reproduced(name: str, models: int, rate: float, gpus: float) -> None:
-    summary = run(Setup(CONVERSATION, PROFILE, policy(name, ("pd",)), models=models)).summary()
+    """With the published validation: the one that plays turns takes 0.2 GPUs more at 32 models, 1.30 in all."""
+    knobs = replace(policy(name, ("pd",)), shadow=Shadow.CLOSED)
+    summary = run(Setup(CONVERSATION, PROFILE, knobs, models=models)).summary()
     assert int(summary["slo_met"]) / int(summary["requests"]) == pytest.approx(rate, abs=0.03)
     assert summary["gpu_nodes_mean"] == pytest.approx(gpus, abs=0.3)
 

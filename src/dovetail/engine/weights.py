@@ -125,8 +125,10 @@ class Weights:
 
     def quantised(self, name: str) -> list[QuantisedMatrix] | None:
         """A matrix as it is stored, in its pieces, or a stack of them with all their rows; None unless the kernels read
-        the layouts of all of it."""
+        the layouts of all of it. Rows are looked up in one piece."""
         pieces = self._checkpoint.pieces(name)
+        if name == "embed.weight" and len(pieces) > 1:
+            return None
         if all(BY_ROWS.get(piece.layout, piece.layout) in self._readable_layouts for piece in pieces):
             return [self._quantised(piece) for piece in pieces]
         return None

@@ -23,6 +23,7 @@ def settings_of(setup: Setup) -> dict[str, Any]:
 
 def knobs_of(values: dict[str, Any]) -> Knobs:
     kinds = {"admission": Admission, "shadow": Shadow, "turns": TurnOrder}
+    values = {key: float("inf") if value is None else value for key, value in values.items()}
     return Knobs(**{**values, **{key: kind(values[key]) for key, kind in kinds.items() if key in values}})
 
 
