@@ -43,7 +43,7 @@ def sample(
     is not a number), if whoever computed them has looked already. `kernels` find a row's candidates faster."""
     if best is None:
         best = _find_best(logits)
-    raw = logits.clone() if any(row.sampling.logprobs is not None and _is_shaped(row) for row in rows) else logits
+    raw = logits.clone() if any(row.sampling.logprobs is not None and is_shaped(row) for row in rows) else logits
     failures = {at: failure for at, row in enumerate(rows) if (failure := _shape(logits[at], row, grammars))}
     for at, token in enumerate(best):
         if token < 0:
@@ -66,14 +66,15 @@ def uniform(seed: int, position: int) -> float:
 # Shaping one row's logits, in place
 
 
-def _is_shaped(row: TurnRow) -> bool:
+def is_shaped(row: TurnRow) -> bool:
+    """Its logits are changed before one is chosen."""
     sampling = row.sampling
     barred = len(row.tokens) - row.num_prompt < sampling.min_tokens
     return bool(sampling.has_penalties or sampling.logit_bias or sampling.grammar or barred)
 
 
 def _shape(logits: Tensor, row: TurnRow, grammars: Grammars) -> _Failure | None:
-    if not _is_shaped(row):
+    if not is_shaped(row):
         return None
     sampling = row.sampling
     if sampling.has_penalties:
@@ -114,7 +115,7 @@ def _find_best(logits: Tensor) -> list[int]:
 
 
 def _choose(logits: Tensor, rows: list[TurnRow], best: Sequence[int], kernels: ModuleType | None) -> list[int]:
-    tokens = [int(logits[at].argmax()) if _is_shaped(row) else best[at] for at, row in enumerate(rows)]
+    tokens = [int(logits[at].argmax()) if is_shaped(row) else best[at] for at, row in enumerate(rows)]
     drawn = [at for at, row in enumerate(rows) if not row.sampling.is_greedy]
     for wide in (False, True):  # rows whose filter ends within the candidates, and the others
         chosen = [at for at in drawn if _keeps_all(rows[at].sampling) == wide]

@@ -19,6 +19,7 @@ from dovetail.engine.devices.cuda.attention import (
     prefill,
     prefill_tile,
 )
+from dovetail.engine.sampler import is_shaped
 from dovetail.sched.turn import Turn, TurnRow
 
 
@@ -26,7 +27,6 @@ from dovetail.sched.turn import Turn, TurnRow
 class MixedBatch:
     """Rows with one token come first, then chunks."""
 
-    rows: list[TurnRow]
     tokens: Tensor  # [tokens] int32
     positions: Tensor  # [tokens] int32
     slots: Tensor  # [tokens] int32: block · page + offset
@@ -73,7 +73,6 @@ def build(turn: Turn, page: int, head_dim: int, device: torch.device) -> MixedBa
     blocks = on["table"].view(len(rows), width)
     plan = PrefillPlan(on["tile_rows"], on["tile_first"], on["sequences"].view(-1, 3), blocks[num_single:])
     return MixedBatch(
-        rows=rows,
         tokens=on["tokens"],
         positions=on["positions"],
         slots=on["slots"],
@@ -135,12 +134,5 @@ def _to_device(fields: dict[str, np.ndarray], device: torch.device) -> dict[str,
 
 
 def only_greedy(rows: Sequence[TurnRow]) -> bool:
-    return all(
-        row.sampling.is_greedy
-        and row.sampling.logprobs is None
-        and row.sampling.grammar is None
-        and not row.sampling.has_penalties
-        and not row.sampling.logit_bias
-        and len(row.tokens) - row.num_prompt >= row.sampling.min_tokens
-        for row in rows
-    )
+    """The largest logits are all that is asked for."""
+    return all(row.sampling.is_greedy and row.sampling.logprobs is None and not is_shaped(row) for row in rows)

@@ -37,7 +37,6 @@ class CudaDevice:
         facts = torch.cuda.get_device_properties(self.device)
         self.label = slug(facts.name)
         self.memory_bytes = int(facts.total_memory * MEMORY_SHARE)
-        self.num_processors = facts.multi_processor_count
         self._streams = SharedStreams(self.device, facts.multi_processor_count)
         self._peaks: Peaks | None = None
 

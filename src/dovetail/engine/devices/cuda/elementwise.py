@@ -72,12 +72,11 @@ def add_norm(
     eps: float,
     in_float32: bool,
     rows: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """residual [n, d] += (normed) update [n, d], in place; returns the norm of the sum. With `rows`: of those rows
     only, and the residual stays as it is."""
     count, width = (len(residual) if rows is None else len(rows)), residual.shape[1]
-    normed = torch.empty(count, width, dtype=residual.dtype, device=residual.device) if out is None else out
+    normed = torch.empty(count, width, dtype=residual.dtype, device=residual.device)
     block = triton.next_power_of_2(width)
     some = weight  # stands for pointers that are not read
     _add_norm_kernel[(count,)](

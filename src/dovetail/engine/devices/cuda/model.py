@@ -45,13 +45,13 @@ class CudaLayer:
         scale = spec.attention_scale if spec.attention_scale is not None else spec.head_dim**-0.5
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.attention = AttentionShape(*heads, scale, spec.attention_softcap, self.window)
-        self._attn_norm = _norm(weights, f"{prefix}.attn_norm")
-        self._qkv = _linear(weights, f"{prefix}.qkv")
+        self._attn_norm = _weight_and_bias(weights, f"{prefix}.attn_norm")
+        self._qkv = _weight_and_bias(weights, f"{prefix}.qkv")
         q_norm, k_norm = weights.find(f"{prefix}.q_norm.weight"), weights.find(f"{prefix}.k_norm.weight")
         self._qk_norms = (q_norm, k_norm) if q_norm is not None and k_norm is not None else None
-        self._out = _linear(weights, f"{prefix}.out")
+        self._out = _weight_and_bias(weights, f"{prefix}.out")
         self._post_attn = weights.find(f"{prefix}.post_attn_norm.weight")
-        self._mlp_norm = _norm(weights, f"{prefix}.mlp_norm")
+        self._mlp_norm = _weight_and_bias(weights, f"{prefix}.mlp_norm")
         self._mlp = (_Experts if spec.is_moe_layer(index) else _Mlp)(spec, weights, prefix)
         self._post_mlp = weights.find(f"{prefix}.post_mlp_norm.weight")
 
@@ -93,7 +93,7 @@ class CudaModel:
         self._embed = weights.get("embed.weight")
         self._positions = weights.find("positions.weight")
         self.layers = [CudaLayer(spec, weights, index) for index in range(spec.num_layers)]
-        self._final_norm = _norm(weights, "final_norm")
+        self._final_norm = _weight_and_bias(weights, "final_norm")
         self._head = self._embed if spec.tied_embeddings else weights.get("lm_head.weight")
         uses_rope = spec.position_offset is None
         self._rope = DeviceRope(spec.rope if uses_rope else None, spec.head_dim, device)
@@ -139,8 +139,8 @@ class CudaModel:
 class _Mlp:
     def __init__(self, spec: ModelSpec, weights: DeviceWeights, prefix: str) -> None:
         self._gated, self._activation = spec.gated_mlp, spec.activation
-        self._up = _linear(weights, f"{prefix}.{'gate_up' if spec.gated_mlp else 'up'}")
-        self._down = _linear(weights, f"{prefix}.down")
+        self._up = _weight_and_bias(weights, f"{prefix}.{'gate_up' if spec.gated_mlp else 'up'}")
+        self._down = _weight_and_bias(weights, f"{prefix}.down")
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._up
@@ -173,11 +173,7 @@ class _Experts:
         return mixed
 
 
-def _linear(weights: DeviceWeights, name: str) -> tuple[Tensor, Tensor | None]:
-    return weights.get(f"{name}.weight"), weights.find(f"{name}.bias")
-
-
-def _norm(weights: DeviceWeights, name: str) -> tuple[Tensor, Tensor | None]:
+def _weight_and_bias(weights: DeviceWeights, name: str) -> tuple[Tensor, Tensor | None]:
     return weights.get(f"{name}.weight"), weights.find(f"{name}.bias")
 
 
