@@ -13,6 +13,7 @@ from dovetail.engine.devices.cuda.executor import CudaExecutor, SharedStreams, g
 from dovetail.engine.devices.cuda.weights import RegisteredPool
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.errors import ConfigError
+from dovetail.layouts import CELLS, GGUF
 from dovetail.machine import slug
 from dovetail.modelspec import DTYPE_BYTES, ModelSpec
 from dovetail.node.ports import Checkpoint, HostTensor
@@ -44,7 +45,7 @@ class CudaDevice:
         return gpu_dtype(asked, stored)
 
     def serves_as_stored(self, dtype: str, form: str) -> bool:
-        return form == dtype
+        return form == dtype or form in (*CELLS, GGUF)
 
     def executor(self, checkpoint: Checkpoint, config: ExecutorConfig) -> CudaExecutor:
         return CudaExecutor(checkpoint, config, self._streams, config.max_batch or self.max_batch)
