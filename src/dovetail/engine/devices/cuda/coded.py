@@ -70,6 +70,7 @@ class CodedRows:
             "PER_ROW": form.group == 0,
             "NESTED": form.nested,
             "MINIMUM": form.minimum,
+            "ASSEMBLED": self.codes.is_cuda,
         }
 
     @property
@@ -127,49 +128,77 @@ def _lay_out_rows(blocks: Tensor, rows: Tensor) -> None:
 
 
 @triton.jit
-def _codes_of(codes, row, group, inside, row_bytes, GROUP: tl.constexpr, FOUR: tl.constexpr):
-    """[rows, groups, bytes] int32"""
-    WIDTH: tl.constexpr = GROUP // 2 if FOUR else GROUP
+def _bytes_of(codes, row, group, inside, row_bytes, WIDTH: tl.constexpr):
+    """[rows, groups, bytes of a group]"""
     at = row.to(tl.int64)[:, None, None] * row_bytes + group[None, :, None] * WIDTH
-    return tl.load(codes + at + tl.arange(0, WIDTH)[None, None, :], mask=inside[:, :, None], other=0).to(tl.int32)
+    return tl.load(codes + at + tl.arange(0, WIDTH)[None, None, :], mask=inside[:, :, None], other=0)
 
 
 @triton.jit
-def _factors_of(
+def _scaled_by(
     scale, minimum, outer, outer_minimum, row, group, inside, groups, nests,
-    GROUP: tl.constexpr, PER_ROW: tl.constexpr, NESTED: tl.constexpr, MINIMUM: tl.constexpr,
+    FOUR: tl.constexpr, GROUP: tl.constexpr, PER_ROW: tl.constexpr, NESTED: tl.constexpr, MINIMUM: tl.constexpr,
 ):  # fmt: skip
-    """Scale and minimum [rows, groups, 1]."""
+    """What a lifted code less `_base` is multiplied with, and what is added then, to be the value: [rows, groups]."""
     at = row.to(tl.int64)[:, None] * groups + group[None, :]
     if PER_ROW:
         at = row.to(tl.int64)[:, None] + 0 * group[None, :]
     factor = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
-    least = factor
-    if MINIMUM:
-        least = tl.load(minimum + at, mask=inside, other=0.0).to(tl.float32)
     if NESTED:
         nest = row.to(tl.int64)[:, None] * nests + (group // (256 // GROUP))[None, :]
         factor *= tl.load(outer + nest, mask=inside, other=0.0).to(tl.float32)
-        if MINIMUM:
-            least *= -tl.load(outer_minimum + nest, mask=inside, other=0.0).to(tl.float32)
-    return factor[:, :, None], least[:, :, None]
-
-
-@triton.jit
-def _value_of(code, factor, least, FOUR: tl.constexpr, MINIMUM: tl.constexpr):
-    """What a code stands for. An integer becomes a float by way of its mantissa: the conversion has a quarter of the
-    speed of an addition."""
-    number = (code + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    least = tl.zeros_like(factor)
     if MINIMUM:
-        return factor * (number + (8.0 if FOUR else 0.0)) + least
-    return factor * number
+        least = tl.load(minimum + at, mask=inside, other=0.0).to(tl.float32)
+        if NESTED:
+            least *= -tl.load(outer_minimum + nest, mask=inside, other=0.0).to(tl.float32)
+    return factor * 32768.0, least
 
 
 @triton.jit
-def _low(byte, FOUR: tl.constexpr):
+def _base(FOUR: tl.constexpr, MINIMUM: tl.constexpr):
+    """A lifted zero. Codes of 4 bits with a minimum count from 0: what they are lifted by is theirs."""
     if FOUR:
-        return (byte << 28) >> 28
-    return byte
+        return 1.0 if MINIMUM else 1.0 + 8.0 / 32768.0
+    return 1.0 + 128.0 / 32768.0
+
+
+@triton.jit
+def _value(lifted, times, least, FOUR: tl.constexpr, MINIMUM: tl.constexpr, EXACT: tl.constexpr):
+    """EXACT: rounded once; else in one instruction, right to some 17 bits, for types of 16."""
+    if EXACT:
+        return (lifted - _base(FOUR, MINIMUM)) * times[:, :, None] + least[:, :, None]
+    plus = least - times * _base(FOUR, MINIMUM)
+    return lifted * times[:, :, None] + plus[:, :, None]
+
+
+@triton.jit
+def _lift(byte, HIGH: tl.constexpr, FOUR: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """1 + (code + c) / 32768 as a float32, where c makes all codes positive: 128, or 8 for those of 4 bits. A byte is
+    put into the middle of the mantissa of one, which is a single instruction; converting it to a number takes four."""
+    if ASSEMBLED:
+        if FOUR:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 t;
+                shr.b32 t, $4, """ + ("4" if HIGH else "0") + """;
+                lop3.b32 t, t, 0x0F0F0F0F, 0x08080808, 0x6A;
+                prmt.b32 $0, t, 0x3F800000, 0x7604; prmt.b32 $1, t, 0x3F800000, 0x7614;
+                prmt.b32 $2, t, 0x3F800000, 0x7624; prmt.b32 $3, t, 0x3F800000, 0x7634; }""",
+                "=f,=f,=f,=f,r", [byte], dtype=tl.float32, is_pure=True, pack=4,
+            )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t;
+            xor.b32 t, $4, 0x80808080;
+            prmt.b32 $0, t, 0x3F800000, 0x7604; prmt.b32 $1, t, 0x3F800000, 0x7614;
+            prmt.b32 $2, t, 0x3F800000, 0x7624; prmt.b32 $3, t, 0x3F800000, 0x7634; }""",
+            "=f,=f,=f,=f,r", [byte], dtype=tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+    wide = byte.to(tl.int32)
+    if FOUR:
+        wide = ((wide >> 4) if HIGH else ((wide << 28) >> 28)) + 8
+    else:
+        wide += 128
+    return ((wide << 8) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -177,47 +206,53 @@ def _one_row_kernel(
     x, bias, out,
     codes, scale, minimum, outer, outer_minimum, rows, columns, row_bytes, groups, nests,
     FOUR: tl.constexpr, GROUP: tl.constexpr, PER_ROW: tl.constexpr, NESTED: tl.constexpr, MINIMUM: tl.constexpr,
-    BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ASSEMBLED: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     launch_next(OVERLAP)
     WIDTH: tl.constexpr = GROUP // 2 if FOUR else GROUP
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     upper = row + rows  # of the rows that go with these in a gated pair
-    sums = tl.zeros([BLOCK_N, GROUPS, WIDTH], tl.float32)
-    others = tl.zeros([BLOCK_N, GROUPS, WIDTH], tl.float32)
+    sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
+    others = tl.zeros([BLOCK_N, GROUPS], tl.float32)
+    base = _base(FOUR, MINIMUM)
     wait_for_previous(OVERLAP)
     for start in range(0, groups, GROUPS):
         group = start + tl.arange(0, GROUPS)
         inside = (row < rows)[:, None] & (group < groups)[None, :]
         column = (group * GROUP)[:, None] + tl.arange(0, WIDTH)[None, :]
-        low = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)[None, :, :]
+        low = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32)
         high = low
+        of_group = tl.sum(low, axis=1)
         if FOUR:
-            high = tl.load(x + column + WIDTH, mask=column + WIDTH < columns, other=0.0).to(tl.float32)[None, :, :]
-        byte = _codes_of(codes, row, group, inside, row_bytes, GROUP, FOUR)
-        factor, least = _factors_of(
-            scale, minimum, outer, outer_minimum, row, group, inside, groups, nests, GROUP, PER_ROW, NESTED, MINIMUM
-        )
-        sums += _value_of(_low(byte, FOUR), factor, least, FOUR, MINIMUM) * low
+            high = tl.load(x + column + WIDTH, mask=column + WIDTH < columns, other=0.0).to(tl.float32)
+            of_group += tl.sum(high, axis=1)
+        byte = _bytes_of(codes, row, group, inside, row_bytes, WIDTH)
+        times, least = _scaled_by(
+            scale, minimum, outer, outer_minimum, row, group, inside, groups, nests,
+            FOUR, GROUP, PER_ROW, NESTED, MINIMUM,
+        )  # fmt: skip
+        product = _lift(byte, False, FOUR, ASSEMBLED) * low[None, :, :]
         if FOUR:
-            sums += _value_of(byte >> 4, factor, least, FOUR, MINIMUM) * high
+            product += _lift(byte, True, FOUR, ASSEMBLED) * high[None, :, :]
+        sums += times * (tl.sum(product, axis=2) - base * of_group[None, :]) + least * of_group[None, :]
         if GATED:
-            byte = _codes_of(codes, upper, group, inside, row_bytes, GROUP, FOUR)
-            factor, least = _factors_of(
+            byte = _bytes_of(codes, upper, group, inside, row_bytes, WIDTH)
+            times, least = _scaled_by(
                 scale, minimum, outer, outer_minimum, upper, group, inside, groups, nests,
-                GROUP, PER_ROW, NESTED, MINIMUM,
+                FOUR, GROUP, PER_ROW, NESTED, MINIMUM,
             )  # fmt: skip
-            others += _value_of(_low(byte, FOUR), factor, least, FOUR, MINIMUM) * low
+            product = _lift(byte, False, FOUR, ASSEMBLED) * low[None, :, :]
             if FOUR:
-                others += _value_of(byte >> 4, factor, least, FOUR, MINIMUM) * high
-    total = tl.sum(tl.sum(sums, axis=2), axis=1)
+                product += _lift(byte, True, FOUR, ASSEMBLED) * high[None, :, :]
+            others += times * (tl.sum(product, axis=2) - base * of_group[None, :]) + least * of_group[None, :]
+    total = tl.sum(sums, axis=1)
     dtype = out.dtype.element_ty
     if HAS_BIAS:
         total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
     if GATED:
         gate = activate_values(total.to(dtype).to(tl.float32), KIND).to(dtype).to(tl.float32)
-        total = gate * tl.sum(tl.sum(others, axis=2), axis=1).to(dtype).to(tl.float32)
+        total = gate * tl.sum(others, axis=1).to(dtype).to(tl.float32)
     tl.store(out + row, total.to(dtype), mask=row < rows)
 
 
@@ -226,38 +261,44 @@ def _few_rows_kernel(
     x, bias, out, count, x_stride, out_stride,
     codes, scale, minimum, outer, outer_minimum, rows, columns, row_bytes, groups, nests,
     FOUR: tl.constexpr, GROUP: tl.constexpr, PER_ROW: tl.constexpr, NESTED: tl.constexpr, MINIMUM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    ASSEMBLED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, SWAPPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     launch_next(OVERLAP)
     WIDTH: tl.constexpr = GROUP // 2 if FOUR else GROUP
     DEPTH: tl.constexpr = GROUPS * WIDTH
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    known = (token < count)[:, None]
-    given = x + token.to(tl.int64)[:, None] * x_stride
+    known = token < count
     place = tl.arange(0, DEPTH)
     dtype = x.dtype.element_ty
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
     wait_for_previous(OVERLAP)
     for start in range(0, groups, GROUPS):
         group = start + tl.arange(0, GROUPS)
         inside = (row < rows)[:, None] & (group < groups)[None, :]
-        byte = _codes_of(codes, row, group, inside, row_bytes, GROUP, FOUR)
-        factor, least = _factors_of(
-            scale, minimum, outer, outer_minimum, row, group, inside, groups, nests, GROUP, PER_ROW, NESTED, MINIMUM
-        )
-        column = (start + place // WIDTH) * GROUP + place % WIDTH
-        v = tl.load(given + column[None, :], mask=known & (column < columns)[None, :], other=0.0)
-        w = _value_of(_low(byte, FOUR), factor, least, FOUR, MINIMUM).to(dtype)
-        sums = tl.dot(v, tl.trans(tl.reshape(w, [BLOCK_N, DEPTH])), sums, input_precision="ieee")
-        if FOUR:
-            v = tl.load(given + column[None, :] + WIDTH, mask=known & (column + WIDTH < columns)[None, :], other=0.0)
-            w = _value_of(byte >> 4, factor, least, FOUR, MINIMUM).to(dtype)
-            sums = tl.dot(v, tl.trans(tl.reshape(w, [BLOCK_N, DEPTH])), sums, input_precision="ieee")
+        byte = _bytes_of(codes, row, group, inside, row_bytes, WIDTH)
+        times, least = _scaled_by(
+            scale, minimum, outer, outer_minimum, row, group, inside, groups, nests,
+            FOUR, GROUP, PER_ROW, NESTED, MINIMUM,
+        )  # fmt: skip
+        for half in tl.static_range(2 if FOUR else 1):
+            column = (start + place // WIDTH) * GROUP + place % WIDTH + half * WIDTH
+            given = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
+            v = tl.load(given, mask=known[:, None] & (column < columns)[None, :], other=0.0)
+            lifted = _lift(byte, half == 1, FOUR, ASSEMBLED)
+            w = _value(lifted, times, least, FOUR, MINIMUM, dtype == tl.float32)
+            w = tl.reshape(w.to(dtype), [BLOCK_N, DEPTH])
+            if SWAPPED:
+                sums = tl.dot(w, tl.trans(v), sums, input_precision="ieee")
+            else:
+                sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
+    if SWAPPED:
+        sums = tl.trans(sums)
     if HAS_BIAS:
         sums += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
     target = out + token.to(tl.int64)[:, None] * out_stride + row[None, :]
-    tl.store(target, sums.to(dtype), mask=known & (row < rows)[None, :])
+    tl.store(target, sums.to(dtype), mask=known[:, None] & (row < rows)[None, :])
 
 
 @triton.jit
@@ -265,7 +306,7 @@ def _widen_kernel(
     which, out, out_stride,
     codes, scale, minimum, outer, outer_minimum, rows, columns, row_bytes, groups, nests,
     FOUR: tl.constexpr, GROUP: tl.constexpr, PER_ROW: tl.constexpr, NESTED: tl.constexpr, MINIMUM: tl.constexpr,
-    BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, OVERLAP: tl.constexpr,
+    ASSEMBLED: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows as they come, or those that `which` names."""
     launch_next(OVERLAP)
@@ -277,18 +318,16 @@ def _widen_kernel(
         row = tl.load(which + target).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inside = (row < rows)[:, None] & (group < groups)[None, :]
-    byte = _codes_of(codes, row, group, inside, row_bytes, GROUP, FOUR)
-    factor, least = _factors_of(
-        scale, minimum, outer, outer_minimum, row, group, inside, groups, nests, GROUP, PER_ROW, NESTED, MINIMUM
+    byte = _bytes_of(codes, row, group, inside, row_bytes, WIDTH)
+    times, least = _scaled_by(
+        scale, minimum, outer, outer_minimum, row, group, inside, groups, nests, FOUR, GROUP, PER_ROW, NESTED, MINIMUM
     )
-    column = (group * GROUP)[None, :, None] + tl.arange(0, WIDTH)[None, None, :]
-    at = out + target[:, None, None] * out_stride + column
     dtype = out.dtype.element_ty
-    value = _value_of(_low(byte, FOUR), factor, least, FOUR, MINIMUM).to(dtype)
-    tl.store(at, value, mask=inside[:, :, None] & (column < columns))
-    if FOUR:
-        value = _value_of(byte >> 4, factor, least, FOUR, MINIMUM).to(dtype)
-        tl.store(at + WIDTH, value, mask=inside[:, :, None] & (column + WIDTH < columns))
+    for half in tl.static_range(2 if FOUR else 1):
+        column = (group * GROUP)[None, :, None] + tl.arange(0, WIDTH)[None, None, :] + half * WIDTH
+        value = _value(_lift(byte, half == 1, FOUR, ASSEMBLED), times, least, FOUR, MINIMUM, True).to(dtype)
+        at = out + target[:, None, None] * out_stride + column
+        tl.store(at, value, mask=inside[:, :, None] & (column < columns))
 
 
 # Products
@@ -346,6 +385,7 @@ class FewRowsTile(NamedTuple):
     columns: int
     warps: int
     stages: int
+    swapped: bool = False  # the weights are the first operand
 
 
 def one_row_tile(piece: CodedRows, gated: bool = False) -> OneRowTile:
@@ -376,8 +416,8 @@ def few_rows(x: Tensor, piece: CodedRows, bias: Tensor | None, tile: FewRowsTile
     out = torch.empty(count, rows, dtype=x.dtype, device=x.device)
     _few_rows_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(count, tile.tokens))](
         x, piece.codes if bias is None else bias, out, count, x.stride(0), out.stride(0), **piece.arguments,
-        BLOCK_M=tile.tokens, BLOCK_N=tile.rows, GROUPS=tile.columns // piece.group, HAS_BIAS=bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **OVERLAP,
+        BLOCK_M=tile.tokens, BLOCK_N=tile.rows, GROUPS=tile.columns // piece.group, SWAPPED=tile.swapped,
+        HAS_BIAS=bias is not None, num_warps=tile.warps, num_stages=tile.stages, **OVERLAP,
     )  # fmt: skip
     return out
 
