@@ -18,7 +18,7 @@ from dovetail.native import torch_ops
 
 TOKENS, WIDTH, PAGE = 5, 72, 16
 CPU = torch.device("cpu")
-LIFTED = 3e-4  # of the largest: a lifted code keeps some 17 bits, sums of them a little less
+LIFTED = 3e-4  # of the largest: a lifted code keeps some 17 bits, sums of them less
 
 
 def close(ours: torch.Tensor, wanted: torch.Tensor, what: str, tolerance: float = 2e-4) -> None:
@@ -157,6 +157,10 @@ def coded_rows(layout: str, rows: int, columns: int) -> tuple[coded.CodedRows, t
     return coded.CodedRows(layout, columns, codes, tuple(scales)), values
 
 
+def nearly(ours: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    close(ours, wanted, what, LIFTED * wanted.abs().max().item())
+
+
 def check_coded(layout: str) -> None:
     bias = torch.randn(83)
     for rows, columns in ((83, 100), (32, 576)):
@@ -167,24 +171,20 @@ def check_coded(layout: str) -> None:
         close(coded.look_up(which, matrix, torch.float32), weight[which], f"rows of {layout}", 1e-6)
         for count in (1, 5, 70):
             x = torch.randn(count, columns)
-            close(
-                products.linear(x, matrix, bias[:rows]),
-                F.linear(x, weight, bias[:rows]),
-                f"{count} rows, {layout}",
-                2e-3,
-            )
+            nearly(products.linear(x, matrix, bias[:rows]), F.linear(x, weight, bias[:rows]), f"{count} rows, {layout}")
     x = torch.randn(1, columns)
     wanted = torch_ops.gated(F.linear(x, weight), "silu")
-    close(
-        products.gated_linear(x, matrix, "silu"), wanted, f"a gated row, {layout}", LIFTED * wanted.abs().max().item()
-    )
+    nearly(products.gated_linear(x, matrix, "silu"), wanted, f"a gated row, {layout}")
     other, below = coded_rows("int8-k16", 20, columns)
     pieces = coded.CodedMatrix((rows + 20, columns), (piece, other))
     wanted = F.linear(x, torch.cat([weight, below]))
-    close(products.linear(x, pieces, None), wanted, f"{layout} above another", LIFTED * wanted.abs().max().item())
+    nearly(products.linear(x, pieces, None), wanted, f"{layout} above another")
     stack = coded.CodedMatrix((4, (rows + 20) // 4, columns), (piece, other))
     wanted = F.linear(x, torch.cat([weight, below]).view(stack.shape)[2])
-    close(products.linear(x, stack[2], None), wanted, f"one of a stack, {layout}", LIFTED * wanted.abs().max().item())
+    nearly(products.linear(x, stack[2], None), wanted, f"one of a stack, {layout}")
+    x, tile = torch.randn(9, columns), coded.FewRowsTile(16, 32, 64, 4, 3, swapped=True)
+    wanted = F.linear(x, weight, bias[:rows])
+    nearly(coded.few_rows(x, piece, bias[:rows], tile, splits=3), wanted, f"columns of {layout} in three parts")
 
 
 def check_greedy() -> None:

@@ -26,7 +26,8 @@ from dovetail.engine.devices.cuda.elementwise import ACTIVATIONS, activate, acti
 from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_previous
 from dovetail.layouts import CELL
 
-MOST_ROWS = 256  # of activations that are multiplied with codes; beyond, widening the matrix costs less
+MOST_ROWS = 128  # of activations that are multiplied with codes; beyond, widening the matrix costs less
+PROGRAMS = 396  # three for each processor of an H200
 NUMPY_TO_TORCH = {"float16": torch.float16, "int8": torch.int8, "float32": torch.float32}
 
 
@@ -152,15 +153,13 @@ def _scaled_by(
         least = tl.load(minimum + at, mask=inside, other=0.0).to(tl.float32)
         if NESTED:
             least *= -tl.load(outer_minimum + nest, mask=inside, other=0.0).to(tl.float32)
-    return factor * 32768.0, least
+    return factor * (2048.0 if FOUR else 32768.0), least
 
 
 @triton.jit
 def _base(FOUR: tl.constexpr, MINIMUM: tl.constexpr):
     """A lifted zero. Codes of 4 bits with a minimum count from 0: what they are lifted by is theirs."""
-    if FOUR:
-        return 1.0 if MINIMUM else 1.0 + 8.0 / 32768.0
-    return 1.0 + 128.0 / 32768.0
+    return 1.0 if FOUR and MINIMUM else 1.0 + 128.0 / 32768.0
 
 
 @triton.jit
@@ -174,14 +173,14 @@ def _value(lifted, times, least, FOUR: tl.constexpr, MINIMUM: tl.constexpr, EXAC
 
 @triton.jit
 def _lift(byte, HIGH: tl.constexpr, FOUR: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """1 + (code + c) / 32768 as a float32, where c makes all codes positive: 128, or 8 for those of 4 bits. A byte is
-    put into the middle of the mantissa of one, which is a single instruction; converting it to a number takes four."""
+    """1 + (code + 128) / 32768 as a float32, or 1 + (code + 8) / 2048 of one of 4 bits. A byte is put into the middle
+    of the mantissa of one, which is a single instruction; converting it to a number takes four."""
     if ASSEMBLED:
         if FOUR:
             return tl.inline_asm_elementwise(
                 """{ .reg .b32 t;
-                shr.b32 t, $4, """ + ("4" if HIGH else "0") + """;
-                lop3.b32 t, t, 0x0F0F0F0F, 0x08080808, 0x6A;
+                shl.b32 t, $4, """ + ("0" if HIGH else "4") + """;
+                lop3.b32 t, t, 0xF0F0F0F0, 0x80808080, 0x6A;
                 prmt.b32 $0, t, 0x3F800000, 0x7604; prmt.b32 $1, t, 0x3F800000, 0x7614;
                 prmt.b32 $2, t, 0x3F800000, 0x7624; prmt.b32 $3, t, 0x3F800000, 0x7634; }""",
                 "=f,=f,=f,=f,r", [byte], dtype=tl.float32, is_pure=True, pack=4,
@@ -195,10 +194,8 @@ def _lift(byte, HIGH: tl.constexpr, FOUR: tl.constexpr, ASSEMBLED: tl.constexpr)
         )  # fmt: skip
     wide = byte.to(tl.int32)
     if FOUR:
-        wide = ((wide >> 4) if HIGH else ((wide << 28) >> 28)) + 8
-    else:
-        wide += 128
-    return ((wide << 8) | 0x3F800000).to(tl.float32, bitcast=True)
+        wide = wide & 0xF0 if HIGH else (wide & 0x0F) << 4
+    return (((wide & 0xFF ^ 0x80) << 8) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -262,8 +259,9 @@ def _few_rows_kernel(
     codes, scale, minimum, outer, outer_minimum, rows, columns, row_bytes, groups, nests,
     FOUR: tl.constexpr, GROUP: tl.constexpr, PER_ROW: tl.constexpr, NESTED: tl.constexpr, MINIMUM: tl.constexpr,
     ASSEMBLED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, SWAPPED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """SPLIT: each program sums some of the columns only, and writes that for itself."""
     launch_next(OVERLAP)
     WIDTH: tl.constexpr = GROUP // 2 if FOUR else GROUP
     DEPTH: tl.constexpr = GROUPS * WIDTH
@@ -273,8 +271,13 @@ def _few_rows_kernel(
     place = tl.arange(0, DEPTH)
     dtype = x.dtype.element_ty
     sums = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
+    first, last = 0, groups
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(groups, GROUPS), tl.num_programs(2)) * GROUPS
+        first = tl.program_id(2) * share
+        last = min(first + share, groups)
     wait_for_previous(OVERLAP)
-    for start in range(0, groups, GROUPS):
+    for start in range(first, last, GROUPS):
         group = start + tl.arange(0, GROUPS)
         inside = (row < rows)[:, None] & (group < groups)[None, :]
         byte = _bytes_of(codes, row, group, inside, row_bytes, WIDTH)
@@ -298,7 +301,25 @@ def _few_rows_kernel(
     if HAS_BIAS:
         sums += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
     target = out + token.to(tl.int64)[:, None] * out_stride + row[None, :]
-    tl.store(target, sums.to(dtype), mask=known[:, None] & (row < rows)[None, :])
+    if SPLIT:
+        target += tl.program_id(2).to(tl.int64) * count * out_stride
+    tl.store(target, sums.to(out.dtype.element_ty), mask=known[:, None] & (row < rows)[None, :])
+
+
+@triton.jit
+def _add_up_kernel(
+    parts, bias, out, rows, size, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    launch_next(OVERLAP)
+    wait_for_previous(OVERLAP)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + split * size + at, mask=at < size, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + at % rows, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -368,7 +389,7 @@ def _linear(x: Tensor, piece: CodedRows, bias: Tensor | None) -> Tensor:
     if len(x) == 1:
         return one_row(x, piece, bias, one_row_tile(piece))
     if len(x) <= MOST_ROWS:
-        return few_rows(x, piece, bias, few_rows_tile(len(x)))
+        return few_rows(x, piece, bias, few_rows_tile(len(x), piece))
     return F.linear(x, widen(piece, x.dtype), bias)
 
 
@@ -389,12 +410,30 @@ class FewRowsTile(NamedTuple):
 
 
 def one_row_tile(piece: CodedRows, gated: bool = False) -> OneRowTile:
-    return OneRowTile(1, 1024, 2, 3) if gated else OneRowTile(2, 1024, 4, 3)
+    """Measured on an H200."""
+    is_four, is_tall = piece.arguments["FOUR"], len(piece) >= 8192
+    if gated:
+        return OneRowTile(4, 1024, 2, 3) if is_four else OneRowTile(2, 1024, 4, 3)
+    if is_tall:
+        return OneRowTile(4, 1024, 2, 3)
+    return OneRowTile(1, 2048, 4, 3) if is_four else OneRowTile(2, 1024, 4, 3)
 
 
-def few_rows_tile(count: int) -> FewRowsTile:
-    tokens = min(max(16, triton.next_power_of_2(count)), 64)
-    return FewRowsTile(tokens, 64, 128, 4, 3) if count > 16 else FewRowsTile(tokens, 32, 128, 4, 4)
+def few_rows_tile(count: int, piece: CodedRows) -> FewRowsTile:
+    is_four, is_tall = bool(piece.arguments["FOUR"]), len(piece) >= 65536
+    if count <= 16:
+        return FewRowsTile(16, 128, 128, 4, 3) if is_tall else FewRowsTile(16, 64, 128, 4, 4)
+    if count <= 32:
+        return FewRowsTile(32, 128, 64, 4, 4) if is_tall else FewRowsTile(32, 64, 128, 4, 4)
+    if count <= 64:
+        return FewRowsTile(64, 64, 128, 4, 3, is_four)
+    return FewRowsTile(128, 128, 64, 8, 3, is_four)
+
+
+def num_splits(piece: CodedRows, count: int, tile: FewRowsTile) -> int:
+    """So that every processor has some of it, and none less than is worth being added up."""
+    programs = triton.cdiv(len(piece), tile.rows) * triton.cdiv(count, tile.tokens)
+    return max(1, min(PROGRAMS // programs, piece.columns // (4 * tile.columns), 8))
 
 
 def one_row(x: Tensor, piece: CodedRows, bias: Tensor | None, tile: OneRowTile, gated_by: str | None = None) -> Tensor:
@@ -411,14 +450,23 @@ def one_row(x: Tensor, piece: CodedRows, bias: Tensor | None, tile: OneRowTile, 
     return out
 
 
-def few_rows(x: Tensor, piece: CodedRows, bias: Tensor | None, tile: FewRowsTile) -> Tensor:
+def few_rows(x: Tensor, piece: CodedRows, bias: Tensor | None, tile: FewRowsTile, splits: int | None = None) -> Tensor:
     count, rows = len(x), len(piece)
+    splits = splits or num_splits(piece, count, tile)
     out = torch.empty(count, rows, dtype=x.dtype, device=x.device)
-    _few_rows_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(count, tile.tokens))](
-        x, piece.codes if bias is None else bias, out, count, x.stride(0), out.stride(0), **piece.arguments,
+    parts = out if splits == 1 else torch.empty(splits, count, rows, dtype=torch.float32, device=x.device)
+    unused = piece.codes
+    _few_rows_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(count, tile.tokens), splits)](
+        x, unused if bias is None else bias, parts, count, x.stride(0), rows, **piece.arguments,
         BLOCK_M=tile.tokens, BLOCK_N=tile.rows, GROUPS=tile.columns // piece.group, SWAPPED=tile.swapped,
-        HAS_BIAS=bias is not None, num_warps=tile.warps, num_stages=tile.stages, **OVERLAP,
+        SPLIT=splits > 1, HAS_BIAS=bias is not None and splits == 1,
+        num_warps=tile.warps, num_stages=tile.stages, **OVERLAP,
     )  # fmt: skip
+    if splits > 1:
+        _add_up_kernel[(triton.cdiv(count * rows, 512),)](
+            parts, unused if bias is None else bias, out, rows, count * rows, SPLITS=splits,
+            HAS_BIAS=bias is not None, BLOCK=512, num_warps=4, **OVERLAP,
+        )  # fmt: skip
     return out
 
 
