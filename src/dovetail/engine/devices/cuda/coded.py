@@ -27,7 +27,6 @@ from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_p
 from dovetail.layouts import CELL
 
 MOST_ROWS = 128  # of activations that are multiplied with codes; beyond, widening the matrix costs less
-PROGRAMS = 396  # three for each processor of an H200
 NUMPY_TO_TORCH = {"float16": torch.float16, "int8": torch.int8, "float32": torch.float32}
 
 
@@ -420,20 +419,28 @@ def one_row_tile(piece: CodedRows, gated: bool = False) -> OneRowTile:
 
 
 def few_rows_tile(count: int, piece: CodedRows) -> FewRowsTile:
-    is_four, is_tall = bool(piece.arguments["FOUR"]), len(piece) >= 65536
+    rows, is_four = len(piece), bool(piece.arguments["FOUR"])
+    if rows < 4096:  # a small model: tiles that are small enough for every processor to have one
+        return FewRowsTile(16, 32, 128, 2, 5) if count <= 16 else FewRowsTile(min(_tokens(count), 64), 32, 128, 4, 3)
     if count <= 16:
-        return FewRowsTile(16, 128, 128, 4, 3) if is_tall else FewRowsTile(16, 64, 128, 4, 4)
+        return FewRowsTile(16, 128, 128, 4, 3)
     if count <= 32:
-        return FewRowsTile(32, 128, 64, 4, 4) if is_tall else FewRowsTile(32, 64, 128, 4, 4)
+        return FewRowsTile(32, 128, 128, 8, 3) if rows <= 4096 else FewRowsTile(32, 128, 64, 4, 4)
     if count <= 64:
-        return FewRowsTile(64, 64, 128, 4, 3, is_four)
+        return FewRowsTile(64, 128, 128, 8, 3, swapped=True) if is_four else FewRowsTile(64, 64, 128, 4, 3)
     return FewRowsTile(128, 128, 64, 8, 3, is_four)
 
 
 def num_splits(piece: CodedRows, count: int, tile: FewRowsTile) -> int:
     """So that every processor has some of it, and none less than is worth being added up."""
     programs = triton.cdiv(len(piece), tile.rows) * triton.cdiv(count, tile.tokens)
-    return max(1, min(PROGRAMS // programs, piece.columns // (4 * tile.columns), 8))
+    if programs >= (512 if count <= 32 else 200):
+        return 1
+    return max(1, min(4 if count <= 16 or programs >= 64 else 8, piece.columns // (2 * tile.columns)))
+
+
+def _tokens(count: int) -> int:
+    return max(16, triton.next_power_of_2(count))
 
 
 def one_row(x: Tensor, piece: CodedRows, bias: Tensor | None, tile: OneRowTile, gated_by: str | None = None) -> Tensor:
