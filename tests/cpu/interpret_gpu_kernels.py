@@ -6,15 +6,19 @@ import math
 
 import torch
 import torch.nn.functional as F
+from random_codes import random_codes
 
-from dovetail.engine.devices.cuda import attention, elementwise, products
+from dovetail.codings import CODINGS, Quantised
+from dovetail.engine.devices.cuda import attention, coded, elementwise, products
 from dovetail.engine.devices.cuda.greedy import greedy
 from dovetail.engine.rope import Rope
+from dovetail.layouts import coding_of, pack_codes, unpack
 from dovetail.modelspec import RopeSpec
 from dovetail.native import torch_ops
 
 TOKENS, WIDTH, PAGE = 5, 72, 16
 CPU = torch.device("cpu")
+LIFTED = 3e-4  # of the largest: a lifted code keeps some 17 bits, sums of them less
 
 
 def close(ours: torch.Tensor, wanted: torch.Tensor, what: str, tolerance: float = 2e-4) -> None:
@@ -135,6 +139,54 @@ def check_products() -> None:
     close(products.gated_linear(x, weight, "silu"), torch_ops.gated(F.linear(x, weight), "silu"), "a gated row", 2e-3)
 
 
+def small_codes(layout: str, rows: int, columns: int) -> Quantised:
+    """With scales that leave sums near one."""
+    codes, scales = random_codes(layout, rows, columns)
+    halves = [scale if scale.dtype.kind == "i" else scale * scale.dtype.type(0.001) for scale in scales]
+    return Quantised(codes, tuple(halves))
+
+
+def coded_rows(layout: str, rows: int, columns: int) -> tuple[coded.CodedRows, torch.Tensor]:
+    """Random ones, laid out as the device does it, and what they stand for."""
+    coding = coding_of(layout, columns)
+    data = memoryview(pack_codes(layout, (rows, columns), small_codes(layout, rows, columns)))
+    codes = torch.zeros(rows, coding.row_bytes, dtype=torch.int8)
+    scales = [torch.zeros(rows, part.count, dtype=coded.NUMPY_TO_TORCH[part.dtype.name]) for part in coding.parts]
+    coded.lay_out(torch.frombuffer(bytearray(data), dtype=torch.uint8), coding, codes, scales)
+    values = torch.from_numpy(unpack(layout, "f32", (rows, columns), data))
+    return coded.CodedRows(layout, columns, codes, tuple(scales)), values
+
+
+def nearly(ours: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    close(ours, wanted, what, LIFTED * wanted.abs().max().item())
+
+
+def check_coded(layout: str) -> None:
+    bias = torch.randn(83)
+    for rows, columns in ((83, 100), (32, 576)):
+        piece, weight = coded_rows(layout, rows, columns)
+        close(coded.widen(piece, torch.float32), weight, f"{layout} widened", 1e-6)
+        matrix = coded.CodedMatrix((rows, columns), (piece,))
+        which = torch.tensor([rows - 1, 0, 17])
+        close(coded.look_up(which, matrix, torch.float32), weight[which], f"rows of {layout}", 1e-6)
+        for count in (1, 5, 70):
+            x = torch.randn(count, columns)
+            nearly(products.linear(x, matrix, bias[:rows]), F.linear(x, weight, bias[:rows]), f"{count} rows, {layout}")
+    x = torch.randn(1, columns)
+    wanted = torch_ops.gated(F.linear(x, weight), "silu")
+    nearly(products.gated_linear(x, matrix, "silu"), wanted, f"a gated row, {layout}")
+    other, below = coded_rows("int8-k16", 20, columns)
+    pieces = coded.CodedMatrix((rows + 20, columns), (piece, other))
+    wanted = F.linear(x, torch.cat([weight, below]))
+    nearly(products.linear(x, pieces, None), wanted, f"{layout} above another")
+    stack = coded.CodedMatrix((4, (rows + 20) // 4, columns), (piece, other))
+    wanted = F.linear(x, torch.cat([weight, below]).view(stack.shape)[2])
+    nearly(products.linear(x, stack[2], None), wanted, f"one of a stack, {layout}")
+    x, tile = torch.randn(9, columns), coded.FewRowsTile(16, 32, 64, 4, 3, swapped=True)
+    wanted = F.linear(x, weight, bias[:rows])
+    nearly(coded.few_rows(x, piece, bias[:rows], tile, splits=3), wanted, f"columns of {layout} in three parts")
+
+
 def check_greedy() -> None:
     logits = torch.randn(4, 10_001)
     logits[1, 77] = math.nan
@@ -158,4 +210,6 @@ if __name__ == "__main__":
         shape = attention.AttentionShape(num_heads, kv_heads, head_dim, head_dim**-0.5, softcap, window)
         check_attention(shape)
     check_products()
+    for layout in CODINGS:
+        check_coded(layout)
     check_greedy()

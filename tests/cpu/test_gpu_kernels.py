@@ -15,6 +15,6 @@ import pytest
 def test_every_kernel_computes_what_torch_does() -> None:
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     script = Path(__file__).with_name("interpret_gpu_kernels.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
+    own = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(script.parents[1])}
+    done = subprocess.run([sys.executable, script], env=os.environ | own, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -15,11 +15,13 @@ import msgspec
 import torch
 
 from dovetail.bench.shapes import SHAPES
+from dovetail.codings import GROUP
 from dovetail.engine.devices.cuda.device import CudaDevice
 from dovetail.engine.devices.cuda.executor import CudaExecutor
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.errors import ConfigError
-from dovetail.modelspec import DTYPE_BYTES, ModelSpec
+from dovetail.layouts import CELLS, packed_bytes
+from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.types import SamplingParams
@@ -31,6 +33,7 @@ CONTEXTS = (256, 1024)
 MODELS = {name: SHAPES[name] for name in ("0.5B", "1B", "8B")}
 _GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
 _WARM_UPS, _STEPS = 4, 24
+LAYOUTS = {16: "plain", 8: CELLS["int8"], 4: CELLS["int4"]}
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -46,38 +49,56 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class PinnedCheckpoint:
-    """Random weights in pinned memory, as in a registered pool; tensors share the bytes of the largest."""
+    """Random weights in pinned memory, as in a registered pool; tensors of one shape share their bytes, and where
+    matrices are not quantised, all share those of the largest."""
 
     in_place = True
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, bits: int = 16) -> None:
         self.spec = spec
         self._shapes = dict(spec.tensors())
-        largest = max(math.prod(shape) for shape in self._shapes.values())
+        self._layout = LAYOUTS[bits]
+        largest = max(math.prod(shape) for shape in self._shapes.values()) if self._layout == "plain" else 1 << 16
         values = torch.empty(largest, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
         ones = torch.ones(max(spec.hidden_size, spec.head_dim), dtype=torch.bfloat16)
         self._values = memoryview(values.cpu().pin_memory().view(torch.uint8).numpy())
         self._ones = memoryview(ones.pin_memory().view(torch.uint8).numpy())
+        self._coded: dict[tuple[int, ...], memoryview] = {}
 
     def pieces(self, name: str) -> Sequence[HostTensor]:
         shape = self._shapes[name]
+        if self._layout != "plain" and len(shape) > 1:
+            return [HostTensor("f32", shape, self._codes(shape), self._layout)]
         source = self._ones if "norm." in name else self._values
         return [HostTensor("bf16", shape, source[: 2 * math.prod(shape)])]
+
+    def _codes(self, shape: tuple[int, ...]) -> memoryview:
+        """Any codes, and one scale."""
+        if shape not in self._coded:
+            size = packed_bytes(self._layout, "f32", shape)
+            scales = math.prod(shape) // GROUP
+            data = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+            data[-2 * scales :].view(torch.float16).fill_(0.02 / 64)
+            self._coded[shape] = memoryview(data.cpu().pin_memory().numpy())
+        return self._coded[shape]
 
     def close(self) -> None:
         """The next cold start reads the same bytes."""
 
 
 class GpuBench:
-    def __init__(self, device: str, model: str, tick: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, device: str, model: str, bits: int = 16, tick: Callable[[str], None] = lambda text: None
+    ) -> None:
         if model not in MODELS:
             raise ConfigError(f"--models: {model!r} is none of {', '.join(MODELS)}")
-        self.model = model
+        self.model = model if bits == 16 else f"{model}, {bits} bits"
+        self.bits = bits
         self.spec = MODELS[model]
         self._tick = tick
         self._device = CudaDevice(device)
         self._peaks = self._device.peaks("bf16", "bf16")
-        self._checkpoint = PinnedCheckpoint(self.spec)
+        self._checkpoint = PinnedCheckpoint(self.spec, bits)
         free = torch.cuda.mem_get_info()[0] - self.spec.weight_bytes("bf16")
         most = self.spec.kv_bytes_per_token("bf16") * max(BATCHES) * (max(CONTEXTS) + 2 * BLOCK + _STEPS)
         self._kv_bytes = min(int(free * 0.8), most)
@@ -125,7 +146,8 @@ class GpuBench:
         spec = self.spec
         head = spec.vocab_size * spec.hidden_size
         body = spec.num_parameters() - head * (1 if spec.tied_embeddings else 2)
-        read = (body + head) * DTYPE_BYTES["bf16"] + cached_tokens * spec.kv_bytes_per_token("bf16")
+        scales = 16 / GROUP if self.bits < 16 else 0.0
+        read = (body + head) * (self.bits + scales) / 8 + cached_tokens * spec.kv_bytes_per_token("bf16")
         return max(read / self._peaks.bandwidth, 2 * (body * rows + head * logit_rows) / self._peaks.flops)
 
     def _resizes(self, executor: CudaExecutor) -> list[Cell]:

@@ -71,7 +71,7 @@ def engines(
     Example: dovetail bench engines --models SmolLM2-135M --peers llama.cpp,transformers --rounds 9 --output out
     """
     if device != "cpu":
-        _run_on_gpu(device, _words(models or GPU_MODELS), as_json)
+        _run_on_gpu(device, _words(models or GPU_MODELS), _classes(precisions), as_json)
         return
     from dovetail.bench.engine_figures import parse_metrics
     from dovetail.bench.engine_models import EngineModels
@@ -116,10 +116,12 @@ def _measure(plan: Plan, models: EngineModels, results: Path, as_json: bool) -> 
         typer.echo(f"not measured: {failure.engine}: {failure.what}: {failure.reason}", err=as_json)
 
 
-def _run_on_gpu(device: str, models: tuple[str, ...], as_json: bool) -> None:
+def _run_on_gpu(device: str, models: tuple[str, ...], precisions: tuple[str, ...], as_json: bool) -> None:
     from dovetail.bench.gpu_engines import GpuBench
 
-    cells = [cell for model in models for cell in GpuBench(device, model, partial(typer.echo, err=True)).run()]
+    tick = partial(typer.echo, err=True)
+    each = [(model, int(bits)) for model in models for bits in precisions]
+    cells = [cell for model, bits in each for cell in GpuBench(device, model, bits, tick).run()]
     if as_json:
         print_json(cells)
         return

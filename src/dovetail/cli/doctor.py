@@ -81,7 +81,7 @@ def doctor(
 
 def _prepare(store: Path | None) -> None:
     """Compile GPU kernels for the shapes of all models that are here, once for each GPU of another kind."""
-    from dovetail.store import Catalogue
+    from dovetail.store import Catalogue, open_checkpoint
 
     if usable_gpus() == 0:
         raise ConfigError("--prepare: there is no GPU here that models could run on")
@@ -90,7 +90,11 @@ def _prepare(store: Path | None) -> None:
     device = CudaDevice("cuda:0")
     for card in Catalogue(store).cards():
         started = time.monotonic()
-        device.prepare(card.spec, device.compute_dtype("auto", card.dtype or "f32"))
+        checkpoint = open_checkpoint(card.path)
+        try:
+            device.prepare(checkpoint, device.compute_dtype("auto", card.dtype or "f32"))
+        finally:
+            checkpoint.close()
         typer.echo(f"{card.name}: kernels for {device.label} are ready ({time.monotonic() - started:.1f} s)", err=True)
 
 

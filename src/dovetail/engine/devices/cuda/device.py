@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -13,8 +12,9 @@ from dovetail.engine.devices.cuda.executor import CudaExecutor, SharedStreams, g
 from dovetail.engine.devices.cuda.weights import RegisteredPool
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.errors import ConfigError
+from dovetail.layouts import CELLS, GGUF
 from dovetail.machine import slug
-from dovetail.modelspec import DTYPE_BYTES, ModelSpec
+from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import Checkpoint, HostTensor
 from dovetail.policy.placement import DeviceKind
 
@@ -44,7 +44,7 @@ class CudaDevice:
         return gpu_dtype(asked, stored)
 
     def serves_as_stored(self, dtype: str, form: str) -> bool:
-        return form == dtype
+        return form == dtype or form in (*CELLS, GGUF)
 
     def executor(self, checkpoint: Checkpoint, config: ExecutorConfig) -> CudaExecutor:
         return CudaExecutor(checkpoint, config, self._streams, config.max_batch or self.max_batch)
@@ -52,13 +52,14 @@ class CudaDevice:
     def use_host_pool(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
         self._streams.copier.pool = RegisteredPool(address, size_bytes, chunk_bytes)
 
-    def prepare(self, spec: ModelSpec, dtype: str) -> None:
-        """Compile what models of this shape need, by running one layer of zeros: kept on disk, it is found at once by
-        every later start."""
+    def prepare(self, checkpoint: Checkpoint, dtype: str) -> None:
+        """Compile what models of this shape and these layouts need, by running one layer of zeros: kept on disk, it is
+        found at once by every later start."""
+        spec = checkpoint.spec
         one_layer = msgspec.structs.replace(spec, num_layers=1, windows=spec.windows[:1])
         longest = min(spec.context_length, 64)
         kv_bytes = one_layer.kv_bytes_per_token(dtype) * self.max_batch * 64
-        executor = self.executor(Zeros(one_layer, dtype), ExecutorConfig(kv_bytes=kv_bytes, dtype=dtype))
+        executor = self.executor(Zeros(one_layer, checkpoint), ExecutorConfig(kv_bytes=kv_bytes, dtype=dtype))
         executor.resize(executor.max_blocks)
         try:
             executor.warm_up(longest)
@@ -79,21 +80,20 @@ class CudaDevice:
 
 
 class Zeros:
-    """A checkpoint of nothing but zeros."""
+    """A checkpoint of nothing but zeros, in the forms of another."""
 
     in_place = True
 
-    def __init__(self, spec: ModelSpec, dtype: str) -> None:
+    def __init__(self, spec: ModelSpec, other: Checkpoint) -> None:
         self.spec = spec
-        self._dtype = dtype
-        self._shapes = dict(spec.tensors())
-        self._zeros = memoryview(bytes(max(math.prod(shape) for shape in self._shapes.values()) * DTYPE_BYTES[dtype]))
+        self._pieces = {name: other.pieces(name) for name, _ in spec.tensors()}
+        self._zeros = memoryview(bytes(max(len(one.data) for pieces in self._pieces.values() for one in pieces)))
 
     def pieces(self, name: str) -> Sequence[HostTensor]:
-        shape = self._shapes[name]
-        return [HostTensor(self._dtype, shape, self._zeros[: math.prod(shape) * DTYPE_BYTES[self._dtype]])]
+        return [one._replace(data=self._zeros[: len(one.data)]) for one in self._pieces[name]]
 
     def close(self) -> None:
+        self._pieces.clear()
         self._zeros = memoryview(b"")
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.engine.devices.cuda.attention import AttentionShape
+from dovetail.engine.devices.cuda.coded import CodedMatrix, look_up
 from dovetail.engine.devices.cuda.elementwise import activate, add_norm, rotate_and_write
 from dovetail.engine.devices.cuda.products import gated_linear, linear
 from dovetail.engine.devices.cuda.weights import DeviceWeights
@@ -45,13 +46,13 @@ class CudaLayer:
         scale = spec.attention_scale if spec.attention_scale is not None else spec.head_dim**-0.5
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.attention = AttentionShape(*heads, scale, spec.attention_softcap, self.window)
-        self._attn_norm = _weight_and_bias(weights, f"{prefix}.attn_norm")
-        self._qkv = _weight_and_bias(weights, f"{prefix}.qkv")
+        self._attn_norm = _norm(weights, f"{prefix}.attn_norm")
+        self._qkv = _matrix_and_bias(weights, f"{prefix}.qkv")
         q_norm, k_norm = weights.find(f"{prefix}.q_norm.weight"), weights.find(f"{prefix}.k_norm.weight")
         self._qk_norms = (q_norm, k_norm) if q_norm is not None and k_norm is not None else None
-        self._out = _weight_and_bias(weights, f"{prefix}.out")
+        self._out = _matrix_and_bias(weights, f"{prefix}.out")
         self._post_attn = weights.find(f"{prefix}.post_attn_norm.weight")
-        self._mlp_norm = _weight_and_bias(weights, f"{prefix}.mlp_norm")
+        self._mlp_norm = _norm(weights, f"{prefix}.mlp_norm")
         self._mlp = (_Experts if spec.is_moe_layer(index) else _Mlp)(spec, weights, prefix)
         self._post_mlp = weights.find(f"{prefix}.post_mlp_norm.weight")
 
@@ -90,11 +91,12 @@ class CudaModel:
     def __init__(self, spec: ModelSpec, weights: DeviceWeights, device: torch.device) -> None:
         self.spec = spec
         self._weights = weights
-        self._embed = weights.get("embed.weight")
-        self._positions = weights.find("positions.weight")
+        self._dtype = weights.dtype
+        self._embed = weights.matrix("embed.weight")
+        self._positions = weights.matrix("positions.weight") if weights.has("positions.weight") else None
         self.layers = [CudaLayer(spec, weights, index) for index in range(spec.num_layers)]
-        self._final_norm = _weight_and_bias(weights, "final_norm")
-        self._head = self._embed if spec.tied_embeddings else weights.get("lm_head.weight")
+        self._final_norm = _norm(weights, "final_norm")
+        self._head = self._embed if spec.tied_embeddings else weights.matrix("lm_head.weight")
         uses_rope = spec.position_offset is None
         self._rope = DeviceRope(spec.rope if uses_rope else None, spec.head_dim, device)
         self._rope_local = DeviceRope(spec.rope_local, spec.head_dim, device) if uses_rope and spec.rope_local else None
@@ -122,11 +124,11 @@ class CudaModel:
         return self.logits(rows, sampled)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Rows:
-        hidden = F.embedding(tokens, self._embed)
+        hidden = _look_up(tokens, self._embed, self._dtype)
         if self.spec.embed_scale != 1.0:
             hidden = hidden * torch.full((), self.spec.embed_scale, dtype=hidden.dtype, device=hidden.device)
         if self._positions is not None and self.spec.position_offset is not None:
-            hidden = hidden + F.embedding(positions.long() + self.spec.position_offset, self._positions)
+            hidden = hidden + _look_up(positions.long() + self.spec.position_offset, self._positions, self._dtype)
         return Rows(hidden)
 
     def logits(self, rows: Rows, sampled: Tensor | None) -> Tensor:
@@ -139,8 +141,8 @@ class CudaModel:
 class _Mlp:
     def __init__(self, spec: ModelSpec, weights: DeviceWeights, prefix: str) -> None:
         self._gated, self._activation = spec.gated_mlp, spec.activation
-        self._up = _weight_and_bias(weights, f"{prefix}.{'gate_up' if spec.gated_mlp else 'up'}")
-        self._down = _weight_and_bias(weights, f"{prefix}.down")
+        self._up = _matrix_and_bias(weights, f"{prefix}.{'gate_up' if spec.gated_mlp else 'up'}")
+        self._down = _matrix_and_bias(weights, f"{prefix}.down")
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._up
@@ -155,13 +157,13 @@ class _Experts:
     def __init__(self, spec: ModelSpec, weights: DeviceWeights, prefix: str) -> None:
         assert spec.moe is not None
         self._moe, self._activation = spec.moe, spec.activation
-        self._router = weights.get(f"{prefix}.router.weight")
-        self._gate_up = weights.get(f"{prefix}.experts.gate_up.weight")
-        self._down = weights.get(f"{prefix}.experts.down.weight")
+        self._router = weights.matrix(f"{prefix}.router.weight")
+        self._gate_up = weights.matrix(f"{prefix}.experts.gate_up.weight")
+        self._down = weights.matrix(f"{prefix}.experts.down.weight")
 
     def __call__(self, x: Tensor) -> Tensor:
         shares, experts = torch.topk(
-            torch.softmax(F.linear(x, self._router).float(), dim=-1), self._moe.experts_per_token
+            torch.softmax(linear(x, self._router, None).float(), dim=-1), self._moe.experts_per_token
         )
         if self._moe.normalize_weights:
             shares = shares / shares.sum(dim=-1, keepdim=True)
@@ -173,8 +175,16 @@ class _Experts:
         return mixed
 
 
-def _weight_and_bias(weights: DeviceWeights, name: str) -> tuple[Tensor, Tensor | None]:
+def _matrix_and_bias(weights: DeviceWeights, name: str) -> tuple[Tensor | CodedMatrix, Tensor | None]:
+    return weights.matrix(f"{name}.weight"), weights.find(f"{name}.bias")
+
+
+def _norm(weights: DeviceWeights, name: str) -> tuple[Tensor, Tensor | None]:
     return weights.get(f"{name}.weight"), weights.find(f"{name}.bias")
+
+
+def _look_up(which: Tensor, matrix: Tensor | CodedMatrix, dtype: torch.dtype) -> Tensor:
+    return look_up(which, matrix, dtype) if isinstance(matrix, CodedMatrix) else F.embedding(which, matrix)
 
 
 def _normed(rows: Rows, norm: tuple[Tensor, Tensor | None], spec: ModelSpec, some: Tensor | None = None) -> Tensor:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dovetail.engine.devices.cuda import coded
+from dovetail.engine.devices.cuda.coded import CodedMatrix
 from dovetail.engine.devices.cuda.elementwise import ACTIVATIONS, activate, activate_values
 from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_previous
 
@@ -135,8 +137,10 @@ def few_rows_tile(rows: int, columns: int) -> Tile | None:
     return None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | CodedMatrix, bias: Tensor | None) -> Tensor:
     """x [n, in], weight [out, in] → [n, out]."""
+    if isinstance(weight, CodedMatrix):
+        return coded.linear(x, weight, bias)
     count = len(x)
     if count == 1:
         return one_row(x, weight, bias, one_row_tile(*weight.shape, gated=False))
@@ -144,8 +148,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if tile is None else few_rows(x, weight, bias, tile)
 
 
-def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor | CodedMatrix, activation: str) -> Tensor:
     """x [n, in], weight of gate and up [2·out, in] → activation(gate)·up [n, out]."""
+    if isinstance(weight, CodedMatrix):
+        return coded.gated_linear(x, weight, activation)
     if len(x) == 1:
         return one_row(x, weight, None, one_row_tile(*weight.shape, gated=True), activation)
     return activate(linear(x, weight, None), activation, gated=True)

@@ -4,13 +4,14 @@
                                                        ▲ event   ▲ event               ▲ event
 
 Whoever computes a layer makes its stream wait for the event of that layer, not for the end. Host memory that is pinned
-(the registered pool) is read by the device itself; any other goes through a ring of pinned buffers.
+(the registered pool) is read by the device itself; any other goes through a ring of pinned buffers. Quantised matrices
+travel as they are stored, in cells for CPUs, and are laid out row by row when they have arrived.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -18,11 +19,13 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from dovetail.codings import Coding
 from dovetail.engine.devices.cuda.arena import CudaArena
+from dovetail.engine.devices.cuda.coded import NUMPY_TO_TORCH, CodedMatrix, CodedRows, can_keep, lay_out
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.gpu_load import PinnedRange
 from dovetail.engine.weights import from_read_only_memory
-from dovetail.layouts import unpack
+from dovetail.layouts import BY_ROWS, coding_of, to_cells, unpack
 from dovetail.node.ports import Checkpoint, HostTensor
 
 ALIGNMENT = 256
@@ -34,6 +37,38 @@ class _Place:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _CodedPlace:
+    """Of one piece of a quantised matrix."""
+
+    coding: Coding
+    layout: str
+    codes: _Place
+    scales: tuple[_Place, ...]
+
+
+class _Room:
+    """Places one behind the other."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def take(self, dtype: torch.dtype, shape: tuple[int, ...]) -> _Place:
+        place = _Place(dtype, shape, -(-self.num_bytes // ALIGNMENT) * ALIGNMENT)
+        self.num_bytes = place.end
+        return place
+
+    def take_coded(self, piece: HostTensor) -> _CodedPlace:
+        rows, coding = math.prod(piece.shape[:-1]), coding_of(piece.layout, piece.shape[-1])
+        codes = self.take(torch.int8, (rows, coding.row_bytes))
+        scales = tuple(self.take(NUMPY_TO_TORCH[part.dtype.name], (rows, part.count)) for part in coding.parts)
+        return _CodedPlace(coding, BY_ROWS.get(piece.layout, piece.layout), codes, scales)
 
 
 @runtime_checkable
@@ -104,10 +139,11 @@ class DeviceWeights:
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, copier: HostCopier) -> None:
         self.spec = checkpoint.spec
-        self._dtype = dtype
+        self.dtype = dtype
         self._copier = copier
-        self._places = self._plan(checkpoint)
-        self.num_bytes = max(place.offset + _num_bytes(place) for place in self._places.values())
+        self._places: dict[str, _Place | tuple[_CodedPlace, ...]] = {}
+        self._shapes = dict(self.spec.tensors())
+        self.num_bytes = self._plan(checkpoint)
         self._arena = CudaArena(self.num_bytes, device)
         self._bytes: Tensor | None = None
         self._events: list[torch.cuda.Event] = []
@@ -127,12 +163,27 @@ class DeviceWeights:
 
     def get(self, name: str) -> Tensor:
         """A view; its bytes are there once its layer is."""
-        assert self._bytes is not None, "the weights are closed"
         place = self._places[name]
-        return self._bytes[place.offset : place.offset + _num_bytes(place)].view(place.dtype).view(place.shape)
+        assert isinstance(place, _Place), f"{name} is quantised"
+        return self._at(place)
 
     def find(self, name: str) -> Tensor | None:
         return self.get(name) if self.has(name) else None
+
+    def matrix(self, name: str) -> Tensor | CodedMatrix:
+        """The same of what may be quantised."""
+        places = self._places[name]
+        if isinstance(places, _Place):
+            return self._at(places)
+        pieces = (
+            CodedRows(one.layout, one.coding.columns, self._at(one.codes), tuple(map(self._at, one.scales)))
+            for one in places
+        )
+        return CodedMatrix(self._shapes[name], tuple(pieces))
+
+    def _at(self, place: _Place) -> Tensor:
+        assert self._bytes is not None, "the weights are closed"
+        return self._bytes[place.offset : place.end].view(place.dtype).view(place.shape)
 
     def wait_for_layer(self, layer: int) -> None:
         """Make the current stream wait until this layer has arrived; the number of layers = what follows the last."""
@@ -151,19 +202,21 @@ class DeviceWeights:
         self._bytes = None
         self._arena.close()
 
-    def _plan(self, checkpoint: Checkpoint) -> dict[str, _Place]:
-        places: dict[str, _Place] = {}
-        offset = 0
-        for name, shape in self.spec.tensors():
-            place = _Place(self._kept(name, checkpoint), shape, offset)
-            places[name] = place
-            offset = -(-(offset + _num_bytes(place)) // ALIGNMENT) * ALIGNMENT
-        return places
+    def _plan(self, checkpoint: Checkpoint) -> int:
+        """Returns the bytes that all of it takes."""
+        room = _Room()
+        for name, shape in self._shapes.items():
+            pieces = checkpoint.pieces(name)
+            if _stays_coded(name, pieces):
+                self._places[name] = tuple(room.take_coded(piece) for piece in pieces)
+            else:
+                self._places[name] = room.take(self._kept(name, checkpoint), shape)
+        return room.num_bytes
 
     def _kept(self, name: str, checkpoint: Checkpoint) -> torch.dtype:
         """Norms stay as they are stored, kernels widen them; what is multiplied is in the compute type."""
         if "norm." not in name:
-            return self._dtype
+            return self.dtype
         stored = {TORCH_DTYPES[piece.dtype] for piece in checkpoint.pieces(name)}
         return stored.pop() if len(stored) == 1 else torch.float32
 
@@ -188,29 +241,63 @@ class DeviceWeights:
         self._events.append(event)
 
     def _copy(self, name: str, checkpoint: Checkpoint) -> None:
-        target = self.get(name).reshape(-1).view(torch.uint8)
+        place = self._places[name]
+        if isinstance(checkpoint, PooledCheckpoint):
+            checkpoint.wait(name)
+        if isinstance(place, _Place):
+            self._fill(self._at(place).reshape(-1).view(torch.uint8), _host_bytes(checkpoint, name, place.dtype), name)
+            return
+        pieces = checkpoint.pieces(name)
+        for piece, own in zip(pieces, place, strict=True):
+            chunks = _chunks(checkpoint, name) if len(pieces) == 1 and piece.layout == own.layout else None
+            self._copy_coded(own, chunks or [_in_cells(piece)], name)
+
+    def _copy_coded(self, place: _CodedPlace, sources: Sequence[Tensor], name: str) -> None:
+        """Through memory of the copying stream, which is that stream's to use again."""
+        with torch.cuda.stream(self._copier.stream):
+            cells = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._bytes_device)
+            self._fill(cells, sources, name)
+            lay_out(cells, place.coding, self._at(place.codes), [self._at(scale) for scale in place.scales])
+
+    @property
+    def _bytes_device(self) -> torch.device:
+        assert self._bytes is not None, "the weights are closed"
+        return self._bytes.device
+
+    def _fill(self, target: Tensor, sources: Iterable[Tensor], name: str) -> None:
         at = 0
-        for source in _host_bytes(checkpoint, name, self._places[name].dtype):
+        for source in sources:
             self._copier.copy(target[at : at + len(source)], source)
             at += len(source)
         assert at == len(target), f"{name}: {at} bytes came, {len(target)} were expected"
 
 
-def _num_bytes(place: _Place) -> int:
-    return math.prod(place.shape) * place.dtype.itemsize
+def _stays_coded(name: str, pieces: Sequence[HostTensor]) -> bool:
+    """Tokens are looked up in one piece."""
+    if name == "embed.weight" and len(pieces) > 1:
+        return False
+    return all(can_keep(BY_ROWS.get(piece.layout, piece.layout)) for piece in pieces)
 
 
-def _host_bytes(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+def _chunks(checkpoint: Checkpoint, name: str) -> list[Tensor] | None:
+    """A tensor's bytes where the host pool has them."""
+    chunks = checkpoint.chunks(name) if isinstance(checkpoint, PooledCheckpoint) else None
+    return None if chunks is None else [torch.frombuffer(chunk, dtype=torch.uint8) for chunk in chunks]
+
+
+def _in_cells(piece: HostTensor) -> Tensor:
+    """Its bytes; those of earlier releases, which are row by row, in cells."""
+    rows = math.prod(piece.shape[:-1])
+    data = to_cells(piece.layout, (rows, piece.shape[-1]), piece.data) if piece.layout in BY_ROWS else piece.data
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _host_bytes(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> list[Tensor]:
     """The bytes of a tensor in the type that the device keeps it in: as they lie, or converted on the host."""
-    if isinstance(checkpoint, PooledCheckpoint):
-        checkpoint.wait(name)
     pieces = checkpoint.pieces(name)
     as_stored = all(piece.layout == "plain" and TORCH_DTYPES[piece.dtype] == dtype for piece in pieces)
-    chunks = checkpoint.chunks(name) if as_stored and isinstance(checkpoint, PooledCheckpoint) else None
-    if chunks is not None:
-        yield from (torch.frombuffer(chunk, dtype=torch.uint8) for chunk in chunks)
-    else:
-        yield from (_converted(piece, dtype) for piece in pieces)
+    chunks = _chunks(checkpoint, name) if as_stored else None
+    return chunks or [_converted(piece, dtype) for piece in pieces]
 
 
 def _converted(piece: HostTensor, dtype: torch.dtype) -> Tensor:
