@@ -18,7 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # each other, except where ALSO says so.
 RANKS = [
     {"codings"},
-    {"errors", "machine", "modelspec", "layouts"},
+    {"errors", "machine", "modelspec", "layouts", "pulse"},
     {"types"},
     {"config", "messages", "eventlog"},
     {"policy", "sched"},

@@ -118,6 +118,8 @@ class NodeConfig(_Section):
     max_batch: int = Field(default=0, ge=0)  # sequences in one iteration; 0 = 64, on a GPU 256
     max_turn_tokens: int = Field(default=0, ge=0)  # tokens in one iteration, a prefill's chunk; 0 = 512, on a GPU 8192
     block_size: int = Field(default=16, ge=1)
+    # A worker that does nothing for this long, and four times what its iteration should take, is killed; 0 = never.
+    hang_timeout: Duration = Field(default=30.0, ge=0)
 
 
 class StoreConfig(_Section):
