@@ -75,17 +75,25 @@ async def read(client: openai.AsyncOpenAI, index: int, seen: list[float]) -> str
     return text
 
 
-async def read_all(server: Server, disturb: Callable[[], None] | None = None) -> tuple[list[str], float]:
-    """All texts, and the longest time that any stream stood still."""
+async def read_all(
+    server: Server, disturb: Callable[[], None] | None = None, beside: Callable[[], None] = lambda: None
+) -> tuple[list[str], float]:
+    """All texts, and the longest time that any stream stood still. `beside` is asked for with them."""
     seen: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
     async with server.async_client(timeout=300) as client:
         tasks = [asyncio.create_task(read(client, index, seen[index])) for index in range(NUM_STREAMS)]
+        beside()
         while disturb is not None and not all(seen):
             await asyncio.sleep(0.005)
         if disturb is not None:
             disturb()
         texts = await asyncio.gather(*tasks)
     return texts, max(after - before for times in seen for before, after in pairwise(times))
+
+
+def resumptions(server: Server) -> float:
+    lines = server.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("dovetail:request_resumptions_total"))
 
 
 def test_streams_go_on_with_the_same_text_when_the_worker_hangs(server: Server, undisturbed: list[str]) -> None:
@@ -107,7 +115,7 @@ def test_an_idle_worker_that_hangs_is_replaced_before_anybody_needs_it(server: S
 
 def test_a_poison_request_ends_alone(server: Server, undisturbed: list[str]) -> None:
     """Its neighbours say the same as without it, and it is not tried for as long as they live."""
-    starts = server.node()["starts"]
+    starts, resumed = server.node()["starts"], resumptions(server)
 
     async def both() -> tuple[list[str], openai.APIStatusError]:
         async with server.async_client(timeout=300) as client:
@@ -119,7 +127,7 @@ def test_a_poison_request_ends_alone(server: Server, undisturbed: list[str]) -> 
                 )
                 poisoned.append(asyncio.ensure_future(request))
 
-            texts, _ = await read_all(server, poison)
+            texts, _ = await read_all(server, beside=poison)
             with pytest.raises(openai.InternalServerError) as caught:
                 await poisoned[0]
             return texts, caught.value
@@ -127,5 +135,6 @@ def test_a_poison_request_ends_alone(server: Server, undisturbed: list[str]) -> 
     texts, error = asyncio.run(both())
     assert texts == undisturbed
     assert error.code == "worker_lost"
-    assert server.node()["starts"] == starts + 2  # once in company, once alone
+    assert resumptions(server) - resumed > NUM_STREAMS // 2  # they were there when it happened
+    eventually(lambda: server.node()["starts"] == starts + 2)  # once in company, once alone
     eventually(lambda: server.get("/health").status_code == 200)
