@@ -42,6 +42,7 @@ BROAD_EXCEPT_ALLOWED = {
     "worker/loading.py",
     "cli/main.py",
     "gateway/app.py",
+    "gateway/foreign.py",
     "bench/peer_child.py",
     "bench/engine_child.py",
 }

@@ -174,16 +174,20 @@ class Config(_Section):
 
 def load_config(path: Path) -> Config:
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = _fill_environment(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a mapping at the top, got {type(raw).__name__}")
-    return parse_config(_fill_environment(raw, str(path)), str(path))
+    return parse_config(raw, str(path))
 
 
 def parse_config(raw: dict[str, Any], origin: str) -> Config:
