@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install serve test check-all lint sanitize levels soak clean
+.PHONY: install serve test check-all lint sanitize levels soak crowd clean
 
 install: $(STAMP)
 
@@ -49,8 +49,12 @@ SOAK_SECONDS ?= 600
 soak: install
 	$(BIN)/python tests/cpu/busy_soak.py $(SOAK_SECONDS) $(MODEL)
 
+# A worker that hangs and a request that kills, each among fifty streams.
+crowd: install
+	DOVETAIL_STREAMS=50 $(BIN)/python -m pytest -q -s tests/cpu/test_server_hang.py
+
 # Everything that can be tried on this machine: half an hour and more.
-check-all: test sanitize levels soak
+check-all: test sanitize levels soak crowd
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,5 +1,6 @@
 #include "decoder.hpp"
 
+#include <cstdint>
 #include <stdexcept>
 
 #include "step.hpp"
@@ -46,16 +47,40 @@ int64_t Linear::rows() const {
 Decoder::Decoder(const Kernels& kernels, int threads, const Shape& shape)
     : shape(shape), kernels_(kernels), team_(Team::shared(threads)) {}
 
+// Sizes that no tensor vouches for (of the MLP where all layers have experts) make buffers too: a product of any two of
+// them, a few thousand tokens and the size of a number stays within 64 bits.
+void Decoder::check_sizes() const {
+    constexpr int64_t most = 1 << 24;
+    const auto fits = [&](int64_t size, int64_t least, const char* name) {
+        need(size >= least && size <= most, std::string(name) + " is " + std::to_string(size));
+    };
+    need(shape.vocab_size > 0 && shape.vocab_size <= INT32_MAX, "vocab_size is " + std::to_string(shape.vocab_size));
+    fits(shape.hidden_size, 1, "hidden_size");
+    fits(shape.num_heads, 1, "num_heads");
+    fits(shape.num_kv_heads, 1, "num_kv_heads");
+    fits(shape.intermediate_size, 1, "intermediate_size");
+    fits(shape.num_experts, 0, "num_experts");
+    if (shape.num_experts > 0) {
+        fits(shape.expert_size, 1, "the size of an expert");
+        need(shape.experts_per_token > 0 && shape.experts_per_token <= shape.num_experts, "a token has no such experts");
+    }
+    fits(shape.position_offset, -1, "position_offset");
+}
+
 void Decoder::check() const {
+    check_sizes();
     need(shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0, "heads do not share key heads evenly");
     need(shape.head_dim > 0 && shape.head_dim <= 512, "head_dim is above 512");
     need(embed.data && embed.rows == shape.vocab_size && embed.columns == shape.hidden_size, "embed does not fit");
     need(!is_quantised(positions.type), "learned positions are floats");
+    need(!positions.data || (shape.position_offset >= 0 && positions.columns == shape.hidden_size),
+         "learned positions do not fit");
     need(final_norm.weight, "final_norm is missing");
     for (size_t i = 0; i < layers.size(); ++i) {
         const Layer& layer = layers[i];
         const std::string prefix = "layers." + std::to_string(i) + ".";
         need(layer.attn_norm.weight && layer.mlp_norm.weight, prefix + "norms are missing");
+        need(layer.window >= 0, prefix + "window is " + std::to_string(layer.window));
         check_linear(layer.qkv, shape.q_size() + 2 * shape.kv_size(), shape.hidden_size, shape.precision, prefix + "qkv");
         check_linear(layer.out, shape.hidden_size, shape.q_size(), shape.precision, prefix + "out");
         layer.router.pieces.empty() ? check_mlp(layer, prefix) : check_experts(layer, prefix);
@@ -74,7 +99,7 @@ void Decoder::check_mlp(const Layer& layer, const std::string& prefix) const {
 
 void Decoder::check_experts(const Layer& layer, const std::string& prefix) const {
     const int64_t experts = shape.num_experts, size = shape.expert_size, hidden = shape.hidden_size;
-    need(experts > 0 && shape.experts_per_token > 0 && shape.experts_per_token <= experts, "a token has no such experts");
+    need(experts > 0, "a token has no such experts");
     need(shape.gated_mlp, "experts are gated");
     check_linear(layer.router, experts, hidden, shape.precision, prefix + "router");
     check_stack(layer.experts_up, experts, 2 * size, hidden, 2, shape.precision, prefix + "experts.gate_up");

@@ -99,6 +99,7 @@ class Decoder {
     const Kernels& kernels() const { return kernels_; }
 
   private:
+    void check_sizes() const;
     void check_mlp(const Layer& layer, const std::string& prefix) const;
     void check_experts(const Layer& layer, const std::string& prefix) const;
 

@@ -107,7 +107,6 @@ class Model {
         for (const Array& piece : pieces) held_.push_back(piece);
         if (name == "embed.weight") return void(decoder_.embed = matrix_of(pieces.at(0)));
         if (name == "positions.weight") return void(decoder_.positions = matrix_of(pieces.at(0)));
-        if (name.rfind("final_norm.", 0) == 0) return add_norm(decoder_.final_norm, name, pieces);
         if (name.ends_with("norm.weight") || name.ends_with("norm.bias")) return add_norm(norm_of(name), name, pieces);
         if (name.ends_with(".bias")) return add_bias(name, pieces);
         for (const Array& piece : pieces) pieces_of(name).push_back(matrix_of(piece));
@@ -164,15 +163,19 @@ class Model {
 
   private:
     void add_norm(Norm& norm, const std::string& name, const std::vector<Array>& pieces) {
-        if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32)
-            throw std::invalid_argument(name + ": a norm is one float32 tensor");
+        const Shape& shape = decoder_.shape;
+        const bool of_head = name.ends_with(".q_norm.weight") || name.ends_with(".k_norm.weight");
+        if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32 ||
+            static_cast<int64_t>(pieces[0].size()) != (of_head ? shape.head_dim : shape.hidden_size))
+            throw std::invalid_argument(name + ": a norm is one float32 tensor, with a number for each dimension");
         const float* data = static_cast<const float*>(pieces[0].data());
         (name.ends_with(".bias") ? norm.bias : norm.weight) = data;
     }
 
     void add_bias(const std::string& name, const std::vector<Array>& pieces) {
-        if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32)
-            throw std::invalid_argument(name + ": a bias is one float32 tensor");
+        if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32 ||
+            static_cast<int64_t>(pieces[0].size()) != linear_of(name).rows())
+            throw std::invalid_argument(name + ": a bias is one float32 tensor, with a number for each row");
         linear_of(name).bias = static_cast<const float*>(pieces[0].data());
     }
 
@@ -202,6 +205,7 @@ class Model {
     }
 
     Norm& norm_of(const std::string& name) {
+        if (name.rfind("final_norm.", 0) == 0) return decoder_.final_norm;
         const auto [layer, part] = place_of(name);
         if (part == "attn_norm") return layer->attn_norm;
         if (part == "q_norm") return layer->q_norm;

@@ -118,6 +118,8 @@ class NodeConfig(_Section):
     max_batch: int = Field(default=0, ge=0)  # sequences in one iteration; 0 = 64, on a GPU 256
     max_turn_tokens: int = Field(default=0, ge=0)  # tokens in one iteration, a prefill's chunk; 0 = 512, on a GPU 8192
     block_size: int = Field(default=16, ge=1)
+    # A worker that does nothing for this long, and four times what its iteration should take, is killed; 0 = never.
+    hang_timeout: Duration = Field(default=30.0, ge=0)
 
 
 class StoreConfig(_Section):
@@ -172,16 +174,20 @@ class Config(_Section):
 
 def load_config(path: Path) -> Config:
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = _fill_environment(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a mapping at the top, got {type(raw).__name__}")
-    return parse_config(_fill_environment(raw, str(path)), str(path))
+    return parse_config(raw, str(path))
 
 
 def parse_config(raw: dict[str, Any], origin: str) -> Config:

@@ -107,7 +107,9 @@ class EngineFailed(RequestError):
 
 
 class WorkerLost(EngineFailed):
-    pass
+    def __init__(self, message: str, suspects: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.suspects = suspects  # requests of the iteration that it died in; empty = it died between two
 
 
 class Overloaded(RequestError):

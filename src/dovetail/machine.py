@@ -139,6 +139,14 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
+def major_faults(pid: int) -> int:
+    """How often this process has waited for a page from the disk; 0 where that cannot be known."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[9])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def read_gpus(timeout_s: float = 10.0) -> tuple[Gpu, ...]:
     """None where there is no driver, or where it does not answer."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]

@@ -30,6 +30,7 @@ half-rotated order of HF (the two halves of a head are the pair), whatever the f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -163,6 +164,92 @@ class ModelSpec(msgspec.Struct, frozen=True):
         yield f"{name}.weight", (self.hidden_size,)
         if self.norm == "layer":
             yield f"{name}.bias", (self.hidden_size,)
+
+
+# Far beyond any model, and small enough that no product of two, times the tokens of an iteration, leaves 64 bits.
+MANY_LAYERS = 10_000  # or experts; a damaged count must not become a loop without end
+_WIDE, _LONG = 1 << 24, (1 << 31) - 1
+_RANGES = {
+    "vocab_size": (1, _LONG),
+    "hidden_size": (1, _WIDE),
+    "num_layers": (1, MANY_LAYERS),
+    "num_heads": (1, 1 << 16),
+    "num_kv_heads": (1, 1 << 16),
+    "head_dim": (1, 1 << 12),
+    "intermediate_size": (1, _WIDE),
+    "context_length": (1, _LONG),
+    "position_offset": (0, 1 << 16),
+    "norm_eps": (0.0, 1.0),
+    "embed_scale": (-1e6, 1e6),
+    "attention_scale": (-1e6, 1e6),
+    "attention_softcap": (0.0, 1e6),
+    "final_softcap": (0.0, 1e6),
+}
+_MOE_RANGES = {
+    "num_experts": (1, MANY_LAYERS),
+    "experts_per_token": (1, MANY_LAYERS),
+    "intermediate_size": (1, _WIDE),
+}
+_ROPE_RANGES = {
+    "theta": (1e-6, 1e15),
+    "factor": (1e-6, 1e6),
+    "original_context": (0, _LONG),
+    "low_freq_factor": (-1e6, 1e6),
+    "high_freq_factor": (-1e6, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "attention_factor": (-1e6, 1e6),
+}
+
+
+def spec_problem(spec: ModelSpec) -> str | None:
+    """What of it no engine could compute with, whatever the weights: key, expectation and value. None = nothing."""
+    found = _outside(spec, _RANGES, "")
+    for name, rope in (("rope", spec.rope), ("rope_local", spec.rope_local)):
+        found = found or (None if rope is None else _rope_problem(rope, name))
+    if found is None and spec.moe is not None:
+        found = _moe_problem(spec.moe)
+    return found or _shape_problem(spec)
+
+
+def _shape_problem(spec: ModelSpec) -> str | None:
+    if spec.num_heads % spec.num_kv_heads:
+        return f"num_kv_heads: expected a divisor of num_heads = {spec.num_heads}, got {spec.num_kv_heads}"
+    if spec.position_offset is None and spec.head_dim % 2:
+        return f"head_dim: expected an even number, because rotary positions need pairs, got {spec.head_dim}"
+    if spec.windows and len(spec.windows) != spec.num_layers:
+        return f"windows: expected one for each of {spec.num_layers} layers, got {len(spec.windows)}"
+    if not all(0 <= window <= _LONG for window in spec.windows):
+        return f"windows: expected whole numbers from 0 to {_LONG}, got {min(spec.windows)} to {max(spec.windows)}"
+    if not all(0 <= layer < spec.num_layers for layer in spec.dense_layers):
+        return f"dense_layers: expected numbers of the {spec.num_layers} layers, got {list(spec.dense_layers)[:8]}"
+    return None
+
+
+def _moe_problem(moe: MoeSpec) -> str | None:
+    found = _outside(moe, _MOE_RANGES, "moe.")
+    if found is None and moe.experts_per_token > moe.num_experts:
+        return f"moe.experts_per_token: expected at most {moe.num_experts}, got {moe.experts_per_token}"
+    return found
+
+
+def _rope_problem(rope: RopeSpec, name: str) -> str | None:
+    found = _outside(rope, _ROPE_RANGES, f"{name}.")
+    if found is None and rope.kind in ("llama3", "yarn") and rope.original_context == 0:
+        return f"{name}.original_context: expected a number above 0 with {rope.kind}, got 0"
+    if found is None and rope.kind == "llama3" and rope.low_freq_factor == rope.high_freq_factor:
+        return f"{name}.high_freq_factor: expected another number than low_freq_factor = {rope.low_freq_factor}"
+    if found is None and rope.kind == "yarn" and rope.theta <= 1.0:
+        return f"{name}.theta: expected a number above 1 with yarn, got {rope.theta}"
+    return found
+
+
+def _outside(record: ModelSpec | MoeSpec | RopeSpec, ranges: dict[str, tuple[float, float]], prefix: str) -> str | None:
+    for key, (low, high) in ranges.items():
+        value = getattr(record, key)
+        if value is not None and not (math.isfinite(value) and low <= value <= high):
+            return f"{prefix}{key}: expected {low:g} to {high:g}, got {value!r}"
+    return None
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

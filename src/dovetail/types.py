@@ -12,6 +12,9 @@ import msgspec
 
 from dovetail.modelspec import ModelSpec
 
+# Of each choice: one comes of computing everything that is known again, the next of a decoding step as it was then.
+ISOLATED_TOKENS = 2
+
 
 class FinishReason(StrEnum):
     """Why a choice ended. The first two are OpenAI's; the others never reach a client as a finished text."""
@@ -84,6 +87,9 @@ class Request(msgspec.Struct, frozen=True):
     # What each choice has said already, where the request goes on after its worker died; None = that choice has ended.
     # These tokens are output: limits, penalties, grammars and draws count them as if they had been made here.
     generated: tuple[tuple[int, ...] | None, ...] = ()
+    # It took part in an iteration that ended a worker: until it has made ISOLATED_TOKENS its iterations are its own, so
+    # that one that is fatal again ends nobody else's work and says whose fault it is.
+    isolated: bool = False
 
     @property
     def open_choices(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from dovetail.codings import CODINGS
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.rope import Rope
 from dovetail.engine.weights import Weights
+from dovetail.errors import UnsupportedModel
 from dovetail.modelspec import ModelSpec
 from dovetail.sched.turn import Turn, TurnRow
 
@@ -40,7 +41,15 @@ class NativeModel:
     def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, kernels: Any, level: str) -> None:
         self.spec = spec
         shape = _shape(spec, kernels, _PRECISIONS[dtype])
-        self._model = kernels.Model(level, torch.get_num_threads(), shape, spec.num_layers)
+        try:
+            self._model = kernels.Model(level, torch.get_num_threads(), shape, spec.num_layers)
+            self._fill(weights)
+        except ValueError as error:  # which says what does not fit what
+            raise UnsupportedModel(f"the kernels cannot compute this model: {error}") from error
+        self.call: NativeCall = self._model.forward  # of every iteration; who measures puts something around it
+
+    def _fill(self, weights: Weights) -> None:
+        spec = self.spec
         for name, _ in spec.tensors():
             self._add(weights, name)
         for layer in range(spec.num_layers):
@@ -51,7 +60,6 @@ class NativeModel:
             if spec.rope_local is not None:
                 self._set_rope(Rope(spec.rope_local, spec.head_dim, torch.float32), local=True)
         self._model.check()
-        self.call: NativeCall = self._model.forward  # of every iteration; who measures puts something around it
 
     def _add(self, weights: Weights, name: str) -> None:
         names = [name, "lm_head.weight"] if name == "embed.weight" and self.spec.tied_embeddings else [name]
@@ -103,7 +111,11 @@ def _shape(spec: ModelSpec, kernels: Any, precision: str) -> Any:
     shape.final_softcap = spec.final_softcap or 0.0
     shape.position_offset = -1 if spec.position_offset is None else spec.position_offset
     shape.precision = precision
-    if spec.moe is not None:
+    # Sizes that no layer uses, and no tensor vouches for, shall not size buffers.
+    kinds = {spec.is_moe_layer(layer) for layer in range(spec.num_layers)}
+    if False not in kinds:
+        shape.intermediate_size = 1
+    if spec.moe is not None and True in kinds:
         shape.num_experts, shape.experts_per_token = spec.moe.num_experts, spec.moe.experts_per_token
         shape.expert_size, shape.normalize_shares = spec.moe.intermediate_size, spec.moe.normalize_weights
     return shape

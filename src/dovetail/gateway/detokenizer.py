@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from dovetail.gateway.foreign import tokenizer_call
+
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 _REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so a window that still ends in U+FFFD after more tokens holds invalid bytes.
@@ -70,7 +72,8 @@ class Vocabulary:
         if token is None:  # a padding row of the embedding: the model may pick it, it stands for nothing
             return b""
         if self._decoder.kind == "other":
-            return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+            with tokenizer_call("the tokenizer failed"):
+                return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
         return self._decoder.token_bytes(token)
 
 
@@ -126,7 +129,8 @@ class WindowDetokenizer:
         return new
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
+        with tokenizer_call("the tokenizer failed"):
+            return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
 
 class _Decoder:

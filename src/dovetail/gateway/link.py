@@ -22,7 +22,7 @@ import zmq
 
 from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed, Overloaded, RequestError, WorkerLost
-from dovetail.gateway.supervisor import Supervisor
+from dovetail.gateway.supervisor import Supervisor, WorkerExit
 from dovetail.messages import (
     Abort,
     Hello,
@@ -261,7 +261,8 @@ class Link:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes its name over
         self.nodes = {config.name: NodeLink(config, self._send) for config in nodes}
         self.supervisors = {
-            config.name: Supervisor(config, self._address, command, self._on_exit, pass_fds) for config in nodes
+            config.name: Supervisor(config, self._address, command, self._on_exit, self._directory, pass_fds)
+            for config in nodes
         }
         self.observers: list[Observer] = []
         self.exit_observers: list[Callable[[str], None]] = []
@@ -365,10 +366,10 @@ class Link:
         for observer in self.observers:
             observer(node.name, message)
 
-    def _on_exit(self, name: str, code: int) -> None:
-        reason = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        logger.error("worker %s %s", name, reason)
-        self.nodes[name].reset(WorkerLost(f"the worker '{name}' {reason}"))
+    def _on_exit(self, name: str, end: WorkerExit) -> None:
+        during = f" while it computed {len(end.suspects)} requests" if end.suspects else ""
+        logger.error("worker %s %s%s", name, end.reason, during)
+        self.nodes[name].reset(WorkerLost(f"the worker '{name}' {end.reason}", end.suspects))
         for observer in self.exit_observers:
             observer(name)
 

@@ -19,6 +19,7 @@ from dovetail.config import ModelConfig
 from dovetail.errors import CheckpointError, EngineFailed, InvalidRequest, ModelNotFound, Overloaded
 from dovetail.gateway.chat import ChatTemplate
 from dovetail.gateway.detokenizer import Vocabulary
+from dovetail.gateway.foreign import tokenizer_call
 from dovetail.gateway.pulls import Pull
 from dovetail.gateway.words import Words, words_of
 from dovetail.types import ModelCard
@@ -67,10 +68,8 @@ class ServedModel:
 
     @cached_property
     def words(self) -> Words:
-        try:
+        with tokenizer_call(f"the tokenizer of '{self.name}' cannot be read"):
             return words_of(Path(self.card.tokenizer_file).read_bytes())
-        except (OSError, ValueError) as error:
-            raise EngineFailed(f"the tokenizer of '{self.name}' cannot be read: {error}") from error
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -102,15 +101,17 @@ class ServedModel:
 
     async def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         if len(tokens) <= _INLINE_CHARS:
-            return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-        decoded = await asyncio.to_thread(
-            self.tokenizer.decode_batch, [tokens], skip_special_tokens=skip_special_tokens
-        )
-        return decoded[0]
+            return self._decode(tokens, skip_special_tokens)
+        return await asyncio.to_thread(self._decode, tokens, skip_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode` keeps the interpreter locked while it runs, `encode_batch` does not.
-        return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        with tokenizer_call(f"the tokenizer of '{self.name}' failed"):
+            return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        with tokenizer_call(f"the tokenizer of '{self.name}' failed"):
+            return self.tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)[0]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.slo import Outcome, SloWatch
 from dovetail.gateway.stopper import Stopper
 from dovetail.gateway.translate import Job
-from dovetail.types import FinishReason, Request, TokenEvent, TokenLogprobs
+from dovetail.types import ISOLATED_TOKENS, FinishReason, Request, TokenEvent, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -48,7 +48,8 @@ class Run:
     def __init__(self, job: Job, metrics: Metrics, origin: Origin) -> None:
         self.job = job
         self.node: NodeLink | None = None
-        self.resumptions = 0
+        self.resumptions = 0  # after deaths that this job may be to blame for
+        self._isolated: set[str] = set()  # requests that a worker died on, until they have gone on for a while
         self._inbox = Inbox()
         self._instance: Instance | None = None
         self._was_submitted = False
@@ -77,6 +78,8 @@ class Run:
             self._metrics.prompt_tokens.labels(self.job.model.name).inc(self.job.num_prompt_tokens)
         self.node, self._instance = node, instance
         self._inbox = Inbox()
+        for choice in self._choices.values():
+            choice.num_resumed = len(choice.tokens)
         for request in self.job.requests:
             if self._is_open(request):
                 node.submit(self._rest_of(request), self._inbox, self._arrival)
@@ -85,7 +88,27 @@ class Run:
         """What is new. Raises WorkerLost after everything that came before it, and whatever else ends the job."""
         return self.take(await self._inbox.get())
 
+    # A worker has died under it
+
+    def is_guilty(self, suspects: frozenset[str]) -> bool:
+        """One of its requests has ended a second worker, alone, where the first one died."""
+        return len(suspects) == 1 and suspects <= self._on_trial()
+
+    def is_concerned(self, suspects: frozenset[str]) -> bool:
+        """The death counts against it: it took part, or nobody is known to have."""
+        return not suspects or any(request_id in suspects for request_id, _ in self.open)
+
+    def suspect(self, suspects: frozenset[str]) -> None:
+        self._isolated = self._on_trial() | {request_id for request_id, _ in self.open if request_id in suspects}
+
+    def _on_trial(self) -> set[str]:
+        """Isolated, and not yet beyond the place where the worker died."""
+        keys = [key for key in self.open if key[0] in self._isolated]
+        return {key[0] for key in keys if self._choices[key].num_since_resumed < ISOLATED_TOKENS}
+
     def _rest_of(self, request: Request) -> Request:
+        if request.id in self._isolated:
+            request = msgspec.structs.replace(request, isolated=True)
         choices = [(request.id, number) for number in range(request.num_choices)]
         if not any(self._choices[key].tokens for key in choices):
             return request
@@ -188,6 +211,7 @@ class _Choice:
         self.index = index
         self.order = index // request.num_choices
         self.tokens: list[int] = []
+        self.num_resumed = 0  # tokens that it was last submitted with
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.finish: FinishReason | None = None
@@ -200,6 +224,10 @@ class _Choice:
             request.prompt, skip_special_tokens=job.skip_special_tokens
         )
         self._delta = Delta(index)
+
+    @property
+    def num_since_resumed(self) -> int:
+        return len(self.tokens) - self.num_resumed
 
     @property
     def tpot_s(self) -> float | None:

@@ -141,10 +141,14 @@ class Service:
         """Submit the rest of a job. A client in the middle of a text waits no longer than the limit; one who has seen
         nothing yet is held as for any cold model."""
         deadline = asyncio.get_running_loop().time() + self.limits.resume_timeout_s
-        if run.resumptions == self.limits.max_resumptions:
-            again = f" again, after {run.resumptions} attempts to go on" if run.resumptions else ""
-            raise EngineFailed(f"{lost.message}{again}", code="worker_lost")
-        run.resumptions += 1
+        if run.is_guilty(lost.suspects):
+            raise EngineFailed(f"{lost.message} twice on this request, the second time on it alone", code="worker_lost")
+        if run.is_concerned(lost.suspects):
+            if run.resumptions == self.limits.max_resumptions:
+                again = f" again, after {run.resumptions} attempts to go on" if run.resumptions else ""
+                raise EngineFailed(f"{lost.message}{again}", code="worker_lost")
+            run.resumptions += 1
+        run.suspect(lost.suspects)
         self.metrics.resumptions.labels(run.job.model.name).inc()
         node, instance = await self._instance_again(run, lost, deadline)
         run.submit(node, instance)

@@ -1,6 +1,6 @@
-"""One worker process: started, watched, started again with growing pauses, ended by its own process id.
+"""One worker process: started, watched, killed when it hangs, started again with growing pauses, ended by its own id.
 
-Knows the worker's command line and nothing of what is said to it.
+Knows the worker's command line and its pulse, and nothing of what is said to it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed
+from dovetail.machine import major_faults
+from dovetail.pulse import Pulse
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -21,6 +25,10 @@ STABLE_S = 30.0  # a worker that lived this long starts again without a pause
 MAX_PAUSE_S = 30.0
 SHUTDOWN_GRACE_S = 5.0
 TERMINATE_GRACE_S = 2.0
+WATCH_S = 0.5  # how often a worker's pulse is felt
+# Of what an iteration is expected to take: estimates are wrong, and cores are shared.
+HANG_FACTOR = 4.0
+QUICK_RESTARTS = 3  # of a worker that computes and dies: its requests are to blame and are few, each of them counted
 _STDERR = 2  # what a worker prints must not get into the output of a command
 
 
@@ -46,6 +54,21 @@ def worker_arguments(config: NodeConfig, address: str, parent: int) -> list[str]
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
+@dataclass(frozen=True)
+class WorkerExit:
+    """How a worker came to its end."""
+
+    code: int  # negative = the signal
+    suspects: frozenset[str] = frozenset()  # requests of the iteration that it died in; empty = it died between two
+    hung_s: float = 0.0  # it did nothing for this long and was killed; 0 = it ended by itself
+
+    @property
+    def reason(self) -> str:
+        if self.hung_s:
+            return f"did nothing for {self.hung_s:.0f} s and was killed"
+        return f"was killed by signal {-self.code}" if self.code < 0 else f"ended with code {self.code}"
+
+
 class Supervisor:
     """Keeps one worker running until `stop`."""
 
@@ -54,11 +77,15 @@ class Supervisor:
         config: NodeConfig,
         address: str,
         command: Sequence[str] | None,
-        on_exit: Callable[[str, int], None],
+        on_exit: Callable[[str, WorkerExit], None],
+        directory: Path,
         pass_fds: Sequence[int] = (),
     ) -> None:
         self._name = config.name
+        self._pulse_file = directory / f"pulse-{config.name.encode().hex()}"
         self._argv = [*(command or worker_command()), *worker_arguments(config, address, os.getpid())]
+        self._argv += ["--pulse", str(self._pulse_file)]
+        self._hang_timeout_s = config.hang_timeout
         self._on_exit = on_exit
         self._pass_fds = tuple(pass_fds)
         self._process: asyncio.subprocess.Process | None = None
@@ -112,23 +139,24 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
-            code = await self._run_once()
-            self._on_exit(self._name, code)
+            end = await self._run_once()
+            self._on_exit(self._name, end)
             if not self.greeted.done():
-                self.greeted.set_exception(
-                    EngineFailed(f"the worker '{self._name}' ended with code {code} before it was ready")
-                )
+                self.greeted.set_exception(EngineFailed(f"the worker '{self._name}' {end.reason} before it was ready"))
             self.failures = 0 if loop.time() - started > STABLE_S else self.failures + 1
             # The first failure is answered at once, so that one bad request costs the others no more than a restart.
-            pause_s = 0.0 if self.failures <= 1 else min(2.0 ** (self.failures - 2), MAX_PAUSE_S)
+            quick = QUICK_RESTARTS if end.suspects else 1
+            pause_s = 0.0 if self.failures <= quick else min(2.0 ** (self.failures - quick - 1), MAX_PAUSE_S)
             if pause_s:
                 self._resume_at = loop.time() + pause_s
                 await asyncio.sleep(pause_s)
                 self._resume_at = None
 
-    async def _run_once(self) -> int:
+    async def _run_once(self) -> WorkerExit:
         self._hello.clear()
         self.starts += 1
+        pulse = Pulse.create(self._pulse_file)
+        watch: asyncio.Task[float] | None = None
         # Its own session: a Ctrl-C in the terminal is for the gateway, which drains and then ends the worker.
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -140,7 +168,7 @@ class Supervisor:
             )
         except OSError as error:
             logger.error("worker %s cannot be started: %s", self._name, error)
-            return 127
+            return WorkerExit(127)
         exit_wait = asyncio.create_task(self._process.wait())
         hello_wait = asyncio.create_task(self._hello.wait())
         await asyncio.wait({exit_wait, hello_wait}, timeout=HELLO_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -149,4 +177,26 @@ class Supervisor:
             if not exit_wait.done():
                 logger.error("worker %s said nothing for %.0f s and is ended", self._name, HELLO_TIMEOUT_S)
                 self._process.kill()
-        return await exit_wait
+        elif self._hang_timeout_s:
+            watch = asyncio.create_task(self._watch(self._process, pulse))
+        code = await exit_wait
+        hung_s = watch.result() if watch is not None and watch.done() else 0.0
+        if watch is not None:
+            watch.cancel()
+        return WorkerExit(code, pulse.in_iteration(), hung_s)
+
+    async def _watch(self, process: asyncio.subprocess.Process, pulse: Pulse) -> float:
+        """Kill a worker that does nothing; returns for how long it did. One that reads its weights in from the disk
+        page by page does something, and seconds in which this process did not run either are nobody's fault."""
+        loop = asyncio.get_running_loop()
+        last, since = (0, 0), loop.time()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(WATCH_S)
+            now, sign = loop.time(), (pulse.beats, major_faults(process.pid))
+            since += max(now - before - 2 * WATCH_S, 0.0)
+            if sign != last or not pulse.beats:
+                last, since = sign, now
+            elif now - since > self._hang_timeout_s + HANG_FACTOR * pulse.expected_s:
+                process.kill()
+                return now - since

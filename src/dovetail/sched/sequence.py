@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dovetail.sched.blocks import ROOT_KEY
-from dovetail.types import Request, SamplingParams
+from dovetail.types import ISOLATED_TOKENS, Request, SamplingParams
 
 _MASK = (1 << 64) - 1
 
@@ -42,6 +42,7 @@ class Sequence:
     last_key: int = ROOT_KEY  # of the last sealed block
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     was_admitted: bool = False
+    alone_below: int = 0  # with fewer tokens than this it shares no iteration
     aborted: bool = False  # gone while its turn was running; its blocks are freed when the turn is complete
 
     @property
@@ -51,6 +52,10 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self.tokens) < self.alone_below
 
     @property
     def is_ready(self) -> bool:
@@ -63,15 +68,17 @@ def sequences_of(request: Request, first_id: int) -> list[Sequence]:
     made: list[Sequence] = []
     for choice in request.open_choices:
         seed = request.sampling.seed if choice == 0 else mix64(request.sampling.seed, choice)
+        tokens = [*request.prompt, *(request.generated_by(choice) or ())]
         made.append(
             Sequence(
                 id=first_id + len(made),
                 request_id=request.id,
                 choice=choice,
-                tokens=[*request.prompt, *(request.generated_by(choice) or ())],
+                tokens=tokens,
                 num_prompt=len(request.prompt),
                 sampling=msgspec.structs.replace(request.sampling, seed=seed),
                 leader=made[0] if made else None,
+                alone_below=len(tokens) + ISOLATED_TOKENS if request.isolated else 0,
             )
         )
     return made

@@ -37,7 +37,7 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     text = read_bytes(path)
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise DamagedCheckpoint(f"{path}: expected a JSON object")

@@ -31,13 +31,13 @@ from typing import Annotated, Literal
 import msgspec
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
-from dovetail.layouts import MATRIX_LAYOUTS, NUMPY, packed_bytes
+from dovetail.layouts import LAYOUTS, MATRIX_LAYOUTS, NUMPY, packed_bytes
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.store.assemble import joined, joined_shape
 from dovetail.store.files import read_text
-from dovetail.store.keys import MANY
-from dovetail.store.tokenizer_files import TokenFields
+from dovetail.store.keys import checked_spec
+from dovetail.store.tokenizer_files import TokenFields, tokens_problem
 from dovetail.types import ModelCard
 
 MANIFEST, TOKENIZER, TEMPLATE = "manifest.json", "tokenizer.json", "chat_template.jinja"
@@ -97,7 +97,7 @@ class Manifest(msgspec.Struct, frozen=True):
     checksum: str  # SHA-256 of the file with this field's digits as zeros
     kind: Literal["model", "adapter"]
     source: str
-    created: int  # Unix seconds
+    created: Count  # Unix seconds
     dtype: str  # of the plain matrices; norms are float32
     layout: str  # of the others
     partitions: tuple[Partition, ...]
@@ -311,6 +311,11 @@ def check_manifest(manifest: Manifest, origin: str) -> None:
         manifest.kind == "adapter"
     ):
         raise DamagedCheckpoint(f"{origin}: kind {manifest.kind}, but without the record of one")
+    if manifest.dtype not in NUMPY or manifest.layout not in LAYOUTS:
+        raise UnsupportedModel(f"{origin}: {manifest.dtype} in layout {manifest.layout} is not known to this release")
+    problem = tokens_problem(manifest.tokens)
+    if problem is not None:
+        raise DamagedCheckpoint(f"{origin}: tokens: {problem}")
     if manifest.spec is not None:
         _check_against_spec(manifest, manifest.spec, origin)
 
@@ -371,11 +376,7 @@ def _check_overlaps(entries: list[TensorEntry], origin: str) -> None:
 
 def _check_against_spec(manifest: Manifest, spec: ModelSpec, origin: str) -> None:
     """Every canonical tensor is there, whole, and of the shape that the spec asks for."""
-    experts = spec.moe.num_experts if spec.moe is not None else 0
-    if not (0 < spec.num_layers <= MANY and 0 <= experts <= MANY):
-        raise DamagedCheckpoint(f"{origin}: spec: {spec.num_layers} layers, {experts} experts")
-    if spec.windows and len(spec.windows) != spec.num_layers:
-        raise DamagedCheckpoint(f"{origin}: spec: {len(spec.windows)} windows for {spec.num_layers} layers")
+    checked_spec(spec, origin)
     shares: dict[str, list[TensorEntry]] = defaultdict(list)
     for entry in manifest.tensors:
         shares[entry.name].append(entry)

@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.errors import UnsupportedModel
 from dovetail.modelspec import ModelSpec, MoeSpec
 from dovetail.store.gguf_rope import factors_to_rope, rope_from_metadata
-from dovetail.store.keys import MANY, Keys
+from dovetail.store.keys import MANY, Keys, checked_spec
 
 # llama.cpp knows these models by their number of layers, and gives them a scale of hidden/heads instead of head_dim.
 _GEMMA2_27B_LAYERS = 46
@@ -59,7 +59,7 @@ def spec_from_metadata(model: GgufModel) -> ModelSpec:
         raise UnsupportedModel(
             f"{model.all.origin}: architecture {model.architecture!r} is not supported (known: {known})"
         )
-    return builder(model)
+    return checked_spec(builder(model), model.all.origin)
 
 
 def _shape(model: GgufModel) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dovetail.errors import UnsupportedModel
 from dovetail.modelspec import ModelSpec, MoeSpec
 from dovetail.store.hf_defaults import DEFAULTS, SHARED_DEFAULTS
 from dovetail.store.hf_rope import parse_rope, rope_from_config
-from dovetail.store.keys import MANY, Keys
+from dovetail.store.keys import MANY, Keys, checked_spec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
@@ -44,7 +44,7 @@ def spec_from_config(config: Mapping[str, Any], origin: str = "config.json") -> 
     merged = SHARED_DEFAULTS | DEFAULTS[model_type] | dict(config)
     keys = Keys(merged, origin)
     keys.require("use_bidirectional_attention", False)
-    return _BUILDERS[model_type](keys)
+    return checked_spec(_BUILDERS[model_type](keys), origin)
 
 
 def _shape(keys: Keys) -> dict[str, Any]:

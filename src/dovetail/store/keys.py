@@ -7,8 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
+from dovetail.modelspec import MANY_LAYERS, ModelSpec, spec_problem
 
-MANY = 10_000  # more layers or experts than any model has; a damaged count must not become a loop without end
+MANY = MANY_LAYERS
+
+
+def checked_spec(spec: ModelSpec, origin: str) -> ModelSpec:
+    problem = spec_problem(spec)
+    if problem is not None:
+        raise DamagedCheckpoint(f"{origin}: spec: {problem}")
+    return spec
 
 
 class Keys:

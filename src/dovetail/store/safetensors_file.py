@@ -91,7 +91,7 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[int, dict[str, Any]]:
         raise DamagedCheckpoint(f"{path}: truncated: header of {length} bytes in a file of {len(data)}")
     try:
         header = msgspec.json.decode(data[8 : 8 + length])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise DamagedCheckpoint(f"{path}: header is not a JSON object")
@@ -106,7 +106,7 @@ def _parse_entry(path: Path, name: str, raw: Any) -> Entry:
         raise DamagedCheckpoint(f"{path}: {name}: header entry is not dtype, shape and two data_offsets") from error
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise DamagedCheckpoint(f"{path}: {name}: shape and data_offsets must be whole numbers")
-    if dtype not in DTYPES and dtype not in _OTHER_DTYPES:
+    if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in _OTHER_DTYPES):
         raise DamagedCheckpoint(f"{path}: {name}: unknown dtype {dtype!r}")
     if dtype in DTYPES and end - begin != math.prod(shape) * DTYPE_BYTES[DTYPES[dtype]]:
         raise DamagedCheckpoint(f"{path}: {name}: {end - begin} bytes do not hold {dtype} of shape {list(shape)}")

@@ -27,6 +27,26 @@ class TokenFields(msgspec.Struct, frozen=True):
     defaults: GenerationDefaults = GenerationDefaults()
 
 
+_MAX_TOKEN = (1 << 31) - 1
+_DEFAULTS = {
+    "temperature": (0.0, 1e3),
+    "top_k": (-1, _MAX_TOKEN),
+    "top_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 1e3),
+}
+
+
+def tokens_problem(fields: TokenFields) -> str | None:
+    """What no sampler could use: key, expectation and value. None = nothing."""
+    if not all(0 <= token <= _MAX_TOKEN for token in fields.eos_token_ids):
+        return f"eos_token_ids: expected ids of tokens, got {list(fields.eos_token_ids)[:8]}"
+    for key, (low, high) in _DEFAULTS.items():
+        value = getattr(fields.defaults, key)
+        if value is not None and not low <= value <= high:
+            return f"defaults.{key}: expected {low:g} to {high:g}, got {value!r}"
+    return None
+
+
 class _AddedToken(msgspec.Struct):
     id: int
     content: str
@@ -109,11 +129,14 @@ def _added_tokens(tokenizer: Path) -> list[_AddedToken]:
 
 
 def _defaults(generation: dict[str, Any], origin: str) -> GenerationDefaults:
+    """What the authors recommend. A recommendation that nobody can follow is none."""
     keys = Keys(generation, origin)
-    top_k = keys.optional_number("top_k")
-    return GenerationDefaults(
-        temperature=keys.optional_number("temperature"),
-        top_k=None if top_k is None else int(top_k),
-        top_p=keys.optional_number("top_p"),
-        repetition_penalty=keys.optional_number("repetition_penalty"),
-    )
+    found = {key: keys.optional_number(key) for key in _DEFAULTS}
+    usable = {key: value for key, value in found.items() if value is not None and _is_usable(key, value)}
+    top_k = usable.pop("top_k", None)
+    return GenerationDefaults(top_k=None if top_k is None else int(top_k), **usable)
+
+
+def _is_usable(key: str, value: float) -> bool:
+    low, high = _DEFAULTS[key]
+    return low <= value <= high

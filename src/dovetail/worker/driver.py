@@ -22,6 +22,7 @@ from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.reasons import in_words
+from dovetail.pulse import Pulse
 from dovetail.sched.sequence import Sequence, sequences_of
 from dovetail.types import FinishReason, Request, ServiceClass, TokenEvent
 from dovetail.worker.runner import ModelRunner
@@ -29,6 +30,7 @@ from dovetail.worker.runner import ModelRunner
 REFUSED = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) cannot be kept now: {}"
 NEVER = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) are beyond this device"
 TOO_LARGE = "this request needs {} tokens of KV memory, the node has room for {}"
+COMPILE_S = 60.0  # the first iteration on a GPU may have its kernels compiled
 
 
 class Loads(Protocol):
@@ -67,6 +69,7 @@ class NodeDriver:
         clock: Callable[[], float],
         log: EventLog | None = None,
         on_pause: Callable[[], None] = lambda: None,
+        pulse: Pulse | None = None,
     ) -> None:
         self.hostings: dict[str, Hosting] = {}
         node = Node(name, kind, memory_bytes, self.hostings, knobs)
@@ -81,8 +84,10 @@ class NodeDriver:
         self._loads = loads
         self._clock = clock
         self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
+        self._pulse = pulse or Pulse()
         self._by_choice: dict[tuple[str, int], RequestState] = {}
         self._sizes: dict[int, int] = {}  # blocks of instances that are still loading
+        self._expected_s = 0.0  # what the turn that runs should take
 
     # Models
 
@@ -181,8 +186,12 @@ class NodeDriver:
         runner = self.runners[turn.instance.id]
         runner.meter.overhead_seconds += self.home.gap_s
         if turn.prefill is not None:
+            self._expected_s = turn.instance.prefill_s(turn.prefill.known_tokens)
+            if runner.meter.turns == 0 and self.home.kind is not DeviceKind.CPU:
+                self._expected_s += COMPILE_S
             self._prefill(runner, turn.instance.id, self.states[turn.prefill.id])
         else:
+            self._expected_s = turn.instance.decode_s()
             self._decode(runner, [self.states[id].sequence for id in turn.instance.running])
         return True
 
@@ -200,7 +209,7 @@ class NodeDriver:
         finished: list[int] = []
         while state.instance == instance:
             before = sequence.num_computed
-            finished = self._deliver(runner.card.name, runner.iterate([sequence]).events)
+            finished = self._iterate(runner, [sequence])
             if finished or len(sequence.tokens) > known:
                 break
             assert sequence.num_computed > before, f"{runner.card.name}: the KV pool is smaller than the node thinks"
@@ -211,8 +220,15 @@ class NodeDriver:
     def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> None:
         finished: list[int] = []
         for batch in runner.batches(sequences):
-            finished += self._deliver(runner.card.name, runner.iterate(batch).events)
+            finished += self._iterate(runner, batch)
         self._turn_ended(finished, is_whole=True)
+
+    def _iterate(self, runner: ModelRunner, batch: list[Sequence]) -> list[int]:
+        """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
+        self._pulse.begin([sequence.request_id for sequence in batch], self._expected_s)
+        completed = runner.iterate(batch)
+        self._pulse.end()
+        return self._deliver(runner.card.name, completed.events)
 
     def _turn_ended(self, finished: list[int], *, is_whole: bool) -> None:
         self.runtime.turn_ended(self.home, self._clock(), finished, is_whole=is_whole)

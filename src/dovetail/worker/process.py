@@ -23,6 +23,7 @@ from dovetail.engine.devices import Device, open_device
 from dovetail.eventlog import open_log
 from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
 from dovetail.policy.headroom import INFINITY, Refusal
+from dovetail.pulse import Pulse
 from dovetail.types import FinishReason, Request, TokenEvent
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.hosting import Profiles
@@ -61,11 +62,13 @@ class WorkerConfig:
     direct_io: str
     readers: int
     parent: int
+    pulse: str = ""  # file that whoever started this process watches; empty = nobody does
 
 
 class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
+        self._pulse = Pulse(Path(config.pulse) if config.pulse else None)
         self._instance_configs: dict[str, InstanceConfig] = {}
         self._errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
         self._device = open_device(config.device, config.threads)
@@ -99,6 +102,7 @@ class Worker:
             time.monotonic,
             self._log,
             on_pause=self._pause,
+            pulse=self._pulse,
         )
         self._process = psutil.Process()
         self._running = True
@@ -115,6 +119,7 @@ class Worker:
             self._profiles.prepare(self._device.compute_dtype("auto", preferred_dtype()))
         is_idle = True
         while self._running:
+            self._pulse.beat()
             self._receive(wait=is_idle)
             is_idle = not self._driver.take_turn()
             self._tell()

@@ -57,9 +57,11 @@ class ModelRunner:
         self.meter.seconds += time.monotonic() - started
         return self._forget(self.scheduler.complete(outcome))
 
-    def batches(self, sequences: Several[Sequence]) -> list[Several[Sequence]]:
-        """As many as fit into one iteration together."""
-        return [sequences[i : i + self.max_batch] for i in range(0, len(sequences), self.max_batch)]
+    def batches(self, sequences: Several[Sequence]) -> list[list[Sequence]]:
+        """As many as fit into one iteration together, and those who shall share none."""
+        together = [sequence for sequence in sequences if not sequence.is_alone]
+        alone = [[sequence] for sequence in sequences if sequence.is_alone]
+        return alone + [together[i : i + self.max_batch] for i in range(0, len(together), self.max_batch)]
 
     def resize(self, num_blocks: int) -> None:
         moves = self.scheduler.resize(num_blocks)
