@@ -32,6 +32,7 @@ RANKS = [
 RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 ALSO = {("types", "modelspec"), ("cluster", "node"), ("policy", "sched"), ("plan", "sim"), ("bench", "sim")}
 ALSO |= {("bench", "store"), ("bench", "engine")}  # it measures them, without a worker in between
+ALSO |= {("plan", "store"), ("plan", "engine")}  # a function process runs some layers of a model, without a worker
 
 PURE = {"types", "errors", "modelspec", "messages", "eventlog", "policy", "profiles", "sched", "node", "cluster"}
 BANNED_IN_PURE = {"torch", "ray", "fastapi", "starlette", "uvicorn", "httpx", "zmq", "time", "random", "asyncio"}
@@ -141,7 +142,7 @@ def test_no_file_is_an_orphan() -> None:
     """A module that nothing imports is dead, unless it is an entry point."""
     commands = {command.module for command in COMMANDS.values()}  # imported by name, when asked for
     entry_points = {"dovetail.cli.main", "dovetail.worker.__main__", "dovetail.__main__"} | commands
-    entry_points |= {"dovetail.bench.engine_ours"}  # a child process of its own
+    entry_points |= {"dovetail.bench.engine_ours", "dovetail.plan.function"}  # a child process of its own
     imported = {name for path in [*FILES, *(ROOT / "tests").rglob("*.py")] for _, name in imports(path)}
     for path in FILES:
         module = "dovetail." + relative(path).removesuffix(".py").replace("/", ".")

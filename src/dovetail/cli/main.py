@@ -37,6 +37,7 @@ COMMANDS: dict[str, Command] = {
     "ps": Command("dovetail.cli.ps", "ps", "Show what a running server is doing."),
     "profile": Command("dovetail.cli.profile", "profile", "Measure how fast models run on this machine."),
     "sim": Command("dovetail.cli.sim", "app", "Run traces through the scheduling policies in virtual time."),
+    "plan": Command("dovetail.cli.plan", "app", "What serving should cost: functions or nodes for given SLOs."),
     "bench": Command("dovetail.cli.bench", "app", "Measure this machine and this build."),
     "doctor": Command("dovetail.cli.doctor", "doctor", "Look at this machine: what it has, what follows from it."),
 }

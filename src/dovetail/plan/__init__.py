@@ -1,1 +1,1 @@
-"""The cost planner (P1–P7)."""
+"""What inference should cost: which functions or nodes serve given applications within their SLOs, and running that."""

@@ -1,0 +1,291 @@
+"""`dovetail plan`: what serving should cost. A file of applications or of a fleet becomes a plan; the other commands
+measure what plans are made with, and try them out in virtual time.
+
+Only reads options and prints; the work is in `dovetail.plan`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from dovetail.cli.output import print_json, print_table
+from dovetail.cli.plan_fleet import plan_fleet
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    import click
+
+    from dovetail.plan.apps import Inputs
+    from dovetail.plan.plan_file import FunctionPlan
+    from dovetail.plan.provision import Provisioner
+    from dovetail.plan.replay import ReplayResult
+
+
+class FileFirst(TyperGroup):
+    """`plan apps.yaml` is `plan file apps.yaml`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["file", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=FileFirst, no_args_is_help=True, help="Plan functions or a fleet of nodes: dovetail plan FILE")
+
+PricesOption = Annotated[str | None, typer.Option(help="Another price sheet than the file's: a name, or a .yaml file.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@app.command("file")
+def plan_command(
+    file: Annotated[Path, typer.Argument(help="Applications (`apps:`), or a fleet (`catalogue:`).")],
+    out: Annotated[Path | None, typer.Option(help="Write the plan here (YAML), for `dovetail apply`.")] = None,
+    prices: PricesOption = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why each group is what it is.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Beside HarmonyBatch and the exact answer.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw cost against SLO and rate (.svg).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The cheapest functions for applications within their SLOs, or the cheapest nodes for a fleet of models.
+
+    Example: dovetail plan apps.yaml --explain --out plan.yaml
+    """
+    from dovetail.plan.prices import read_yaml
+
+    if "catalogue" in read_yaml(file):
+        if explain or compare:
+            raise ConfigError("--explain and --compare are for applications; a fleet's table has every try")
+        plan_fleet(file, out, prices, plot, as_json)
+        return
+    _plan_apps(file, out, prices, explain, compare, plot, as_json)
+
+
+def _plan_apps(
+    file: Path, out: Path | None, prices: str | None, explain: bool, compare: bool, plot: Path | None, as_json: bool
+) -> None:
+    from dovetail.plan.apps import read_apps
+    from dovetail.plan.compare import explain as explained
+    from dovetail.plan.compare import provisioners_of
+    from dovetail.plan.grouping import plan_groups
+    from dovetail.plan.plan_file import make_plan, write_plan
+
+    inputs = read_apps(file, prices)
+    provisioners = provisioners_of(inputs.profiles, inputs.sheet, cold_starts=inputs.file.cold_starts)
+    groups = plan_groups(inputs.file.applications(), provisioners)
+    plan = make_plan(groups, provisioners)
+    if out is not None:
+        write_plan(out, plan)
+    if plot is not None:
+        plot.write_text(_drawing(inputs, provisioners))
+    others = _compared(inputs) if compare else []
+    if as_json:
+        result = plan.model_dump(mode="json", exclude={"profiles", "prices"}, exclude_none=True)
+        result |= {"cost_per_hour": plan.cost_per_hour, "cost_per_request": plan.cost_per_request}
+        print_json(result | ({"compared": others} if compare else {}))
+        return
+    _print_plan(plan)
+    if explain:
+        print()
+        for group in groups:
+            print("\n".join(explained(group, provisioners[group.apps[0].model])))
+    if compare:
+        print()
+        headings = ("", "cost/h", "against plan", "groups", "modes")
+        print_table(headings, [[str(value) for value in other.values()] for other in others])
+    for path in (out, plot):
+        if path is not None:
+            print(f"wrote {path}")
+
+
+def _print_plan(plan: FunctionPlan) -> None:
+    rows = []
+    for group in plan.groups:
+        forecast = group.forecast
+        sizes = " + ".join(f"{vcpus:g}" for vcpus in group.vcpus)
+        rows.append(
+            [
+                ", ".join(group.apps),
+                group.mode,
+                f"{group.gpu_gb:g} GB" if group.gpu_gb else f"{sizes} vCPU",
+                f"{max(group.memory_gb):.3g} GB",
+                str(group.batch),
+                f"{max(app.wait_s for app in group.apps.values()):.3g} s",
+                f"{forecast.p99_s:.3g} s",
+                f"{min(app.slo_s for app in group.apps.values()):.3g} s",
+                str(group.warm),
+                f"{forecast.cost_per_request * 1e6:.4g}",
+                f"{forecast.cost_per_hour:.4g}",
+            ]
+        )
+    headings = ["applications", "mode", "size", "memory", "batch", "wait", "p99", "SLO", "warm"]
+    print_table([*headings, "cost/million", "cost/h"], rows)
+    currency = plan.prices.currency
+    print(f"{plan.cost_per_hour:.4g} {currency} an hour, {plan.cost_per_request * 1e6:.4g} a million requests")
+
+
+def _compared(inputs: Inputs) -> list[dict[str, Any]]:
+    from dovetail.plan.compare import alternatives
+
+    found = alternatives(inputs)
+    return [
+        {
+            "name": other.name,
+            "cost_per_hour": float(f"{other.cost_per_s * 3600:.6g}"),
+            "against_plan": f"{other.cost_per_s / found[0].cost_per_s - 1:+.1%}",
+            "groups": len(other.groups),
+            "modes": ", ".join(sorted({group.config.option.mode for group in other.groups})),
+        }
+        for other in found
+    ]
+
+
+def _drawing(inputs: Inputs, provisioners: dict[str, Provisioner]) -> str:
+    """Of the first model: around its applications' rates and SLOs."""
+    from dovetail.plan.frontier import draw, over_rate, over_slo, spaced
+
+    model, provisioner = next(iter(provisioners.items()))
+    own = [app for app in inputs.file.applications() if app.model == model]
+    rates, slos = sorted(app.rate for app in own), sorted(app.slo_s for app in own)
+    rate, slo_s = rates[len(rates) // 2], slos[len(slos) // 2]
+    panels = [
+        (f"SLO (s) at {rate:.3g} requests/s", over_slo(provisioner, rate, spaced(slos[0] / 10, slos[-1] * 10))),
+        (
+            f"requests/s at an SLO of {slo_s:.3g} s",
+            over_rate(provisioner, slo_s, spaced(rates[0] / 10, rates[-1] * 10)),
+        ),
+    ]
+    return draw(f"{model}: cheapest cost per request, {inputs.sheet.name}", panels)
+
+
+@app.command("frontier")
+def frontier(
+    profile: Annotated[str, typer.Argument(help="A function profile: a name, or a .yaml file.")],
+    prices: Annotated[str, typer.Option(help="A price sheet: a name, or a .yaml file.")] = "alibaba-fc",
+    rate: Annotated[float, typer.Option(help="Requests/s of the sweep over SLOs.")] = 0.05,
+    slo: Annotated[float, typer.Option(help="Seconds, of the sweep over rates.")] = 4.0,
+    cold_starts: Annotated[bool, typer.Option(help="Whether functions that fall idle must start again.")] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw both sweeps (.svg).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Which mode is cheapest at which SLO and rate, for one application.
+
+    Example: dovetail plan frontier wrn50-5 --no-cold-starts --plot frontier.svg
+    """
+    from dovetail.plan.frontier import draw, over_rate, over_slo, regions, spaced
+    from dovetail.plan.function_profile import read_function_profile
+    from dovetail.plan.prices import read_sheet
+    from dovetail.plan.provision import Provisioner
+
+    provisioner = Provisioner(read_function_profile(profile), read_sheet(prices), cold_starts=cold_starts)
+    slos = over_slo(provisioner, rate, spaced(0.05, 20, 120))
+    rates = over_rate(provisioner, slo, spaced(0.01, 50, 120))
+    if plot is not None:
+        panels = [(f"SLO (s) at {rate:g} requests/s", slos), (f"requests/s at an SLO of {slo:g} s", rates)]
+        plot.write_text(draw(f"{provisioner.profile.model}: cheapest cost per request, {prices}", panels))
+    found = {"slo_s": regions(slos), "rate": regions(rates)}
+    if as_json:
+        print_json(found)
+        return
+    for what, parts in found.items():
+        rows = []
+        for part in parts:
+            costs, sizes = (f"{part.cost_start * 1e6:.4g} to {part.cost_end * 1e6:.4g}", sorted(set(part.batch)))
+            rows.append([f"{part.start:.3g} to {part.end:.3g}", part.mode, costs, " to ".join(map(str, sizes))])
+        print_table((what, "mode", "cost/million", "batch"), rows)
+        print()
+
+
+@app.command("templates")
+def templates(
+    model: Annotated[str, typer.Argument(help="wrn50-K.")],
+    prices: Annotated[str, typer.Option(help="A price sheet: a name, or a .yaml file.")] = "alibaba-fc",
+    as_json: JsonOption = False,
+) -> None:
+    """Where a network is cut: our template beside the latency-optimal one (Gillis-LO), by vCPUs per worker.
+
+    Example: dovetail plan templates wrn50-5
+    """
+    from dovetail.plan.assumed import REFERENCE_VCPUS, chain_named, stages_of
+    from dovetail.plan.platforms import ALIBABA_FC
+    from dovetail.plan.prices import read_sheet
+    from dovetail.plan.templates import Partitioner
+
+    chain, sheet = chain_named(model), read_sheet(prices)
+    reference = Partitioner(chain, ALIBABA_FC, sheet, REFERENCE_VCPUS)
+    ours, fastest = reference.best(), reference.latency_optimal()
+    rows = []
+    for vcpus in (1.5, 2.0, 2.5, 3.0, 4.0):
+        at = Partitioner(chain, ALIBABA_FC, sheet, vcpus)
+        a, b = at.template(ours.stages), at.template(fastest.stages)
+        rows.append({"vcpus": vcpus, "ours_s": a.latency_s, "gillis_lo_s": b.latency_s, "ours_cost": a.cost,
+                     "gillis_lo_cost": b.cost, "cheaper": 1 - a.cost / b.cost})  # fmt: skip
+    stages = {"ours": stages_of(ours), "gillis_lo": stages_of(fastest)}
+    memory = {
+        "one_function_gb": reference.whole.memory_gb,
+        "ours_gb": ours.memory_gb,
+        "gillis_lo_gb": fastest.memory_gb,
+    }
+    if as_json:
+        print_json({"stages": stages, "memory": memory, "sweep": rows})
+        return
+    for name, cuts in stages.items():
+        said = ", ".join(f"layers {first}–{end - 1} on {workers}" for first, end, workers in cuts)
+        print(f"{name} (at {REFERENCE_VCPUS:g} vCPUs): {said}")
+    print(", ".join(f"{key} {value:.2f}" for key, value in memory.items()))
+    print_table(list(rows[0]), [[f"{value:.4g}" for value in row.values()] for row in rows])
+
+
+@app.command("replay")
+def replay_command(
+    plan: Annotated[Path, typer.Argument(help="A plan of functions.")],
+    hours: Annotated[float, typer.Option(help="Virtual time.", min=0.001)] = 1.0,
+    seed: int = 0,
+    cv: Annotated[float, typer.Option(help="Coefficient of variation of the gaps; 1 = Poisson.", min=0.1)] = 1.0,
+    as_json: JsonOption = False,
+) -> None:
+    """A plan in virtual time: late requests, and what the price sheet bills beside the forecast.
+
+    Example: dovetail plan replay plan.yaml --hours 10
+    """
+    from dovetail.plan.plan_file import read_plan
+    from dovetail.plan.replay import replay
+
+    result = replay(read_plan(plan), hours * 3600, seed, cv)
+    if as_json:
+        print_json(_replayed(result))
+        return
+    _print_replay(result)
+
+
+def _replayed(result: ReplayResult) -> dict[str, Any]:
+    groups = [
+        {
+            "name": group.name,
+            "requests": group.requests,
+            "late": group.late,
+            "batches": group.batches,
+            "cold": group.cold,
+            "cost": group.cost,
+            "forecast": group.forecast_per_request * group.requests,
+        }
+        for group in result.groups
+    ]
+    totals = {"requests": result.requests, "late_share": result.late_share, "cost": result.cost}
+    return {**totals, "forecast": result.forecast, "forecast_error": result.forecast_error, "groups": groups}
+
+
+def _print_replay(result: ReplayResult) -> None:
+    rows = [
+        [group.name, str(group.requests), f"{group.late / max(group.requests, 1):.2%}", str(group.batches),
+         str(group.cold), f"{group.cost:.4g}", f"{group.forecast_per_request * group.requests:.4g}"]
+        for group in result.groups
+    ]  # fmt: skip
+    print_table(("group", "requests", "late", "runs", "cold", "billed", "forecast"), rows)
+    print(
+        f"{result.requests} requests, {result.late_share:.2%} late; billed {result.cost:.4g}, "
+        f"forecast {result.forecast:.4g} ({result.forecast_error:+.1%})"
+    )

@@ -1,0 +1,58 @@
+"""`apps.yaml`: applications with their models, rates and SLOs, and the prices to plan with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.config import Duration
+from dovetail.plan.batching import App
+from dovetail.plan.function_profile import FunctionProfile, read_function_profile
+from dovetail.plan.prices import PriceSheet, parse_section, read_sheet, read_yaml
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AppSection(_Section):
+    model: str
+    rate: float = Field(gt=0)  # requests/s
+    slo: Duration = Field(gt=0)
+
+
+class ModelSection(_Section):
+    profile: str  # a name of the package, or a file beside this one
+
+
+class AppsFile(_Section):
+    prices: str
+    cold_starts: bool = True  # whether functions that fall idle are started again, and waited for
+    models: dict[str, ModelSection] = {}
+    apps: dict[str, AppSection] = Field(min_length=1)
+
+    def applications(self) -> list[App]:
+        return [App(name, app.model, app.rate, app.slo) for name, app in self.apps.items()]
+
+
+class Inputs(_Section):
+    """A file of applications with everything that it names."""
+
+    file: AppsFile
+    sheet: PriceSheet
+    profiles: dict[str, FunctionProfile]  # by model
+
+
+def read_apps(path: Path, prices: str | None = None) -> Inputs:
+    file = parse_section(AppsFile, read_yaml(path), str(path))
+    names = {app.model: file.models[app.model].profile if app.model in file.models else app.model for app in
+             file.apps.values()}  # fmt: skip
+    profiles = {model: read_function_profile(beside(path, name)) for model, name in names.items()}
+    return Inputs(file=file, sheet=read_sheet(beside(path, prices or file.prices)), profiles=profiles)
+
+
+def beside(path: Path, name: str) -> str:
+    """A file name of a file is relative to that file."""
+    other = path.parent / name
+    return str(other) if Path(name).suffix in (".yaml", ".yml") and not Path(name).is_absolute() else name

@@ -1,0 +1,38 @@
+"""Function profiles of models that were not measured: templates by the partitioner, latency by a platform's arithmetic.
+
+The templates of a profile: the one with the best score (P3), and the chain cut evenly by weights into 2, 3 and 4 stages
+of one worker each, which are slower but need the least memory.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dovetail.errors import ConfigError
+from dovetail.plan.chains import Chain, wide_resnet50
+from dovetail.plan.function_profile import FunctionProfile
+from dovetail.plan.platforms import Platform, profile_of
+from dovetail.plan.prices import PriceSheet
+from dovetail.plan.templates import Partitioner, Template, even_cuts
+
+REFERENCE_VCPUS = 4.0  # of the function that templates are measured by
+EVEN_STAGES = (2, 3, 4)
+
+
+def chain_named(name: str) -> Chain:
+    """wrn50-K: ResNet-50, K times as wide."""
+    found = re.fullmatch(r"wrn50-([1-9])", name)
+    if found is None:
+        raise ConfigError(f"{name}: unknown network; there are wrn50-1 to wrn50-9")
+    return wide_resnet50(int(found[1]))
+
+
+def assumed_profile(chain: Chain, platform: Platform, sheet: PriceSheet) -> FunctionProfile:
+    best = Partitioner(chain, platform, sheet, REFERENCE_VCPUS).best()
+    weights = [layer.weight_bytes for layer in chain.layers]
+    even = [[(first, end, 1) for first, end in even_cuts(weights, stages)] for stages in EVEN_STAGES]
+    return profile_of(chain, platform, [stages_of(best), *even])
+
+
+def stages_of(template: Template) -> list[tuple[int, int, int]]:
+    return [(stage.first, stage.end, stage.workers) for stage in template.stages]

@@ -1,0 +1,126 @@
+"""`dovetail plan` from the command line: applications, comparisons, pictures, replays, fleets, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dovetail.cli.main import build_app
+from dovetail.errors import ConfigError
+
+APPS = """
+prices: alibaba-fc
+apps:
+  search: {model: wrn50-5, rate: 2.0, slo: 500ms}
+  tags: {model: wrn50-5, rate: 0.05, slo: 6s}
+  archive: {model: wrn50-4, rate: 0.02, slo: 12s}
+"""
+FLEET = """
+prices: own-machines
+trace: trace.csv
+profile: profile.json
+catalogue: {all: {shape: small, share: 8}}
+nodes: {amx-32c: {max: 3}, a100-80g: {max: 2}}
+attainment: 0.9
+"""
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(build_app("plan"), ["plan", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_applications_become_a_plan_that_can_be_explained_compared_and_replayed(tmp_path: Path) -> None:
+    (tmp_path / "apps.yaml").write_text(APPS)
+    plan, plot = tmp_path / "plan.yaml", tmp_path / "frontier.svg"
+    said = run(str(tmp_path / "apps.yaml"), "--explain", "--compare", "--out", str(plan), "--plot", str(plot))
+    assert "the strictest SLO is search's 0.5 s" in said
+    assert "HarmonyBatch" in said
+    assert plot.read_text().startswith("<svg")
+    replayed = json.loads(run("replay", str(plan), "--hours", "0.2", "--json"))
+    assert replayed["requests"] > 500
+    assert replayed["late_share"] < 0.011
+
+
+def test_the_machine_readable_plan_has_every_group(tmp_path: Path) -> None:
+    (tmp_path / "apps.yaml").write_text(APPS)
+    plan = json.loads(run(str(tmp_path / "apps.yaml"), "--json", "--compare"))
+    assert sorted(name for group in plan["groups"] for name in group["apps"]) == ["archive", "search", "tags"]
+    assert plan["cost_per_hour"] == pytest.approx(sum(g["forecast"]["cost_per_hour"] for g in plan["groups"]))
+    exact = next(other for other in plan["compared"] if other["name"] == "exact")
+    assert exact["cost_per_hour"] <= plan["compared"][0]["cost_per_hour"] * (1 + 1e-6)
+
+
+def test_frontiers_and_templates_are_shown() -> None:
+    regions = json.loads(run("frontier", "wrn50-5", "--no-cold-starts", "--json"))
+    assert [region["mode"] for region in regions["slo_s"]] == ["gpu", "cpu", "partitioned"]
+    templates = json.loads(run("templates", "wrn50-4", "--json"))
+    assert all(row["cheaper"] > 0 for row in templates["sweep"])
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (APPS.replace("rate: 2.0", "rate: 0"), r"apps\.search\.rate"),
+        (APPS.replace("slo: 6s", "slo: soon"), r"apps\.tags\.slo: expected a duration"),
+        (APPS.replace("model: wrn50-4", "model: wrn51"), "no function profile 'wrn51'"),
+        (APPS.replace("alibaba-fc", "gcp"), "no sheet 'gcp'"),
+        (APPS.replace("slo: 500ms", "slo: 1ms"), r"apps\.search\.slo: wrn50-5 cannot be answered within 0\.001 s"),
+        (APPS + "  extra: 1\n", r"apps\.extra"),
+        (FLEET.replace("amx-32c", "tpu"), r"nodes\.tpu: own-machines has no such machine; it has amx-32c, a100-80g"),
+    ],
+)
+def test_a_mistake_names_its_key(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "file.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        run(str(tmp_path / "file.yaml"))
+
+
+def small_profile() -> dict[str, Any]:
+    def hardware(kind: str, scale: float) -> dict[str, Any]:
+        rows = [{"mean_length": n, "batch_ms": [[1, 20 * scale], [64, 60 * scale]]} for n in (128, 4096)]
+        return {"kind": kind, "prefill_ms": [[1, 10 * scale], [4096, 900 * scale]], "decode_ms": rows}
+
+    shape = {"weight_gib": 12.6, "kv_kib_per_token": 512, "layers": 32}
+    return {"models": {"small": {"shape": shape, "hardware": {"c": hardware("cpu", 4), "g": hardware("gpu", 1)}}}}
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    rows = [f"{n * 0.5:.3f},{n * 7 % 8},{200 + n % 700},{20 + n % 90}" for n in range(120)]
+    (tmp_path / "trace.csv").write_text("\n".join(["arrival_s,model,input_tokens,output_tokens", *rows]))
+    (tmp_path / "profile.json").write_text(json.dumps(small_profile()))
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    return tmp_path / "fleet.yaml"
+
+
+def test_the_cheapest_fleet_is_the_cheapest_of_all_that_suffice(fleet: Path) -> None:
+    """Against every number of nodes, simulated one by one."""
+    from dovetail.plan.fleet import FleetPlanner
+
+    planner = FleetPlanner(fleet)
+    found = planner.run()
+    best = found.best()
+    assert best is not None
+    enough = [
+        counts
+        for counts in ((c, g) for c in range(4) for g in range(3) if c or g)
+        if planner.simulate(counts).attainment >= 0.9
+    ]
+    assert found.per_hour(best.counts) == pytest.approx(min(found.per_hour(counts) for counts in enough))
+    assert best.attainment == planner.simulate(best.counts).attainment
+    assert len(found.tries) < 11
+
+
+def test_a_fleet_that_cannot_suffice_says_how_close_it_came(fleet: Path) -> None:
+    fleet.write_text(FLEET.replace("attainment: 0.9", "attainment: 0.9999").replace("{max: 3}", "{max: 1}").replace(
+        "{max: 2}", "{max: 1}"))  # fmt: skip
+    with pytest.raises(ConfigError, match=r"99.99|100.0% is not reached .* the best try was"):
+        run(str(fleet))
