@@ -84,6 +84,8 @@ class Request(msgspec.Struct, frozen=True):
     # What each choice has said already, where the request goes on after its worker died; None = that choice has ended.
     # These tokens are output: limits, penalties, grammars and draws count them as if they had been made here.
     generated: tuple[tuple[int, ...] | None, ...] = ()
+    # Prefixes are shared among requests of one salt only: by it the gateway keeps tenants apart. Empty = no salt.
+    cache_salt: str = ""
 
     @property
     def open_choices(self) -> tuple[int, ...]:
