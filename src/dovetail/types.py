@@ -90,6 +90,8 @@ class Request(msgspec.Struct, frozen=True):
     # It took part in an iteration that ended a worker: until it has made ISOLATED_TOKENS its iterations are its own, so
     # that one that is fatal again ends nobody else's work and says whose fault it is.
     isolated: bool = False
+    # Prefixes are shared among requests of one salt only: by it the gateway keeps tenants apart. Empty = no salt.
+    cache_salt: str = ""
 
     @property
     def open_choices(self) -> tuple[int, ...]:

@@ -277,3 +277,21 @@ def test_any_interleaving_gives_each_request_its_own_text(actions: list[Any], bu
                 assert made == text
                 ends = [e for e in events if (e.request_id, e.choice) == (id, choice) and e.finish]
                 assert len(ends) == 1
+
+
+def test_a_prefix_is_found_by_requests_of_the_same_salt_only() -> None:
+    def cached_tokens(scheduler: Scheduler, id: str, salt: str) -> int:
+        request = msgspec.structs.replace(make_request(id, list(range(12)), max_tokens=1), cache_salt=salt)
+        scheduler.add(request)
+        events: list[TokenEvent] = []
+        while scheduler.has_work:
+            turn = scheduler.next_turn()
+            assert turn is not None
+            events.extend(scheduler.complete(memory.run(turn)).events)
+        return events[0].cached_tokens
+
+    scheduler, memory = make_scheduler(), BlockMemory()
+    assert [cached_tokens(scheduler, f"a{i}", "ann") for i in range(2)] == [0, 8]
+    assert [cached_tokens(scheduler, f"b{i}", "bob") for i in range(2)] == [0, 8]
+    assert [cached_tokens(scheduler, f"n{i}", "") for i in range(2)] == [0, 8]
+    scheduler.pool.check()

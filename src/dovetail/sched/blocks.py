@@ -16,7 +16,10 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-ROOT_KEY = 0  # the parent of a sequence's first block
+# Of a block's content and of all that comes before it. A sequence's first block has a root as its parent: the salt of
+# its request, so that equal text is a prefix only for those who have the same salt, or ROOT_KEY without one.
+PrefixKey = int | str
+ROOT_KEY: PrefixKey = 0
 
 
 class BlockPool:
@@ -33,9 +36,9 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks))  # a sorted list is a heap
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._index: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # -> (block, key)
-        self._content: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its entry in the index
-        self._next_key = ROOT_KEY + 1
+        self._index: dict[tuple[PrefixKey, tuple[int, ...]], tuple[int, int]] = {}  # -> (block, key)
+        self._content: dict[int, tuple[PrefixKey, tuple[int, ...]]] = {}  # block -> its entry in the index
+        self._next_key = 1
 
     # What there is
 
@@ -77,10 +80,10 @@ class BlockPool:
                 self._let_go(block)
         self._trim()
 
-    def match(self, tokens: Sequence[int], limit: int) -> tuple[list[int], int]:
+    def match(self, tokens: Sequence[int], limit: int, root: PrefixKey = ROOT_KEY) -> tuple[list[int], PrefixKey]:
         """Hold the longest cached prefix of `tokens` within `limit` tokens; returns its blocks and the last key."""
         blocks: list[int] = []
-        key = ROOT_KEY
+        key = root
         for start in range(0, limit - self.block_size + 1, self.block_size):
             entry = self._index.get((key, tuple(tokens[start : start + self.block_size])))
             if entry is None:
@@ -90,7 +93,7 @@ class BlockPool:
             blocks.append(block)
         return blocks, key
 
-    def seal(self, block: int, parent_key: int, tokens: tuple[int, ...]) -> int:
+    def seal(self, block: int, parent_key: PrefixKey, tokens: tuple[int, ...]) -> int:
         """Offer a full, computed block for reuse. Returns the key under which its content is known."""
         assert len(tokens) == self.block_size
         assert self._references[block] > 0

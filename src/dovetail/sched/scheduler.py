@@ -252,7 +252,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Reuse what is cached, hold blocks for the first chunk; 0 tokens if there is no room now."""
-        blocks, key = self.pool.match(sequence.tokens, len(sequence.tokens) - 1)
+        blocks, key = self.pool.match(sequence.tokens, len(sequence.tokens) - 1, sequence.root)
         computed = len(blocks) * self.pool.block_size
         count = min(len(sequence.tokens) - computed, budget)
         fresh = self.pool.allocate(self.pool.blocks_for(computed + count) - len(blocks))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dovetail.sched.blocks import ROOT_KEY
+from dovetail.sched.blocks import ROOT_KEY, PrefixKey
 from dovetail.types import ISOLATED_TOKENS, Request, SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -39,7 +39,8 @@ class Sequence:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     num_sealed: int = 0  # leading blocks offered for reuse
-    last_key: int = ROOT_KEY  # of the last sealed block
+    root: PrefixKey = ROOT_KEY  # the salt of its request: whose prefixes it may use
+    last_key: PrefixKey = ROOT_KEY  # of the last sealed block, set at admission
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     was_admitted: bool = False
     alone_below: int = 0  # with fewer tokens than this it shares no iteration
@@ -79,6 +80,7 @@ def sequences_of(request: Request, first_id: int) -> list[Sequence]:
                 sampling=msgspec.structs.replace(request.sampling, seed=seed),
                 leader=made[0] if made else None,
                 alone_below=len(tokens) + ISOLATED_TOKENS if request.isolated else 0,
+                root=request.cache_salt or ROOT_KEY,
             )
         )
     return made
