@@ -61,6 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()  # end the choice; end-of-sequence tokens of the model included by the gateway
     min_tokens: int = 0  # stop_token_ids are barred before this many
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # no other is chosen; empty = any
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output never has
 
     @property
     def is_greedy(self) -> bool:

@@ -66,10 +66,19 @@ async def chat_prompt(body: ChatRequest, model: ServedModel) -> list[int]:
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
-        extra=body.chat_template_kwargs,
+        extra=template_options(body),
     )
     check_text_fits(text, model, "messages")
-    return await model.encode(text, add_special_tokens=False)  # the template writes them
+    return await model.encode(text, add_special_tokens=bool(body.add_special_tokens))  # the template writes them
+
+
+def template_options(body: ChatRequest) -> dict[str, Any]:
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            options.setdefault("enable_thinking", False)
+    return options
 
 
 async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
@@ -81,7 +90,10 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
     for item in prompt:
         if isinstance(item, str):
             check_text_fits(item, model, "prompt")
-            item = await model.encode_prompt(item)
+            if body.add_special_tokens is False:
+                item = await model.encode(item, add_special_tokens=False)
+            else:
+                item = await model.encode_prompt(item)
         tokens.append(item)
     return tokens
 
@@ -148,6 +160,7 @@ async def _job(
 ) -> Job:
     if len(prompts) * body.num_choices > _MAX_ANSWERS:
         raise InvalidRequest(f"prompts times n may not exceed {_MAX_ANSWERS}", param="n")
+    prompts = [_truncated(body, prompt, context) for prompt in prompts]
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     limits = [_token_limit(len(p), body.wanted_tokens, default_tokens, context, param) for p in prompts]
     grammar = await _checked_grammar(body)
@@ -160,12 +173,24 @@ async def _job(
             sampling=_with_limit(sampling, limit),
             num_choices=body.num_choices,
             slo=slo,
-            service_class=ServiceClass.BEST_EFFORT if body.service_tier == "flex" else model.config.service_class,
+            service_class=ServiceClass.BEST_EFFORT if body.is_best_effort else model.config.service_class,
         )
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     )
     skip_special = body.skip_special_tokens is not False
     return Job(job_id, model, requests, body.stops, bool(body.include_stop_str_in_output), skip_special)
+
+
+def _truncated(body: ChatRequest | CompletionRequest, prompt: Sequence[int], context: int) -> Sequence[int]:
+    """The end of the prompt, where the caller would rather lose its beginning than be refused."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == 0:
+        raise InvalidRequest("truncate_prompt_tokens is at least 1, or -1", param="truncate_prompt_tokens")
+    if keep == -1:
+        keep = max(context - (body.wanted_tokens or 1), 1)
+    return prompt[-keep:]
 
 
 def _token_limit(num_prompt: int, wanted: int | None, default: int, context: int, param: str) -> int:
@@ -218,6 +243,8 @@ def sampling_params(
         stop_token_ids=stop_ids,
         min_tokens=body.min_tokens or 0,
         grammar=grammar,
+        allowed_token_ids=_allowed_tokens(body, model),
+        bad_words=_bad_words(body.bad_words or (), model),
     )
 
 
@@ -235,6 +262,23 @@ def _logit_bias(bias: Mapping[str, float], model: ServedModel) -> dict[int, floa
             raise InvalidRequest(f"logit_bias: '{key[:40]}' is not a token id of this model", param="logit_bias")
         result[int(key)] = value
     return result
+
+
+def _allowed_tokens(body: GenerationBody, model: ServedModel) -> tuple[int, ...]:
+    allowed = tuple(dict.fromkeys(body.allowed_token_ids or ()))
+    if allowed and max(allowed) >= model.card.spec.vocab_size:
+        raise InvalidRequest(
+            f"allowed_token_ids: {max(allowed)} is not in the vocabulary of {model.card.spec.vocab_size}",
+            param="allowed_token_ids",
+        )
+    return allowed
+
+
+def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands at the beginning of a text and after a space, which are different tokens."""
+    forms = [form for word in words for form in (word, " " + word.lstrip())]
+    found = model.tokenizer.encode_batch(forms, add_special_tokens=False)
+    return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in found if encoding.ids))
 
 
 def grammar_of(body: GenerationBody) -> tuple[str, Grammar] | None:
