@@ -70,7 +70,7 @@ def is_shaped(row: TurnRow) -> bool:
     """Its logits are changed before one is chosen."""
     sampling = row.sampling
     barred = len(row.tokens) - row.num_prompt < sampling.min_tokens
-    limited = sampling.allowed_token_ids or sampling.bad_words
+    limited = sampling.allowed_token_ids or sampling.bad_words or _forced_token(row) is not None
     return bool(sampling.has_penalties or sampling.logit_bias or sampling.grammar or limited or barred)
 
 
@@ -93,7 +93,23 @@ def _shape(logits: Tensor, row: TurnRow, grammars: Grammars) -> _Failure | None:
             grammars.constrain(row, logits)
         except Unprocessable as error:
             return _Failure(str(error))
+    forced = _forced_token(row)
+    if forced is not None:
+        _allow_only(logits, (forced,))
     return None
+
+
+def _forced_token(row: TurnRow) -> int | None:
+    """The next token of the mark that ends thoughts, once they have had their tokens."""
+    limit = row.sampling.thinking
+    made = len(row.tokens) - row.num_prompt
+    if limit is None or not limit.max_tokens <= made < limit.max_tokens + len(limit.closing):
+        return None
+    thoughts = tuple(row.tokens[row.num_prompt : row.num_prompt + limit.max_tokens])
+    size = len(limit.closing)
+    ended = any(thoughts[at : at + size] == limit.closing for at in range(len(thoughts)))
+    begun = thoughts[: len(limit.opening)] == limit.opening
+    return limit.closing[made - limit.max_tokens] if begun and not ended else None
 
 
 def _penalize(logits: Tensor, row: TurnRow) -> None:
@@ -115,6 +131,8 @@ def _penalize(logits: Tensor, row: TurnRow) -> None:
 def _allow_only(logits: Tensor, tokens: Sequence[int]) -> None:
     allowed = torch.tensor(tokens, device=logits.device)
     values = logits[allowed]
+    # One token alone is chosen also where the model, or a grammar, gives it no chance.
+    values = values if len(tokens) > 1 else torch.zeros_like(values)
     logits.fill_(float("-inf"))
     logits[allowed] = values
 

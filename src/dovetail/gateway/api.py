@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.options import check_options
+from dovetail.gateway.tools.schema import Tool, ToolChoice
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
@@ -161,8 +162,13 @@ class ChatRequest(GenerationBody):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_LIMIT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=512)
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=512)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="on unless false")
+    include_reasoning: bool | None = Field(default=None, description="on unless false")
+    thinking_token_budget: int | None = Field(
+        default=None, ge=0, le=_MAX_LIMIT, description="tokens after which the model is made to answer"
+    )
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(default=None, max_length=32, description="for templates that ask for it")
@@ -182,10 +188,6 @@ class ChatRequest(GenerationBody):
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest(
-                "tool_choice can be 'none' or 'auto'; forcing a call is not supported", param="tool_choice"
-            )
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
@@ -237,7 +239,7 @@ class TokenizeRequest(_Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = Field(default=None, description="on unless continue_final_message")
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=512)
+    tools: list[Tool] | None = Field(default=None, max_length=512)
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 

@@ -21,6 +21,7 @@ from dovetail.gateway.api import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from dovetail.gateway.chat_prompt import chat_prompt
 from dovetail.gateway.chat_reply import ChatReply
 from dovetail.gateway.endpoint import Handler, Responses, json_response, read_body, request_body, responses
 from dovetail.gateway.metrics import CONTENT_TYPE
@@ -41,7 +42,7 @@ from dovetail.gateway.service import Service
 from dovetail.gateway.settings import Settings
 from dovetail.gateway.status import server_status
 from dovetail.gateway.text_reply import TextReply
-from dovetail.gateway.translate import chat_job, chat_prompt, completion_job
+from dovetail.gateway.translate import chat_job, completion_job
 from dovetail.types import Slo
 
 _MAX_SLO_MS = 1e9
@@ -98,7 +99,7 @@ class Endpoints:
         slo = _slo(request, model)
         context, default = self._service.context_limit(model), self._service.default_max_tokens(model)
         job = await chat_job(body, model, _new_id(), context, slo, default_tokens=default)
-        reply = ChatReply(job, _now(), ReplyOptions.of(body), echo=_echo(body))
+        reply = ChatReply(job, _now(), ReplyOptions.of(body), make_reader=job.make_reader, echo=_echo(body))
         return GenerationResponse(
             self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage
         )
@@ -122,7 +123,7 @@ class Endpoints:
         model = self._service.models.get(body.model)
         await model.prepare()
         if body.messages is not None:
-            tokens = await chat_prompt(body.as_chat(), model)
+            tokens = (await chat_prompt(body.as_chat(), model)).tokens
         else:
             tokens = await _tokenize_text(body, model)
         strings = [model.tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None

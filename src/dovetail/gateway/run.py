@@ -197,7 +197,7 @@ class _Choice:
         self._include_stop = job.include_stop
         self._stopper = Stopper(job.stops, include_stop=job.include_stop)
         self._detokenizer = job.model.vocabulary.detokenizer(
-            request.prompt, skip_special_tokens=job.skip_special_tokens
+            request.prompt, skip_special_tokens=job.skip_special_tokens, shown=job.shown_tokens
         )
         self._delta = Delta(index)
 
