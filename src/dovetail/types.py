@@ -46,6 +46,16 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str = ""  # the schema as JSON text, the expression, or the grammar; empty for json_object
 
 
+class ThinkingLimit(msgspec.Struct, frozen=True):
+    """A model that thinks aloud at the start of its output is made to end its thoughts."""
+
+    max_tokens: int  # of thoughts
+    closing: tuple[int, ...]  # tokens that end them; once the output has them, there is no limit any more
+    opening: tuple[
+        int, ...
+    ] = ()  # an output that does not begin with these has no thoughts; empty = the prompt has them
+
+
 class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens of one request are chosen. `seed` is always set: the gateway draws one where the client gave none,
     so that a resumed or migrated request repeats itself exactly."""
@@ -64,6 +74,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()  # end the choice; end-of-sequence tokens of the model included by the gateway
     min_tokens: int = 0  # stop_token_ids are barred before this many
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # no other is chosen; empty = any
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output never has
+    thinking: ThinkingLimit | None = None
 
     @property
     def is_greedy(self) -> bool:

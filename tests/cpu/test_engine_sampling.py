@@ -77,6 +77,26 @@ def test_temperature_zero_is_the_likeliest_token() -> None:
     assert frequencies(LOGITS, draws=50, temperature=0.0)[0] == 1.0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_chosen(temperature: float) -> None:
+    seen = frequencies(LOGITS, draws=200, allowed_token_ids=(4, 7, 11), temperature=temperature)
+    assert seen.nonzero().flatten().tolist() == ([4] if temperature == 0 else [4, 7, 11])[: seen.count_nonzero()]
+    assert seen.sum() == 1.0
+
+
+def test_a_bad_word_is_never_completed() -> None:
+    words = ((0,), (5, 1), (5, 6, 2))
+
+    def best(made: list[int]) -> int:
+        row = row_of([1, *made], num_prompt=1, bad_words=words, temperature=0.0)
+        return sample(LOGITS[None].clone(), [row], NO_GRAMMARS)[0].token
+
+    assert best([]) == 1  # 0 never comes
+    assert best([5]) == 2  # after 5, neither does 1
+    assert best([5, 6]) == 1
+    assert best([5, 6, 5]) == 2
+
+
 def test_penalties_act_on_the_tokens_they_should() -> None:
     tokens = [3, 3, 4, 5, 5]  # prompt 3 3 4, output 5 5
     base = torch.ones(VOCAB)

@@ -65,6 +65,12 @@ def test_a_grammar_that_compiles_only_to_nothing_leaves_the_server_alive(client:
     assert create(client).choices
 
 
+def test_a_grammar_that_refers_to_itself_without_end_is_told_in_words(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.UnprocessableEntityError, match="no text fits it") as caught:
+        create(client, extra_body={"guided_json": {"$ref": "#"}})
+    assert "NoExtension" not in caught.value.message
+
+
 @pytest.fixture(scope="module")
 def guarded_server(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With keys, a quota, a queue of two and small bodies; its models are loaded when they are called."""

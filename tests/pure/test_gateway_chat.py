@@ -10,7 +10,7 @@ from gateway_builders import make_card
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.api import Message
 from dovetail.gateway.chat import ChatTemplate
-from dovetail.gateway.translate import template_messages
+from dovetail.gateway.chat_prompt import template_messages
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -66,7 +66,7 @@ def test_a_prompt_is_answered_by_its_tokens_until_max_tokens(tmp_path: Path) -> 
         (deltas,) = (await collect(service, "héllo ", max_tokens=14)).values()
         assert text_of(deltas) == "héllo héllo "
         assert deltas[-1].finish is FinishReason.LENGTH
-        assert sum(delta.num_tokens for delta in deltas) == 14
+        assert sum(len(delta.tokens) for delta in deltas) == 14
 
     on_service(tmp_path, test)
 
@@ -146,7 +146,7 @@ def test_answers_go_on_when_their_worker_dies(tmp_path: Path) -> None:
         for found in await asyncio.gather(*running):
             for deltas in found.values():
                 assert text_of(deltas) == ("abc" * 134)[:400]
-                assert sum(delta.num_tokens for delta in deltas) == 400
+                assert sum(len(delta.tokens) for delta in deltas) == 400
                 assert [delta.finish for delta in deltas].count(FinishReason.LENGTH) == 1
         assert service.link.supervisors["cpu-0"].starts == 2
         shown = service.metrics.render()

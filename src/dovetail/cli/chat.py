@@ -224,7 +224,7 @@ class LocalChat:
         )
         async with aclosing(service.run(job)) as deltas:
             async for delta in deltas:
-                yield Piece(delta.text, delta.finish, delta.num_tokens)
+                yield Piece(delta.text, delta.finish, len(delta.tokens))
 
     async def close(self) -> None:
         if hasattr(self, "_link"):

@@ -80,7 +80,7 @@ class Grammars:
 
     def _check(self, state: _State) -> None:
         if state.matcher.is_error():
-            raise Unprocessable(f"grammar: {_first_line(state.matcher.get_error())}")
+            raise Unprocessable(f"grammar: {in_words(state.matcher.get_error())}")
 
 
 def grammar_text(grammar: Grammar) -> str:
@@ -98,6 +98,13 @@ def grammar_text(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_lark(grammar.text))
     except ValueError as error:
         raise Unprocessable(f"{grammar.kind}: {_first_line(str(error))}") from error
+
+
+def in_words(problem: str) -> str:
+    """llguidance names a dead end by its internal reason."""
+    if "NoExtension" in problem:
+        return "no text fits it: it contradicts itself, or refers to itself without an end"
+    return _first_line(problem)
 
 
 def _first_line(text: str) -> str:

@@ -70,7 +70,8 @@ def is_shaped(row: TurnRow) -> bool:
     """Its logits are changed before one is chosen."""
     sampling = row.sampling
     barred = len(row.tokens) - row.num_prompt < sampling.min_tokens
-    return bool(sampling.has_penalties or sampling.logit_bias or sampling.grammar or barred)
+    limited = sampling.allowed_token_ids or sampling.bad_words or _forced_token(row) is not None
+    return bool(sampling.has_penalties or sampling.logit_bias or sampling.grammar or limited or barred)
 
 
 def _shape(logits: Tensor, row: TurnRow, grammars: Grammars) -> _Failure | None:
@@ -83,12 +84,32 @@ def _shape(logits: Tensor, row: TurnRow, grammars: Grammars) -> _Failure | None:
         logits[list(sampling.logit_bias)] += _like(logits, list(sampling.logit_bias.values()))
     if len(row.tokens) - row.num_prompt < sampling.min_tokens:
         logits[[token for token in sampling.stop_token_ids if token < len(logits)]] = float("-inf")
+    if sampling.allowed_token_ids:
+        _allow_only(logits, sampling.allowed_token_ids)
+    if sampling.bad_words:
+        logits[_ends_of_bad_words(row, len(logits))] = float("-inf")
     if sampling.grammar is not None:
         try:
             grammars.constrain(row, logits)
         except Unprocessable as error:
             return _Failure(str(error))
+    forced = _forced_token(row)
+    if forced is not None:
+        _allow_only(logits, (forced,))
     return None
+
+
+def _forced_token(row: TurnRow) -> int | None:
+    """The next token of the mark that ends thoughts, once they have had their tokens."""
+    limit = row.sampling.thinking
+    made = len(row.tokens) - row.num_prompt
+    if limit is None or not limit.max_tokens <= made < limit.max_tokens + len(limit.closing):
+        return None
+    thoughts = tuple(row.tokens[row.num_prompt : row.num_prompt + limit.max_tokens])
+    size = len(limit.closing)
+    ended = any(thoughts[at : at + size] == limit.closing for at in range(len(thoughts)))
+    begun = thoughts[: len(limit.opening)] == limit.opening
+    return limit.closing[made - limit.max_tokens] if begun and not ended else None
 
 
 def _penalize(logits: Tensor, row: TurnRow) -> None:
@@ -105,6 +126,22 @@ def _penalize(logits: Tensor, row: TurnRow) -> None:
             made = torch.tensor(list(counts), device=logits.device)
             often = _like(logits, list(counts.values()))
             logits[made] -= sampling.presence_penalty + sampling.frequency_penalty * often
+
+
+def _allow_only(logits: Tensor, tokens: Sequence[int]) -> None:
+    allowed = torch.tensor(tokens, device=logits.device)
+    values = logits[allowed]
+    # One token alone is chosen also where the model, or a grammar, gives it no chance.
+    values = values if len(tokens) > 1 else torch.zeros_like(values)
+    logits.fill_(float("-inf"))
+    logits[allowed] = values
+
+
+def _ends_of_bad_words(row: TurnRow, vocab: int) -> list[int]:
+    """Tokens that would complete a word which the output already has but for its last token."""
+    made = row.tokens[row.num_prompt :]
+    words = [word for word in row.sampling.bad_words if word[-1] < vocab]
+    return [word[-1] for word in words if list(word[:-1]) == made[len(made) - len(word) + 1 :]]
 
 
 # Choosing

@@ -1,7 +1,7 @@
 """What a client may ask, as OpenAI's request bodies with the sampling extensions that vLLM has made common.
 
 Types are strict ("0.5" is no number) and limits are enforced here; what depends on the model is checked in
-`translate`. Fields that are not listed are ignored, as OpenAI's clients send new ones before servers know them.
+`translate`. What is not listed is `options`' matter: ignored where it is harmless, else a 400.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dovetail.errors import InvalidRequest
+from dovetail.gateway.options import check_options
+from dovetail.gateway.tools.schema import Tool, ToolChoice
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
@@ -19,6 +21,7 @@ _MAX_LIMIT = 2**31 - 1
 _UNION_TAGS = {"str", "int", "float", "bool", "list", "dict", "none", "any"}
 
 TokenId = Annotated[int, Field(ge=0, le=_MAX_LIMIT)]
+BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -28,6 +31,7 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(default=None, description="usage so far in every chunk")
 
 
 class JsonSchemaFormat(_Body):
@@ -55,6 +59,8 @@ class StructuredOutputs(_Body):
 class GenerationBody(_Body):
     """What chat and plain completions share."""
 
+    model_config = ConfigDict(extra="allow")  # to tell of those that are not supported
+
     model: str = Field(min_length=1, max_length=512)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -71,7 +77,6 @@ class GenerationBody(_Body):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
         default=None, description="flex = best effort: served when nobody with a target waits"
     )
-    user: str | None = None
     # Extensions, named as in vLLM.
     top_k: int | None = Field(default=None, ge=-1, le=_MAX_LIMIT, description="0 or -1 = off")
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -81,6 +86,17 @@ class GenerationBody(_Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1)
+    bad_words: list[BadWord] | None = Field(default=None, max_length=1024)
+    truncate_prompt_tokens: int | None = Field(
+        default=None, ge=-1, le=_MAX_LIMIT, description="keep the last so many; -1 = what fits the context"
+    )
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(default=None, description="in logprobs: token_id:123")
+    priority: int | None = Field(
+        default=None, ge=0, le=_MAX_LIMIT, description="above 0 = best effort, as service_tier: flex"
+    )
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
@@ -99,6 +115,21 @@ class GenerationBody(_Body):
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def counts_usage_always(self) -> bool:
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def is_best_effort(self) -> bool:
+        return self.service_tier == "flex" or bool(self.priority)
+
+    @model_validator(mode="after")
+    def _check_options(self) -> GenerationBody:
+        check_options(self.model_extra or {}, type(self).model_fields)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        return self
+
 
 class ContentPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -112,11 +143,18 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    # Besides system, developer, user, assistant and tool, some templates know roles of their own.
+    role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "\n".join(part.text or "" for part in self.content)
+        return self.content or ""
 
 
 class ChatRequest(GenerationBody):
@@ -124,10 +162,17 @@ class ChatRequest(GenerationBody):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_LIMIT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=512)
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=512)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="on unless false")
+    include_reasoning: bool | None = Field(default=None, description="on unless false")
+    thinking_token_budget: int | None = Field(
+        default=None, ge=0, le=_MAX_LIMIT, description="tokens after which the model is made to answer"
+    )
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=32, description="for templates that ask for it")
+    echo: bool | None = Field(default=None, description="with a final message of the assistant: its text comes first")
     add_generation_prompt: bool | None = Field(default=None, description="on unless continue_final_message")
     continue_final_message: bool | None = None
 
@@ -143,10 +188,6 @@ class ChatRequest(GenerationBody):
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest(
-                "tool_choice can be 'none' or 'auto'; forcing a call is not supported", param="tool_choice"
-            )
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
@@ -196,14 +237,29 @@ class TokenizeRequest(_Body):
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=4096)
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    add_generation_prompt: bool | None = Field(default=None, description="on unless continue_final_message")
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=512)
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         return self
+
+    def as_chat(self) -> ChatRequest:
+        """The same conversation as a chat would be."""
+        assert self.messages is not None
+        return ChatRequest(
+            model=self.model,
+            messages=self.messages,
+            tools=self.tools,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
 
 class DetokenizeRequest(_Body):

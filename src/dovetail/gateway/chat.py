@@ -14,10 +14,13 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dovetail.errors import InvalidRequest
+from dovetail.gateway.reasoning import think_marks
+from dovetail.gateway.tools.formats import HERMES, PYTHONIC, format_in
 from dovetail.types import ModelCard
 
 # A rendering may grow on its input (a template that repeats the tools), but not without end.
@@ -35,9 +38,17 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(card.chat_template)
-            self._knows_null = _asks_for_null_content(environment.parse(card.chat_template))
+            parsed = environment.parse(card.chat_template)
+            self._knows_null = _asks_for_null_content(parsed)
         except jinja2.TemplateError as error:
             raise self._problem(error) from error
+        found = format_in(card.chat_template)
+        # A template that takes tools but has its model write calls in a way that is not known here is told as if it
+        # took none: what comes back can be read then.
+        self.knows_tools = found is not None and "tools" in find_undeclared_variables(parsed)
+        own = PYTHONIC if card.spec.family.startswith("gemma") else HERMES
+        self.tool_format = found if found is not None and self.knows_tools else own
+        self.think_marks = think_marks(card.chat_template)
 
     def render(
         self,

@@ -61,11 +61,14 @@ class Vocabulary:
         """For logprobs: half a character shows as U+FFFD, `token_bytes` has the truth."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
-    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        hidden = self.special_ids if skip_special_tokens else frozenset()
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """`shown`: special tokens that are text all the same."""
+        hidden = self.special_ids - shown if skip_special_tokens else frozenset()
         if self.concatenates:
             return ByteDetokenizer(self, hidden)
-        return WindowDetokenizer(self.tokenizer, prompt[-_CONTEXT_TOKENS:], skip_special_tokens)
+        return WindowDetokenizer(self.tokenizer, prompt[-_CONTEXT_TOKENS:], skip_special_tokens and not shown)
 
     def _compute_bytes(self, token_id: int) -> bytes:
         token = self.tokenizer.id_to_token(token_id)

@@ -17,10 +17,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import RequestError
-from dovetail.gateway.replies import Answer, ErrorBody, ErrorDetail, Reply, UsageCount
+from dovetail.gateway.answers import Answer, UsageCount
+from dovetail.gateway.chat_reply import ChatReply
+from dovetail.gateway.replies import ErrorBody, ErrorDetail
 from dovetail.gateway.run import Origin
 from dovetail.gateway.service import Service
+from dovetail.gateway.text_reply import TextReply
 from dovetail.gateway.translate import Job
+
+Reply = ChatReply | TextReply
 
 # A client that keeps its connection but stops reading holds a place in the queue; after this long it loses it.
 SEND_TIMEOUT_S = 60.0
@@ -90,7 +95,9 @@ class GenerationResponse(Response):
                         has_started = True
                         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
                     usage.add(delta)
-                    await _send_event(send, self._reply.chunk(delta))
+                    chunk = self._reply.chunk(delta, usage.total())
+                    if chunk is not None:
+                        await _send_event(send, chunk)
             if self._include_usage:
                 await _send_event(send, self._reply.usage_chunk(usage.total()))
         except RequestError as error:

@@ -14,25 +14,26 @@ from starlette.responses import Response
 
 import dovetail
 from dovetail.errors import InvalidRequest
+from dovetail.gateway.answers import ReplyOptions
 from dovetail.gateway.api import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from dovetail.gateway.chat_prompt import chat_prompt
+from dovetail.gateway.chat_reply import ChatReply
 from dovetail.gateway.endpoint import Handler, Responses, json_response, read_body, request_body, responses
 from dovetail.gateway.metrics import CONTENT_TYPE
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.replies import (
     ChatCompletion,
-    ChatReply,
     Detokenized,
     ModelInfo,
     ModelList,
     ServerStatus,
     Status,
     TextCompletion,
-    TextReply,
     Tokenized,
     Version,
 )
@@ -40,7 +41,8 @@ from dovetail.gateway.respond import GenerationResponse
 from dovetail.gateway.service import Service
 from dovetail.gateway.settings import Settings
 from dovetail.gateway.status import server_status
-from dovetail.gateway.translate import chat_job, chat_prompt, completion_job
+from dovetail.gateway.text_reply import TextReply
+from dovetail.gateway.translate import chat_job, completion_job
 from dovetail.types import Slo
 
 _MAX_SLO_MS = 1e9
@@ -62,6 +64,7 @@ def make_router(service: Service, settings: Settings) -> APIRouter:
 
     def get(path: str, handler: Handler, answers: Responses) -> None:
         router.add_api_route(path, handler, methods=["GET"], responses=answers)
+        router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)  # what probes ask
 
     post("/v1/chat/completions", endpoints.chat, ChatRequest, _streamed(ChatCompletion, _JOB_ERRORS))
     post("/v1/completions", endpoints.complete, CompletionRequest, _streamed(TextCompletion, _JOB_ERRORS))
@@ -96,7 +99,7 @@ class Endpoints:
         slo = _slo(request, model)
         context, default = self._service.context_limit(model), self._service.default_max_tokens(model)
         job = await chat_job(body, model, _new_id(), context, slo, default_tokens=default)
-        reply = ChatReply(job, _now(), with_logprobs=bool(body.logprobs), with_usage=body.includes_usage)
+        reply = ChatReply(job, _now(), ReplyOptions.of(body), make_reader=job.make_reader, echo=_echo(body))
         return GenerationResponse(
             self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage
         )
@@ -109,9 +112,7 @@ class Endpoints:
         slo = _slo(request, model)
         job = await completion_job(body, model, _new_id(), self._service.context_limit(model), slo)
         echoes = [await _prompt_text(model, item.prompt) for item in job.requests] if body.echo else []
-        reply = TextReply(
-            job, _now(), with_logprobs=body.logprobs is not None, with_usage=body.includes_usage, echoes=echoes
-        )
+        reply = TextReply(job, _now(), ReplyOptions.of(body), echoes=echoes)
         return GenerationResponse(
             self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage
         )
@@ -122,10 +123,7 @@ class Endpoints:
         model = self._service.models.get(body.model)
         await model.prepare()
         if body.messages is not None:
-            chat = ChatRequest(
-                model=body.model, messages=body.messages, add_generation_prompt=body.add_generation_prompt
-            )
-            tokens = await chat_prompt(chat, model)
+            tokens = (await chat_prompt(body.as_chat(), model)).tokens
         else:
             tokens = await _tokenize_text(body, model)
         strings = [model.tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None
@@ -183,6 +181,11 @@ async def _tokenize_text(body: TokenizeRequest, model: ServedModel) -> list[int]
     if body.add_special_tokens:
         return await model.encode_prompt(body.prompt)
     return await model.encode(body.prompt, add_special_tokens=False)
+
+
+def _echo(body: ChatRequest) -> str:
+    final = body.messages[-1]
+    return final.text if body.echo and final.role == "assistant" else ""
 
 
 async def _prompt_text(model: ServedModel, prompt: tuple[int, ...]) -> str:

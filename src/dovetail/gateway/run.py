@@ -27,7 +27,7 @@ class Delta:
 
     index: int
     text: str = ""
-    num_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)  # token and what was said of it
     cached_tokens: int = 0
     finish: FinishReason | None = None
@@ -134,7 +134,7 @@ class Run:
             if choice.finish is not None:
                 self._close(key, by_worker=event.finish is not None)
         deltas = [delta for choice in touched.values() if (delta := choice.take()) is not None]
-        self._generated.inc(sum(delta.num_tokens for delta in deltas))
+        self._generated.inc(sum(len(delta.tokens) for delta in deltas))
         return deltas
 
     def complete(self) -> None:
@@ -221,7 +221,7 @@ class _Choice:
         self._include_stop = job.include_stop
         self._stopper = Stopper(job.stops, include_stop=job.include_stop)
         self._detokenizer = job.model.vocabulary.detokenizer(
-            request.prompt, skip_special_tokens=job.skip_special_tokens
+            request.prompt, skip_special_tokens=job.skip_special_tokens, shown=job.shown_tokens
         )
         self._delta = Delta(index)
 
@@ -242,7 +242,7 @@ class _Choice:
         text = ""
         if event.token is not None:
             self.tokens.append(event.token)
-            delta.num_tokens += 1
+            delta.tokens.append(event.token)
             if event.logprobs is not None:
                 delta.logprobs.append((event.token, event.logprobs))
             ends_it = event.finish is FinishReason.STOP and event.token in self._stop_ids

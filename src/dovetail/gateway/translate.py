@@ -5,26 +5,26 @@ Everything here that can be wrong depends on the model: its vocabulary, template
 
 from __future__ import annotations
 
-import asyncio
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import llguidance
 import msgspec
 
-from dovetail.errors import ContextTooLong, InvalidRequest, Unprocessable
-from dovetail.gateway.api import ChatRequest, CompletionRequest, GenerationBody, Message
+from dovetail.errors import ContextTooLong, InvalidRequest
+from dovetail.gateway.api import ChatRequest, CompletionRequest, GenerationBody
+from dovetail.gateway.chat_form import ChatForm, chat_form
+from dovetail.gateway.chat_prompt import check_text_fits
+from dovetail.gateway.constraints import checked_constraint, constraint_of
 from dovetail.gateway.models import ServedModel
+from dovetail.gateway.reading import MakeReader, PlainReader
 from dovetail.types import Grammar, Request, SamplingParams, ServiceClass, Slo
 
 Value = TypeVar("Value")
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
 _MAX_ANSWERS = 256  # of one HTTP request
-_MAX_GRAMMAR_CHARS = 256 * 1024
 _MIN_TOP_P = 1e-6  # 0 is allowed and means the likeliest token alone
 
 
@@ -38,6 +38,8 @@ class Job:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown_tokens: frozenset[int] = frozenset()  # special ones that are part of the text all the same
+    make_reader: MakeReader = PlainReader  # of each choice of a chat
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -47,29 +49,13 @@ class Job:
 async def chat_job(
     body: ChatRequest, model: ServedModel, job_id: str, context: int, slo: Slo, *, default_tokens: int
 ) -> Job:
-    prompt = await chat_prompt(body, model)
-    return await _job(body, model, job_id, [prompt], context, slo, default_tokens=default_tokens)
+    form = await chat_form(body, model)
+    return await _job(body, model, job_id, form, context, slo, default_tokens=default_tokens)
 
 
 async def completion_job(body: CompletionRequest, model: ServedModel, job_id: str, context: int, slo: Slo) -> Job:
-    prompts = await completion_prompts(body, model)
-    return await _job(body, model, job_id, prompts, context, slo, default_tokens=DEFAULT_COMPLETION_TOKENS)
-
-
-async def chat_prompt(body: ChatRequest, model: ServedModel) -> list[int]:
-    await model.prepare()
-    # Rendering is Python and may be long; in a thread the loop still gets its share.
-    text = await asyncio.to_thread(
-        model.template.render,
-        template_messages(body.messages),
-        tools=body.tools if body.tool_choice != "none" else None,
-        documents=body.documents,
-        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-        continue_final_message=bool(body.continue_final_message),
-        extra=body.chat_template_kwargs,
-    )
-    check_text_fits(text, model, "messages")
-    return await model.encode(text, add_special_tokens=False)  # the template writes them
+    form = ChatForm(await completion_prompts(body, model), constraint_of(body))
+    return await _job(body, model, job_id, form, context, slo, default_tokens=DEFAULT_COMPLETION_TOKENS)
 
 
 async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
@@ -81,77 +67,33 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
     for item in prompt:
         if isinstance(item, str):
             check_text_fits(item, model, "prompt")
-            item = await model.encode_prompt(item)
+            if body.add_special_tokens is False:
+                item = await model.encode(item, add_special_tokens=False)
+            else:
+                item = await model.encode_prompt(item)
         tokens.append(item)
     return tokens
-
-
-def check_text_fits(text: str, model: ServedModel, param: str) -> None:
-    """Refuse what cannot fit before spending seconds on tokenising it."""
-    limit = model.card.spec.context_length
-    if len(text) > limit * model.words.max_token_chars:
-        raise ContextTooLong(
-            f"this model's context is {limit} tokens; the prompt has {len(text)} characters, more than that can hold",
-            param=param,
-        )
-
-
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [_template_message(message, position) for position, message in enumerate(messages)]
-
-
-def _template_message(message: Message, position: int) -> dict[str, Any]:
-    fields = message.model_dump(exclude_unset=True)
-    if message.role == "developer":  # OpenAI's newer name for it, which no template knows
-        fields["role"] = "system"
-    if isinstance(message.content, list):
-        fields["content"] = "\n".join(_text_parts(message, position))
-    elif message.content is None and not message.tool_calls:
-        fields["content"] = ""
-    elif message.content is None:
-        fields["content"] = None  # what a template makes of it is `chat`'s to know
-    for call in fields.get("tool_calls") or ():
-        _parse_arguments(call)
-    return fields
-
-
-def _text_parts(message: Message, position: int) -> list[str]:
-    assert isinstance(message.content, list)
-    for index, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
-            raise InvalidRequest(
-                f"content parts of type '{part.type[:40]}' are not supported; this model reads text",
-                param=f"messages[{position}].content[{index}]",
-            )
-    return [part.text or "" for part in message.content]
-
-
-def _parse_arguments(call: dict[str, Any]) -> None:
-    """OpenAI sends a call's arguments as JSON text, templates expect the object."""
-    function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            return  # a model may have written it; the template shows it as it is
 
 
 async def _job(
     body: ChatRequest | CompletionRequest,
     model: ServedModel,
     job_id: str,
-    prompts: Sequence[Sequence[int]],
+    form: ChatForm,
     context: int,
     slo: Slo,
     *,
     default_tokens: int,
 ) -> Job:
+    prompts: Sequence[Sequence[int]] = form.prompts
     if len(prompts) * body.num_choices > _MAX_ANSWERS:
         raise InvalidRequest(f"prompts times n may not exceed {_MAX_ANSWERS}", param="n")
+    prompts = [_truncated(body, prompt, context) for prompt in prompts]
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     limits = [_token_limit(len(p), body.wanted_tokens, default_tokens, context, param) for p in prompts]
-    grammar = await _checked_grammar(body)
+    grammar = await checked_constraint(form.constraint)
     sampling = sampling_params(body, model, body.wanted_logprobs, grammar)
+    sampling = msgspec.structs.replace(sampling, thinking=form.thinking)
     requests = tuple(
         Request(
             id=job_id if len(prompts) == 1 else f"{job_id}-{index}",
@@ -160,12 +102,33 @@ async def _job(
             sampling=_with_limit(sampling, limit),
             num_choices=body.num_choices,
             slo=slo,
-            service_class=ServiceClass.BEST_EFFORT if body.service_tier == "flex" else model.config.service_class,
+            service_class=ServiceClass.BEST_EFFORT if body.is_best_effort else model.config.service_class,
         )
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     )
     skip_special = body.skip_special_tokens is not False
-    return Job(job_id, model, requests, body.stops, bool(body.include_stop_str_in_output), skip_special)
+    return Job(
+        job_id,
+        model,
+        requests,
+        body.stops,
+        bool(body.include_stop_str_in_output),
+        skip_special,
+        form.shown_tokens,
+        form.make_reader,
+    )
+
+
+def _truncated(body: ChatRequest | CompletionRequest, prompt: Sequence[int], context: int) -> Sequence[int]:
+    """The end of the prompt, where the caller would rather lose its beginning than be refused."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == 0:
+        raise InvalidRequest("truncate_prompt_tokens is at least 1, or -1", param="truncate_prompt_tokens")
+    if keep == -1:
+        keep = max(context - (body.wanted_tokens or 1), 1)
+    return prompt[-keep:]
 
 
 def _token_limit(num_prompt: int, wanted: int | None, default: int, context: int, param: str) -> int:
@@ -218,6 +181,8 @@ def sampling_params(
         stop_token_ids=stop_ids,
         min_tokens=body.min_tokens or 0,
         grammar=grammar,
+        allowed_token_ids=_allowed_tokens(body, model),
+        bad_words=_bad_words(body.bad_words or (), model),
     )
 
 
@@ -237,85 +202,18 @@ def _logit_bias(bias: Mapping[str, float], model: ServedModel) -> dict[int, floa
     return result
 
 
-def grammar_of(body: GenerationBody) -> tuple[str, Grammar] | None:
-    """The constraint and the parameter that set it."""
-    found = [*_response_format(body), *_guided(body), *_structured(body)]
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        raise InvalidRequest(f"only one constraint on the text is possible, got {names}", param=found[1][0])
-    return found[0] if found else None
+def _allowed_tokens(body: GenerationBody, model: ServedModel) -> tuple[int, ...]:
+    allowed = tuple(dict.fromkeys(body.allowed_token_ids or ()))
+    if allowed and max(allowed) >= model.card.spec.vocab_size:
+        raise InvalidRequest(
+            f"allowed_token_ids: {max(allowed)} is not in the vocabulary of {model.card.spec.vocab_size}",
+            param="allowed_token_ids",
+        )
+    return allowed
 
 
-def _response_format(body: GenerationBody) -> list[tuple[str, Grammar]]:
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        return []
-    if wanted.type == "json_object":
-        return [("response_format", Grammar("json_object"))]
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise InvalidRequest("type json_schema needs json_schema.schema", param="response_format")
-    return [("response_format", _json_schema(wanted.json_schema.schema_))]
-
-
-def _guided(body: GenerationBody) -> list[tuple[str, Grammar]]:
-    found = []
-    if body.guided_json is not None:
-        found.append(("guided_json", _json_schema(body.guided_json)))
-    if body.guided_regex is not None:
-        found.append(("guided_regex", Grammar("regex", body.guided_regex)))
-    if body.guided_grammar is not None:
-        found.append(("guided_grammar", Grammar("lark", body.guided_grammar)))
-    if body.guided_choice is not None:
-        found.append(("guided_choice", _choice(body.guided_choice)))
-    return found
-
-
-def _structured(body: GenerationBody) -> list[tuple[str, Grammar]]:
-    wanted = body.structured_outputs
-    if wanted is None:
-        return []
-    found = []
-    if wanted.json_ is not None:
-        found.append(_json_schema(wanted.json_))
-    if wanted.regex is not None:
-        found.append(Grammar("regex", wanted.regex))
-    if wanted.choice is not None:
-        found.append(_choice(wanted.choice))
-    if wanted.grammar is not None:
-        found.append(Grammar("lark", wanted.grammar))
-    if wanted.json_object:
-        found.append(Grammar("json_object"))
-    return [("structured_outputs", grammar) for grammar in found]
-
-
-def _json_schema(schema: dict[str, Any] | bool | str) -> Grammar:
-    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
-
-
-def _choice(choices: Sequence[str]) -> Grammar:
-    return Grammar("lark", "start: " + " | ".join(json.dumps(choice) for choice in choices))
-
-
-async def _checked_grammar(body: GenerationBody) -> Grammar | None:
-    found = grammar_of(body)
-    if found is None:
-        return None
-    param, grammar = found
-    if len(grammar.text) > _MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"{param} has more than {_MAX_GRAMMAR_CHARS} characters", param=param)
-    problem = await asyncio.to_thread(_grammar_problem, grammar)
-    if problem:
-        raise Unprocessable(f"{param} does not compile: {problem}", param=param)
-    return grammar
-
-
-def _grammar_problem(grammar: Grammar) -> str:
-    """Without a tokenizer this only parses, in about a millisecond; the worker compiles for its vocabulary."""
-    if grammar.kind == "json_object":
-        return ""
-    try:
-        source = llguidance.grammar_from(grammar.kind, grammar.text)
-        problem = llguidance.LLMatcher.validate_grammar(source)
-    except (ValueError, RecursionError) as error:
-        problem = str(error)
-    return " ".join(problem.split())[:500]
+def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands at the beginning of a text and after a space, which are different tokens."""
+    forms = [form for word in words for form in (word, " " + word.lstrip())]
+    found = model.tokenizer.encode_batch(forms, add_special_tokens=False)
+    return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in found if encoding.ids))

@@ -1,0 +1,157 @@
+"""What both kinds of completions do with a job's deltas: collect them, count usage, put log-probabilities in words."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dovetail.gateway.api import ChatRequest, CompletionRequest
+from dovetail.gateway.detokenizer import Vocabulary
+from dovetail.gateway.replies import (
+    CachedTokens,
+    ChatLogprobs,
+    Finish,
+    TextLogprobs,
+    TokenEntry,
+    TopLogprob,
+    Usage,
+)
+from dovetail.gateway.run import Delta
+from dovetail.types import FinishReason, TokenLogprob, TokenLogprobs
+
+_MIN_LOGPROB = -9999.0  # JSON has no -inf
+
+TokenReport = tuple[int, TokenLogprobs]  # a token and what was said of it
+
+
+@dataclass(frozen=True)
+class ReplyOptions:
+    """What a client wants to see besides the text."""
+
+    with_logprobs: bool = False
+    with_usage: bool = False
+    with_usage_always: bool = False  # in every chunk, as far as it has come
+    with_token_ids: bool = False
+    tokens_as_ids: bool = False  # logprobs name tokens by their ids
+
+    @classmethod
+    def of(cls, body: ChatRequest | CompletionRequest) -> ReplyOptions:
+        return cls(
+            body.wanted_logprobs is not None,
+            body.includes_usage,
+            body.counts_usage_always,
+            bool(body.return_token_ids),
+            bool(body.return_tokens_as_token_ids),
+        )
+
+
+@dataclass
+class Answer:
+    """One choice, collected."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenReport] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.finish = delta.finish
+        self.stop_reason = delta.stop_reason
+
+
+class UsageCount:
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._prompt = num_prompt_tokens
+        self._completion = 0
+        self._cached = 0
+
+    def add(self, delta: Delta) -> None:
+        self._completion += len(delta.tokens)
+        self._cached += delta.cached_tokens
+
+    def total(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt,
+            completion_tokens=self._completion,
+            total_tokens=self._prompt + self._completion,
+            # Every choice of a prompt reports what it took; together they cannot have saved more than the prompt.
+            prompt_tokens_details=CachedTokens(cached_tokens=min(self._cached, self._prompt)),
+        )
+
+
+def finish_of(reason: FinishReason | None) -> Finish | None:
+    if reason is None:
+        return None
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+class TokenNames:
+    """How tokens are called in log-probabilities: by their text, or by number."""
+
+    def __init__(self, vocabulary: Vocabulary, *, as_ids: bool) -> None:
+        self._vocabulary = vocabulary
+        self._as_ids = as_ids
+
+    def of(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._vocabulary.token_text(token)
+
+    def chat(self, entries: Iterable[TokenReport]) -> ChatLogprobs:
+        return ChatLogprobs(content=[self._entry(token, logprobs) for token, logprobs in entries])
+
+    def _entry(self, token: int, logprobs: TokenLogprobs) -> TokenEntry:
+        return TokenEntry(
+            token=self.of(token),
+            logprob=finite(logprobs.chosen),
+            bytes=list(self._vocabulary.token_bytes(token)),
+            top_logprobs=[self._top(item) for item in logprobs.top],
+        )
+
+    def _top(self, item: TokenLogprob) -> TopLogprob:
+        return TopLogprob(
+            token=self.of(item.token),
+            logprob=finite(item.logprob),
+            bytes=list(self._vocabulary.token_bytes(item.token)),
+        )
+
+    def text(self, entries: Sequence[TokenReport], offsets: TextOffsets) -> TextLogprobs:
+        return TextLogprobs(
+            tokens=[self.of(token) for token, _ in entries],
+            token_logprobs=[finite(logprobs.chosen) for _, logprobs in entries],
+            top_logprobs=[self._alternatives(token, logprobs) for token, logprobs in entries],
+            text_offset=[offsets.take(token) for token, _ in entries],
+        )
+
+    def _alternatives(self, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        """The likeliest by their text and, as OpenAI has it, always the chosen one: it may be one more than asked for.
+        Of several halves of a character, which look alike, the likeliest stays."""
+        found: dict[str, float] = {}
+        for top in (*logprobs.top, TokenLogprob(token, logprobs.chosen)):
+            found.setdefault(self.of(top.token), finite(top.logprob))
+        return found
+
+
+class TextOffsets:
+    """Where each token of one choice begins in its text, in characters: the second half of a character begins where
+    the first does, and what is hidden has no length."""
+
+    def __init__(self, vocabulary: Vocabulary, *, start: int = 0, skip_special_tokens: bool = True) -> None:
+        self._vocabulary = vocabulary
+        self._hidden = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._characters = start
+
+    def take(self, token: int) -> int:
+        begin = self._characters
+        if token not in self._hidden:
+            self._characters += len(self._utf8.decode(self._vocabulary.token_bytes(token)))
+        return begin
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _MIN_LOGPROB

@@ -1,0 +1,185 @@
+"""Options beyond the usual ones: each changes the answer as it should, or is a 400 that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_gateway_http import CHAT, TEXT, check_error, events, on_app
+
+from dovetail.gateway.service import Service
+from dovetail.gateway.translate import sampling_params
+
+UNSUPPORTED: list[dict[str, Any]] = [
+    {"use_beam_search": True},
+    {"functions": [{"name": "f"}]},
+    {"function_call": "auto"},
+    {"modalities": ["audio"]},
+    {"chat_template": "{{ messages }}"},
+    {"typical_p": 0.5},
+]
+
+
+def test_options_that_are_not_there_are_a_400_that_names_them(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        for change in UNSUPPORTED:
+            (name,) = change
+            error = check_error(await client.post("/v1/chat/completions", json=CHAT | change), 400, name)
+            assert "not supported" in error["message"]
+        error = check_error(await client.post("/v1/completions", json=TEXT | {"temprature": 0}), 400, "temprature")
+        assert "did you mean 'temperature'?" in error["message"]
+        check_error(await client.post("/v1/completions", json=TEXT | {"priority": -1}), 400, "priority")
+
+    on_app(tmp_path, test)
+
+
+def test_harmless_options_nulls_and_neutral_values_are_accepted(tmp_path: Path) -> None:
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "safety_identifier": "x", "request_id": "r"}
+    neutral = {"use_beam_search": False, "modalities": ["text"], "length_penalty": 1.0, "functions": None}
+    nulls = {"temperature": None, "stop": None, "n": None, "tools": None, "stream_options": None, "unheard_of": None}
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        body = CHAT | harmless | neutral | nulls | {"reasoning_effort": "low"}
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+
+    on_app(tmp_path, test)
+
+
+def test_words_and_tokens_that_are_barred_reach_the_worker_as_tokens(tmp_path: Path) -> None:
+    from dovetail.gateway.api import CompletionRequest
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        model = service.models.get("fake")
+        await model.prepare()
+        body = CompletionRequest(model="fake", prompt="a", bad_words=["hi"], allowed_token_ids=[5, 5, 9])
+        sampling = sampling_params(body, model, None, None)
+        assert sampling.allowed_token_ids == (5, 9)
+        texts = {model.tokenizer.decode(list(word)) for word in sampling.bad_words}
+        assert texts == {"hi", " hi"}
+        for change, param in (
+            ({"allowed_token_ids": [300]}, "allowed_token_ids"),
+            ({"allowed_token_ids": []}, "allowed_token_ids"),
+            ({"bad_words": [""]}, "bad_words"),
+        ):
+            check_error(await client.post("/v1/completions", json=TEXT | change), 400)
+            error = (await client.post("/v1/completions", json=TEXT | change)).json()["error"]
+            assert error["param"].startswith(param)
+
+    on_app(tmp_path, test)
+
+
+def test_a_prompt_is_cut_to_its_end_where_the_caller_says_so(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        body = TEXT | {"prompt": "x" * 600 + "ab", "max_tokens": 4}  # the context has 512
+        check_error(await client.post("/v1/completions", json=body), 400, "prompt")
+        for keep, prompt_tokens in ((2, 2), (1000, None), (-1, 508)):
+            response = await client.post("/v1/completions", json=body | {"truncate_prompt_tokens": keep})
+            if prompt_tokens is None:
+                check_error(response, 400, "prompt")
+            else:
+                assert response.json()["usage"]["prompt_tokens"] == prompt_tokens
+        response = await client.post("/v1/completions", json=body | {"truncate_prompt_tokens": 2})
+        assert response.json()["choices"][0]["text"] == "abab"
+        check_error(await client.post("/v1/completions", json=body | {"truncate_prompt_tokens": 0}), 400)
+
+    on_app(tmp_path, test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_token_ids_come_with_the_text_whole_and_streamed(tmp_path: Path, path: str) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        body = (TEXT if path == "/v1/completions" else CHAT) | {"return_token_ids": True}
+        whole = (await client.post(path, json=body)).json()
+        choice = whole["choices"][0]
+        prompt = choice["prompt_token_ids"] if path == "/v1/completions" else whole["prompt_token_ids"]
+        assert len(prompt) == whole["usage"]["prompt_tokens"]
+        assert len(choice["token_ids"]) == whole["usage"]["completion_tokens"]
+        chunks = events(await client.post(path, json=body | {"stream": True}))
+        first = chunks[0]["choices"][0] if path == "/v1/completions" else chunks[0]
+        assert first["prompt_token_ids"] == prompt
+        streamed = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+        assert streamed == choice["token_ids"]
+        plain = (await client.post(path, json=body | {"return_token_ids": False})).json()
+        assert "token_ids" not in plain["choices"][0]
+
+    on_app(tmp_path, test)
+
+
+def test_logprobs_name_tokens_by_their_ids_where_asked(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        options = {"return_tokens_as_token_ids": True}
+        answer = (await client.post("/v1/completions", json=TEXT | {"logprobs": 1} | options)).json()
+        assert all(name.startswith("token_id:") for name in answer["choices"][0]["logprobs"]["tokens"])
+        chat = CHAT | {"logprobs": True, "top_logprobs": 1} | options
+        entry = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["logprobs"]["content"][0]
+        assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{entry['token'].split(':')[1]}"
+
+    on_app(tmp_path, test)
+
+
+def test_text_offsets_count_characters_and_not_halves_of_them(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        body = TEXT | {"prompt": "é日x", "logprobs": 0, "max_tokens": 6}  # two, three and one byte, a token each
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert answer["choices"][0]["text"] == "é日x"
+        assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
+        chunks = events(await client.post("/v1/completions", json=body | {"stream": True}))
+        streamed = [offset for chunk in chunks for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
+        assert streamed == [0, 0, 1, 1, 1, 2]
+
+    on_app(tmp_path, test)
+
+
+def test_usage_can_come_with_every_chunk(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        chunks = events(await client.post("/v1/chat/completions", json=CHAT | options))
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == 4
+        assert chunks[-1]["choices"] == []
+
+    on_app(tmp_path, test)
+
+
+def test_a_chat_can_give_back_the_text_that_it_goes_on_with(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Once "}]
+        options = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        for echo in (True, False):
+            body = CHAT | options | {"echo": echo}
+            answer = (await client.post("/v1/chat/completions", json=body)).json()
+            assert answer["choices"][0]["message"]["content"].startswith("Once ") == echo
+            chunks = events(await client.post("/v1/chat/completions", json=body | {"stream": True}))
+            text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+            assert text == answer["choices"][0]["message"]["content"]
+
+    on_app(tmp_path, test)
+
+
+def test_tokenize_counts_a_conversation_as_the_chat_does(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Once upon"}]
+        for options in (
+            {},
+            {"add_generation_prompt": False},
+            {"continue_final_message": True},
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]},
+        ):
+            chat = await client.post("/v1/chat/completions", json=CHAT | {"messages": messages} | options)
+            body = {"model": "fake", "messages": messages} | options
+            counted = (await client.post("/tokenize", json=body)).json()["count"]
+            assert counted == chat.json()["usage"]["prompt_tokens"], options
+
+    on_app(tmp_path, test)
+
+
+def test_probes_may_ask_with_head(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        for path in ("/health", "/live", "/version", "/v1/models"):
+            assert (await client.head(path)).status_code == 200
+
+    on_app(tmp_path, test)
