@@ -31,7 +31,7 @@ half-rotated order of HF (the two halves of a head are the pair), whatever the f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -244,7 +244,9 @@ def _rope_problem(rope: RopeSpec, name: str) -> str | None:
     return found
 
 
-def _outside(record: ModelSpec | MoeSpec | RopeSpec, ranges: dict[str, tuple[float, float]], prefix: str) -> str | None:
+def _outside(
+    record: ModelSpec | MoeSpec | RopeSpec, ranges: Mapping[str, tuple[float, float]], prefix: str
+) -> str | None:
     for key, (low, high) in ranges.items():
         value = getattr(record, key)
         if value is not None and not (math.isfinite(value) and low <= value <= high):
