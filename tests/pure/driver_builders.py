@@ -54,7 +54,11 @@ class CheckedExecutor:
     def kv_committed_bytes(self) -> int:
         return self.num_blocks * BLOCK * KV_BYTES
 
-    def run(self, turn: Turn) -> Outcome:
+    def launch(self, turn: Turn) -> None:
+        self.launched = turn
+
+    def collect(self) -> Outcome:
+        turn = self.launched
         assert not self.is_closed
         self.clock.now += self.token_s * turn.num_tokens + 0.005
         for row in turn.rows:

@@ -21,7 +21,6 @@ from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome
-from dovetail.sched.turn import Turn as Batch
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.trace import Arrival
@@ -109,9 +108,9 @@ class TimedExecutor(CheckedExecutor):
 
     driver: NodeDriver
 
-    def run(self, turn: Batch) -> Outcome:
+    def collect(self) -> Outcome:
         now = self.clock.now
-        outcome = super().run(turn)
+        outcome = super().collect()
         chosen = self.driver.home.node.turn
         assert chosen is not None
         self.clock.now = now + FixedDurations().turn_s(self.driver.home.node, chosen)

@@ -55,6 +55,7 @@ class CpuExecutor:
         ops = _ops(dtype, config.level)
         self.level = ops.level
         self._kernels = ops.kernels
+        self._launched: Turn | None = None
         if config.kv == "int8" and ops.kernels is None:
             raise ConfigError(f"kv: int8 needs native kernels, and torch's level is what runs {self.dtype} here")
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
@@ -72,6 +73,16 @@ class CpuExecutor:
         return self._cache.committed_bytes
 
     def run(self, turn: Turn) -> Outcome:
+        self.launch(turn)
+        return self.collect()
+
+    def launch(self, turn: Turn) -> None:
+        """The cores that compute are the caller's own: nothing happens before the outcome is asked for."""
+        self._launched = turn
+
+    def collect(self) -> Outcome:
+        turn, self._launched = self._launched, None
+        assert turn is not None, "nothing was launched"
         with torch.inference_mode():
             sampled, logits, best = self._forward(turn)
             return Outcome(tuple(sample(logits, sampled, self._grammars, best, self._kernels)) if sampled else ())

@@ -16,8 +16,11 @@ from dovetail.sched.turn import Outcome, Turn
 class Executor(Protocol):
     """One model instance on one device."""
 
-    def run(self, turn: Turn) -> Outcome:
-        """Compute one iteration. Blocks until it is done."""
+    def launch(self, turn: Turn) -> None:
+        """Begin one iteration. Its outcome is collected before the next one is launched."""
+
+    def collect(self) -> Outcome:
+        """Wait until it is done, and say what came of it."""
 
     def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
         """Commit or release KV memory so that blocks 0..num_blocks-1 can be used, after copying (from, to) blocks."""

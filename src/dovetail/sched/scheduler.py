@@ -104,20 +104,31 @@ class Scheduler:
         the pool is too small, which whoever sizes it has to prevent."""
         assert self._turn is None, "the last turn was not completed"
         rows: list[TurnRow] = []
-        budget = self._config.max_turn_tokens
+        budget, size = self._config.max_turn_tokens, self.pool.block_size
         for sequence in sequences:
             if budget == 0 or len(rows) == self._config.max_batch:
                 break
-            count = self._extend(sequence, budget) if sequence.blocks else self._start(sequence, budget)
-            if count == 0:
-                continue
-            if sequence in self._waiting:
-                self._waiting.remove(sequence)
-                self._running.append(sequence)
+            computed = sequence.num_computed
+            if len(sequence.tokens) - computed == 1 and computed < len(sequence.blocks) * size:
+                count = 1  # most rows of most iterations: a token, and room for it
+            else:
+                count = self._catch_up(sequence, budget)
+                if count == 0:
+                    continue
             rows.append(_row(sequence, count))
             budget -= count
         self._turn = Turn(tuple(rows)) if rows else None
         return self._turn
+
+    def _catch_up(self, sequence: Sequence, budget: int) -> int:
+        """Blocks for what it has pending, as far as the budget goes; returns how many tokens that are."""
+        if sequence.blocks:
+            return self._extend(sequence, budget)
+        count = self._start(sequence, budget)
+        if count and sequence in self._waiting:
+            self._waiting.remove(sequence)
+            self._running.append(sequence)
+        return count
 
     def _extend(self, sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_pending, budget)
@@ -139,6 +150,9 @@ class Scheduler:
                 sequence.blocks = [places.get(block, block) for block in sequence.blocks]
         self.pool.resize(num_blocks)
         assert self.pool.committed == num_blocks
+        if not self._config.max_tokens:
+            for sequence in self._running:
+                sequence.longest = self._longest(sequence)
         return moves
 
     # A turn: schedule, run elsewhere, complete
@@ -163,10 +177,12 @@ class Scheduler:
         results = {result.sequence: result for result in outcome.rows}
         by_id = {sequence.id: sequence for sequence in self._running}
         events: list[TokenEvent] = []
+        size = self.pool.block_size
         for row in turn.rows:
             sequence = by_id[row.sequence]
-            sequence.num_computed = row.end
-            self._seal(sequence)
+            sequence.num_computed = computed = row.start + row.count
+            if (sequence.num_sealed + 1) * size <= computed:
+                self._seal(sequence)
             if sequence.aborted:
                 self._end(sequence)
             elif row.samples:
@@ -261,6 +277,7 @@ class Scheduler:
             return 0
         sequence.blocks = blocks + fresh
         sequence.num_computed, sequence.num_sealed, sequence.last_key = computed, len(blocks), key
+        sequence.longest = self._longest(sequence)
         if not sequence.was_admitted:
             sequence.was_admitted = True
             sequence.cached_tokens = min(computed, sequence.num_prompt)  # a resumed answer may be cached as well
@@ -278,18 +295,16 @@ class Scheduler:
             self._end(sequence)
             event = _end_event(sequence, FinishReason.ERROR, result.error)
             return msgspec.structs.replace(event, unprocessable=result.unprocessable)
-        sequence.tokens.append(result.token)
-        finish = self._finish_reason(sequence, result)
-        if finish is not None:
-            self._end(sequence)
-        return TokenEvent(
-            request_id=sequence.request_id,
-            choice=sequence.choice,
-            token=result.token,
-            finish=finish,
-            logprobs=result.logprobs,
-            cached_tokens=sequence.cached_tokens if sequence.num_generated == 1 else 0,
-        )
+        token = result.token
+        sequence.tokens.append(token)
+        generated = len(sequence.tokens) - sequence.num_prompt
+        finish = None
+        if result.ends or generated >= sequence.longest or token in sequence.sampling.stop_token_ids:
+            finish = self._finish_reason(sequence, result)
+            if finish is not None:
+                self._end(sequence)
+        cached = sequence.cached_tokens if generated == 1 else 0
+        return TokenEvent(sequence.request_id, sequence.choice, token, finish, result.logprobs, cached)
 
     def _finish_reason(self, sequence: Sequence, result: RowOutcome) -> FinishReason | None:
         sampling = sequence.sampling
@@ -297,9 +312,13 @@ class Scheduler:
             return FinishReason.STOP
         if result.token in sampling.stop_token_ids and sequence.num_generated >= sampling.min_tokens:
             return FinishReason.STOP
+        return FinishReason.LENGTH if sequence.num_generated >= sequence.longest else None
+
+    def _longest(self, sequence: Sequence) -> int:
+        """How many tokens its answer may have."""
         capacity = self._config.max_tokens or self.pool.target * self.pool.block_size
-        limit = min(sequence.num_prompt + sampling.max_tokens, self._config.context_length, capacity)
-        return FinishReason.LENGTH if len(sequence.tokens) >= limit else None
+        limit = min(sequence.num_prompt + sequence.sampling.max_tokens, self._config.context_length, capacity)
+        return limit - sequence.num_prompt
 
     def _seal(self, sequence: Sequence) -> None:
         """Offer the blocks that this turn filled for reuse."""
@@ -338,16 +357,9 @@ class Scheduler:
 
 
 def _row(sequence: Sequence, count: int) -> TurnRow:
-    return TurnRow(
-        sequence=sequence.id,
-        tokens=sequence.tokens,
-        start=sequence.num_computed,
-        count=count,
-        blocks=sequence.blocks,
-        num_prompt=sequence.num_prompt,
-        sampling=sequence.sampling,
-        samples=count == sequence.num_pending,
-    )
+    tokens, start = sequence.tokens, sequence.num_computed
+    samples = start + count == len(tokens)
+    return TurnRow(sequence.id, tokens, start, count, sequence.blocks, sequence.num_prompt, sequence.sampling, samples)
 
 
 def _end_event(sequence: Sequence, reason: FinishReason, error: str | None) -> TokenEvent:

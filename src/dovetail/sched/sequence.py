@@ -41,6 +41,7 @@ class Sequence:
     num_sealed: int = 0  # leading blocks offered for reuse
     root: PrefixKey = ROOT_KEY  # the salt of its request: whose prefixes it may use
     last_key: PrefixKey = ROOT_KEY  # of the last sealed block, set at admission
+    longest: int = 0  # tokens that its answer may have, set at admission
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     was_admitted: bool = False
     alone_below: int = 0  # with fewer tokens than this it shares no iteration

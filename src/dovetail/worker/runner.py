@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
@@ -40,15 +41,18 @@ class ModelRunner:
         self.is_released = True  # no KV page has been written since they were last given back
         self.max_batch = config.max_batch
 
-    def iterate(self, sequences: Several[Sequence]) -> Completed:
-        """One iteration of exactly these sequences. Ends that came of it are the caller's to report."""
+    def iterate(self, sequences: Several[Sequence], meanwhile: Callable[[], None] = lambda: None) -> Completed:
+        """One iteration of exactly these sequences. Ends that came of it are the caller's to report. `meanwhile` is
+        called when it has been launched: a device that computes by itself does so beside it."""
         turn = self.scheduler.turn_of(sequences)
         if turn is None:
             return self.scheduler.take_failed()
         self.is_released = False
         started = time.monotonic()
         try:
-            outcome = self.executor.run(turn)
+            self.executor.launch(turn)
+            meanwhile()
+            outcome = self.executor.collect()
         except Exception as error:  # one model's fault must not end the others
             log.error("%s: iteration failed\n%s", self.card.name, traceback.format_exc())
             return self._forget(self.scheduler.fail_turn(f"the iteration failed: {type(error).__name__}"))
