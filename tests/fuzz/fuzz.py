@@ -140,7 +140,7 @@ def _fuzz(name: str, count: int, seconds: float) -> int:
     shared = folder / "shared"
     if not shared.exists():
         shared.write_bytes(struct.pack(_FIELDS, 0, 0, 0, 0.0))
-    environment = dict(os.environ, PYTHONMALLOC="malloc") if TARGETS[name].wants_sanitizer else dict(os.environ)
+    environment = dict(os.environ, RUST_BACKTRACE="0")
     if TARGETS[name].wants_sanitizer:
         environment |= _sanitizer()
     ends = time.monotonic() + seconds
@@ -197,6 +197,7 @@ def _sanitizer() -> dict[str, str]:
     return {
         "DOVETAIL_SANITIZED": str(kernels[0]),
         "LD_PRELOAD": found.stdout.strip(),
+        "PYTHONMALLOC": "malloc",
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:abort_on_error=1",
     }
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import struct
+from functools import cache
 from typing import Any
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 8, 16, 31, 64, 255, 256, 4096, 65535, 2**24, 2**31 - 1, 2**31, 2**32, 2**53, 2**63, 2**64]
@@ -62,11 +62,10 @@ def _change_bytes(draw: random.Random, data: bytearray) -> None:
         data[at : at + 16] = data[other : other + 16]
 
 
-def changed_value(draw: random.Random, value: Any, favour: tuple[str, ...] = ()) -> Any:
-    """One to three places of a JSON value changed; those below the keys of `favour` mostly."""
-    found = copy.deepcopy(value)
-    everywhere = places(found)
-    favoured = [place for place in everywhere if set(favour) & set(place)]
+def changed_value(draw: random.Random, text: bytes, favour: tuple[str, ...] = ()) -> Any:
+    """A JSON value with one to three places changed; those below the keys of `favour` mostly."""
+    found = json.loads(text)
+    everywhere, favoured = _places_of(text, favour)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         place = draw.choice(favoured if favoured and draw.random() < 0.7 else everywhere)
         if not place:
@@ -74,6 +73,12 @@ def changed_value(draw: random.Random, value: Any, favour: tuple[str, ...] = ())
             return found
         _change_at(draw, found, place)
     return found
+
+
+@cache
+def _places_of(text: bytes, favour: tuple[str, ...]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    everywhere = places(json.loads(text))
+    return everywhere, [place for place in everywhere if set(favour) & set(place)]
 
 
 def _change_at(draw: random.Random, value: Any, place: tuple[Any, ...]) -> None:

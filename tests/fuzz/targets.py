@@ -152,7 +152,7 @@ class Safetensors(Target):
         if draw.random() < 0.5:
             return changed_bytes(draw, data)
         size = int.from_bytes(data[:8], "little")
-        header = as_json(changed_value(draw, json.loads(data[8 : 8 + size])))
+        header = as_json(changed_value(draw, data[8 : 8 + size]))
         return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
     def use(self, data: bytes) -> None:
@@ -179,15 +179,19 @@ class Settings(Target):
             self.save_seed(f"{name}.json", tiny_model(name).config.to_json_string().encode())
         self.save_seed("server.yaml", _SERVER.encode())
 
+    def load(self) -> None:
+        import yaml
+
+        super().load()
+        self.server = as_json(yaml.safe_load(self.seeds[-1]))
+
     def make(self, draw: random.Random) -> bytes:
         *models, server = self.seeds
-        if draw.random() < 0.25:
-            import yaml
-
+        if draw.random() < 0.1:
             if draw.random() < 0.3:
                 return b"yaml" + changed_bytes(draw, server)
-            return b"yaml" + as_json(changed_value(draw, yaml.safe_load(server)))
-        return b"json" + as_json(changed_value(draw, json.loads(draw.choice(models))))
+            return b"yaml" + as_json(changed_value(draw, self.server))
+        return b"json" + as_json(changed_value(draw, draw.choice(models)))
 
     def use(self, data: bytes) -> None:
         from dovetail.config import load_config
@@ -234,7 +238,7 @@ class TokenizerFile(Target):
         if draw.random() < 0.3:
             return changed_bytes(draw, data)
         favour = ("pre_tokenizer", "decoder", "normalizer", "added_tokens", "post_processor", "truncation", "padding")
-        return as_json(changed_value(draw, json.loads(data), favour))
+        return as_json(changed_value(draw, data, favour))
 
     def use(self, data: bytes) -> None:
         import msgspec
@@ -280,7 +284,7 @@ class Bodies(Target):
 
     def make(self, draw: random.Random) -> bytes:
         data = draw.choice(self.seeds)
-        return changed_bytes(draw, data) if draw.random() < 0.3 else as_json(changed_value(draw, json.loads(data)))
+        return changed_bytes(draw, data) if draw.random() < 0.3 else as_json(changed_value(draw, data))
 
     def use(self, data: bytes) -> None:
         from dovetail.gateway import api, translate
@@ -357,9 +361,9 @@ class ManifestAndEngine(Target):
 
     def load(self) -> None:
         paths = sorted((self.work / "seeds").glob("*"))
-        self.seeds = [json.loads(path.read_bytes()) for path in paths]
+        self.seeds = [path.read_bytes() for path in paths]
         self.blobs = {
-            json.dumps(seed["partitions"]): memoryview((self.work / f"{path.name}.blob").read_bytes())
+            json.dumps(json.loads(seed)["partitions"]): memoryview((self.work / f"{path.name}.blob").read_bytes())
             for path, seed in zip(paths, self.seeds, strict=True)
         }
         import torch

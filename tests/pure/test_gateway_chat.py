@@ -9,14 +9,15 @@ from gateway_builders import make_card
 
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.api import Message
-from dovetail.gateway.chat import ChatTemplate
+from dovetail.gateway.chat import ChatTemplate, TemplateFacts
 from dovetail.gateway.chat_prompt import template_messages
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def render(folder: Path, template: str, **context: object) -> str:
-    return ChatTemplate(make_card(folder, chat_template=template, bos_token="<s>")).render(HELLO, **context)  # type: ignore[arg-type]
+    card = make_card(folder, chat_template=template, bos_token="<s>")
+    return ChatTemplate(TemplateFacts(card).text).render(HELLO, **context)  # type: ignore[arg-type]
 
 
 def test_messages_bos_and_generation_prompt_reach_the_template(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_a_template_that_fails_is_a_bad_request_that_names_it(tmp_path: Path, te
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="has no chat template"):
-        ChatTemplate(make_card(tmp_path, chat_template=None))
+        TemplateFacts(make_card(tmp_path, chat_template=None))
 
 
 def test_text_parts_become_one_text_and_images_are_refused() -> None:
@@ -95,7 +96,7 @@ def test_a_call_without_text_is_null_only_for_templates_that_ask_for_it(tmp_path
         "{% for m in messages %}{% set content = m.content %}{% if content is not none %}text{% endif %}{% endfor %}"
     )
     for template, wanted in ((plain, "<>1"), (asking, "call 1"), (named, "")):
-        assert ChatTemplate(make_card(tmp_path, chat_template=template)).render(messages) == wanted
+        assert ChatTemplate(TemplateFacts(make_card(tmp_path, chat_template=template)).text).render(messages) == wanted
 
 
 def test_the_arguments_of_tool_calls_reach_the_template_as_objects() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -44,6 +44,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True):
     max_batch: int = 0  # rows of one iteration that buffers are made for; 0 = what suits the device
     tokenizer_file: str = ""  # for structured output
     eos_token_ids: tuple[int, ...] = ()
+    library: Any = None  # GrammarLibrary of the process; None = its own
 
 
 class CpuExecutor:
@@ -66,7 +67,7 @@ class CpuExecutor:
         self.copied_bytes = weights.copied_bytes
         self.max_blocks = max_blocks(config, spec.kv_bytes_per_token(self.dtype, config.kv) * config.block_size)
         self._cache = KVCache(spec, dtype, config.block_size, self.max_blocks, config.kv)
-        self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids)
+        self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
 
     @property
     def kv_committed_bytes(self) -> int:

@@ -6,6 +6,7 @@ preempted or migrated needs nothing special. llguidance is imported with the fir
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.engine.grammar_library import GrammarLibrary
 from dovetail.errors import Unprocessable
+from dovetail.grammars import TokenizerKey, in_words
 from dovetail.sched.turn import TurnRow
-from dovetail.types import Grammar
+
+MAX_STEP_S = 0.5  # processor time for the tokens that may follow; what the gateway lets through takes less than a fifth
+TOO_SLOW = f"more than {MAX_STEP_S} s for one token"
 
 
 @dataclass
@@ -28,18 +33,27 @@ class _State:
 class Grammars:
     """Matchers of one model's constrained sequences."""
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._tokenizer_file = tokenizer_file
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        library: GrammarLibrary | None = None,
+    ) -> None:
+        """`library`: what all models of the process have compiled; None = its own."""
+        self._key = TokenizerKey(str(tokenizer_file), vocab_size, eos_token_ids)
+        self._library = library or GrammarLibrary()
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._tokenizer: Any = None
         self._states: dict[int, _State] = {}
         self._bitmask = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
 
     def constrain(self, row: TurnRow, logits: Tensor) -> None:
         """Set the logits [vocab] of tokens that the grammar forbids here to minus infinity, in place."""
         state = self._caught_up(row)
+        started = time.thread_time()
         state.matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
+        if time.thread_time() - started > MAX_STEP_S:
+            self._refuse(row)
         self._check(state)
         allowed = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little", count=self._vocab_size)
         logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), float("-inf"))
@@ -59,7 +73,7 @@ class Grammars:
         state = self._states.get(row.sequence)
         if state is None:
             assert row.sampling.grammar is not None
-            state = self._states[row.sequence] = _State(self._compile(row.sampling.grammar))
+            state = self._states[row.sequence] = _State(self._library.matcher(self._key, row.sampling.grammar))
         missing = row.tokens[row.num_prompt + state.num_consumed :]
         if missing:
             state.matcher.consume_tokens(missing)
@@ -67,45 +81,12 @@ class Grammars:
             self._check(state)
         return state
 
-    def _compile(self, grammar: Grammar) -> Any:
-        from llguidance import LLMatcher, LLTokenizer
-
-        if self._tokenizer is None:
-            eos = list(self._eos_token_ids) or None
-            self._tokenizer = LLTokenizer(str(self._tokenizer_file), n_vocab=self._vocab_size, eos_token=eos)
-        matcher = LLMatcher(self._tokenizer, grammar_text(grammar), log_level=0)
-        if matcher.is_error():
-            raise Unprocessable(f"{grammar.kind}: {_first_line(matcher.get_error())}")
-        return matcher
+    def _refuse(self, row: TurnRow) -> None:
+        """Everybody waited for this token. Nobody shall wait for another of this grammar."""
+        assert row.sampling.grammar is not None
+        self._library.refuse(self._key, row.sampling.grammar, TOO_SLOW)
+        raise Unprocessable(f"grammar: {TOO_SLOW}")
 
     def _check(self, state: _State) -> None:
         if state.matcher.is_error():
             raise Unprocessable(f"grammar: {in_words(state.matcher.get_error())}")
-
-
-def grammar_text(grammar: Grammar) -> str:
-    """llguidance's own form of a grammar."""
-    from llguidance import LLMatcher
-
-    compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    try:
-        if grammar.kind == "json_object":
-            return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=compact))
-        if grammar.kind == "json_schema":
-            return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides=compact))
-        if grammar.kind == "regex":
-            return str(LLMatcher.grammar_from_regex(grammar.text))
-        return str(LLMatcher.grammar_from_lark(grammar.text))
-    except ValueError as error:
-        raise Unprocessable(f"{grammar.kind}: {_first_line(str(error))}") from error
-
-
-def in_words(problem: str) -> str:
-    """llguidance names a dead end by its internal reason."""
-    if "NoExtension" in problem:
-        return "no text fits it: it contradicts itself, or refers to itself without an end"
-    return _first_line(problem)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "cannot be compiled"

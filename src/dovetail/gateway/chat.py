@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -27,28 +26,49 @@ from dovetail.types import ModelCard
 _MAX_RENDERED_CHARS = 32 * 1024 * 1024
 
 
-class ChatTemplate:
-    """The template of one model. Every failure is an InvalidRequest that names it."""
+class TemplateText(NamedTuple):
+    """What rendering takes of a model."""
+
+    name: str  # of the model
+    text: str
+    bos_token: str
+    eos_token: str
+
+
+class TemplateFacts:
+    """What a template does, as far as reading it tells: nothing of it is run or compiled here, because compiling
+    computes its constants. Every failure is an InvalidRequest that names it."""
 
     def __init__(self, card: ModelCard) -> None:
         if card.chat_template is None:
             raise InvalidRequest(f"the model '{card.name}' has no chat template; use /v1/completions", param="messages")
-        self._name = card.name
-        self._tokens = {"bos_token": card.bos_token or "", "eos_token": card.eos_token or ""}
-        environment = _environment()
+        self.text = TemplateText(card.name, card.chat_template, card.bos_token or "", card.eos_token or "")
         try:
-            self._template = environment.from_string(card.chat_template)
-            parsed = environment.parse(card.chat_template)
-            self._knows_null = _asks_for_null_content(parsed)
-        except jinja2.TemplateError as error:
-            raise self._problem(error) from error
+            parsed = _environment().parse(card.chat_template)
+            takes_tools = any(name.name == "tools" and name.ctx == "load" for name in parsed.find_all(nodes.Name))
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise _problem(card.name, error) from error
         found = format_in(card.chat_template)
         # A template that takes tools but has its model write calls in a way that is not known here is told as if it
         # took none: what comes back can be read then.
-        self.knows_tools = found is not None and "tools" in find_undeclared_variables(parsed)
+        self.knows_tools = found is not None and takes_tools
         own = PYTHONIC if card.spec.family.startswith("gemma") else HERMES
         self.tool_format = found if found is not None and self.knows_tools else own
         self.think_marks = think_marks(card.chat_template)
+
+
+class ChatTemplate:
+    """The template of one model, to be rendered. Every failure is an InvalidRequest that names it."""
+
+    def __init__(self, template: TemplateText) -> None:
+        self._name = template.name
+        self._tokens = {"bos_token": template.bos_token, "eos_token": template.eos_token}
+        environment = _environment()
+        try:
+            self._template = environment.from_string(template.text)
+            self._knows_null = _asks_for_null_content(environment.parse(template.text))
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise _problem(self._name, error) from error
 
     def render(
         self,
@@ -83,20 +103,21 @@ class ChatTemplate:
                     raise InvalidRequest(f"the chat template of '{self._name}' renders without end", param="messages")
         # Templates index, add and call what the caller sent, so that every one of these is a bad message to them.
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise self._problem(error) from error
+            raise _problem(self._name, error) from error
         except RecursionError as error:
             raise InvalidRequest("messages are nested too deeply for the chat template", param="messages") from error
         return "".join(pieces)
 
-    def _problem(self, error: Exception) -> InvalidRequest:
-        line = getattr(error, "lineno", None)
-        where = f" (line {line})" if line else ""
-        detail = " ".join(str(error).split()) or type(error).__name__
-        return InvalidRequest(
-            f"the chat template of '{self._name}' refuses these messages{where}: {detail[:500]}",
-            param="messages",
-            code="chat_template_error",
-        )
+
+def _problem(name: str, error: Exception) -> InvalidRequest:
+    line = getattr(error, "lineno", None)
+    where = f" (line {line})" if line else ""
+    detail = " ".join(str(error).split()) or type(error).__name__
+    return InvalidRequest(
+        f"the chat template of '{name}' refuses these messages{where}: {detail[:500]}",
+        param="messages",
+        code="chat_template_error",
+    )
 
 
 def _asks_for_null_content(template: nodes.Template) -> bool:

@@ -13,7 +13,8 @@ from functools import partial
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.api import ChatRequest
 from dovetail.gateway.chat_prompt import chat_prompt
-from dovetail.gateway.constraints import Constraint, constraint_of, grammar_problem
+from dovetail.gateway.constraints import Constraint, constraint_of
+from dovetail.gateway.grammar_trials import grammar_trials
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.reading import MakeReader, Parts, PlainReader, Reader
 from dovetail.gateway.reasoning import ThinkingReader, ThinkMarks
@@ -136,7 +137,7 @@ class _Shape:
         """Schemas with keywords that cannot be held are followed as far as they can be, unless that was ruled out."""
         grammar = self._grammar(wanted, start, rules, lenient=False)
         is_strict = all(tool.function.strict for tool in wanted.callable)
-        if is_strict or not await grammar_problem(grammar):
+        if is_strict or not await grammar_trials.problem(self._model.card, grammar):
             return grammar
         return self._grammar(wanted, start, rules, lenient=True)
 

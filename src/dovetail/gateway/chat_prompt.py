@@ -14,8 +14,11 @@ from typing import Any
 from dovetail.errors import ContextTooLong, InvalidRequest
 from dovetail.gateway.api import ChatRequest, Message
 from dovetail.gateway.models import ServedModel
+from dovetail.gateway.templates import templates
 from dovetail.gateway.tools.prompt import told_in_system, told_in_user, tools_as_text, without_tool_roles
 from dovetail.gateway.tools.schema import Wanted, wanted_tools
+
+_MANY = 64  # messages: fewer are read faster than a thread takes to start on them
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,7 @@ class ChatPrompt:
 async def chat_prompt(body: ChatRequest, model: ServedModel) -> ChatPrompt:
     await model.prepare()
     wanted = wanted_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    # Rendering is Python and may be long; in a thread the loop still gets its share.
-    text = await asyncio.to_thread(_render, body, model, wanted)
+    text = await _render(body, model, wanted)
     check_text_fits(text, model, "messages")
     # The template writes special tokens itself.
     return ChatPrompt(text, await model.encode(text, add_special_tokens=bool(body.add_special_tokens)))
@@ -44,27 +46,31 @@ def check_text_fits(text: str, model: ServedModel, param: str) -> None:
         )
 
 
-def _render(body: ChatRequest, model: ServedModel, wanted: Wanted | None) -> str:
+async def _render(body: ChatRequest, model: ServedModel, wanted: Wanted | None) -> str:
     template = model.template
-    messages = template_messages(body.messages)
+    if len(body.messages) > _MANY:
+        messages = await asyncio.to_thread(template_messages, body.messages)
+    else:
+        messages = template_messages(body.messages)
     if template.knows_tools:
         tools = [tool.model_dump(exclude_unset=True) for tool in wanted.shown] if wanted is not None else None
-        return _render_messages(body, model, messages, tools)
+        return await _render_messages(body, model, messages, tools)
     if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         messages = without_tool_roles(messages, template.tool_format)
     if wanted is None:
-        return _render_messages(body, model, messages, None)
+        return await _render_messages(body, model, messages, None)
     told = tools_as_text(wanted.shown, template.tool_format)
     try:
-        return _render_messages(body, model, told_in_system(messages, told), None)
+        return await _render_messages(body, model, told_in_system(messages, told), None)
     except InvalidRequest:  # some templates refuse a system message
-        return _render_messages(body, model, told_in_user(messages, told), None)
+        return await _render_messages(body, model, told_in_user(messages, told), None)
 
 
-def _render_messages(
+async def _render_messages(
     body: ChatRequest, model: ServedModel, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> str:
-    return model.template.render(
+    return await templates.render(
+        model.template.text,
         messages,
         tools=tools,
         documents=body.documents,

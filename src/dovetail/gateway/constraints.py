@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
 
-import llguidance
-
 from dovetail.errors import InvalidRequest, Unprocessable
 from dovetail.gateway.api import GenerationBody
-from dovetail.types import Grammar
+from dovetail.gateway.grammar_trials import grammar_trials
+from dovetail.types import Grammar, ModelCard
 
 Constraint = tuple[str, Grammar]  # the parameter that set it, and what it is
 _MAX_GRAMMAR_CHARS = 256 * 1024
@@ -75,30 +73,13 @@ def _choice(choices: Sequence[str]) -> Grammar:
     return Grammar("lark", "start: " + " | ".join(json.dumps(choice) for choice in choices))
 
 
-async def checked_constraint(constraint: Constraint | None) -> Grammar | None:
+async def checked_constraint(constraint: Constraint | None, card: ModelCard) -> Grammar | None:
     if constraint is None:
         return None
     param, grammar = constraint
     if len(grammar.text) > _MAX_GRAMMAR_CHARS:
         raise InvalidRequest(f"{param} has more than {_MAX_GRAMMAR_CHARS} characters", param=param)
-    problem = await grammar_problem(grammar)
+    problem = await grammar_trials.problem(card, grammar)
     if problem:
         raise Unprocessable(f"{param} does not compile: {problem}", param=param)
     return grammar
-
-
-async def grammar_problem(grammar: Grammar) -> str:
-    """Why it does not compile; empty if it does."""
-    return await asyncio.to_thread(_grammar_problem, grammar)
-
-
-def _grammar_problem(grammar: Grammar) -> str:
-    """Without a tokenizer this only parses, in about a millisecond; the worker compiles for its vocabulary."""
-    if grammar.kind == "json_object":
-        return ""
-    try:
-        source = llguidance.grammar_from(grammar.kind, grammar.text)
-        problem = llguidance.LLMatcher.validate_grammar(source)
-    except (ValueError, RecursionError) as error:
-        problem = str(error)
-    return " ".join(problem.split())[:500]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from dovetail.config import ModelConfig
 from dovetail.errors import CheckpointError, EngineFailed, InvalidRequest, ModelNotFound, Overloaded
-from dovetail.gateway.chat import ChatTemplate
+from dovetail.gateway.chat import TemplateFacts
 from dovetail.gateway.detokenizer import Vocabulary
 from dovetail.gateway.foreign import tokenizer_call
 from dovetail.gateway.pulls import Pull
@@ -80,8 +80,8 @@ class ServedModel:
         return self.words.vocabulary
 
     @cached_property
-    def template(self) -> ChatTemplate:
-        return ChatTemplate(self.card)
+    def template(self) -> TemplateFacts:
+        return TemplateFacts(self.card)
 
     async def prepare(self) -> None:
         """Read the tokenizer without stopping the event loop."""

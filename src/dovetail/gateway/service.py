@@ -18,6 +18,7 @@ from dovetail.gateway.link import Instance, Link, NodeLink
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import Models, ServedModel
 from dovetail.gateway.run import Delta, Origin, Run
+from dovetail.gateway.templates import templates
 from dovetail.gateway.translate import Job
 
 
@@ -103,6 +104,7 @@ class Service:
         """Returns when the workers are up and these models loaded; raises what the first that fails raises."""
         await asyncio.gather(self.preload(preload), *(s.greeted for s in self.link.supervisors.values()))
         self.is_ready = True
+        templates.warm()
 
     async def preload(self, names: Iterable[str]) -> None:
         models = [self.models.get(name) for name in names]

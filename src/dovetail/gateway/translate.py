@@ -91,7 +91,7 @@ async def _job(
     prompts = [_truncated(body, prompt, context) for prompt in prompts]
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     limits = [_token_limit(len(p), body.wanted_tokens, default_tokens, context, param) for p in prompts]
-    grammar = await checked_constraint(form.constraint)
+    grammar = await checked_constraint(form.constraint, model.card)
     sampling = sampling_params(body, model, body.wanted_logprobs, grammar)
     sampling = msgspec.structs.replace(sampling, thinking=form.thinking)
     requests = tuple(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from dovetail import messages
 from dovetail.engine.devices import Device
+from dovetail.engine.grammar_library import GrammarLibrary
 from dovetail.errors import DovetailError
 from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
@@ -65,7 +66,9 @@ class LoaderThread:
         wake: Callable[[], None],
         device: Device,
         shelf: Shelf | None = None,
+        grammars: GrammarLibrary | None = None,
     ) -> None:
+        self._grammars = grammars
         self.results: queue.Queue[LoadResult] = queue.Queue()
         self.expected_s: dict[str, float] = {}  # by model, from the loads seen
         self._config_of = config_of
@@ -97,7 +100,7 @@ class LoaderThread:
         if config is None:
             return LoadResult(command.instance, name, None, None, "the model was unloaded")
         try:
-            runner, loaded = build_runner(config, self._device, self._shelf)
+            runner, loaded = build_runner(config, self._device, self._shelf, self._grammars)
         except DovetailError as error:
             return LoadResult(command.instance, name, None, None, str(error))
         except Exception as error:  # whatever a checkpoint can do wrong, the worker lives on
@@ -110,7 +113,7 @@ class LoaderThread:
 
 
 def build_runner(
-    config: InstanceConfig, device: Device, shelf: Shelf | None = None
+    config: InstanceConfig, device: Device, shelf: Shelf | None = None, grammars: GrammarLibrary | None = None
 ) -> tuple[ModelRunner, messages.Loaded]:
     from dovetail.engine.executor import ExecutorConfig
     from dovetail.store import open_checkpoint
@@ -130,6 +133,7 @@ def build_runner(
             tokenizer_file=card.tokenizer_file,
             eos_token_ids=card.eos_token_ids,
             max_batch=config.max_batch,
+            library=grammars,
         ),
     )
     limits = SchedulerConfig(context, config.max_batch, config.max_turn_tokens, config.max_tokens)

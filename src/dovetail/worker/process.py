@@ -26,6 +26,7 @@ from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.pulse import Pulse
 from dovetail.types import FinishReason, Request, TokenEvent
 from dovetail.worker.driver import NodeDriver
+from dovetail.worker.grammar_thread import GrammarThread
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
 from dovetail.worker.policy import real_knobs
@@ -39,7 +40,8 @@ STATS_S = 1.0
 TEND_S = 0.05  # how often a busy worker looks at what is due by the clock
 NICER = 3  # of the computing threads: half of the weight of others
 LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
-_WAKE = "inproc://loader"
+_WAKE = "inproc://wake"
+_GRAMMAR = b"grammar"  # what wakes: a grammar that was compiled, or else a model that was loaded
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,13 @@ class Worker:
         self._errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
         self._device = open_device(config.device, config.threads)
         self._shelf = _attach_shelf(config, self._device)
+        self._grammars = GrammarThread(lambda: self._grammar_waker.send(_GRAMMAR))
         self._loader = LoaderThread(
-            self._instance_configs.get, lambda: self._waker.send(b""), self._device, self._shelf
+            self._instance_configs.get,
+            lambda: self._waker.send(b""),
+            self._device,
+            self._shelf,
+            self._grammars.library,
         )
         self._loader.start()
         _give_way()
@@ -87,6 +94,8 @@ class Worker:
         self._wake.bind(_WAKE)
         self._waker = self._context.socket(zmq.PUSH)
         self._waker.connect(_WAKE)
+        self._grammar_waker = self._context.socket(zmq.PUSH)
+        self._grammar_waker.connect(_WAKE)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -191,8 +200,10 @@ class Worker:
         """Take in everything that has arrived; wait for something if there is nothing else to do."""
         ready = dict(self._poller.poll(self._patience_ms() if wait else 0))
         if self._wake in ready:
-            self._wake.recv()
-            self._take_load(self._loader.results.get_nowait())
+            if self._wake.recv() == _GRAMMAR:
+                self._take_compiled()
+            else:
+                self._take_load(self._loader.results.get_nowait())
         while self._socket in ready:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
@@ -215,6 +226,8 @@ class Worker:
             case messages.Submit(request, at):
                 self._submit(request, at or time.monotonic())
             case messages.Abort(request_id, choice):
+                if choice is None:
+                    self._grammars.abort(request_id)
                 self._driver.abort(request_id, choice)
             case messages.Load():
                 self._register(message)
@@ -224,6 +237,16 @@ class Worker:
                 self._running = False
 
     def _submit(self, request: Request, at: float) -> None:
+        config = self._instance_configs.get(request.model)
+        if config is None or not self._grammars.hold(request, at, config.card):
+            self._admit(request, at)
+
+    def _take_compiled(self) -> None:
+        held = self._grammars.take()
+        if held is not None:
+            self._admit(held.request, held.at)
+
+    def _admit(self, request: Request, at: float) -> None:
         if request.model in self._instance_configs:
             self._driver.submit(request, at)
             return

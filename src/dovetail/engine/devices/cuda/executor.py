@@ -78,7 +78,7 @@ class CudaExecutor:
             self._model, cache, self._scratch, self._steps, max_batch, width, device.num_processors
         )
         self._chunk = ChunkSteps(self._model, cache, self._steps, width)
-        self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids)
+        self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
         self._launched: _Launched | None = None
 
     @property

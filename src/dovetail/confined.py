@@ -1,0 +1,234 @@
+"""Work on what strangers wrote (grammars, templates), in a child process that may take so much time and memory.
+
+The parent sends bytes and gets bytes; a child that takes too long or too much is ended, and the next call starts
+another. What the work is, is up to the child's module: `python -m MODULE` calls `serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_LENGTH_BYTES = 8
+_MAX_FRAME_BYTES = 1 << 30
+_SPARE_S = 1  # the kernel counts processor time in whole seconds
+_PAGE_BYTES = resource.getpagesize()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What one call may take."""
+
+    cpu_s: float  # processor time
+    wall_s: float  # time, also while others have the processor
+    memory_bytes: int  # beyond what the child has when it starts
+    niceness: int = 0
+    kept_bytes: int = (
+        64 << 20
+    )  # a child that has grown by more is replaced when it has answered, so that memory returns
+
+
+class Exceeded(Exception):
+    """The call took more than its bounds; `what` says of which."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+class Confined:
+    """One child, one call at a time. Threads may share it."""
+
+    def __init__(self, module: str, bounds: Bounds) -> None:
+        self._module = module
+        self._bounds = bounds
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self.starts = 0
+
+    def call(self, request: bytes) -> bytes:
+        """Raises Exceeded. Waits for calls of other threads first; that time is not counted."""
+        self.start()
+        with self._lock:
+            if self._child is None:  # another thread's call ended it
+                self._start()
+            try:
+                answer = self._exchange(request)
+            except (OSError, EOFError) as error:
+                raise Exceeded(self._ended(error)) from error
+            if answer[:1] == b"\1":  # it has answered, and has grown
+                self._stop()
+            return answer[1:]
+
+    def start(self) -> None:
+        """Before the first call waits for it."""
+        with self._lock:
+            if self._child is None or self._child.poll() is not None:
+                self._start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child is not None else None
+
+    def _start(self) -> None:
+        self._stop()
+        ours, theirs = socket.socketpair()
+        bounds = self._bounds
+        numbers = [theirs.fileno(), bounds.cpu_s, bounds.memory_bytes, bounds.niceness, bounds.kept_bytes]
+        with theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", self._module, *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what it prints must not get into the output of a command
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C is for the parent
+                env=dict(os.environ, MALLOC_ARENA_MAX="2", RUST_BACKTRACE="0"),
+            )
+        self._socket = ours
+        self.starts += 1
+
+    def _exchange(self, request: bytes) -> bytes:
+        assert self._socket is not None
+        deadline = time.monotonic() + self._bounds.wall_s
+        self._socket.settimeout(self._bounds.wall_s)
+        self._socket.sendall(len(request).to_bytes(_LENGTH_BYTES, "little") + request)
+        size = int.from_bytes(_receive(self._socket, _LENGTH_BYTES, deadline), "little")
+        return _receive(self._socket, size, deadline)
+
+    def _ended(self, error: Exception) -> str:
+        """Why there is no answer; the child is gone afterwards."""
+        assert self._child is not None
+        hung = isinstance(error, TimeoutError)
+        if not hung:
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(1.0)
+        code = self._child.poll()
+        self._stop()
+        if hung or code == -24:  # SIGXCPU
+            return f"it takes more than {self._bounds.cpu_s:g} s"
+        return f"it needs more than {self._bounds.memory_bytes >> 20} MB, or ends the process that looks at it"
+
+    def _stop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            self._child = None
+
+
+class Lane:
+    """Calls from event loops, one after another, by a thread that does not hold up the end of the process."""
+
+    def __init__(self, confined: Confined) -> None:
+        self._confined = confined
+        self._orders: queue.SimpleQueue[tuple[bytes, asyncio.Future[bytes]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.waiting = 0  # calls that have not been answered
+
+    def warm(self) -> None:
+        """Have the child started before the first call waits for it."""
+        self._begin()
+        self._orders.put(None)
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="confined")
+            self._thread.start()
+
+    async def call(self, request: bytes) -> bytes:
+        """Raises Exceeded. A call that nobody waits for any more and that has not begun is not made."""
+        self._begin()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.waiting += 1
+        try:
+            self._orders.put((request, answer))
+            return await answer
+        finally:
+            self.waiting -= 1
+
+    def _run(self) -> None:
+        while True:
+            order = self._orders.get()
+            if order is None:
+                self._confined.start()
+                continue
+            request, answer = order
+            if answer.cancelled():
+                continue
+            outcome: bytes | Exceeded
+            try:
+                outcome = self._confined.call(request)
+            except Exceeded as error:
+                outcome = error
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                answer.get_loop().call_soon_threadsafe(_settle, answer, outcome)
+
+
+def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exceeded) -> None:
+    if answer.done():
+        return
+    if isinstance(outcome, Exceeded):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
+
+
+def serve(handle: Callable[[bytes], bytes]) -> None:
+    """The child's side: answer until the parent is gone. A MemoryError of `handle` ends the child, as other excess."""
+    descriptor, cpu_s, memory_bytes, niceness, kept_bytes = (float(text) for text in sys.argv[1:6])
+    channel = socket.socket(fileno=int(descriptor))
+    with suppress(OSError):
+        os.nice(int(niceness))
+    base = _address_bytes()
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (base + int(memory_bytes),) * 2)
+    while True:
+        try:
+            size = int.from_bytes(_receive(channel, _LENGTH_BYTES), "little")
+            request = _receive(channel, size)
+        except EOFError:
+            return
+        used = time.process_time()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used + cpu_s) + _SPARE_S, resource.RLIM_INFINITY))
+        answer = handle(request)
+        has_grown = _address_bytes() - base > kept_bytes
+        channel.sendall((len(answer) + 1).to_bytes(_LENGTH_BYTES, "little") + (b"\1" if has_grown else b"\0") + answer)
+
+
+def _receive(channel: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    if count > _MAX_FRAME_BYTES:
+        raise EOFError("a frame beyond all measure")
+    parts = bytearray()
+    while len(parts) < count:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            channel.settimeout(left)
+        part = channel.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise EOFError("the other side is gone")
+        parts += part
+    return bytes(parts)
+
+
+def _address_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES

@@ -1,0 +1,92 @@
+"""Processes that may take so much and no more: chat templates as programs that came with a model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from gateway_builders import make_card
+
+from dovetail.confined import Bounds
+from dovetail.errors import InvalidRequest
+from dovetail.gateway.chat import TemplateFacts, TemplateText
+from dovetail.gateway.templates import Templates
+
+BOUNDS = Bounds(cpu_s=0.2, wall_s=20.0, memory_bytes=256 << 20, kept_bytes=16 << 20)
+HELLO = [{"role": "user", "content": "hi"}]
+ENDLESS = {
+    "a loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a power": "{{ 9 ** (9 ** 9) }}",
+}
+GREEDY = {
+    "a product": "{{ ('a' * 3000000000) | length }}",
+    "doubling": "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}"
+    "{% endfor %}",
+    "a list": "{% set x = [0] * 900000000 %}{{ x | length }}",
+}
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+def text_of(folder: Path, template: str) -> TemplateText:
+    return TemplateFacts(make_card(folder, chat_template=template)).text
+
+
+def test_a_template_is_rendered_as_in_this_process(tmp_path: Path) -> None:
+    templates = Templates(BOUNDS)
+    text = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{{ tools | length }}é🗼"
+    for _ in range(2):
+        assert run(templates.render(text_of(tmp_path, text), HELLO, tools=[{"a": 2**70}])) == "[user] hi1é🗼"
+    with pytest.raises(InvalidRequest, match=r"refuses these messages.*not today"):
+        run(templates.render(text_of(tmp_path, "{{ raise_exception('not today') }}"), HELLO))
+
+
+@pytest.mark.parametrize("template", [*ENDLESS.values(), *GREEDY.values()], ids=[*ENDLESS, *GREEDY])
+def test_a_template_without_end_or_measure_is_an_error_and_others_go_on(template: str, tmp_path: Path) -> None:
+    templates = Templates(BOUNDS)
+
+    async def both() -> str:
+        bad = asyncio.create_task(templates.render(text_of(tmp_path, template), HELLO))
+        with pytest.raises(InvalidRequest, match="chat template"):
+            await bad
+        return await templates.render(text_of(tmp_path, "{{ messages[0].content }}"), HELLO)
+
+    assert run(both()) == "hi"
+    assert psutil.Process().memory_info().rss < 1 << 30
+
+
+def test_a_slow_template_keeps_only_its_own_kind_waiting(tmp_path: Path) -> None:
+    templates = Templates(BOUNDS)
+    slow, quick = text_of(tmp_path, ENDLESS["a loop"]), text_of(tmp_path, "{{ messages[0].content }}")
+
+    async def both() -> list[str]:
+        with pytest.raises(InvalidRequest):
+            await templates.render(slow, HELLO)  # known to be slow from now on
+        several = [asyncio.create_task(templates.render(slow, HELLO)) for _ in range(3)]
+        await asyncio.sleep(0)
+        texts = [await templates.render(quick, HELLO) for _ in range(5)]
+        assert not any(task.done() for task in several)  # they are still at it
+        for task in several:
+            task.cancel()
+        await asyncio.gather(*several, return_exceptions=True)
+        return texts
+
+    started = time.monotonic()
+    assert run(both()) == ["hi"] * 5
+    print(f"{time.monotonic() - started:.1f} s")
+
+
+def test_memory_that_one_conversation_needed_is_given_back(tmp_path: Path) -> None:
+    templates = Templates(BOUNDS)
+    big = [{"role": "user", "content": "x" * (24 << 20)}]
+    assert len(run(templates.render(text_of(tmp_path, "{{ messages[0].content }}"), big))) == 24 << 20
+    children = psutil.Process().children(recursive=True)
+    sizes = [child.memory_info().rss for child in children if "chat_child" in " ".join(child.cmdline())]
+    assert all(size < 64 << 20 for size in sizes)
