@@ -8,7 +8,7 @@ from sim_builders import make_hosting, make_node, make_work, serve_memory
 from dovetail.cluster.controller import MAX_RETURNS, Controller
 from dovetail.cluster.decisions import Decision, How, Moving, Placed, Queued, Refused
 from dovetail.cluster.placer import MAX_CANDIDATES
-from dovetail.node.events import Evicted, HandedOver
+from dovetail.node.events import Evicted, HandedOver, Overcommitted
 from dovetail.node.node import Node
 from dovetail.node.runtime import NodeRuntime
 from dovetail.node.work import Phase, Work
@@ -104,6 +104,63 @@ def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> 
     moved = said(controller)[-1]
     assert isinstance(moved, Placed)
     assert moved.node == "other"
+
+
+def test_a_neighbour_gives_way_only_if_each_of_its_requests_has_a_node_of_its_own() -> None:
+    """That a node would take either of two requests does not mean that it would take both."""
+    knobs = Knobs(floor_tokens=0, paced_from_first_token=False)
+    tight = make_node(memory_gib=22.2, name="tight", knobs=knobs)
+    small = make_node(memory_gib=10.5, name="small", knobs=knobs)  # room for one of them
+    controller = make_cluster(tight)
+    for index in range(3):
+        submit(controller, make_work(index, "a", 400, ttft_s=5.0))
+    for index in range(3, 5):
+        submit(controller, make_work(index, "b", 300, ttft_s=5.0))
+    serve_memory(tight, 0.0)
+    controller.placer.nodes.append(NodeRuntime(small, []))
+    assert isinstance(submit(controller, make_work(5, "a", 1500, ttft_s=5.0)), Queued)
+    assert not [one for one in tight.outbox if isinstance(one, Evicted)]
+
+
+def test_an_overcommitted_node_gives_away_what_another_would_go_on_with() -> None:
+    full, free = make_node(name="full"), make_node(name="free")
+    controller = make_cluster(full, free)
+    work = make_work(0, ttft_s=5.0)
+    placed = submit(controller, work)
+    assert isinstance(placed, Placed)
+    serve_memory(full, 0.0)
+    for _ in range(4):
+        assert full.next_turn(0.1) is not None
+        full.turn_done(0.2, [])
+    source = controller.placer.nodes[0]
+    told = Overcommitted(work, placed.instance, 4)
+    free.up = False
+    controller.notice(source, told, 0.2)
+    assert said(controller) == [], "nobody would take it: it stays"
+    free.up = True
+    controller.notice(source, told, 0.2)
+    moving, moved = said(controller)
+    assert isinstance(moving, Moving)
+    assert isinstance(moved, Placed)
+    assert moved.node == "free"
+    assert work.produced == 4
+    controller.notice(source, told, 0.2)
+    assert said(controller) == [], "it is not there any more"
+
+
+def test_newcomers_are_not_brought_to_a_node_that_owes_memory_to_an_answer() -> None:
+    knobs = Knobs(floor_tokens=0, finish_begun=True)
+    node = make_node(memory_gib=11.0, knobs=knobs)  # 1 GiB of KV: 2,048 tokens
+    controller = make_cluster(node, knobs=knobs)
+    placed = submit(controller, make_work(0, "a", 1200, ttft_s=5.0))
+    assert isinstance(placed, Placed)
+    evicted = make_work(1, "a", 1500, ttft_s=5.0)
+    evicted.produced = 100
+    controller.notice(controller.placer.nodes[0], Evicted(evicted, placed.instance, "kv_short"), 0.0)
+    assert isinstance(said(controller)[-1], Queued)
+    assert isinstance(submit(controller, make_work(2, "a", 20, ttft_s=5.0)), Queued), "there would be room for it"
+    controller.cancel([1], 0.1)
+    assert isinstance(submit(controller, make_work(3, "a", 20, ttft_s=5.0)), Placed)
 
 
 def test_an_evicted_request_is_placed_again_with_its_tokens() -> None:

@@ -16,6 +16,7 @@ from dovetail.node.events import (
     FirstToken,
     HandedOver,
     InstanceGone,
+    Overcommitted,
     SetTimer,
     StartLoad,
     StartResize,
@@ -26,7 +27,8 @@ from dovetail.node.node import Node
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Admission, Knobs, TurnOrder
-from dovetail.policy.placement import DeviceKind
+from dovetail.policy.latency import Curve, LatencyModel, Surface
+from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.sim.storm import check_node
 
 BY_SLO = Knobs(paced_from_first_token=False)  # a first token that comes early leaves the others its time
@@ -304,6 +306,67 @@ def test_when_the_pool_runs_short_and_cannot_grow_the_longest_headroom_is_evicte
     assert evicted
     assert evicted[0].work is relaxed
     assert evicted[0].reason == "kv_short"
+
+
+def growing_hosting() -> Hosting:
+    """Ten requests take 0.1 s at 512 tokens each and 0.4 s at 2,048."""
+    rows = [(512, Curve([(1, 0.01), (10, 0.1)])), (2048, Curve([(1, 0.04), (10, 0.4)]))]
+    latency = LatencyModel(Curve([(1, 0.01), (1024, 0.05)]), Surface(rows))
+    return replace(make_hosting(in_place=True, kv_kib=1), latency=latency)
+
+
+def accepted_of(knobs: Knobs, answers: int) -> int:
+    """Of twenty requests, on a node that has seen answers of this length."""
+    node = make_node(knobs=knobs, hosting=growing_hosting())
+    for _ in range(40):
+        node.admit.timing.answered("a", answers)
+    instance = start(node, make_work(0, ttft_s=30.0))
+    return 1 + sum(node.join(instance, make_work(id, ttft_s=30.0), 0.0) is None for id in range(1, 20))
+
+
+def test_admission_counts_what_an_iteration_takes_when_contexts_have_grown() -> None:
+    knobs = replace(BY_SLO, floor_tokens=0)
+    assert accepted_of(knobs, answers=2000) < 0.6 * accepted_of(knobs, answers=20)
+    blind = replace(knobs, counts_growth=False)
+    assert accepted_of(blind, answers=2000) == accepted_of(blind, answers=20)
+
+
+def test_a_node_whose_contexts_have_outgrown_the_pace_says_who_is_furthest_ahead() -> None:
+    node = make_node(knobs=replace(BY_SLO, floor_tokens=0), hosting=growing_hosting())
+    works = [make_work(id, ttft_s=30.0 + id) for id in range(12)]
+    instance = start(node, works[0])
+    for work in works[1:]:
+        assert node.join(instance, work, 0.0) is None
+    serve_memory(node, 0.0)
+    now = 0.0
+    told: list[Overcommitted] = []
+    while not told and now < 400:
+        turn = node.next_turn(now)
+        assert turn is not None
+        now += turn.instance.decode_s()
+        node.turn_done(now, [])
+        told = [one for one in serve_memory(node, now) if isinstance(one, Overcommitted)]
+    assert 0.25 < node.instances[instance].decode_s() < 0.3
+    assert told[0].work is works[-1]
+    assert told[0].produced == node.instances[instance].produced(works[-1])
+
+
+def test_a_pool_that_runs_short_borrows_from_neighbours_before_anybody_is_evicted() -> None:
+    knobs = Knobs(floor_tokens=0, watermark=0.0, free_resize=True, lengths_by_model=True, slots_limited=False)
+    node = make_node(memory_gib=20.8, knobs=knobs)  # 0.8 GiB of KV: 1,638 tokens
+    for _ in range(100):
+        node.admit.timing.answered("b", 500)
+        node.admit.timing.answered("a", 20)
+    start(node, make_work(0, "b", input_tokens=200, ttft_s=500.0))  # it holds room for 500 tokens to come
+    instance = start(node, make_work(1, "a", input_tokens=700, ttft_s=1.0))
+    said: list[object] = serve_memory(node, 0.0)
+    for step in range(450):
+        if node.next_turn(step * 0.001) is not None:
+            node.turn_done(step * 0.001, [])
+        said += serve_memory(node, step * 0.001)
+        check_node(node)
+    assert node.instances[instance].tokens > 950  # more than it was given at first
+    assert not [one for one in said if isinstance(one, Evicted)]
 
 
 def test_an_instance_that_lost_its_last_request_for_want_of_kv_is_reclaimed_like_any_idle_one() -> None:

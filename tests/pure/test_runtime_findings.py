@@ -195,9 +195,9 @@ def test_who_is_refused_is_told_when_it_is_worth_asking_again() -> None:
         if rig.commands:
             rig.finish_load()
         rig.step()
-    rate = 16 / (rig.clock.now - controller._ends_s[0])
     rig.submit("strict", "b", prompt=20, tokens=5, ttft_s=0.5, tpot_s=0.03)
     step_until(rig, 1, "strict")
+    rate = 16 / (rig.clock.now - controller._ends_s[0])
     told_s = rig.events["strict", 0][0].retry_after_s
     assert told_s is not None
     assert told_s == pytest.approx(len(controller.room) / rate, rel=0.5, abs=1.0)

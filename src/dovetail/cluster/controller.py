@@ -15,11 +15,22 @@ from dovetail.cluster.decisions import Decision, Extended, Moving, Placed, Queue
 from dovetail.cluster.placer import MAX_INSTANCES, Placer
 from dovetail.cluster.swapped import SwappedOut
 from dovetail.cluster.waiting import CHANGED_S, WaitingRoom
-from dovetail.node.events import Evicted, Finished, HandedOver, InstanceClosed, InstanceGone, InstanceReady, Notice
+from dovetail.node.events import (
+    Evicted,
+    Finished,
+    HandedOver,
+    InstanceClosed,
+    InstanceGone,
+    InstanceReady,
+    Notice,
+    Overcommitted,
+)
 from dovetail.node.ports import NodeHandle
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
+from dovetail.policy.lengths import AnswerLengths
+from dovetail.policy.memory import OutputMean
 from dovetail.policy.placement import Hosting, is_hopeless
 from dovetail.profiles.live import LiveLatency
 
@@ -48,6 +59,9 @@ class Controller:
         self._ends_s: deque[float] = deque(maxlen=KEPT_ENDS)  # when requests last ended
         self._resume_after_s = float("-inf")  # idle devices do not bring swapped-out work back before
         self._look_s = float("-inf")  # with swapped-out work: when to look again whether a device is idle
+        self._owed: dict[int, str] = {}  # by answer that was evicted for want of memory: the node, until it has a place
+        self._outputs = OutputMean()
+        self._lengths = AnswerLengths()
         self._travelling: set[int] = set()  # handed over; they have not asked for a decode place yet
 
     # Requests
@@ -86,6 +100,7 @@ class Controller:
         return found | {id for id in ids if self._take(id) is not None}
 
     def _take(self, work_id: int) -> Work | None:
+        self._owed.pop(work_id, None)
         return self.room.leave(work_id) or self.moving.pop(work_id, None) or self.parked.take(work_id)
 
     @property
@@ -147,10 +162,13 @@ class Controller:
 
     # Placing, extending, refusing
 
-    def _seek(self, work: Work, now: float, *, is_extended: bool = False) -> None:
+    def _seek(self, work: Work, now: float, *, is_extended: bool = False, avoided: str | None = None) -> None:
         demand = 1 + self.room.by_model[work.model]
-        placed = self.placer.seek(work, now, demand=demand, num_parked=self.parked.num_models)
+        work.mean_tokens = self._lengths.mean_known(work.model, self._outputs.value)
+        owing = {avoided} if avoided else set() if work.produced else set(self._owed.values())
+        placed = self.placer.seek(work, now, demand=demand, num_parked=self.parked.num_models, avoided=owing)
         if placed is not None:
+            self._owed.pop(work.id, None)
             self.outbox.append(placed)
             self._reunite(work.model, now)
             return
@@ -158,7 +176,7 @@ class Controller:
         is_beyond = Refusal.HARDWARE in refusals  # waiting will not make the device faster
         if is_beyond and not is_extended and self._may_extend(work):
             self._extend(work, now)
-            self._seek(work, now, is_extended=True)
+            self._seek(work, now, is_extended=True, avoided=avoided)
         elif is_beyond and len(refusals) == 1:
             self._refuse(work, "hardware", refusals, now)
         else:
@@ -225,6 +243,8 @@ class Controller:
         """With the choices that would have followed it."""
         is_never = reason == "hardware" and not self._could_serve(work)
         retry_after_s = None if is_never else self._retry_after_s(now)
+        self._owed.pop(work.id, None)
+        self._lengths.ended(work.model, work.id)
         for one in (work, *self.followers.pop(work.id, ())):
             self.outbox.append(Refused(one, reason, refusals, retry_after_s))
 
@@ -253,14 +273,22 @@ class Controller:
     def notice(self, node: NodeHandle, notice: Notice, now: float) -> None:
         if isinstance(notice, Finished):
             self._ends_s.append(now)
+            self._outputs.add(notice.work.produced)
+            self._lengths.add(notice.work.model, notice.work.produced)
+            self._lengths.ended(notice.work.model, notice.work.id)
             self.placer.left(node, notice.instance)
             self.room.changed()
         elif isinstance(notice, Evicted):
             self.placer.left(node, notice.instance)
+            self._lengths.runs(notice.work.model, notice.work.id, notice.work.produced)
+            if notice.reason == "kv_short" and self.knobs.finish_begun:
+                self._owed[notice.work.id] = node.name
             self._evicted(notice.work, notice.reason, now)
         elif isinstance(notice, HandedOver):
             self.placer.left(node, notice.instance)
             self._hand_over(notice, now)
+        elif isinstance(notice, Overcommitted):
+            self._relieve(node, notice, now)
         elif isinstance(notice, InstanceReady):
             self.room.changed()
         elif isinstance(notice, InstanceClosed | InstanceGone):
@@ -289,14 +317,31 @@ class Controller:
                 work.phase = Phase.PREFILL
             self._seek(work, now)
 
+    def _relieve(self, node: NodeHandle, notice: Overcommitted, now: float) -> None:
+        """Move the work, if somebody else would go on with it in time: if need be after a cold start, which those who
+        are moved after it find done."""
+        work = notice.work
+        self._lengths.runs(work.model, work.id, notice.produced)
+        if self.knobs.disaggregate or not node.holds(notice.instance, work):
+            return
+        moved = work.as_of(notice.produced)
+        moved.mean_tokens = self._lengths.mean_known(work.model, self._outputs.value)
+        if not self.placer.has_other_place(moved, node, now):
+            moved.last_token_s = None
+            if not self.placer.has_other_place(moved, node, now):
+                return
+        node.withdraw(notice.instance, work, now)
+        self.withdrawn(node, notice.instance)
+        work.cached = False
+        work.moves += 1
+        self.outbox.append(Moving(work, now, "overcommitted"))
+        self._seek(work, now, avoided=node.name)
+
     def _evicted(self, work: Work, reason: str, now: float) -> None:
         work.cached = False
         if reason == "paused":
             self.parked.add(work)
             self._move(work, max(now, work.due_s - self.knobs.pause_lead_s), reason)
-        elif reason == "kv_short":  # at once it would only come back to where it did not fit
-            self.moving[work.id] = work
-            self._move(work, now + self.knobs.retry_s, reason)
         else:
             self._seek(work, now)
 

@@ -6,7 +6,7 @@ Ranks candidates on mirrored views and proposes; nodes accept or refuse. Who ask
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dovetail.cluster.decisions import How, Placed
@@ -46,15 +46,23 @@ class Placer:
         self._instances: dict[tuple[str, int], InstanceView] = {}  # (node, instance)
         self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
         self._turn_of: Counter[str] = Counter()  # round robin, by model
+        self._avoided: Collection[str] = ()  # nodes that this decision leaves alone
         self._asked = 0  # nodes, in this decision, whether they would take what gives way
         self._cursor = 0  # where the next window of candidate nodes begins
 
-    def seek(self, work: Work, now: float, *, demand: int, num_parked: int) -> Placed | None:
-        """`demand` requests of its model are without a place, `num_parked` models are swapped out."""
+    def seek(
+        self, work: Work, now: float, *, demand: int, num_parked: int, avoided: Collection[str] = ()
+    ) -> Placed | None:
+        """`demand` requests of its model are without a place, `num_parked` models are swapped out, the nodes `avoided`
+        owe what they have to others."""
         self.refusals.clear()
+        self._avoided = avoided
         may_pause = self.knobs.pause and num_parked < self.knobs.pause_models
         placed = self.join(work, now) or self._preempt(work, now, may_pause) or self._start(work, now)
-        return placed or (self._pause(work, now, demand) if may_pause else None)
+        if placed is None and may_pause:
+            placed = self._pause(work, now, demand)
+        self._avoided = ()
+        return placed
 
     def come_back(self, work: Work, now: float) -> Placed | None:
         """A place for swapped-out work, without making room for it."""
@@ -93,6 +101,9 @@ class Placer:
 
     def join(self, work: Work, now: float) -> Placed | None:
         for view in self._candidates(work):
+            if view.node.name in self._avoided:
+                self.refusals[Refusal.MEMORY] += 1
+                continue
             refusal = view.node.join(view.id, work, now)
             if refusal is None:
                 view.batch += 1
@@ -116,6 +127,8 @@ class Placer:
         for view in self._candidates(work):
             if considered >= MAX_VICTIMS:
                 return None
+            if view.node.name in self._avoided:
+                continue
             for victim in view.node.victims_for(view.id, work, now):
                 considered += 1
                 can_wait = may_pause and self._can_wait(victim)
@@ -133,16 +146,29 @@ class Placer:
         """Its requests are so far ahead that they may be swapped out for a while."""
         return victim.headroom_s >= self.knobs.pause_headroom_s and len(victim.works) <= self.knobs.pause_batch
 
-    def _can_move(self, victim: Victim, source: NodeHandle, now: float) -> bool:
-        """Every request of the victim would be accepted somewhere else."""
-        return all(self._has_other_place(work, source, now) for work in victim.works)
+    def has_other_place(self, work: Work, source: NodeHandle, now: float) -> bool:
+        """Somebody else would accept it."""
+        self._asked = 0
+        return self._has_other_place(work, {source.name}, now)
 
-    def _has_other_place(self, work: Work, source: NodeHandle, now: float) -> bool:
+    def _can_move(self, victim: Victim, source: NodeHandle, now: float) -> bool:
+        """Every request of the victim would be accepted somewhere else, each on a node of its own: that a node accepts
+        one of them says nothing about the next."""
+        taken = {source.name}
+        return all(self._has_other_place(work, taken, now) for work in victim.works)
+
+    def _has_other_place(self, work: Work, taken: set[str], now: float) -> bool:
+        """On a node that is not taken; that node is taken then."""
         for view in self._by_model[work.model][:MAX_INSTANCES]:
-            if view.node is not source and self._may_ask() and view.node.check_join(view.id, work, now) is None:
+            node = view.node
+            if node.name not in taken and self._may_ask() and node.check_join(view.id, work, now) is None:
+                taken.add(node.name)
                 return True
-        others = (node for node in self._window() if node is not source)
-        return any(self._may_ask() and node.check_start(work, now) is None for node in others)
+        for node in self._window():
+            if node.name not in taken and self._may_ask() and node.check_start(work, now) is None:
+                taken.add(node.name)
+                return True
+        return False
 
     def _may_ask(self) -> bool:
         self._asked += 1
@@ -165,7 +191,7 @@ class Placer:
         return [self.nodes[(start + step * stride) % count] for step in range(MAX_CANDIDATES)]
 
     def _start_on(self, node: NodeHandle, work: Work, now: float, how: How) -> Placed | None:
-        answer = node.start(work, now)
+        answer = Refusal.MEMORY if node.name in self._avoided else node.start(work, now)
         if isinstance(answer, Refusal):
             self.refusals[answer] += 1
             return None

@@ -104,7 +104,7 @@ class WaitingRoom:
             limit, self._last_full_s = MAX_FAILURES, now
         self._last_pass_s, self._has_changed = now, False
         failures: Counter[str] = Counter()
-        for work in sorted(self._works.values(), key=lambda one: (one.due_s, one.id)):
+        for work in sorted(self._works.values(), key=lambda one: (not one.produced, one.due_s, one.id)):
             if work.id not in self._works or failures[work.model] >= MAX_FAILURES_OF_MODEL:
                 continue  # it went with another's end, or others of its model asked in vain
             yield work

@@ -1,29 +1,22 @@
-"""Whether a node can take a request: slots, memory (S5–S8) and time (S4), or a plain concurrency limit.
+"""Whether a node can take a request: slots, memory (S5–S8) and time (`timing`), or a plain concurrency limit.
 
 Reads the node's state and changes nothing. A Grant says how large the KV pool must become.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from dovetail.node.instance import Instance, State, cold_start_grace_s, urgent_prefill_s
+from dovetail.node.instance import Instance, State
 from dovetail.node.residency import Residency
-from dovetail.node.work import Phase, Work
+from dovetail.node.timing import Timing
+from dovetail.node.work import Work
 from dovetail.policy.consolidate import rank_victims
-from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, validate_closed
-from dovetail.policy.knobs import Admission, Knobs, Shadow, TurnOrder
+from dovetail.policy.headroom import Refusal
+from dovetail.policy.knobs import Admission, Knobs
 from dovetail.policy.memory import OutputMean, granted_tokens, recommended_tokens, required_tokens
 from dovetail.policy.placement import DeviceKind, Hosting, can_ever_serve
-from dovetail.policy.shadow import TurnRule, validate
-
-# A mean pace is kept over the whole answer: what is held back of it may be spent once, over half of a usual answer.
-PACE_SHARE = 0.5
-SHORT_ANSWER = 32.0  # tokens, until answers have been seen
-OF_MODEL, OF_ALL = 0.5, 0.1  # weights of the last answer: some models answer in a word, others in pages
-TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,40 +41,24 @@ class Admitter:
         self.kind = kind
         self.hostings = hostings
         self.knobs = knobs
-        self.overestimate = knobs.cpu_overestimate if kind is DeviceKind.CPU else knobs.gpu_overestimate
-        slack_s = knobs.slack_s if knobs.turns is TurnOrder.DRAIN else None
-        silence_s = knobs.max_silence_s
-        self.rule = TurnRule(slack_s, silence_s, TURN_SILENCE * silence_s, knobs.guard_decodes)
-        self._lengths: dict[str, float] = {}  # by model: logarithm of what its answers were long lately
-        self._usual_length = math.log(SHORT_ANSWER)  # the same of all models
+        self.timing = Timing(kind, hostings, knobs, residency, instances, outputs)
+        self.overestimate = self.timing.overestimate
+        self.rule = self.timing.rule
         self._answered: tuple[int, int, float, Grant | Refusal] = (-1, -1, 0.0, KEEP)  # by `join`, to whom and when
         self._residency = residency
         self._instances = instances
         self._outputs = outputs
         self._has_matrix_unit = has_matrix_unit
 
-    def pace_tokens(self, model: str) -> float:
-        """Over how many tokens the safety of a pace may be spent at once, see `Work.pace_from`."""
-        if not self.knobs.paced_from_first_token:
-            return INFINITY
-        return PACE_SHARE * math.exp(self._lengths.get(model, self._usual_length))
-
-    def answered(self, model: str, tokens: int) -> None:
-        """An answer has ended."""
-        self._outputs.add(tokens)
-        length = math.log(max(tokens, 1))
-        known = self._lengths.get(model, self._usual_length)
-        self._lengths[model] = known + (length - known) * OF_MODEL
-        self._usual_length += (length - self._usual_length) * OF_ALL
-
     def join(self, instance: Instance, work: Work, free_at_s: float, *, ignore_memory: bool = False) -> Grant | Refusal:
         if instance.state is State.CLOSING or instance.phase is not work.phase:
             return Refusal.CLOSED
+        self.timing.hear(work)
         if self.knobs.admission is Admission.CONCURRENCY:
             return KEEP if instance.batch < self._limit(instance.hosting) else Refusal.CONCURRENCY
         grant: Grant | Refusal = KEEP if ignore_memory else self._memory(instance, work)
         if not isinstance(grant, Refusal):
-            grant = self._time(instance, work, free_at_s, grant) or grant
+            grant = self.timing.refuses(instance, work, free_at_s, grant.kv_tokens) or grant
         self._answered = (instance.id, work.id, free_at_s, grant)
         return grant
 
@@ -89,6 +66,7 @@ class Admitter:
         hosting = self.hostings.get(work.model)
         if hosting is None:
             return Refusal.HARDWARE
+        self.timing.hear(work)
         refusal = self._slots(hosting) or self._twin(work)
         if refusal is not None:
             return refusal
@@ -101,7 +79,7 @@ class Admitter:
         grant = self._memory_for_start(hosting, work)
         if isinstance(grant, Refusal):
             return grant
-        return self._time(None, work, free_at_s, grant) or grant
+        return self.timing.refuses(None, work, free_at_s, grant.kv_tokens) or grant
 
     def victims(self, target: Instance, work: Work, free_at_s: float) -> list[Instance]:
         """S9: neighbours whose going, each alone, would let `target` take the work; smallest batch first."""
@@ -120,7 +98,7 @@ class Admitter:
             gap = self._memory_gap(target, work)
             return [one for one in ranked if self._residency.planned_bytes(one) >= gap]
         if refusal is Refusal.DECODE_OVERCOMMITTED:
-            return [one for one in ranked if self._time(target, work, free_at_s, KEEP, without=one) is None]
+            return [one for one in ranked if self.timing.refuses(target, work, free_at_s, without=one) is None]
         return []
 
     def pausable(self, work: Work, now: float, free_at_s: float) -> list[Instance]:
@@ -134,11 +112,11 @@ class Admitter:
         ):
             return []
         need = hosting.weight_bytes
-        need += self.required(hosting, [(work.input_tokens, work.produced)]) * hosting.kv_bytes_per_token
+        need += self.required(hosting, work.model, [(work.input_tokens, work.produced)]) * hosting.kv_bytes_per_token
         gap = need - self._residency.ledger.available
         soonest = now + self.knobs.pause_headroom_s
         found = [one for one in self._instances.values() if self._may_pause(one, work, gap, soonest)]
-        found = [one for one in found if self._time(None, work, free_at_s, KEEP, without=one) is None]
+        found = [one for one in found if self.timing.refuses(None, work, free_at_s, without=one) is None]
         return sorted(found, key=lambda one: -one.deadline_s)
 
     def _may_pause(self, instance: Instance, work: Work, gap: int, soonest_s: float) -> bool:
@@ -196,8 +174,12 @@ class Admitter:
 
     # Memory
 
-    def required(self, hosting: Hosting, lengths: list[tuple[int, int]]) -> int:
-        need = required_tokens(lengths, self._outputs.value, self.knobs.floor_tokens)
+    def required(self, hosting: Hosting, model: str, lengths: list[tuple[int, int]]) -> int:
+        if self.knobs.lengths_by_model:
+            need = self.timing.most_tokens(model, lengths)[1]
+            need = max(need + len(lengths), self.knobs.floor_tokens)
+        else:
+            need = required_tokens(lengths, self._outputs.value, self.knobs.floor_tokens)
         need += len(lengths) * (hosting.block_tokens - 1)  # each request's last block is partly empty
         return -(need // -hosting.block_tokens) * hosting.block_tokens
 
@@ -224,7 +206,7 @@ class Admitter:
 
     def _memory(self, instance: Instance, work: Work) -> Grant | Refusal:
         hosting = instance.hosting
-        required = self.required(hosting, [*instance.lengths(), (work.input_tokens, work.produced)])
+        required = self.required(hosting, work.model, [*instance.lengths(), (work.input_tokens, work.produced)])
         current = self._residency.planned_kv_tokens(instance)
         if required <= current:
             return KEEP
@@ -236,7 +218,7 @@ class Admitter:
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
         if self._residency.ledger.available < weights or self._is_crowded(weights):
             return Refusal.MEMORY
-        required = self.required(hosting, [(work.input_tokens, work.produced)])
+        required = self.required(hosting, work.model, [(work.input_tokens, work.produced)])
         if hosting.max_kv_tokens is not None and required > (most := self.most_tokens(hosting)):
             required = max(most, self._bare(hosting, work))  # alone it gets what there is: its answer may be short
         room = self.room(hosting, 0, weights)
@@ -252,59 +234,8 @@ class Admitter:
         return resident + weights > share * self._residency.ledger.capacity
 
     def _memory_gap(self, instance: Instance, work: Work) -> int:
-        required = self.required(instance.hosting, [*instance.lengths(), (work.input_tokens, work.produced)])
+        required = self.required(
+            instance.hosting, work.model, [*instance.lengths(), (work.input_tokens, work.produced)]
+        )
         missing = required - self._residency.planned_kv_tokens(instance)
         return missing * instance.hosting.kv_bytes_per_token - self._residency.ledger.available
-
-    # Time
-
-    def _time(
-        self, target: Instance | None, work: Work, free_at_s: float, grant: Grant, without: Instance | None = None
-    ) -> Refusal | None:
-        """S4 with `target` (None: a new instance), whose pool is resized as granted, and without `without`."""
-        others = (one for one in self._instances.values() if one is not target and one is not without)
-        demands = [self._demand(one, free_at_s) for one in others if one.batch]
-        hosting = self.hostings[work.model] if target is None else target.hosting
-        known = work.known_tokens
-        if target is None:
-            own, grace_s = self._starting(hosting, work)
-            decode_s = hosting.latency.decode_s(1, known) * self.overestimate
-        else:
-            own, grace_s = self._joined(target, work, free_at_s)
-            decode_s = target.decode_s(known, 1)
-        resize_s = self._residency.resize_s(target, hosting, grant.kv_tokens)
-        if resize_s:
-            own = replace(own, ready_s=max(own.ready_s, free_at_s) + resize_s)
-        demands.append(own)
-        prefill_s = 0.0 if work.cached else hosting.latency.prefill_s(known) * self.overestimate
-        if work.phase is Phase.PREFILL:
-            decode_s = 0.0
-        urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, prefill_s) + grace_s
-        is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
-        due_s = work.due_s + grace_s if is_judged else INFINITY
-        safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens(work.model))
-        candidate = Candidate(due_s, prefill_s, decode_s, work.tpot_s, urgent_s, safety_s)
-        if self.knobs.shadow is Shadow.CLOSED:
-            return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
-        return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule)
-
-    def _demand(self, instance: Instance, free_at_s: float) -> InstanceDemand:
-        ready_s, loaded_s = self._residency.ready_s(instance, free_at_s)
-        return instance.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(instance.model))
-
-    def _joined(self, target: Instance, work: Work, free_at_s: float) -> tuple[InstanceDemand, float]:
-        """The demand of an instance that is there, and the grace that the work would get for its load."""
-        ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
-        waits = target.state is State.LOADING and work.produced == 0
-        grace_s = cold_start_grace_s(work, target.ordered_s, loaded_s) if waits else 0.0
-        return target.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(target.model)), grace_s
-
-    def _starting(self, hosting: Hosting, work: Work) -> tuple[InstanceDemand, float]:
-        """The same of an instance that would be started now."""
-        nothing = InstanceDemand(INFINITY, INFINITY, 0.0, 0.0, INFINITY, frees_bytes=hosting.weight_bytes)
-        if hosting.weights_in_place:
-            return nothing, 0.0
-        now = self._residency.now_s
-        loaded_s = self._residency.loaded_s(hosting)
-        grace_s = cold_start_grace_s(work, now, loaded_s) if work.produced == 0 else 0.0
-        return replace(nothing, blocked=True, ready_s=loaded_s), grace_s

@@ -122,6 +122,16 @@ class HandedOver:
 
 
 @dataclass(frozen=True, slots=True)
+class Overcommitted:
+    """Contexts have grown: an iteration of every instance takes longer than the strictest pace. This work is furthest
+    ahead; somebody else had better go on with it."""
+
+    work: Work  # on the instance still; its tokens so far are not counted in it
+    instance: int
+    produced: int
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceReady:
     instance: int
     model: str
@@ -144,4 +154,4 @@ class InstanceGone:
 
 
 Command = StartLoad | StartUnload | StartResize | SetTimer
-Notice = FirstToken | Finished | Evicted | HandedOver | InstanceReady | InstanceClosed | InstanceGone
+Notice = FirstToken | Finished | Evicted | HandedOver | Overcommitted | InstanceReady | InstanceClosed | InstanceGone

@@ -38,6 +38,9 @@ def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
     return due_s - prefill_s
 
 
+LOOK_AHEAD_TURNS = 64  # how often it is estimated anew what contexts will grow to
+
+
 class PendingOp(NamedTuple):
     """A memory operation that the ledger has let go and that waits for the instance."""
 
@@ -53,6 +56,7 @@ class Instance:
         "clock",
         "deadline_s",
         "epoch",
+        "grown_s",
         "hosting",
         "id",
         "idle_since_s",
@@ -73,6 +77,7 @@ class Instance:
         "spoke_s",
         "starved",
         "state",
+        "strictest_s",
         "tokens",
         "tpot_s",
         "turn_silence_s",
@@ -107,6 +112,7 @@ class Instance:
         self.spoke_s = INFINITY  # when its running requests had their last token, the earliest of these times
         self.running_due_s = INFINITY  # of its most urgent running request
         self.tpot_s = INFINITY  # pace of the running batch, the strictest if they differ
+        self.strictest_s = INFINITY  # of all its work
         self.mixed_pace = False
         self.in_turn = False
         self.prefilling: Work | None = None  # in the turn under way
@@ -120,6 +126,7 @@ class Instance:
         self.epoch = 0  # counts idle periods, so that a stale keep-alive timer is recognised
         self.busy_s = 0.0
         self.turns = 0
+        self.grown_s: float | None = None  # one iteration when its contexts will have grown; None = not known
         self._demand: InstanceDemand | None = None  # as of the last change of clock, membership or turn
 
     @property
@@ -139,6 +146,10 @@ class Instance:
 
     def works(self) -> list[Work]:
         return [*self.waiting, *self.running.values()]
+
+    def movable(self) -> tuple[Work, ...]:
+        """Copies of its work as it would come to another instance."""
+        return tuple(work.as_of(self.produced(work)) for work in self.works())
 
     def produced(self, work: Work) -> int:
         if work.id in self.running:
@@ -191,6 +202,7 @@ class Instance:
     def refresh(self) -> None:
         """Deadlines from scratch, after any change of membership."""
         self._demand = None
+        self.grown_s = None
         due = pace = spoke = INFINITY
         slowest = 0.0
         for work in self.running.values():
@@ -201,6 +213,7 @@ class Instance:
                 spoke = min(spoke, work.last_token_s)
         self.running_due_s = due
         self.tpot_s = pace
+        self.strictest_s = min(pace, min((work.tpot_s for work in self.waiting), default=INFINITY))
         self.spoke_s = spoke
         self.mixed_pace = bool(self.running) and pace != slowest
         self._set_deadline()
@@ -237,6 +250,8 @@ class Instance:
         self.clock += 1
         self.tokens += len(self.running)
         self._demand = None
+        if not self.clock % LOOK_AHEAD_TURNS:
+            self.grown_s = None
         if self.mixed_pace:
             self.refresh()
             return
@@ -259,6 +274,10 @@ class Instance:
         for work in self.running.values():
             total += -((work.input_tokens + work.produced + clock - work.joined_clock) // -size)
         return total
+
+    def bare_tokens(self) -> int:
+        """What the KV pool must hold for its next iteration: whole blocks, and one to spare."""
+        return (self.used_blocks() + len(self.running) + 1) * self.hosting.block_tokens
 
     def is_short(self, extra_tokens: int = 0) -> bool:
         """The next iteration could overrun the KV pool."""

@@ -25,12 +25,13 @@ from dovetail.node.events import (
     Victim,
 )
 from dovetail.node.instance import Instance, State
+from dovetail.node.pools import LOOK_AROUND_TURNS, Pools
 from dovetail.node.residency import Residency
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, Refusal, choose_turn, guards_decodes
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
-from dovetail.policy.memory import OutputMean, granted_tokens, should_shrink
+from dovetail.policy.memory import OutputMean
 from dovetail.policy.placement import DeviceKind, Hosting
 
 # The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
@@ -60,10 +61,12 @@ class Node:
         if transfer is None:
             is_in_place = knobs.free_resize or kind is DeviceKind.CPU
             transfer = IN_PLACE_RESIZE if is_in_place else TransferModel()
-        self.residency = Residency(memory_bytes, self.instances, self.outbox, self._update_active, transfer)
+        self.residency = Residency(memory_bytes, self.instances, self.outbox, self.update_active, transfer)
         self.admit = Admitter(kind, hostings, knobs, self.residency, self.instances, self.outputs, has_matrix_unit)
+        self.pools = Pools(self.instances, self.residency, self.admit, self.outbox, self)
         self.turn: Turn | None = None
         self.turn_started_s = 0.0
+        self._turn_ends_s: float | None = None  # when the turn under way should end, once somebody has asked
         self._active: list[Instance] = []  # can run and have work, in order of id
         self._almost: list[Instance] = []  # have work and could run but for a resize that is under way
         self._next_instance = first_instance
@@ -86,10 +89,11 @@ class Node:
     # Admission
 
     def check_join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
-        grant = self._consider_join(instance_id, work, now)
+        grant = self._consider_join(instance_id, self.admit.timing.unbroken(work, now), now)
         return grant if isinstance(grant, Refusal) else None
 
     def check_start(self, work: Work, now: float) -> Refusal | None:
+        work = self.admit.timing.unbroken(work, now)
         grant = self.admit.start(work, self._free_at_s(now)) if self.up else Refusal.CLOSED
         return grant if isinstance(grant, Refusal) else None
 
@@ -123,7 +127,7 @@ class Node:
             return Refusal.MEMORY
         instance = self._begin(model, Phase.ANY)
         self._load(instance, KEEP)
-        self._after_leaving(instance, now)
+        self.after_leaving(instance, now)
         return instance.id
 
     def _begin(self, model: str, phase: Phase) -> Instance:
@@ -139,7 +143,7 @@ class Node:
         self.residency.load(instance)
         if grant.kv_tokens is not None:
             self.residency.resize(instance, grant.kv_tokens)
-        self._update_active(instance)
+        self.update_active(instance)
 
     def rehost(self, model: str, now: float) -> None:
         """The model's hosting was replaced: its instances go by the new one, and an idle one's time starts anew."""
@@ -148,7 +152,7 @@ class Node:
             instance.hosting = self.admit.hostings[model]
             instance.refresh()
             if not instance.batch and instance.state is State.READY:
-                self._after_leaving(instance, now)
+                self.after_leaving(instance, now)
 
     def close_idle(self, count: int = 1) -> int:
         """Close up to `count` idle instances, the longest idle first; returns how many. For a host short of memory."""
@@ -163,7 +167,7 @@ class Node:
         if instance is None or not self.up:
             return []
         found = self.admit.victims(instance, work, self._free_at_s(now))
-        return [Victim(one.id, tuple(one.works()), one.deadline_s - now) for one in found]
+        return [Victim(one.id, one.movable(), one.deadline_s - now) for one in found]
 
     def pausable_for(self, work: Work, now: float) -> list[Pausable]:
         """Instances that could be swapped out to start one for the work."""
@@ -176,7 +180,7 @@ class Node:
         """Close an instance; its work comes back as Evicted notices."""
         instance = self.instances[instance_id]
         for work in instance.works():
-            self._evict(instance, work, reason)
+            self.evict(instance, work, reason)
         self._close(instance)
 
     def withdraw(self, instance_id: int, work: Work, now: float) -> None:
@@ -184,7 +188,7 @@ class Node:
         self.residency.now_s = now
         instance = self.instances[instance_id]
         instance.remove(work)
-        self._after_leaving(instance, now)
+        self.after_leaving(instance, now)
 
     def fail(self) -> list[Work]:
         """The device is gone, with everything on it; returns the work that was there."""
@@ -231,20 +235,24 @@ class Node:
         instance.add(work)
         if grant.kv_tokens is not None:
             self.residency.resize(instance, grant.kv_tokens)
-        self._update_active(instance)
+        self.update_active(instance)
 
     def _free_at_s(self, now: float) -> float:
         """When the device should be done with the turn under way."""
         self.residency.now_s = now
         if self.turn is None:
             return now
-        instance, prefill = self.turn
+        if self._turn_ends_s is None:  # asked for many times in a turn
+            self._turn_ends_s = self.turn_started_s + self._turn_s(*self.turn)
+        return max(now, self._turn_ends_s)
+
+    def _turn_s(self, instance: Instance, prefill: Work | None) -> float:
         latency = instance.hosting.latency
         if prefill is not None:
             duration = latency.prefill_s(prefill.known_tokens)
         else:
             duration = latency.decode_s(len(instance.running), instance.tokens) if instance.running else 0.0
-        return max(now, self.turn_started_s + duration * instance.overestimate)
+        return duration * instance.overestimate
 
     # Turns
 
@@ -260,13 +268,14 @@ class Node:
             prefill = self._next_prefill(chosen, now)
             if prefill is not None and chosen.is_short(prefill.known_tokens + 1):
                 if not chosen.running:
-                    self._make_room(chosen, prefill.known_tokens + 1, now)
+                    self.pools.make_room(chosen, prefill.known_tokens + 1, now)
                     continue
                 prefill = None
             break
         chosen.begin_turn(prefill)
         self.turn = turn = Turn(chosen, prefill)
         self.turn_started_s = now
+        self._turn_ends_s = None
         return turn
 
     def _next_prefill(self, instance: Instance, now: float) -> Work | None:
@@ -307,12 +316,14 @@ class Node:
         if prefill is not None and instance.phase is Phase.PREFILL and prefill.id in instance.running:
             self._hand_over(instance, prefill, now)
         if instance.tokens + len(instance.running) * instance.hosting.block_tokens > instance.kv_tokens:
-            self._make_room(instance, 0, now)
+            self.pools.make_room(instance, 0, now)
         if instance.ops or instance.state is State.CLOSING:
             self.residency.pump(instance)
             self._after_op(instance)
         if self._throttle:
             self._rest(instance, now)
+        if prefill is None and self.admit.timing.counts_growth and not instance.clock % LOOK_AROUND_TURNS:
+            self.pools.look_around()
 
     def _prefilled(self, instance: Instance, work: Work, now: float) -> None:
         if now > work.true_due_s(work.due_s):
@@ -321,22 +332,22 @@ class Node:
         instance.prefilled(work)
         if work.produced == 1:
             if self.knobs.paced_from_first_token:
-                work.pace_from(now, self.admit.pace_tokens(instance.model))
+                work.pace_from(now, self.admit.timing.pace_tokens(instance.model))
                 instance.refresh()
             self.outbox.append(FirstToken(work, instance.id, work.grace_s))
 
     def _finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:
         for work in finished:
             instance.remove(work)
-            self.admit.answered(instance.model, work.produced)
+            self.admit.timing.answered(instance.model, work.produced)
             self.outbox.append(Finished(work, instance.id))
-        self._after_leaving(instance, now)
+        self.after_leaving(instance, now)
 
     def _hand_over(self, instance: Instance, work: Work, now: float) -> None:
         """A prefill instance lets go of a request that has its first token."""
         instance.remove(work)
         self.outbox.append(HandedOver(work, instance.id, work.known_tokens * instance.hosting.kv_bytes_per_token))
-        self._after_leaving(instance, now)
+        self.after_leaving(instance, now)
 
     def _rested(self, now: float) -> list[Instance]:
         return [one for one in self._active if self._rest_until.get(one.id, 0.0) <= now]
@@ -349,40 +360,6 @@ class Node:
             self.outbox.append(SetTimer(until, instance.id, -1))
 
     # Memory
-
-    def _make_room(self, instance: Instance, prefill_tokens: int, now: float) -> None:
-        """S8: the next step does not fit the KV pool. Enlarge it, or evict the request with the longest headroom."""
-        while instance.is_short(prefill_tokens):
-            if self.residency.planned_kv_tokens(instance) > instance.kv_tokens or instance.op_running:
-                instance.starved = True  # the growth is under way
-                break
-            if self._grow(instance, prefill_tokens):
-                continue
-            works = instance.works()
-            self._evict(instance, max(works, key=lambda work: (instance.due_s(work), work.id)), "kv_short")
-            if not instance.batch:
-                self._after_leaving(instance, now)
-                break
-        self._update_active(instance)
-
-    def _grow(self, instance: Instance, prefill_tokens: int) -> bool:
-        hosting = instance.hosting
-        bare = (instance.used_blocks() + len(instance.running) + 1) * hosting.block_tokens + prefill_tokens
-        required = max(self.admit.required(hosting, instance.lengths()), bare)
-        room = self.admit.room(hosting, instance.kv_tokens)
-        granted = granted_tokens(bare, self.admit.recommended(hosting, required), room)
-        if granted is None or granted <= instance.kv_tokens:
-            return False
-        self.residency.resize(instance, granted)
-        return True
-
-    def _maybe_shrink(self, instance: Instance) -> None:
-        """S6, when a request has left."""
-        if self.knobs.whole_node_kv or instance.hosting.weights_in_place:
-            return
-        required = self.admit.required(instance.hosting, instance.lengths())
-        if should_shrink(self.residency.planned_kv_tokens(instance), required, self.knobs.watermark):
-            self.residency.resize(instance, self.admit.recommended(instance.hosting, required))
 
     def load_done(self, instance_id: int, now: float, duration_s: float) -> None:
         self.residency.now_s = now
@@ -402,7 +379,7 @@ class Node:
         self.residency.now_s = now
         instance = self.instances[instance_id]
         for work in instance.works():
-            self._evict(instance, work, "load_failed")
+            self.evict(instance, work, "load_failed")
         self.residency.failed(instance)
         if instance.state is State.CLOSING:
             self._after_op(instance)
@@ -430,19 +407,19 @@ class Node:
 
     # Leaving
 
-    def _evict(self, instance: Instance, work: Work, reason: str) -> None:
+    def evict(self, instance: Instance, work: Work, reason: str) -> None:
         instance.remove(work)
         work.moves += 1
         self.outbox.append(Evicted(work, instance.id, reason))
-        self._update_active(instance)
+        self.update_active(instance)
 
-    def _after_leaving(self, instance: Instance, now: float) -> None:
+    def after_leaving(self, instance: Instance, now: float) -> None:
         instance.starved = False
         if instance.batch:
-            self._maybe_shrink(instance)
-            self._update_active(instance)
+            self.pools.shrink(instance)
+            self.update_active(instance)
             return
-        self._update_active(instance)
+        self.update_active(instance)
         instance.epoch += 1
         instance.idle_since_s = now
         keep_alive_s = instance.hosting.keep_alive_s
@@ -457,19 +434,19 @@ class Node:
         if instance.state is State.CLOSING:
             return
         instance.state = State.CLOSING
-        self._update_active(instance)
+        self.update_active(instance)
         self.outbox.append(InstanceClosed(instance.id, instance.model))
         self.residency.release(instance)
         self._after_op(instance)
 
     def _after_op(self, instance: Instance) -> None:
-        self._update_active(instance)
+        self.update_active(instance)
         if instance.state is State.CLOSING and not instance.in_turn and self.residency.is_empty(instance):
             del self.instances[instance.id]
             self._rest_until.pop(instance.id, None)
             self.outbox.append(InstanceGone(instance.id, instance.model))
 
-    def _update_active(self, instance: Instance) -> None:
+    def update_active(self, instance: Instance) -> None:
         wanted = instance.batch > 0 and instance.can_run
         if wanted != (instance in self._active):
             if wanted:

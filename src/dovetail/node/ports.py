@@ -98,6 +98,9 @@ class NodeHandle(Protocol):
     def gives_way(self) -> tuple[int, Work] | None:
         """An instance and a long answer on it that may be taken back for a newcomer."""
 
+    def holds(self, instance_id: int, work: Work) -> bool:
+        """Whether it runs there."""
+
     def withdraw(self, instance_id: int, work: Work, now: float) -> None:
         """Take it back. No notice follows."""
 

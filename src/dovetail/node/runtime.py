@@ -131,6 +131,10 @@ class NodeRuntime:
         self._fullness = None
         self._dirty.append(self)
 
+    def holds(self, instance_id: int, work: Work) -> bool:
+        instance = self.node.instances.get(instance_id)
+        return instance is not None and work.id in instance.running
+
     def is_loaded(self, instance_id: int) -> bool:
         """Its weights are on the device, though it may be closing."""
         if instance_id in self._loaded:

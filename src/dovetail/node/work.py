@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from enum import StrEnum
 
 SLACK = 1.5  # of an extended deadline over what an otherwise empty device needs
@@ -30,6 +31,7 @@ class Work:
         "joined_clock",
         "last_token_s",
         "late_tokens",
+        "mean_tokens",
         "model",
         "moves",
         "phase",
@@ -69,6 +71,7 @@ class Work:
         self.last_token_s: float | None = None  # None before its first token
         self.silence_s = 0.0  # the longest time between two of its tokens
         self.moves = 0
+        self.mean_tokens = 0.0  # what answers of its model are long, as far as the controller knows; 0 = not at all
 
     @property
     def due_s(self) -> float:
@@ -93,6 +96,13 @@ class Work:
     def safety_s(self, tokens: float) -> float:
         """What the scheduler's safety adds up to."""
         return tokens * self.tpot_s * (1.0 / self.slo_scale - 1.0)
+
+    def as_of(self, produced: int) -> Work:
+        """A copy with so many tokens: of one that runs, for somebody who is asked whether to take it."""
+        now = copy(self)
+        now.produced = produced
+        now.cached = False
+        return now
 
     def give_grace(self, seconds: float) -> None:
         self.grace_s += seconds

@@ -70,6 +70,7 @@ class InstanceDemand:
     ready_s: float = 0.0  # it takes no turn before: its weights arrive, or its pool is being resized
     spoke_s: float = INFINITY  # when its running requests had their last token, the earliest of these times
     prefills: tuple[Prefill, ...] = ()  # most urgent first, their deadlines as they will be after a load
+    grown_s: float = 0.0  # one iteration when its contexts will have grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Candidate:
     tpot_s: float
     urgent_s: float = INFINITY  # by when it should have its turn, where that is earlier
     safety_s: float = INFINITY  # as of a Prefill
+    grown_s: float = 0.0  # one iteration of the instance with it when contexts will have grown
 
 
 class Contender(Protocol):
@@ -131,14 +133,14 @@ def _drain_key(one: Contender) -> tuple[float, float]:
 
 def is_overcommitted(demands: Sequence[InstanceDemand], target: int, candidate: Candidate) -> bool:
     """S4, case 3: one decode iteration of every instance takes longer than the strictest pace of all requests there,
-    those of the target included."""
+    those of the target included, now or when their contexts will have grown."""
     tpot_s = candidate.tpot_s
-    total_s = candidate.decode_s
+    total_s = max(candidate.decode_s, candidate.grown_s)
     for index, demand in enumerate(demands):
         if demand.tpot_s < tpot_s:
             tpot_s = demand.tpot_s
         if index != target:
-            total_s += demand.decode_s
+            total_s += max(demand.decode_s, demand.grown_s)
     return total_s > tpot_s
 
 

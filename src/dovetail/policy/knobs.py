@@ -31,6 +31,7 @@ class Knobs:
     admission: Admission = Admission.SHADOW
     shadow: Shadow = Shadow.PLAY
     paced_from_first_token: bool = True  # a first token before its time gives later ones no more of it (mean TPOT)
+    counts_growth: bool = True  # played: case 3 also for when contexts will have grown; who outgrows its node is moved
     slo_scale: float = 0.95  # the scheduler holds SLOs at this share of their value
     cpu_overestimate: float = 1.10  # S4: factor on predicted iterations
     gpu_overestimate: float = 1.05
@@ -43,6 +44,7 @@ class Knobs:
     # memory
     watermark: float = 0.25  # S6
     floor_tokens: int = 4096  # S5: L_min
+    lengths_by_model: bool = False  # demand by what the model's own answers are long; S5: by the mean of all
     whole_node_kv: bool = False  # give an instance its share of the node at start, never resize
     shares: int = 1  # with whole_node_kv: instances that split a node statically
     # sharing and placement

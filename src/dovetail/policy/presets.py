@@ -24,6 +24,7 @@ IMPROVEMENTS: dict[str, dict[str, object]] = {
     "in-place resize": {"free_resize": True},
     "memory decides, not slots": {"slots_limited": False, "weights_share": 0.75},
     "run what frees most": {"turns": TurnOrder.DRAIN},
+    "memory by the model's answers": {"lengths_by_model": True},
     "answers go on": {"max_silence_s": 2.0, "guard_decodes": True, "finish_begun": True},
     "ask again on change": {"retry_on_change": True},
 }

@@ -233,7 +233,7 @@ def check_fit(setup: Setup, devices: list[Device], models: list[int]) -> None:
 def _need_bytes(node: Node, model: int) -> int:
     hosting = node.admit.hostings[str(model)]
     weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-    return weights + node.admit.required(hosting, [(1, 0)]) * hosting.kv_bytes_per_token
+    return weights + node.admit.required(hosting, str(model), [(1, 0)]) * hosting.kv_bytes_per_token
 
 
 def _where(setup: Setup, model: int) -> str:

@@ -1,0 +1,128 @@
+"""KV pools as contexts grow: making them larger and smaller (S6, S8), and what to do when memory or time runs out.
+
+Admission cannot know how long answers become. Before anybody is evicted, neighbours lend what they hold for tokens to
+come, and the cluster is asked to move somebody elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dovetail.node.admission import Admitter
+from dovetail.node.events import Command, Notice, Overcommitted
+from dovetail.node.instance import Instance
+from dovetail.node.residency import Residency
+from dovetail.node.work import Work
+from dovetail.policy.headroom import INFINITY
+from dovetail.policy.memory import granted_tokens, should_shrink
+
+LOOK_AROUND_TURNS = 16  # of an instance: how often it is looked whether contexts have outgrown time and memory
+LENT_TURNS = 32  # whoever lends keeps room for so many, and whoever borrows gets it
+
+
+class Owner(Protocol):
+    """The node, as far as its pools need it."""
+
+    def evict(self, instance: Instance, work: Work, reason: str) -> None: ...
+
+    def after_leaving(self, instance: Instance, now: float) -> None: ...
+
+    def update_active(self, instance: Instance) -> None: ...
+
+
+class Pools:
+    def __init__(
+        self,
+        instances: dict[int, Instance],
+        residency: Residency,
+        admit: Admitter,
+        outbox: list[Command | Notice],
+        owner: Owner,
+    ) -> None:
+        self._instances = instances
+        self._residency = residency
+        self._admit = admit
+        self._outbox = outbox
+        self._owner = owner
+
+    def make_room(self, instance: Instance, prefill_tokens: int, now: float) -> None:
+        """S8: the next step does not fit the KV pool. Enlarge it, or evict the request with the longest headroom."""
+        while instance.is_short(prefill_tokens):
+            if self._residency.planned_kv_tokens(instance) > instance.kv_tokens or instance.op_running:
+                instance.starved = True  # the growth is under way
+                break
+            if self._grow(instance, prefill_tokens) or self._borrow(instance, prefill_tokens):
+                continue
+            works = instance.works()
+            self._owner.evict(instance, max(works, key=lambda work: (instance.due_s(work), work.id)), "kv_short")
+            if not instance.batch:
+                self._owner.after_leaving(instance, now)
+                break
+        self._owner.update_active(instance)
+
+    def _grow(self, instance: Instance, prefill_tokens: int) -> bool:
+        hosting = instance.hosting
+        bare = instance.bare_tokens() + prefill_tokens
+        required = max(self._admit.required(hosting, instance.model, instance.lengths()), bare)
+        room = self._admit.room(hosting, instance.kv_tokens)
+        granted = granted_tokens(bare, self._admit.recommended(hosting, required), room)
+        if granted is None or granted <= instance.kv_tokens:
+            return False
+        self._residency.resize(instance, granted)
+        return True
+
+    def _borrow(self, instance: Instance, prefill_tokens: int) -> bool:
+        """Take from neighbours what they hold for tokens to come. In place that costs next to nothing, and whoever
+        needs it back first finds others who do not need theirs yet."""
+        hosting = instance.hosting
+        wanted = instance.bare_tokens() + prefill_tokens + LENT_TURNS * len(instance.running)
+        if not self._admit.knobs.free_resize or (hosting.max_kv_tokens is not None and wanted > hosting.max_kv_tokens):
+            return False
+        missing = (wanted - self._admit.room(hosting, instance.kv_tokens)) * hosting.kv_bytes_per_token
+        spare = [(_spare_bytes(one), one) for one in self._instances.values() if one is not instance and one.can_run]
+        if sum(max(size, 0) for size, _ in spare) < missing:
+            return False
+        for size, one in sorted(spare, key=lambda each: (-each[0], each[1].id)):
+            if missing <= 0 or size <= 0:
+                break
+            block_bytes = one.hosting.block_tokens * one.hosting.kv_bytes_per_token
+            blocks = min(-(missing // -block_bytes), size // block_bytes)
+            self._residency.resize(one, one.kv_tokens - blocks * one.hosting.block_tokens)
+            missing -= blocks * block_bytes
+        return self._grow(instance, prefill_tokens)
+
+    def shrink(self, instance: Instance) -> None:
+        """S6, when a request has left."""
+        knobs = self._admit.knobs
+        if knobs.whole_node_kv or instance.hosting.weights_in_place:
+            return
+        required = self._admit.required(instance.hosting, instance.model, instance.lengths())
+        if should_shrink(self._residency.planned_kv_tokens(instance), required, knobs.watermark):
+            self._residency.resize(instance, self._admit.recommended(instance.hosting, required))
+
+    def look_around(self) -> None:
+        """Tell when what runs here does not keep its pace any more, or will soon want more memory than there is."""
+        found = [one for one in self._instances.values() if one.running]
+        is_slow = sum(one.decode_s() for one in found) > min((one.tpot_s for one in found), default=INFINITY)
+        if not is_slow:
+            found = [one for one in found if self._is_filling_up(one)]
+            if not found:
+                return
+        running = [(one.due_s(work), work, one) for one in found for work in one.running.values()]
+        _, work, instance = max(running, key=lambda each: (each[0], each[1].id))
+        self._outbox.append(Overcommitted(work, instance.id, instance.produced(work)))
+
+    def _is_filling_up(self, instance: Instance) -> bool:
+        loose = instance.tokens + (2 * LOOK_AROUND_TURNS + 2 * instance.hosting.block_tokens) * len(instance.running)
+        if loose <= instance.kv_tokens:
+            return False
+        soon = instance.bare_tokens() + 2 * LOOK_AROUND_TURNS * len(instance.running)
+        return soon > instance.kv_tokens and soon > self._admit.room(instance.hosting, instance.kv_tokens)
+
+
+def _spare_bytes(instance: Instance) -> int:
+    """Of its pool, in whole blocks: what it does not need soon."""
+    size = instance.hosting.block_tokens
+    first = instance.waiting[0].known_tokens + size if instance.waiting else 0
+    soon = instance.bare_tokens() + LENT_TURNS * len(instance.running) + first
+    return (instance.kv_tokens - soon) // size * size * instance.hosting.kv_bytes_per_token

@@ -1,0 +1,181 @@
+"""Whether a node has the time for a request (S4): what its instances have to do, now and once contexts have grown.
+
+Reads the node's state and changes nothing but what is remembered of how long answers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dovetail.node.instance import Instance, State, cold_start_grace_s, urgent_prefill_s
+from dovetail.node.residency import Residency
+from dovetail.node.work import Phase, Work
+from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, validate_closed
+from dovetail.policy.knobs import Knobs, Shadow, TurnOrder
+from dovetail.policy.lengths import AnswerLengths, most_tokens
+from dovetail.policy.memory import OutputMean
+from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.shadow import TurnRule, validate
+
+TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it
+
+
+class Timing:
+    def __init__(
+        self,
+        kind: DeviceKind,
+        hostings: Mapping[str, Hosting],
+        knobs: Knobs,
+        residency: Residency,
+        instances: dict[int, Instance],
+        outputs: OutputMean,
+    ) -> None:
+        self.overestimate = knobs.cpu_overestimate if kind is DeviceKind.CPU else knobs.gpu_overestimate
+        slack_s = knobs.slack_s if knobs.turns is TurnOrder.DRAIN else None
+        silence_s = knobs.slo_scale * knobs.max_silence_s  # held like other SLOs
+        self.rule = TurnRule(slack_s, silence_s, TURN_SILENCE * silence_s, knobs.guard_decodes)
+        self.counts_growth = knobs.counts_growth and knobs.shadow is Shadow.PLAY  # the closed form is the paper's
+        self._hostings = hostings
+        self._knobs = knobs
+        self._residency = residency
+        self._instances = instances
+        self._outputs = outputs
+        self._lengths = AnswerLengths()
+        self._told: dict[str, float] = {}  # by model: its mean length, as requests bring it along
+
+    # How long answers are
+
+    def pace_tokens(self, model: str) -> float:
+        """Over how many tokens the safety of a pace may be spent at once, see `Work.pace_from`."""
+        return self._lengths.pace_tokens(model) if self._knobs.paced_from_first_token else INFINITY
+
+    def answered(self, model: str, tokens: int) -> None:
+        """An answer has ended."""
+        self._outputs.add(tokens)
+        self._lengths.add(model, tokens)
+
+    def hear(self, work: Work) -> None:
+        """A request brings along what the controller knows of its model."""
+        self._told[work.model] = work.mean_tokens
+
+    def mean_length(self, model: str, lengths: list[tuple[int, int]]) -> float:
+        """Of the model's answers, of which these run: (input, produced) pairs."""
+        guess = self._told.get(model) or self._outputs.value
+        return self._lengths.mean(model, guess, [produced for _, produced in lengths])
+
+    def most_tokens(self, model: str, lengths: list[tuple[int, int]]) -> tuple[int, int]:
+        """When these will hold most: how many of them, and how many tokens together."""
+        return most_tokens(lengths, self.mean_length(model, lengths))
+
+    # Questions
+
+    def unbroken(self, work: Work, now: float) -> Work:
+        """One that runs elsewhere is moved only if its answer need not fall silent for too long."""
+        if work.last_token_s is None or self.rule.max_silence_s == INFINITY:
+            return work
+        latest_s = work.last_token_s + self.rule.max_silence_s
+        if not now < latest_s < work.due_s:
+            return work
+        bound = work.as_of(work.produced)
+        bound.cached = work.cached
+        bound.first_due_s -= work.due_s - latest_s
+        return bound
+
+    def refuses(
+        self,
+        target: Instance | None,
+        work: Work,
+        free_at_s: float,
+        kv_tokens: int | None = None,
+        without: Instance | None = None,
+    ) -> Refusal | None:
+        """S4 with `target` (None: a new instance), whose pool is brought to so many tokens, and without `without`."""
+        candidate, own = self._candidate(target, work, free_at_s, kv_tokens)
+        others = [one for one in self._instances.values() if one is not target and one is not without and one.batch]
+        if self._is_overcommitted(others, target, candidate):  # most refusals end here, before anything is played
+            return Refusal.DECODE_OVERCOMMITTED
+        demands = [self._demand(one, free_at_s) for one in others]
+        demands.append(own)
+        if self._knobs.shadow is Shadow.CLOSED:
+            return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
+        return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule)
+
+    def _is_overcommitted(self, others: list[Instance], target: Instance | None, candidate: Candidate) -> bool:
+        """S4, case 3, as of when each instance's contexts were last looked at."""
+        tpot_s = candidate.tpot_s if target is None else min(candidate.tpot_s, target.strictest_s)
+        total_s = max(candidate.decode_s, candidate.grown_s)
+        for one in others:
+            total_s += self.pace_s(one)
+            if one.strictest_s < tpot_s:
+                tpot_s = one.strictest_s
+        return total_s > tpot_s
+
+    def pace_s(self, instance: Instance) -> float:
+        """One iteration of the instance, now or when its contexts will have grown, whichever is longer."""
+        if not self.counts_growth:
+            return instance.decode_s()
+        if instance.grown_s is None:
+            decode_s = instance.decode_s()
+            instance.grown_s = max(decode_s, self._grown_s(instance)) if decode_s else 0.0
+        return instance.grown_s
+
+    def _grown_s(self, instance: Instance) -> float:
+        count, tokens = self.most_tokens(instance.model, instance.lengths())
+        return instance.hosting.latency.decode_s(count, tokens) * self.overestimate
+
+    # What takes part
+
+    def _candidate(
+        self, target: Instance | None, work: Work, free_at_s: float, kv_tokens: int | None
+    ) -> tuple[Candidate, InstanceDemand]:
+        """The work as the target sees it, and the target without it."""
+        hosting = self._hostings[work.model] if target is None else target.hosting
+        if target is None:
+            own, grace_s = self._starting(hosting, work)
+        else:
+            own, grace_s = self._joined(target, work, free_at_s)
+        resize_s = self._residency.resize_s(target, hosting, kv_tokens)
+        if resize_s:
+            own.ready_s = max(own.ready_s, free_at_s) + resize_s  # what is remembered of it is set anew with each look
+        decode_s, grown_s = self._decodes(target, hosting, work)
+        prefill_s = 0.0 if work.cached else hosting.latency.prefill_s(work.known_tokens) * self.overestimate
+        urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, prefill_s) + grace_s
+        is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
+        due_s = work.due_s + grace_s if is_judged else INFINITY
+        safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens(work.model))
+        return Candidate(due_s, prefill_s, decode_s, work.tpot_s, urgent_s, safety_s, grown_s), own
+
+    def _decodes(self, target: Instance | None, hosting: Hosting, work: Work) -> tuple[float, float]:
+        """One iteration of the target with the work, now and when contexts will have grown."""
+        if work.phase is Phase.PREFILL:
+            return 0.0, 0.0
+        known, latency = work.known_tokens, hosting.latency
+        decode_s = latency.decode_s(1, known) * self.overestimate if target is None else target.decode_s(known, 1)
+        if not self.counts_growth:
+            return decode_s, 0.0
+        lengths = [] if target is None else target.lengths()
+        lengths.append((work.input_tokens, work.produced))
+        count, tokens = self.most_tokens(work.model, lengths)
+        return decode_s, latency.decode_s(count, tokens) * self.overestimate
+
+    def _demand(self, instance: Instance, free_at_s: float) -> InstanceDemand:
+        ready_s, loaded_s = self._residency.ready_s(instance, free_at_s)
+        demand = instance.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(instance.model))
+        demand.grown_s = self.pace_s(instance)
+        return demand
+
+    def _joined(self, target: Instance, work: Work, free_at_s: float) -> tuple[InstanceDemand, float]:
+        """The demand of an instance that is there, and the grace that the work would get for its load."""
+        ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
+        waits = target.state is State.LOADING and work.produced == 0
+        grace_s = cold_start_grace_s(work, target.ordered_s, loaded_s) if waits else 0.0
+        return target.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(target.model)), grace_s
+
+    def _starting(self, hosting: Hosting, work: Work) -> tuple[InstanceDemand, float]:
+        """The same of an instance that would be started now."""
+        nothing = InstanceDemand(INFINITY, INFINITY, 0.0, 0.0, INFINITY, frees_bytes=hosting.weight_bytes)
+        if hosting.weights_in_place:
+            return nothing, 0.0
+        loaded_s = self._residency.loaded_s(hosting)
+        nothing.blocked, nothing.ready_s = True, loaded_s
+        return nothing, cold_start_grace_s(work, self._residency.now_s, loaded_s) if work.produced == 0 else 0.0
