@@ -33,6 +33,7 @@ CONTEXTS = (256, 1024)
 MODELS = {name: SHAPES[name] for name in ("0.5B", "1B", "8B")}
 _GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
 _WARM_UPS, _STEPS = 4, 24
+LARGE_CACHE = 64 << 30  # of which one half comes and goes
 LAYOUTS = {16: "plain", 8: CELLS["int8"], 4: CELLS["int4"]}
 
 
@@ -100,7 +101,7 @@ class GpuBench:
         self._peaks = self._device.peaks("bf16", "bf16")
         self._checkpoint = PinnedCheckpoint(self.spec, bits)
         free = torch.cuda.mem_get_info()[0] - self.spec.weight_bytes("bf16")
-        most = self.spec.kv_bytes_per_token("bf16") * max(BATCHES) * (max(CONTEXTS) + 2 * BLOCK + _STEPS)
+        most = self.spec.kv_bytes_per_token("bf16") * max(BATCHES) * (max(CONTEXTS) + 2 * BLOCK + 4 * _STEPS)
         self._kv_bytes = min(int(free * 0.8), most)
 
     def run(self) -> list[Cell]:
@@ -110,10 +111,9 @@ class GpuBench:
             cells = [self._first_token(executor, tokens) for tokens in PROMPTS]
             for context in CONTEXTS:
                 cells += [self._decode(executor, batch, context) for batch in BATCHES]
-            cells += self._resizes(executor)
         finally:
             executor.close()
-        return [*cells, self._cold_start()]
+        return [*cells, self._switch(), self._cold_start(), *self._resizes()]
 
     def _open(self) -> CudaExecutor:
         config = ExecutorConfig(kv_bytes=self._kv_bytes, block_size=BLOCK, max_batch=max(BATCHES))
@@ -129,18 +129,11 @@ class GpuBench:
         return self._cell(f"ttft {tokens}", seconds[_WARM_UPS:], self._least_s(tokens, 1, 0))
 
     def _decode(self, executor: CudaExecutor, batch: int, context: int) -> Cell:
-        each = -(-(context + _WARM_UPS + _STEPS + 1) // BLOCK)
-        sequences = [([7] * (context + 1), list(range(i * each, (i + 1) * each))) for i in range(batch)]
-        seconds = []
-        for _ in range(_WARM_UPS + _STEPS):
-            rows = [_row(i, tokens, len(tokens) - 1, 1, blocks) for i, (tokens, blocks) in enumerate(sequences)]
-            started = time.perf_counter()
-            outcome = executor.run(Turn(tuple(rows)))
-            seconds.append(time.perf_counter() - started)
-            for (tokens, _), result in zip(sequences, outcome.rows, strict=True):
-                tokens.append(result.token)
-        least_s = self._least_s(batch, batch, batch * context)
-        return self._cell(f"tpot {batch} @ {context}", seconds[_WARM_UPS:], least_s)
+        decoding = Decoding(executor, batch, context)
+        seconds = [decoding.step() for _ in range(_WARM_UPS + _STEPS)]
+        return self._cell(
+            f"tpot {batch} @ {context}", seconds[_WARM_UPS:], self._least_s(batch, batch, batch * context)
+        )
 
     def _least_s(self, rows: int, logit_rows: int, cached_tokens: int) -> float:
         spec = self.spec
@@ -150,15 +143,43 @@ class GpuBench:
         read = (body + head) * (self.bits + scales) / 8 + cached_tokens * spec.kv_bytes_per_token("bf16")
         return max(read / self._peaks.bandwidth, 2 * (body * rows + head * logit_rows) / self._peaks.flops)
 
-    def _resizes(self, executor: CudaExecutor) -> list[Cell]:
-        """Half of the cache given back and taken again."""
+    def _resizes(self) -> list[Cell]:
+        """The cache from a half to the whole and back while a batch decodes: what its longest token waited for."""
+        self._kv_bytes = min(LARGE_CACHE, int((torch.cuda.mem_get_info()[0] - self.spec.weight_bytes("bf16")) * 0.9))
+        executor = self._open()
         half = executor.max_blocks // 2
-        shrink, grow = [], []
-        for _ in range(3):
-            shrink.append(_timed(lambda: executor.resize(half)))
-            grow.append(_timed(lambda: executor.resize(executor.max_blocks)))
+        executor.resize(half)
+        decoding = Decoding(executor, batch=8, context=256)
+        try:
+            usual = median(decoding.step() for _ in range(_WARM_UPS + _STEPS))
+            grow, shrink = [], []
+            for _ in range(3):
+                grow.append(_timed(lambda: executor.resize(executor.max_blocks)) + decoding.step() - usual)
+                shrink.append(_timed(lambda: executor.resize(half)) + decoding.step() - usual)
+        finally:
+            executor.close()
         size = (executor.max_blocks - half) * BLOCK * self.spec.kv_bytes_per_token("bf16") / 2**30
-        return [self._cell(f"grow {size:.1f} GiB", grow, 0.0), self._cell(f"shrink {size:.1f} GiB", shrink, 0.0)]
+        what = f"{size:.1f} GiB more cache, added to a token", f"{size:.1f} GiB less"
+        return [self._cell(what[0], grow, 0.0), self._cell(what[1], shrink, 0.0)]
+
+    def _switch(self) -> Cell:
+        """Two instances that decode in turns, against one after itself."""
+        pair = [self._open(), self._open()]
+        try:
+            for executor in pair:
+                executor.resize(executor.max_blocks)
+            first, second = (Decoding(executor, batch=8, context=256) for executor in pair)
+            for _ in range(_WARM_UPS):
+                first.step(), second.step()
+            alone = median(first.step() for _ in range(_STEPS))
+            in_turns = []
+            for _ in range(_STEPS):
+                second.step()
+                in_turns.append(max(first.step() - alone, 0.0))
+        finally:
+            for executor in pair:
+                executor.close()
+        return self._cell("after another model's iteration, added", in_turns, 0.0)
 
     def _cold_start(self) -> Cell:
         seconds = []
@@ -170,6 +191,25 @@ class GpuBench:
             seconds.append(time.perf_counter() - started)
             executor.close()
         return self._cell("cold start to the first token of 128", seconds[1:], 0.0)
+
+
+class Decoding:
+    """A batch that decodes, a token for each with every step."""
+
+    def __init__(self, executor: CudaExecutor, batch: int, context: int) -> None:
+        self._executor = executor
+        each = -(-(context + 4 * _STEPS) // BLOCK)
+        self._sequences = [([7] * (context + 1), list(range(i * each, (i + 1) * each))) for i in range(batch)]
+
+    def step(self) -> float:
+        """Seconds that it took."""
+        rows = [_row(i, tokens, len(tokens) - 1, 1, blocks) for i, (tokens, blocks) in enumerate(self._sequences)]
+        started = time.perf_counter()
+        outcome = self._executor.run(Turn(tuple(rows)))
+        took_s = time.perf_counter() - started
+        for (tokens, _), result in zip(self._sequences, outcome.rows, strict=True):
+            tokens.append(result.token)
+        return took_s
 
 
 def _row(index: int, tokens: list[int], start: int, count: int, blocks: list[int]) -> TurnRow:
