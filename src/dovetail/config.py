@@ -129,6 +129,9 @@ class StoreConfig(_Section):
     host_keep_alive: Duration = 600.0  # pool memory that nobody used for this long is given back; negative = never
     direct_io: Switch = "auto"  # auto = where the file system allows it and the cache is cold
     readers: int = Field(default=12, ge=1, le=256)  # threads that read the disk
+    # A running server's pulls, each in a process of its own:
+    pull_memory: Size = 4 * 1024**3  # at most for each, beside the files that it maps
+    pull_timeout: Duration = Field(default=180.0, gt=0)  # one that gets on by not a byte for this long is ended
 
     @property
     def profiles(self) -> Path:

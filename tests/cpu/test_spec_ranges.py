@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ BAD: list[tuple[str, str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def models(tiny_folder: TinyFolder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], StoredModel]:
+    root = tmp_path_factory.mktemp("ranges")
+    return cache(lambda name: stored(tiny_folder(name), root / name))
+
+
 def altered(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     *path, last = key.split(".")
     place = content["spec"]
@@ -58,9 +65,9 @@ def altered(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "key", "value"), BAD)
 def test_a_manifest_with_such_a_number_is_refused_by_its_key(
-    name: str, key: str, value: Any, tiny_folder: TinyFolder, tmp_path: Path
+    name: str, key: str, value: Any, models: Callable[[str], StoredModel]
 ) -> None:
-    model = stored(tiny_folder(name), tmp_path)
+    model = models(name)
     content = altered(json.loads((model.path / MANIFEST).read_text()), key, value)
     with pytest.raises(DamagedCheckpoint, match=rf"spec: {key}: expected") as caught:
         parse_manifest(sealed(content), "here")
@@ -80,9 +87,9 @@ def test_a_manifest_with_such_a_number_is_refused_by_its_key(
     ],
 )
 def test_the_kernels_refuse_what_no_reader_has_looked_at(
-    name: str, changes: dict[str, Any], tiny_folder: TinyFolder, tmp_path: Path
+    name: str, changes: dict[str, Any], models: Callable[[str], StoredModel]
 ) -> None:
-    model = stored(tiny_folder(name), tmp_path)
+    model = models(name)
     assert model.manifest.spec is not None
     spec = msgspec.structs.replace(model.manifest.spec, **changes)
     with pytest.raises((DovetailError, RuntimeError, ValueError, ArithmeticError)):
@@ -100,9 +107,9 @@ def compute(model: StoredModel) -> None:
 
 @pytest.mark.parametrize("value", [-1.0, math.inf, 1e9])
 def test_a_recommended_temperature_that_nobody_can_follow_is_refused(
-    value: float, tiny_folder: TinyFolder, tmp_path: Path
+    value: float, models: Callable[[str], StoredModel]
 ) -> None:
-    model = stored(tiny_folder("llama"), tmp_path)
+    model = models("llama")
     content = json.loads((model.path / MANIFEST).read_text())
     content["tokens"]["defaults"] = {"temperature": value}
     with pytest.raises(DamagedCheckpoint, match="here"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from dovetail.config import Config, ModelConfig, load_config
+from dovetail.config import Config, ModelConfig, StoreConfig, load_config
 from dovetail.errors import ConfigError, DovetailError, InvalidRequest, ModelNotFound
 from dovetail.gateway.models import FixedCatalogue, Offer
 from dovetail.store import Catalogue, describe
@@ -18,6 +18,7 @@ from dovetail.store.collect import collect
 from dovetail.store.format import is_stored, read_manifest
 from dovetail.store.pool import HostPool
 from dovetail.store.pooled import pooled_keys
+from dovetail.store.pull_process import PullBounds, pull_in_process
 from dovetail.types import ModelCard
 
 # By source, under a name, in a layout if it has to be converted for it; None = has to be pulled.
@@ -82,8 +83,9 @@ def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Fi
 class LocalStore:
     """The store as a running server uses it."""
 
-    def __init__(self, root: Path | None, pool: HostPool | None = None) -> None:
-        self._catalogue = Catalogue(root)
+    def __init__(self, config: StoreConfig, pool: HostPool | None = None) -> None:
+        self._catalogue = Catalogue(config.path)
+        self._bounds = PullBounds(config.pull_memory, config.pull_timeout)
         self._pool = pool
         self._digests: dict[ModelCard, frozenset[str]] = {}  # of its partitions; a model pulled again is another card
 
@@ -91,7 +93,7 @@ class LocalStore:
         return find_local(self._catalogue, source, name)
 
     def pull(self, source: str, name: str, layout: str, progress: Callable[[str, int, int], None]) -> ModelCard:
-        return self._catalogue.pull(source, name=name, layout=layout, progress=progress)
+        return pull_in_process(self._catalogue.root, source, name, layout, progress, bounds=self._bounds)
 
     def in_host_memory(self, cards: Sequence[ModelCard]) -> set[str]:
         pooled = set(self._pool.stats().ready_keys) if self._pool is not None else set()

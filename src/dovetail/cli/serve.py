@@ -262,7 +262,7 @@ def _make_admin(plan: Plan, link: Link, offer: Offer, pool: HostPool | None) -> 
     service = Service(link, models, Metrics(), Limits.of(plan.config.server))
     settings = Settings(plan.config, str(plan.file) if plan.file is not None else None)
     file = ConfigFile(plan.file, plan.override, plan.wanted) if plan.file is not None else None
-    return Admin(service, settings, LocalStore(plan.config.store.path, pool), file, offer.preload)
+    return Admin(service, settings, LocalStore(plan.config.store, pool), file, offer.preload)
 
 
 def _announce(address: str, names: Sequence[str], *, has_keys: bool, as_json: bool) -> None:
