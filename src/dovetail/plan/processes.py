@@ -56,7 +56,7 @@ class FunctionProcess:
         try:
             await write(writer, spec)
             ready, _ = await function._answer()
-        except BaseException:
+        except (FunctionDied, ConnectionError, asyncio.CancelledError):
             await function.close()
             raise
         if ready.error:
