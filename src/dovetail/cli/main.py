@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "profile": Command("dovetail.cli.profile", "profile", "Measure how fast models run on this machine."),
     "sim": Command("dovetail.cli.sim", "app", "Run traces through the scheduling policies in virtual time."),
     "plan": Command("dovetail.cli.plan", "app", "What serving should cost: functions or nodes for given SLOs."),
+    "apply": Command("dovetail.cli.apply", "apply", "Run a plan on this machine."),
     "bench": Command("dovetail.cli.bench", "app", "Measure this machine and this build."),
     "doctor": Command("dovetail.cli.doctor", "doctor", "Look at this machine: what it has, what follows from it."),
 }

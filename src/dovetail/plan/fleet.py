@@ -2,8 +2,8 @@
 server does. No formula stands in for it.
 
 Attainment is taken to rise with every node. The search then walks the border between fleets that suffice and fleets
-that do not, one simulation a step; a run that has lost too many requests is stopped. The border does not depend on
-prices, so other prices are answered from it.
+that do not, halving each row; a run that has lost too many requests is stopped. The border does not depend on prices,
+so other prices are answered from it.
 """
 
 from __future__ import annotations
@@ -152,21 +152,27 @@ class FleetPlanner:
                 return
 
     def _walk(self, others: Counts, limit: KindSection, on_try: Callable[[Try], None] | None) -> int | None:
-        """Down from the most of the first kind: the least that suffices."""
-        least = None
-        for count in range(limit.max, limit.min - 1, -1):
-            counts = (count, *others)
-            if not any(counts):
-                break
-            found = self._tries.get(counts)
-            if found is None:
-                found = self._tries[counts] = self._simulate(counts, self.file.seed, None, may_stop=True)
-                if on_try is not None:
-                    on_try(found)
-            if not found.is_complete or found.attainment < self.file.attainment:
-                break
-            least = count
-        return least
+        """The least of the first kind that suffices, by halving; None if the most do not."""
+        if not self._suffices((limit.max, *others), on_try):
+            return None
+        low, high = limit.min, limit.max  # high suffices; below low nothing is allowed
+        while low < high:
+            middle = (low + high) // 2
+            if self._suffices((middle, *others), on_try):
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    def _suffices(self, counts: Counts, on_try: Callable[[Try], None] | None) -> bool:
+        if not any(counts):
+            return False
+        found = self._tries.get(counts)
+        if found is None:
+            found = self._tries[counts] = self._simulate(counts, self.file.seed, None, may_stop=True)
+            if on_try is not None:
+                on_try(found)
+        return found.is_complete and found.attainment >= self.file.attainment
 
     def _simulate(self, counts: Counts, seed: int, policy_name: str | None, may_stop: bool) -> Try:
         simulation = build(self._setup(counts, seed, policy_name))

@@ -1,0 +1,105 @@
+"""`dovetail plan profile`: measures a network as functions of several sizes, and fits what plans are made with."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dovetail.cli.output import print_json, print_table
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dovetail.plan.function_profile import FunctionProfile
+    from dovetail.plan.profiling import Error
+
+_STAGE = re.compile(r"(\d+)-(\d+)(?:x(\d+))?")
+
+
+def profile(
+    model: Annotated[str, typer.Argument(help="wrn50-K.")],
+    vcpus: Annotated[str, typer.Option(help="Sizes that are fitted.")] = "0.5,1,1.5,2",
+    held_out: Annotated[str, typer.Option(help="Sizes that the fit is judged by.")] = "0.75,1.25,1.75",
+    batches: Annotated[str, typer.Option(help="Batch sizes on a CPU.")] = "1",
+    runs: Annotated[int, typer.Option(help="Rounds over all sizes.", min=1)] = 5,
+    template: Annotated[
+        list[str] | None, typer.Option(help="Stages as FIRST-ENDxWORKERS, such as 0-9x2,9-18; again for more.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N: then the GPU's part alone is measured.")] = "cpu",
+    gpu_batches: Annotated[str, typer.Option(help="Batch sizes that are fitted on a GPU.")] = "1,2,4,8,16,32",
+    gpu_held_out: Annotated[str, typer.Option(help="Batch sizes that the GPU's fit is judged by.")] = "3,6,12,24",
+    base: Annotated[str | None, typer.Option(help="Profile that a GPU's part is put into.  [default: MODEL]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the profile here (YAML).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Measure a network on this machine by vCPUs, batch sizes and stages, and fit its profile.
+
+    Run it while nothing else does. Errors are of sizes that were not fitted.
+
+    Example: dovetail plan profile wrn50-4 --template 0-9x2,9-18 --out wrn50-4.yaml
+    """
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from dovetail.plan.function_profile import read_function_profile, write_function_profile
+    from dovetail.plan.profiling import Sweep, profile_cpu, profile_gpu
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, disable=as_json or not sys.stderr.isatty()) as progress:
+        task = progress.add_task(model, total=None)
+
+        def show(what: str) -> None:
+            progress.update(task, description=f"{model}: {what}")
+
+        if device == "cpu":
+            stages = tuple(_stages(text) for text in template or ())
+            sizes = (_numbers(vcpus, "--vcpus"), _numbers(held_out, "--held-out"), _whole(batches, "--batches"))
+            found, errors = asyncio.run(profile_cpu(model, Sweep(*sizes, runs, stages), show))
+        else:
+            known = read_function_profile(base or model)
+            sizes_gpu = _whole(gpu_batches, "--gpu-batches"), _whole(gpu_held_out, "--gpu-held-out")
+            found, errors = asyncio.run(profile_gpu(known, device, *sizes_gpu, runs, show))
+    if out is not None:
+        write_function_profile(out, found)
+    _print(found, errors, out, as_json)
+
+
+def _print(found: FunctionProfile, errors: list[Error], out: Path | None, as_json: bool) -> None:
+    if as_json:
+        print_json({"profile": found.model_dump(mode="json", exclude_none=True), "errors": errors})
+        return
+    rows = [
+        [error.what, f"{error.mean:.1%}", f"{error.p99:.1%}",
+         ", ".join(f"{x:g}: {measured:.3g} s ({predicted:.3g})" for x, measured, predicted in error.points)]
+        for error in errors
+    ]  # fmt: skip
+    print_table(("sizes held out", "error, mean", "error, p99", "measured (predicted)"), rows)
+    stages = [f"{max(stage.memory_gb for stage in part.stages):.2f}" for part in found.partitions]
+    print(f"memory: {found.memory_gb:.2f} GB in one function; largest stage of each template: {', '.join(stages)} GB")
+    print(f"start: {found.cold_start_s.cpu:.2f} s, of a stage {found.cold_start_s.stage:.2f} s")
+    if out is not None:
+        print(f"wrote {out}")
+
+
+def _stages(text: str) -> tuple[tuple[int, int, int], ...]:
+    stages = []
+    for part in text.split(","):
+        match = _STAGE.fullmatch(part.strip())
+        if match is None:
+            raise ConfigError(f"--template {text}: expected stages such as 0-9x2,9-18")
+        stages.append((int(match[1]), int(match[2]), int(match[3] or 1)))
+    return tuple(stages)
+
+
+def _numbers(text: str, option: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: expected numbers with commas between them") from error
+
+
+def _whole(text: str, option: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in _numbers(text, option))

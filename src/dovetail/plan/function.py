@@ -1,0 +1,99 @@
+"""A function process: layers of one model, computed for whoever holds the other end of its socket.
+
+Started as `python -m dovetail.plan.function FD`. Ends when the socket does.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from dovetail.engine.torch_import import import_torch_for_worker
+from dovetail.errors import DovetailError
+from dovetail.plan.frames import Answer, Call, FunctionDied, Spec, receive, send
+
+KIB = 1024
+
+
+class Computed(Protocol):
+    """What a process computes with."""
+
+    def run(self, call: Call, payload: bytearray) -> tuple[Answer, memoryview]: ...
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    spec, _ = receive(connection, Spec)
+    try:
+        computed = open_computed(spec)
+    except DovetailError as error:
+        send(connection, Answer(error=str(error)))
+        return
+    send(connection, Answer(memory_bytes=_peak_bytes()))
+    while True:
+        try:
+            call, payload = receive(connection, Call)
+        except (FunctionDied, ConnectionResetError):
+            return
+        answer, output = computed.run(call, payload)
+        send(connection, answer, output)
+
+
+def open_computed(spec: Spec) -> Computed:
+    import_torch_for_worker()
+    import torch
+
+    torch.set_num_threads(spec.threads)
+    if "/" in spec.model:
+        from dovetail.plan.decoder_stage import DecoderStage
+
+        return DecoderStage(spec)
+    return NetworkStage(spec)
+
+
+class NetworkStage:
+    """Layers of a network, on all rows or on a worker's share of them."""
+
+    def __init__(self, spec: Spec) -> None:
+        from dovetail.plan.assumed import chain_named
+        from dovetail.plan.networks import build_layers
+
+        self._chain = chain_named(spec.model)
+        self._spec = spec
+        self._layers = build_layers(int(spec.model.rpartition("-")[2]), spec.first, spec.end, spec.device)
+
+    def run(self, call: Call, payload: bytearray) -> tuple[Answer, memoryview]:
+        import torch
+
+        from dovetail.plan.networks import run_layers, run_share, shares_of
+
+        if call.threads:
+            torch.set_num_threads(call.threads)
+        started = time.perf_counter()
+        x = torch.frombuffer(payload, dtype=torch.float32).view(call.shape).to(self._spec.device)
+        if call.workers == 1:
+            output = run_layers(self._layers, x)
+        else:
+            share = shares_of(self._chain, self._spec.first, self._spec.end, call.workers)[call.worker]
+            output = run_share(self._layers, self._chain, self._spec.first, share, x)
+        output = output.cpu().contiguous()
+        seconds = time.perf_counter() - started
+        return Answer(seconds, tuple(output.shape), _peak_bytes()), _bytes_of(output)
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    return memoryview(tensor.numpy()).cast("B")
+
+
+def _peak_bytes() -> int:
+    """Of this program alone: what getrusage says has the process in it that started it."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * KIB if found is not None else 0
+
+
+if __name__ == "__main__":
+    main()

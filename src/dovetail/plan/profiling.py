@@ -1,0 +1,208 @@
+"""Measures a network as functions of several sizes on this machine, and fits its profile; the error is that at sizes
+which were not fitted.
+
+Rounds go over all sizes in turn, so that a slow minute of the machine slows none of them alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dovetail.machine import read_cpu
+from dovetail.plan.assumed import chain_named
+from dovetail.plan.chains import IMAGE, Chain
+from dovetail.plan.fits import (
+    Point,
+    fit_exponential,
+    fit_line,
+    fit_transfer,
+    mape,
+    percentile_99,
+)
+from dovetail.plan.function_profile import (
+    ColdStarts,
+    CurveSection,
+    FunctionProfile,
+    GpuSection,
+    PartitionSection,
+    StageSection,
+)
+from dovetail.plan.instances import Array, Instance, InstanceRun, StageSize
+from dovetail.plan.latency import CpuLatency
+
+GB = 1e9
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to measure."""
+
+    vcpus: tuple[float, ...]  # fitted
+    held_out: tuple[float, ...]  # predicted
+    batches: tuple[int, ...]
+    runs: int
+    templates: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # of each stage: first, end, workers
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        return tuple(sorted({*self.vcpus, *self.held_out}))
+
+
+@dataclass(frozen=True)
+class Error:
+    """Of one mode at the sizes held out, as shares."""
+
+    what: str
+    mean: float
+    p99: float
+    points: tuple[tuple[float, float, float], ...]  # size, measured mean, predicted
+
+
+Runs = dict[tuple[int, float], list[InstanceRun]]  # by batch and vCPUs
+
+
+async def profile_cpu(model: str, sweep: Sweep, show: Show) -> tuple[FunctionProfile, list[Error]]:
+    chain = chain_named(model)
+    show("one function")
+    whole, memory_gb, start_s = await _measure(chain, [(0, len(chain.layers), 1)], sweep, show)
+    curves = {batch: _curve(sweep.vcpus, _points(whole, batch, sweep.vcpus)) for batch in sweep.batches}
+    errors = [_cpu_error(f"cpu, batch {b}", curves, whole, b, sweep) for b in sweep.batches]
+    partitions, slowest_start_s = [], 0.0
+    for number, template in enumerate(sweep.templates):
+        show(f"template {number}")
+        runs, stage_gb, stage_start_s = await _measure(chain, template, sweep, show)
+        section = _partition(template, runs, stage_gb, sweep)
+        partitions.append(section)
+        errors.append(_partition_error(f"partitioned, template {number}", section, runs, sweep))
+        slowest_start_s = max(slowest_start_s, stage_start_s)
+    profile = FunctionProfile(
+        model=model,
+        source=f"measured on {read_cpu().model}, {sweep.runs} runs of each size; the 99th percentile is the slowest",
+        memory_gb=memory_gb[0],
+        vcpus=(min(sweep.sizes), max(sweep.sizes)),
+        cpu=curves,
+        partitions=tuple(partitions),
+        cold_start_s=ColdStarts(cpu=start_s, stage=slowest_start_s),
+    )
+    return profile, errors
+
+
+async def profile_gpu(
+    profile: FunctionProfile, device: str, batches: Sequence[int], held_out: Sequence[int], runs: int, show: Show
+) -> tuple[FunctionProfile, list[Error]]:
+    """The same profile with the GPU's part."""
+    chain = chain_named(profile.model)
+    instance = await Instance.start(chain, [StageSize(0, len(chain.layers), 1, 1.0)], device)
+    try:
+        seconds: dict[int, list[float]] = {batch: [] for batch in (*batches, *held_out)}
+        for batch in seconds:  # kernels are chosen in the first run of each size
+            await instance.run(_images(batch))
+        for number in range(runs):
+            show(f"{device}, round {number + 1} of {runs}")
+            for batch, taken in seconds.items():
+                taken.append((await instance.run(_images(batch))).stages[0].workers_s[0])
+        start_s, memory_gb = instance.start_s, chain.weight_bytes / GB + 2
+    finally:
+        await instance.close()
+    mean = {batch: sum(taken) / len(taken) for batch, taken in seconds.items()}
+    tail = {batch: percentile_99(taken) for batch, taken in seconds.items()}
+    xi1, xi2 = fit_line(batches, [mean[batch] for batch in batches])
+    fitted = [xi1 * batch + xi2 for batch in batches]
+    kappa1, kappa2 = fit_line(fitted, [tail[batch] for batch in batches])
+    section = GpuSection(mean=(xi1, xi2), p99=(kappa1, kappa2), memory_gb=memory_gb, max_batch=max(batches))
+    found = [(float(b), mean[b], xi1 * b + xi2) for b in held_out]
+    p99 = mape(lambda b: kappa1 * (xi1 * b + xi2) + kappa2, [(b, tail[b]) for b in held_out])
+    error = Error("gpu", mape(lambda b: xi1 * b + xi2, [(b, mean[b]) for b in held_out]), p99, tuple(found))
+    starts = profile.cold_start_s.model_copy(update={"gpu": start_s})
+    return profile.model_copy(update={"gpu": section, "cold_start_s": starts}), [error]
+
+
+def _images(batch: int) -> Array:
+    return np.random.default_rng(batch).standard_normal((batch, 3, IMAGE, IMAGE), dtype=np.float32)
+
+
+async def _measure(
+    chain: Chain, template: Sequence[tuple[int, int, int]], sweep: Sweep, show: Show
+) -> tuple[Runs, list[float], float]:
+    """Runs, and of each stage the memory of a worker; the slowest start."""
+    sizes = [StageSize(first, end, workers, max(sweep.sizes)) for first, end, workers in template]
+    instance = await Instance.start(chain, sizes)
+    runs: Runs = {(batch, vcpus): [] for batch in sweep.batches for vcpus in sweep.sizes}
+    try:
+        for batch in sweep.batches:  # memory is taken in the first run of each size
+            await instance.run(_images(batch))
+        for number in range(sweep.runs):
+            for (batch, vcpus), taken in runs.items():
+                show(f"round {number + 1} of {sweep.runs}: batch {batch} on {vcpus:g} vCPUs")
+                instance.resize(vcpus)
+                taken.append(await instance.run(_images(batch)))
+                await asyncio.sleep(0.05)  # let a quota that was overdrawn recover
+        firsts, memory = instance.functions, []
+        for size in sizes:
+            memory.append(max(function.memory_bytes for function in firsts[: size.workers]) / GB)
+            firsts = firsts[size.workers :]
+        return runs, memory, instance.start_s
+    finally:
+        await instance.close()
+
+
+def _points(runs: Runs, batch: int, sizes: Sequence[float], stage: int | None = None) -> list[Point]:
+    points = []
+    for vcpus in sizes:
+        taken = runs[batch, vcpus]
+        seconds = [
+            max(run.stages[stage].workers_s) if stage is not None else run.stages[0].workers_s[0] for run in taken
+        ]
+        points.append(Point(vcpus, sum(seconds) / len(seconds), percentile_99(seconds), len(seconds)))
+    return points
+
+
+def _curve(sizes: Sequence[float], points: Sequence[Point]) -> CurveSection:
+    mean = fit_exponential(sizes, [point.mean_s for point in points])
+    tail = fit_exponential(sizes, [point.p99_s for point in points])
+    return CurveSection(mean=(mean.alpha, mean.beta, mean.gamma), p99=(tail.alpha, tail.beta, tail.gamma))
+
+
+def _cpu_error(what: str, curves: dict[int, CurveSection], runs: Runs, batch: int, sweep: Sweep) -> Error:
+    from dovetail.plan.function_profile import cpu_latency
+
+    latency: CpuLatency = cpu_latency(curves)
+    points = _points(runs, batch, sweep.held_out)
+    return Error(
+        what,
+        mape(lambda c: latency.mean_s(batch, c), [(point.x, point.mean_s) for point in points]),
+        mape(lambda c: latency.p99_s(batch, c), [(point.x, point.p99_s) for point in points]),
+        tuple((point.x, point.mean_s, latency.mean_s(batch, point.x)) for point in points),
+    )
+
+
+def _partition(
+    template: Sequence[tuple[int, int, int]], runs: Runs, memory_gb: Sequence[float], sweep: Sweep
+) -> PartitionSection:
+    stages = []
+    for place, (first, end, workers) in enumerate(template):
+        curves = {b: _curve(sweep.vcpus, _points(runs, b, sweep.vcpus, place)) for b in sweep.batches}
+        stages.append(StageSection(layers=(first, end), workers=workers, memory_gb=memory_gb[place], cpu=curves))
+    passes = len(template) - 1
+    passing = [(b, run.passing_s / passes) for b in sweep.batches for c in sweep.vcpus for run in runs[b, c]]
+    transfer = fit_transfer([batch for batch, _ in passing], [seconds for _, seconds in passing])
+    return PartitionSection(transfer=(transfer.theta0, transfer.theta1), stages=tuple(stages))
+
+
+def _partition_error(what: str, section: PartitionSection, runs: Runs, sweep: Sweep) -> Error:
+    """End to end, the first batch size."""
+    batch, passes = sweep.batches[0], (len(section.stages) - 1) * section.passing(sweep.batches[0])
+    found, tails = [], []
+    for vcpus in sweep.held_out:
+        seconds = [run.seconds for run in runs[batch, vcpus]]
+        predicted = sum(stage.latency.mean_s(batch, vcpus) for stage in section.stages) + passes
+        tail = sum(stage.latency.p99_s(batch, vcpus) for stage in section.stages) + passes
+        found.append((vcpus, sum(seconds) / len(seconds), predicted))
+        tails.append(abs(tail - percentile_99(seconds)) / percentile_99(seconds))
+    mean = sum(abs(predicted - measured) / measured for _, measured, predicted in found) / len(found)
+    return Error(what, mean, sum(tails) / len(tails), tuple(found))
