@@ -97,8 +97,21 @@ class ModelConfig(_Section):
 class ServerConfig(_Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    max_body_bytes: Size = 16 * 1024 * 1024
     max_queue: int = Field(default=512, ge=1)  # unfinished requests in the whole server; more are answered 503
+    # What clients may hold of the gateway's memory and descriptors before anything is answered.
+    max_body_bytes: Size = 2 * 1024 * 1024  # of one request
+    max_body_memory: Size = 64 * 1024 * 1024  # of all bodies that are being received and read; more are answered 503
+    max_tokenize_bytes: Size = 512 * 1024  # of a text for /tokenize, which takes 200 times that for a moment
+    max_connections: int = Field(default=2048, ge=1)  # the one that has waited longest for its client gives way
+    header_timeout: Duration = Field(default=10.0, gt=0)  # from the connection, or the first byte, to the last header
+    body_timeout: Duration = Field(default=30.0, gt=0)  # from the last header to the end of the body
+    # Without keys, requests must be addressed to this machine: by a loopback name, an address, or one of these names.
+    # Given together with keys they are checked too; "*" = any.
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # pages that may call from a browser, as https://chat.example.org
+    open_to_network: bool = False  # listen beyond this machine although there are no keys
+    access_log: Path | None = None  # a JSON line per request, without prompts; "-" = standard error
+    audit_log: Path | None = None  # a JSON line per act of administration; they are in the log in any case
     # Of a chat without max_tokens, within the context; a model may have its own.
     default_max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=1)
     drain_timeout: Duration = 120.0  # how long SIGTERM waits for streams
@@ -139,11 +152,21 @@ class StoreConfig(_Section):
         return (self.path.expanduser() if self.path is not None else default_root()) / "profiles"
 
 
+def _not_empty(key: SecretStr) -> SecretStr:
+    if not key.get_secret_value().strip():
+        raise ValueError("the key is empty")  # a variable that is set to nothing, say
+    return key
+
+
 class KeyConfig(_Section):
-    name: str
-    key: SecretStr
-    requests_per_minute: int | None = Field(default=None, ge=1)  # more are answered 429
-    admin: bool = False  # may add, change and remove models through /api
+    name: str = Field(min_length=1, max_length=128)
+    key: Annotated[SecretStr, AfterValidator(_not_empty)]
+    # More are answered 429. Each prompt counts as often as it is answered (n).
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)  # of prompts and answers
+    max_unfinished: int | None = Field(default=None, ge=1)  # answers at a time; None = its share of the queue
+    admin: bool = False  # may use /api: look, add, change and remove models
+    metrics: bool = False  # may read /metrics, which speak of every tenant's requests; an admin may, too
 
 
 def _distinct_keys(keys: tuple[KeyConfig, ...]) -> tuple[KeyConfig, ...]:

@@ -7,9 +7,11 @@ DovetailError
 │   ├── Unauthenticated          401  no key, or an unknown one
 │   ├── ModelNotFound            404  no such model in the catalogue
 │   ├── PermissionDenied         403  this key, or this client without one, may not do that
+│   ├── RequestTimeout           408  the client did not send the rest of its request
 │   ├── Conflict                 409  the name is taken, or the model is in use
 │   ├── PayloadTooLarge          413  request body over the limit
 │   ├── UnsupportedMediaType     415  a body that is not announced as JSON
+│   ├── MisdirectedRequest       421  addressed to a name that is not this server's
 │   ├── Unprocessable            422  well formed, but cannot be honoured (a schema that does not compile)
 │   ├── QuotaExceeded            429  this key's quota is spent; says when to come back
 │   ├── EngineFailed             500  the worker failed while serving this request
@@ -76,6 +78,11 @@ class PermissionDenied(RequestError):
     kind = "permission_error"
 
 
+class RequestTimeout(RequestError):
+    status = 408
+    kind = "invalid_request_error"
+
+
 class Conflict(RequestError):
     status = 409
     kind = "invalid_request_error"
@@ -88,6 +95,11 @@ class UnsupportedMediaType(RequestError):
 
 class PayloadTooLarge(RequestError):
     status = 413
+    kind = "invalid_request_error"
+
+
+class MisdirectedRequest(RequestError):
+    status = 421
     kind = "invalid_request_error"
 
 

@@ -173,10 +173,30 @@ def release_memory() -> None:
     """For a process that has fallen idle: give freed memory, which the C library keeps, back to the system, and unmap
     the code that was run. That stays in the page cache and comes back, 16 pages at a time, when it is run again."""
     gc.collect()
-    with suppress(AttributeError, OSError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_memory()
     with suppress(OSError):  # Linux only
         _unmap_code(Path("/proc/self/smaps").read_text())
+
+
+def hide_argument(text: str) -> None:
+    """Overwrite this in the command line that other users of the machine see. Linux only; elsewhere it stays."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+    except (OSError, ValueError, IndexError):
+        return
+    secret = text.encode()
+    arguments = ctypes.string_at(start, end - start) if 0 < start < end else b""
+    place = arguments.find(secret) if secret else -1
+    while place >= 0:
+        ctypes.memset(start + place, ord("x"), len(secret))
+        place = arguments.find(secret, place + len(secret))
+
+
+def trim_memory() -> None:
+    """Give freed memory, which the C library keeps for later, back to the system."""
+    with suppress(AttributeError, OSError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _unmap_code(smaps: str) -> None:

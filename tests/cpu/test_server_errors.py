@@ -85,6 +85,7 @@ auth:
   keys:
     - {{name: free, key: "${{env.TEST_KEY}}"}}
     - {{name: slow, key: sk-slow, requests_per_minute: 2}}
+    - {{name: boss, key: sk-boss, admin: true}}
 """)
     with running_server("--config", config, environment={"TEST_KEY": "sk-free"}) as server:
         yield server
@@ -138,7 +139,7 @@ def test_a_body_over_the_limit_is_a_413(guarded_server: Server) -> None:
 
 
 def test_an_idle_model_leaves_after_its_keep_alive(guarded_server: Server) -> None:
-    header = {"authorization": "Bearer sk-free"}
+    header = {"authorization": "Bearer sk-boss"}
     assert create(guarded_server.client(api_key="sk-free")).choices
 
     def models() -> list[Any]:

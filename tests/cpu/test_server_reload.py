@@ -102,7 +102,7 @@ def test_a_mistake_leaves_everything_as_it_was(edited: Edited, models: str, says
     assert says in line, line
     assert str(edited.file) in line
     assert edited.names() == {"qwen3", "fine"}
-    assert says in edited.server.get("/health").json()["config_problem"]
+    assert says in edited.server.get("/health", headers=KEY).json()["config_problem"]
     assert edited.server.client(api_key="sk-boss").completions.create(model="fine", prompt="a", max_tokens=2).choices
     assert edited.server.process.poll() is None
 

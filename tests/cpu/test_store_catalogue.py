@@ -22,6 +22,7 @@ from dovetail.machine import default_root, preferred_dtype
 from dovetail.store import Catalogue, open_checkpoint
 from dovetail.store.format import partition_files
 from dovetail.store.place import source_key
+from dovetail.store.watched import WatchedCatalogue
 from dovetail.worker.hosting import Profiles
 
 TinyFolder = Callable[[str], Path]
@@ -211,3 +212,43 @@ def test_the_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert Catalogue(tmp_path / "x").root == tmp_path / "x"
     monkeypatch.delenv("DOVETAIL_HOME")
     assert default_root() == Path.home() / ".cache" / "dovetail"
+
+
+def test_a_server_asks_for_unknown_models_without_reading_the_others_again(
+    catalogue: Catalogue, tiny_folder: TinyFolder
+) -> None:
+    for name in ("one", "two"):
+        catalogue.pull(str(tiny_folder("qwen2")), name=name)
+    watched = WatchedCatalogue(catalogue)
+    cards = watched.cards()
+    opened: list[str] = []
+    watching = True
+    root = str(catalogue.root)
+    sys.addaudithook(lambda event, args: opened.append(args[0]) if watching and _opens(event, args, root) else None)
+    for _ in range(3):
+        assert watched.get("one") == cards[0]
+        for unknown in ("tow", "nothing-like-it", "x" * 128):
+            with pytest.raises(ModelNotFound):
+                watched.get(unknown)
+    watching = False
+    assert opened == []
+    with pytest.raises(ModelNotFound, match="did you mean two"):
+        watched.get("tow")
+    catalogue.pull(str(tiny_folder("llama")), name="one", force=True)
+    assert watched.get("one") == catalogue.get("one") != cards[0]
+    catalogue.remove("two")
+    assert [card.name for card in watched.cards()] == ["one"]
+    with pytest.raises(ModelNotFound, match="there are one"):
+        watched.get("nothing-like-it")
+
+
+def _opens(event: str, args: tuple[object, ...], root: str) -> bool:
+    return event == "open" and isinstance(args[0], str) and args[0].startswith(root)
+
+
+def test_an_unknown_model_of_a_store_that_cannot_be_written_is_unknown(catalogue: Catalogue) -> None:
+    catalogue.place.models.mkdir(parents=True)
+    (catalogue.root / "locks").write_text("")  # as good as a file system that is read only, also for root
+    for each in (catalogue, WatchedCatalogue(catalogue)):
+        with pytest.raises(ModelNotFound):
+            each.get("nothing")

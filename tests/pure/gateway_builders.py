@@ -32,6 +32,7 @@ SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
 END = 256
 CONTEXT = 512
 LIMITS = Limits(max_queue=64)
+LOCAL_TOKEN = "at-this-machine"
 
 
 def byte_level_tokenizer() -> Tokenizer:
@@ -107,7 +108,9 @@ class FakeStore:
 
 def make_admin(service: Service, config: Config | None = None, file: ConfigFile | None = None) -> Admin:
     store = FakeStore(*(model.card for model in service.models.all()))
-    return Admin(service, Settings(config or Config(), None if file is None else "dovetail.yaml"), store, file)
+    settings = Settings(config or Config(), None if file is None else "dovetail.yaml")
+    settings.keys.set_local_token(LOCAL_TOKEN)
+    return Admin(service, settings, store, file)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_builders import FakeStore, eventually, make_admin, make_card, running_service
+from gateway_builders import LOCAL_TOKEN, FakeStore, eventually, make_admin, make_card, running_service
 
 from dovetail.config import Config, parse_config
 from dovetail.errors import ConfigError, ModelNotFound
@@ -21,6 +21,7 @@ from dovetail.gateway.models import FixedCatalogue, Offer
 from dovetail.types import ModelCard
 
 TEXT = {"model": "fake", "prompt": "ab", "max_tokens": 4}
+LOCAL = {"authorization": f"Bearer {LOCAL_TOKEN}"}
 Test = Callable[[httpx.AsyncClient, Admin], Awaitable[None]]
 
 
@@ -54,7 +55,9 @@ def on_admin(
             service.is_ready = True
             admin = make_admin(service, Config.model_validate(config or {}), file)
             transport = httpx.ASGITransport(make_app(admin), raise_app_exceptions=False, client=(client, 1))  # type: ignore[arg-type]
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as http:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost", timeout=30, headers=LOCAL
+            ) as http:
                 await asyncio.wait_for(test(http, admin), 60)
             assert service.unfinished == 0
 
@@ -255,9 +258,10 @@ KEYS = {"auth": {"keys": [{"name": "tenant", "key": "sk-tenant"}, {"name": "boss
 def test_only_admin_keys_change_the_server(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, admin: Admin) -> None:
         tenant, boss = ({"authorization": f"Bearer sk-{name}"} for name in ("tenant", "boss"))
-        for path in ("/api/models", "/api/pulls", "/api/ps", "/api/models/fake"):
+        for path in ("/api/models", "/api/pulls", "/api/ps", "/api/models/fake", "/metrics"):
             assert (await client.get(path)).status_code == 401
-            assert (await client.get(path, headers=tenant)).status_code == 200
+            assert (await client.get(path, headers=tenant)).status_code == 403
+            assert (await client.get(path, headers=boss)).status_code == 200
         assert (await client.post("/api/models/fake/load", headers=boss)).status_code == 200
         for response in (
             await client.delete("/api/models/fake", headers=tenant),
@@ -280,12 +284,26 @@ def test_without_keys_only_this_machine_changes_the_server(tmp_path: Path) -> No
         assert (await ask(client, "fake")).status_code == 200
 
     async def near(client: httpx.AsyncClient, admin: Admin) -> None:
-        for header in ({"x-forwarded-for": "10.0.0.7"}, {"sec-fetch-site": "cross-site"}):
+        for header in ({"authorization": ""}, {"authorization": "Bearer none"}, {"sec-fetch-site": "cross-site"}):
             assert (await client.post("/api/models/fake/unload", headers=header)).status_code == 403
+        assert (await client.get("/api/config", headers={"authorization": ""})).status_code == 403
+        assert (await client.get("/api/ps", headers={"authorization": ""})).status_code == 200
         assert (await client.post("/api/models/fake/unload")).status_code == 200
+
+    async def stranger(client: httpx.AsyncClient, admin: Admin) -> None:
+        """Sees that a model is there, not where it is from."""
+        added = await client.post("/api/models", json={"name": "new", "source": "fake"})
+        assert (added.status_code, added.json()["source"]) == (201, "fake")
+        shown = (await client.get("/api/models/new", headers={"authorization": ""})).json()
+        assert (shown["name"], shown["source"]) == ("new", "")
+        assert all(
+            model["source"] == ""
+            for model in (await client.get("/api/models", headers={"authorization": ""})).json()["data"]
+        )
 
     on_admin(tmp_path, far, client="10.0.0.7")
     on_admin(tmp_path, near, client="::1")
+    on_admin(tmp_path, stranger)
 
 
 def test_a_file_that_is_read_again_changes_what_it_names_and_nothing_else(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def on_app(folder: Path, test: Test, *, auth: AuthConfig | None = None, **server
             service.is_ready = True
             app = make_app(make_admin(service, Config(server=ServerConfig(**server), auth=auth or AuthConfig())))
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)  # type: ignore[arg-type]
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
                 await asyncio.wait_for(test(client, service), 60)
 
     asyncio.run(run())
@@ -293,8 +293,9 @@ def test_keys_are_asked_for_and_their_quotas_hold(tmp_path: Path) -> None:
             response = await client.get("/v1/models", headers=headers)
             check_error(response, 401)
             assert response.headers["www-authenticate"] == "Bearer"
-        for path in ("/health", "/live", "/version", "/metrics", "/openapi.json"):
+        for path in ("/health", "/live", "/version", "/openapi.json"):
             assert (await client.get(path)).status_code == 200, path
+        check_error(await client.get("/metrics"), 401)
         slow = {"authorization": "Bearer sk-slow"}
         for _ in range(2):
             assert (await client.post("/v1/completions", json=TEXT, headers=slow)).status_code == 200
@@ -420,6 +421,17 @@ def test_an_unexpected_failure_is_a_500_in_the_same_shape(tmp_path: Path, monkey
         monkeypatch.setattr(service, "check_admission", lambda: 1 / 0)
         error = check_error(await client.post("/v1/completions", json=TEXT), 500)
         assert "division" not in error["message"]
+
+        class PanicException(BaseException):  # what a panic in a library's Rust becomes
+            pass
+
+        for failure in (PanicException("called `Option::unwrap()`"), RecursionError("maximum recursion depth")):
+
+            def fail(failure: BaseException = failure) -> None:
+                raise failure
+
+            monkeypatch.setattr(service, "check_admission", fail)
+            check_error(await client.post("/v1/completions", json=TEXT), 500)
 
     on_app(tmp_path, test)
 

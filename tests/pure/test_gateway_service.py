@@ -394,3 +394,24 @@ def test_models_with_the_same_tokenizer_file_share_it_while_they_live() -> None:
     del first
     gc.collect()
     assert kept() is None
+
+
+def test_a_newcomer_finds_room_beside_keys_that_take_what_they_can(tmp_path: Path) -> None:
+    async def test(service: Service) -> None:
+        async def fill(key: str) -> int:
+            held = 0
+            while True:
+                try:
+                    service.check_admission(1, key)
+                except Overloaded:
+                    return held
+                service._begin(1, key)
+                held += 1
+
+        shares = [await fill(key) for key in ("first", "second", "third")]
+        assert shares == [32, 16, 8]
+        assert [await fill(key) for key in ("first", "second", "third", "fourth")] == [0, 0, 0, 4]
+        for key, held in zip(("first", "second", "third", "fourth"), (*shares, 4), strict=True):
+            service._end(held, key)
+
+    on_service(tmp_path, test, limits=Limits(max_queue=64))

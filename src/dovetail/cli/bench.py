@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dovetail.cli.bench_abuse import abuse
 from dovetail.cli.bench_engines import engines
 from dovetail.cli.bench_many import many
 from dovetail.cli.output import human_bytes, print_json
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure this machine and this build.", no_args_is_help=True)
 app.command("many")(many)
 app.command("engines")(engines)
+app.command("abuse")(abuse)
 
 
 @app.callback()

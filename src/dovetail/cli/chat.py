@@ -107,7 +107,7 @@ def _serves(url: str, model: str) -> bool:
     import httpx
 
     try:
-        response = httpx.get(f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}", headers=key_header(), timeout=2)
+        response = httpx.get(f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}", headers=key_header(url), timeout=2)
         return response.status_code == 200 and "id" in response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError):
         return False
@@ -241,7 +241,7 @@ class RemoteChat:
     async def open(self) -> None:
         import httpx
 
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(10, read=600), headers=key_header())
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(10, read=600), headers=key_header(self._url))
 
     async def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]:
         import httpx

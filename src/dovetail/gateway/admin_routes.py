@@ -1,7 +1,7 @@
 """The admin API under `/api`: models that come, change and go; pulls; the configuration.
 
-Who may call is `middleware`'s: what changes nothing (`GET`) is for everyone who may ask the models, the rest is for
-keys with admin: true.
+Who may call is `keys`': with keys those with admin: true; without, everyone may look (sources are left out), and
+whoever has the token of this machine may change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from starlette.responses import Response
 
 from dovetail.errors import ConfigError, InvalidRequest
 from dovetail.gateway.admin import Admin
-from dovetail.gateway.admin_api import AddModel, ChangeModel, ConfigState, Ended, ModelState, ModelStates, PullList
+from dovetail.gateway.admin_api import (
+    AddModel,
+    ChangeModel,
+    ConfigState,
+    Ended,
+    ModelState,
+    ModelStates,
+    PullList,
+    PullState,
+)
 from dovetail.gateway.endpoint import Responses, json_response, read_body, request_body, responses
 from dovetail.gateway.model_states import model_state, model_states, pull_state
 
@@ -57,14 +66,14 @@ class AdminEndpoints:
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
 
-    async def list_models(self) -> Response:
+    async def list_models(self, request: Request) -> Response:
         """Every model: where it is, what it holds, how well it does."""
         models = await asyncio.to_thread(self._admin.service.models.all)
-        return json_response(ModelStates(data=model_states(self._admin, models)))
+        return json_response(ModelStates(data=[_shown(state, request) for state in model_states(self._admin, models)]))
 
-    async def show(self, name: str) -> Response:
+    async def show(self, name: str, request: Request) -> Response:
         """One model."""
-        return json_response(model_state(self._admin, name))
+        return json_response(_shown(model_state(self._admin, name), request))
 
     async def add(self, request: Request) -> Response:
         """Offer one more model, until the server ends. 201: it is there. 202: it is being pulled."""
@@ -93,9 +102,10 @@ class AdminEndpoints:
         """Free its memory; the next request loads it again. A busy one only with ?force=true."""
         return json_response(Ended(name=name, unfinished=self._admin.unload(name, force=_flag(request, "force"))))
 
-    async def list_pulls(self) -> Response:
+    async def list_pulls(self, request: Request) -> Response:
         """Models on their way into the store, and how the last ones ended."""
-        return json_response(PullList(data=[pull_state(pull) for pull in self._admin.pulls.all()]))
+        pulls = [pull_state(pull) for pull in self._admin.pulls.all()]
+        return json_response(PullList(data=[_shown_pull(pull, request) for pull in pulls]))
 
     async def show_config(self) -> Response:
         """The configuration in force, and why the last one was refused if it was."""
@@ -117,6 +127,20 @@ class AdminEndpoints:
         except ConfigError as error:
             raise InvalidRequest(str(error), code="invalid_config") from error
         return await self.show_config()
+
+
+def _shown(state: ModelState, request: Request) -> ModelState:
+    """Sources and what went wrong with them may name paths and buckets, which are the administrator's."""
+    if request.state.caller.is_admin:
+        return state
+    pull = None if state.pull is None else _shown_pull(state.pull, request)
+    return state.model_copy(update={"source": "", "pull": pull})
+
+
+def _shown_pull(pull: PullState, request: Request) -> PullState:
+    if request.state.caller.is_admin:
+        return pull
+    return pull.model_copy(update={"source": "", "error": pull.error and "the log says why"})
 
 
 def _flag(request: Request, name: str) -> bool:

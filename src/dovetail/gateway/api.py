@@ -8,21 +8,38 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from dovetail.errors import InvalidRequest
+from dovetail.gateway.bodies import check_json_size
 from dovetail.gateway.options import check_options
 from dovetail.gateway.tools.schema import Tool, ToolChoice
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
+MAX_BIASED = 1024
 _MAX_LIMIT = 2**31 - 1
 _UNION_TAGS = {"str", "int", "float", "bool", "list", "dict", "none", "any"}
 
 TokenId = Annotated[int, Field(ge=0, le=_MAX_LIMIT)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+FAIL_FAST = Field(fail_fast=True)  # one wrong item is enough: each further one would cost an error of its own
+
+
+def _check_bias_length(bias: object) -> object:
+    """First, because each wrong entry of a long one would cost an error of its own."""
+    if isinstance(bias, dict) and len(bias) > MAX_BIASED:
+        raise InvalidRequest(f"logit_bias has more than {MAX_BIASED} entries", param="logit_bias", code="invalid_value")
+    return bias
+
+
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIASED),
+    BeforeValidator(_check_bias_length),
+]
 
 
 class _Body(BaseModel):
@@ -72,10 +89,13 @@ class GenerationBody(_Body):
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
+    logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
         default=None, description="flex = best effort: served when nobody with a target waits"
+    )
+    cache_salt: str | None = Field(
+        default=None, max_length=256, description="prefixes are shared with requests of the same salt only"
     )
     # Extensions, named as in vLLM.
     top_k: int | None = Field(default=None, ge=-1, le=_MAX_LIMIT, description="0 or -1 = off")
@@ -145,9 +165,9 @@ class Message(BaseModel):
 
     # Besides system, developer, user, assistant and tool, some templates know roles of their own.
     role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], FAIL_FAST] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -158,18 +178,18 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationBody):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Annotated[list[Message], FAIL_FAST] = Field(min_length=1, max_length=4096)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_LIMIT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] | None = Field(default=None, max_length=512)
+    tools: Annotated[list[Tool], FAIL_FAST] | None = Field(default=None, max_length=512)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="on unless false")
     include_reasoning: bool | None = Field(default=None, description="on unless false")
     thinking_token_budget: int | None = Field(
         default=None, ge=0, le=_MAX_LIMIT, description="tokens after which the model is made to answer"
     )
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(default=None, max_length=32, description="for templates that ask for it")
     echo: bool | None = Field(default=None, description="with a final message of the assistant: its text comes first")
@@ -197,9 +217,13 @@ class ChatRequest(GenerationBody):
 
 Prompt = Annotated[
     str
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)],
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), FAIL_FAST]
+    | Annotated[list[TokenId], Field(min_length=1), FAIL_FAST]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(min_length=1), FAIL_FAST]],
+        Field(min_length=1, max_length=MAX_PROMPTS),
+        FAIL_FAST,
+    ],
     Field(description="text, token ids, or several of either"),
 ]
 
@@ -235,11 +259,11 @@ class TokenizeRequest(_Body):
 
     model: str = Field(min_length=1, max_length=512)
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=4096)
+    messages: Annotated[list[Message], FAIL_FAST] | None = Field(default=None, min_length=1, max_length=4096)
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = Field(default=None, description="on unless continue_final_message")
     continue_final_message: bool | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=512)
+    tools: Annotated[list[Tool], FAIL_FAST] | None = Field(default=None, max_length=512)
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -264,14 +288,16 @@ class TokenizeRequest(_Body):
 
 class DetokenizeRequest(_Body):
     model: str = Field(min_length=1, max_length=512)
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FAIL_FAST]
 
 
 BodyType = TypeVar("BodyType", bound=BaseModel)
 
 
 def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
-    """The one way in: malformed JSON, bad UTF-8, lone surrogates, NaN and endless nesting end here as a 400."""
+    """The one way in: malformed JSON, bad UTF-8, lone surrogates, NaN, endless nesting and more values than any
+    request needs end here as a 400."""
+    check_json_size(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

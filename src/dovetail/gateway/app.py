@@ -5,13 +5,16 @@ The boundary of the gateway process: the only place that catches everything.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,7 +25,9 @@ from dovetail.gateway.admin import Admin
 from dovetail.gateway.admin_api import AddModel, ChangeModel
 from dovetail.gateway.admin_routes import make_admin_router
 from dovetail.gateway.api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from dovetail.gateway.middleware import Auth, BodyLimit, RequestIds
+from dovetail.gateway.logs import AuditLog, JsonLines, access_record, is_administration
+from dovetail.gateway.middleware import Auth, BodyLimit, BodyMemory, RequestIds
+from dovetail.gateway.origins import OriginGate
 from dovetail.gateway.replies import ErrorBody, ErrorDetail
 from dovetail.gateway.respond import problem_response
 from dovetail.gateway.routes import make_router
@@ -42,6 +47,7 @@ _BODIES: tuple[type[Any], ...] = (
 def make_app(admin: Admin) -> ASGIApp:
     service, settings = admin.service, admin.settings
     app = FastAPI(title="Dovetail", version=dovetail.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.settings, app.state.lanes = settings, service.models.lanes
     app.include_router(make_router(service, settings))
     app.include_router(make_admin_router(admin))
     app.add_middleware(Boundary)
@@ -49,17 +55,35 @@ def make_app(admin: Admin) -> ASGIApp:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
 
-    def report(scope: Scope, status: int) -> None:
-        route = getattr(scope.get("route"), "path", "other")
-        service.metrics.http.labels(route, str(status)).inc()
+    return _with_middlewares(app, admin)
 
-    limited = BodyLimit(app, lambda: settings.max_body_bytes)
-    guarded = Auth(limited, settings.keys)
-    return RequestIds(guarded, report)
+
+def _with_middlewares(app: FastAPI, admin: Admin) -> ASGIApp:
+    """From the inside out; a request passes them from the outside in."""
+    settings, server = admin.settings, admin.settings.config.server
+    access, audit = JsonLines(server.access_log), AuditLog(server.audit_log)
+
+    def on_status(scope: Scope, status: int) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        admin.service.metrics.http.labels(route, str(status)).inc()
+        if is_administration(scope):
+            audit.write(scope, status)
+
+    def on_end(scope: Scope, status: int, sent: int) -> None:
+        if access.is_open:
+            access.write(access_record(scope, status, sent, time.monotonic()))
+
+    memory = BodyMemory(lambda: settings.config.server.max_body_memory)
+    layers: ASGIApp = BodyLimit(app, lambda: settings.max_body_bytes, memory)
+    layers = OriginGate(Auth(layers, settings.keys), lambda: settings.origin_rules)
+    if server.allowed_origins:
+        layers = CORSMiddleware(layers, server.allowed_origins, ("GET", "POST"), ("*",))
+    return RequestIds(Boundary(layers), on_status, on_end)
 
 
 class Boundary:
-    """Whatever goes wrong below ends here, as a 500 and one logged traceback; the server stays."""
+    """Whatever goes wrong below ends here, as a 500 and one logged traceback; the server stays. Inside of FastAPI's own
+    layers, which would answer in plain text, and outside of ours."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -79,7 +103,9 @@ class Boundary:
         except TimeoutError:
             logger.warning("a client stopped reading its answer and was dropped")
             raise  # the server closes the connection of an unfinished answer
-        except Exception as error:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in a library's Rust is no Exception
             if isinstance(error, RequestError) and not has_started:
                 await problem_response(error)(scope, receive, send)
                 return

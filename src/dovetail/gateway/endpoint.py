@@ -10,11 +10,11 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from dovetail.errors import InvalidRequest, UnsupportedMediaType
+from dovetail.errors import RequestTimeout, UnsupportedMediaType
 from dovetail.gateway.api import parse_body
 from dovetail.gateway.replies import ErrorBody
 
-BODY_TIMEOUT_S = 60.0
+_INLINE_BYTES = 32 * 1024  # parsed in a millisecond or two, whatever is in them
 
 Responses = dict[int | str, dict[str, Any]]
 Handler = Callable[..., Awaitable[Response]]
@@ -34,13 +34,20 @@ def responses(answer: type[BaseModel], errors: Sequence[int] = ()) -> Responses:
 
 
 async def read_body(kind: type[Body], request: Request) -> Body:
+    """The body as a record. Not `request.body()`, which would be kept for as long as the answer takes."""
     _check_media_type(request.headers.get("content-type", ""))
+    settings, lanes = request.app.state.settings, request.app.state.lanes
+    timeout_s = settings.config.server.body_timeout
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await request.body()
+        async with asyncio.timeout(timeout_s):
+            body = b"".join([piece async for piece in request.stream()])
     except TimeoutError:
-        raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s", code="timeout") from None
-    return parse_body(kind, body)
+        raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s", code="timeout") from None
+    if len(body) <= _INLINE_BYTES:
+        return parse_body(kind, body)
+    lanes.note(len(body))
+    parsed: Body = await lanes.parse.run(lambda: parse_body(kind, body))
+    return parsed
 
 
 def _check_media_type(content_type: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import socket
+from ipaddress import ip_address
 
+from dovetail.config import Config
 from dovetail.errors import ConfigError
 
 
@@ -22,6 +24,23 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
     listener.setblocking(False)
     return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address that is listened on."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(host: str, config: Config) -> None:
+    """Everyone who reaches a server without keys may use it: beyond this machine only if that was said."""
+    if not is_loopback(host) and not config.auth.keys and not config.server.open_to_network:
+        raise ConfigError(
+            f"listening on {host} without API keys lets everyone in the network use this server; set auth.keys or "
+            "DOVETAIL_API_KEY, or say --open-to-network (server.open_to_network: true) if that is meant"
+        )
 
 
 def base_url(listener: socket.socket) -> str:

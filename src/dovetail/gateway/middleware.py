@@ -1,37 +1,34 @@
-"""Around every request, as plain ASGI: its id, who may call, how often, and how much they may send."""
+"""Around every request, as plain ASGI: its id and its line in the log, who may call, and how much they may send."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import ipaddress
 import re
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dovetail.config import KeyConfig
-from dovetail.errors import PayloadTooLarge, PermissionDenied, QuotaExceeded, RequestError, Unauthenticated
+from dovetail.errors import Overloaded, PayloadTooLarge, RequestError
+from dovetail.gateway.clients import current_client
+from dovetail.gateway.keys import Keys
 from dovetail.gateway.respond import problem_response
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
-_OPEN_PATHS = {"/health", "/live", "/version", "/metrics", "/openapi.json"}  # probes and scrapers carry no key
-_METERED_PATHS = {"/v1/chat/completions", "/v1/completions"}
-_ADMIN_PREFIX = "/api/"
-_CONFIG_PATH = "/api/config"  # sources may hold what is not for everyone
-_WINDOW_S = 60.0
 
 
 class RequestIds:
-    """Echoes X-Request-Id where it is a plain word, gives one where not, and reports the status of each answer."""
+    """Echoes X-Request-Id where it is a plain word and gives one where not; reports the status of each answer when it
+    begins, and when it is over that and the bytes sent (status 0: the client left before there was an answer)."""
 
-    def __init__(self, app: ASGIApp, report: Callable[[Scope, int], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, on_status: Callable[[Scope, int], None], on_end: Callable[[Scope, int, int], None]
+    ) -> None:
         self._app = app
-        self._report = report
+        self._on_status = on_status
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,99 +37,27 @@ class RequestIds:
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         scope["state"]["arrived_s"] = time.monotonic()
+        status = num_bytes = 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status, num_bytes
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-                self._report(scope, message["status"])
+                status = message["status"]
+                scope["state"]["started_s"] = time.monotonic()
+                self._on_status(scope, status)
+            num_bytes += len(message.get("body", b""))
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
-
-
-class Quota:
-    """At most `limit` requests in any minute."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._taken: deque[float] = deque()  # times of the last minute, at most `limit`
-
-    def take(self, now: float) -> float | None:
-        """None when the request may go, else the seconds until one may."""
-        while self._taken and self._taken[0] <= now - _WINDOW_S:
-            self._taken.popleft()
-        if len(self._taken) >= self._limit:
-            return self._taken[0] + _WINDOW_S - now
-        self._taken.append(now)
-        return None
-
-
-class Keys:
-    """The keys in force. None means that the server is open, and that only this machine may change it."""
-
-    def __init__(self, keys: Sequence[KeyConfig], clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._keys: list[tuple[bytes, KeyConfig]] = []
-        self._quotas: dict[str, Quota] = {}
-        self.replace(keys)
-
-    def replace(self, keys: Sequence[KeyConfig]) -> None:
-        """A quota that did not change keeps what was taken from it."""
-        before = {key.name: (key.requests_per_minute, self._quotas.get(key.name)) for _, key in self._keys}
-        self._keys = [(_digest(key.key.get_secret_value().encode()), key) for key in keys]
-        self._quotas = {}
-        for key in keys:
-            if key.requests_per_minute is not None:
-                limit, quota = before.get(key.name, (None, None))
-                kept = quota if limit == key.requests_per_minute else None
-                self._quotas[key.name] = kept or Quota(key.requests_per_minute)
-
-    def check(self, scope: Scope) -> None:
-        path = scope["path"]
-        if path in _OPEN_PATHS:
-            return
-        is_looking = scope["method"] in ("GET", "HEAD") and path != _CONFIG_PATH
-        is_admin = path.startswith(_ADMIN_PREFIX) and not is_looking
-        if not self._keys:
-            if is_admin:
-                _check_is_local(scope)
-            return
-        key = self._find(Headers(scope=scope).get("authorization", ""))
-        if is_admin and not key.admin:
-            raise PermissionDenied(
-                f"the key '{key.name}' may not change the server; a key with admin: true may", code="admin_required"
-            )
-        if len(self._keys) > 1:  # one key alone shares with nobody
-            scope.setdefault("state", {})["key"] = key.name
-        self._check_quota(key, scope)
-
-    def _check_quota(self, key: KeyConfig, scope: Scope) -> None:
-        quota = self._quotas.get(key.name)
-        if quota is None or scope["path"] not in _METERED_PATHS or scope["method"] != "POST":
-            return
-        wait_s = quota.take(self._clock())
-        if wait_s is not None:
-            raise QuotaExceeded(
-                f"the key '{key.name}' may send {key.requests_per_minute} requests a minute",
-                code="rate_limit_exceeded",
-                retry_after_s=wait_s,
-            )
-
-    def _find(self, authorization: str) -> KeyConfig:
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not given:
-            raise Unauthenticated("no API key: send 'Authorization: Bearer <key>'", code="missing_api_key")
-        digest = _digest(given.strip().encode(errors="surrogateescape"))
-        found = None
-        for known, key in self._keys:  # all of them, so that the time taken tells nothing
-            if hmac.compare_digest(known, digest):
-                found = key
-        if found is None:
-            raise Unauthenticated("the API key is not known here", code="invalid_api_key")
-        return found
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            self._on_end(scope, status, num_bytes)
 
 
 class Auth:
+    """Lets in whoever the keys let in, and says who it is."""
+
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
         self._keys = keys
@@ -140,43 +65,50 @@ class Auth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._keys.check(scope)
+                caller = self._keys.check(scope)
             except RequestError as error:
                 return await problem_response(error)(scope, receive, send)
+            state = scope.setdefault("state", {})
+            state["caller"] = caller
+            account = caller.account
+            if account is not None and (len(self._keys) > 1 or account.max_unfinished):
+                state["key"] = account.name  # one key alone shares with nobody
+            current_client.set(state.get("key") or (scope.get("client") or ("",))[0])
         await self._app(scope, receive, send)
 
 
-def _check_is_local(scope: Scope) -> None:
-    """Without keys, the one who may change the server sits at this machine: not behind a proxy that happens to run
-    here, and not a page of another site in a browser that does."""
-    headers = Headers(scope=scope)
-    client = (scope.get("client") or ("",))[0]
-    is_forwarded = "x-forwarded-for" in headers or "forwarded" in headers
-    is_foreign_page = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-    if is_forwarded or is_foreign_page or not _is_loopback(client):
-        raise PermissionDenied(
-            "a server without keys is changed from its own machine only; configure a key with admin: true",
-            code="admin_required",
-        )
+class BodyMemory:
+    """Bytes of bodies that were received and not yet read. A client may have as many as are left for the others, so
+    that one alone gets half, and a newcomer always finds room."""
 
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self._limit = limit
+        self._used: Counter[str] = Counter()
 
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    @property
+    def total(self) -> int:
+        return self._used.total()
 
+    def take(self, client: str, count: int) -> None:
+        if count and self._used[client] + count > self._limit() - self.total:
+            raise Overloaded("too many request bodies are being received", code="bodies_full", retry_after_s=1)
+        self._used[client] += count
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+    def give_back(self, client: str, count: int) -> None:
+        self._used[client] -= count
+        assert self._used[client] >= 0
+        if not self._used[client]:
+            del self._used[client]
 
 
 class BodyLimit:
-    """Refuses a body over the limit: at once when its length is announced, else as soon as it goes over."""
+    """Refuses a body over the limit: at once when its length is announced, else as soon as it goes over; and bodies
+    that together take more memory than all may have."""
 
-    def __init__(self, app: ASGIApp, limit: Callable[[], int]) -> None:
+    def __init__(self, app: ASGIApp, limit: Callable[[], int], memory: BodyMemory) -> None:
         self._app = app
         self._limit = limit
+        self._memory = memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -184,17 +116,33 @@ class BodyLimit:
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isascii() and announced.isdigit() and int(announced[:20]) > self._limit():
             return await problem_response(self._error())(scope, receive, send)
-        received = 0
+        client, received, held = current_client.get(), 0, 0
 
         async def receive_limited() -> Message:
-            nonlocal received
+            nonlocal received, held
             message = await receive()
-            received += len(message.get("body", b""))
+            count = len(message.get("body", b""))
+            received += count
             if received > self._limit():
                 raise self._error()
+            self._memory.take(client, count)
+            held += count
             return message
 
-        await self._app(scope, receive_limited, send)
+        def give_back() -> None:
+            nonlocal held
+            self._memory.give_back(client, held)
+            held = 0
+
+        async def send_and_give_back(message: Message) -> None:
+            give_back()  # there is an answer: the body was read
+            await send(message)
+
+        try:
+            await self._app(scope, receive_limited, send_and_give_back)
+        finally:
+            give_back()
+            scope.setdefault("state", {})["received"] = received
 
     def _error(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the body is larger than {self._limit()} bytes", code="payload_too_large")

@@ -20,6 +20,7 @@ from dovetail.errors import CheckpointError, EngineFailed, InvalidRequest, Model
 from dovetail.gateway.chat import TemplateFacts
 from dovetail.gateway.detokenizer import Vocabulary
 from dovetail.gateway.foreign import tokenizer_call
+from dovetail.gateway.lanes import TextLanes
 from dovetail.gateway.pulls import Pull
 from dovetail.gateway.words import Words, words_of
 from dovetail.types import ModelCard
@@ -58,9 +59,10 @@ class FixedCatalogue:
 class ServedModel:
     """One model as the gateway knows it."""
 
-    def __init__(self, card: ModelCard, config: ModelConfig) -> None:
+    def __init__(self, card: ModelCard, config: ModelConfig, lanes: TextLanes) -> None:
         self.card = card
         self.config = config
+        self._lanes = lanes
 
     @property
     def name(self) -> str:
@@ -91,7 +93,7 @@ class ServedModel:
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return await self._lanes.run(len(text), lambda: self._encode(text, add_special_tokens))
 
     async def encode_prompt(self, text: str) -> list[int]:
         """A plain completion prompt, with the tokens that the model expects before any text."""
@@ -102,7 +104,7 @@ class ServedModel:
     async def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         if len(tokens) <= _INLINE_CHARS:
             return self._decode(tokens, skip_special_tokens)
-        return await asyncio.to_thread(self._decode, tokens, skip_special_tokens)
+        return await self._lanes.run(len(tokens), lambda: self._decode(tokens, skip_special_tokens))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode` keeps the interpreter locked while it runs, `encode_batch` does not.
@@ -144,6 +146,7 @@ class Models:
     through the API, which lasts until the file is read again."""
 
     def __init__(self, catalogue: Catalogue, configs: Mapping[str, ModelConfig] | None = None) -> None:
+        self.lanes = TextLanes()
         self._catalogue = catalogue
         self._configs = dict(configs or {})
         self._entries: dict[str, Entry] = {}
@@ -157,7 +160,7 @@ class Models:
         config = self.config_of(card.name, card)
         served = self._served.get(card.name)
         if served is None or served.card != card:  # pulled again since
-            served = self._served[card.name] = ServedModel(card, config)
+            served = self._served[card.name] = ServedModel(card, config, self.lanes)
         served.config = config
         return served
 

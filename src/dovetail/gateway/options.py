@@ -14,7 +14,7 @@ from dovetail.errors import InvalidRequest
 # Who asks, what for, and hints that only save time: the answer is the same without them.
 HARMLESS = frozenset(
     {
-        "user", "metadata", "store", "safety_identifier", "request_id", "cache_salt", "prediction",
+        "user", "metadata", "store", "safety_identifier", "request_id", "prediction",
         "prompt_cache_key", "prompt_cache_retention", "cache_prompt", "slot_id", "id_slot", "keep_alive",
         "guided_decoding_backend", "spaces_between_special_tokens", "mm_processor_kwargs",
     }

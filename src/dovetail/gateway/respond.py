@@ -11,19 +11,23 @@ import math
 import time
 from collections.abc import Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import RequestError
+from dovetail.gateway.accounts import Account
 from dovetail.gateway.answers import Answer, UsageCount
 from dovetail.gateway.chat_reply import ChatReply
 from dovetail.gateway.replies import ErrorBody, ErrorDetail
 from dovetail.gateway.run import Origin
 from dovetail.gateway.service import Service
 from dovetail.gateway.text_reply import TextReply
-from dovetail.gateway.translate import Job
+from dovetail.gateway.translate import Job, with_tenant
+
+Result = TypeVar("Result")
 
 Reply = ChatReply | TextReply
 
@@ -51,7 +55,7 @@ def problem_response(error: RequestError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status == 413:
+    if error.status in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not read
     return Response(problem_body(error), error.status, headers, media_type="application/json")
 
@@ -69,13 +73,25 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.get("state", {})
-        origin = Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""))
+        account: Account | None = getattr(state.get("caller"), "account", None)
+        limit = account.max_unfinished if account is not None else None
+        origin = Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit)
+        self._job = with_tenant(self._job, origin.key)
+        if account is not None:
+            account.charge(self._job.num_answers, self._job.num_prompt_tokens, time.monotonic())
         send_all = self._send_events if self._stream else self._send_whole
-        await until_disconnect(receive, send_all(send, origin))
-
-    async def _send_whole(self, send: Send, origin: Origin) -> None:
-        answers = [Answer() for request in self._job.requests for _ in range(request.num_choices)]
         usage = UsageCount(self._job.num_prompt_tokens)
+        try:
+            await until_disconnect(receive, send_all(send, origin, usage))
+        finally:
+            said = usage.total()
+            state["usage"] = {"model": self._job.model.name, "answers": self._job.num_answers}
+            state["usage"] |= {"prompt_tokens": said.prompt_tokens, "completion_tokens": said.completion_tokens}
+            if account is not None:
+                account.add_tokens(said.completion_tokens, time.monotonic())
+
+    async def _send_whole(self, send: Send, origin: Origin, usage: UsageCount) -> None:
+        answers = [Answer() for request in self._job.requests for _ in range(request.num_choices)]
         async with aclosing(self._service.run(self._job, origin)) as deltas:
             async for delta in deltas:
                 answers[delta.index].add(delta)
@@ -85,8 +101,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _JSON + length})
         await send({"type": "http.response.body", "body": body})
 
-    async def _send_events(self, send: Send, origin: Origin) -> None:
-        usage = UsageCount(self._job.num_prompt_tokens)
+    async def _send_events(self, send: Send, origin: Origin, usage: UsageCount) -> None:
         has_started = False
         try:
             async with aclosing(self._service.run(self._job, origin)) as deltas:
@@ -112,8 +127,9 @@ async def _send_event(send: Send, data: str, *, more: bool = True) -> None:
         await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work unless the client goes away first; then it is cancelled, and has ended when this returns."""
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work unless the client goes away first; then it is cancelled, and has ended when this raises
+    ClientDisconnect."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
     try:
@@ -122,8 +138,9 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         for unfinished in (task, watcher):
             unfinished.cancel()  # does nothing to a task that is done
         await asyncio.gather(task, watcher, return_exceptions=True)
-    if not task.cancelled():
-        task.result()
+    if task.cancelled():
+        raise ClientDisconnect
+    return task.result()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -37,7 +37,7 @@ from dovetail.gateway.replies import (
     Tokenized,
     Version,
 )
-from dovetail.gateway.respond import GenerationResponse
+from dovetail.gateway.respond import GenerationResponse, until_disconnect
 from dovetail.gateway.service import Service
 from dovetail.gateway.settings import Settings
 from dovetail.gateway.status import server_status
@@ -46,9 +46,10 @@ from dovetail.gateway.translate import chat_job, completion_job
 from dovetail.types import Slo
 
 _MAX_SLO_MS = 1e9
+_INLINE_TOKENS = 4096  # written as JSON in a millisecond
 
 _JOB_ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
-_BODY_ERRORS = (400, 401, 404, 413, 415)
+_BODY_ERRORS = (400, 401, 404, 413, 415, 429, 503)
 _PLAIN_TEXT: Responses = {
     200: {"description": "Prometheus text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
 }
@@ -121,21 +122,40 @@ class Endpoints:
         """Tokens of a text or a conversation."""
         body = await read_body(TokenizeRequest, request)
         model = self._service.models.get(body.model)
+        self._check_tokenizable(body)
+        return await until_disconnect(request.receive, self._tokenize(request, body, model))
+
+    def _check_tokenizable(self, body: TokenizeRequest) -> None:
+        limit = self._settings.config.server.max_tokenize_bytes
+        if body.prompt is not None and len(body.prompt) > limit:
+            raise InvalidRequest(f"the prompt has {len(body.prompt)} characters, more than {limit}", param="prompt")
+
+    async def _tokenize(self, request: Request, body: TokenizeRequest, model: ServedModel) -> Response:
         await model.prepare()
         if body.messages is not None:
             tokens = (await chat_prompt(body.as_chat(), model)).tokens
         else:
             tokens = await _tokenize_text(body, model)
-        strings = [model.tokenizer.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None
-        context = model.card.spec.context_length
-        return json_response(Tokenized(tokens=tokens, count=len(tokens), max_model_len=context, token_strs=strings))
+        _meter(request, len(tokens))
+        context, to_text = model.card.spec.context_length, model.tokenizer.id_to_token
+
+        def encode() -> str:
+            strings = [to_text(token) or "" for token in tokens] if body.return_token_strs else None
+            answer = Tokenized(tokens=tokens, count=len(tokens), max_model_len=context, token_strs=strings)
+            return answer.model_dump_json()
+
+        long = len(tokens) > _INLINE_TOKENS
+        text = await self._service.models.lanes.parse.run(encode) if long else encode()
+        return Response(text, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """Text of tokens."""
         body = await read_body(DetokenizeRequest, request)
         model = self._service.models.get(body.model)
         await model.prepare()
-        return json_response(Detokenized(prompt=await model.decode(body.tokens, skip_special_tokens=False)))
+        _meter(request, len(body.tokens))
+        text = await until_disconnect(request.receive, model.decode(body.tokens, skip_special_tokens=False))
+        return json_response(Detokenized(prompt=text))
 
     async def list_models(self) -> Response:
         """Models on offer, loaded or not."""
@@ -147,7 +167,7 @@ class Endpoints:
         """One model."""
         return json_response(_model_info(model, self._service.models.get(model)))
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         """Whether requests should be sent here."""
         status = "ok"
         if self._service.is_draining:
@@ -156,7 +176,9 @@ class Endpoints:
             status = "starting"
         elif not self._service.link.is_up():
             status = "a worker is down"
-        detail = Status(status=status, config_problem=self._settings.problem)  # which stops nothing
+        is_admin = request.state.caller.is_admin
+        # Stops nothing, and is for those who may read the configuration.
+        detail = Status(status=status, config_problem=self._settings.problem if is_admin else None)
         return json_response(detail, 200 if status == "ok" else 503)
 
     async def live(self) -> Response:
@@ -174,6 +196,12 @@ class Endpoints:
     async def ps(self) -> Response:
         """What runs where."""
         return json_response(server_status(self._service))
+
+
+def _meter(request: Request, num_tokens: int) -> None:
+    account = request.state.caller.account
+    if account is not None:
+        account.add_tokens(num_tokens, time.monotonic())
 
 
 async def _tokenize_text(body: TokenizeRequest, model: ServedModel) -> list[int]:

@@ -40,6 +40,7 @@ class Origin:
 
     arrived_s: float  # at the socket, on the monotonic clock: templates and tokenising count
     key: str = ""  # name of the API key; empty = nobody else has one
+    max_unfinished: int | None = None  # answers of this key at a time; None = its share of the queue
 
 
 class Run:

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from dovetail.config import ServerConfig
 from dovetail.gateway.admin import Admin
+from dovetail.gateway.protocol import ConnectionLimits, Connections, LimitedHttp
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT_S = 5  # for connections, once their streams have ended
+_OTHER_FILES = 256  # descriptors for all that is not a connection
+_MIN_CONNECTIONS = 64
 
 
 def has_terminal() -> bool:
@@ -27,13 +33,28 @@ def has_terminal() -> bool:
     return True
 
 
+def connection_limits(config: ServerConfig) -> ConnectionLimits:
+    """As many connections as descriptors allow, which are raised as far as they may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + _OTHER_FILES
+    if soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    room = max(soft - _OTHER_FILES, _MIN_CONNECTIONS)
+    return ConnectionLimits(min(config.max_connections, room), config.header_timeout, config.max_body_bytes)
+
+
 class HttpServer(uvicorn.Server):
     """Serves until told to stop. While it drains it still answers: probes must see it go."""
 
     def __init__(self, app: ASGIApp, admin: Admin, *, ends_with_terminal: bool = False) -> None:
+        connections = Connections(connection_limits(admin.settings.config.server))
         super().__init__(
             uvicorn.Config(
                 app,
+                http=partial(LimitedHttp, connections=connections),  # type: ignore[arg-type]
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 
 from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
-from dovetail.errors import EngineFailed, InvalidRequest, Overloaded, RequestError, WorkerLost
+from dovetail.errors import EngineFailed, InvalidRequest, Overloaded, QuotaExceeded, RequestError, WorkerLost
 from dovetail.gateway.link import Instance, Link, NodeLink
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import Models, ServedModel
@@ -60,7 +60,7 @@ class Service:
     async def wait_until_idle(self) -> None:
         await self._idle.wait()
 
-    def check_admission(self, count: int = 1, key: str = "") -> None:
+    def check_admission(self, count: int = 1, key: str = "", max_unfinished: int | None = None) -> None:
         """Before any work is spent on a request of so many answers."""
         if self.is_draining:
             raise Overloaded("the server is shutting down", code="draining", retry_after_s=5)
@@ -73,10 +73,19 @@ class Service:
                 code="queue_full",
                 retry_after_s=1,
             )
-        held = self._by_key[key]
-        if key and held and held + count > limit // 2:  # the other half is for the others
+        held = self._by_key.get(key, 0)
+        if max_unfinished is not None:
+            if held + count > max_unfinished:
+                raise QuotaExceeded(
+                    f"the key '{key}' may have {max_unfinished} unfinished requests and has {held}",
+                    code="concurrency_limit_exceeded",
+                    retry_after_s=1,
+                )
+        # A key may have as many as are left for others: one alone half, two a third each, and a newcomer finds room.
+        elif key and held and held + count > limit - self._unfinished:
             raise Overloaded(
-                f"{held} requests of the key '{key}' are unfinished, more than {limit // 2} are not accepted",
+                f"{held} requests of the key '{key}' are unfinished, and {limit - self._unfinished} places are left "
+                "for all keys",
                 code="queue_full",
                 retry_after_s=1,
             )
@@ -118,7 +127,7 @@ class Service:
         """Text as it comes. Close the generator (`contextlib.aclosing`) to abort."""
         origin = origin or Origin(time.monotonic())
         count = sum(request.num_choices for request in job.requests)
-        self.check_admission(count, origin.key)
+        self.check_admission(count, origin.key, origin.max_unfinished)
         run = Run(job, self.metrics, origin)
         self._begin(count, origin.key)
         try:

@@ -9,10 +9,13 @@ import time
 from typing import Any
 
 from dovetail.config import Config
-from dovetail.gateway.middleware import Keys
+from dovetail.gateway.keys import Keys
+from dovetail.gateway.listen import check_exposure
+from dovetail.gateway.origins import OriginRules
 
 # Sockets and processes are made of these once.
-_FIXED = ("server.host", "server.port", "nodes", "store")
+_FIXED_SERVER = ("host", "port", "max_connections", "header_timeout", "allowed_origins", "access_log", "audit_log")
+_FIXED = (*(f"server.{key}" for key in _FIXED_SERVER), "nodes", "store")
 
 
 class Settings:
@@ -32,9 +35,18 @@ class Settings:
     def drain_timeout_s(self) -> float:
         return self.config.server.drain_timeout
 
+    @property
+    def origin_rules(self) -> OriginRules:
+        server = self.config.server
+        return OriginRules(bool(self.config.auth.keys), server.allowed_hosts, server.allowed_origins)
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError for what this server must not become: open to everyone by a file without keys."""
+        check_exposure(self.config.server.host, config)
+
     def accept(self, config: Config) -> None:
         self.needs_restart = tuple(key for key in _FIXED if _value(config, key) != _value(self.config, key))
-        server = config.server.model_copy(update={"host": self.config.server.host, "port": self.config.server.port})
+        server = config.server.model_copy(update={key: getattr(self.config.server, key) for key in _FIXED_SERVER})
         fixed = {"server": server, "nodes": self.config.nodes, "store": self.config.store}
         self.config = config.model_copy(update=fixed)
         self.keys.replace(config.auth.keys)

@@ -5,6 +5,9 @@ Everything here that can be wrong depends on the model: its vocabulary, template
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +47,25 @@ class Job:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def num_answers(self) -> int:
+        return sum(request.num_choices for request in self.requests)
+
+
+def with_tenant(job: Job, tenant: str) -> Job:
+    """The job as one of this tenant: it finds prefixes of its own requests only, and of those with the same salt where
+    a request names one. Without either all share."""
+    requests = tuple(
+        msgspec.structs.replace(request, cache_salt=_salt(tenant, request.cache_salt)) for request in job.requests
+    )
+    return dataclasses.replace(job, requests=requests)
+
+
+def _salt(tenant: str, salt: str) -> str:
+    if not tenant and not salt:
+        return ""
+    return hashlib.sha256(json.dumps([tenant, salt]).encode()).hexdigest()[:32]
 
 
 async def chat_job(
@@ -102,6 +124,7 @@ async def _job(
             sampling=_with_limit(sampling, limit),
             num_choices=body.num_choices,
             slo=slo,
+            cache_salt=body.cache_salt or "",
             service_class=ServiceClass.BEST_EFFORT if body.is_best_effort else model.config.service_class,
         )
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from dovetail.store.checkpoints import read_any_card
 from dovetail.store.convert import JOURNAL_BYTES
 from dovetail.store.format import MANIFEST, Manifest, is_stored, read_manifest
 from dovetail.store.place import STORE_LOCK, Place
-from dovetail.store.publish import recover, withdraw
+from dovetail.store.publish import is_interrupted, recover, recover_all, withdraw
 from dovetail.store.pull import AUTO, Form, Pull
 from dovetail.store.sources import Fetched, Progress, is_remote
 from dovetail.store.version_one import is_version_one
@@ -148,10 +149,16 @@ class Catalogue:
                 return entry
         return None
 
+    def recover(self) -> None:
+        """Bring back what pulls that crashed have left, where the store can be written to."""
+        if any(self.place.models.glob(".replaced-*")):
+            with suppress(OSError), self.place.lock(STORE_LOCK):
+                recover_all(self.place)
+
     def existing(self, name: str) -> Path:
         """The folder of a model or an adapter."""
         folder = self.place.folder(name)
-        if not folder.exists() and self.place.models.is_dir():
+        if not folder.exists() and is_interrupted(self.place, folder):
             with self.place.lock(STORE_LOCK):
                 recover(self.place, folder)
         if not (is_stored(folder) or is_version_one(folder)):

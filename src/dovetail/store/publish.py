@@ -119,6 +119,11 @@ def recover_all(place: Place) -> None:
         recover(place, place.models / replaced.name.removeprefix(".replaced-"))
 
 
+def is_interrupted(place: Place, folder: Path) -> bool:
+    """A crash between two renames has left the old folder beside its place."""
+    return _replaced(place, folder).exists()
+
+
 def recover(place: Place, folder: Path) -> None:
     """Finish what a crash between the two renames of `_put_in_place` left: bring the old folder back."""
     replaced = _replaced(place, folder)

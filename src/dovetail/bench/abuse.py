@@ -1,0 +1,136 @@
+"""A server with noisy neighbours: what a well-behaved client sees before and during each kind of noise, and what the
+gateway's memory does. A real server process with two models and two keys; a probe in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import psutil
+
+from dovetail.bench.abuse_cases import CASES, Target
+from dovetail.bench.abuse_probe import Samples
+from dovetail.errors import EngineFailed
+
+_NOISY, _PROBED = "noisy", "probed"
+_SETTLE_S = 1.5
+_START_TIMEOUT_S = 120.0
+Step = Callable[[str], None]
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """Milliseconds, of one phase."""
+
+    live_p50: float
+    live_p99: float
+    live_max: float
+    gap_p50: float
+    gap_p99: float
+    gap_max: float
+    failures: int
+
+
+class CaseResult(msgspec.Struct, frozen=True):
+    name: str
+    what: str
+    before: Seen
+    during: Seen
+    memory_before: int  # bytes of the gateway
+    memory_peak: int
+    memory_after: int  # some seconds later
+
+
+def run_cases(model: str, names: Sequence[str], seconds: float, step: Step) -> list[CaseResult]:
+    """`model`: a name from the catalogue, served twice."""
+    with _served(model) as (process, url), _probe(url) as ask:
+        gateway = psutil.Process(process.pid)
+        ask()
+        time.sleep(2 * _SETTLE_S)  # both models are loaded by now
+        results = []
+        for name in names:
+            step(name)
+            results.append(_run_case(name, Target(url, "sk-noisy", _NOISY), seconds, ask, gateway))
+        return results
+
+
+def _run_case(
+    name: str, target: Target, seconds: float, ask: Callable[[], Samples], gateway: psutil.Process
+) -> CaseResult:
+    what, noise = CASES[name]
+    ask()
+    time.sleep(seconds)
+    before, memory_before = ask(), gateway.memory_info().rss
+    peak = asyncio.run(_with_peak(noise(target, time.monotonic() + seconds), gateway))
+    during = ask()
+    time.sleep(2 * _SETTLE_S)
+    memory_after = gateway.memory_info().rss
+    return CaseResult(name, what, _seen(before), _seen(during), memory_before, peak, memory_after)
+
+
+async def _with_peak(noise: object, gateway: psutil.Process) -> int:
+    task = asyncio.ensure_future(noise)  # type: ignore[call-overload]
+    peak = 0
+    while not task.done():
+        peak = max(peak, gateway.memory_info().rss)
+        await asyncio.wait({task}, timeout=0.05)
+    task.result()
+    return peak
+
+
+def _seen(samples: Samples) -> Seen:
+    live, gaps = ([1000 * value for value in sorted(each)] or [0.0] for each in (samples.live, samples.gaps))
+    shares = (0.5, 0.99, 1.0)
+    return Seen(*(_at(live, share) for share in shares), *(_at(gaps, share) for share in shares), samples.failures)
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    return round(ordered[min(int(share * len(ordered)), len(ordered) - 1)], 2)
+
+
+@contextmanager
+def _served(model: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    keys = [{"name": "noisy", "key": "sk-noisy"}, {"name": "probe", "key": "sk-probe", "admin": True}]
+    models = {name: {"source": model, "keep_alive": -1, "preload": True} for name in (_NOISY, _PROBED)}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "dovetail.yaml"
+        config.write_text(json.dumps({"models": models, "auth": {"keys": keys}}))
+        command = [sys.executable, "-m", "dovetail", "serve", "--config", str(config), "--port", "0", "--json"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise EngineFailed(f"the server ended with code {process.wait(_START_TIMEOUT_S)} before it was ready")
+            yield process, str(json.loads(line)["url"])
+        finally:
+            process.terminate()
+            process.wait(_START_TIMEOUT_S)
+
+
+@contextmanager
+def _probe(url: str) -> Iterator[Callable[[], Samples]]:
+    """A function that says what the probe has seen since it was last asked."""
+    command = [sys.executable, "-m", "dovetail.bench.abuse_probe", url, "sk-probe", _PROBED]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    pipes: tuple[IO[str], IO[str]] = (process.stdin, process.stdout)
+
+    def ask() -> Samples:
+        print(file=pipes[0], flush=True)
+        return msgspec.json.decode(pipes[1].readline(), type=Samples)
+
+    try:
+        yield ask
+    finally:
+        process.stdin.close()
+        process.wait(_START_TIMEOUT_S)

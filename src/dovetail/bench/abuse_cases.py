@@ -1,0 +1,197 @@
+"""Noisy neighbours: what one client can do to a server, each for as long as it is told. Add one by `@case`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+_TIMEOUT_S = 60.0
+_BYTES = 1_900_000  # of a large body; the default limit is 2 MiB
+
+
+@dataclass(frozen=True)
+class Target:
+    url: str
+    key: str  # of the noisy client
+    model: str  # that it asks; the probe asks another
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        return parts.hostname, parts.port or 80
+
+    def head(self, path: str, length: int) -> bytes:
+        lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+        lines += [f"Authorization: Bearer {self.key}", f"Content-Length: {length}"]
+        return "\r\n".join([*lines, "", ""]).encode()
+
+
+Noise = Callable[[Target, float], Awaitable[None]]  # makes noise until this time of the monotonic clock
+CASES: dict[str, tuple[str, Noise]] = {}  # by name: what it is, and how it is made
+
+
+def case(name: str, what: str) -> Callable[[Noise], Noise]:
+    def register(noise: Noise) -> Noise:
+        assert name not in CASES, name
+        CASES[name] = (what, noise)
+        return noise
+
+    return register
+
+
+async def _repeat(target: Target, until: float, path: str, bodies: Sequence[bytes], clients: int) -> None:
+    """So many clients, each sending one body after the other."""
+    headers = {"authorization": f"Bearer {target.key}", "content-type": "application/json"}
+    limits = httpx.Limits(max_connections=clients)
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        while time.monotonic() < until:
+            with suppress(httpx.HTTPError):
+                await client.post(path, content=bodies[number % len(bodies)], headers=headers)
+            number += 1
+
+    async with httpx.AsyncClient(base_url=target.url, timeout=_TIMEOUT_S, limits=limits) as client:
+        await asyncio.gather(*(one(client, number) for number in range(clients)))
+
+
+async def _open_many(target: Target, until: float, number: int, said: bytes, again: bytes = b"") -> None:
+    """So many sockets that say something and then (every half second) a little more, or nothing."""
+    writers: list[asyncio.StreamWriter] = []
+    try:
+        while time.monotonic() < until:
+            for _ in range(min(100, number - len(writers))):
+                with suppress(OSError):
+                    _, writer = await asyncio.open_connection(*target.address)
+                    writers.append(writer)
+                    writer.write(said)
+            for writer in list(writers):
+                if writer.is_closing():
+                    writers.remove(writer)
+                elif again:
+                    writer.write(again)
+            await asyncio.sleep(0.2)
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+
+
+def _filled(before: str, item: str, after: str, size: int = _BYTES) -> bytes:
+    return (before + ",".join([item] * (size // (len(item) + 1))) + after).encode()
+
+
+def _chat(target: Target, **fields: Any) -> bytes:
+    message = {"role": "user", "content": "hi"}
+    return json.dumps({"model": target.model, "messages": [message], "max_tokens": 1} | fields).encode()
+
+
+@case("nothing", "no noise at all, to see what the probe sees by itself")
+async def nothing(target: Target, until: float) -> None:
+    await asyncio.sleep(until - time.monotonic())
+
+
+@case("wrong-ids", "4 clients with 1.9 MB of wrong token ids")
+async def wrong_ids(target: Target, until: float) -> None:
+    ok = f'{{"model":"{target.model}","prompt":['
+    bodies = [_filled(ok, "-1", "]}", 780_000), _filled(ok + "[", '"x"', "]]}"), _filled(ok, "7", ",-1]}", 520_000)]
+    await _repeat(target, until, "/v1/completions", bodies, 4)
+
+
+@case("empty-lists", "4 clients with 1.9 MB of [],[],… as tools and documents")
+async def empty_lists(target: Target, until: float) -> None:
+    start = f'{{"model":"{target.model}","messages":[{{"role":"user","content":"hi"}}],'
+    bodies = [_filled(f'{start}"{field}":[{{"a":[', "[]", "]}]}") for field in ("tools", "documents")]
+    bodies.append(_filled(f'{start}"documents":[{{"a":[', "[]", "]}]}", 48_000))  # as many as are taken
+    await _repeat(target, until, "/v1/chat/completions", bodies, 4)
+
+
+@case("many-messages", "8 clients with 4,096 tiny messages each")
+async def many_messages(target: Target, until: float) -> None:
+    messages = [{"role": ("user", "assistant")[index % 2], "content": "a"} for index in range(4096)]
+    await _repeat(target, until, "/v1/chat/completions", [_chat(target, messages=messages)], 8)
+
+
+@case("large-text", "4 clients with chats of 1.9 MB of text")
+async def large_text(target: Target, until: float) -> None:
+    messages = [{"role": "user", "content": "Hello, world. " * (_BYTES // 14)}]
+    await _repeat(target, until, "/v1/chat/completions", [_chat(target, messages=messages)], 4)
+
+
+@case("endless-headers", "8 sockets that send headers without end, and no key")
+async def endless_headers(target: Target, until: float) -> None:
+    async def one() -> None:
+        while time.monotonic() < until:
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection(*target.address)
+                writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\n")
+                try:
+                    while time.monotonic() < until:
+                        writer.write(b"X-Noise: " + b"a" * 8000 + b"\r\n")
+                        await writer.drain()
+                finally:
+                    writer.transport.abort()
+
+    await asyncio.gather(*(one() for _ in range(8)))
+
+
+@case("silent-sockets", "3,000 sockets that say nothing")
+async def silent_sockets(target: Target, until: float) -> None:
+    await _open_many(target, until, 3000, b"")
+
+
+@case("slow-headers", "500 sockets that send a header now and then")
+async def slow_headers(target: Target, until: float) -> None:
+    await _open_many(target, until, 500, b"GET /live HTTP/1.1\r\n", b"X-Slow: 1\r\n")
+
+
+@case("half-bodies", "100 bodies of 1.9 MB that stop before their end")
+async def half_bodies(target: Target, until: float) -> None:
+    await _open_many(target, until, 100, target.head("/v1/completions", _BYTES) + b" " * (_BYTES - 10))
+
+
+@case("tokenize", "12 clients with texts of half a megabyte for /tokenize")
+async def tokenize(target: Target, until: float) -> None:
+    text = "Some words, and more of them. " * 17_000
+    body = json.dumps({"model": target.model, "prompt": text}).encode()
+    await _repeat(target, until, "/tokenize", [body], 12)
+
+
+@case("tokenize-and-leave", "clients that leave a text at /tokenize and go, 20 a second")
+async def tokenize_and_leave(target: Target, until: float) -> None:
+    body = json.dumps({"model": target.model, "prompt": "Some words, and more. " * 20_000}).encode()
+    while time.monotonic() < until:
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection(*target.address)
+            writer.write(target.head("/tokenize", len(body)) + body)
+            await writer.drain()
+            writer.close()
+        await asyncio.sleep(0.05)
+
+
+@case("unknown-models", "8 clients that ask for models that are not there")
+async def unknown_models(target: Target, until: float) -> None:
+    bodies = [json.dumps({"model": f"no-such-{i}", "prompt": "a"}).encode() for i in range(64)]
+    await _repeat(target, until, "/v1/completions", bodies, 8)
+
+
+@case("wrong-keys", "8 clients that guess keys")
+async def wrong_keys(target: Target, until: float) -> None:
+    guess = Target(target.url, "sk-guess", target.model)
+    await _repeat(guess, until, "/v1/completions", [b"{}"], 8)
+
+
+@case("deep-nesting", "4 clients with lists in lists, and strings of nested JSON")
+async def deep_nesting(target: Target, until: float) -> None:
+    deep = "[" * 900 + "]" * 900
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": deep * 1}}
+    calls = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    bodies = [b'{"a":' + b"[" * 500_000, _chat(target, messages=calls), _chat(target, guided_json=deep)]
+    await _repeat(target, until, "/v1/chat/completions", bodies, 4)

@@ -1,0 +1,54 @@
+"""`bench abuse`: noisy neighbours beside a client that measures."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dovetail.cli.output import human_bytes, print_json
+
+if TYPE_CHECKING:
+    from dovetail.bench.abuse import CaseResult
+
+
+def abuse(
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`; served under two names.")],
+    case: Annotated[list[str] | None, typer.Option(help="Only these; may be repeated.  [default: all]")] = None,
+    seconds: Annotated[float, typer.Option(help="Of each phase, before and during.", min=0.5)] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """What clients see while another one misbehaves: the time of /live and the gaps in another model's stream.
+
+    Example: dovetail bench abuse smollm2-135m-instruct --case tokenize --case half-bodies
+    """
+    from dovetail.bench.abuse import run_cases
+    from dovetail.bench.abuse_cases import CASES
+
+    names = case or list(CASES)
+    for name in names:
+        if name not in CASES:
+            raise typer.BadParameter(f"{name} is none of {', '.join(CASES)}", param_hint="--case")
+    shown = not as_json and sys.stderr.isatty()
+    results = run_cases(model, names, seconds, lambda name: print(name, "…", file=sys.stderr) if shown else None)
+    if as_json:
+        return print_json(results)
+    _print(results)
+
+
+def _print(results: list[CaseResult]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, caption="milliseconds, before → during; memory of the gateway")
+    for heading in ("case", "/live p50", "p99", "max", "stream p50", "p99", "max", "failed", "memory, peak, after"):
+        table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
+    for each in results:
+        times = [
+            f"{getattr(each.before, field):.1f} → {getattr(each.during, field):.1f}"
+            for field in ("live_p50", "live_p99", "live_max", "gap_p50", "gap_p99", "gap_max")
+        ]
+        memory = ", ".join(human_bytes(size) for size in (each.memory_before, each.memory_peak, each.memory_after))
+        table.add_row(each.name, *times, str(each.during.failures), memory)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,0 +1,115 @@
+"""Threads for work on text that would stop the event loop: few of them, taken in turns by the clients that wait.
+
+A client that brings a hundred long texts is served one, then the next client one. Work that nobody waits for any more
+is not begun; what has begun is bounded by the limits on bodies and texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from dovetail.errors import Overloaded
+from dovetail.gateway.clients import current_client
+from dovetail.machine import trim_memory
+
+Result = TypeVar("Result")
+
+SHORT_CHARS = 64 * 1024  # of a text that is tokenised in a few hundredths of a second
+_MAX_WAITING = 256  # in one lane; one client alone may have half of them
+_TRIM_BYTES = 128 * 1024  # after work on so much, memory is given back to the system
+_TRIM_AFTER_S = 1.0
+
+
+class Lane:
+    """Work in `num_threads` threads. `rests`: work that holds the interpreter is followed by a pause as long as it
+    took, so that the event loop comes in between."""
+
+    def __init__(self, name: str, num_threads: int, *, rests: bool = False) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._rests = rests
+        self._free = num_threads
+        self._waiting: OrderedDict[str, deque[tuple[Callable[[], Any], asyncio.Future[Any]]]] = OrderedDict()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(queue) for queue in self._waiting.values())
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        client = current_client.get()
+        queue = self._waiting.get(client, deque())
+        if len(queue) >= _MAX_WAITING - self.num_waiting:
+            raise Overloaded("too many texts are waiting to be read", code="texts_full", retry_after_s=1)
+        entry = (work, asyncio.get_running_loop().create_future())
+        queue.append(entry)
+        self._waiting[client] = queue
+        self._begin()
+        try:
+            result: Result = await entry[1]
+            return result
+        finally:
+            if entry in queue:  # cancelled before its turn
+                self._remove(client, entry)
+
+    def _begin(self) -> None:
+        while self._free and self._waiting:
+            client, queue = next(iter(self._waiting.items()))
+            self._waiting.move_to_end(client)
+            work, waiter = queue[0]
+            self._remove(client, queue[0])
+            self._free -= 1
+            done = asyncio.get_running_loop().run_in_executor(self._executor, self._work, work)
+            done.add_done_callback(lambda done, waiter=waiter: self._end(done, waiter))  # type: ignore[misc]
+
+    def _work(self, work: Callable[[], Result]) -> Result:
+        started = time.monotonic()
+        try:
+            return work()
+        finally:
+            if self._rests:
+                time.sleep(time.monotonic() - started)
+
+    def _end(self, done: asyncio.Future[Any], waiter: asyncio.Future[Any]) -> None:
+        self._free += 1
+        if not waiter.done():
+            error = done.exception()
+            if error is not None:
+                waiter.set_exception(error)
+            else:
+                waiter.set_result(done.result())
+        self._begin()
+
+    def _remove(self, client: str, entry: tuple[Callable[[], Any], asyncio.Future[Any]]) -> None:
+        queue = self._waiting[client]
+        queue.remove(entry)
+        if not queue:
+            del self._waiting[client]
+
+
+class TextLanes:
+    """The lanes of a gateway, and the memory that their work leaves behind."""
+
+    def __init__(self) -> None:
+        self.parse = Lane("parse", 1, rests=True)
+        self._short = Lane("text", 2)
+        self._long = Lane("long-text", 1)
+        self._trim: asyncio.TimerHandle | None = None
+
+    async def run(self, size: int, work: Callable[[], Result]) -> Result:
+        """Work on a text of this size."""
+        try:
+            return await (self._short if size <= SHORT_CHARS else self._long).run(work)
+        finally:
+            self.note(size)
+
+    def note(self, size: int) -> None:
+        """So much was worked on; some time after the last of it the C library gives back what it kept."""
+        if size >= _TRIM_BYTES:
+            if self._trim is not None:
+                self._trim.cancel()
+            loop = asyncio.get_running_loop()
+            self._trim = loop.call_later(_TRIM_AFTER_S, lambda: loop.run_in_executor(None, trim_memory))
