@@ -58,6 +58,11 @@ def _parse_switch(value: object) -> object:
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
+def _parse_off(value: object) -> object:
+    """YAML reads a bare off as false."""
+    return "off" if value is False else value
+
+
 Switch = Annotated[
     Literal["auto", "on", "off"],
     BeforeValidator(_parse_switch, json_schema_input_type=Literal["auto", "on", "off"] | bool),
@@ -142,6 +147,8 @@ class StoreConfig(_Section):
     host_keep_alive: Duration = 600.0  # pool memory that nobody used for this long is given back; negative = never
     direct_io: Switch = "auto"  # auto = where the file system allows it and the cache is cold
     readers: int = Field(default=12, ge=1, le=256)  # threads that read the disk
+    # Damage of weights is looked for when they are loaded, or while nobody asks for anything, or never.
+    verify: Annotated[Literal["load", "background", "off"], BeforeValidator(_parse_off)] = "background"
     # A running server's pulls, each in a process of its own:
     pull_memory: Size = 4 * 1024**3  # at most for each, beside the files that it maps
     pull_timeout: Duration = Field(default=180.0, gt=0)  # one that gets on by not a byte for this long is ended

@@ -174,3 +174,4 @@ class ModelCard(msgspec.Struct, frozen=True):
     partitions: int = 1  # files that hold the weights, one per device of a tensor-parallel group
     size_bytes: int = 0  # of the weights on disk
     created: int = 0  # Unix seconds of the pull
+    tokenizer_digest: str = ""  # SHA-256 of its file; empty = not known

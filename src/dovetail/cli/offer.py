@@ -3,8 +3,10 @@ gateway gets its catalogue."""
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +16,17 @@ from dovetail.config import Config, ModelConfig, StoreConfig, load_config
 from dovetail.errors import ConfigError, DovetailError, InvalidRequest, ModelNotFound
 from dovetail.gateway.models import FixedCatalogue, Offer
 from dovetail.store import Catalogue, describe
+from dovetail.store.checking import Finding, check_pieces, quarantine
 from dovetail.store.collect import collect
 from dovetail.store.format import is_stored, read_manifest
 from dovetail.store.pool import HostPool
 from dovetail.store.pooled import pooled_keys
 from dovetail.store.pull_process import PullBounds, pull_in_process
+from dovetail.store.sources import is_remote
 from dovetail.store.watched import WatchedCatalogue
 from dovetail.types import ModelCard
+
+log = logging.getLogger("dovetail.gateway")
 
 # By source, under a name, in a layout if it has to be converted for it; None = has to be pulled.
 Find = Callable[[str, str | None, str], ModelCard | None]
@@ -95,6 +101,27 @@ class LocalStore:
 
     def pull(self, source: str, name: str, layout: str, progress: Callable[[str, int, int], None]) -> ModelCard:
         return pull_in_process(self._catalogue.root, source, name, layout, progress, bounds=self._bounds)
+
+    def check_pieces(self, card: ModelCard) -> Iterator[Finding]:
+        """Only of what is in the store: a folder elsewhere has no checksums."""
+        folder = Path(card.path)
+        return check_pieces(folder) if folder.parent == self._catalogue.place.models else iter(())
+
+    def put_aside(self, card: ModelCard, finding: Finding) -> bool:
+        aside = quarantine(self._catalogue.place, Path(card.path), finding)
+        log.error("%s: what is damaged lies in %s now", card.name, aside)
+        if self._pool is not None and finding.digest:
+            self._evict(finding.digest)
+        return bool(card.source) and (is_remote(card.source) or Path(card.source).exists())
+
+    def _evict(self, digest: str) -> None:
+        """It may have been read from the disk when that was damaged already. The worker needs a moment to let go."""
+        assert self._pool is not None
+        for _ in range(50):
+            if digest not in self._pool.keys() or self._pool.evict(digest):  # noqa: SIM118
+                return
+            time.sleep(0.1)
+        log.warning("the pool still holds %s", digest)
 
     def in_host_memory(self, cards: Sequence[ModelCard]) -> set[str]:
         pooled = set(self._pool.stats().ready_keys) if self._pool is not None else set()

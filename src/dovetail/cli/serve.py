@@ -256,7 +256,7 @@ def _make_pool(store: StoreConfig) -> HostPool | None:
 
 def _worker_options(config: Config, pool: HostPool | None) -> list[str]:
     store = config.store
-    options = ["--profiles", str(store.profiles)]
+    options = ["--profiles", str(store.profiles), "--verify", "load" if store.verify == "load" else "off"]
     if pool is not None:
         # A GPU reads the pool's pages by itself: they must not be exchanged for others behind its back.
         is_registered = any(node.device != "cpu" for node in config.nodes)
@@ -337,7 +337,11 @@ def _make_admin(plan: Plan, link: Link, offer: Offer, pool: HostPool | None) -> 
     service = Service(link, models, Metrics(), Limits.of(plan.config.server))
     settings = Settings(plan.config, str(plan.file) if plan.file is not None else None)
     file = ConfigFile(plan.file, plan.override, plan.wanted) if plan.file is not None else None
-    return Admin(service, settings, LocalStore(plan.config.store, pool), file, offer.preload)
+    store = LocalStore(plan.config.store, pool)
+    admin = Admin(service, settings, store, file, offer.preload)
+    if plan.config.store.verify == "background":
+        admin.look_for_damage(store)
+    return admin
 
 
 def _announce(address: str, names: Sequence[str], *, has_keys: bool, as_json: bool) -> None:

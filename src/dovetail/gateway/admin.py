@@ -18,6 +18,7 @@ from dovetail.errors import (
     ConfigError,
     Conflict,
     DovetailError,
+    EngineFailed,
     InvalidRequest,
     ModelNotFound,
     RequestError,
@@ -27,8 +28,9 @@ from dovetail.gateway.models import Entry, Offer
 from dovetail.gateway.pulls import Puller, Pulls
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.settings import Settings
+from dovetail.gateway.verification import Checks, Verification
 from dovetail.machine import release_memory
-from dovetail.messages import Hello, Reclaimed, ToGateway, Unloaded
+from dovetail.messages import Hello, LoadFailed, Reclaimed, ToGateway, Unloaded
 from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")
@@ -43,6 +45,13 @@ class Store(Puller, Protocol):
 
     def in_host_memory(self, cards: Sequence[ModelCard]) -> set[str]:
         """Names of those that start without a read of the disk."""
+
+
+class Verified(Store, Checks, Protocol):
+    """A store that can tell damage, and put it aside."""
+
+    def put_aside(self, card: ModelCard, finding: Any) -> bool:
+        """Returns whether what it came from can be had again."""
 
 
 class ConfigFile(Protocol):
@@ -71,6 +80,7 @@ class Admin:
         self._changing = asyncio.Lock()  # one change at a time: each looks before it acts
         self._tasks: set[asyncio.Task[None]] = set()
         self._preload = tuple(preload)
+        self._verification: Verification | None = None
         service.link.observers.append(self._on_message)
 
     # Models
@@ -125,6 +135,31 @@ class Admin:
         for node, _ in self._instances(name):
             node.drop(name, error)
         return unfinished
+
+    # Damage
+
+    def look_for_damage(self, store: Verified) -> None:
+        """From now on, while nobody asks for anything."""
+
+        async def replace(card: ModelCard, finding: Any) -> None:
+            await self._replace_damaged(store, card, finding)
+
+        self._verification = Verification(self.service, store, replace)
+        self._spawn(self._verification.run())
+
+    async def _replace_damaged(self, store: Verified, card: ModelCard, finding: Any) -> None:
+        """No request shall be answered by it any more; it is fetched again where that can be done."""
+        async with self._changing:
+            error = EngineFailed(f"'{card.name}' was found damaged while it answered", code="model_damaged")
+            for node, _ in self._instances(card.name):
+                node.drop(card.name, error)
+            can_fetch = await asyncio.to_thread(store.put_aside, card, finding)
+            if not can_fetch:
+                logger.error("%s cannot be fetched again: %s is not there", card.name, card.source or "its source")
+                return
+            config = self._models.config_of(card.name, card)
+            config = config.model_copy(update={"source": card.source, "layout": card.layout})
+            self._offer(card.name, config, None, in_file=False)
 
     # The configuration
 
@@ -214,6 +249,8 @@ class Admin:
         left is known by is kept for as long as its weights are."""
         if isinstance(message, Hello) and self.service.is_ready:
             self._spawn(self._load_all(self._preload))
+        if isinstance(message, LoadFailed) and self._verification is not None:
+            self._verification.suspect(message.model)
         keep_s = self.settings.config.store.host_keep_alive
         if isinstance(message, Reclaimed | Unloaded) and keep_s >= 0:
             asyncio.get_running_loop().call_later(keep_s, self._forget_words, message.model)

@@ -71,7 +71,7 @@ class ServedModel:
     @cached_property
     def words(self) -> Words:
         with tokenizer_call(f"the tokenizer of '{self.name}' cannot be read"):
-            return words_of(Path(self.card.tokenizer_file).read_bytes())
+            return words_of(Path(self.card.tokenizer_file).read_bytes(), self.card.tokenizer_digest)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -31,9 +31,11 @@ _known: WeakValueDictionary[bytes, Words] = WeakValueDictionary()  # by digest; 
 _lock = threading.Lock()
 
 
-def words_of(file: bytes) -> Words:
-    """Called from several threads."""
+def words_of(file: bytes, wanted_digest: str = "") -> Words:
+    """Called from several threads. Raises ValueError."""
     digest = hashlib.sha256(file).digest()
+    if wanted_digest and digest.hex() != wanted_digest:
+        raise ValueError("its checksum does not match: the file was altered or is damaged")
     with _lock:  # who comes second waits for the first rather than do the same
         words = _known.get(digest)
         if words is None:

@@ -267,7 +267,11 @@ def checksum_of(text: bytes, claimed: str) -> str:
 
 
 def read_tokens(folder: Path, manifest: Manifest) -> TokenFields:
-    text = read_text(folder / TEMPLATE) if TEMPLATE in manifest.files else None
+    if TEMPLATE not in manifest.files:
+        return msgspec.structs.replace(manifest.tokens, chat_template=None)
+    text = read_text(folder / TEMPLATE)
+    if hashlib.sha256(text.encode()).hexdigest() != manifest.files[TEMPLATE]:  # it is small, and runs
+        raise DamagedCheckpoint(f"{folder / TEMPLATE}: its checksum does not match: it was altered or is damaged")
     return msgspec.structs.replace(manifest.tokens, chat_template=text)
 
 
@@ -288,6 +292,7 @@ def read_card(folder: Path, name: str) -> ModelCard:
         partitions=len(manifest.partitions),
         size_bytes=manifest.size_bytes,
         created=manifest.created,
+        tokenizer_digest=manifest.files.get(TOKENIZER, ""),
         **msgspec.structs.asdict(read_tokens(folder, manifest)),
     )
 

@@ -38,6 +38,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host-keep-alive", type=float, default=600.0, help="of pool memory that nobody uses")
     parser.add_argument("--direct-io", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--readers", type=int, default=12, help="threads that read the disk")
+    parser.add_argument("--verify", default="off", choices=["load", "off"], help="compare weights with their checksums")
     parser.add_argument("--pulse", default="", help="file in which it shows that it lives")
     parser.add_argument("--parent", type=int, default=0, help="leave when this process is gone")
     return parser.parse_args(arguments)

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from dovetail import messages
@@ -40,6 +41,7 @@ class InstanceConfig:
     max_turn_tokens: int
     max_tokens: int  # longest sequence that the node can hold
     kv: KvKind = "auto"
+    verify: bool = False  # compare weights that are mapped without a pool with their checksums
 
 
 class LoadResult(NamedTuple):
@@ -117,9 +119,13 @@ def build_runner(
 ) -> tuple[ModelRunner, messages.Loaded]:
     from dovetail.engine.executor import ExecutorConfig
     from dovetail.store import open_checkpoint
+    from dovetail.store.checking import check_weights
+    from dovetail.store.format import is_stored, read_manifest
 
     card = config.card
     started = time.monotonic()
+    if shelf is None and config.verify and is_stored(Path(card.path)):
+        check_weights(Path(card.path), read_manifest(Path(card.path)))
     checkpoint, tier = shelf.open(card.path) if shelf is not None else (open_checkpoint(card.path), "disk")
     opened = time.monotonic()
     context = checkpoint.spec.context_length

@@ -64,6 +64,7 @@ class WorkerConfig:
     direct_io: str
     readers: int
     parent: int
+    verify: str = "off"  # load: weights are compared with their checksums when they are loaded
     pulse: str = ""  # file that whoever started this process watches; empty = nobody does
 
 
@@ -302,6 +303,7 @@ class Worker:
             max_turn_tokens=config.max_turn_tokens or self._device.max_turn_tokens,
             max_tokens=max(blocks - 1, 0) * config.block_size,  # a sequence always has a block to spare
             kv=message.kv,
+            verify=config.verify == "load",
         )
 
     def _why_not(self, name: str, refusal: Refusal) -> str:
@@ -381,7 +383,10 @@ class Worker:
 
 
 def _attach_shelf(config: WorkerConfig, device: Device) -> Shelf | None:
-    return Shelf.attach(config.pool, config.direct_io, config.readers, device) if config.pool >= 0 else None
+    verify = config.verify == "load"
+    if config.pool < 0:
+        return None
+    return Shelf.attach(config.pool, config.direct_io, config.readers, device, verify=verify)
 
 
 def _give_way() -> None:

@@ -10,6 +10,7 @@ from dovetail.errors import OutOfMemory
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
 from dovetail.store import open_checkpoint
+from dovetail.store.checking import check_weights
 from dovetail.store.format import Manifest, StoredModel, is_stored, partition_files, read_manifest
 from dovetail.store.loader import Loader, LoaderConfig
 from dovetail.store.pool import HostPool
@@ -22,21 +23,22 @@ ROOM_WAIT_S = 1.0  # models in use may leave the pool meanwhile; the queue itsel
 
 
 class Shelf:
-    def __init__(self, pool: HostPool, loader: Loader, for_copies: bool) -> None:
+    def __init__(self, pool: HostPool, loader: Loader, for_copies: bool, verify: bool = False) -> None:
         """`for_copies`: a device copies out of the pool, so that everything goes through it, and may begin to while the
-        rest is still read."""
+        rest is still read. `verify`: what comes from the disk is compared with its checksums."""
+        self._verify = verify
         self._pool = pool
         self._loader = loader
         self._for_copies = for_copies
 
     @classmethod
-    def attach(cls, descriptor: int, direct_io: str, readers: int, device: Device) -> Shelf:
+    def attach(cls, descriptor: int, direct_io: str, readers: int, device: Device, *, verify: bool = False) -> Shelf:
         pool = HostPool(descriptor)
         copies = device.kind is not DeviceKind.CPU
         if copies:
             device.use_host_pool(pool.address + pool.chunk_offset(0), pool.capacity_bytes, pool.chunk_bytes)
         config = LoaderConfig(direct_io=direct_io, readers=readers)  # type: ignore[arg-type]
-        return cls(pool, Loader(pool, config), copies)
+        return cls(pool, Loader(pool, config), copies, verify)
 
     def open(self, path: str) -> tuple[Checkpoint, Tier]:
         """The model, and where its bytes were. What the page cache holds already is mapped from there: a copy in the
@@ -47,12 +49,19 @@ class Shelf:
         manifest = read_manifest(folder)
         tier: Tier = "host" if self._holds(manifest) else "disk"
         if tier == "disk" and not self._for_copies and _is_cached(folder, manifest):
-            return StoredModel(folder, manifest=manifest), "host"
+            return self._mapped(folder, manifest), "host"
         try:
-            whole = not self._for_copies
-            return open_pooled(folder, self._loader, room_wait_s=ROOM_WAIT_S, whole=whole, manifest=manifest), tier
+            wait_s, whole = ROOM_WAIT_S, not self._for_copies
+            verify = self._verify
+            model = open_pooled(folder, self._loader, room_wait_s=wait_s, whole=whole, manifest=manifest, verify=verify)
+            return model, tier
         except OutOfMemory:
-            return StoredModel(folder, manifest=manifest), "disk"
+            return self._mapped(folder, manifest), "disk"
+
+    def _mapped(self, folder: Path, manifest: Manifest) -> Checkpoint:
+        if self._verify:
+            check_weights(folder, manifest)
+        return StoredModel(folder, manifest=manifest)
 
     def trim(self, idle_s: float) -> None:
         self._pool.trim(idle_s=idle_s)
