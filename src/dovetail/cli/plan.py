@@ -6,6 +6,7 @@ Only reads options and prints; the work is in `dovetail.plan`.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,8 +77,12 @@ def _plan_apps(
     from dovetail.plan.plan_file import make_plan, write_plan
 
     inputs = read_apps(file, prices)
+    begun = time.perf_counter()
     provisioners = provisioners_of(inputs.profiles, inputs.sheet, cold_starts=inputs.file.cold_starts)
+    priced = time.perf_counter()
     groups = plan_groups(inputs.file.applications(), provisioners)
+    planned = time.perf_counter()
+    times = {"priced_ms": round((priced - begun) * 1e3, 2), "planned_ms": round((planned - priced) * 1e3, 2)}
     plan = make_plan(groups, provisioners)
     if out is not None:
         write_plan(out, plan)
@@ -86,10 +91,11 @@ def _plan_apps(
     others = _compared(inputs) if compare else []
     if as_json:
         result = plan.model_dump(mode="json", exclude={"profiles", "prices"}, exclude_none=True)
-        result |= {"cost_per_hour": plan.cost_per_hour, "cost_per_request": plan.cost_per_request}
+        result |= {"cost_per_hour": plan.cost_per_hour, "cost_per_request": plan.cost_per_request, **times}
         print_json(result | ({"compared": others} if compare else {}))
         return
     _print_plan(plan)
+    print(f"what is for sale was priced in {times['priced_ms']:g} ms, the plan found in {times['planned_ms']:g} ms")
     if explain:
         print()
         for group in groups:

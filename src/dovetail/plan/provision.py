@@ -9,10 +9,13 @@ from itertools import islice
 
 from dovetail.plan.batching import App, Demand, batch_shares, cold_share, demand_of, exact_batch_shares
 from dovetail.plan.function_profile import FunctionProfile
+from dovetail.plan.latency import share_above, spread_of
 from dovetail.plan.options import ALL_MODES, Mode, Option, Shelf, build_shelves
 from dovetail.plan.prices import PriceSheet
 
-# Cold runs up to this share stay within the one percent that a 99th percentile leaves; more must fit the SLO.
+# Late requests that a plan may expect: a 99th percentile leaves one percent, and estimates are not exact.
+LATE_SHARE_ALLOWED = 0.009
+# Of them, cold runs of batches that wait for as long as the SLO allows: their warm runs use up the rest.
 COLD_SHARE_ALLOWED = 0.004
 # Shares of the SLO left for running a CPU batch of several; the rest is for waiting until it is full.
 _RUN_SHARES = (0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
@@ -100,14 +103,15 @@ class Provisioner:
     def _evaluate(self, option: Option, demand: Demand, bound: float) -> Config | None:
         """None where runs, or runs after a start, come too late, or where it costs more per second than `bound`."""
         at_once = self._config(option, demand, 0.0, 0, bound)
-        if at_once is None or at_once.cold_share <= COLD_SHARE_ALLOWED:
+        allowed = _cold_allowed(option, demand)
+        if at_once is None or at_once.cold_share <= allowed:
             return at_once
         ways = []
         if option.p99_s + option.cold_s <= demand.slo_s:  # a start takes from the time to wait
             ways.append(self._config(option, demand, option.cold_s, 0, bound))
         if self.sheet.rates.idle_share is not None:
             warm = (self._config(option, demand, 0.0, count, bound) for count in range(1, MOST_WARM + 1))
-            enough = (config for config in warm if config is not None and config.cold_share <= COLD_SHARE_ALLOWED)
+            enough = (config for config in warm if config is not None and config.cold_share <= allowed)
             ways += list(islice(enough, 1))
         return min((way for way in ways if way is not None), key=lambda config: config.cost_per_s, default=None)
 
@@ -151,6 +155,14 @@ class Provisioner:
             idle = warm * option.per_second * (self.sheet.rates.idle_share or 0.0)
         per_s = cost * batches + idle
         return Config(option, timeout_s, size, cold, warm, start_s, per_s / demand.rate, per_s)
+
+
+def _cold_allowed(option: Option, demand: Demand) -> float:
+    """A single request that would be early may be cold more often."""
+    if option.batch > 1:
+        return COLD_SHARE_ALLOWED
+    sigma = spread_of(option.mean_s[0], option.p99_s)
+    return max(LATE_SHARE_ALLOWED - share_above(demand.slo_s, option.mean_s[0], sigma), COLD_SHARE_ALLOWED)
 
 
 def best_config(provisioner: Provisioner, apps: Sequence[App]) -> Config | None:
