@@ -297,7 +297,7 @@ async def _serve_http(
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            _settle_down()
+            settle_down()
             _announce(address, offer.names, has_keys=bool(plan.config.auth.keys), as_json=plan.as_json)
             await serving
     finally:
@@ -307,7 +307,7 @@ async def _serve_http(
         await asyncio.gather(serving, starting, return_exceptions=True)
 
 
-def _settle_down() -> None:
+def settle_down() -> None:
     """What is there now stays: the collector need not look at it again, which would stop the loop. And the loop gets
     the interpreter back from threads soon."""
     gc.collect()
