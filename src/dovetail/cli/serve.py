@@ -282,8 +282,8 @@ async def _serve_http(
 ) -> None:
     from dovetail.gateway.app import make_app
     from dovetail.gateway.listen import base_url
-    from dovetail.gateway.local_token import remove_token
     from dovetail.gateway.server import HttpServer, has_terminal
+    from dovetail.local_token import remove_token
 
     admin = _make_admin(plan, link, offer, pool)
     service = admin.service
@@ -317,7 +317,7 @@ def settle_down() -> None:
 
 def _offer_token(admin: Admin, port: int) -> None:
     """For whoever may read this user's files; it holds while there are no keys."""
-    from dovetail.gateway.local_token import create_token, token_file
+    from dovetail.local_token import create_token, token_file
 
     try:
         admin.settings.keys.set_local_token(create_token(port))
