@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 RANKS = [
     {"codings"},
     {"errors", "machine", "modelspec", "layouts", "pulse", "confined"},
-    {"types"},
+    {"types", "local_token"},
     {"config", "messages", "eventlog", "grammars"},
     {"policy", "sched"},
     {"profiles"},

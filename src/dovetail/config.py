@@ -106,7 +106,7 @@ class ServerConfig(_Section):
     # What clients may hold of the gateway's memory and descriptors before anything is answered.
     max_body_bytes: Size = 2 * 1024 * 1024  # of one request
     max_body_memory: Size = 64 * 1024 * 1024  # of all bodies that are being received and read; more are answered 503
-    max_tokenize_bytes: Size = 512 * 1024  # of a text for /tokenize, which takes 200 times that for a moment
+    max_tokenize_bytes: Size = 256 * 1024  # of a text for /tokenize, which takes 200 times that for a moment
     max_connections: int = Field(default=2048, ge=1)  # the one that has waited longest for its client gives way
     header_timeout: Duration = Field(default=10.0, gt=0)  # from the connection, or the first byte, to the last header
     body_timeout: Duration = Field(default=30.0, gt=0)  # from the last header to the end of the body

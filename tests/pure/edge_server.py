@@ -5,7 +5,6 @@ As a script: `edge_server.py FOLDER CONFIG`, serves until SIGTERM. As a module: 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -67,6 +66,7 @@ def running_edge(folder: Path, config: dict[str, Any] | None = None) -> Iterator
 async def _serve(folder: Path, file: Path) -> None:
     from gateway_builders import make_admin, make_card, running_service
 
+    from dovetail.cli.serve import settle_down
     from dovetail.config import load_config
     from dovetail.gateway.app import make_app
     from dovetail.gateway.listen import base_url, listen
@@ -79,9 +79,12 @@ async def _serve(folder: Path, file: Path) -> None:
         await service.start()
         admin = make_admin(service, config)
         listener = listen("127.0.0.1", 0)
+        settle_down()
         print(base_url(listener), flush=True)
         await HttpServer(make_app(admin), admin).serve(sockets=[listener])
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(Path(sys.argv[1]), Path(sys.argv[2])))
+    from dovetail.cli.serve import run_loop
+
+    run_loop(_serve(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -98,10 +98,10 @@ async def nothing(target: Target, until: float) -> None:
     await asyncio.sleep(until - time.monotonic())
 
 
-@case("wrong-ids", "4 clients with 1.9 MB of wrong token ids")
+@case("wrong-ids", "4 clients with wrong token ids, as many as are taken")
 async def wrong_ids(target: Target, until: float) -> None:
     ok = f'{{"model":"{target.model}","prompt":['
-    bodies = [_filled(ok, "-1", "]}", 780_000), _filled(ok + "[", '"x"', "]]}"), _filled(ok, "7", ",-1]}", 520_000)]
+    bodies = [_filled(ok, "-1", "]}", 480_000), _filled(ok + "[", '"x"', "]]}"), _filled(ok, "7", ",-1]}", 320_000)]
     await _repeat(target, until, "/v1/completions", bodies, 4)
 
 
@@ -157,16 +157,16 @@ async def half_bodies(target: Target, until: float) -> None:
     await _open_many(target, until, 100, target.head("/v1/completions", _BYTES) + b" " * (_BYTES - 10))
 
 
-@case("tokenize", "12 clients with texts of half a megabyte for /tokenize")
+@case("tokenize", "12 clients with texts of a quarter of a megabyte for /tokenize")
 async def tokenize(target: Target, until: float) -> None:
-    text = "Some words, and more of them. " * 17_000
+    text = "Some words, and more of them. " * 8_500
     body = json.dumps({"model": target.model, "prompt": text}).encode()
     await _repeat(target, until, "/tokenize", [body], 12)
 
 
 @case("tokenize-and-leave", "clients that leave a text at /tokenize and go, 20 a second")
 async def tokenize_and_leave(target: Target, until: float) -> None:
-    body = json.dumps({"model": target.model, "prompt": "Some words, and more. " * 20_000}).encode()
+    body = json.dumps({"model": target.model, "prompt": "Some words, and more. " * 11_000}).encode()
     while time.monotonic() < until:
         with suppress(OSError):
             _, writer = await asyncio.open_connection(*target.address)

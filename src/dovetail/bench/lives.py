@@ -20,6 +20,7 @@ from dovetail.bench.fleet import FleetModel, prompts_for
 from dovetail.bench.load import Answer, Load, first_token_s, request_body
 from dovetail.bench.process_tree import TreeSampler, Use, watch
 from dovetail.bench.servers import Running, ServerFailed
+from dovetail.local_token import token_for
 from dovetail.sim.trace import Arrival
 
 PROMPT_TOKENS = 128
@@ -81,7 +82,8 @@ class _Starts:
         self._tiers: dict[State, dict[str, int]] = {state: {} for state in STATES}
 
     async def run(self, rounds: int) -> list[StartTime]:
-        async with httpx.AsyncClient(base_url=self._url, timeout=120.0, trust_env=False) as client:
+        token = {"authorization": f"Bearer {token_for(self._url)}"}  # a server without keys is changed with it
+        async with httpx.AsyncClient(base_url=self._url, timeout=120.0, trust_env=False, headers=token) as client:
             await self._ask(client, self._models[0])  # whatever a first request of all pays for
             for turn in range(rounds):
                 model = self._models[turn % len(self._models)]

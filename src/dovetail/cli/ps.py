@@ -11,7 +11,7 @@ import typer
 
 from dovetail.cli.output import human_bytes, print_json
 from dovetail.errors import DovetailError
-from dovetail.gateway.local_token import token_for
+from dovetail.local_token import token_for
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "DOVETAIL_API_KEY"

@@ -282,8 +282,8 @@ async def _serve_http(
 ) -> None:
     from dovetail.gateway.app import make_app
     from dovetail.gateway.listen import base_url
-    from dovetail.gateway.local_token import remove_token
     from dovetail.gateway.server import HttpServer, has_terminal
+    from dovetail.local_token import remove_token
 
     admin = _make_admin(plan, link, offer, pool)
     service = admin.service
@@ -297,7 +297,7 @@ async def _serve_http(
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            _settle_down()
+            settle_down()
             _announce(address, offer.names, has_keys=bool(plan.config.auth.keys), as_json=plan.as_json)
             await serving
     finally:
@@ -307,7 +307,7 @@ async def _serve_http(
         await asyncio.gather(serving, starting, return_exceptions=True)
 
 
-def _settle_down() -> None:
+def settle_down() -> None:
     """What is there now stays: the collector need not look at it again, which would stop the loop. And the loop gets
     the interpreter back from threads soon."""
     gc.collect()
@@ -317,7 +317,7 @@ def _settle_down() -> None:
 
 def _offer_token(admin: Admin, port: int) -> None:
     """For whoever may read this user's files; it holds while there are no keys."""
-    from dovetail.gateway.local_token import create_token, token_file
+    from dovetail.local_token import create_token, token_file
 
     try:
         admin.settings.keys.set_local_token(create_token(port))

@@ -224,7 +224,8 @@ Prompt = Annotated[
         Field(min_length=1, max_length=MAX_PROMPTS),
         FAIL_FAST,
     ],
-    Field(description="text, token ids, or several of either"),
+    # One alternative after the other: no value fits two, and the cleverer way reads a long list twice.
+    Field(description="text, token ids, or several of either", union_mode="left_to_right"),
 ]
 
 

@@ -11,7 +11,7 @@ from dovetail.errors import InvalidRequest
 _SMALL_BYTES = 8 * 1024  # parsed sooner than counted
 MAX_CONTAINERS = 16 * 1024  # lists and objects: 4,096 messages with parts, tools, schemas
 MAX_STRINGS = 32 * 1024  # keys included
-MAX_VALUES = 256 * 1024  # numbers mostly: token ids
+MAX_VALUES = 160 * 1024  # numbers mostly: token ids, of a context of 128k at most
 
 
 def check_json_size(body: bytes) -> None:

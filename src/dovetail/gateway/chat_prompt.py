@@ -5,7 +5,6 @@ A template that knows no tools is told of them in a message, so that they are ne
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ def check_text_fits(text: str, model: ServedModel, param: str) -> None:
 async def _render(body: ChatRequest, model: ServedModel, wanted: Wanted | None) -> str:
     template = model.template
     if len(body.messages) > _MANY:
-        messages = await asyncio.to_thread(template_messages, body.messages)
+        messages = await model.lanes.parse.run(lambda: template_messages(body.messages))
     else:
         messages = template_messages(body.messages)
     if template.knows_tools:

@@ -62,7 +62,7 @@ class ServedModel:
     def __init__(self, card: ModelCard, config: ModelConfig, lanes: TextLanes) -> None:
         self.card = card
         self.config = config
-        self._lanes = lanes
+        self.lanes = lanes
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class ServedModel:
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens)
-        return await self._lanes.run(len(text), lambda: self._encode(text, add_special_tokens))
+        return await self.lanes.run(len(text), lambda: self._encode(text, add_special_tokens))
 
     async def encode_prompt(self, text: str) -> list[int]:
         """A plain completion prompt, with the tokens that the model expects before any text."""
@@ -104,7 +104,7 @@ class ServedModel:
     async def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         if len(tokens) <= _INLINE_CHARS:
             return self._decode(tokens, skip_special_tokens)
-        return await self._lanes.run(len(tokens), lambda: self._decode(tokens, skip_special_tokens))
+        return await self.lanes.run(len(tokens), lambda: self._decode(tokens, skip_special_tokens))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode` keeps the interpreter locked while it runs, `encode_batch` does not.

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
+import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -139,10 +140,10 @@ class Endpoints:
         _meter(request, len(tokens))
         context, to_text = model.card.spec.context_length, model.tokenizer.id_to_token
 
-        def encode() -> str:
+        def encode() -> bytes:  # as a `Tokenized`, which would look at each token first
             strings = [to_text(token) or "" for token in tokens] if body.return_token_strs else None
-            answer = Tokenized(tokens=tokens, count=len(tokens), max_model_len=context, token_strs=strings)
-            return answer.model_dump_json()
+            answer = {"tokens": tokens, "count": len(tokens), "max_model_len": context, "token_strs": strings}
+            return msgspec.json.encode(answer)
 
         long = len(tokens) > _INLINE_TOKENS
         text = await self._service.models.lanes.parse.run(encode) if long else encode()
