@@ -270,6 +270,18 @@ def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_thei
 
 def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:
     controller = make_cluster(*[make_node(name=f"gpu-{index}") for index in range(200)])
-    assert len(controller.placer._window()) == MAX_CANDIDATES
-    seen = {node.name for _ in range(200) for node in controller.placer._window()}
+    assert len(controller.placer._window(make_work())) <= MAX_CANDIDATES
+    seen = {node.name for _ in range(200) for node in controller.placer._window(make_work())}
     assert len(seen) == 200
+
+
+def test_in_a_large_cluster_nodes_that_seem_full_are_not_asked() -> None:
+    nodes = [make_node(name=f"gpu-{index}", memory_gib=13.0) for index in range(40)]
+    controller = make_cluster(*nodes)
+    for node in nodes[:38]:
+        assert isinstance(node.start(make_work(model="b"), 0.0), int)
+    window = controller.placer._window(make_work(1))
+    assert {node.name for node in window} == {"gpu-38", "gpu-39"}
+    for node in nodes[38:]:
+        node.start(make_work(model="b"), 0.0)
+    assert controller.placer._window(make_work(1)), "somebody says why there is no place"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ from dovetail.policy.headroom import (
     next_token_deadline,
     validate_closed,
 )
-from dovetail.policy.shadow import MAX_TURNS, TurnRule
+from dovetail.policy.shadow import MAX_TURNS, TurnRule, _infeasible
 from dovetail.policy.shadow import validate as validate_played
 
 EMPTY = InstanceDemand(INFINITY, INFINITY, 0.0, 0.0, INFINITY)
@@ -181,3 +182,18 @@ def test_a_later_start_never_helps(neighbours: list[tuple[float, float]], prefil
     request = joiner(prefill_s=prefill_s)
     if play(loads, request, later_s) is None:
         assert play(loads, request, 0.0) is None
+
+
+def test_what_is_refused_before_it_is_played_would_be_refused_by_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = Random(5)
+    refused = 0
+    for _ in range(3000):
+        demands = [decoding(rng.uniform(0.2, 2.0), decode_s=rng.uniform(0.01, 0.08)) for _ in range(rng.randrange(4))]
+        demands += [prefilling(*sorted(rng.uniform(0.3, 2.0) for _ in range(rng.randrange(1, 5)))) for _ in range(2)]
+        candidate = joiner(deadline_s=rng.uniform(0.3, 2.0), prefill_s=rng.uniform(0.05, 0.6))
+        if _infeasible(demands, candidate, 0.0) is not None:
+            refused += 1
+            with monkeypatch.context() as patch:
+                patch.setattr("dovetail.policy.shadow._infeasible", lambda *_: None)
+                assert play(demands, candidate) is not None
+    assert refused > 100

@@ -15,15 +15,16 @@ from dovetail.node.ports import NodeHandle
 from dovetail.node.work import Phase, Work
 from dovetail.policy.consolidate import rank_instances
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.knobs import Admission, Knobs
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind, rank_nodes
 
 # Bounds on what one decision looks at, so that its time does not grow with the cluster.
-MAX_CANDIDATES = 16  # nodes asked for a start, or where a preempted request could go
-MAX_INSTANCES = 8  # instances of the model asked to take a request
-MAX_MOVES = 24  # nodes and instances asked, all in all, whether they would take what gives way to a request
-MAX_VICTIMS = 4  # neighbours considered for giving way
+MAX_LOOKS = 64  # nodes looked at, by what is known of them
+MAX_CANDIDATES = 16  # of these: nodes asked for a start, or where a preempted request could go
+MAX_INSTANCES = 4  # instances of the model asked to take a request
+MAX_MOVES = 8  # nodes and instances asked, all in all, whether they would take what gives way to a request
+MAX_VICTIMS = 2  # neighbours considered for giving way
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +165,7 @@ class Placer:
             if node.name not in taken and self._may_ask() and node.check_join(view.id, work, now) is None:
                 taken.add(node.name)
                 return True
-        for node in self._window():
+        for node in self._window(work):
             if node.name not in taken and self._may_ask() and node.check_start(work, now) is None:
                 taken.add(node.name)
                 return True
@@ -175,20 +176,40 @@ class Placer:
         return self._asked <= MAX_MOVES
 
     def _start(self, work: Work, now: float) -> Placed | None:
-        for node in rank_nodes(self._window(), pack=self.knobs.reactive):
+        for node in rank_nodes(self._window(work), pack=self.knobs.reactive):
             placed = self._start_on(node, work, now, How.START)
             if placed is not None:
                 return placed
         return None
 
-    def _window(self) -> Sequence[NodeHandle]:
-        """All nodes of a small cluster; of a large one some from all over it, others with every call."""
+    def _window(self, work: Work) -> Sequence[NodeHandle]:
+        """All nodes of a small cluster; of a large one some from all over it that seem to have room for an instance,
+        others with every call."""
         count = len(self.nodes)
         if count <= MAX_CANDIDATES:
             return self.nodes
         self._cursor = start = (self._cursor + 1) % count
-        stride = count // MAX_CANDIDATES
-        return [self.nodes[(start + step * stride) % count] for step in range(MAX_CANDIDATES)]
+        looks = min(count, MAX_LOOKS)
+        seen = [self.nodes[(start + step * count // looks) % count] for step in range(looks)]
+        if self.knobs.admission is Admission.SHADOW:
+            decodes_s: dict[int, float] = {}
+            seen = [node for node in seen if self._has_room(node, work, decodes_s)] or seen
+        return seen[:: -(len(seen) // -MAX_CANDIDATES)]
+
+    def _has_room(self, node: NodeHandle, work: Work, decodes_s: dict[int, float]) -> bool:
+        """By what is known of it: a CPU's fullness is what an iteration of everybody takes there. `decodes_s` is by
+        hosting, for the length of one decision."""
+        hosting = node.hosting_of(work.model)
+        if hosting is None or not node.up:
+            return False
+        if not hosting.weights_in_place and hosting.weight_bytes > node.free_bytes and not self.knobs.reclaim_idle:
+            return False
+        if node.kind is not DeviceKind.CPU:
+            return True
+        decode_s = decodes_s.get(id(hosting))
+        if decode_s is None:
+            decode_s = decodes_s[id(hosting)] = hosting.latency.decode_s(1, work.known_tokens)
+        return node.fullness + decode_s <= work.tpot_s
 
     def _start_on(self, node: NodeHandle, work: Work, now: float, how: How) -> Placed | None:
         answer = Refusal.MEMORY if node.name in self._avoided else node.start(work, now)
@@ -202,7 +223,7 @@ class Placer:
         """Swap out the instance with the longest headroom, if that makes room for an instance of the work's model."""
         urgent = work.due_s - now <= self.knobs.pause_last_s
         best: tuple[float, NodeHandle, int] | None = None
-        for node in self._window():
+        for node in self._window(work):
             if node.kind is DeviceKind.GPU:
                 for option in node.pausable_for(work, now):
                     if self._pays(option, demand, urgent) and (best is None or option.headroom_s > best[0]):

@@ -52,6 +52,7 @@ class PendingOp(NamedTuple):
 class Instance:
     __slots__ = (
         "_demand",
+        "_lengths",
         "busy_s",
         "clock",
         "deadline_s",
@@ -127,6 +128,7 @@ class Instance:
         self.busy_s = 0.0
         self.turns = 0
         self.grown_s: float | None = None  # one iteration when its contexts will have grown; None = not known
+        self._lengths: list[tuple[int, int]] | None = None  # as of then
         self._demand: InstanceDemand | None = None  # as of the last change of clock, membership or turn
 
     @property
@@ -202,6 +204,7 @@ class Instance:
     def refresh(self) -> None:
         """Deadlines from scratch, after any change of membership."""
         self._demand = None
+        self._lengths = None
         self.grown_s = None
         due = pace = spoke = INFINITY
         slowest = 0.0
@@ -249,7 +252,7 @@ class Instance:
                 work.got_token(now)
         self.clock += 1
         self.tokens += len(self.running)
-        self._demand = None
+        self._demand = self._lengths = None
         if not self.clock % LOOK_AHEAD_TURNS:
             self.grown_s = None
         if self.mixed_pace:
@@ -360,7 +363,10 @@ class Instance:
         return Prefill(work.due_s + grace_s, urgent_s + grace_s, seconds, work.tpot_s, safety_s)
 
     def lengths(self) -> list[tuple[int, int]]:
-        clock = self.clock
-        pairs = [(w.input_tokens, w.produced + clock - w.joined_clock) for w in self.running.values()]
-        pairs += [(w.input_tokens, w.produced) for w in self.waiting]
-        return pairs
+        """(input, produced) of all its work. Asked for several times between two turns: a list of the caller's own."""
+        if self._lengths is None:
+            clock = self.clock
+            pairs = [(w.input_tokens, w.produced + clock - w.joined_clock) for w in self.running.values()]
+            pairs += [(w.input_tokens, w.produced) for w in self.waiting]
+            self._lengths = pairs
+        return self._lengths.copy()

@@ -76,6 +76,10 @@ class NodeHandle(Protocol):
     @property
     def fullness(self) -> float: ...
 
+    @property
+    def free_bytes(self) -> int:
+        """Memory that a start may be given."""
+
     def hosting_of(self, model: str) -> Hosting | None:
         """What the model takes there and how fast it runs; None = it is not offered there."""
 

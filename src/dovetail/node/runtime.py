@@ -57,6 +57,10 @@ class NodeRuntime:
             self._fullness = self.node.fullness
         return self._fullness
 
+    @property
+    def free_bytes(self) -> int:
+        return self.node.residency.ledger.available
+
     def hosting_of(self, model: str) -> Hosting | None:
         return self.node.admit.hostings.get(model)
 

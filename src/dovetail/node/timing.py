@@ -41,6 +41,8 @@ class Timing:
         self._instances = instances
         self._outputs = outputs
         self._lengths = AnswerLengths()
+        self._asked: tuple[str, list[tuple[int, int]]] = ("", [])  # of `most_tokens`, last
+        self._answer: tuple[int, int] | None = None  # to that; None when something was learned since
         self._told: dict[str, float] = {}  # by model: its mean length, as requests bring it along
 
     # How long answers are
@@ -53,10 +55,13 @@ class Timing:
         """An answer has ended."""
         self._outputs.add(tokens)
         self._lengths.add(model, tokens)
+        self._answer = None
 
     def hear(self, work: Work) -> None:
         """A request brings along what the controller knows of its model."""
-        self._told[work.model] = work.mean_tokens
+        if self._told.get(work.model) != work.mean_tokens:
+            self._told[work.model] = work.mean_tokens
+            self._answer = None
 
     def mean_length(self, model: str, lengths: list[tuple[int, int]]) -> float:
         """Of the model's answers, of which these run: (input, produced) pairs."""
@@ -65,7 +70,10 @@ class Timing:
 
     def most_tokens(self, model: str, lengths: list[tuple[int, int]]) -> tuple[int, int]:
         """When these will hold most: how many of them, and how many tokens together."""
-        return most_tokens(lengths, self.mean_length(model, lengths))
+        if self._answer is None or self._asked != (model, lengths):  # memory and time are asked one after the other
+            self._asked = (model, lengths)
+            self._answer = most_tokens(lengths, self.mean_length(model, lengths))
+        return self._answer
 
     # Questions
 
@@ -90,20 +98,21 @@ class Timing:
         without: Instance | None = None,
     ) -> Refusal | None:
         """S4 with `target` (None: a new instance), whose pool is brought to so many tokens, and without `without`."""
-        candidate, own = self._candidate(target, work, free_at_s, kv_tokens)
+        decode_s, grown_s = self._decodes(target, work)
         others = [one for one in self._instances.values() if one is not target and one is not without and one.batch]
-        if self._is_overcommitted(others, target, candidate):  # most refusals end here, before anything is played
-            return Refusal.DECODE_OVERCOMMITTED
+        if self._is_overcommitted(others, target, work.tpot_s, max(decode_s, grown_s)):
+            return Refusal.DECODE_OVERCOMMITTED  # most refusals end here, before anything is played
+        candidate, own = self._candidate(target, work, free_at_s, kv_tokens, decode_s, grown_s)
         demands = [self._demand(one, free_at_s) for one in others]
         demands.append(own)
         if self._knobs.shadow is Shadow.CLOSED:
             return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
         return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule)
 
-    def _is_overcommitted(self, others: list[Instance], target: Instance | None, candidate: Candidate) -> bool:
-        """S4, case 3, as of when each instance's contexts were last looked at."""
-        tpot_s = candidate.tpot_s if target is None else min(candidate.tpot_s, target.strictest_s)
-        total_s = max(candidate.decode_s, candidate.grown_s)
+    def _is_overcommitted(self, others: list[Instance], target: Instance | None, tpot_s: float, total_s: float) -> bool:
+        """S4, case 3, as of when each instance's contexts were last looked at; the target takes `total_s`."""
+        if target is not None:
+            tpot_s = min(tpot_s, target.strictest_s)
         for one in others:
             total_s += self.pace_s(one)
             if one.strictest_s < tpot_s:
@@ -126,7 +135,13 @@ class Timing:
     # What takes part
 
     def _candidate(
-        self, target: Instance | None, work: Work, free_at_s: float, kv_tokens: int | None
+        self,
+        target: Instance | None,
+        work: Work,
+        free_at_s: float,
+        kv_tokens: int | None,
+        decode_s: float,
+        grown_s: float,
     ) -> tuple[Candidate, InstanceDemand]:
         """The work as the target sees it, and the target without it."""
         hosting = self._hostings[work.model] if target is None else target.hosting
@@ -137,7 +152,6 @@ class Timing:
         resize_s = self._residency.resize_s(target, hosting, kv_tokens)
         if resize_s:
             own.ready_s = max(own.ready_s, free_at_s) + resize_s  # what is remembered of it is set anew with each look
-        decode_s, grown_s = self._decodes(target, hosting, work)
         prefill_s = 0.0 if work.cached else hosting.latency.prefill_s(work.known_tokens) * self.overestimate
         urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, prefill_s) + grace_s
         is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
@@ -145,11 +159,12 @@ class Timing:
         safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens(work.model))
         return Candidate(due_s, prefill_s, decode_s, work.tpot_s, urgent_s, safety_s, grown_s), own
 
-    def _decodes(self, target: Instance | None, hosting: Hosting, work: Work) -> tuple[float, float]:
+    def _decodes(self, target: Instance | None, work: Work) -> tuple[float, float]:
         """One iteration of the target with the work, now and when contexts will have grown."""
         if work.phase is Phase.PREFILL:
             return 0.0, 0.0
-        known, latency = work.known_tokens, hosting.latency
+        known = work.known_tokens
+        latency = (self._hostings[work.model] if target is None else target.hosting).latency
         decode_s = latency.decode_s(1, known) * self.overestimate if target is None else target.decode_s(known, 1)
         if not self.counts_growth:
             return decode_s, 0.0

@@ -93,6 +93,9 @@ def expected_length(mean: float, produced: int) -> float:
 def most_tokens(lengths: Sequence[tuple[int, int]], mean: float) -> tuple[int, int]:
     """When these requests, (input, produced) pairs, hold most tokens if nobody else comes: how many requests, and how
     many tokens they hold together. Every iteration adds a token to each, and those that end leave."""
+    if len(lengths) == 1:
+        given, produced = lengths[0]
+        return 1, given + max(int(expected_length(mean, produced)), produced + 1)
     left = []
     for given, produced in lengths:
         left.append((max(expected_length(mean, produced) - produced, 1.0), given + produced))

@@ -134,7 +134,30 @@ def validate(
         return Refusal.DECODE_OVERCOMMITTED
     if max(start_s, demands[target].ready_s) + candidate.prefill_s > candidate.deadline_s:
         return Refusal.FIRST_TOKEN_LATE
+    if (late := _infeasible(demands, candidate, start_s)) is not None:
+        return late
     return _Play(demands, target, candidate, rule).run(start_s)
+
+
+def _infeasible(demands: Sequence[InstanceDemand], candidate: Candidate, start_s: float) -> Refusal | None:
+    """What no order of turns could keep: until some deadline there is more to do than time. Most of what is refused is
+    found here, at a fraction of what playing it costs."""
+    prefills = [(one.due_s, one.seconds) for demand in demands for one in demand.prefills]
+    prefills.append((candidate.deadline_s, candidate.prefill_s))
+    prefills.sort()
+    running = [one for one in demands if one.decode_deadline_s != INFINITY]
+    total_s = 0.0
+    for due_s, seconds in prefills:
+        if due_s == INFINITY:
+            break
+        total_s += seconds
+        needed_s = total_s
+        for one in running:
+            if one.decode_deadline_s <= due_s:
+                needed_s += (int((due_s - one.decode_deadline_s) / one.tpot_s) + 1) * one.decode_s
+        if start_s + needed_s > due_s:
+            return Refusal.FIRST_TOKEN_LATE if due_s == candidate.deadline_s else Refusal.NEIGHBOUR_LATE
+    return None
 
 
 class _Play:
