@@ -36,7 +36,7 @@ def step_until(rig: Rig, tokens: int, id: str) -> None:
 
 def make_paused() -> Rig:
     """A best-effort answer of a is swapped out for a crowd of b."""
-    rig = Rig("ab", memory=WEIGHT_BYTES * 2 + 900 * KV_BYTES, pause=True, max_silence_s=float("inf"))
+    rig = Rig("ab", memory=WEIGHT_BYTES * 2 + 1400 * KV_BYTES, pause=True, max_silence_s=float("inf"))
     rig.submit("patient", "a", prompt=20, tokens=60, service_class=ServiceClass.BEST_EFFORT)
     step_until(rig, 20, "patient")
     for number in range(8):
