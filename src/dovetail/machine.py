@@ -30,6 +30,8 @@ _ARM_PARTS = {
 }
 
 
+UNLIMITED_BYTES = 1 << 60  # where no limit is set, the first version of control groups says a number beyond this
+
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+\s*(.*)")  # the first line of each in /proc/PID/smaps
 
 
@@ -121,11 +123,54 @@ def usable_cores() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Total and available."""
+    """Total and available: of the control group that this process is in, where that has less than the machine."""
     import psutil  # here, because loading it costs more than most callers' work
 
     memory = psutil.virtual_memory()
-    return memory.total, memory.available
+    total, available = memory.total, memory.available
+    for limit, free in cgroup_memory():
+        total, available = min(total, limit), min(available, free)
+    return total, available
+
+
+def cgroup_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[tuple[int, int]]:
+    """Limit and what is left of it, for each control group above this process that has a limit; of either version."""
+    found = []
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" and (root / "cgroup.controllers").exists():
+            mount, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mount = root / "memory"
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder == mount.parent:
+                break
+            limit = _cgroup_limit(folder, *names)
+            if limit is not None:
+                found.append(limit)
+    return found
+
+
+def _cgroup_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int, int] | None:
+    """What files in memory take can be had back, and counts as left. None: no limit is set here, or the group is not to
+    be seen from inside a container."""
+    try:
+        text = (folder / limit).read_text().strip()
+        if text == "max" or int(text) >= UNLIMITED_BYTES:
+            return None
+        used = int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return int(text), max(int(text) - used + int(stat.get(reclaimable, 0)), 0)
 
 
 def process_age_s() -> float:

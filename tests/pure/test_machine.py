@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.machine import code_ranges
+from dovetail.machine import cgroup_memory, code_ranges
 
 SMAPS = """\
 aaaa0000-aaaa1000 r-xp 00000000 fe:00 12   /usr/bin/python
@@ -54,3 +54,32 @@ print(before, resident(), json.dumps({"still": ssl.OPENSSL_VERSION_NUMBER > 0}))
     match = re.match(r'(\d+) (\d+) {"still": true}', done.stdout)
     assert match is not None, done.stdout
     assert int(match[2]) < int(match[1])
+
+
+def make_group(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def test_the_limits_of_all_control_groups_above_a_process_count(tmp_path: Path) -> None:
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("0::/outer/inner\n")
+    make_group(root, {"cgroup.controllers": "memory"})
+    used = {"memory.current": "300", "memory.stat": "anon 200\ninactive_file 50\n"}
+    make_group(root / "outer", {"memory.max": "1000\n", **used})
+    make_group(root / "outer" / "inner", {"memory.max": "max\n", **used})
+    assert cgroup_memory(proc, root) == [(1000, 750)]
+    make_group(root / "outer" / "inner", {"memory.max": "400"})
+    assert cgroup_memory(proc, root) == [(400, 150), (1000, 750)]
+
+
+def test_control_groups_of_the_first_version_are_read_too(tmp_path: Path) -> None:
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("4:memory:/job\n1:cpu,cpuacct:/\n0::/\n")
+    stat = {"memory.usage_in_bytes": "900", "memory.stat": "total_inactive_file 100\n"}
+    make_group(root / "memory", {"memory.limit_in_bytes": str(2**63 - 4096), **stat})
+    make_group(root / "memory" / "job", {"memory.limit_in_bytes": "1000", **stat})
+    assert cgroup_memory(proc, root) == [(1000, 200)]
+    proc.write_text("4:memory:/not/to/be/seen\n")
+    assert cgroup_memory(proc, root) == []

@@ -23,7 +23,7 @@ from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.explain import Explainer, explain
-from dovetail.sim.metrics import Fate, Record, Result
+from dovetail.sim.metrics import Fate, Record, Result, together
 from dovetail.sim.replay import replay, settings_of
 from dovetail.sim.report import write_report
 from dovetail.sim.setup import Setup, build, run
@@ -235,6 +235,16 @@ def test_compare_prints_a_table(files: tuple[Path, Path]) -> None:
     done = CliRunner().invoke(app, options)
     assert done.exit_code == 0, done.output
     assert "dovetail" in done.stdout
+
+
+def test_runs_with_several_seeds_are_counted_as_one(files: tuple[Path, Path]) -> None:
+    results = [run(make_setup(files, seed=seed)) for seed in range(2)]
+    both = together(results)
+    assert both.met() == sum(result.met() for result in results)
+    assert both.cold_starts == sum(result.cold_starts for result in results)
+    options = ["compare", "--trace", str(files[0]), "--profile", str(files[1]), "--shape", "tiny", "--seeds", "2"]
+    done = CliRunner().invoke(app, [*options, "--policy", "slinfer", "--json"])
+    assert json.loads(done.stdout)[0]["requests"] == 500
 
 
 def test_presets_and_faults_can_be_asked_for_and_replayed(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -277,6 +277,19 @@ def test_trim_to_a_size_keeps_what_was_used_last() -> None:
         assert pool.stats().ready_keys == ("c",)
 
 
+def test_trim_leaves_so_much_beside_what_is_in_use() -> None:
+    with make_pool(8) as pool:
+        held = load(pool, "held", 2 * CHUNK)
+        for key in "ab":
+            load(pool, key, 2 * CHUNK).close()
+        assert pool.trim(unpinned_bytes=4 * CHUNK) == 0
+        assert pool.trim(unpinned_bytes=3 * CHUNK) == CHUNK  # of what went with a, one is kept to be used again
+        assert pool.stats().ready_keys == ("held", "b")
+        assert pool.trim(unpinned_bytes=0) == 3 * CHUNK
+        assert pool.stats().ready_keys == ("held",)
+        held.close()
+
+
 def test_chunks_that_have_memory_are_used_first() -> None:
     with make_pool(8) as pool:
         assert pool.prefault(2 * CHUNK) == 2 * CHUNK

@@ -340,3 +340,19 @@ def _with_token(token: int):  # type: ignore[no-untyped-def]
     from dovetail.types import Request, SamplingParams
 
     return Request("bad", "b", (1, token), SamplingParams(max_tokens=4, seed=0, temperature=0.0))
+
+
+def test_the_host_pool_is_told_what_the_ledger_has_left_before_anything_grows() -> None:
+    """Models between uses, weights and KV share one memory: the pool has what nobody else needs."""
+    rig = Rig("ab", memory=WEIGHT_BYTES * 2 + 2000 * KV_BYTES)
+    ledger = rig.driver.home.node.residency.ledger
+    told: list[int] = []
+    rig.driver._on_growth = told.append
+    rig.submit("r0", "a", prompt=20, tokens=30)
+    assert told[0] == ledger.capacity - ledger.planned, "before the weights are read"
+    assert told[0] <= ledger.capacity - WEIGHT_BYTES
+    for number in range(1, 6):
+        rig.submit(f"r{number}", "b", prompt=20, tokens=60)
+    rig.run()
+    assert min(told) < ledger.capacity - 2 * WEIGHT_BYTES
+    assert all(left >= 0 for left in told)

@@ -29,7 +29,7 @@ from dovetail.sim.cost import measure_decisions
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain, explain_log
 from dovetail.sim.layout import Layout, read_layout
-from dovetail.sim.metrics import Result
+from dovetail.sim.metrics import Result, together
 from dovetail.sim.parallel import parallel_errors
 from dovetail.sim.report import write_report
 from dovetail.sim.scale import run_scale
@@ -237,6 +237,7 @@ def compare(
     nodes: NodesOption = None,
     limit: LimitOption = None,
     only: Annotated[list[str] | None, typer.Option(help="only rows with this label; may be repeated")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each setting, from --seed on, counted as one")] = 1,
 ) -> None:
     """Several policies or settings side by side, one table."""
     rows: list[tuple[Cell, Result]] = []
@@ -247,8 +248,9 @@ def compare(
             continue
         if nodes is not None:
             setup = replace(setup, cpu_nodes=nodes, gpu_nodes=nodes)
-        result = simulate(build(setup), as_json, " ".join(str(part) for part in cell.labels))
-        rows.append((cell, result))
+        label = " ".join(str(part) for part in cell.labels)
+        runs = [simulate(build(replace(setup, seed=seed + more)), as_json, label) for more in range(seeds)]
+        rows.append((cell, together(runs)))
     if report is not None:
         write_report(report, [result for _, result in rows], [" ".join(map(str, cell.labels)) for cell, _ in rows])
     if as_json:

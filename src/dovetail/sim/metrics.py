@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from dovetail.policy.headroom import SloRule
@@ -170,6 +170,17 @@ class Result:
             records = [record for group in ranked[start : start + size] for record in group]
             shares.append(sum(record.meets(self.rule) for record in records) / len(records))
         return shares
+
+
+SUMS = ("cold_starts", "resizes", "resize_s", "gpu_instance_s", "decode_turns", "decode_tokens", "events", "wall_s")
+
+
+def together(results: Sequence[Result]) -> Result:
+    """Several runs of one setting, with other seeds, counted as one."""
+    records = [record for result in results for record in result.records]
+    samples = [sample for result in results for sample in result.samples]
+    sums = {name: sum(getattr(result, name) for result in results) for name in SUMS}
+    return replace(results[0], records=records, samples=samples, **sums)
 
 
 def mean(values: Sequence[float]) -> float:

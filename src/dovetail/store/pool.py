@@ -280,12 +280,18 @@ class HostPool:
             table.touched = sorted({*table.touched, *fresh})
         return len(fresh) * self.chunk_bytes
 
-    def trim(self, *, idle_s: float | None = None, to_bytes: int | None = None) -> int:
+    def trim(
+        self, *, idle_s: float | None = None, to_bytes: int | None = None, unpinned_bytes: int | None = None
+    ) -> int:
         """Give memory back to the system: what nobody has used for `idle_s`, or until no more than `to_bytes` are
-        resident, or as near to that as pins allow. Returns the bytes given back."""
+        resident, or `unpinned_bytes` beside what is in use, or as near to that as pins allow. Returns the bytes given
+        back."""
         now = time.monotonic()
         with self._locked() as table:
             table.forget_dead()
+            if unpinned_bytes is not None:
+                pinned = sum(len(entry.chunks) for entry in table.entries.values() if entry.pins)
+                to_bytes = pinned * self.chunk_bytes + unpinned_bytes
             if idle_s is not None:
                 for key in table.idle_keys():
                     if now - table.entries[key].last_use >= idle_s:

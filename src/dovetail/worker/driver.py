@@ -70,6 +70,7 @@ class NodeDriver:
         log: EventLog | None = None,
         on_pause: Callable[[], None] = lambda: None,
         pulse: Pulse | None = None,
+        on_growth: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.hostings: dict[str, Hosting] = {}
         node = Node(name, kind, memory_bytes, self.hostings, knobs)
@@ -85,6 +86,7 @@ class NodeDriver:
         self._clock = clock
         self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
         self._pulse = pulse or Pulse()
+        self._on_growth = on_growth  # called with what the ledger has left, before more of it is used
         self._by_choice: dict[tuple[str, int], RequestState] = {}
         self._sizes: dict[int, int] = {}  # blocks of instances that are still loading
         self._expected_s = 0.0  # what the turn that runs should take
@@ -251,6 +253,7 @@ class NodeDriver:
 
     def loaded(self, instance: int, runner: ModelRunner) -> None:
         self.runners[instance] = runner
+        self._on_growth(self.home.free_bytes)  # what was read to be copied is not in use any more
         runner.resize(self._sizes.pop(instance, 0))
         self.runtime.load_ended(self.home, instance, self._clock())
         self._carry_out()
@@ -279,6 +282,7 @@ class NodeDriver:
             state.instance = None
             self.runners[said.instance].drop(state.sequence)
         elif isinstance(said, events.StartLoad):
+            self._on_growth(self.home.free_bytes)
             self._loads.load(said)
         elif isinstance(said, events.StartUnload):
             self.runners.pop(said.instance).close()
@@ -296,6 +300,8 @@ class NodeDriver:
 
     def _resize(self, command: events.StartResize) -> None:
         started = self._clock()
+        if command.new_bytes > command.old_bytes:
+            self._on_growth(self.home.free_bytes)
         hosting = self.home.node.instances[command.instance].hosting
         num_blocks = command.new_bytes // (hosting.kv_bytes_per_token * hosting.block_tokens)
         runner = self.runners.get(command.instance)

@@ -113,6 +113,7 @@ class Worker:
             self._log,
             on_pause=self._pause,
             pulse=self._pulse,
+            on_growth=self._fit_pool,
         )
         self._process = psutil.Process()
         self._running = True
@@ -189,11 +190,20 @@ class Worker:
         runner.release_pages()
         return True
 
+    def _fit_pool(self, free_bytes: int) -> None:
+        """One ledger for weights, KV and the host pool: models between uses have what is left of it."""
+        if self._shelf is not None:
+            self._shelf.fit(free_bytes)
+
     def _watch_host(self) -> None:
+        """The pool gives way before a model that is ready does."""
         available = memory_bytes()[1]
-        if available < self.total_bytes * LOW_MEMORY_SHARE:
-            closed = self._driver.relieve()
-            log.warning("the host has %d MB left; %d idle models closed", available >> 20, closed)
+        if available >= self.total_bytes * LOW_MEMORY_SHARE:
+            return
+        dropped = self._shelf.drop_unused() if self._shelf is not None else 0
+        closed = 0 if dropped else self._driver.relieve()
+        left, given = available >> 20, dropped >> 20
+        log.warning("the host has %d MB left; %d MB of the pool dropped, %d idle models closed", left, given, closed)
 
     # Messages
 

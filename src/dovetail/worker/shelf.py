@@ -66,6 +66,15 @@ class Shelf:
     def trim(self, idle_s: float) -> None:
         self._pool.trim(idle_s=idle_s)
 
+    def fit(self, free_bytes: int) -> int:
+        """Models between uses may take what nobody else needs; returns what was given back. Of a device with memory of
+        its own the host's is no part."""
+        return 0 if self._for_copies else self._pool.trim(unpinned_bytes=max(free_bytes, 0))
+
+    def drop_unused(self) -> int:
+        """Give back everything that is not in use."""
+        return self._pool.trim(unpinned_bytes=0)
+
     def close(self) -> None:
         self._loader.close()
         self._pool.close()
