@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -329,13 +330,41 @@ def test_through_a_proxy_that_says_nothing_nobody_changes_the_server(
 @pytest.fixture(scope="module")
 def shared_server(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = tmp_path_factory.mktemp("shared") / "dovetail.yaml"
-    keys = ", ".join(f"{{name: {name}, key: sk-{name}}}" for name in ("ann", "bob"))
+    keys = ", ".join(f"{{name: {name}, key: sk-{name}, admin: {name == 'boss'}}}" for name in ("ann", "bob", "boss"))
     config.write_text(
         f"models: {{llama: {{source: {tiny_folder('llama')}, preload: true}}}}\nauth: {{keys: [{keys}]}}\n"
         "nodes: [{threads: 1, kv_cache: 16MiB}]\n"
     )
     with running_server("--config", config) as server:
         yield server
+
+
+def computed_tokens(server: Server) -> float:
+    """Of all iterations so far, once the worker has nothing more to tell."""
+    seen = [-2.0, -1.0]
+    while seen[-1] != seen[-2]:
+        time.sleep(1.2)  # longer than it takes the worker to tell
+        text = server.get("/metrics", headers={"authorization": "Bearer sk-boss"}).text
+        lines = [line for line in text.splitlines() if line.startswith("dovetail:turn_tokens_total{")]
+        seen.append(sum(float(line.rpartition(" ")[2]) for line in lines))
+    return seen[-1]
+
+
+def test_anothers_prompt_is_as_much_work_as_one_that_nobody_sent(shared_server: Server) -> None:
+    """Time is what there is to compute: every token, whoever has sent it before; only one's own are not computed."""
+
+    def work(key: str, prompt: str) -> float:
+        before = computed_tokens(shared_server)
+        cached_tokens(shared_server, key, prompt, max_tokens=8, ignore_eos=True)  # long enough to be reported
+        return computed_tokens(shared_server) - before
+
+    anns, nobodys = "what ann asks of her lawyer, word by word " * 4, "what nobody has asked before, of any lawyer" * 4
+    assert len(anns) <= len(nobodys)
+    first = work("ann", anns)
+    assert first >= len(anns) // 4
+    assert work("bob", anns) == first
+    assert work("bob", nobodys[: len(anns)]) >= first * 0.5
+    assert work("bob", anns) < first / 2, "the measure sees a prefix that is reused"
 
 
 def cached_tokens(server: Server, key: str, prompt: str, **extra: Any) -> int:

@@ -438,3 +438,18 @@ def test_without_a_file_there_is_nothing_to_read_again(tmp_path: Path) -> None:
         assert "--config" in refused.json()["error"]["message"]
 
     on_admin(tmp_path, test)
+
+
+def test_a_file_without_keys_does_not_open_a_server_to_the_network(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        boss = {"authorization": "Bearer sk-boss"}
+        file.raw = {"server": {"host": "0.0.0.0"}}
+        refused = await client.post("/api/config/reload", headers=boss)
+        assert (refused.status_code, "without API keys" in refused.text) == (400, True)
+        assert (await client.get("/v1/models")).status_code == 401
+        file.raw = {"server": {"host": "0.0.0.0", "open_to_network": True}}
+        assert (await client.post("/api/config/reload", headers=boss)).status_code == 200
+        assert (await client.get("/v1/models", headers={"authorization": ""})).status_code == 200
+
+    file = FakeFile(tmp_path)
+    on_admin(tmp_path, test, {"server": {"host": "0.0.0.0"}, **KEYS}, file=file)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -229,3 +231,15 @@ def test_errors_below_the_application_have_openais_shape_too(edge: Edge) -> None
             status, error = answer(client)
             assert status == 400
             assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_second_signal_ends_a_server_that_is_busy_with_texts(tmp_path: Path) -> None:
+    body = json.dumps({"model": "fake", "prompt": "a b" * 80_000}).encode()
+    head = HEAD.replace(b"/v1/completions", b"/tokenize") + b"Content-Length: %d\r\n\r\n" % len(body)
+    with running_edge(tmp_path) as edge, ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(connect(edge)).sendall(head + body)
+        edge.process.terminate()
+        time.sleep(0.2)
+        edge.process.terminate()
+        assert edge.process.wait(15) in (0, -signal.SIGTERM)  # the second may find it as good as gone

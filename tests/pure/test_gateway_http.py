@@ -446,3 +446,55 @@ def test_the_openapi_document_has_every_route_and_body(tmp_path: Path) -> None:
         assert body["$ref"].removeprefix("#/components/schemas/") in document["components"]["schemas"]
 
     on_app(tmp_path, test)
+
+
+def test_without_keys_hosts_and_origins_must_be_ours(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        async def status(**headers: str) -> int:
+            return (
+                await client.get("/v1/models", headers={k.replace("_", "-"): v for k, v in headers.items()})
+            ).status_code
+
+        for host in (
+            "localhost",
+            "LOCALHOST:8000",
+            "127.0.0.1:9",
+            "[::1]:8000",
+            "10.1.2.3",
+            "me.localhost",
+            "models.example.org",
+        ):
+            assert await status(host=host) == 200, host
+        for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example:8000", "xmodels.example.org"):
+            assert await status(host=host) == 421, host
+        assert await status(host="localhost:8000", origin="http://localhost:8000") == 200
+        for origin in (
+            "null",
+            "http://evil.example",
+            "http://localhost:3000",
+            "http://[",
+            "https://localhost.evil.example",
+        ):
+            assert await status(host="localhost:8000", origin=origin) == 403, origin
+        for site in ("cross-site", "same-site"):
+            assert await status(sec_fetch_site=site) == 403
+            assert await status(sec_fetch_site=site, sec_fetch_mode="navigate") == 200  # a link that was followed
+        allowed = {"origin": "https://chat.example.org"}
+        answer = await client.post("/v1/completions", json=TEXT, headers=allowed)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://chat.example.org")
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+        assert (await client.options("/v1/completions", headers=allowed | asked)).status_code == 200
+        assert (
+            await client.options("/v1/completions", headers=asked | {"origin": "http://evil.example"})
+        ).status_code == 400
+
+    options = {"allowed_hosts": ("models.example.org",), "allowed_origins": ("https://chat.example.org",)}
+    on_app(tmp_path, test, **options)
+
+
+def test_with_keys_the_name_by_which_a_server_is_called_is_its_proxys_matter(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        headers = {"host": "api.example.org", "origin": "https://chat.example.org", "authorization": "Bearer sk-free"}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+    on_app(tmp_path, test, auth=KEYS)

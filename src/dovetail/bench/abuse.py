@@ -22,7 +22,7 @@ from dovetail.bench.abuse_probe import Samples
 from dovetail.errors import EngineFailed
 
 _NOISY, _PROBED = "noisy", "probed"
-_SETTLE_S = 1.5
+_SETTLE_S = 2.0
 _START_TIMEOUT_S = 120.0
 Step = Callable[[str], None]
 
@@ -71,7 +71,7 @@ def _run_case(
     before, memory_before = ask(), gateway.memory_info().rss
     peak = asyncio.run(_with_peak(noise(target, time.monotonic() + seconds), gateway))
     during = ask()
-    time.sleep(2 * _SETTLE_S)
+    time.sleep(_SETTLE_S)
     memory_after = gateway.memory_info().rss
     return CaseResult(name, what, _seen(before), _seen(during), memory_before, peak, memory_after)
 

@@ -73,7 +73,7 @@ def _check_origin(headers: Headers, host: str, method: str, allowed: Sequence[st
     if _ANY in allowed or origin in allowed:
         return
     if origin is not None:
-        if urlsplit(origin).netloc.lower() == host.lower() and host:
+        if host and _authority(origin) == host.lower():
             return
         raise _foreign(origin)
     # What browsers send without an Origin, images and scripts, says where it is from; following a link is no call.
@@ -81,6 +81,13 @@ def _check_origin(headers: Headers, host: str, method: str, allowed: Sequence[st
     is_link = headers.get("sec-fetch-mode") == "navigate" and method in ("GET", "HEAD")
     if site not in ("none", "same-origin") and not is_link:
         raise _foreign(site)
+
+
+def _authority(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def _foreign(origin: str) -> PermissionDenied:
