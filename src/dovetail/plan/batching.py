@@ -95,7 +95,7 @@ def exact_batch_shares(apps: Sequence[App], run_s: float, largest: int) -> list[
     is_open = np.exp(-(late * rates).sum(axis=1)) * ((waits > x[:, None]) * rates).sum(axis=1) / rates.sum()
     mean = (np.minimum(waits, x[:, None]) * rates).sum(axis=1)
     term = np.exp(-mean) * is_open * width * rates.sum()
-    more = []  # P(N > n), n from 1
+    more: list[float] = []  # P(N > n), n from 1
     for count in range(1, largest):
         more.append(min(float(term.sum()), more[-1] if more else 1.0))
         term = term * mean / count

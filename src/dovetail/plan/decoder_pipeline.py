@@ -80,13 +80,15 @@ class DecoderPipeline:
             for event in self._scheduler.complete(await self._run(turn)).events:
                 if event.error:
                     raise EngineFailed(event.error)
-                tokens[event.request_id].append(event.token)
+                if event.token is not None:
+                    tokens[event.request_id].append(event.token)
         return tokens
 
     async def _run(self, turn: Turn) -> Outcome:
         started, encoded = time.perf_counter(), turn_of(turn)
         shape: tuple[int, ...] = ()
-        payload, seconds, chosen = b"", [], ()
+        chosen: tuple[int, ...] = ()
+        payload, seconds = b"", []
         for stage in self._stages:
             answer, payload = await stage.call(Call(shape=shape, turn=encoded), payload)
             shape, chosen = answer.shape, answer.tokens

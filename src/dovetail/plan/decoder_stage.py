@@ -75,7 +75,7 @@ class DecoderStage:
         seconds = time.perf_counter() - started
         if self._is_last:
             return Answer(seconds, tokens=tokens), memoryview(b"")
-        return Answer(seconds, tuple(hidden.shape)), memoryview(hidden.numpy()).cast("B")
+        return Answer(seconds, tuple(hidden.shape)), hidden.numpy().data.cast("B")
 
     def _embedded(self, batch: Batch) -> Tensor:
         model = self._model

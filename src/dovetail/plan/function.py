@@ -86,7 +86,7 @@ class NetworkStage:
 
 
 def _bytes_of(tensor: Any) -> memoryview:
-    return memoryview(tensor.numpy()).cast("B")
+    return tensor.numpy().data.cast("B")  # type: ignore[no-any-return]
 
 
 def _peak_bytes() -> int:

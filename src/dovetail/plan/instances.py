@@ -123,7 +123,7 @@ class Instance:
 async def _call(function: FunctionProcess, size: StageSize, worker: int, x: Array) -> tuple[float, Array]:
     sent = np.ascontiguousarray(x)
     call = Call(len(sent), tuple(sent.shape), size.workers, worker, threads_of(size.vcpus))
-    answer, output = await function.call(call, memoryview(sent).cast("B"))
+    answer, output = await function.call(call, sent.data.cast("B"))
     if answer.error:
         raise EngineFailed(answer.error)
     return answer.seconds, np.frombuffer(output, dtype=np.float32).reshape(answer.shape)

@@ -1,6 +1,7 @@
 """CPU limits of a function process: a control group with a quota where this process may make one, else its own cores.
 
-A quota gives any share of the machine; cores only whole ones, so 1.5 vCPUs without control groups are 2 cores.
+A quota gives any share of the machine; cores only whole ones, so 1.5 vCPUs without control groups are 2 cores. A group
+also goes before what has none: vCPUs that are billed are there when the machine is busy.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+SHARES_PER_VCPU = 65_536  # a process without a group has 1,024, or 100 where the weights are of the second version
+WEIGHT_PER_VCPU = 5_000
 PERIOD_US = 20_000  # short, so that a run is slowed evenly and not stopped for long
 _ROOT = Path("/sys/fs/cgroup")
 _numbers = itertools.count()
@@ -95,5 +98,7 @@ def _write_quota(group: Path, vcpus: float) -> None:
     if (group / "cpu.cfs_quota_us").exists():
         (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        (group / "cpu.shares").write_text(str(min(int(SHARES_PER_VCPU * vcpus), 262_144)))
     else:
         (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+        (group / "cpu.weight").write_text(str(min(int(WEIGHT_PER_VCPU * vcpus), 10_000)))

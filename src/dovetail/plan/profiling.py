@@ -35,6 +35,7 @@ from dovetail.plan.instances import Array, Instance, InstanceRun, StageSize
 from dovetail.plan.latency import CpuLatency
 
 GB = 1e9
+GPU_VCPUS = 8.0  # beside a GPU
 Show = Callable[[str], None]
 
 
@@ -97,7 +98,7 @@ async def profile_gpu(
 ) -> tuple[FunctionProfile, list[Error]]:
     """The same profile with the GPU's part."""
     chain = chain_named(profile.model)
-    instance = await Instance.start(chain, [StageSize(0, len(chain.layers), 1, 1.0)], device)
+    instance = await Instance.start(chain, [StageSize(0, len(chain.layers), 1, GPU_VCPUS)], device)
     try:
         seconds: dict[int, list[float]] = {batch: [] for batch in (*batches, *held_out)}
         for batch in seconds:  # kernels are chosen in the first run of each size
