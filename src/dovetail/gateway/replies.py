@@ -63,6 +63,15 @@ class ToolCallDelta(BaseModel):
     function: CalledFunction
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; null for the first token
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
@@ -87,6 +96,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(BaseModel):
@@ -117,8 +127,8 @@ class ChatChunk(BaseModel):
 
 class TextLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None] = Field(description="null for the first token of an echoed prompt")
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -130,6 +140,7 @@ class TextChoice(BaseModel):
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class TextCompletion(BaseModel):
@@ -162,6 +173,18 @@ class Tokenized(BaseModel):
     count: int
     max_model_len: int
     token_strs: list[str] | None = None
+
+
+class TokenizerInfo(BaseModel):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    added_tokens_decoder: dict[str, str]
+    knows_tools: bool = Field(description="its template takes tools; others are told of them in a message")
+    tool_format: str | None = None
 
 
 class Detokenized(BaseModel):
