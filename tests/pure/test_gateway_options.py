@@ -266,3 +266,22 @@ def test_the_tokenizer_tells_of_itself(tmp_path: Path) -> None:
         assert (info["knows_tools"], info["tool_format"]) == (False, "hermes")
 
     on_app(tmp_path, test)
+
+
+def test_what_is_in_memory_is_also_told_as_ollamas_clients_read_it(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        assert (await client.get("/api/ps")).json()["models"] == []
+        await client.post("/v1/completions", json=TEXT)
+        status = (await client.get("/api/ps")).json()
+        (model,) = status["models"]
+        assert (model["name"], model["model"], model["size_vram"]) == ("fake", "fake", 0)
+        assert status["nodes"][0]["models"][0]["name"] == "fake"  # and as ours do
+
+    on_app(tmp_path, test)
+
+
+def test_what_the_authors_recommend_is_told_with_the_model(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        assert (await client.get("/v1/models/fake")).json()["default_sampling_params"] == {}
+
+    on_app(tmp_path, test)

@@ -161,6 +161,7 @@ class ModelInfo(BaseModel):
     owned_by: str = "dovetail"
     max_model_len: int
     root: str = Field(description="the model that answers; differs from `id` for an alias")
+    default_sampling_params: dict[str, float] = Field(description="what its authors recommend, used unless told")
 
 
 class ModelList(BaseModel):
@@ -244,8 +245,21 @@ class NodeStatus(BaseModel):
     models: list[ModelStatus]
 
 
+class LoadedModel(BaseModel):
+    """As Ollama's clients read it on this path."""
+
+    name: str
+    model: str
+    size: int
+    size_vram: int
+    digest: str = ""
+    expires_at: str | None = None
+    details: dict[str, str] = Field(default_factory=dict)
+
+
 class ServerStatus(BaseModel):
     version: str
     draining: bool
     unfinished: int
     nodes: list[NodeStatus]
+    models: list[LoadedModel] = Field(default_factory=list, description="those in memory, for Ollama's clients")

@@ -255,7 +255,15 @@ def _tokenizer_info(model: ServedModel) -> TokenizerInfo:
 def _model_info(name: str, model: ServedModel) -> ModelInfo:
     """Under its own name or an alias; `root` is the model that answers."""
     card = model.card
-    return ModelInfo(id=name, created=card.created, max_model_len=card.spec.context_length, root=card.name)
+    return ModelInfo(
+        id=name,
+        created=card.created,
+        max_model_len=card.spec.context_length,
+        root=card.name,
+        default_sampling_params={
+            key: value for key, value in msgspec.structs.asdict(card.defaults).items() if value is not None
+        },
+    )
 
 
 def _new_id() -> str:
