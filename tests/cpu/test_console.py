@@ -9,6 +9,8 @@ import pytest
 from browser import Page, find_browser, running_browser
 from server_fixture import Server, running_server
 
+from dovetail.cli.ps import key_header
+
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian: chromium)")
 
@@ -34,6 +36,9 @@ def page(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         page = browser.page(server.url + "/")
         page.wait("document.querySelector('#model')?.options.length === 2")
         page.js("window.confirm = () => true")
+        token = key_header(server.url)["authorization"].removeprefix("Bearer ")  # of a server without keys
+        page.js(f"document.querySelector('#key').value = {token!r}")
+        page.js("document.querySelector('#key').dispatchEvent(new Event('change'))")
         yield page
 
 
