@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+from pydantic import SecretStr
 from test_gateway_http import KEYS, TEXT, check_error, on_app
 
+from dovetail.config import AuthConfig, KeyConfig
 from dovetail.gateway.service import Service
 from dovetail.gateway.turn_history import WINDOW_S, TurnWatch
 from dovetail.messages import InstanceStats, Stats, TurnSpan
@@ -45,8 +47,10 @@ def test_the_page_is_open_and_what_it_shows_is_not(tmp_path: Path) -> None:
             assert (await client.get(path)).status_code == 404
         for path in ("/api/turns", "/api/models", "/v1/models"):
             check_error(await client.get(path), 401)
-        key = {"authorization": "Bearer sk-free"}
-        await client.post("/v1/completions", json=TEXT, headers=key)
-        assert (await client.get("/api/turns", headers=key)).json()["window_s"] == WINDOW_S
+        free, admin = ({"authorization": f"Bearer {key}"} for key in ("sk-free", "sk-admin"))
+        await client.post("/v1/completions", json=TEXT, headers=free)
+        check_error(await client.get("/api/turns", headers=free), 403)
+        assert (await client.get("/api/turns", headers=admin)).json()["window_s"] == WINDOW_S
 
-    on_app(tmp_path, test, auth=KEYS)
+    operator = KeyConfig(name="operator", key=SecretStr("sk-admin"), admin=True)
+    on_app(tmp_path, test, auth=AuthConfig(keys=(*KEYS.keys, operator)))
