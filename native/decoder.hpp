@@ -78,8 +78,9 @@ struct Iteration {
     const int32_t* tokens = nullptr;  // of all sequences, one after the other
     std::vector<Sequence> sequences;
     Cache cache;
-    float* logits = nullptr;   // [sampling sequences][vocab]
+    float* logits = nullptr;   // [sampling sequences][vocab]; null: only the states are wanted
     int32_t* best = nullptr;   // [sampling sequences], index of the largest logit, -1 if one is not a number
+    float* states = nullptr;   // [sampling sequences][hidden], what the logits are made of; null: not wanted
 };
 
 class Decoder {

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "decoder.hpp"
@@ -135,33 +136,55 @@ class Model {
 
     void forward(Integers tokens, Integers starts, Integers counts, Integers table_offsets, Integers tables,
                  Integers samples, Array cache, Output<float> logits, Output<int32_t> best) {
+        Iteration iteration = iteration_of(tokens, starts, counts, table_offsets, tables, samples, cache);
+        const int64_t sampling = num_sampling(iteration);
+        if (static_cast<int64_t>(logits.size()) != sampling * decoder_.shape.vocab_size ||
+            static_cast<int64_t>(best.size()) != sampling)
+            throw std::invalid_argument("one row of logits per sampling sequence");
+        iteration.logits = logits.data();
+        iteration.best = best.data();
+        nb::gil_scoped_release released;
+        decoder_.run(iteration);
+    }
+
+    // The same, but what the logits would be made of.
+    void states(Integers tokens, Integers starts, Integers counts, Integers table_offsets, Integers tables,
+                Integers samples, Array cache, Output<float> states) {
+        Iteration iteration = iteration_of(tokens, starts, counts, table_offsets, tables, samples, cache);
+        if (static_cast<int64_t>(states.size()) != num_sampling(iteration) * decoder_.shape.hidden_size)
+            throw std::invalid_argument("one row of states per sampling sequence");
+        iteration.states = states.data();
+        nb::gil_scoped_release released;
+        decoder_.run(iteration);
+    }
+
+  private:
+    Iteration iteration_of(const Integers& tokens, const Integers& starts, const Integers& counts,
+                           const Integers& table_offsets, const Integers& tables, const Integers& samples,
+                           const Array& cache) const {
         Iteration iteration;
         iteration.tokens = tokens.data();
         iteration.cache = cache_of(cache);
-        iteration.logits = logits.data();
-        iteration.best = best.data();
-        int64_t total = 0, sampling = 0;
+        int64_t total = 0;
         for (size_t i = 0; i < starts.size(); ++i) {
             const int64_t end = i + 1 < table_offsets.size() ? table_offsets(i + 1) : tables.size();
             Sequence sequence{starts(i), counts(i), tables.data() + table_offsets(i), samples(i) != 0};
             check_sequence(sequence, iteration.cache, end - table_offsets(i));
             iteration.sequences.push_back(sequence);
             total += sequence.count;
-            sampling += sequence.samples;
         }
         if (total != static_cast<int64_t>(tokens.size()))
             throw std::invalid_argument("as many tokens as the sequences have");
         for (size_t i = 0; i < tokens.size(); ++i)
             if (tokens(i) < 0 || tokens(i) >= decoder_.shape.vocab_size)
                 throw std::invalid_argument("token " + std::to_string(tokens(i)) + " is not in the vocabulary");
-        if (static_cast<int64_t>(logits.size()) != sampling * decoder_.shape.vocab_size ||
-            static_cast<int64_t>(best.size()) != sampling)
-            throw std::invalid_argument("one row of logits per sampling sequence");
-        nb::gil_scoped_release released;
-        decoder_.run(iteration);
+        return iteration;
     }
 
-  private:
+    static int64_t num_sampling(const Iteration& iteration) {
+        return std::ranges::count_if(iteration.sequences, [](const Sequence& sequence) { return sequence.samples; });
+    }
+
     void add_norm(Norm& norm, const std::string& name, const std::vector<Array>& pieces) {
         const Shape& shape = decoder_.shape;
         const bool of_head = name.ends_with(".q_norm.weight") || name.ends_with(".k_norm.weight");
@@ -305,7 +328,8 @@ NB_MODULE(_kernels, module) {
         .def("set_layer", &Model::set_layer)
         .def("set_rope", &Model::set_rope)
         .def("check", &Model::check)
-        .def("forward", &Model::forward);
+        .def("forward", &Model::forward)
+        .def("states", &Model::states);
     module.def("candidates", &candidates);
     add_single_kernels(module);
 }

@@ -292,6 +292,9 @@ void Decoder::Step::keep_sampled(Team::Member& member) {
 
 void Decoder::Step::logits(Team::Member& member) {
     normalize(member, model_.final_norm, model_.head);
+    if (iteration_.states)
+        member.loop(1, [&](int64_t) { std::copy_n(normed_, tokens_ * shape_.hidden_size, iteration_.states); });
+    if (!iteration_.logits) return;
     linear(member, model_.head, normed_, iteration_.logits, false);
     member.loop(tokens_, [&](int64_t t) {
         float* row = iteration_.logits + t * shape_.vocab_size;

@@ -96,6 +96,7 @@ class ModelConfig(_Section):
     kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8
     layout: Literal["auto", "plain", "int8", "int4", "gguf"] = "auto"  # when pulled; auto = GGUF's blocks as they are
     aliases: tuple[str, ...] = ()
+    pooling: Literal["last", "mean"] = "last"  # of its embeddings: the last token's state, or the mean of all
     default_max_tokens: int | None = Field(default=None, ge=1)  # None = the server's
 
 

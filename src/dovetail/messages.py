@@ -115,6 +115,15 @@ class InstanceStats(msgspec.Struct, frozen=True):
     overhead_seconds: float  # spent between them while there was work
 
 
+class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
+    """One iteration, as it is drawn: who held the device, from when, for how long."""
+
+    model: str
+    started_s: float  # monotonic clock of the machine
+    seconds: float
+    tokens: int
+
+
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """Sent about once a second while there is work, and after the last turn."""
 
@@ -128,6 +137,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     refused: int = 0  # requests whose targets could not be kept
     overhead_p50_s: float = 0.0  # between the end of an iteration and the start of the next, while there was work
     overhead_p99_s: float = 0.0
+    spans: tuple[TurnSpan, ...] = ()  # iterations since the last message; the latest, if there were very many
 
 
 ToWorker = Load | Unload | Submit | Abort | Shutdown

@@ -77,10 +77,18 @@ class SamplingParams(msgspec.Struct, frozen=True):
     allowed_token_ids: tuple[int, ...] = ()  # no other is chosen; empty = any
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output never has
     thinking: ThinkingLimit | None = None
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens
+    # The answer is no text but the prompt's state behind the final norm: of its last token, or the mean of all.
+    pooling: Literal["last", "mean"] | None = None
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """What is in the prefix cache must be computed again, because more than its keys and values is wanted."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def has_penalties(self) -> bool:
@@ -125,6 +133,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
     chosen: float
     top: tuple[TokenLogprob, ...] = ()  # likeliest first
+    rank: int = 0  # of the chosen, 1 = the likeliest; of prompt tokens only
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
@@ -138,6 +147,10 @@ class TokenEvent(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; on the first token only
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
+        None  # of the prompt's tokens after the first; on the first token
+    )
+    embedding: bytes | None = None  # float32, the whole answer of a request with `pooling`; it has no token
     grace_s: float = 0.0  # cold start that the first token had to wait for (S1); on the first token only
     error: str | None = None  # with FinishReason.ERROR: one line for the client
     # With FinishReason.ERROR: the caller's fault (a schema that does not compile), so 422 rather than 500.

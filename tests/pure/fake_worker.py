@@ -2,7 +2,7 @@
 
 A prompt [a, b, c] is answered a, b, c, a, b, … one token per choice and tick. The model "broken" fails to load unless
 its source is "good", the model "slow" takes a second. In a prompt, CRASH ends the process without a word, FAIL fails
-the request and BUSY has it refused.
+the request and BUSY has it refused. An embedding has eight numbers: how many tokens leave which remainder.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from array import array
 
 import zmq
 
@@ -101,6 +102,12 @@ class FakeWorker:
                 events.append(TokenEvent(*key, None, FinishReason.ERROR, error="no room in time", retry_after_s=2.5))
                 del self.open[key]
                 continue
+            if request.sampling.pooling is not None:
+                counts = [sum(token % 8 == i for token in request.prompt) for i in range(8)]
+                embedding = array("f", counts).tobytes()
+                events.append(TokenEvent(*key, None, FinishReason.STOP, embedding=embedding))
+                del self.open[key]
+                continue
             token = request.prompt[made % len(request.prompt)]
             ends = token in request.sampling.stop_token_ids
             is_last = made + 1 == request.sampling.max_tokens
@@ -108,7 +115,12 @@ class FakeWorker:
             top = (TokenLogprob(token, -0.5), TokenLogprob(0, float("-inf")))
             wanted = request.sampling.logprobs
             logprobs = None if wanted is None else TokenLogprobs(-0.5, top[:wanted])
-            events.append(TokenEvent(*key, token, finish, logprobs))
+            read = None
+            if made == 0 and key[1] == 0 and (count := request.sampling.prompt_logprobs) is not None:
+                first = (TokenLogprob(0, -0.1), TokenLogprob(1, -0.2))[:count]
+                read = tuple(TokenLogprobs(-0.25, first, 7) for _ in request.prompt[1:])
+            logprobs = None if logprobs is None else TokenLogprobs(-0.5 - key[1], logprobs.top)
+            events.append(TokenEvent(*key, token, finish, logprobs, prompt_logprobs=read))
             if finish is None:
                 self.open[key] = (request, made + 1)
             else:

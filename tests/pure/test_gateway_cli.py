@@ -29,6 +29,13 @@ def test_clearing_a_conversation_keeps_its_system_message() -> None:
     }
 
 
+def test_a_chat_is_calm_unless_the_user_or_the_models_authors_say_otherwise() -> None:
+    body = chat.Conversation(None, {}).body("m")
+    assert chat._calmed(body, is_calm=False)["temperature"] == chat.CALM_TEMPERATURE
+    assert "temperature" not in chat._calmed(body, is_calm=True)
+    assert chat._calmed(body | {"temperature": 1.5}, is_calm=False)["temperature"] == 1.5
+
+
 def test_events_of_a_stream_become_pieces_and_errors() -> None:
     choice = {"delta": {"content": "a"}, "finish_reason": "stop"}
     assert chat._piece({"choices": [choice]}) == chat.Piece("a", "stop", 0)

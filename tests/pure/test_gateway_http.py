@@ -126,8 +126,11 @@ def test_a_wrong_value_is_a_400_that_names_the_parameter(tmp_path: Path) -> None
             ({"prompt": ["a", 1]}, "prompt"),
             ({"prompt": [-1]}, "prompt"),
             ({"suffix": "x"}, "suffix"),
-            ({"best_of": 2}, "best_of"),
-            ({"echo": True, "logprobs": 1}, "echo"),
+            ({"best_of": 1, "n": 2}, "best_of"),
+            ({"best_of": 2, "stream": True}, "best_of"),
+            ({"echo": True, "logprobs": 1, "n": 2, "stream": True}, "echo"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
             ({"logprobs": 21}, "logprobs"),
         ):
             check_error(await client.post("/v1/completions", json=TEXT | change), 400, param)

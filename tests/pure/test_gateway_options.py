@@ -7,8 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from gateway_builders import byte_level_tokenizer
 from test_gateway_http import CHAT, TEXT, check_error, events, on_app
 
+from dovetail.errors import InvalidRequest
+from dovetail.gateway.infill import infill_prompt
 from dovetail.gateway.service import Service
 from dovetail.gateway.translate import sampling_params
 
@@ -181,5 +184,104 @@ def test_probes_may_ask_with_head(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         for path in ("/health", "/live", "/version", "/v1/models"):
             assert (await client.head(path)).status_code == 200
+
+    on_app(tmp_path, test)
+
+
+def test_an_echo_has_log_probabilities_as_the_rest_of_the_text_has(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        body = TEXT | {"prompt": "é-x", "echo": True, "logprobs": 1, "max_tokens": 3}
+        whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+        logprobs = whole["logprobs"]
+        assert whole["text"] == "é-xé-"
+        assert logprobs["token_logprobs"] == [None, -0.25, -0.25, -0.25, -0.5, -0.5, -0.5]
+        assert logprobs["top_logprobs"][0] is None
+        assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 3, 4]
+        chunks = events(await client.post("/v1/completions", json=body | {"stream": True}))
+        for name, values in logprobs.items():
+            assert [v for chunk in chunks for v in chunk["choices"][0]["logprobs"][name]] == values
+        body |= {"max_tokens": 0, "n": 2}
+        alone = (await client.post("/v1/completions", json=body)).json()
+        assert [choice["text"] for choice in alone["choices"]] == ["é-x", "é-x"]
+        assert [choice["logprobs"]["token_logprobs"] for choice in alone["choices"]] == [
+            [None, -0.25, -0.25, -0.25]
+        ] * 2
+        assert alone["usage"]["completion_tokens"] == 0
+
+    on_app(tmp_path, test)
+
+
+def test_log_probabilities_of_the_prompt_come_by_token(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        answer = (await client.post("/v1/completions", json=TEXT | {"prompt": "ab", "prompt_logprobs": 1})).json()
+        first, second = answer["choices"][0]["prompt_logprobs"]
+        assert first is None
+        (chosen,) = [entry for entry in second.values() if entry["decoded_token"] == "b"]
+        assert (chosen["logprob"], chosen["rank"]) == (-0.25, 7)
+        assert second["0"]["rank"] == 1
+        chat = (await client.post("/v1/chat/completions", json=CHAT | {"prompt_logprobs": 0})).json()
+        assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+        assert "prompt_logprobs" not in (await client.post("/v1/chat/completions", json=CHAT)).json()
+
+    on_app(tmp_path, test)
+
+
+def test_best_of_keeps_the_likeliest_and_counts_all(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        body = TEXT | {"best_of": 3, "n": 2, "logprobs": 0, "prompt": ["ab", "cd"], "max_tokens": 2}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert [choice["text"] for choice in answer["choices"]] == ["ab", "ab", "cd", "cd"]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        likelihoods = [choice["logprobs"]["token_logprobs"][0] for choice in answer["choices"]]
+        assert likelihoods == [-0.5, -1.5, -0.5, -1.5]  # the third choice of each is the least likely
+        assert answer["usage"]["completion_tokens"] == 12
+        del body["logprobs"]
+        assert (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"] is None
+
+    on_app(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("marks", "wanted"),
+    [
+        (["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], "<fim_prefix>ab<fim_suffix>yz<fim_middle>"),
+        (["[PREFIX]", "[SUFFIX]"], "[SUFFIX]yz[PREFIX]ab"),
+    ],
+)
+def test_a_model_with_marks_for_it_fills_in_the_middle(marks: list[str], wanted: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    before, after = (tokenizer.encode(text).ids for text in ("ab", "yz"))
+    with pytest.raises(InvalidRequest, match="filling in the middle"):
+        infill_prompt(tokenizer, before, after, "m")
+    tokenizer.add_tokens(marks)
+    assert tokenizer.decode(infill_prompt(tokenizer, before, after, "m")) == wanted
+
+
+def test_the_tokenizer_tells_of_itself(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        check_error(await client.get("/tokenizer_info"), 400, "model")
+        info = (await client.get("/tokenizer_info?model=fake")).json()
+        assert info["eos_token"] == "<|end|>"
+        assert "<|end|>" in info["added_tokens_decoder"].values()
+        assert (info["knows_tools"], info["tool_format"]) == (False, "hermes")
+
+    on_app(tmp_path, test)
+
+
+def test_what_is_in_memory_is_also_told_as_ollamas_clients_read_it(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        assert (await client.get("/api/ps")).json()["models"] == []
+        await client.post("/v1/completions", json=TEXT)
+        status = (await client.get("/api/ps")).json()
+        (model,) = status["models"]
+        assert (model["name"], model["model"], model["size_vram"]) == ("fake", "fake", 0)
+        assert status["nodes"][0]["models"][0]["name"] == "fake"  # and as ours do
+
+    on_app(tmp_path, test)
+
+
+def test_what_the_authors_recommend_is_told_with_the_model(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        assert (await client.get("/v1/models/fake")).json()["default_sampling_params"] == {}
 
     on_app(tmp_path, test)

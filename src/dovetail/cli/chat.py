@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from urllib.parse import quote
 
 import typer
 
@@ -24,6 +25,7 @@ from dovetail.errors import InvalidRequest, RequestError
 if TYPE_CHECKING:
     from dovetail.gateway.service import Service
 
+CALM_TEMPERATURE = 0.7  # where neither the user nor the model's authors say: at 1.0 small models ramble
 _HELP = "/clear forgets the conversation, /bye leaves (so does Ctrl-D), Ctrl-C stops an answer."
 
 
@@ -66,7 +68,10 @@ def run(
         str | None, typer.Argument(help="Answer this and leave; read from standard input where that is piped.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 = always the likeliest token.", min=0, max=2)] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 = always the likeliest token.  [default: the model authors', else 0.7]", min=0, max=2),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1)] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     url: Url = DEFAULT_URL,
@@ -102,8 +107,6 @@ def run(
 
 def _serves(url: str, model: str) -> bool:
     """Whether a server is there and has the model, by its name or an alias; every doubt means no."""
-    from urllib.parse import quote
-
     import httpx
 
     try:
@@ -204,6 +207,7 @@ class LocalChat:
         self._service = Service(self._link, models, Metrics(), Limits(max_queue=1))
         await self._service.start(offer.preload)
         self._model = offer.names[0]
+        self._is_calm = models.get(self._model).card.defaults.temperature is not None
 
     async def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]:
         from dovetail.gateway.api import ChatRequest, parse_body
@@ -212,7 +216,8 @@ class LocalChat:
 
         assert self._service is not None
         service = self._service
-        body = parse_body(ChatRequest, json.dumps(conversation.body(self._model)).encode())
+        asked = _calmed(conversation.body(self._model), self._is_calm)
+        body = parse_body(ChatRequest, json.dumps(asked).encode())
         model = service.models.get(self._model)
         job = await chat_job(
             body,
@@ -242,11 +247,17 @@ class RemoteChat:
         import httpx
 
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(10, read=600), headers=key_header(self._url))
+        try:
+            info = (await self._client.get(f"{self._url}/v1/models/{quote(self._model, safe='')}")).json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise RequestError(f"the server went away: {error or type(error).__name__}") from error
+        self._is_calm = "temperature" in info.get("default_sampling_params", {})
 
     async def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]:
         import httpx
 
-        body = conversation.body(self._model) | {"stream": True, "stream_options": {"include_usage": True}}
+        asked = _calmed(conversation.body(self._model), self._is_calm)
+        body = asked | {"stream": True, "stream_options": {"include_usage": True}}
         try:
             async with self._client.stream("POST", f"{self._url}/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
@@ -261,6 +272,11 @@ class RemoteChat:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def _calmed(body: dict[str, Any], is_calm: bool) -> dict[str, Any]:
+    """The authors' temperature where they have one, which the server knows."""
+    return body if is_calm else {"temperature": CALM_TEMPERATURE} | body
 
 
 def _piece(event: dict[str, Any]) -> Piece:

@@ -22,7 +22,7 @@ from dovetail.store.format import is_stored, read_manifest
 from dovetail.store.pool import HostPool
 from dovetail.store.pooled import pooled_keys
 from dovetail.store.pull_process import PullBounds, pull_in_process
-from dovetail.store.sources import is_remote
+from dovetail.store.sources import full_source, is_remote
 from dovetail.store.watched import WatchedCatalogue
 from dovetail.types import ModelCard
 
@@ -54,6 +54,7 @@ def find_card(catalogue: Catalogue, source: str, name: str | None = None, layout
 
 def find_local(catalogue: Catalogue, source: str, name: str | None = None) -> ModelCard | None:
     """None if it has to be fetched or converted first."""
+    source = full_source(source)
     path = Path(source).expanduser()
     if path.is_dir():
         return describe(path, name or path.resolve().name)
@@ -62,7 +63,10 @@ def find_local(catalogue: Catalogue, source: str, name: str | None = None) -> Mo
     try:
         card = catalogue.get(source)
     except InvalidRequest as error:
-        raise ModelNotFound(f"{source}: neither a model that is here nor a folder, file or source") from error
+        raise ModelNotFound(
+            f"{source}: neither a model that is here nor a folder, file or source; "
+            "`dovetail list` shows what is here, `dovetail pull hf:org/name` fetches more"
+        ) from error
     return card if name is None else msgspec.structs.replace(card, name=name)
 
 

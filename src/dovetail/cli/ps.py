@@ -29,6 +29,7 @@ def ps(
     Example: dovetail ps --all --url http://127.0.0.1:8000
     """
     status = ask(url, "/api/ps", timeout_s=5)
+    status.pop("models", None)  # for clients of another server
     if show_all:
         status["models"] = ask(url, "/api/models", timeout_s=5)["data"]
     if as_json:

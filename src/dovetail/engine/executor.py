@@ -19,6 +19,7 @@ from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.model import DecoderModel
 from dovetail.engine.native_model import READABLE_LAYOUTS, NativeCall, NativeModel, can_run, readable_types
+from dovetail.engine.prompt_reader import PromptReader, reads_prompt
 from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
 from dovetail.engine.weights import Kind, Weights, from_read_only_memory
@@ -28,7 +29,7 @@ from dovetail.modelspec import KvKind, ModelSpec
 from dovetail.native import TORCH, Ops, select
 from dovetail.native.kernel_self_test import trusted_layouts
 from dovetail.node.ports import Checkpoint
-from dovetail.sched.turn import Outcome, Turn, TurnRow
+from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
 
 log = logging.getLogger("dovetail.engine")
 
@@ -68,6 +69,7 @@ class CpuExecutor:
         self.max_blocks = max_blocks(config, spec.kv_bytes_per_token(self.dtype, config.kv) * config.block_size)
         self._cache = KVCache(spec, dtype, config.block_size, self.max_blocks, config.kv)
         self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
+        self._reader = PromptReader()
 
     @property
     def kv_committed_bytes(self) -> int:
@@ -84,9 +86,21 @@ class CpuExecutor:
     def collect(self) -> Outcome:
         turn, self._launched = self._launched, None
         assert turn is not None, "nothing was launched"
+        reading = [row for row in turn.rows if reads_prompt(row)]
         with torch.inference_mode():
-            sampled, logits, best = self._forward(turn)
-            return Outcome(tuple(sample(logits, sampled, self._grammars, best, self._kernels)) if sampled else ())
+            if not reading:
+                return Outcome(tuple(self._sample(turn)))
+            rest = Turn(tuple(row for row in turn.rows if not reads_prompt(row)))
+            outcomes = self._sample(rest) if rest.rows else []
+            assert self._model is not None, "the executor is closed"
+            for row in reading:
+                outcome = self._reader.run(row, self._model, self._cache, self._grammars)
+                outcomes += [] if outcome is None else [outcome]
+            return Outcome(tuple(outcomes))
+
+    def _sample(self, turn: Turn) -> list[RowOutcome]:
+        sampled, logits, best = self._forward(turn)
+        return sample(logits, sampled, self._grammars, best, self._kernels) if sampled else []
 
     def logits(self, turn: Turn) -> dict[int, torch.Tensor]:
         """The same iteration, but the logits of each sampling sequence instead of its token."""
@@ -108,6 +122,7 @@ class CpuExecutor:
 
     def forget(self, sequence: int) -> None:
         self._grammars.forget(sequence)
+        self._reader.forget(sequence)
 
     def close(self) -> None:
         self._model = None

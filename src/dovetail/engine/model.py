@@ -139,9 +139,13 @@ class DecoderModel:
             self._rope_local.angles(positions) if self._rope_local else None,
         )
 
+    def states(self, hidden: Tensor) -> Tensor:
+        """What the head reads."""
+        return self._final_norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] in float32, for the rows that sample."""
-        logits = self._head(self._final_norm(hidden))
+        logits = self._head(self.states(hidden))
         logits = logits if logits.dtype == torch.float64 else logits.float()
         cap = self.spec.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap

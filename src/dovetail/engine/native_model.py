@@ -7,7 +7,7 @@ arithmetic lose nothing, quantised matrices are multiplied as their codes), so a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dovetail.codings import CODINGS
 from dovetail.engine.kv_cache import KVCache
+from dovetail.engine.prompt_reader import PIECE_TOKENS, single_tokens
 from dovetail.engine.rope import Rope
 from dovetail.engine.weights import Weights
 from dovetail.errors import UnsupportedModel
@@ -77,28 +78,39 @@ class NativeModel:
     def forward(self, turn: Turn, cache: KVCache) -> tuple[list[TurnRow], Tensor, list[int]]:
         """Computes keys and values of every token of the turn; returns the rows that sample, their logits, and where
         the largest of each row is (-1 if one is not a number)."""
-        rows = turn.rows
-        tokens, tables, offsets = array("i"), array("i"), array("i")
-        for row in rows:
-            assert 0 < row.count <= len(row.tokens) - row.start, "a row computes known tokens only"
-            tokens.extend(row.tokens[row.start : row.end])
-            offsets.append(len(tables))
-            tables.extend(row.blocks[: -(-row.end // cache.block_size)])
-        sampled = [row for row in rows if row.samples]
+        sampled = [row for row in turn.rows if row.samples]
         logits = torch.empty(len(sampled), self.spec.vocab_size)
         best = torch.empty(len(sampled), dtype=torch.int32)
-        self.call(
-            np.asarray(tokens),
-            np.array([row.start for row in rows], dtype=np.int32),
-            np.array([row.count for row in rows], dtype=np.int32),
-            np.asarray(offsets),
-            np.asarray(tables),
-            np.array([row.samples for row in rows], dtype=np.int32),
-            cache.usable(),
-            logits,
-            best,
-        )
+        self.call(*_arguments(turn.rows, cache), logits, best)
         return sampled, logits, best.tolist()
+
+    def states(self, row: TurnRow, cache: KVCache) -> Tensor:
+        found = torch.empty(row.count, self.spec.hidden_size)
+        self._model.states(*_arguments(tuple(single_tokens(row)), cache), found)
+        return found
+
+    def all_logits(self, row: TurnRow, cache: KVCache) -> Iterator[Tensor]:
+        rows = tuple(single_tokens(row))
+        for first in range(0, len(rows), PIECE_TOKENS):
+            yield self.forward(Turn(rows[first : first + PIECE_TOKENS]), cache)[1]
+
+
+def _arguments(rows: tuple[TurnRow, ...], cache: KVCache) -> tuple[Any, ...]:
+    tokens, tables, offsets = array("i"), array("i"), array("i")
+    for row in rows:
+        assert 0 < row.count <= len(row.tokens) - row.start, "a row computes known tokens only"
+        tokens.extend(row.tokens[row.start : row.end])
+        offsets.append(len(tables))
+        tables.extend(row.blocks[: -(-row.end // cache.block_size)])
+    return (
+        np.asarray(tokens),
+        np.array([row.start for row in rows], dtype=np.int32),
+        np.array([row.count for row in rows], dtype=np.int32),
+        np.asarray(offsets),
+        np.asarray(tables),
+        np.array([row.samples for row in rows], dtype=np.int32),
+        cache.usable(),
+    )
 
 
 def _shape(spec: ModelSpec, kernels: Any, precision: str) -> Any:

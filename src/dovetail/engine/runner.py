@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
-from dovetail.engine.batch import build_batch
+from dovetail.engine.batch import Batch, build_batch
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.model import DecoderModel
+from dovetail.engine.prompt_reader import PIECE_TOKENS
 from dovetail.native import Ops
 from dovetail.sched.turn import Turn, TurnRow
 
@@ -19,6 +22,19 @@ class TorchModel:
     def forward(self, turn: Turn, cache: KVCache) -> tuple[list[TurnRow], Tensor, None]:
         """Computes keys and values of every token of the turn; returns the rows that sample and their logits, at whose
         values it has not looked."""
+        batch, hidden = self._walk(turn, cache)
+        return batch.sampled, self._model.logits(hidden[batch.sampled_at]), None
+
+    def states(self, row: TurnRow, cache: KVCache) -> Tensor:
+        return self._model.states(self._walk(Turn((row,)), cache)[1])
+
+    def all_logits(self, row: TurnRow, cache: KVCache) -> Iterator[Tensor]:
+        _, hidden = self._walk(Turn((row,)), cache)
+        for piece in hidden.split(PIECE_TOKENS):
+            yield self._model.logits(piece)
+
+    def _walk(self, turn: Turn, cache: KVCache) -> tuple[Batch, Tensor]:
+        """The residual stream of every token behind the last layer."""
         model, ops, spec = self._model, self._ops, self._model.spec
         batch = build_batch(turn, cache.block_size)
         scale = spec.attention_scale if spec.attention_scale is not None else spec.head_dim**-0.5
@@ -31,4 +47,4 @@ class TorchModel:
             attended = ops.attend(q, blocks, batch.groups, scale, layer.window, spec.attention_softcap)
             hidden = layer.proj(attended, hidden)
             hidden = layer.mlp(hidden)
-        return batch.sampled, model.logits(hidden[batch.sampled_at]), None
+        return batch, hidden

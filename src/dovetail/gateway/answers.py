@@ -13,6 +13,8 @@ from dovetail.gateway.replies import (
     CachedTokens,
     ChatLogprobs,
     Finish,
+    PromptLogprob,
+    PromptLogprobs,
     TextLogprobs,
     TokenEntry,
     TopLogprob,
@@ -35,15 +37,17 @@ class ReplyOptions:
     with_usage_always: bool = False  # in every chunk, as far as it has come
     with_token_ids: bool = False
     tokens_as_ids: bool = False  # logprobs name tokens by their ids
+    with_prompt_logprobs: bool = False
 
     @classmethod
     def of(cls, body: ChatRequest | CompletionRequest) -> ReplyOptions:
         return cls(
-            body.wanted_logprobs is not None,
+            body.wants_logprobs,
             body.includes_usage,
             body.counts_usage_always,
             bool(body.return_token_ids),
             bool(body.return_tokens_as_token_ids),
+            body.prompt_logprobs is not None,
         )
 
 
@@ -56,8 +60,10 @@ class Answer:
     logprobs: list[TokenReport] = field(default_factory=list)
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def add(self, delta: Delta) -> None:
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.text.append(delta.text)
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
@@ -119,6 +125,29 @@ class TokenNames:
             bytes=list(self._vocabulary.token_bytes(item.token)),
         )
 
+    def prompt(self, tokens: Sequence[int], read: Sequence[TokenLogprobs]) -> PromptLogprobs:
+        """By token id; the chosen one always among them, with its own rank."""
+        return [None, *(self._prompt_entry(*pair) for pair in zip(tokens[1:], read, strict=True))]
+
+    def _prompt_entry(self, token: int, logprobs: TokenLogprobs) -> dict[str, PromptLogprob]:
+        ranked = [(top.token, top.logprob, rank) for rank, top in enumerate(logprobs.top, start=1)]
+        entries = [(token, logprobs.chosen, logprobs.rank), *ranked]
+        return {
+            str(id): PromptLogprob(logprob=finite(value), rank=rank, decoded_token=self._vocabulary.token_text(id))
+            for id, value, rank in reversed(entries)
+        }
+
+    def echo(self, tokens: Sequence[int], read: Sequence[TokenLogprobs], offsets: TextOffsets) -> TextLogprobs:
+        """A prompt as if it had been written; nothing is known of its first token."""
+        first = offsets.take(tokens[0])
+        rest = self.text(list(zip(tokens[1:], read, strict=True)), offsets)
+        return TextLogprobs(
+            tokens=[self.of(tokens[0]), *rest.tokens],
+            token_logprobs=[None, *rest.token_logprobs],
+            top_logprobs=[None, *rest.top_logprobs],
+            text_offset=[first, *rest.text_offset],
+        )
+
     def text(self, entries: Sequence[TokenReport], offsets: TextOffsets) -> TextLogprobs:
         return TextLogprobs(
             tokens=[self.of(token) for token, _ in entries],
@@ -134,6 +163,15 @@ class TokenNames:
         for top in (*logprobs.top, TokenLogprob(token, logprobs.chosen)):
             found.setdefault(self.of(top.token), finite(top.logprob))
         return found
+
+
+def joined(one: TextLogprobs, other: TextLogprobs) -> TextLogprobs:
+    return TextLogprobs(
+        tokens=one.tokens + other.tokens,
+        token_logprobs=one.token_logprobs + other.token_logprobs,
+        top_logprobs=one.top_logprobs + other.top_logprobs,
+        text_offset=one.text_offset + other.text_offset,
+    )
 
 
 class TextOffsets:

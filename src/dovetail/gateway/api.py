@@ -42,28 +42,28 @@ LogitBias = Annotated[
 ]
 
 
-class _Body(BaseModel):
+class StrictBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
 
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(default=None, description="usage so far in every chunk")
 
 
-class JsonSchemaFormat(_Body):
+class JsonSchemaFormat(StrictBody):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(StrictBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(StrictBody):
     """vLLM's name for a constraint on the text; exactly one field is set."""
 
     json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
@@ -73,7 +73,7 @@ class StructuredOutputs(_Body):
     json_object: bool | None = None
 
 
-class GenerationBody(_Body):
+class GenerationBody(StrictBody):
     """What chat and plain completions share."""
 
     model_config = ConfigDict(extra="allow")  # to tell of those that are not supported
@@ -112,6 +112,7 @@ class GenerationBody(_Body):
         default=None, ge=-1, le=_MAX_LIMIT, description="keep the last so many; -1 = what fits the context"
     )
     add_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(default=None, description="in logprobs: token_id:123")
     priority: int | None = Field(
@@ -148,6 +149,8 @@ class GenerationBody(_Body):
         check_options(self.model_extra or {}, type(self).model_fields)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs come with whole answers, not with streams", param="prompt_logprobs")
         return self
 
 
@@ -201,8 +204,16 @@ class ChatRequest(GenerationBody):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
@@ -231,31 +242,58 @@ Prompt = Annotated[
 
 class CompletionRequest(GenerationBody):
     prompt: Prompt
+    max_tokens: int | None = Field(default=None, ge=0, le=_MAX_LIMIT, description="0 with echo = the prompt alone")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    suffix: str | None = Field(default=None, description="for models that fill in the middle")
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="choose the n likeliest of so many")
+
+    @property
+    def num_choices(self) -> int:
+        return self.best_of or self.num_kept
+
+    @property
+    def num_kept(self) -> int:
+        return self.n or 1
+
+    @property
+    def is_prompt_only(self) -> bool:
+        return self.max_tokens == 0
 
     @property
     def wanted_tokens(self) -> int | None:
-        return self.max_tokens
+        return 1 if self.is_prompt_only else self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
 
     @property
     def wanted_logprobs(self) -> int | None:
-        return self.logprobs
+        return 0 if self.logprobs is None and self.num_choices > self.num_kept else self.logprobs
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """An echo has log-probabilities as the rest of the text has."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
 
     @model_validator(mode="after")
     def _check_together(self) -> CompletionRequest:
-        if self.suffix:
-            raise InvalidRequest("suffix is not supported", param="suffix")
-        if self.best_of is not None and self.best_of != self.num_choices:
-            raise InvalidRequest("best_of is not supported beyond n", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo together with logprobs is not supported", param="echo")
+        if self.num_choices < self.num_kept:
+            raise InvalidRequest("best_of may not be less than n", param="best_of")
+        if self.stream and self.num_choices > self.num_kept:
+            raise InvalidRequest("best_of is chosen when all are there, not in a stream", param="best_of")
+        if self.is_prompt_only and not self.echo:
+            raise InvalidRequest("max_tokens may be 0 with echo only", param="max_tokens")
+        if self.stream and self.echo and self.wants_logprobs and self.num_choices > 1:
+            raise InvalidRequest("a stream of several choices cannot echo logprobs", param="echo")
+        if self.suffix and self.echo:
+            raise InvalidRequest("suffix and echo exclude each other", param="suffix")
         return self
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(StrictBody):
     """Either `prompt` or `messages`."""
 
     model: str = Field(min_length=1, max_length=512)
@@ -287,7 +325,7 @@ class TokenizeRequest(_Body):
         )
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(StrictBody):
     model: str = Field(min_length=1, max_length=512)
     tokens: Annotated[list[TokenId], FAIL_FAST]
 

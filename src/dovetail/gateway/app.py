@@ -25,12 +25,17 @@ from dovetail.gateway.admin import Admin
 from dovetail.gateway.admin_api import AddModel, ChangeModel
 from dovetail.gateway.admin_routes import make_admin_router
 from dovetail.gateway.api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from dovetail.gateway.console import make_console_router
+from dovetail.gateway.embeddings import EmbeddingRequest, RerankRequest, make_embedding_router
 from dovetail.gateway.logs import AuditLog, JsonLines, access_record, is_administration
 from dovetail.gateway.middleware import Auth, BodyLimit, BodyMemory, RequestIds
 from dovetail.gateway.origins import OriginGate
 from dovetail.gateway.replies import ErrorBody, ErrorDetail
 from dovetail.gateway.respond import problem_response
+from dovetail.gateway.responses.endpoints import make_responses_router
+from dovetail.gateway.responses.request import ResponsesRequest
 from dovetail.gateway.routes import make_router
+from dovetail.gateway.turn_history import TurnWatch
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -39,6 +44,9 @@ _BODIES: tuple[type[Any], ...] = (
     CompletionRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ResponsesRequest,
     AddModel,
     ChangeModel,
 )
@@ -49,6 +57,11 @@ def make_app(admin: Admin) -> ASGIApp:
     app = FastAPI(title="Dovetail", version=dovetail.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.settings, app.state.lanes = settings, service.models.lanes
     app.include_router(make_router(service, settings))
+    app.include_router(make_embedding_router(service))
+    app.include_router(make_responses_router(service))
+    turns = TurnWatch()
+    service.link.observers.append(turns.observe)
+    app.include_router(make_console_router(turns))
     app.include_router(make_admin_router(admin))
     app.add_middleware(Boundary)
     app.add_exception_handler(RequestError, _on_request_error)

@@ -170,7 +170,10 @@ class _Shape:
 def _as_rule(grammar: Grammar) -> str | None:
     """The rule `reply`; None for grammars that have rules of their own."""
     if grammar.kind in ("json_object", "json_schema"):
-        schema = json.loads(_ANSWERS.get(grammar.kind) or grammar.text)
+        try:
+            schema = json.loads(_ANSWERS.get(grammar.kind) or grammar.text)
+        except (ValueError, RecursionError):
+            return None  # whoever tries the grammar out says what is wrong with it
         if isinstance(schema, dict):
             schema = {**schema, "x-guidance": COMPACT}
         return f"reply: %json {json.dumps(schema)}"

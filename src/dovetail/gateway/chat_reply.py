@@ -65,6 +65,9 @@ class ChatReply:
         self._names = TokenNames(job.model.vocabulary, as_ids=options.tokens_as_ids)
         self._choices: dict[int, _Choice] = {}
 
+    def shown(self, delta: Delta) -> Delta:
+        return delta
+
     def chunk(self, delta: Delta, usage: Usage | None = None) -> str | None:
         """None while nothing of it can be shown yet."""
         choice = self._choices.setdefault(delta.index, _Choice(self._make_reader()))
@@ -124,6 +127,10 @@ class ChatReply:
         )
         if self._options.with_token_ids:
             completion.prompt_token_ids = list(self._job.requests[0].prompt)
+        if self._options.with_prompt_logprobs:
+            completion.prompt_logprobs = self._names.prompt(
+                self._job.requests[0].prompt, answers[0].prompt_logprobs or ()
+            )
         return completion.model_dump_json(exclude_unset=True)
 
     def _whole_choice(self, index: int, answer: Answer) -> ChatChoice:

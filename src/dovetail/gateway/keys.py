@@ -17,7 +17,9 @@ from dovetail.gateway.accounts import Account, Window
 from dovetail.gateway.listen import is_loopback
 
 PROBES = frozenset({"/health", "/live", "/version"})  # say nothing of models or configuration
-_OPEN_PATHS = PROBES | {"/openapi.json"}
+# A browser carries no key before its visitor has given one; the page itself says nothing.
+_OPEN_PATHS = PROBES | {"/openapi.json", "/", "/ui", "/docs"}
+_PAGE_PREFIX = "/ui/"
 _METRICS_PATH = "/metrics"
 _ADMIN_PREFIX = "/api/"
 _LOCAL_SECRETS = frozenset({"/api/config"})  # sources and paths may hold what is not for everyone
@@ -63,7 +65,8 @@ class Keys:
         """Who calls, if they may do what they ask for. Takes a call that asks the models from their quota."""
         path, method = scope["path"], scope["method"]
         is_admin_path = path.startswith(_ADMIN_PREFIX)
-        caller = self._identify(scope, must=path not in _OPEN_PATHS)
+        is_open = path in _OPEN_PATHS or path.startswith(_PAGE_PREFIX)
+        caller = self._identify(scope, must=not is_open)
         if is_admin_path and not caller.is_admin:
             self._check_admin(path, method, caller)
         if path == _METRICS_PATH and not caller.has_metrics:

@@ -63,6 +63,15 @@ class ToolCallDelta(BaseModel):
     function: CalledFunction
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; null for the first token
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
@@ -87,6 +96,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(BaseModel):
@@ -117,8 +127,8 @@ class ChatChunk(BaseModel):
 
 class TextLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None] = Field(description="null for the first token of an echoed prompt")
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -130,6 +140,7 @@ class TextChoice(BaseModel):
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class TextCompletion(BaseModel):
@@ -150,6 +161,7 @@ class ModelInfo(BaseModel):
     owned_by: str = "dovetail"
     max_model_len: int
     root: str = Field(description="the model that answers; differs from `id` for an alias")
+    default_sampling_params: dict[str, float] = Field(description="what its authors recommend, used unless told")
 
 
 class ModelList(BaseModel):
@@ -162,6 +174,18 @@ class Tokenized(BaseModel):
     count: int
     max_model_len: int
     token_strs: list[str] | None = None
+
+
+class TokenizerInfo(BaseModel):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    added_tokens_decoder: dict[str, str]
+    knows_tools: bool = Field(description="its template takes tools; others are told of them in a message")
+    tool_format: str | None = None
 
 
 class Detokenized(BaseModel):
@@ -221,8 +245,21 @@ class NodeStatus(BaseModel):
     models: list[ModelStatus]
 
 
+class LoadedModel(BaseModel):
+    """As Ollama's clients read it on this path."""
+
+    name: str
+    model: str
+    size: int
+    size_vram: int
+    digest: str = ""
+    expires_at: str | None = None
+    details: dict[str, str] = Field(default_factory=dict)
+
+
 class ServerStatus(BaseModel):
     version: str
     draining: bool
     unfinished: int
     nodes: list[NodeStatus]
+    models: list[LoadedModel] = Field(default_factory=list, description="those in memory, for Ollama's clients")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine
-from contextlib import aclosing
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -35,7 +36,7 @@ Reply = ChatReply | TextReply
 SEND_TIMEOUT_S = 60.0
 
 _JSON = [(b"content-type", b"application/json")]
-_EVENTS = [
+EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies pass each event on at once
@@ -60,6 +61,36 @@ def problem_response(error: RequestError) -> Response:
     return Response(problem_body(error), error.status, headers, media_type="application/json")
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A job as its caller's."""
+
+    job: Job
+    origin: Origin
+    usage: UsageCount  # what it says is added here
+
+
+@contextmanager
+def accounted(scope: Scope, job: Job) -> Iterator[Taken]:
+    """While the job runs: charged to its caller before it does, and for what it has said however it ends."""
+    state = scope.get("state", {})
+    account: Account | None = getattr(state.get("caller"), "account", None)
+    limit = account.max_unfinished if account is not None else None
+    origin = Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit)
+    job = with_tenant(job, origin.key)
+    if account is not None:
+        account.charge(job.num_answers, job.num_prompt_tokens, time.monotonic())
+    usage = UsageCount(job.num_prompt_tokens)
+    try:
+        yield Taken(job, origin, usage)
+    finally:
+        said = usage.total()
+        state["usage"] = {"model": job.model.name, "answers": job.num_answers}
+        state["usage"] |= {"prompt_tokens": said.prompt_tokens, "completion_tokens": said.completion_tokens}
+        if account is not None:
+            account.add_tokens(said.completion_tokens, time.monotonic())
+
+
 class GenerationResponse(Response):
     """Runs the job when the server is ready to send."""
 
@@ -72,28 +103,16 @@ class GenerationResponse(Response):
         self._include_usage = include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope.get("state", {})
-        account: Account | None = getattr(state.get("caller"), "account", None)
-        limit = account.max_unfinished if account is not None else None
-        origin = Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit)
-        self._job = with_tenant(self._job, origin.key)
-        if account is not None:
-            account.charge(self._job.num_answers, self._job.num_prompt_tokens, time.monotonic())
         send_all = self._send_events if self._stream else self._send_whole
-        usage = UsageCount(self._job.num_prompt_tokens)
-        try:
-            await until_disconnect(receive, send_all(send, origin, usage))
-        finally:
-            said = usage.total()
-            state["usage"] = {"model": self._job.model.name, "answers": self._job.num_answers}
-            state["usage"] |= {"prompt_tokens": said.prompt_tokens, "completion_tokens": said.completion_tokens}
-            if account is not None:
-                account.add_tokens(said.completion_tokens, time.monotonic())
+        with accounted(scope, self._job) as taken:
+            self._job = taken.job
+            await until_disconnect(receive, send_all(send, taken.origin, taken.usage))
 
     async def _send_whole(self, send: Send, origin: Origin, usage: UsageCount) -> None:
         answers = [Answer() for request in self._job.requests for _ in range(request.num_choices)]
         async with aclosing(self._service.run(self._job, origin)) as deltas:
             async for delta in deltas:
+                delta = self._reply.shown(delta)
                 answers[delta.index].add(delta)
                 usage.add(delta)
         body = self._reply.whole(answers, usage.total()).encode()
@@ -108,7 +127,8 @@ class GenerationResponse(Response):
                 async for delta in deltas:
                     if not has_started:
                         has_started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                    delta = self._reply.shown(delta)
                     usage.add(delta)
                     chunk = self._reply.chunk(delta, usage.total())
                     if chunk is not None:

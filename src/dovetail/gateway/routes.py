@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -36,17 +35,17 @@ from dovetail.gateway.replies import (
     Status,
     TextCompletion,
     Tokenized,
+    TokenizerInfo,
     Version,
 )
 from dovetail.gateway.respond import GenerationResponse, until_disconnect
 from dovetail.gateway.service import Service
 from dovetail.gateway.settings import Settings
 from dovetail.gateway.status import server_status
-from dovetail.gateway.text_reply import TextReply
+from dovetail.gateway.targets import targets_of
+from dovetail.gateway.text_reply import TextForm, TextReply
 from dovetail.gateway.translate import chat_job, completion_job
-from dovetail.types import Slo
 
-_MAX_SLO_MS = 1e9
 _INLINE_TOKENS = 4096  # written as JSON in a millisecond
 
 _JOB_ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
@@ -72,6 +71,7 @@ def make_router(service: Service, settings: Settings) -> APIRouter:
     post("/v1/completions", endpoints.complete, CompletionRequest, _streamed(TextCompletion, _JOB_ERRORS))
     post("/tokenize", endpoints.tokenize, TokenizeRequest, responses(Tokenized, _BODY_ERRORS))
     post("/detokenize", endpoints.detokenize, DetokenizeRequest, responses(Detokenized, _BODY_ERRORS))
+    get("/tokenizer_info", endpoints.tokenizer_info, responses(TokenizerInfo, (400, 401, 404)))
     get("/v1/models", endpoints.list_models, responses(ModelList, (401,)))
     get("/v1/models/{model:path}", endpoints.show_model, responses(ModelInfo, (401, 404)))
     get("/health", endpoints.health, {**responses(Status), 503: {"model": Status, "description": "not now"}})
@@ -98,7 +98,7 @@ class Endpoints:
         self._service.check_admission()
         body = await read_body(ChatRequest, request)
         model = self._service.models.get(body.model)
-        slo = _slo(request, model)
+        slo = targets_of(request, model)
         context, default = self._service.context_limit(model), self._service.default_max_tokens(model)
         job = await chat_job(body, model, _new_id(), context, slo, default_tokens=default)
         reply = ChatReply(job, _now(), ReplyOptions.of(body), make_reader=job.make_reader, echo=_echo(body))
@@ -111,10 +111,11 @@ class Endpoints:
         self._service.check_admission()
         body = await read_body(CompletionRequest, request)
         model = self._service.models.get(body.model)
-        slo = _slo(request, model)
+        slo = targets_of(request, model)
         job = await completion_job(body, model, _new_id(), self._service.context_limit(model), slo)
         echoes = [await _prompt_text(model, item.prompt) for item in job.requests] if body.echo else []
-        reply = TextReply(job, _now(), ReplyOptions.of(body), echoes=echoes)
+        form = TextForm(echoes, prompt_only=body.is_prompt_only, num_kept=body.num_kept)
+        reply = TextReply(job, _now(), ReplyOptions.of(body), form)
         return GenerationResponse(
             self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage
         )
@@ -157,6 +158,19 @@ class Endpoints:
         _meter(request, len(body.tokens))
         text = await until_disconnect(request.receive, model.decode(body.tokens, skip_special_tokens=False))
         return json_response(Detokenized(prompt=text))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What is known of a model's tokenizer and template; ?model= unless there is one model only."""
+        name = request.query_params.get("model")
+        models = self._service.models
+        if name is None:
+            known = await asyncio.to_thread(models.all)
+            if len(known) != 1:
+                raise InvalidRequest("there are several models: say which, as ?model=NAME", param="model")
+            name = known[0].name
+        model = models.get(name)
+        await model.prepare()
+        return json_response(_tokenizer_info(model))
 
     async def list_models(self) -> Response:
         """Models on offer, loaded or not."""
@@ -221,31 +235,35 @@ async def _prompt_text(model: ServedModel, prompt: tuple[int, ...]) -> str:
     return await model.decode(list(prompt), skip_special_tokens=True)
 
 
-def _slo(request: Request, model: ServedModel) -> Slo:
-    """The request's own targets, then its model's."""
-    configured = model.config.slo
-    ttft_s = _header_seconds(request, "x-slo-ttft-ms")
-    tpot_s = _header_seconds(request, "x-slo-tpot-ms")
-    return Slo(configured.ttft if ttft_s is None else ttft_s, configured.tpot if tpot_s is None else tpot_s)
-
-
-def _header_seconds(request: Request, name: str) -> float | None:
-    text = request.headers.get(name)
-    if text is None:
-        return None
-    try:
-        milliseconds = float(text)
-    except ValueError:
-        milliseconds = math.nan
-    if not 0 < milliseconds <= _MAX_SLO_MS:  # false for nan too
-        raise InvalidRequest(f"{name} must be a positive number of milliseconds", param=name)
-    return milliseconds / 1000
+def _tokenizer_info(model: ServedModel) -> TokenizerInfo:
+    card, added = model.card, model.tokenizer.get_added_tokens_decoder()
+    info = TokenizerInfo(
+        tokenizer_class=type(model.tokenizer.model).__name__,
+        vocab_size=model.tokenizer.get_vocab_size(),
+        model_max_length=card.spec.context_length,
+        bos_token=card.bos_token,
+        eos_token=card.eos_token,
+        chat_template=card.chat_template,
+        added_tokens_decoder={str(id): token.content for id, token in added.items()},
+        knows_tools=card.chat_template is not None and model.template.knows_tools,
+    )
+    if card.chat_template is not None:
+        info.tool_format = model.template.tool_format.name
+    return info
 
 
 def _model_info(name: str, model: ServedModel) -> ModelInfo:
     """Under its own name or an alias; `root` is the model that answers."""
     card = model.card
-    return ModelInfo(id=name, created=card.created, max_model_len=card.spec.context_length, root=card.name)
+    return ModelInfo(
+        id=name,
+        created=card.created,
+        max_model_len=card.spec.context_length,
+        root=card.name,
+        default_sampling_params={
+            key: value for key, value in msgspec.structs.asdict(card.defaults).items() if value is not None
+        },
+    )
 
 
 def _new_id() -> str:

@@ -30,6 +30,8 @@ class Delta:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)  # token and what was said of it
     cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt's tokens after the first
+    embedding: bytes | None = None  # float32; then there is no text
     finish: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended it
 
@@ -129,7 +131,7 @@ class Run:
             if event.finish in (FinishReason.ERROR, FinishReason.ABORTED):
                 raise _error_of(event)
             choice = touched[key] = self._choices[key]
-            if event.token is not None:
+            if event.token is not None or event.embedding is not None:
                 self._observe_token(choice, at, event.grace_s)
             choice.feed(event)
             if choice.finish is not None:
@@ -240,6 +242,9 @@ class _Choice:
     def feed(self, event: TokenEvent) -> None:
         delta = self._delta
         delta.cached_tokens += event.cached_tokens
+        delta.embedding = event.embedding
+        if event.prompt_logprobs is not None:
+            delta.prompt_logprobs = event.prompt_logprobs
         text = ""
         if event.token is not None:
             self.tokens.append(event.token)

@@ -7,17 +7,35 @@ from collections.abc import Callable
 import dovetail
 from dovetail.gateway.figures import ModelFigures
 from dovetail.gateway.link import Instance, Link, NodeLink
-from dovetail.gateway.replies import ModelStatus, NodeStatus, ServerStatus
+from dovetail.gateway.replies import LoadedModel, ModelStatus, NodeStatus, ServerStatus
 from dovetail.gateway.service import Service
 from dovetail.messages import InstanceStats, Stats
 
 
 def server_status(service: Service) -> ServerStatus:
+    nodes = [_node_status(service.link, node, service.metrics.figures_of) for node in service.link.nodes.values()]
     return ServerStatus(
         version=dovetail.__version__,
         draining=service.is_draining,
         unfinished=service.unfinished,
-        nodes=[_node_status(service.link, node, service.metrics.figures_of) for node in service.link.nodes.values()],
+        nodes=nodes,
+        models=[
+            _loaded(model, on_gpu=service.link.nodes[node.name].config.device != "cpu")
+            for node in nodes
+            for model in node.models
+            if model.state == "loaded"
+        ],
+    )
+
+
+def _loaded(model: ModelStatus, *, on_gpu: bool) -> LoadedModel:
+    size = (model.weight_bytes or 0) + model.kv_committed_bytes
+    return LoadedModel(
+        name=model.name,
+        model=model.name,
+        size=size,
+        size_vram=size if on_gpu else 0,
+        details={"quantization_level": model.dtype or ""},
     )
 
 

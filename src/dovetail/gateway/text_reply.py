@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from dovetail.gateway.answers import Answer, ReplyOptions, TextOffsets, TokenNames, TokenReport, finish_of
+from dovetail.gateway.answers import Answer, ReplyOptions, TextOffsets, TokenNames, TokenReport, finish_of, joined
 from dovetail.gateway.replies import TextChoice, TextCompletion, TextLogprobs, Usage
 from dovetail.gateway.run import Delta
 from dovetail.gateway.translate import Job
+from dovetail.types import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """What a plain completion shows of prompts and choices."""
+
+    echoes: Sequence[str] = ()  # the prompts as text, where the client wants them back
+    prompt_only: bool = False  # nothing but them
+    num_kept: int | None = None  # of each prompt's choices, the likeliest by token; None = all
 
 
 class TextReply:
-    """Speaks plain completions for one job. `echoes` are the prompts as text, where the client wants them back."""
+    """Speaks plain completions for one job."""
 
-    def __init__(self, job: Job, created: int, options: ReplyOptions, *, echoes: Sequence[str] = ()) -> None:
+    def __init__(self, job: Job, created: int, options: ReplyOptions, form: TextForm | None = None) -> None:
         self._job = job
         self._created = created
         self._options = options
-        self._echoes = echoes
+        self._form = form or TextForm()
         self._names = TokenNames(job.model.vocabulary, as_ids=options.tokens_as_ids)
         self._offsets: dict[int, TextOffsets] = {}  # by choice
         self._opened: set[int] = set()
+
+    def shown(self, delta: Delta) -> Delta:
+        if self._form.prompt_only:
+            delta.text, delta.tokens, delta.logprobs = "", [], []
+        return delta
 
     def chunk(self, delta: Delta, usage: Usage | None = None) -> str | None:
         text = delta.text
@@ -31,7 +47,7 @@ class TextReply:
         choice = TextChoice(
             index=delta.index,
             text=text,
-            logprobs=self._logprobs(delta.index, delta.logprobs),
+            logprobs=self._logprobs(delta.index, delta.logprobs, delta.prompt_logprobs if is_first else None),
             finish_reason=finish_of(delta.finish),
         )
         if delta.stop_reason is not None:
@@ -43,32 +59,51 @@ class TextReply:
         return self._dump([], usage)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> str:
-        choices = [self._whole_choice(index, answer) for index, answer in enumerate(answers)]
+        choices = [
+            self._whole_choice(index, at, answers) for index, at in enumerate(self._kept(answers))
+        ]  # fmt: skip
         return self._body(choices, usage).model_dump_json(exclude_unset=True)
 
-    def _whole_choice(self, index: int, answer: Answer) -> TextChoice:
+    def _kept(self, answers: Sequence[Answer]) -> list[int]:
+        """Which choices are shown, in order."""
+        count = self._job.requests[0].num_choices
+        keep = self._form.num_kept
+        if keep is None or keep == count:
+            return list(range(len(answers)))
+        kept: list[int] = []
+        for first in range(0, len(answers), count):
+            ranked = sorted(range(first, first + count), key=lambda at: -_mean_logprob(answers[at]))
+            kept += ranked[:keep]
+        return kept
+
+    def _whole_choice(self, index: int, at: int, answers: Sequence[Answer]) -> TextChoice:
+        answer, order = answers[at], self._order(at)
+        read = answers[order * self._job.requests[0].num_choices].prompt_logprobs
         choice = TextChoice(
             index=index,
-            text=self._echo(index) + "".join(answer.text),
-            logprobs=self._logprobs(index, answer.logprobs),
+            text=self._echo(at) + "".join(answer.text),
+            logprobs=self._logprobs(at, answer.logprobs, read),
             finish_reason=finish_of(answer.finish) or "stop",
             stop_reason=answer.stop_reason,
         )
-        self._add_ids(choice, answer.tokens, with_prompt=True)
+        self._add_ids(choice, answer.tokens, with_prompt=True, order=order)
+        if self._options.with_prompt_logprobs:
+            choice.prompt_logprobs = self._names.prompt(self._job.requests[order].prompt, read or ())
         return choice
 
-    def _add_ids(self, choice: TextChoice, tokens: list[int], *, with_prompt: bool) -> None:
+    def _add_ids(self, choice: TextChoice, tokens: list[int], *, with_prompt: bool, order: int | None = None) -> None:
         if self._options.with_token_ids:
             choice.token_ids = tokens
             if with_prompt:
-                choice.prompt_token_ids = list(self._job.requests[self._order(choice.index)].prompt)
+                order = self._order(choice.index) if order is None else order
+                choice.prompt_token_ids = list(self._job.requests[order].prompt)
 
     def _order(self, index: int) -> int:
         """Which prompt a choice belongs to."""
         return index // self._job.requests[0].num_choices
 
     def _echo(self, index: int) -> str:
-        return self._echoes[self._order(index)] if self._echoes else ""
+        return self._form.echoes[self._order(index)] if self._form.echoes else ""
 
     def _dump(self, choices: list[TextChoice], usage: Usage | None) -> str:
         body = self._body(choices, usage)
@@ -86,13 +121,24 @@ class TextReply:
             usage=usage,
         )
 
-    def _logprobs(self, index: int, entries: Sequence[TokenReport]) -> TextLogprobs | None:
+    def _logprobs(
+        self, index: int, entries: Sequence[TokenReport], read: Sequence[TokenLogprobs] | None
+    ) -> TextLogprobs | None:
+        """Of an echoed prompt too; `read` is what is known of it."""
         if not self._options.with_logprobs:
             return None
         if index not in self._offsets:
             self._offsets[index] = TextOffsets(
-                self._job.model.vocabulary,
-                start=len(self._echo(index)),
-                skip_special_tokens=self._job.skip_special_tokens,
+                self._job.model.vocabulary, skip_special_tokens=self._job.skip_special_tokens
             )
-        return self._names.text(entries, self._offsets[index])
+        offsets = self._offsets[index]
+        if not self._form.echoes or read is None:
+            return self._names.text(entries, offsets)
+        echo = self._names.echo(self._job.requests[self._order(index)].prompt, read, offsets)
+        return joined(echo, self._names.text(entries, offsets))
+
+
+def _mean_logprob(answer: Answer) -> float:
+    """By token, as OpenAI ranks them."""
+    values = [logprobs.chosen for _, logprobs in answer.logprobs]
+    return sum(values) / len(values) if values else float("-inf")

@@ -20,6 +20,7 @@ from dovetail.gateway.api import ChatRequest, CompletionRequest, GenerationBody
 from dovetail.gateway.chat_form import ChatForm, chat_form
 from dovetail.gateway.chat_prompt import check_text_fits
 from dovetail.gateway.constraints import checked_constraint, constraint_of
+from dovetail.gateway.infill import infill_prompt
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.reading import MakeReader, PlainReader
 from dovetail.types import Grammar, Request, SamplingParams, ServiceClass, Slo
@@ -85,16 +86,24 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
     prompt: Sequence[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if isinstance(prompt[0], int):
         prompt = [prompt]
-    tokens = []
-    for item in prompt:
-        if isinstance(item, str):
-            check_text_fits(item, model, "prompt")
-            if body.add_special_tokens is False:
-                item = await model.encode(item, add_special_tokens=False)
-            else:
-                item = await model.encode_prompt(item)
-        tokens.append(item)
-    return tokens
+    return [await _completion_prompt(body, item, model) for item in prompt]
+
+
+async def _completion_prompt(body: CompletionRequest, item: str | list[int], model: ServedModel) -> list[int]:
+    if isinstance(item, str):
+        check_text_fits(item, model, "prompt")
+    if not body.suffix:
+        return item if isinstance(item, list) else await _encoded(body, item, model)
+    check_text_fits(body.suffix, model, "suffix")
+    before = item if isinstance(item, list) else await model.encode(item, add_special_tokens=False)
+    after = await model.encode(body.suffix, add_special_tokens=False)
+    return infill_prompt(model.tokenizer, before, after, model.name)
+
+
+async def _encoded(body: CompletionRequest, text: str, model: ServedModel) -> list[int]:
+    if body.add_special_tokens is False:
+        return await model.encode(text, add_special_tokens=False)
+    return await model.encode_prompt(text)
 
 
 async def _job(
@@ -112,15 +121,15 @@ async def _job(
         raise InvalidRequest(f"prompts times n may not exceed {_MAX_ANSWERS}", param="n")
     prompts = [_truncated(body, prompt, context) for prompt in prompts]
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
-    limits = [_token_limit(len(p), body.wanted_tokens, default_tokens, context, param) for p in prompts]
+    limits = [token_limit(len(p), body.wanted_tokens, default_tokens, context, param) for p in prompts]
     grammar = await checked_constraint(form.constraint, model.card)
     sampling = sampling_params(body, model, body.wanted_logprobs, grammar)
-    sampling = msgspec.structs.replace(sampling, thinking=form.thinking)
+    sampling = msgspec.structs.replace(sampling, thinking=form.thinking, prompt_logprobs=body.wanted_prompt_logprobs)
     requests = tuple(
         Request(
             id=job_id if len(prompts) == 1 else f"{job_id}-{index}",
             model=model.name,
-            prompt=_checked_prompt(prompt, model, param),
+            prompt=checked_tokens(prompt, model, param),
             sampling=_with_limit(sampling, limit),
             num_choices=body.num_choices,
             slo=slo,
@@ -154,7 +163,7 @@ def _truncated(body: ChatRequest | CompletionRequest, prompt: Sequence[int], con
     return prompt[-keep:]
 
 
-def _token_limit(num_prompt: int, wanted: int | None, default: int, context: int, param: str) -> int:
+def token_limit(num_prompt: int, wanted: int | None, default: int, context: int, param: str) -> int:
     room = context - num_prompt
     if num_prompt == 0:
         raise InvalidRequest("the prompt is empty", param=param)
@@ -167,7 +176,7 @@ def _token_limit(num_prompt: int, wanted: int | None, default: int, context: int
     return wanted or min(default, room)
 
 
-def _checked_prompt(prompt: Sequence[int], model: ServedModel, param: str) -> tuple[int, ...]:
+def checked_tokens(prompt: Sequence[int], model: ServedModel, param: str) -> tuple[int, ...]:
     vocabulary = model.card.spec.vocab_size
     if max(prompt) >= vocabulary:
         raise InvalidRequest(f"token {max(prompt)} is not in the vocabulary of {vocabulary}", param=param)

@@ -268,7 +268,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Reuse what is cached, hold blocks for the first chunk; 0 tokens if there is no room now."""
-        blocks, key = self.pool.match(sequence.tokens, len(sequence.tokens) - 1, sequence.root)
+        reusable = 0 if sequence.sampling.reads_whole_prompt else len(sequence.tokens) - 1
+        blocks, key = self.pool.match(sequence.tokens, reusable, sequence.root)
         computed = len(blocks) * self.pool.block_size
         count = min(len(sequence.tokens) - computed, budget)
         fresh = self.pool.allocate(self.pool.blocks_for(computed + count) - len(blocks))
@@ -295,6 +296,8 @@ class Scheduler:
             self._end(sequence)
             event = _end_event(sequence, FinishReason.ERROR, result.error)
             return msgspec.structs.replace(event, unprocessable=result.unprocessable)
+        if result.embedding is not None:
+            return self._end_with_embedding(sequence, result.embedding)
         token = result.token
         sequence.tokens.append(token)
         generated = len(sequence.tokens) - sequence.num_prompt
@@ -304,7 +307,15 @@ class Scheduler:
             if finish is not None:
                 self._end(sequence)
         cached = sequence.cached_tokens if generated == 1 else 0
-        return TokenEvent(sequence.request_id, sequence.choice, token, finish, result.logprobs, cached)
+        event = TokenEvent(sequence.request_id, sequence.choice, token, finish, result.logprobs, cached)
+        if result.prompt_logprobs is None:
+            return event
+        return msgspec.structs.replace(event, prompt_logprobs=result.prompt_logprobs)
+
+    def _end_with_embedding(self, sequence: Sequence, embedding: bytes) -> TokenEvent:
+        self._end(sequence)
+        event = _end_event(sequence, FinishReason.STOP, None)
+        return msgspec.structs.replace(event, embedding=embedding, cached_tokens=sequence.cached_tokens)
 
     def _finish_reason(self, sequence: Sequence, result: RowOutcome) -> FinishReason | None:
         sampling = sequence.sampling

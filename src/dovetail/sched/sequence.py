@@ -69,7 +69,10 @@ def sequences_of(request: Request, first_id: int) -> list[Sequence]:
     """A sequence per open choice. Choice 0 uses the seed as it is, the others derive theirs from it."""
     made: list[Sequence] = []
     for choice in request.open_choices:
-        seed = request.sampling.seed if choice == 0 else mix64(request.sampling.seed, choice)
+        sampling = request.sampling
+        if made:  # the prompt is the same for all: one choice tells of it
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        seed = sampling.seed if choice == 0 else mix64(sampling.seed, choice)
         tokens = [*request.prompt, *(request.generated_by(choice) or ())]
         made.append(
             Sequence(
@@ -78,7 +81,7 @@ def sequences_of(request: Request, first_id: int) -> list[Sequence]:
                 choice=choice,
                 tokens=tokens,
                 num_prompt=len(request.prompt),
-                sampling=msgspec.structs.replace(request.sampling, seed=seed),
+                sampling=msgspec.structs.replace(sampling, seed=seed),
                 leader=made[0] if made else None,
                 alone_below=len(tokens) + ISOLATED_TOKENS if request.isolated else 0,
                 root=request.cache_salt or ROOT_KEY,

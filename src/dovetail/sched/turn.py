@@ -45,6 +45,8 @@ class RowOutcome(msgspec.Struct, frozen=True):
     ends: bool = False  # the grammar is complete: nothing may follow
     error: str | None = None  # this row alone failed; the token is meaningless
     unprocessable: bool = False  # the failure is the request's own fault
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token of a request that wants them
+    embedding: bytes | None = None  # what a request with `pooling` gets instead of a token
 
 
 class Outcome(msgspec.Struct, frozen=True):

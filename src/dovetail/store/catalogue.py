@@ -21,7 +21,7 @@ from dovetail.store.format import MANIFEST, Manifest, is_stored, read_manifest
 from dovetail.store.place import STORE_LOCK, Place
 from dovetail.store.publish import is_interrupted, recover, recover_all, withdraw
 from dovetail.store.pull import AUTO, Form, Pull
-from dovetail.store.sources import Fetched, Progress, is_remote
+from dovetail.store.sources import EXAMPLE_SOURCE, Fetched, Progress, full_source, is_remote
 from dovetail.store.version_one import is_version_one
 from dovetail.types import ModelCard
 
@@ -122,6 +122,7 @@ class Catalogue:
         if name is not None:
             self.place.folder(name)
         form = Form(dtype, layout, ranks)
+        source = full_source(source)
         wanted = _canonical_source(source)
         pull = Pull(self.place, wanted, name, form, progress, force, dtype == "auto", journal_bytes)
         before = self._present(pull)
@@ -170,7 +171,9 @@ class Catalogue:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         if near:
             return f"model {name!r} not found; did you mean {' or '.join(near)}?"
-        return f"model {name!r} not found; " + (f"there are {', '.join(known)}" if known else "nothing is pulled yet")
+        if not known:
+            return f"model {name!r} not found; nothing is pulled yet: try `dovetail pull {EXAMPLE_SOURCE}`"
+        return f"model {name!r} not found; there are {', '.join(known)}; `dovetail pull SOURCE` fetches another"
 
 
 def _has_form(entry: Entry, pull: Pull) -> bool:

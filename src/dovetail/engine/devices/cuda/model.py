@@ -110,6 +110,12 @@ class CudaModel:
     ) -> Tensor:
         """cache [blocks, layers, 2, page, kv_heads, d]; returns the logits of the `sampled` rows (None = all), in the
         compute type. Layers that have not arrived yet are waited for by the stream."""
+        return self.head(self.states(tokens, positions, slots, cache, sampled, attend))
+
+    def states(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, sampled: Tensor | None, attend: Attend
+    ) -> Tensor:
+        """The same up to what the head reads."""
         self._weights.wait_for_layer(0)
         rows = self.embed(tokens, positions)
         for index, layer in enumerate(self.layers):
@@ -121,7 +127,7 @@ class CudaModel:
             rows = layer.proj(attend(qkv, blocks, layer.attention), rows)
             rows = layer.mlp(rows)
         self._weights.wait_for_layer(len(self.layers))
-        return self.logits(rows, sampled)
+        return _normed(rows, self._final_norm, self.spec, sampled)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Rows:
         hidden = _look_up(tokens, self._embed, self._dtype)
@@ -131,8 +137,8 @@ class CudaModel:
             hidden = hidden + _look_up(positions.long() + self.spec.position_offset, self._positions, self._dtype)
         return Rows(hidden)
 
-    def logits(self, rows: Rows, sampled: Tensor | None) -> Tensor:
-        logits = linear(_normed(rows, self._final_norm, self.spec, sampled), self._head, None)
+    def head(self, states: Tensor) -> Tensor:
+        logits = linear(states, self._head, None)
         if self.spec.final_softcap is not None:
             logits = torch.tanh(logits / self.spec.final_softcap) * self.spec.final_softcap
         return logits

@@ -1,0 +1,60 @@
+"""The page at `/`: chat, models, and who held which device. Plain modules without a build step, from this server alone.
+
+The files carry no secret and are open; what they show is asked for with the visitor's own key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from dovetail.gateway.endpoint import json_response, responses
+from dovetail.gateway.turn_history import TurnHistory, TurnWatch
+
+PAGES = {"/": "index.html", "/ui": "index.html", "/docs": "docs.html"}
+_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+# Nothing of another host, nothing inline, in nobody's frame.
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def make_console_router(turns: TurnWatch) -> APIRouter:
+    router = APIRouter()
+    known = {item.name: item.read_bytes() for item in files(__package__).iterdir() if _kind(item.name) in _TYPES}
+
+    def answer(name: str) -> Response:
+        if name not in known:
+            raise HTTPException(404)
+        return Response(known[name], media_type=_TYPES[_kind(name)], headers=_HEADERS)
+
+    def page(name: str) -> Callable[[], Awaitable[Response]]:
+        async def show() -> Response:
+            return answer(name)
+
+        return show
+
+    for path, name in PAGES.items():
+        router.add_api_route(path, page(name), methods=["GET", "HEAD"], include_in_schema=False)
+
+    async def asset(name: str) -> Response:
+        return answer(name)
+
+    async def list_turns() -> Response:
+        """Who held which device over the last minute, turn by turn."""
+        return json_response(turns.history())
+
+    router.add_api_route("/ui/{name}", asset, methods=["GET"], include_in_schema=False)
+    router.add_api_route("/api/turns", list_turns, methods=["GET"], responses=responses(TurnHistory, (401,)))
+    return router
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,193 @@
+// The page: three views over the server's own API. No state but the visitor's key, which stays in this tab.
+import { ask, events, problem } from "/ui/server.js";
+import { drawTurns } from "/ui/turns.js";
+
+const $ = (id) => document.getElementById(id);
+const VIEWS = ["chat", "models", "turns"];
+const POLL_MS = { models: 2000, turns: 1000 };
+let conversation = [];
+let answering = null; // an AbortController while an answer comes
+let timer = null;
+
+function show() {
+  const wanted = location.hash.slice(1);
+  const view = VIEWS.includes(wanted) ? wanted : "chat";
+  for (const name of VIEWS) $(name).hidden = name !== view;
+  for (const link of document.querySelectorAll("nav a")) link.classList.toggle("here", link.hash === `#${view}`);
+  clearTimeout(timer);
+  if (view !== "chat") poll(view);
+}
+
+// Only the view that is seen asks, and not while the tab is hidden.
+async function poll(view) {
+  if (!document.hidden) {
+    try {
+      await (view === "models" ? showModels() : showTurns());
+    } catch (error) {
+      problem(error);
+    }
+  }
+  if (!$(view).hidden) timer = setTimeout(poll, POLL_MS[view], view);
+}
+
+// Chat
+
+async function fillModels() {
+  const { data } = await ask("GET", "/v1/models");
+  const chosen = $("model").value;
+  $("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
+}
+
+function bubble(role, text) {
+  const node = document.createElement("div");
+  node.className = `said ${role}`;
+  node.textContent = text;
+  $("messages").append(node);
+  node.scrollIntoView({ block: "nearest" });
+  return node;
+}
+
+function part(node, name) {
+  const found = node.querySelector(`.${name}`);
+  if (found) return found;
+  const made = document.createElement("span");
+  made.className = name;
+  name === "thought" ? node.prepend(made) : node.append(made);
+  return made;
+}
+
+async function send(text) {
+  conversation.push({ role: "user", content: text });
+  bubble("user", text);
+  const node = bubble("assistant", "");
+  const body = part(node, "text");
+  const started = performance.now();
+  answering = new AbortController();
+  $("send").textContent = "Stop";
+  let answer = "", first = null, usage = null;
+  try {
+    const request = { model: $("model").value, messages: conversation, stream: true, stream_options: { include_usage: true } };
+    for await (const event of events("/v1/chat/completions", request, answering.signal)) {
+      usage = event.usage || usage;
+      const delta = event.choices[0]?.delta || {};
+      if (delta.reasoning_content) part(node, "thought").textContent += delta.reasoning_content;
+      if (delta.content) {
+        first ??= performance.now();
+        answer += delta.content;
+        body.textContent = answer;
+      }
+    }
+    conversation.push({ role: "assistant", content: answer });
+  } catch (error) {
+    conversation.pop();
+    if (error.name !== "AbortError") problem(error);
+  } finally {
+    answering = null;
+    $("send").textContent = "Send";
+  }
+  const seconds = (performance.now() - started) / 1000;
+  const rate = usage && usage.completion_tokens > 1 && first ? usage.completion_tokens / ((performance.now() - first) / 1000) : 0;
+  const wait = first ? `first token ${((first - started) / 1000).toFixed(2)} s, ` : "";
+  part(node, "note").textContent = `${wait}${seconds.toFixed(1)} s${rate ? `, ${rate.toFixed(0)} tokens/s` : ""}`;
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (answering) return answering.abort();
+  const text = $("prompt").value.trim();
+  if (!text || !$("model").value) return;
+  $("prompt").value = "";
+  problem(null);
+  send(text);
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    if (!answering) $("ask").requestSubmit();
+  }
+});
+$("clear").addEventListener("click", () => {
+  conversation = [];
+  $("messages").replaceChildren();
+});
+
+// Models
+
+const bytes = (count) => (count ? `${(count / 1e6).toFixed(count < 1e7 ? 1 : 0)} MB` : "–");
+const percent = (share) => (share == null ? "–" : `${(share * 100).toFixed(0)} %`);
+
+async function showModels() {
+  const [{ data }, pulls] = await Promise.all([ask("GET", "/api/models"), ask("GET", "/api/pulls")]);
+  $("table").replaceChildren(...data.map(row));
+  $("pulls").replaceChildren(...pulls.data.filter(({ state }) => state !== "done").map(pullBar));
+}
+
+function row(model) {
+  const line = document.createElement("tr");
+  line.dataset.model = model.name;
+  const wait = model.ttft_p50_s == null ? "–" : `${model.ttft_p50_s.toFixed(2)} s`;
+  const cells = [model.name, model.state, model.tier, bytes(model.weight_bytes), bytes(model.kv_bytes), percent(model.attainment), wait];
+  for (const text of cells) line.insertCell().textContent = text;
+  const path = `/api/models/${encodeURIComponent(model.name)}`;
+  const loaded = ["ready", "serving", "idle"].includes(model.state);
+  const actions = line.insertCell();
+  actions.append(loaded ? action("Unload", "POST", `${path}/unload`) : action("Load", "POST", `${path}/load`));
+  actions.append(action("Remove", "DELETE", path, `Offer ${model.name} no longer? Its files stay.`));
+  return line;
+}
+
+function action(label, method, path, question) {
+  const button = document.createElement("button");
+  button.textContent = label;
+  button.addEventListener("click", async () => {
+    if (question && !confirm(question)) return;
+    button.disabled = true;
+    await change(() => ask(method, path));
+  });
+  return button;
+}
+
+// Do it, and show what has become of it.
+async function change(work) {
+  problem(null);
+  try {
+    await work();
+  } catch (error) {
+    problem(error);
+  }
+  await showModels().catch(problem);
+  await fillModels().catch(problem);
+}
+
+function pullBar(pull) {
+  const node = document.createElement("div");
+  node.className = "pull";
+  const share = pull.total_bytes ? ` ${((100 * pull.done_bytes) / pull.total_bytes).toFixed(0)} %` : "";
+  node.textContent = `${pull.name} from ${pull.source}: ${pull.error || `${pull.state}, ${pull.stage}${share}`}`;
+  if (!pull.error) {
+    const bar = document.createElement("progress");
+    if (pull.total_bytes) [bar.max, bar.value] = [pull.total_bytes, pull.done_bytes];
+    node.append(bar);
+  }
+  return node;
+}
+
+$("add").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const body = { name: $("add-name").value.trim(), source: $("add-source").value.trim() };
+  change(() => ask("POST", "/api/models", body)).then(() => event.target.reset());
+});
+
+async function showTurns() {
+  drawTurns($("devices"), $("legend"), await ask("GET", "/api/turns"));
+}
+
+$("key").value = sessionStorage.getItem("key") || "";
+$("key").addEventListener("change", () => {
+  sessionStorage.setItem("key", $("key").value);
+  problem(null);
+  fillModels().catch(problem);
+});
+addEventListener("hashchange", show);
+show();
+fillModels().catch(problem);

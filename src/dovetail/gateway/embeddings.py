@@ -1,0 +1,292 @@
+"""Embeddings and reranking: prompts whose answer is a vector, served in turn with everything else.
+
+A vector is the model's state behind its final norm: of the last token, or the mean over all.
+"""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dovetail.errors import InvalidRequest
+from dovetail.gateway.api import ChatRequest, Message, StrictBody, TokenId
+from dovetail.gateway.chat_prompt import chat_prompt, check_text_fits
+from dovetail.gateway.endpoint import json_response, read_body, request_body, responses
+from dovetail.gateway.models import ServedModel
+from dovetail.gateway.options import check_options
+from dovetail.gateway.respond import accounted, until_disconnect
+from dovetail.gateway.run import Origin
+from dovetail.gateway.service import Service
+from dovetail.gateway.targets import targets_of
+from dovetail.gateway.translate import Job, checked_tokens, token_limit
+from dovetail.types import Request as EngineRequest
+from dovetail.types import SamplingParams, ServiceClass, Slo
+
+MAX_INPUTS = 2048  # as OpenAI's
+_BATCH = 32  # prompts that wait in the node's queue at the same time, so that one caller does not fill it
+_ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
+
+Pooling = Literal["last", "mean"]
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class _PooledBody(StrictBody):
+    """What both have in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = Field(min_length=1, max_length=512)
+    pooling: Pooling | None = Field(default=None, description="the model's own unless given")
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(default=None, ge=0, le=2**31 - 1, description="above 0 = best effort")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+
+    @model_validator(mode="after")
+    def _check_options(self) -> _PooledBody:
+        check_options(self.model_extra or {}, type(self).model_fields)
+        return self
+
+    @property
+    def is_best_effort(self) -> bool:
+        return self.service_tier == "flex" or bool(self.priority)
+
+
+class EmbeddingRequest(_PooledBody):
+    input: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS)]
+        | None
+    ) = Field(default=None, description="text, token ids, or several of either")
+    messages: list[Message] | None = Field(
+        default=None, min_length=1, max_length=4096, description="a conversation instead of input"
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1, description="the first so many, made a unit vector again")
+    normalize: bool | None = Field(default=None, description="unit vectors, unless false")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> EmbeddingRequest:
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequest("give either input or messages", param="input")
+        return self
+
+    @property
+    def inputs(self) -> list[Any]:
+        given: Any = self.input
+        if isinstance(given, str) or (isinstance(given, list) and isinstance(given[0], int)):
+            return [given]
+        return list(given)
+
+
+class RerankDocument(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    text: Text
+
+
+class RerankRequest(_PooledBody):
+    query: Text
+    documents: list[Text | RerankDocument] = Field(min_length=1, max_length=MAX_INPUTS - 1)
+    top_n: int | None = Field(default=None, ge=0, description="0 = all")
+    return_documents: bool | None = Field(default=None, description="on unless false")
+
+    @property
+    def texts(self) -> list[str]:
+        return [item if isinstance(item, str) else item.text for item in self.documents]
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str = Field(description="numbers, or base64 of little-endian float32")
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class RerankResult(BaseModel):
+    index: int
+    relevance_score: float = Field(description="cosine of the angle between query and document")
+    document: RerankDocument | None = None
+
+
+class Reranked(BaseModel):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RerankResult]
+
+
+def make_embedding_router(service: Service) -> APIRouter:
+    endpoints = EmbeddingEndpoints(service)
+    router = APIRouter()
+    for path, handler, body, answer in (
+        ("/v1/embeddings", endpoints.embed, EmbeddingRequest, EmbeddingList),
+        ("/v1/rerank", endpoints.rerank, RerankRequest, Reranked),
+    ):
+        extra = {"requestBody": request_body(body)}
+        router.add_api_route(path, handler, methods=["POST"], responses=responses(answer, _ERRORS), openapi_extra=extra)
+    return router
+
+
+class EmbeddingEndpoints:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def embed(self, request: Request) -> Response:
+        """Vectors of texts."""
+        self._service.check_admission()
+        body = await read_body(EmbeddingRequest, request)
+        model = self._service.models.get(body.model)
+        await model.prepare()
+        size = model.card.spec.hidden_size
+        if body.dimensions is not None and body.dimensions > size:
+            raise InvalidRequest(f"dimensions: this model's vectors have {size}", param="dimensions")
+        job = await self._job(request, body, model, await _prompts(body, model))
+        return VectorResponse(self._service, job, lambda vectors: _embeddings(body, job, vectors))
+
+    async def rerank(self, request: Request) -> Response:
+        """Documents by how near they are to a query."""
+        self._service.check_admission()
+        body = await read_body(RerankRequest, request)
+        model = self._service.models.get(body.model)
+        await model.prepare()
+        prompts = [await _encoded(text, body, model, "documents") for text in (body.query, *body.texts)]
+        job = await self._job(request, body, model, prompts)
+        return VectorResponse(self._service, job, lambda vectors: _reranked(body, job, vectors))
+
+    async def _job(
+        self, request: Request, body: _PooledBody, model: ServedModel, prompts: Sequence[Sequence[int]]
+    ) -> Job:
+        slo: Slo = targets_of(request, model)
+        context = self._service.context_limit(model)
+        pooling = body.pooling or model.config.pooling
+        sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, pooling=pooling)
+        job_id = uuid.uuid4().hex
+        requests = []
+        for index, prompt in enumerate(prompts):
+            kept = _truncated(prompt, body.truncate_prompt_tokens, context - 1)
+            token_limit(len(kept), 1, 1, context, "input")
+            requests.append(
+                EngineRequest(
+                    id=f"{job_id}-{index}",
+                    model=model.name,
+                    prompt=checked_tokens(kept, model, "input"),
+                    sampling=sampling,
+                    slo=slo,
+                    service_class=ServiceClass.BEST_EFFORT if body.is_best_effort else model.config.service_class,
+                )
+            )
+        return Job(job_id, model, tuple(requests))
+
+
+async def _prompts(body: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
+    if body.messages is not None:
+        chat = ChatRequest(model=body.model, messages=body.messages, add_generation_prompt=False)
+        return [(await chat_prompt(chat, model)).tokens]
+    return [await _encoded(item, body, model, "input") for item in body.inputs]
+
+
+async def _encoded(item: str | list[int], body: _PooledBody, model: ServedModel, param: str) -> list[int]:
+    if isinstance(item, list):
+        return item
+    if body.truncate_prompt_tokens is None:
+        check_text_fits(item, model, param)
+    if body.add_special_tokens is False:
+        return await model.encode(item, add_special_tokens=False)
+    return await model.encode_prompt(item)
+
+
+def _truncated(prompt: Sequence[int], keep: int | None, most: int) -> Sequence[int]:
+    """The beginning of a text says what it is about; a chat keeps its end instead."""
+    if keep is None:
+        return prompt
+    if keep == 0:
+        raise InvalidRequest("truncate_prompt_tokens is at least 1, or -1", param="truncate_prompt_tokens")
+    return prompt[: most if keep == -1 else keep]
+
+
+class VectorResponse(Response):
+    """Runs the job, a few prompts at a time, and answers with what becomes of its vectors."""
+
+    def __init__(self, service: Service, job: Job, answer: Any) -> None:
+        super().__init__()
+        self._service = service
+        self._job = job
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with accounted(scope, self._job) as taken:
+            vectors = await until_disconnect(receive, self._vectors(taken.job, taken.origin))
+        await json_response(self._answer(vectors))(scope, receive, send)
+
+    async def _vectors(self, job: Job, origin: Origin) -> np.ndarray[Any, Any]:
+        requests = job.requests
+        found = np.empty((len(requests), job.model.card.spec.hidden_size), dtype=np.float32)
+        for first in range(0, len(requests), _BATCH):
+            part = replace(job, requests=requests[first : first + _BATCH])
+            async with aclosing(self._service.run(part, origin)) as deltas:
+                async for delta in deltas:
+                    assert delta.embedding is not None
+                    found[first + delta.index] = np.frombuffer(delta.embedding, dtype=np.float32)
+        return found
+
+
+def _unit(vectors: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+    unit: np.ndarray[Any, Any] = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+    return unit
+
+
+def _embeddings(body: EmbeddingRequest, job: Job, vectors: np.ndarray[Any, Any]) -> EmbeddingList:
+    vectors = vectors[:, : body.dimensions]
+    if body.normalize is not False:
+        vectors = _unit(vectors)
+    written: list[Any] = vectors.tolist()
+    if body.encoding_format == "base64":
+        written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+    data = [Embedding(index=index, embedding=vector) for index, vector in enumerate(written)]
+    return EmbeddingList(data=data, model=job.model.name, usage=_usage(job))
+
+
+def _reranked(body: RerankRequest, job: Job, vectors: np.ndarray[Any, Any]) -> Reranked:
+    unit = _unit(vectors)
+    scores = unit[1:] @ unit[0]
+    order = np.argsort(-scores, kind="stable")[: body.top_n or None]
+    with_text = body.return_documents is not False
+    results = [
+        RerankResult(
+            index=int(index),
+            relevance_score=float(scores[index]),
+            document=RerankDocument(text=body.texts[index]) if with_text else None,
+        )
+        for index in order
+    ]
+    return Reranked(id=f"rerank-{job.id}", model=job.model.name, usage=_usage(job), results=results)
+
+
+def _usage(job: Job) -> EmbeddingUsage:
+    return EmbeddingUsage(prompt_tokens=job.num_prompt_tokens, total_tokens=job.num_prompt_tokens)

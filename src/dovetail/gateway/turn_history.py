@@ -1,0 +1,85 @@
+"""Who held which device over the last minute, turn by turn, and how the KV memory of each model grew and shrank."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel, Field
+
+from dovetail.messages import Stats, ToGateway, TurnSpan
+
+WINDOW_S = 60.0
+MAX_TURNS = 20_000  # of one node, whatever the window
+
+
+class TurnRecord(BaseModel):
+    model: str
+    ago_s: float = Field(description="since it began")
+    seconds: float
+    tokens: int
+
+
+class MemoryRecord(BaseModel):
+    ago_s: float
+    kv_bytes: dict[str, int] = Field(description="by model")
+
+
+class NodeTurns(BaseModel):
+    node: str
+    turns: list[TurnRecord] = Field(description="in the order in which they began")
+    memory: list[MemoryRecord]
+
+
+class TurnHistory(BaseModel):
+    window_s: float
+    nodes: list[NodeTurns]
+
+
+@dataclass
+class _NodeHistory:
+    turns: deque[TurnSpan] = field(default_factory=lambda: deque(maxlen=MAX_TURNS))
+    memory: deque[tuple[float, dict[str, int]]] = field(default_factory=lambda: deque(maxlen=MAX_TURNS))
+
+
+class TurnWatch:
+    """Observes what workers report. A worker's clock is this machine's."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._nodes: dict[str, _NodeHistory] = {}
+
+    def observe(self, node: str, message: ToGateway) -> None:
+        if not isinstance(message, Stats):
+            return
+        now, history = self._clock(), self._nodes.setdefault(node, _NodeHistory())
+        history.turns.extend(sorted(message.spans, key=lambda span: span.started_s))
+        history.memory.append((now, {item.model: item.kv_committed_bytes for item in message.instances}))
+        self._forget(history, now)
+
+    def history(self) -> TurnHistory:
+        now = self._clock()
+        return TurnHistory(
+            window_s=WINDOW_S, nodes=[self._of_node(name, history, now) for name, history in self._nodes.items()]
+        )
+
+    def _of_node(self, name: str, history: _NodeHistory, now: float) -> NodeTurns:
+        self._forget(history, now)
+        return NodeTurns(
+            node=name,
+            turns=[
+                TurnRecord(
+                    model=span.model, ago_s=round(now - span.started_s, 4), seconds=span.seconds, tokens=span.tokens
+                )
+                for span in history.turns
+            ],
+            memory=[MemoryRecord(ago_s=round(now - at, 3), kv_bytes=kv) for at, kv in history.memory],
+        )
+
+    def _forget(self, history: _NodeHistory, now: float) -> None:
+        while history.turns and history.turns[0].started_s < now - WINDOW_S:
+            history.turns.popleft()
+        while history.memory and history.memory[0][0] < now - WINDOW_S:
+            history.memory.popleft()

@@ -1,0 +1,56 @@
+"""The page's files, and the history of turns that it draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from pydantic import SecretStr
+from test_gateway_http import KEYS, TEXT, check_error, on_app
+
+from dovetail.config import AuthConfig, KeyConfig
+from dovetail.gateway.service import Service
+from dovetail.gateway.turn_history import WINDOW_S, TurnWatch
+from dovetail.messages import InstanceStats, Stats, TurnSpan
+
+
+def stats(*spans: TurnSpan, kv_bytes: int = 0) -> Stats:
+    instance = InstanceStats("m", 1, 0, 64, 1, 0, kv_bytes, 0, 0, 0, 1, 1, 0.1, 0.1)
+    return Stats("cpu-0", 1, (instance,), spans=spans)
+
+
+def test_turns_are_kept_in_order_for_a_minute() -> None:
+    now = 1000.0
+    watch = TurnWatch(lambda: now)
+    watch.observe("cpu-0", stats(TurnSpan("b", 999.5, 0.2, 3), TurnSpan("a", 999.0, 0.1, 1), kv_bytes=10))
+    (node,) = watch.history().nodes
+    assert [(turn.model, turn.ago_s, turn.tokens) for turn in node.turns] == [("a", 1.0, 1), ("b", 0.5, 3)]
+    now += 2
+    watch.observe("cpu-0", stats(TurnSpan("a", 1001.0, 0.1, 1), kv_bytes=20))
+    (node,) = watch.history().nodes
+    assert [record.kv_bytes for record in node.memory] == [{"m": 10}, {"m": 20}]
+    now += WINDOW_S - 1.5
+    (node,) = watch.history().nodes
+    assert len(node.turns) == len(node.memory) == 1
+    now += WINDOW_S
+    assert watch.history().nodes[0].turns == []
+
+
+def test_the_page_is_open_and_what_it_shows_is_not(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        for path in ("/", "/ui", "/docs", "/ui/app.js", "/ui/style.css"):
+            response = await client.get(path)
+            assert response.status_code == 200, path
+            assert "default-src 'self'" in response.headers["content-security-policy"]
+        assert (await client.get("/ui/app.js")).headers["content-type"].startswith("text/javascript")
+        for path in ("/ui/nothing.js", "/ui/__init__.py", "/ui/..%2Fapp.py"):
+            assert (await client.get(path)).status_code == 404
+        for path in ("/api/turns", "/api/models", "/v1/models"):
+            check_error(await client.get(path), 401)
+        free, admin = ({"authorization": f"Bearer {key}"} for key in ("sk-free", "sk-admin"))
+        await client.post("/v1/completions", json=TEXT, headers=free)
+        check_error(await client.get("/api/turns", headers=free), 403)
+        assert (await client.get("/api/turns", headers=admin)).json()["window_s"] == WINDOW_S
+
+    operator = KeyConfig(name="operator", key=SecretStr("sk-admin"), admin=True)
+    on_app(tmp_path, test, auth=AuthConfig(keys=(*KEYS.keys, operator)))
