@@ -1,5 +1,5 @@
-"""Writes `requirements.lock`: the packages of constraints.txt, each with the digests that the index publishes of all files
-of that version, so that it holds on every platform. `make lock` runs it, `make install-locked` uses it.
+"""Writes `requirements.lock`: the packages of constraints.txt, each with the digests that the index publishes of all
+files of that version, so that it holds on every platform. `make lock` runs it, `make install-locked` uses it.
 
 Needs nothing but Python and pip, whose own idea of the index is used.
 """
