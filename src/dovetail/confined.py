@@ -22,6 +22,9 @@ from pathlib import Path
 
 _LENGTH_BYTES = 8
 _MAX_FRAME_BYTES = 1 << 30
+_LARGE_BYTES = 1 << 20
+_LONG_S = 0.02
+_LOOK_CALLS = 32  # how often a child looks whether it has grown
 _SPARE_S = 1  # the kernel counts processor time in whole seconds
 _PAGE_BYTES = resource.getpagesize()
 
@@ -197,7 +200,7 @@ def serve(handle: Callable[[bytes], bytes]) -> None:
     channel = socket.socket(fileno=int(descriptor))
     with suppress(OSError):
         os.nice(int(niceness))
-    base = _address_bytes()
+    base, calls = _address_bytes(), 0
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (base + int(memory_bytes),) * 2)
     while True:
@@ -209,7 +212,10 @@ def serve(handle: Callable[[bytes], bytes]) -> None:
         used = time.process_time()
         resource.setrlimit(resource.RLIMIT_CPU, (int(used + cpu_s) + _SPARE_S, resource.RLIM_INFINITY))
         answer = handle(request)
-        has_grown = _address_bytes() - base > kept_bytes
+        calls += 1
+        is_large = len(request) + len(answer) > _LARGE_BYTES or time.process_time() - used > _LONG_S
+        looks = is_large or calls % _LOOK_CALLS == 0  # looking takes as long as a small call
+        has_grown = looks and _address_bytes() - base > kept_bytes
         channel.sendall((len(answer) + 1).to_bytes(_LENGTH_BYTES, "little") + (b"\1" if has_grown else b"\0") + answer)
 
 

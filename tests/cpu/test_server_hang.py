@@ -30,13 +30,13 @@ SABOTAGE = f"""
 import os, signal, sys
 if "dovetail.worker" in sys.orig_argv:
     from dovetail.engine.executor import CpuExecutor
-    run = CpuExecutor.run
+    launch = CpuExecutor.launch
     def fatal(self, turn):
         for row in turn.rows:
             if tuple(row.tokens[:{len(POISON)}]) == {POISON} and len(row.tokens) > {len(POISON)} + 8:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return run(self, turn)
-    CpuExecutor.run = fatal
+        return launch(self, turn)
+    CpuExecutor.launch = fatal
 """
 
 

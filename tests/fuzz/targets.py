@@ -245,12 +245,13 @@ class TokenizerFile(Target):
         from gateway_builders import make_card
 
         from dovetail.config import ModelConfig
+        from dovetail.gateway.lanes import TextLanes
         from dovetail.gateway.models import ServedModel
 
         if self.card is None:
             self.card = make_card(self.work / "model")
         card = msgspec.structs.replace(self.card, tokenizer_file=str(self.as_file(data, "tokenizer.json")))
-        model = ServedModel(card, ModelConfig(source=""))
+        model = ServedModel(card, ModelConfig(source=""), TextLanes())
         for text in self.texts:
             tokens = model._encode(text, True)
             model._decode(tokens, False)
@@ -276,11 +277,12 @@ class Bodies(Target):
         from gateway_builders import make_card
 
         from dovetail.config import ModelConfig
+        from dovetail.gateway.lanes import TextLanes
         from dovetail.gateway.models import ServedModel
 
         super().load()
         self.loop = asyncio.new_event_loop()
-        self.model = ServedModel(make_card(self.work / "model"), ModelConfig(source=""))
+        self.model = ServedModel(make_card(self.work / "model"), ModelConfig(source=""), TextLanes())
 
     def make(self, draw: random.Random) -> bytes:
         data = draw.choice(self.seeds)

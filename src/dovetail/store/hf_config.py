@@ -277,7 +277,7 @@ def _qwen_windows(keys: Keys) -> tuple[int, ...]:
     if not keys.flag("use_sliding_window") or keys.get("sliding_window") is None:
         return ()
     layers = range(_num_layers(keys))
-    first = keys.get("max_window_layers")  # 0 is a value here: every layer has a window
+    first = 0 if keys.get("max_window_layers") == 0 else keys.integer("max_window_layers")  # 0: every layer has one
     types = keys.sequence("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in layers
     ]

