@@ -21,7 +21,8 @@ import httpx
 import pytest
 from server_fixture import Server, eventually, run_command, running_server
 
-SECRET = "a-source-that-is-nobodys-business"
+from dovetail.config import Config
+from dovetail.gateway.listen import check_exposure
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +72,20 @@ def test_beyond_this_machine_without_keys_only_if_told_so(tiny_folder: Callable[
     assert done.returncode == 1
     assert "without API keys" in done.stderr
     assert "--open-to-network" in done.stderr
-    arguments = (tiny_folder("llama"), "--host", "0.0.0.0", "--threads", "1")
-    with running_server(*arguments, "--open-to-network") as server:
-        assert server.get("/live").status_code == 200
+    for config in ({"server": {"open_to_network": True}}, {"auth": {"keys": [{"name": "a", "key": "k"}]}}):
+        check_exposure("0.0.0.0", Config.model_validate(config))
 
 
-def test_a_key_is_not_in_the_list_of_processes(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_text("sk-from-file\n")
-    for options, key in ((("--api-key", "sk-on-line"), "sk-on-line"), (("--api-key-file", file), "sk-from-file")):
-        with running_server(tiny_folder("llama"), "--threads", "1", *options) as server:
-            header = {"authorization": f"Bearer {key}"}
-            shown = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True).stdout
-            assert key not in shown
-            worker = server.get("/api/ps", headers=header).json()["nodes"][0]["pid"]
-            assert key.encode() not in Path(f"/proc/{worker}/environ").read_bytes()
-            assert server.get("/v1/models").status_code == 401
-            assert server.get("/v1/models", headers=header).status_code == 200
+def test_a_key_is_not_in_the_list_of_processes(tiny_folder: Callable[[str], Path]) -> None:
+    with running_server(tiny_folder("llama"), "--threads", "1", "--api-key", "sk-on-line") as server:
+        header = {"authorization": "Bearer sk-on-line"}
+        worker = server.get("/api/ps", headers=header).json()["nodes"][0]["pid"]
+        for process in (worker, server.process.pid):
+            shown = Path(f"/proc/{process}/cmdline").read_bytes()  # what `ps` shows
+            assert b"dovetail" in shown
+            assert b"sk-on-line" not in shown
+        assert server.get("/v1/models").status_code == 401
+        assert server.get("/v1/models", headers=header).status_code == 200
 
 
 def test_a_key_that_is_set_to_nothing_is_an_error(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -218,9 +216,12 @@ def visit(url: str, attacker: Attacker, profile: Path) -> dict[str, Any]:
     return attacker.results
 
 
-def loads(server: Server) -> tuple[int, list[str]]:
-    status = server.status()
-    return status["nodes"][0]["starts"], [model["name"] for model in status["nodes"][0]["models"]]
+def loads(server: Server) -> tuple[list[str], list[str]]:
+    """What a stranger could change: the models in memory, and how many questions were answered."""
+    counted = [
+        line for line in server.get("/metrics").text.splitlines() if "/v1/completions" in line and '"200"' in line
+    ]
+    return [model["name"] for model in server.status()["nodes"][0]["models"]], counted
 
 
 def test_a_page_of_another_site_neither_reads_nor_changes_nor_asks(open_server: Server, tmp_path: Path) -> None:
@@ -232,8 +233,6 @@ def test_a_page_of_another_site_neither_reads_nor_changes_nor_asks(open_server: 
     # no-cors answers are opaque (status 0) to the page, whatever they are; the rest the browser does not hand out.
     assert seen == dict.fromkeys(seen, "blocked") | {"unload": 0, "plain": 0}
     assert loads(open_server) == before
-    counted = open_server.get("/metrics").text
-    assert 'dovetail:http_requests_total{path="/v1/completions",status="200"} 1.0' in counted, "the page had an answer"
 
 
 def test_a_page_whose_name_was_made_to_lead_here_gets_nothing(open_server: Server, tmp_path: Path) -> None:
@@ -343,7 +342,7 @@ def computed_tokens(server: Server) -> float:
     """Of all iterations so far, once the worker has nothing more to tell."""
     seen = [-2.0, -1.0]
     while seen[-1] != seen[-2]:
-        time.sleep(1.2)  # longer than it takes the worker to tell
+        time.sleep(0.3)  # longer than it takes the worker to tell
         text = server.get("/metrics", headers={"authorization": "Bearer sk-boss"}).text
         lines = [line for line in text.splitlines() if line.startswith("dovetail:turn_tokens_total{")]
         seen.append(sum(float(line.rpartition(" ")[2]) for line in lines))

@@ -14,7 +14,7 @@ from gateway_builders import make_card
 
 from dovetail.cli import chat, offer, serve
 from dovetail.config import Config, ModelConfig
-from dovetail.errors import ModelNotFound, RequestError
+from dovetail.errors import ConfigError, ModelNotFound, RequestError
 from dovetail.gateway.listen import base_url, listen
 
 
@@ -137,3 +137,20 @@ def test_the_address_that_is_printed_can_be_reached() -> None:
         listener = listen(host, 0)
         assert base_url(listener) == f"{shown}{listener.getsockname()[1]}"
         listener.close()
+
+
+def test_a_key_comes_from_a_file_or_the_environment_and_stays_there_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("sk-from-file\n")
+    assert serve._api_key(None, file) == "sk-from-file"
+    monkeypatch.setenv(serve.KEY_VARIABLE, "sk-variable")
+    assert serve._api_key("sk-variable", None) == "sk-variable"
+    assert serve.KEY_VARIABLE not in os.environ, "workers would inherit it"
+    assert serve._api_key(None, None) is None
+    file.write_text(" \n")
+    with pytest.raises(ConfigError, match="empty"):
+        serve._api_key(None, file)
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        serve._api_key(None, tmp_path / "missing")

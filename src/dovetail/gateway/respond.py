@@ -56,7 +56,7 @@ def problem_response(error: RequestError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413):
+    if error.status in (408, 413) or error.code == "bodies_full":
         headers["connection"] = "close"  # the rest of the body is not read
     return Response(problem_body(error), error.status, headers, media_type="application/json")
 
