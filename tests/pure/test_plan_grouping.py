@@ -24,7 +24,11 @@ from dovetail.plan.grouping import (
 )
 from dovetail.plan.options import Mode, build_tables
 from dovetail.plan.prices import read_sheet
-from dovetail.plan.provision import Provisioner, best_config
+from dovetail.plan.provision import Config, Provisioner
+
+
+def best_config(provisioner: Provisioner, apps: list[App]) -> Config | None:
+    return provisioner.best(demand_of(sorted(apps, key=lambda app: app.slo_s)))
 
 
 def test_the_equivalent_timeout_is_what_batches_wait_in_the_mean() -> None:

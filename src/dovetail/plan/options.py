@@ -43,10 +43,6 @@ class Option:
     per_second: float  # of all its functions while they run
     template: int = 0  # which of the profile's, if partitioned
 
-    @property
-    def peak_memory_gb(self) -> float:
-        return max(self.memory_gb)
-
 
 @dataclass(frozen=True)
 class OptionTable:

@@ -163,7 +163,3 @@ def _cold_allowed(option: Option, demand: Demand) -> float:
         return COLD_SHARE_ALLOWED
     sigma = spread_of(option.mean_s[0], option.p99_s)
     return max(LATE_SHARE_ALLOWED - share_above(demand.slo_s, option.mean_s[0], sigma), COLD_SHARE_ALLOWED)
-
-
-def best_config(provisioner: Provisioner, apps: Sequence[App]) -> Config | None:
-    return provisioner.best(demand_of(sorted(apps, key=lambda app: app.slo_s)))

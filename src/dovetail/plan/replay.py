@@ -55,10 +55,6 @@ class GroupResult:
     cost: float = 0.0
     latencies_s: list[float] = field(default_factory=list, repr=False)
 
-    @property
-    def cost_per_request(self) -> float:
-        return self.cost / self.requests if self.requests else 0.0
-
 
 @dataclass(frozen=True)
 class ReplayResult:
