@@ -87,9 +87,11 @@ def _child_pid() -> int:
     return pid
 
 
-def test_a_killed_function_loses_no_request() -> None:
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_a_killed_function_loses_no_request(partitioned: bool) -> None:
     async def run() -> PlanRuntime:
-        runtime = PlanRuntime(make_plan_of(App("a", "wrn50-1", 0.5, 20.0)), window_s=1e6)
+        plan = make_plan_of(App("a", "wrn50-1", 0.5, 20.0), partitioned=partitioned)
+        runtime = PlanRuntime(plan, window_s=1e6)
         await runtime.start()
         try:
             asked = [asyncio.create_task(runtime.submit("a", IMAGE)) for _ in range(4)]

@@ -22,9 +22,13 @@ from dovetail.plan.grouping import (
     plan_groups,
     total_cost_per_s,
 )
-from dovetail.plan.options import Mode, build_shelves
+from dovetail.plan.options import Mode, build_tables
 from dovetail.plan.prices import read_sheet
-from dovetail.plan.provision import Provisioner, best_config
+from dovetail.plan.provision import Config, Provisioner
+
+
+def best_config(provisioner: Provisioner, apps: list[App]) -> Config | None:
+    return provisioner.best(demand_of(sorted(apps, key=lambda app: app.slo_s)))
 
 
 def test_the_equivalent_timeout_is_what_batches_wait_in_the_mean() -> None:
@@ -91,15 +95,15 @@ def test_the_share_of_cold_starts_is_that_of_a_simulated_platform(rate: float, b
 def test_joined_stages_are_the_best_of_all_choices() -> None:
     """Against every combination of sizes of a two-stage template."""
     profile, sheet = make_profile(), make_sheet()
-    shelf = next(s for s in build_shelves(profile, sheet) if s.mode is Mode.PARTITIONED and s.batch == 1)
+    table = next(s for s in build_tables(profile, sheet) if s.mode is Mode.PARTITIONED and s.batch == 1)
     stages = profile.partitions[0].stages
     for limit_s in (0.5, 0.7, 1.0, 2.0):
         sums = [
             sum(stage.latency.p99_s(1, vcpus) for stage, vcpus in zip(stages, sizes, strict=True)) + 0.025
             for sizes in product(sheet.cpu.vcpus, repeat=2)
         ]
-        assert any(option.p99_s <= limit_s for option in shelf.options) == any(total <= limit_s for total in sums)
-    costs = [option.costs[-1] for option in shelf.options]
+        assert any(option.p99_s <= limit_s for option in table.options) == any(total <= limit_s for total in sums)
+    costs = [option.costs[-1] for option in table.options]
     assert costs == sorted(costs, reverse=True)
 
 
@@ -109,8 +113,8 @@ def test_the_cheapest_feasible_configuration_wins() -> None:
     for rate, slo_s in product((0.05, 1.0, 20.0), (0.2, 0.5, 1.0, 3.0)):
         demand = demand_of((make_app(rate=rate, slo_s=slo_s),))
         found = provisioner.best(demand)
-        shelves = build_shelves(make_profile(), make_sheet())
-        singles = [o.costs[0] for s in shelves if s.batch == 1 for o in s.options if o.p99_s <= slo_s]
+        tables = build_tables(make_profile(), make_sheet())
+        singles = [o.costs[0] for s in tables if s.batch == 1 for o in s.options if o.p99_s <= slo_s]
         assert found is not None
         assert found.option.p99_s <= slo_s
         assert found.cost_per_request <= min(singles) * (1 + 1e-9)

@@ -57,6 +57,8 @@ def test_a_run_that_scales_with_cores_is_fitted_within_the_published_error() -> 
 
 def test_a_line_is_found_again() -> None:
     assert fit_line([1, 4, 16], [0.03, 0.06, 0.18]) == pytest.approx((0.01, 0.02), rel=1e-3)
+    assert fit_line([1, 2, 3], [0.3, 0.2, 0.1])[0] == 0.0  # neither slope nor intercept is below zero
+    assert fit_line([1, 2, 3], [0.1, 0.3, 0.5])[1] == 0.0
     assert fit_transfer([1, 1], [0.02, 0.04]).theta0 == pytest.approx(0.03)
 
 

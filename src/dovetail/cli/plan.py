@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from dovetail.cli.output import print_json, print_table
 from dovetail.cli.plan_fleet import plan_fleet
 from dovetail.cli.plan_profile import profile
+from dovetail.cli.plan_stages import stages
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class FileFirst(TyperGroup):
 
 app = typer.Typer(cls=FileFirst, no_args_is_help=True, help="Plan functions or a fleet of nodes: dovetail plan FILE")
 app.command("profile")(profile)
+app.command("stages")(stages)
 
 PricesOption = Annotated[str | None, typer.Option(help="Another price sheet than the file's: a name, or a .yaml file.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

@@ -53,13 +53,14 @@ class DecoderStage:
     def _build(self, model: ModelSpec, weights: Weights, indices: range) -> None:
         self._first_layer = indices.start
         self._layers = [DecoderLayer(model, weights, index, TORCH) for index in indices]
-        self._embed = weights.tensor("embed.weight") if self._is_first or model.tied_embeddings else None
-        self._positions = weights.tensor("positions.weight") if model.position_offset is not None else None
+        ties = self._is_last and model.tied_embeddings
+        self._embed = weights.tensor("embed.weight") if self._is_first or ties else None
+        learned = self._is_first and model.position_offset is not None
+        self._positions = weights.tensor("positions.weight") if learned else None
         self._final_norm = Norm(model, weights, "final_norm", TORCH) if self._is_last else None
         self._head: Linear | None = None
         if self._is_last:
-            tied = model.tied_embeddings and self._embed is not None
-            self._head = Linear([self._embed], None, TORCH) if tied else weights.linear("lm_head")  # type: ignore[list-item]
+            self._head = Linear([self._embed], None, TORCH) if ties else weights.linear("lm_head")  # type: ignore[list-item]
         uses_rope = model.position_offset is None
         self._rope = Rope(model.rope, model.head_dim, DTYPE) if uses_rope else None
         local = model.rope_local if uses_rope else None

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dovetail.errors import ConfigError
 from dovetail.plan.latency import ExpCurve, Transfer
 
@@ -41,13 +43,13 @@ def fit_exponential(xs: Sequence[float], seconds: Sequence[float]) -> ExpCurve:
 def fit_line(xs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Slope and intercept, neither negative, by relative errors."""
     _need(len(set(xs)), 2, "sizes")
-    optimize = _scipy_optimize()
-
-    def errors(values: Sequence[float]) -> list[float]:
-        return [(values[0] * x + values[1] - y) / y for x, y in zip(xs, seconds, strict=True)]
-
-    found = optimize.least_squares(errors, [seconds[-1] / max(xs), seconds[0] / 2], bounds=([0, 0], [1e4, 1e4]))
-    return float(found.x[0]), float(found.x[1])
+    x, y = np.asarray(xs, float), np.asarray(seconds, float)
+    slope, fixed = np.linalg.lstsq(np.stack([x / y, 1 / y], axis=1), np.ones(len(y)), rcond=None)[0]
+    if slope < 0:  # the best constant
+        return 0.0, float((1 / y).sum() / (1 / y**2).sum())
+    if fixed < 0:  # the best line through zero
+        return float((x / y).sum() / ((x / y) ** 2).sum()), 0.0
+    return float(slope), float(fixed)
 
 
 def fit_transfer(batches: Sequence[int], seconds: Sequence[float]) -> Transfer:

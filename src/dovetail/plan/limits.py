@@ -50,15 +50,6 @@ class CpuLimit:
         if self._group is not None:
             _write_quota(self._group, vcpus)
 
-    def throttled_s(self) -> float:
-        """How long processes of the group wanted to run and might not."""
-        if self._group is None:
-            return 0.0
-        fields = dict(line.split() for line in (self._group / "cpu.stat").read_text().splitlines())
-        return (
-            int(fields["throttled_time"]) / 1e9 if "throttled_time" in fields else int(fields["throttled_usec"]) / 1e6
-        )
-
     def close(self) -> None:
         """After the processes have ended."""
         if self._group is not None:

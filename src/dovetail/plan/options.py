@@ -43,13 +43,9 @@ class Option:
     per_second: float  # of all its functions while they run
     template: int = 0  # which of the profile's, if partitioned
 
-    @property
-    def peak_memory_gb(self) -> float:
-        return max(self.memory_gb)
-
 
 @dataclass(frozen=True)
-class Shelf:
+class OptionTable:
     """Options of one mode and batch size by rising latency and falling cost."""
 
     mode: Mode
@@ -57,17 +53,17 @@ class Shelf:
     options: tuple[Option, ...]
 
 
-def build_shelves(profile: FunctionProfile, sheet: PriceSheet) -> list[Shelf]:
-    shelves = [Shelf(Mode.CPU, batch, _frontier(_cpu(profile, sheet, batch))) for batch in sorted(profile.cpu)]
+def build_tables(profile: FunctionProfile, sheet: PriceSheet) -> list[OptionTable]:
+    tables = [OptionTable(Mode.CPU, batch, _frontier(_cpu(profile, sheet, batch))) for batch in sorted(profile.cpu)]
     if profile.gpu is not None and sheet.gpu is not None:
         sizes = [batch for batch in GPU_BATCHES if batch <= profile.gpu.max_batch]
-        shelves += [Shelf(Mode.GPU, b, _frontier(_gpu(profile, sheet, sheet.gpu, b))) for b in sizes]
+        tables += [OptionTable(Mode.GPU, b, _frontier(_gpu(profile, sheet, sheet.gpu, b))) for b in sizes]
     usable = [template for template in enumerate(profile.partitions) if len(template[1].stages) <= sheet.max_stages]
     for batch in sorted({batch for _, template in usable for batch in template.stages[0].cpu}):
         own = [template for template in usable if batch in template[1].stages[0].cpu]
         priced = (option for place, template in own for option in _partitioned(profile, place, template, sheet, batch))
-        shelves.append(Shelf(Mode.PARTITIONED, batch, _frontier(priced)))
-    return [shelf for shelf in shelves if shelf.options]
+        tables.append(OptionTable(Mode.PARTITIONED, batch, _frontier(priced)))
+    return [table for table in tables if table.options]
 
 
 def _frontier(options: Iterable[Option]) -> tuple[Option, ...]:

@@ -10,7 +10,7 @@ from itertools import islice
 from dovetail.plan.batching import App, Demand, batch_shares, cold_share, demand_of, exact_batch_shares
 from dovetail.plan.function_profile import FunctionProfile
 from dovetail.plan.latency import share_above, spread_of
-from dovetail.plan.options import ALL_MODES, Mode, Option, Shelf, build_shelves
+from dovetail.plan.options import ALL_MODES, Mode, Option, OptionTable, build_tables
 from dovetail.plan.prices import PriceSheet
 
 # Late requests that a plan may expect: a 99th percentile leaves one percent, and estimates are not exact.
@@ -58,47 +58,47 @@ class Provisioner:
         self.profile = profile
         self.sheet = sheet
         self.cold_starts = cold_starts
-        self._shelves = [shelf for shelf in build_shelves(profile, sheet) if shelf.mode in modes]
-        self._latencies = {id(shelf): [option.p99_s for option in shelf.options] for shelf in self._shelves}
-        self._by_mode = {mode: [shelf for shelf in self._shelves if shelf.mode is mode] for mode in modes}
+        self._tables = [table for table in build_tables(profile, sheet) if table.mode in modes]
+        self._latencies = {id(table): [option.p99_s for option in table.options] for table in self._tables}
+        self._by_mode = {mode: [table for table in self._tables if table.mode is mode] for mode in modes}
 
     def best(self, demand: Demand) -> Config | None:
-        return self._cheapest(self._shelves, demand)
+        return self._cheapest(self._tables, demand)
 
     def explain(self, demand: Demand) -> Mapping[Mode, Rejected]:
         """The best of every mode."""
         return {
-            mode: Rejected(mode, self._cheapest(shelves, demand), min(s.options[0].p99_s for s in shelves))
-            for mode, shelves in self._by_mode.items()
-            if shelves
+            mode: Rejected(mode, self._cheapest(tables, demand), min(s.options[0].p99_s for s in tables))
+            for mode, tables in self._by_mode.items()
+            if tables
         }
 
-    def _cheapest(self, shelves: Sequence[Shelf], demand: Demand) -> Config | None:
+    def _cheapest(self, tables: Sequence[OptionTable], demand: Demand) -> Config | None:
         best: Config | None = None
-        for shelf in shelves:
-            fastest_s = shelf.options[0].p99_s
+        for table in tables:
+            fastest_s = table.options[0].p99_s
             if fastest_s > demand.slo_s:
                 continue
-            if shelf.batch > 1 and shelf.batch > demand.rate * demand.timeout_s(fastest_s) + 1:
+            if table.batch > 1 and table.batch > demand.rate * demand.timeout_s(fastest_s) + 1:
                 continue  # it would hardly ever be full
-            for option in self._candidates(shelf, demand):
+            for option in self._candidates(table, demand):
                 config = self._evaluate(option, demand, best.cost_per_s if best is not None else float("inf"))
                 if config is not None and (best is None or config.cost_per_s < best.cost_per_s):
                     best = config
         return best
 
-    def _candidates(self, shelf: Shelf, demand: Demand) -> Iterator[Option]:
+    def _candidates(self, table: OptionTable, demand: Demand) -> Iterator[Option]:
         """The slowest, and so cheapest, option within the time left; where a start may be part of it, within less."""
-        latencies = self._latencies[id(shelf)]
-        if shelf.mode is Mode.GPU:
-            yield from shelf.options[: bisect_right(latencies, demand.slo_s)]
+        latencies = self._latencies[id(table)]
+        if table.mode is Mode.GPU:
+            yield from table.options[: bisect_right(latencies, demand.slo_s)]
             return
-        limits = [demand.slo_s * share for share in _RUN_SHARES] if shelf.batch > 1 else [demand.slo_s]
-        cold_s = shelf.options[0].cold_s
+        limits = [demand.slo_s * share for share in _RUN_SHARES] if table.batch > 1 else [demand.slo_s]
+        cold_s = table.options[0].cold_s
         if self.cold_starts and cold_s:
             limits += [limit - cold_s for limit in limits]
         places = {bisect_right(latencies, limit) for limit in limits}
-        yield from (shelf.options[place - 1] for place in sorted(places) if place)
+        yield from (table.options[place - 1] for place in sorted(places) if place)
 
     def _evaluate(self, option: Option, demand: Demand, bound: float) -> Config | None:
         """None where runs, or runs after a start, come too late, or where it costs more per second than `bound`."""
@@ -163,7 +163,3 @@ def _cold_allowed(option: Option, demand: Demand) -> float:
         return COLD_SHARE_ALLOWED
     sigma = spread_of(option.mean_s[0], option.p99_s)
     return max(LATE_SHARE_ALLOWED - share_above(demand.slo_s, option.mean_s[0], sigma), COLD_SHARE_ALLOWED)
-
-
-def best_config(provisioner: Provisioner, apps: Sequence[App]) -> Config | None:
-    return provisioner.best(demand_of(sorted(apps, key=lambda app: app.slo_s)))

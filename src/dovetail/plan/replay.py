@@ -23,21 +23,23 @@ _ARRIVAL, _DUE, _DONE = range(3)
 
 
 @dataclass(frozen=True)
-class Piece:
+class FunctionRun:
     """One function's part of a run."""
 
     per_second: float
     seconds: float
-    functions: int = 1
+    count: int = 1  # alike
 
 
 @dataclass(frozen=True)
-class Run:
+class BatchRun:
     seconds: float
-    pieces: tuple[Piece, ...]
+    functions: tuple[FunctionRun, ...]
 
     def cost(self, sheet: PriceSheet) -> float:
-        return sum(piece.functions * sheet.invocation(piece.per_second, piece.seconds) for piece in self.pieces)
+        return sum(
+            function.count * sheet.invocation(function.per_second, function.seconds) for function in self.functions
+        )
 
 
 @dataclass
@@ -52,10 +54,6 @@ class GroupResult:
     cold: int = 0
     cost: float = 0.0
     latencies_s: list[float] = field(default_factory=list, repr=False)
-
-    @property
-    def cost_per_request(self) -> float:
-        return self.cost / self.requests if self.requests else 0.0
 
 
 @dataclass(frozen=True)
@@ -90,12 +88,12 @@ class RunTimes:
             group.mode, profile.cold_start_s.stage
         )
 
-    def draw(self, batch: int) -> Run:
+    def draw(self, batch: int) -> BatchRun:
         if self._group.mode is Mode.CPU:
             vcpus = self._group.vcpus[0]
             rate = self._sheet.per_second(vcpus, self._group.memory_gb[0])
             seconds = self._cpu_s(self._profile.cpu_latency, batch, vcpus)
-            return Run(seconds, (Piece(rate, seconds),))
+            return BatchRun(seconds, (FunctionRun(rate, seconds),))
         if self._group.mode is Mode.GPU:
             return self._gpu(batch)
         assert self._group.template is not None
@@ -110,7 +108,7 @@ class RunTimes:
         sizes = zip(stages, self._group.vcpus, self._group.memory_gb, strict=True)
         return sum(stage.workers * self._sheet.per_second(vcpus, memory) for stage, vcpus, memory in sizes)
 
-    def _gpu(self, batch: int) -> Run:
+    def _gpu(self, batch: int) -> BatchRun:
         latency, gpu = self._profile.gpu_latency, self._sheet.gpu
         assert latency is not None
         assert gpu is not None
@@ -118,18 +116,20 @@ class RunTimes:
         longest_s = latency.longest_s(batch, part_gb, gpu.card_gb, gpu.slice)
         mean_s = (latency.mean_s(batch) + longest_s) / 2
         seconds = self._log_normal(mean_s, latency.p99_s(batch, part_gb, gpu.card_gb, gpu.slice))
-        return Run(seconds, (Piece(self._sheet.per_second(gpu.vcpus, gpu.host_memory_gb, part_gb), seconds),))
+        return BatchRun(
+            seconds, (FunctionRun(self._sheet.per_second(gpu.vcpus, gpu.host_memory_gb, part_gb), seconds),)
+        )
 
-    def _partitioned(self, partition: PartitionSection, batch: int) -> Run:
-        pieces = []
+    def _partitioned(self, partition: PartitionSection, batch: int) -> BatchRun:
+        functions = []
         total_s = (len(partition.stages) - 1) * partition.passing(batch)
         sizes = zip(partition.stages, self._group.vcpus, self._group.memory_gb, strict=True)
         for stage, vcpus, memory_gb in sizes:
             seconds = self._cpu_s(stage.latency, batch, vcpus)
-            pieces.append(Piece(self._sheet.per_second(vcpus, memory_gb), seconds, stage.workers))
+            functions.append(FunctionRun(self._sheet.per_second(vcpus, memory_gb), seconds, stage.workers))
             total_s += seconds
-        pieces.append(Piece(master_per_second(partition, self._sheet), total_s))
-        return Run(total_s, tuple(pieces))
+        functions.append(FunctionRun(master_per_second(partition, self._sheet), total_s))
+        return BatchRun(total_s, tuple(functions))
 
     def _cpu_s(self, latency: CpuLatency, batch: int, vcpus: float) -> float:
         return self._log_normal(latency.mean_s(batch, vcpus), latency.p99_s(batch, vcpus))

@@ -135,6 +135,7 @@ class GroupRuntime:
         except EngineFailed as error:
             self._fail(placed, error)
             self._pool.release(placed.function, _now())
+            self._place(self._pool.place(_now()))
             return
         now = _now()
         self.account.runs += 1

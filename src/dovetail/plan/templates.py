@@ -35,10 +35,6 @@ class Template:
     cost: float  # of one request
     memory_gb: float  # of the largest function
 
-    @property
-    def functions(self) -> int:
-        return sum(stage.workers for stage in self.stages)
-
 
 @dataclass(frozen=True)
 class Whole:
