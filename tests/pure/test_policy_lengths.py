@@ -32,7 +32,8 @@ def test_what_is_told_of_a_running_answer_counts_until_it_ends() -> None:
     before = lengths.mean_known("a", 100.0)
     lengths.runs("a", 7, 1000)
     assert lengths.mean_known("a", 100.0) > 2 * before
-    lengths.ended("a", 7)
+    lengths.ended(7)
+    lengths.ended(8)
     assert lengths.mean_known("a", 100.0) == before
 
 

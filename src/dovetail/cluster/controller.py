@@ -88,6 +88,8 @@ class Controller:
         not go with it."""
         ids = set(ids)
         found: set[int] = set()
+        for id in ids:
+            self._lengths.ended(id)
         for leader, followers in list(self.followers.items()):
             kept = [work for work in followers if work.id not in ids]
             found.update(work.id for work in followers if work.id in ids)
@@ -244,7 +246,7 @@ class Controller:
         is_never = reason == "hardware" and not self._could_serve(work)
         retry_after_s = None if is_never else self._retry_after_s(now)
         self._owed.pop(work.id, None)
-        self._lengths.ended(work.model, work.id)
+        self._lengths.ended(work.id)
         for one in (work, *self.followers.pop(work.id, ())):
             self.outbox.append(Refused(one, reason, refusals, retry_after_s))
 
@@ -275,7 +277,7 @@ class Controller:
             self._ends_s.append(now)
             self._outputs.add(notice.work.produced)
             self._lengths.add(notice.work.model, notice.work.produced)
-            self._lengths.ended(notice.work.model, notice.work.id)
+            self._lengths.ended(notice.work.id)
             self.placer.left(node, notice.instance)
             self.room.changed()
         elif isinstance(notice, Evicted):

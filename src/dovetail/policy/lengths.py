@@ -38,6 +38,7 @@ class AnswerLengths:
     def __init__(self) -> None:
         self._of: dict[str, _Seen] = {}
         self._running: dict[str, dict[int, int]] = {}  # by model and answer: tokens that one that runs is known to have
+        self._model_of: dict[int, str] = {}  # of these answers
         self._usual_log_length = math.log(SHORT_ANSWER)  # of all models
 
     def add(self, model: str, tokens: int) -> None:
@@ -51,11 +52,13 @@ class AnswerLengths:
     def runs(self, model: str, id: int, produced: int) -> None:
         """An answer is known to be so long already."""
         self._running.setdefault(model, {})[id] = produced
+        self._model_of[id] = model
 
-    def ended(self, model: str, id: int) -> None:
-        """It does not run any more."""
-        if id in (running := self._running.get(model, {})):
-            del running[id]
+    def ended(self, id: int) -> None:
+        """It does not run any more, or was never heard of."""
+        model = self._model_of.pop(id, None)
+        if model is not None:
+            del self._running[model][id]
 
     def pace_tokens(self, model: str) -> float:
         """Over how many tokens the safety of a pace may be spent at once: rather too few, so by the geometric mean."""
