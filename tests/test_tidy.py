@@ -20,17 +20,19 @@ RANKS = [
     {"codings"},
     {"errors", "machine", "modelspec", "layouts", "pulse", "confined"},
     {"types", "local_token"},
-    {"config", "messages", "eventlog", "grammars"},
+    {"config", "eventlog", "grammars"},
     {"policy", "sched"},
     {"profiles"},
-    {"node", "cluster"},
+    {"node"},
+    {"messages"},  # gateway and worker speak the node's protocol in them
+    {"cluster"},
     {"native"},
     {"engine", "store", "gateway", "sim", "plan", "bench"},
     {"worker"},  # the one place where engine and store meet
     {"cli"},
 ]
 RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
-ALSO = {("types", "modelspec"), ("cluster", "node"), ("policy", "sched"), ("plan", "sim"), ("bench", "sim")}
+ALSO = {("types", "modelspec"), ("policy", "sched"), ("plan", "sim"), ("bench", "sim")}
 ALSO |= {("bench", "store"), ("bench", "engine")}  # it measures them, without a worker in between
 ALSO |= {("plan", "store"), ("plan", "engine")}  # a function process runs some layers of a model, without a worker
 

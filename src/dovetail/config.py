@@ -186,6 +186,9 @@ def _distinct_nodes(nodes: tuple[NodeConfig, ...]) -> tuple[NodeConfig, ...]:
     if not nodes:
         raise ValueError("at least one node is needed")
     _check_distinct("the name", (node.name for node in nodes))
+    policies = {node.policy for node in nodes}
+    if len(policies) > 1:  # one controller places requests on all of them
+        raise ValueError(f"all nodes have the same policy, not {' and '.join(sorted(policies))}")
     return nodes
 
 

@@ -6,14 +6,39 @@ It knows the form of lines only. What is said in them is the business of those w
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 
 def open_log(path: Path) -> EventLog:
-    """A new log in this file; every line is there as soon as it is written."""
-    return EventLog(path.open("w", buffering=1, encoding="utf-8"))
+    """Lines go to the end of this file, each as soon as it is written: gateway and worker may share it."""
+    return EventLog(path.open("a", buffering=1, encoding="utf-8"))
+
+
+def open_logs(paths: Sequence[Path]) -> EventLog | None:
+    """New logs in these files, every line in each of them; what was there before is gone."""
+    for path in paths:
+        path.write_text("", encoding="utf-8")
+    files = [path.open("a", buffering=1, encoding="utf-8") for path in dict.fromkeys(paths)]
+    if len(files) > 1:
+        return EventLog(cast(TextIO, _Several(files)))
+    return EventLog(files[0]) if files else None
+
+
+class _Several:
+    def __init__(self, files: Sequence[TextIO]) -> None:
+        self._files = files
+
+    def write(self, text: str) -> None:
+        for file in self._files:
+            file.write(text)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
 
 
 class EventLog:
@@ -26,7 +51,15 @@ class EventLog:
 
     def header(self, **settings: Any) -> None:
         """First line: everything that a replay needs. What has no limit is null, which JSON has no number for."""
+        if not self._is_empty():
+            return  # one is there: of this node, started anew, or of another that writes here
         self._file.write(json.dumps(_finite({"dovetail_sim": 1, **settings}), allow_nan=False) + "\n")
+
+    def _is_empty(self) -> bool:
+        try:
+            return os.fstat(self._file.fileno()).st_size == 0  # others may write here as well
+        except OSError:  # a file in memory
+            return self._file.tell() == 0
 
     def write(self, now: float, event: str, **values: Any) -> None:
         self._file.write(json.dumps({"t": round(now, 6), "event": event, **values}) + "\n")
@@ -47,12 +80,14 @@ def _finite(value: Any) -> Any:
 
 
 def _flat(record: Any) -> dict[str, Any]:
-    """The fields of a record; a request is written as its number."""
+    """The fields of a record; a request is written as its number, a node as its name."""
     values: dict[str, Any] = {}
     for known in fields(record):
         value = getattr(record, known.name)
         if known.name == "work":
             values["request"] = value.id
+        elif known.name == "node":
+            values["node"] = value.name
         elif isinstance(value, float):
             values[known.name] = round(value, 6) if value != float("inf") else None
         else:

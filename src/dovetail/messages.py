@@ -11,39 +11,40 @@ from typing import Literal
 import msgspec
 
 from dovetail.modelspec import KvKind
+from dovetail.node.protocol import Answer, Notice, Order, Question
+from dovetail.policy.placement import DeviceKind
 from dovetail.types import ModelCard, Request, TokenEvent
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Make this model known, and ready if `start`. Whenever an instance of it becomes ready the node says Loaded,
+    """Make this model known: the node says Offered. Whenever an instance of it becomes ready the node says Loaded,
     whenever the last one has gone Reclaimed; LoadFailed takes the model back. Said again it changes the keep-alive."""
 
     card: ModelCard
     dtype: str = "auto"  # compute type; auto = what this device multiplies fastest
     kv_bytes: int = 0  # upper limit of the KV pool; 0 = the worker's default
     keep_alive_s: float = -1.0  # idle time after which the node unloads it; 0 = at once, negative = never
-    start: bool = True  # False: make it known only; its first request starts it
     kv: KvKind = "auto"
 
 
 class Unload(msgspec.Struct, frozen=True, tag="unload"):
-    """Free the model's weights and KV pool; its unfinished requests end with an error."""
+    """Free the model's weights and KV pool; requests that are left come back as Evicted."""
 
     model: str
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Serve this request. Held while its model is loading."""
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """A question of the node protocol; Reply has the same number. Times in it are on this machine's monotonic clock."""
 
-    request: Request
-    at: float = 0.0  # when it arrived, on the monotonic clock of this machine; 0 = now
+    number: int
+    question: Question
+    request: Request | None = None  # with Propose: what is to be served, with one open choice
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Free what this request holds, before the next iteration. No event follows for the choices named."""
+class Command(msgspec.Struct, frozen=True, tag="command"):
+    """An order of the node protocol."""
 
-    request_id: str
-    choice: int | None = None  # None = every choice
+    order: Order
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -57,6 +58,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     pid: int
     device: str
     import_s: float  # from process start until torch was imported
+    kind: DeviceKind = DeviceKind.CPU
+    memory_bytes: int = 0  # for weights and KV
 
 
 class LoadTimes(msgspec.Struct, frozen=True):
@@ -89,6 +92,19 @@ class Reclaimed(msgspec.Struct, frozen=True, tag="reclaimed"):
     """The node has taken the model's memory back, of itself; its next request starts it again."""
 
     model: str
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The answer to the question of this number; sent before anything that follows from it."""
+
+    number: int
+    answer: Answer
+
+
+class Said(msgspec.Struct, frozen=True, tag="said"):
+    """What the node says of itself, in order; after the tokens that were made before."""
+
+    notices: tuple[Notice, ...]
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -134,14 +150,13 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     memory_planned_bytes: int = 0  # what they take or are about to
     resizes: int = 0
     resize_seconds: float = 0.0
-    refused: int = 0  # requests whose targets could not be kept
     overhead_p50_s: float = 0.0  # between the end of an iteration and the start of the next, while there was work
     overhead_p99_s: float = 0.0
     spans: tuple[TurnSpan, ...] = ()  # iterations since the last message; the latest, if there were very many
 
 
-ToWorker = Load | Unload | Submit | Abort | Shutdown
-ToGateway = Hello | Loaded | LoadFailed | Unloaded | Reclaimed | Tokens | Stats
+ToWorker = Load | Unload | Ask | Command | Shutdown
+ToGateway = Hello | Loaded | LoadFailed | Unloaded | Reclaimed | Reply | Said | Tokens | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

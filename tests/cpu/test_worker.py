@@ -13,8 +13,11 @@ from drive import Engine, make_executor, make_request
 
 from dovetail import messages
 from dovetail.bench.worker_process import WorkerProcess
+from dovetail.node.protocol import Evicted, Propose, Refused
+from dovetail.node.work import Work
+from dovetail.policy.headroom import Refusal
 from dovetail.store import describe
-from dovetail.types import FinishReason, Request, TokenEvent
+from dovetail.types import Request, TokenEvent
 
 TIMEOUT_S = 60.0
 
@@ -32,7 +35,7 @@ def folders(worker: WorkerProcess, tiny_folder: Callable[[str], Path]) -> dict[s
     """Three models, loaded into the one worker."""
     loaded = {}
     for name in ("llama", "qwen3", "opt"):
-        worker.send(messages.Load(describe(tiny_folder(name), name), dtype="f32"))
+        worker.load(describe(tiny_folder(name), name), dtype="f32")
         answer = worker.wait_for(messages.Loaded)
         assert (answer.model, answer.dtype, answer.mapped) == (name, "f32", True)
         loaded[name] = tiny_folder(name)
@@ -50,7 +53,8 @@ def collect(worker: WorkerProcess, ids: set[str]) -> dict[str, list[TokenEvent]]
     open_ids = set(ids)
     while open_ids:
         for event in worker.wait_for(messages.Tokens, timeout_s=TIMEOUT_S).events:
-            events[event.request_id].append(event)
+            if event.request_id in events:
+                events[event.request_id].append(event)
             if event.finish is not None:
                 open_ids.discard(event.request_id)
     return events
@@ -69,7 +73,7 @@ def test_models_of_one_worker_share_it_and_give_what_each_gives_alone(
 ) -> None:
     prompts = {name: list(range(i, i + 20)) for i, name in enumerate(folders)}
     for name, prompt in prompts.items():
-        worker.send(messages.Submit(request_to(name, name, prompt, max_tokens=24)))
+        worker.submit(request_to(name, name, prompt, max_tokens=24))
     events = collect(worker, set(folders))
     for name, folder in folders.items():
         executor = make_executor(folder)
@@ -79,10 +83,10 @@ def test_models_of_one_worker_share_it_and_give_what_each_gives_alone(
 
 
 def test_an_abort_frees_the_blocks_and_nothing_more_is_heard(worker: WorkerProcess, folders: dict[str, Path]) -> None:
-    worker.send(messages.Submit(request_to("llama", "long", [1, 2, 3], max_tokens=200)))
+    worker.submit(request_to("llama", "long", [1, 2, 3], max_tokens=200))
     worker.wait_for(messages.Tokens)
-    worker.send(messages.Abort("long"))
-    worker.send(messages.Submit(request_to("llama", "next", [5, 6], max_tokens=2)))
+    worker.abort("long")
+    worker.submit(request_to("llama", "next", [5, 6], max_tokens=2))
     seen: list[str] = []
     while seen.count("next") < 2:
         seen += [event.request_id for event in worker.wait_for(messages.Tokens).events]
@@ -93,15 +97,15 @@ def test_an_abort_frees_the_blocks_and_nothing_more_is_heard(worker: WorkerProce
 def test_the_end_of_a_burst_is_reported_also_when_it_is_an_abort(
     worker: WorkerProcess, folders: dict[str, Path]
 ) -> None:
-    worker.send(messages.Submit(request_to("opt", "burst", [1, 2, 3], max_tokens=250)))
+    worker.submit(request_to("opt", "burst", [1, 2, 3], max_tokens=250))
     worker.wait_for(messages.Tokens)
     worker.wait_for(messages.Stats, lambda stats: any(i.running for i in stats.instances), timeout_s=TIMEOUT_S)
-    worker.send(messages.Abort("burst"))
+    worker.abort("burst")
     assert idle_stats(worker, "opt").blocks_used == 0
 
 
 def test_an_idle_instance_forgets_its_prefixes(worker: WorkerProcess, folders: dict[str, Path]) -> None:
-    worker.send(messages.Submit(request_to("opt", "warm", list(range(30)), max_tokens=2)))
+    worker.submit(request_to("opt", "warm", list(range(30)), max_tokens=2))
     collect(worker, {"warm"})
     worker.wait_for(
         messages.Stats, lambda stats: all(i.blocks_cached == 0 for i in stats.instances), timeout_s=TIMEOUT_S
@@ -109,64 +113,74 @@ def test_an_idle_instance_forgets_its_prefixes(worker: WorkerProcess, folders: d
 
 
 def test_requests_for_a_loading_model_are_held(worker: WorkerProcess, tiny_folder: Callable[[str], Path]) -> None:
-    worker.send(messages.Load(describe(tiny_folder("gemma2"), "late"), dtype="f32"))
-    worker.send(messages.Submit(request_to("late", "held", [1, 2, 3], max_tokens=3)))
+    worker.offer(describe(tiny_folder("gemma2"), "late"), dtype="f32")
+    worker.submit(request_to("late", "held", [1, 2, 3], max_tokens=3))
     events = collect(worker, {"held"})["held"]
     assert len(events) == 3
 
 
-def test_requests_for_an_unknown_model_end_with_an_error(worker: WorkerProcess) -> None:
-    worker.send(messages.Submit(request_to("nobody", "lost", [1])))
-    (event,) = collect(worker, {"lost"})["lost"]
-    assert event.finish is FinishReason.ERROR
-    assert "nobody is not loaded" in str(event.error)
+def test_a_request_for_an_unknown_model_is_refused(worker: WorkerProcess) -> None:
+    record = Work(10**6, "nobody", 1, 0.0, 1.0, 1.0).record()
+    worker.send(messages.Ask(10**6, Propose(record), request_to("nobody", "lost", [1])))
+    reply = worker.wait_for(messages.Reply, lambda one: one.number == 10**6)
+    assert reply.answer == Refused(Refusal.HARDWARE)
 
 
-def test_a_failed_load_names_its_file_and_ends_what_was_held(
+def evicted(worker: WorkerProcess, model: str) -> Evicted:
+    """A request of the model that comes back unfinished."""
+    while True:
+        for notice in worker.wait_for(messages.Said, timeout_s=TIMEOUT_S).notices:
+            if isinstance(notice, Evicted) and notice.request.model == model:
+                return notice
+
+
+def test_a_failed_load_names_its_file_and_gives_back_what_was_held(
     worker: WorkerProcess, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     card = describe(tiny_folder("llama"), "broken")
     for file in Path(card.path).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[:1000])
-    worker.send(messages.Load(msgspec.structs.replace(card, path=str(tmp_path))))
-    worker.send(messages.Submit(request_to("broken", "doomed", [1])))
+    worker.offer(msgspec.structs.replace(card, path=str(tmp_path)))
+    worker.submit(request_to("broken", "doomed", [1]))
     failed = worker.wait_for(messages.LoadFailed)
     assert str(tmp_path) in failed.error
-    (event,) = collect(worker, {"doomed"})["doomed"]
-    assert str(tmp_path) in str(event.error)
+    assert evicted(worker, "broken").reason == "load_failed"
 
 
-def test_unloading_ends_its_requests_and_frees_the_name(worker: WorkerProcess, folders: dict[str, Path]) -> None:
-    worker.send(messages.Submit(request_to("qwen3", "cut", [1, 2], max_tokens=250)))
-    worker.wait_for(messages.Tokens)
+def test_unloading_gives_its_requests_back_and_frees_the_name(worker: WorkerProcess, folders: dict[str, Path]) -> None:
+    worker.submit(request_to("qwen3", "cut", [1, 2], max_tokens=250))
+    worker.wait_for(messages.Tokens, lambda tokens: tokens.model == "qwen3")
     worker.send(messages.Unload("qwen3"))
-    events = collect(worker, {"cut"})["cut"]
-    assert events[-1].finish is FinishReason.ERROR
+    back = evicted(worker, "qwen3")
+    assert back.reason == "unloaded"
+    assert back.request.produced > 0
     assert worker.wait_for(messages.Unloaded).model == "qwen3"
-    worker.send(messages.Load(describe(folders["qwen3"], "qwen3"), dtype="f32"))
+    worker.abort("cut")
+    worker.load(describe(folders["qwen3"], "qwen3"), dtype="f32")
     worker.wait_for(messages.Loaded)
 
 
 def test_a_model_unloaded_while_it_loads_makes_way_for_the_next_of_its_name(
     worker: WorkerProcess, tiny_folder: Callable[[str], Path]
 ) -> None:
-    worker.send(messages.Load(describe(tiny_folder("llama"), "swap"), dtype="f32"))
-    worker.send(messages.Submit(request_to("swap", "early", [1], max_tokens=2)))
+    worker.load(describe(tiny_folder("llama"), "swap"), dtype="f32")
+    worker.submit(request_to("swap", "early", [1], max_tokens=2))
     worker.send(messages.Unload("swap"))
-    worker.send(messages.Load(describe(tiny_folder("gemma2"), "swap"), dtype="f32"))
-    worker.send(messages.Submit(request_to("swap", "late", [1, 2, 3], max_tokens=8)))
-    events = collect(worker, {"early", "late"})
+    worker.abort("early")
+    worker.wait_for(messages.Unloaded)
+    worker.offer(describe(tiny_folder("gemma2"), "swap"), dtype="f32")
+    worker.submit(request_to("swap", "late", [1, 2, 3], max_tokens=8))
+    events = collect(worker, {"late"})
     executor = make_executor(tiny_folder("gemma2"))
     (alone,) = Engine(executor).run(make_request([1, 2, 3], max_tokens=8)).values()
     executor.close()
     assert [event.token for event in events["late"]] == alone
-    assert events["early"][-1].finish is not None
 
 
 def test_signals_to_the_group_are_left_to_the_gateway(worker: WorkerProcess, folders: dict[str, Path]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(worker.process.pid, number)
-    worker.send(messages.Submit(request_to("llama", "after", [1], max_tokens=2)))
+    worker.submit(request_to("llama", "after", [1], max_tokens=2))
     assert len(collect(worker, {"after"})["after"]) == 2
 
 

@@ -119,7 +119,7 @@ def test_a_model_of_the_store_stays_in_the_pool_and_starts_from_there(
         worker.wait_for(messages.Hello)
         tiers = []
         for _ in range(2):
-            worker.send(messages.Load(card))
+            worker.load(card)
             loaded = worker.wait_for(messages.Loaded)
             assert loaded.mapped
             tiers.append(loaded.tier)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from sim_builders import make_latency
 
+from dovetail import messages
+from dovetail.cluster.controller import Controller
+from dovetail.cluster.dispatch import Dispatcher
 from dovetail.eventlog import EventLog
 from dovetail.modelspec import ModelSpec
 from dovetail.node.events import StartLoad
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome, RowOutcome, Turn
 from dovetail.types import ModelCard, Request, SamplingParams, Slo, TokenEvent
 from dovetail.worker.driver import NodeDriver
-from dovetail.worker.policy import real_knobs
 from dovetail.worker.runner import ModelRunner
 
 BLOCK = 4
@@ -91,8 +95,104 @@ def next_token(tokens: Sequence[int]) -> int:
     return (sum(tokens) * 31 + len(tokens)) % 97
 
 
+class Loopback:
+    """Gateway and worker in one process: what they say goes through the wire's coding, and arrives at once, or only
+    when they have said all that they had to say (`is_late`)."""
+
+    def __init__(
+        self, driver: NodeDriver, knobs: Knobs, clock: Clock, log: EventLog | None = None, *, is_late: bool = False
+    ) -> None:
+        self.is_late = is_late
+        self.driver = driver
+        self.clock = clock
+        self.events: list[TokenEvent] = []
+        self._to_worker: deque[bytes] = deque()
+        name = driver.home.name
+        driver._on_said = self.pass_on
+        self.dispatcher = Dispatcher({name: driver.home.kind}, knobs, self._send, log)
+        self.dispatcher.joined(name, messages.Hello(name, 1, "virtual", 0.0))
+
+    def _send(self, node: str, message: messages.ToWorker) -> None:
+        self._to_worker.append(messages.encode(message))
+        if not self.is_late:
+            self._answer()
+
+    def pump(self) -> bool:
+        """Until nobody has anything to say; True if somebody had."""
+        is_quiet = True
+        while self._to_worker or self.driver.home.outbox or self._has_news():
+            is_quiet = False
+            self._answer()
+            self.driver.carry_out()
+            self._tell()
+        self.events += self.dispatcher.take_events()
+        return not is_quiet
+
+    def pass_on(self) -> None:
+        """What the node has just said of itself."""
+        if not self.is_late:
+            while self.driver.home.mailbox:
+                for notice in self.driver.take_notices():
+                    self._receive(messages.Said((notice,)))
+
+    def _answer(self) -> None:
+        while self._to_worker:
+            self._handle(messages.decode_for_worker(self._to_worker.popleft()))
+
+    def _has_news(self) -> bool:
+        driver = self.driver
+        return bool(driver.home.mailbox or driver.report.tokens or driver.report.gone)
+
+    def _handle(self, message: messages.ToWorker) -> None:
+        if isinstance(message, messages.Ask):
+            self._receive(messages.Reply(message.number, self.driver.ask(message.question, message.request)))
+        else:
+            assert isinstance(message, messages.Command)
+            self.driver.obey(message.order)
+
+    def _tell(self) -> None:
+        report = self.driver.take_report()
+        for model, events in report.tokens.items():
+            self._receive(messages.Tokens(model, tuple(events)))
+        self.gone(report.gone)
+        if report.notices:
+            self._receive(messages.Said(tuple(report.notices)))
+
+    def gone(self, models: list[str]) -> None: ...
+
+    def _receive(self, message: messages.ToGateway) -> None:
+        known = messages.decode_for_gateway(messages.encode(message))
+        assert isinstance(known, messages.Reply | messages.Said | messages.Tokens)
+        self.events += self.dispatcher.received(self.driver.home.name, known, self.clock.now)
+
+    def take_turn(self) -> bool:
+        """One iteration, or whatever else is due now; False if there is nothing."""
+        self.driver.run_timers()
+        self.pump()
+        while self._wakes():
+            self.pump()  # what comes of it is carried out, and somebody may ask again
+        moved = self.driver.take_turn()
+        return self.pump() or moved or self.driver.home.is_touched
+
+    def _wakes(self) -> bool:
+        """Whether it was time, and something came of it."""
+        wake_s = self.dispatcher.next_wake_s()
+        if wake_s is None or wake_s > self.clock.now:
+            return False
+        self.dispatcher.wake(self.clock.now)
+        return bool(self.driver.home.outbox or self._to_worker or self.dispatcher.events)
+
+    def next_due_s(self) -> float | None:
+        dues = (self.dispatcher.next_wake_s(), self.driver.next_due_s())
+        return min((due for due in dues if due is not None), default=None)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.dispatcher.runtime.works) or self.driver.has_work
+
+
 class Rig:
-    """A driver with models a, b, c… and a loader that waits to be told."""
+    """A node with models a, b, c…, its controller, and a loader that waits to be told."""
 
     def __init__(
         self,
@@ -103,6 +203,7 @@ class Rig:
         log: EventLog | None = None,
         token_s: float = 0.001,
         max_batch: int = 8,
+        is_late: bool = False,
         **knobs: Any,
     ) -> None:
         self.token_s = token_s
@@ -116,8 +217,10 @@ class Rig:
         self.fails_on: int | None = None
         policy = Knobs(**{**_values(real_knobs("dovetail")), **knobs})
         self.driver = NodeDriver("node", DeviceKind.CPU, memory, policy, self, self.clock, log)
+        self.link = Loopback(self.driver, policy, self.clock, log, is_late=is_late)
+        self.link.gone = self.gone.extend  # type: ignore[method-assign]
         if log is not None:
-            self.driver.runtime.start_log(self.driver.home, "virtual")
+            self.driver.home.start_log("virtual")
         for model in models:
             self.register(model)
 
@@ -131,6 +234,11 @@ class Rig:
             keep_alive_s=keep_alive_s,
         )
         self.driver.register(model, hosting)
+        self.link.pump()
+
+    @property
+    def controller(self) -> Controller:
+        return self.link.dispatcher.runtime.controller
 
     def load(self, command: StartLoad) -> None:
         self.commands.append(command)
@@ -143,6 +251,7 @@ class Rig:
         card = ModelCard(command.model, "", SPEC, "")
         limits = SchedulerConfig(4096, self.max_batch, max_turn_tokens=16, max_tokens=self.max_kv_tokens - BLOCK)
         self.driver.loaded(command.instance, ModelRunner(card, executor, limits, BLOCK))
+        self.read()
 
     def submit(
         self, id: str, model: str = "a", prompt: int = 5, tokens: int = 4, age_s: float = 0.0, **options: Any
@@ -151,11 +260,38 @@ class Rig:
         content = tuple((hash_of(id) + i) % 90 for i in range(prompt))
         sampling = SamplingParams(max_tokens=tokens, seed=0, temperature=0.0)
         request = Request(id, model, content, sampling, options.pop("num_choices", 1), slo, **options)
-        self.driver.submit(request, self.clock.now - age_s)
+        self.submit_request(request, age_s)
+
+    def submit_request(self, request: Request, age_s: float = 0.0) -> None:
+        self.link.dispatcher.submit(request, self.clock.now - age_s, self.clock.now)
+        self.read()
+
+    def abort(self, id: str, choice: int | None = None) -> None:
+        self.link.dispatcher.abort(id, choice, self.clock.now)
+        self.read()
+
+    def unload(self, model: str) -> None:
+        """As a gateway does it: its requests end first."""
+        dispatcher = self.link.dispatcher
+        for id in {one.request.id for one in dispatcher._choices.values() if one.request.model == model}:
+            dispatcher.abort(id, None, self.clock.now)
+        self.driver.unregister(model)
+        self.read()
+
+    def fail_load(self, index: int = 0) -> None:
+        command = self.commands.pop(index)
+        is_wanted = command.instance in self.driver.instances_of(command.model)
+        self.driver.load_failed(command.instance)
+        if is_wanted:
+            self.unload(command.model)
+        self.read()
+
+    def warm(self, model: str) -> None:
+        self.link.dispatcher.warm(model, self.clock.now)
         self.read()
 
     def step(self) -> bool:
-        moved = self.driver.take_turn()
+        moved = self.link.take_turn()
         self.read()
         self.check()
         return moved
@@ -166,20 +302,19 @@ class Rig:
             if self.commands:
                 self.finish_load()
             elif not self.step() and not self.commands:
-                due = self.driver.next_due_s()
-                if not self.driver.has_work or due is None:
+                due = self.link.next_due_s()
+                if not self.link.has_work or due is None:
                     return
                 self.clock.now = max(self.clock.now, due)
         raise AssertionError("it never came to an end")
 
     def read(self) -> None:
-        report = self.driver.take_report()
-        self.gone += report.gone
-        for events in report.tokens.values():
-            for event in events:
-                told = self.events.setdefault((event.request_id, event.choice), [])
-                assert not told or told[-1].finish is None, "something after the end"
-                told.append(event)
+        self.link.pump()
+        events, self.link.events = self.link.events, []
+        for event in events:
+            told = self.events.setdefault((event.request_id, event.choice), [])
+            assert not told or told[-1].finish is None, "something after the end"
+            told.append(event)
 
     def tokens(self, id: str, choice: int = 0) -> list[int | None]:
         return [event.token for event in self.events[id, choice]]

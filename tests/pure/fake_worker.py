@@ -15,7 +15,8 @@ from array import array
 import zmq
 
 from dovetail.messages import (
-    Abort,
+    Ask,
+    Command,
     Hello,
     InstanceStats,
     Load,
@@ -23,16 +24,33 @@ from dovetail.messages import (
     LoadFailed,
     LoadTimes,
     Reclaimed,
+    Reply,
+    Said,
     Shutdown,
     Stats,
-    Submit,
     Tokens,
     Unload,
     Unloaded,
     decode_for_worker,
     encode,
 )
-from dovetail.types import FinishReason, Request, TokenEvent, TokenLogprob, TokenLogprobs
+from dovetail.node.protocol import (
+    Accepted,
+    Finished,
+    InstanceClosed,
+    InstanceOpened,
+    InstanceView,
+    NodeView,
+    Notice,
+    Offered,
+    Prefilled,
+    Propose,
+    Warm,
+    Withdraw,
+)
+from dovetail.node.work import Phase, RequestRecord
+from dovetail.policy.placement import DeviceKind
+from dovetail.types import FinishReason, ModelCard, Request, TokenEvent, TokenLogprob, TokenLogprobs
 
 CRASH, FAIL, BUSY = 7, 8, 9
 TICK_S = 0.001
@@ -45,9 +63,12 @@ class FakeWorker:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
         self.node = node
-        self.models: set[str] = set()
+        self.models: dict[str, ModelCard] = {}
+        self.instances: dict[str, int] = {}  # by model
+        self.num_instances = 0
+        self.version = 0
         self.keep_alive_s = -1.0  # of the last model; 0 = let go of them when nothing is open
-        self.open: dict[tuple[str, int], tuple[Request, int]] = {}  # tokens made so far
+        self.open: dict[int, tuple[Request, RequestRecord, int]] = {}  # tokens made so far
 
     def run(self) -> None:
         self.socket.send(encode(Hello(self.node, os.getpid(), "fake", 0.0)))
@@ -64,76 +85,114 @@ class FakeWorker:
     def take(self, message: object) -> None:
         if isinstance(message, Load):
             name = message.card.name
-            if name == "slow":
-                time.sleep(1.0)
-            if name == "broken" and message.card.source != "good":
-                self.socket.send(encode(LoadFailed(name, "the weights are truncated")))
-            else:
-                was_known = name in self.models
-                self.models.add(name)
-                self.keep_alive_s = message.keep_alive_s
-                if was_known and self.keep_alive_s == 0 and not self.open:
-                    self.socket.send(encode(Reclaimed(name)))
-                    return
-                self.socket.send(encode(Loaded(name, "f32", 4096, 1, False, LoadTimes(0.0, 0.0))))
-        elif isinstance(message, Submit) and message.request.model in self.models:
-            if CRASH in message.request.prompt:
-                os._exit(9)
-            for choice in message.request.open_choices:
-                made = len(message.request.generated_by(choice) or ())
-                self.open[message.request.id, choice] = (message.request, made)
-        elif isinstance(message, Unload):
-            self.models.discard(message.model)
-            self.socket.send(encode(Unloaded(message.model)))
-        elif isinstance(message, Abort):
-            for key in list(self.open):
-                if key[0] == message.request_id and message.choice in (None, key[1]):
-                    del self.open[key]
+            self.models[name] = message.card
+            self.keep_alive_s = message.keep_alive_s
+            self.say(Offered(name, 4096, 1))
+            if self.keep_alive_s == 0 and not self.open:
+                self.reclaim()
+        elif isinstance(message, Ask):
+            self.answer(message)
+        elif isinstance(message, Command):
+            if isinstance(message.order, Withdraw):
+                self.open.pop(message.order.request, None)
             self.send_stats()
+        elif isinstance(message, Unload):
+            self.models.pop(message.model, None)
+            self.close(message.model)
+            self.socket.send(encode(Unloaded(message.model)))
+
+    def answer(self, message: Ask) -> None:
+        question = message.question
+        if isinstance(question, Warm):
+            self.socket.send(encode(Reply(message.number, Accepted(self.start(question.model)))))
+            self.say(InstanceOpened(self.instances.get(question.model, 0), question.model))
+        elif isinstance(question, Propose):
+            request, record = message.request, question.request
+            assert request is not None
+            if CRASH in request.prompt:
+                os._exit(9)
+            self.socket.send(encode(Reply(message.number, Accepted(self.start(record.model)))))
+            if record.model in self.instances:
+                self.open[record.id] = (request, record, record.produced)
+
+    def start(self, name: str) -> int:
+        """Load the model unless it is there."""
+        if name in self.instances:
+            return self.instances[name]
+        self.num_instances += 1
+        if name == "slow":
+            time.sleep(1.0)
+        if name == "broken" and self.models[name].source != "good":
+            del self.models[name]
+            self.socket.send(encode(LoadFailed(name, "the weights are truncated")))
+            return self.num_instances
+        self.instances[name] = self.num_instances
+        self.socket.send(encode(Loaded(name, "f32", 4096, 1, False, LoadTimes(0.0, 0.0))))
+        self.say()
+        return self.num_instances
+
+    def close(self, name: str) -> None:
+        instance = self.instances.pop(name, None)
+        if instance is not None:
+            self.say(InstanceClosed(instance, name))
+
+    def reclaim(self) -> None:
+        for name in list(self.instances):
+            self.close(name)
+            self.socket.send(encode(Reclaimed(name)))
+
+    def say(self, *notices: Notice) -> None:
+        self.version += 1
+        there = tuple(InstanceView(id, name, Phase.ANY, 0, True) for name, id in self.instances.items())
+        view = NodeView(self.version, DeviceKind.CPU, bool(there), 0.0, 1 << 30, 1 << 30, there)
+        self.socket.send(encode(Said((*notices, view))))
 
     def tick(self) -> None:
-        events = []
-        for key, (request, made) in list(self.open.items()):
-            if FAIL in request.prompt:
-                events.append(TokenEvent(*key, None, FinishReason.ERROR, error="no luck"))
-                del self.open[key]
-                continue
-            if BUSY in request.prompt:
-                events.append(TokenEvent(*key, None, FinishReason.ERROR, error="no room in time", retry_after_s=2.5))
-                del self.open[key]
-                continue
-            if request.sampling.pooling is not None:
-                counts = [sum(token % 8 == i for token in request.prompt) for i in range(8)]
-                embedding = array("f", counts).tobytes()
-                events.append(TokenEvent(*key, None, FinishReason.STOP, embedding=embedding))
-                del self.open[key]
-                continue
-            token = request.prompt[made % len(request.prompt)]
-            ends = token in request.sampling.stop_token_ids
-            is_last = made + 1 == request.sampling.max_tokens
-            finish = FinishReason.STOP if ends else FinishReason.LENGTH if is_last else None
-            top = (TokenLogprob(token, -0.5), TokenLogprob(0, float("-inf")))
-            wanted = request.sampling.logprobs
-            logprobs = None if wanted is None else TokenLogprobs(-0.5, top[:wanted])
-            read = None
-            if made == 0 and key[1] == 0 and (count := request.sampling.prompt_logprobs) is not None:
-                first = (TokenLogprob(0, -0.1), TokenLogprob(1, -0.2))[:count]
-                read = tuple(TokenLogprobs(-0.25, first, 7) for _ in request.prompt[1:])
-            logprobs = None if logprobs is None else TokenLogprobs(-0.5 - key[1], logprobs.top)
-            events.append(TokenEvent(*key, token, finish, logprobs, prompt_logprobs=read))
-            if finish is None:
-                self.open[key] = (request, made + 1)
+        events: list[TokenEvent] = []
+        said: list[Notice] = []
+        for id, (request, record, made) in list(self.open.items()):
+            event = self.next_event(request, made)
+            events.append(event)
+            if made == record.produced:
+                said.append(Prefilled(id, 0.0))
+            if event.finish is None:
+                self.open[id] = (request, record, made + 1)
             else:
-                del self.open[key]
+                del self.open[id]
+                said.append(Finished(record, self.instances[record.model]))
         self.socket.send(encode(Tokens("fake", tuple(events))))
+        if said:
+            self.say(*said)
         if not self.open:
             self.send_stats()
-            for name in self.models if self.keep_alive_s == 0 else ():
-                self.socket.send(encode(Reclaimed(name)))
+            if self.keep_alive_s == 0:
+                self.reclaim()
+
+    def next_event(self, request: Request, made: int) -> TokenEvent:
+        (choice,) = request.open_choices
+        if FAIL in request.prompt:
+            return TokenEvent(request.id, choice, None, FinishReason.ERROR, error="no luck")
+        if BUSY in request.prompt:
+            return TokenEvent(request.id, choice, None, FinishReason.ERROR, error="no room in time", retry_after_s=2.5)
+        if request.sampling.pooling is not None:
+            counts = [sum(token % 8 == i for token in request.prompt) for i in range(8)]
+            return TokenEvent(request.id, choice, None, FinishReason.STOP, embedding=array("f", counts).tobytes())
+        token = request.prompt[made % len(request.prompt)]
+        ends = token in request.sampling.stop_token_ids
+        is_last = made + 1 == request.sampling.max_tokens
+        finish = FinishReason.STOP if ends else FinishReason.LENGTH if is_last else None
+        top = (TokenLogprob(token, -0.5), TokenLogprob(0, float("-inf")))
+        wanted = request.sampling.logprobs
+        logprobs = None if wanted is None else TokenLogprobs(-0.5 - choice, top[:wanted])
+        read = None
+        if made == 0 and choice == 0 and (count := request.sampling.prompt_logprobs) is not None:
+            first = (TokenLogprob(0, -0.1), TokenLogprob(1, -0.2))[:count]
+            read = tuple(TokenLogprobs(-0.25, first, 7) for _ in request.prompt[1:])
+        return TokenEvent(request.id, choice, token, finish, logprobs, prompt_logprobs=read)
 
     def send_stats(self) -> None:
         used = len(self.open)
-        stats = tuple(InstanceStats(name, used, 0, 64, used, 0, 0, 0, 0, 0, 1, 1, 0.1, 0.1) for name in self.models)
+        stats = tuple(InstanceStats(name, used, 0, 64, used, 0, 0, 0, 0, 0, 1, 1, 0.1, 0.1) for name in self.instances)
         self.socket.send(encode(Stats(self.node, 1, stats)))
 
 

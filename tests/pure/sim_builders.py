@@ -10,6 +10,8 @@ import pytest
 
 from dovetail.node.events import StartLoad, StartResize, StartUnload
 from dovetail.node.node import Node
+from dovetail.node.protocol import Notice
+from dovetail.node.runtime import NodeRuntime
 from dovetail.node.work import Work
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
@@ -92,6 +94,21 @@ def serve_memory(node: Node, now: float) -> list[object]:
         else:
             others.append(said)
     return others
+
+
+def serve_all(runtime: NodeRuntime, now: float) -> list[Notice]:
+    """Carry out every memory command at once; returns what the node said of itself, in order."""
+    while runtime.outbox:
+        said = runtime.outbox.popleft()
+        if isinstance(said, StartLoad):
+            runtime.load_ended(said.instance, now)
+        elif isinstance(said, StartUnload):
+            runtime.unload_ended(said.instance, now)
+        elif isinstance(said, StartResize):
+            runtime.resize_ended(said.instance, now)
+    notices = list(runtime.mailbox)
+    runtime.mailbox.clear()
+    return notices
 
 
 SHARED = Path(os.environ.get("DOVETAIL_SHARED", Path(__file__).parents[3] / "shared"))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from sim_builders import make_hosting, make_node, make_work, serve_memory
+from sim_builders import make_hosting, make_node, make_work, serve_all
 
-from dovetail.cluster.controller import MAX_RETURNS, Controller
+from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Decision, How, Moving, Placed, Queued, Refused
-from dovetail.cluster.placer import MAX_CANDIDATES
-from dovetail.node.events import Evicted, HandedOver, Overcommitted
+from dovetail.cluster.local import LocalNode
+from dovetail.cluster.placer import MAX_CANDIDATES, Search
+from dovetail.cluster.seeker import MAX_RETURNS
 from dovetail.node.node import Node
+from dovetail.node.protocol import Evicted
 from dovetail.node.runtime import NodeRuntime
 from dovetail.node.work import Phase, Work
 from dovetail.policy.knobs import Knobs
@@ -19,7 +21,13 @@ from dovetail.policy.placement import DeviceKind
 def make_cluster(*nodes: Node, knobs: Knobs | None = None) -> Controller:
     for index, node in enumerate(nodes):
         node._next_instance = index * 1000
-    return Controller([NodeRuntime(node, []) for node in nodes], knobs or Knobs())
+    return Controller([LocalNode(NodeRuntime(node)) for node in nodes], knobs or Knobs())
+
+
+def handle_of(controller: Controller, index: int = 0) -> LocalNode:
+    handle = controller.placer.nodes[index]
+    assert isinstance(handle, LocalNode)
+    return handle
 
 
 def said(controller: Controller) -> list[Decision]:
@@ -28,6 +36,7 @@ def said(controller: Controller) -> list[Decision]:
 
 
 def submit(controller: Controller, work: Work, now: float = 0.0) -> Decision:
+    controller.works[work.id] = work
     controller.submit([work], now)
     return said(controller)[-1]
 
@@ -36,21 +45,21 @@ def test_a_request_goes_to_a_cpu_first() -> None:
     gpu, cpu = make_node(name="gpu"), make_node(kind=DeviceKind.CPU, name="cpu")
     placed = submit(make_cluster(gpu, cpu), make_work())
     assert isinstance(placed, Placed)
-    assert (placed.node, placed.how) == ("cpu", How.START)
+    assert (placed.node.name, placed.how) == ("cpu", How.START)
 
 
 def test_a_request_that_a_cpu_cannot_serve_in_time_goes_to_a_gpu() -> None:
     cpu = make_node(kind=DeviceKind.CPU, name="cpu", hosting=make_hosting(in_place=True, prefill_s_per_k=3.0))
     placed = submit(make_cluster(cpu, make_node(name="gpu")), make_work(input_tokens=1024))
     assert isinstance(placed, Placed)
-    assert placed.node == "gpu"
+    assert placed.node.name == "gpu"
 
 
 def test_without_cpus_only_gpus_are_asked() -> None:
     cpu, gpu = make_node(kind=DeviceKind.CPU, name="cpu"), make_node(name="gpu")
     placed = submit(make_cluster(cpu, gpu, knobs=Knobs(use_cpu=False)), make_work())
     assert isinstance(placed, Placed)
-    assert placed.node == "gpu"
+    assert placed.node.name == "gpu"
 
 
 def test_a_second_request_joins_the_instance_of_the_first() -> None:
@@ -94,16 +103,18 @@ def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> 
     for index in range(2):
         submit(controller, make_work(index, "a", 400, ttft_s=5.0))
     submit(controller, make_work(2, "b", 300, ttft_s=5.0))
-    serve_memory(tight, 0.0)
-    controller.placer.nodes.append(NodeRuntime(other, []))
+    source = handle_of(controller)
+    serve_all(source.runtime, 0.0)
+    controller.placer.nodes.append(LocalNode(NodeRuntime(other)))
     placed = submit(controller, make_work(3, "a", 1500, ttft_s=5.0))
     assert isinstance(placed, Placed)
-    assert (placed.node, placed.how) == ("tight", How.PREEMPT)
-    evicted = next(one for one in tight.outbox if isinstance(one, Evicted))
-    controller.notice(tight, evicted, 0.1)
+    assert (placed.node.name, placed.how) == ("tight", How.PREEMPT)
+    (evicted,) = [one for one in source.runtime.mailbox if isinstance(one, Evicted)]
+    assert evicted.request.id == 2
+    controller.evicted(source, evicted.instance, controller.works[2], evicted.reason, 0.1)
     moved = said(controller)[-1]
     assert isinstance(moved, Placed)
-    assert moved.node == "other"
+    assert moved.node.name == "other"
 
 
 def test_a_neighbour_gives_way_only_if_each_of_its_requests_has_a_node_of_its_own() -> None:
@@ -116,10 +127,11 @@ def test_a_neighbour_gives_way_only_if_each_of_its_requests_has_a_node_of_its_ow
         submit(controller, make_work(index, "a", 400, ttft_s=5.0))
     for index in range(3, 5):
         submit(controller, make_work(index, "b", 300, ttft_s=5.0))
-    serve_memory(tight, 0.0)
-    controller.placer.nodes.append(NodeRuntime(small, []))
+    runtime = handle_of(controller).runtime
+    serve_all(runtime, 0.0)
+    controller.placer.nodes.append(LocalNode(NodeRuntime(small)))
     assert isinstance(submit(controller, make_work(5, "a", 1500, ttft_s=5.0)), Queued)
-    assert not [one for one in tight.outbox if isinstance(one, Evicted)]
+    assert not [one for one in runtime.mailbox if isinstance(one, Evicted)]
 
 
 def test_an_overcommitted_node_gives_away_what_another_would_go_on_with() -> None:
@@ -128,23 +140,23 @@ def test_an_overcommitted_node_gives_away_what_another_would_go_on_with() -> Non
     work = make_work(0, ttft_s=5.0)
     placed = submit(controller, work)
     assert isinstance(placed, Placed)
-    serve_memory(full, 0.0)
+    source = handle_of(controller)
+    serve_all(source.runtime, 0.0)
     for _ in range(4):
         assert full.next_turn(0.1) is not None
         full.turn_done(0.2, [])
-    source = controller.placer.nodes[0]
-    told = Overcommitted(work, placed.instance, 4)
+    told = source.runtime.work_of(0).as_of(4).record()
     free.up = False
-    controller.notice(source, told, 0.2)
+    controller.overcommitted(source, told, 0.2)
     assert said(controller) == [], "nobody would take it: it stays"
     free.up = True
-    controller.notice(source, told, 0.2)
+    controller.overcommitted(source, told, 0.2)
     moving, moved = said(controller)
     assert isinstance(moving, Moving)
     assert isinstance(moved, Placed)
-    assert moved.node == "free"
+    assert moved.node.name == "free"
     assert work.produced == 4
-    controller.notice(source, told, 0.2)
+    controller.overcommitted(source, told, 0.2)
     assert said(controller) == [], "it is not there any more"
 
 
@@ -156,7 +168,7 @@ def test_newcomers_are_not_brought_to_a_node_that_owes_memory_to_an_answer() -> 
     assert isinstance(placed, Placed)
     evicted = make_work(1, "a", 1500, ttft_s=5.0)
     evicted.produced = 100
-    controller.notice(controller.placer.nodes[0], Evicted(evicted, placed.instance, "kv_short"), 0.0)
+    controller.evicted(handle_of(controller), placed.instance, evicted, "kv_short", 0.0)
     assert isinstance(said(controller)[-1], Queued)
     assert isinstance(submit(controller, make_work(2, "a", 20, ttft_s=5.0)), Queued), "there would be room for it"
     controller.cancel([1], 0.1)
@@ -168,10 +180,13 @@ def test_an_evicted_request_is_placed_again_with_its_tokens() -> None:
     controller = make_cluster(node)
     work = make_work(0, ttft_s=5.0)
     submit(controller, work)
+    handle = handle_of(controller)
+    handle.runtime.withdraw(0, 1.0)
     work.produced = 7
-    controller.notice(node, Evicted(work, 0, "preempted"), 1.0)
-    assert isinstance(said(controller)[-1], Placed)
-    assert work.produced == 7
+    controller.evicted(handle, 0, work, "preempted", 1.0)
+    placed = said(controller)[-1]
+    assert isinstance(placed, Placed)
+    assert handle.runtime.work_of(0).produced == 7
 
 
 def test_a_lost_node_sends_its_requests_elsewhere() -> None:
@@ -179,11 +194,12 @@ def test_a_lost_node_sends_its_requests_elsewhere() -> None:
     controller = make_cluster(first, second)
     placed = submit(controller, make_work(0, ttft_s=5.0))
     assert isinstance(placed, Placed)
-    lost = first if placed.node == "first" else second
-    controller.lost(lost, lost.fail(), 0.5)
+    lost = placed.node
+    assert isinstance(lost, LocalNode)
+    controller.lost(lost, lost.runtime.fail(), 0.5)
     again = said(controller)[-1]
     assert isinstance(again, Placed)
-    assert again.node != placed.node
+    assert again.node is not lost
 
 
 def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_token() -> None:
@@ -193,9 +209,9 @@ def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_toke
     placed = submit(controller, work)
     assert isinstance(placed, Placed)
     assert node.instances[placed.instance].phase is Phase.PREFILL
-    node.instances[placed.instance].remove(work)
+    handle_of(controller).runtime.withdraw(0, 1.0)
     work.produced = 1
-    controller.notice(node, HandedOver(work, placed.instance, 10**9), 1.0)
+    controller.handed_over(handle_of(controller), placed.instance, work, 10**9, 1.0)
     moving = said(controller)[-1]
     assert isinstance(moving, Moving)
     controller.wake(moving.retry_at_s)
@@ -211,9 +227,9 @@ def test_a_request_handed_over_late_asks_for_a_decode_place_before_it_is_given_u
     controller = make_cluster(node, knobs=Knobs(disaggregate=True))
     work = make_work()
     submit(controller, work)
-    node.withdraw(0, work, 9.0)
+    handle_of(controller).runtime.withdraw(0, 9.0)
     work.produced = 1
-    controller.notice(controller.placer.nodes[0], HandedOver(work, 0, 0), 9.0)
+    controller.handed_over(handle_of(controller), 0, work, 0, 9.0)
     said(controller)
     controller.wake(9.0)
     placed = said(controller)[-1]
@@ -225,8 +241,9 @@ def test_a_request_handed_over_late_that_finds_no_decode_place_is_given_up_on_th
     controller = make_cluster(make_node(hosting=make_hosting(slots=1)), knobs=Knobs(disaggregate=True))
     work = make_work()
     submit(controller, work)
+    handle_of(controller).runtime.withdraw(0, 9.0)
     work.produced = 1
-    controller.notice(controller.placer.nodes[0], HandedOver(work, 0, 0), 9.0)
+    controller.handed_over(handle_of(controller), 0, work, 0, 9.0)
     said(controller)
     controller.wake(9.0)
     assert isinstance(said(controller)[-1], Queued)
@@ -240,14 +257,21 @@ def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
     controller = make_cluster(node, knobs=knobs)
     ahead = make_work(0, "a", ttft_s=20.0)
     submit(controller, ahead)
-    serve_memory(node, 0.0)
+    handle = handle_of(controller)
+    serve_all(handle.runtime, 0.0)
     placed = submit(controller, make_work(1, "b", ttft_s=0.5))
     assert isinstance(placed, Placed)
     assert placed.how is How.PAUSE
-    for notice in serve_memory(node, 0.0):
-        controller.notice(node, notice, 0.0)  # type: ignore[arg-type]
+    (evicted,) = [one for one in serve_all(handle.runtime, 0.0) if isinstance(one, Evicted)]
+    controller.evicted(handle, evicted.instance, ahead, evicted.reason, 0.0)
     assert controller.parked.of("a") == [ahead]
     assert any(isinstance(one, Moving) and one.reason == "paused" for one in said(controller))
+
+
+def submit_to(controller: Controller, index: int) -> None:
+    """Start an instance on this node."""
+    search = Search(make_work(index))
+    controller.decisions.begin(controller.placer._start_on(handle_of(controller, index), search, How.START))  # type: ignore[arg-type]
 
 
 def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_their_model_is_placed() -> None:
@@ -255,23 +279,25 @@ def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_thei
     controller = make_cluster(*nodes, knobs=Knobs(pause=True))
     asked: list[int] = []
     for index, node in enumerate(nodes):
-        controller.placer._start_on(controller.placer.nodes[index], make_work(index), 0.0, How.START)
+        submit_to(controller, index)
         join = node.join
         node.join = lambda *call, join=join: asked.append(1) or join(*call)  # type: ignore[method-assign]
     late = {number: make_work(number, ttft_s=-1.0) for number in range(100, 120)}
     for work in late.values():
         controller.parked.add(work)
-    for node in nodes:
-        serve_memory(node, 0.0)
-    controller._reunite("a", 5.0)
+    for index in range(len(nodes)):
+        serve_all(handle_of(controller, index).runtime, 0.0)
+    controller._at(5.0)
+    controller._reunite("a")
     assert 0 < len(asked) <= MAX_RETURNS
     assert controller.parked.of("a") == list(late.values())
 
 
 def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:
     controller = make_cluster(*[make_node(name=f"gpu-{index}") for index in range(200)])
-    assert len(controller.placer._window(make_work())) <= MAX_CANDIDATES
-    seen = {node.name for _ in range(200) for node in controller.placer._window(make_work())}
+    record = make_work().record()
+    assert len(controller.placer._window(record)) <= MAX_CANDIDATES
+    seen = {node.name for _ in range(200) for node in controller.placer._window(record)}
     assert len(seen) == 200
 
 
@@ -280,8 +306,8 @@ def test_in_a_large_cluster_nodes_that_seem_full_are_not_asked() -> None:
     controller = make_cluster(*nodes)
     for node in nodes[:38]:
         assert isinstance(node.start(make_work(model="b"), 0.0), int)
-    window = controller.placer._window(make_work(1))
+    window = controller.placer._window(make_work(1).record())
     assert {node.name for node in window} == {"gpu-38", "gpu-39"}
     for node in nodes[38:]:
         node.start(make_work(model="b"), 0.0)
-    assert controller.placer._window(make_work(1)), "somebody says why there is no place"
+    assert controller.placer._window(make_work(1).record()), "somebody says why there is no place"

@@ -238,11 +238,10 @@ def test_a_failure_after_the_first_text_is_an_event_and_before_it_a_status(tmp_p
         body = TEXT | {"prompt": [FAIL], "stream": True}
         check_error(await client.post("/v1/completions", json=body), 500)
         stream = asyncio.create_task(client.post("/v1/completions", json=TEXT | {"stream": True, "max_tokens": 400}))
-        node = service.link.nodes["cpu-0"]
         while not service.unfinished:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.1)
-        (inbox, _), *_ = node.inboxes.values()
+        (inbox, _), *_ = service.cluster.inboxes.values()
         inbox.fail(EngineFailed("lost"))
         chunks = events(await stream)
         assert chunks[0]["choices"]

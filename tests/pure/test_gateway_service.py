@@ -26,6 +26,7 @@ from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.status import server_status
 from dovetail.gateway.translate import Job, completion_job
 from dovetail.gateway.words import words_of
+from dovetail.messages import Load
 from dovetail.types import FinishReason, ModelCard, Slo
 
 counter = iter(range(10**9))
@@ -56,7 +57,8 @@ def on_service(
         async with running_service(folder, *cards, **options) as service:
             await asyncio.wait_for(test(service), 60)
             assert service.unfinished == 0
-            assert not any(node.inboxes for node in service.link.nodes.values())
+            assert not service.cluster.inboxes
+            assert not service.cluster.dispatcher.runtime.works or service.cluster.dispatcher.runtime.places
 
     asyncio.run(run())
 
@@ -226,13 +228,17 @@ def kill_worker(service: Service) -> None:
 def test_a_failed_load_that_crossed_an_unload_says_nothing_of_the_next_one(tmp_path: Path) -> None:
     async def test(service: Service) -> None:
         await service.link.supervisors["cpu-0"].greeted
-        node = service.link.nodes["cpu-0"]
-        good = service.models.get("fake").card
-        node.load(msgspec.structs.replace(good, name="broken"), "auto")
-        node.unload("broken")  # its LoadFailed is on the way by the time the next Load is sent
-        again = node.load(msgspec.structs.replace(good, name="broken", source="good"), "auto")
+        cluster, good = service.cluster, service.models.get("fake").card
+        first = cluster.offer(Load(msgspec.structs.replace(good, name="broken")))
+        await first.known.wait()
+        cluster.warm("broken")
+        cluster.unload("broken")  # its LoadFailed is on the way by the time the next Load is sent
+        again = cluster.offer(Load(msgspec.structs.replace(good, name="broken", source="good")))
+        await again.known.wait()
+        cluster.warm("broken")
         await again.ready
-        assert node.instances["broken"] is again
+        assert cluster.models["broken"] is again
+        assert cluster.nodes_of("broken") == ["cpu-0"]
 
     on_service(tmp_path, test)
 
@@ -250,7 +256,7 @@ def test_a_model_that_was_pulled_again_is_served_when_the_old_answers_are_finish
         assert not any(task.done() for task in [old, *fresh])
         assert text_of((await old)[0]) == "ab" * 150
         assert [text_of(found[0]) for found in await asyncio.gather(*fresh)] == ["cdcd"] * 3
-        assert service.link.nodes["cpu-0"].instances["fake"].card == new
+        assert service.cluster.models["fake"].card == new
 
     on_service(tmp_path, test, cards=cards)
 
@@ -321,10 +327,9 @@ def test_one_key_of_several_gets_half_of_the_queue(tmp_path: Path) -> None:
 
 def test_an_idle_model_is_unloaded_after_its_keep_alive_and_comes_back(tmp_path: Path) -> None:
     async def test(service: Service) -> None:
-        node = service.link.nodes["cpu-0"]
         for _ in range(2):
             await collect(service, "a")
-            await eventually(lambda: "fake" not in node.instances)
+            await eventually(lambda: not service.cluster.is_in_use("fake"))
 
     on_service(tmp_path, test, keep_alive=0)
 

@@ -9,9 +9,9 @@ from sim_builders import make_latency
 from dovetail.node.admission import Grant
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.presets import policy
+from dovetail.policy.real import real_knobs
 from dovetail.profiles.concurrency import concurrency_of
 from dovetail.types import ServiceClass
-from dovetail.worker.policy import real_knobs
 
 
 def told(rig: Rig, id: str) -> int:
@@ -25,7 +25,7 @@ def step_until(rig: Rig, tokens: int, id: str) -> None:
         if rig.commands:
             rig.finish_load()
         elif not rig.step() and not rig.commands:
-            due_s = rig.driver.next_due_s()
+            due_s = rig.link.next_due_s()
             assert due_s is not None, "nothing is left that could bring it about"
             rig.clock.now = max(rig.clock.now, due_s)
     raise AssertionError(f"{id} never had {tokens} tokens")
@@ -42,7 +42,7 @@ def make_paused() -> Rig:
     for number in range(8):
         rig.submit(f"crowd{number}", "b", prompt=60, tokens=30)
     for _ in range(400):
-        if rig.driver.runtime.controller.parked:
+        if rig.controller.parked:
             return rig
         if rig.commands:
             rig.finish_load()
@@ -65,7 +65,7 @@ def test_an_answer_that_goes_on_after_a_loss_is_as_urgent_as_a_new_one() -> None
     rig = Rig("a")
     said = tuple(expected("r", 20, 200))
     rig.submit("r", "a", prompt=20, tokens=210, generated=(said,))
-    (work,) = rig.driver.runtime.works.values()
+    (work,) = rig.link.dispatcher.runtime.works.values()
     assert work.due_s - rig.clock.now == pytest.approx(work.ttft_s)
     rig.run()
     assert rig.tokens("r") == expected("r", 20, 210)[200:]
@@ -184,7 +184,7 @@ def test_targets_that_cannot_be_kept_are_refused_when_their_time_is_over(kind: s
 
 def test_who_is_refused_is_told_when_it_is_worth_asking_again() -> None:
     rig = make_crowded("streams")
-    controller = rig.driver.runtime.controller
+    controller = rig.controller
     rig.submit("early", "b", prompt=20, tokens=5, ttft_s=1.0, tpot_s=0.03)
     step_until(rig, 1, "early")
     for number in range(40):

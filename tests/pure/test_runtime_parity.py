@@ -1,5 +1,5 @@
 """Two drivers, one runtime: the same requests with the same durations give the same decisions, turns and commands, byte
-for byte, in the simulator and in a worker's driver over executors."""
+for byte, in the simulator and over the wire between a gateway's dispatcher and a worker's driver with executors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 import pytest
-from driver_builders import BLOCK, KV_BYTES, SPEC, WEIGHT_BYTES, CheckedExecutor, Clock
+from driver_builders import BLOCK, KV_BYTES, SPEC, WEIGHT_BYTES, CheckedExecutor, Clock, Loopback
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import make_latency
@@ -18,6 +18,7 @@ from dovetail.eventlog import EventLog
 from dovetail.node.events import StartLoad, StartResize, Turn
 from dovetail.node.node import Node
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome
@@ -26,7 +27,6 @@ from dovetail.sim.driver import Simulation
 from dovetail.sim.trace import Arrival
 from dovetail.types import ModelCard, Request, SamplingParams, ServiceClass, Slo
 from dovetail.worker.driver import NodeDriver
-from dovetail.worker.policy import real_knobs
 from dovetail.worker.runner import ModelRunner
 
 MODELS = 4
@@ -124,16 +124,12 @@ class Worker:
         self.clock = Clock()
         self.clock.now = 0.0
         self.file = io.StringIO()
-        self.driver = NodeDriver(
-            "node",
-            DeviceKind.CPU,
-            MEMORY,
-            KNOBS,
-            self,
-            self.clock,
-            EventLog(self.file, is_detailed=True),
-        )
+        log = EventLog(self.file, is_detailed=True)
+        self.driver = NodeDriver("node", DeviceKind.CPU, MEMORY, KNOBS, self, self.clock, log)
         self.driver.hostings.update(hostings(is_live=is_live))
+        self.link = Loopback(self.driver, KNOBS, self.clock, log)
+        for model in self.driver.hostings:
+            self.link.dispatcher.nodes["node"].heard(self.driver.home.offer_of(model))
         self.coming: list[tuple[float, int, int, Request | StartLoad]] = []
         self.link_free_s = 0.0
         for number, arrival in enumerate(arrivals_of(asked)):
@@ -144,28 +140,30 @@ class Worker:
         heappush(self.coming, (self.link_free_s, 0, command.instance, command))
 
     def run(self) -> str:
-        driver = self.driver
+        link = self.link
         for _ in range(50_000):
             while self.coming and self.coming[0][0] <= self.clock.now:
                 self.take(*heappop(self.coming))
-            if driver.take_turn():
+            if link.take_turn():
                 continue
-            dues = [one for one in (driver.next_due_s(), self.coming[0][0] if self.coming else None) if one is not None]
+            dues = [one for one in (link.next_due_s(), self.coming[0][0] if self.coming else None) if one is not None]
             if not dues:
-                assert not driver.has_work
+                assert not link.has_work
                 return self.file.getvalue()
             self.clock.now = max(self.clock.now, min(dues))
         raise AssertionError("it never came to an end")
 
     def take(self, at_s: float, priority: int, number: int, said: Request | StartLoad) -> None:
         if isinstance(said, Request):
-            self.driver.submit(said, at_s)
+            self.link.dispatcher.submit(said, at_s, self.clock.now)
+            self.link.pump()
             return
         executor = TimedExecutor(self.clock, MAX_TOKENS // BLOCK)
         executor.driver = self.driver
         limits = SchedulerConfig(4096, max_batch=256, max_turn_tokens=4096, max_tokens=MAX_TOKENS - BLOCK)
         runner = ModelRunner(ModelCard(said.model, "", SPEC, ""), executor, limits, BLOCK)
         self.driver.loaded(said.instance, runner)
+        self.link.pump()
 
 
 def _request(number: int, arrival: Arrival) -> Request:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dovetail.node.instance import State
+from dovetail.node.protocol import Preempt
 from dovetail.types import FinishReason, ServiceClass
 
 
@@ -162,21 +163,20 @@ def test_an_abort_frees_the_blocks_and_nothing_more_is_heard() -> None:
     for _ in range(5):
         rig.step()
     told = {key: len(events) for key, events in rig.events.items()}
-    rig.driver.abort("r")
+    rig.abort("r")
     rig.run()
     assert {key: len(events) for key, events in rig.events.items()} == told
-    assert not rig.driver.has_work
+    assert not rig.link.has_work
     assert rig.driver.runners[0].scheduler.pool.num_held == 0
 
 
-def test_a_load_that_fails_ends_everyone_who_waits_for_it() -> None:
+def test_a_load_that_fails_leaves_nobody_waiting_for_it() -> None:
     rig = Rig("ab")
     rig.submit("r", "a", num_choices=2)
     rig.submit("other", "b")
-    command = rig.commands.pop(0)
-    rig.driver.load_failed(command.instance, "the file is cut off")
+    rig.fail_load()
     rig.run()
-    assert {rig.events["r", choice][0].error for choice in range(2)} == {"the file is cut off"}
+    assert not any(key[0] == "r" for key in rig.events)
     assert rig.tokens("other") == expected("other")
     assert not rig.driver.instances_of("a")
 
@@ -186,23 +186,39 @@ def test_an_iteration_that_breaks_ends_its_own_requests_only() -> None:
     rig.fails_on = 7
     rig.submit("good", "b", prompt=2)
     rig.finish_load()
-    rig.driver.submit(_with_token(7), rig.clock.now)
+    rig.submit_request(_with_token(7))
     rig.run()
     assert rig.events["bad", 0][-1].error
     assert rig.tokens("good") == expected("good", 2)
 
 
-def test_a_model_unloaded_while_it_serves_ends_with_a_word() -> None:
+def test_a_model_unloaded_while_it_serves_gives_its_requests_back() -> None:
     rig = Rig("a")
     rig.submit("r", "a", tokens=50)
     rig.finish_load()
     for _ in range(3):
         rig.step()
-    rig.driver.unregister("a", "the model was unloaded")
+    rig.driver.unregister("a")
     rig.read()
-    assert rig.events["r", 0][-1].error == "the model was unloaded"
+    assert 0 not in rig.driver.states
+    assert 0 in rig.link.dispatcher.runtime.works, "it comes back to the controller, with its tokens"
     assert rig.driver.home.node.residency.ledger.held == 0
     assert rig.executors[0].is_closed
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_answer_that_is_moved_goes_on_where_it_was(is_late: bool) -> None:
+    rig = Rig("a", is_late=is_late)
+    rig.submit("r", "a", tokens=50, num_choices=2)
+    rig.finish_load()
+    for _ in range(12):
+        rig.step()
+    told = len(rig.events["r", 0])
+    assert 0 < told < 50
+    rig.driver.obey(Preempt(0, "preempted"))
+    rig.run()
+    assert len(rig.executors) == 2, "on another instance"
+    assert all(rig.tokens("r", choice) == expected("r", tokens=50) for choice in range(2))
 
 
 def test_pools_follow_the_load_up_and_down() -> None:
@@ -223,7 +239,7 @@ def test_pools_follow_the_load_up_and_down() -> None:
     assert rig.tokens("long") == expected("long", 4, 200)
 
 
-@pytest.mark.parametrize("policy_changes", [{}, {"pause": False}, {"proactive": False}])
+@pytest.mark.parametrize("policy_changes", [{}, {"pause": True}, {"proactive": False}, {"is_late": True}])
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
@@ -254,6 +270,7 @@ class Interleavings(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig("abc", memory=WEIGHT_BYTES * 2 + 500 * KV_BYTES)
         self.submitted: dict[str, int] = {}
+        self.models: dict[str, str] = {}
         self.aborted: set[str] = set()
 
     @rule(
@@ -268,6 +285,7 @@ class Interleavings(RuleBasedStateMachine):
             self.rig.register(model)
         id = f"r{len(self.submitted)}"
         self.submitted[id] = choices
+        self.models[id] = model
         targets = {"ttft_s": 0.5, "tpot_s": 0.1} if strict else {}
         self.rig.submit(id, model, prompt, tokens, num_choices=choices, **targets)
 
@@ -276,7 +294,7 @@ class Interleavings(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         id = data.draw(st.sampled_from(sorted(self.submitted)))
         choice = data.draw(st.sampled_from([None, *range(self.submitted[id])]))
-        self.rig.driver.abort(id, choice)
+        self.rig.abort(id, choice)
         self.rig.read()
         self.aborted.add(id)
 
@@ -287,10 +305,9 @@ class Interleavings(RuleBasedStateMachine):
         if not fails:
             self.rig.finish_load(index)
             return
-        command = self.rig.commands.pop(index)
-        wanted = command.instance in self.rig.driver.instances_of(command.model)
-        self.rig.driver.load_failed(command.instance, "no luck", ends_model=wanted)
-        self.rig.read()
+        failed = self.rig.commands[index].model
+        self.aborted |= {id for id, model in self.models.items() if model == failed}
+        self.rig.fail_load(index)
 
     @rule(count=st.integers(1, 8))
     def turns(self, count: int) -> None:
@@ -303,13 +320,13 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(model=st.sampled_from("abc"))
     def unload(self, model: str) -> None:
-        self.rig.driver.unregister(model, "unloaded")
-        self.rig.read()
+        self.aborted |= {id for id, known in self.models.items() if known == model}
+        self.rig.unload(model)
 
     @rule(model=st.sampled_from("abc"))
     def warm(self, model: str) -> None:
         if model in self.rig.driver.hostings:
-            self.rig.driver.warm(model)
+            self.rig.warm(model)
 
     @rule()
     def relieve(self) -> None:

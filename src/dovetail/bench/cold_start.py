@@ -62,8 +62,8 @@ def start_worker(card: ModelCard) -> ColdStart:
     with WorkerProcess() as worker:
         worker.wait_for(messages.Hello)
         imported = time.monotonic()
-        worker.send(messages.Load(card))
-        worker.send(messages.Submit(_request(card)))
+        worker.offer(card)
+        worker.submit(_request(card))
         worker.wait_for(messages.Loaded)
         loaded = time.monotonic()
         tokens = worker.wait_for(messages.Tokens)

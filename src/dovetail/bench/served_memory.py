@@ -69,7 +69,7 @@ def measure(card: ModelCard, prompt: int = 1024, batch: int = 8, block_size: int
         pid = worker.wait_for(messages.Hello).pid
         idle = _idle(worker, pid, card)
         forget_peak(pid)
-        worker.send(messages.Load(card))
+        worker.load(card)
         facts = worker.wait_for(messages.Loaded)
         loaded = read_held(pid)
         _serve(worker, card, [(prompt, 1)])
@@ -88,7 +88,7 @@ def measure(card: ModelCard, prompt: int = 1024, batch: int = 8, block_size: int
 def _idle(worker: WorkerProcess, pid: int, card: ModelCard) -> Held:
     """The worker knows of the model and has looked at its device for it, which takes memory for a moment; it says so by
     answering what it was asked afterwards."""
-    worker.send(messages.Load(card, start=False))
+    worker.offer(card)
     worker.send(messages.Unload("another"))
     worker.wait_for(messages.Unloaded)
     return read_held(pid)
@@ -99,7 +99,7 @@ def _serve(worker: WorkerProcess, card: ModelCard, lengths: list[tuple[int, int]
     for index, (prompt, new) in enumerate(lengths):
         tokens = tuple(1 + (7 * place + 31 * index + prompt) % (card.spec.vocab_size - 1) for place in range(prompt))
         sampling = SamplingParams(max_tokens=new, seed=0, temperature=0.0)
-        worker.send(messages.Submit(Request(f"{prompt}-{index}", card.name, tokens, sampling)))
+        worker.submit(Request(f"{prompt}-{index}", card.name, tokens, sampling))
     ended = 0
     while ended < len(lengths):
         for event in worker.wait_for(messages.Tokens, timeout_s=300.0).events:

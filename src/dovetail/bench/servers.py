@@ -51,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True):
     peers: Path | None = None  # where peers live
     install: bool = True
     host_keep_alive_s: float = 30.0  # of models in host memory
+    nodes: int = 1  # of ours, on this machine: they share cores and memory
 
 
 class Contender(msgspec.Struct, frozen=True):
@@ -92,12 +93,15 @@ def dovetail(models: Sequence[FleetModel], settings: Settings, policy: str = "do
     event_log = settings.folder / f"{stem}.events.jsonl"
     memory_bytes = budget_bytes(models, settings.share)
     store = Path(models[0].card.path).parents[1]
-    node = {"name": NODE, "threads": settings.cores, "memory": memory_bytes, "policy": policy}
+    count = settings.nodes
+    node = {"threads": max(settings.cores // count, 1), "memory": memory_bytes // count, "policy": policy}
+    node["event_log"] = str(event_log)
+    names = [NODE] if count == 1 else [f"{NODE}-{index}" for index in range(count)]
     # One that has the node alone would keep all others waiting while it is idle: it leaves at once.
     keep_alive_s = settings.keep_alive_s if is_shared else 0.0
     config = {
         "models": {model.name: {"source": model.name, "keep_alive": keep_alive_s} for model in models},
-        "nodes": [node | {"event_log": str(event_log)}],
+        "nodes": [{"name": name, **node} for name in names],
         # What is kept between uses counts into the same budget.
         "store": {"path": str(store), "host_pool": memory_bytes, "host_keep_alive": settings.host_keep_alive_s},
         "server": {"max_queue": 4096},

@@ -1,4 +1,4 @@
-"""A worker process of one's own, spoken to directly: for measuring it without a gateway in between."""
+"""A worker process of one's own, with a controller over it alone: for measuring it without a gateway in between."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
 from dovetail import messages
+from dovetail.cluster.dispatch import Dispatcher
 from dovetail.errors import DovetailError
+from dovetail.policy.placement import DeviceKind
+from dovetail.policy.real import real_knobs
+from dovetail.types import ModelCard, Request
 
 Message = TypeVar("Message", bound=messages.ToGateway)
 
@@ -30,6 +35,8 @@ class WorkerProcess:
         self._options = options
         self._pass_fds = tuple(pass_fds)
         self._node = node
+        self._dispatcher = Dispatcher({node: DeviceKind.CPU}, real_knobs("dovetail"), lambda _, said: self.send(said))
+        self._kept: deque[messages.ToGateway] = deque()  # received while something else was waited for
 
     def __enter__(self) -> WorkerProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="dovetail-")
@@ -57,14 +64,60 @@ class WorkerProcess:
     def send(self, message: messages.ToWorker) -> None:
         self._socket.send_multipart([self._node.encode(), messages.encode(message)])
 
+    def load(self, card: ModelCard, **options: Any) -> None:
+        """Make the model known and have an instance of it; Loaded follows."""
+        self.offer(card, **options)
+        self._dispatcher.warm(card.name, time.monotonic())
+
+    def offer(self, card: ModelCard, **options: Any) -> None:
+        """Make the model known; returns when the node has said so."""
+        self._dispatcher.withdraw(self._node, card.name)
+        self.send(messages.Load(card, **options))
+        node, kept = self._dispatcher.nodes[self._node], []
+        while node.offer_of(card.name) is None:
+            kept.append(self.receive())
+        self._kept.extend(kept)
+
+    def submit(self, request: Request) -> None:
+        now = time.monotonic()
+        self._dispatcher.submit(request, now, now)
+
+    def abort(self, request_id: str) -> None:
+        self._dispatcher.abort(request_id, None, time.monotonic())
+
     def receive(self, timeout_s: float = 60.0) -> messages.ToGateway:
         deadline = time.monotonic() + timeout_s
-        while not self._socket.poll(100):
+        while not self._kept and not self._socket.poll(20):
             if self.process.poll() is not None:
                 raise WorkerDied(f"the worker exited with {self.process.returncode}")
             if time.monotonic() > deadline:
                 raise WorkerDied(f"no message from the worker within {timeout_s} s")
-        return messages.decode_for_gateway(self._socket.recv_multipart()[1])
+            self._wake()
+        if self._kept:
+            return self._kept.popleft()
+        message = messages.decode_for_gateway(self._socket.recv_multipart()[1])
+        self._take(message)
+        return message
+
+    def _wake(self) -> None:
+        due_s, now = self._dispatcher.next_wake_s(), time.monotonic()
+        if due_s is not None and due_s <= now:
+            self._dispatcher.wake(now)
+        self._keep_refusals()
+
+    def _take(self, message: messages.ToGateway) -> None:
+        if isinstance(message, messages.Hello):
+            self._dispatcher.joined(self._node, message)
+        elif isinstance(message, messages.LoadFailed):
+            self._dispatcher.withdraw(self._node, message.model)
+        elif isinstance(message, messages.Reply | messages.Said | messages.Tokens):
+            self._dispatcher.received(self._node, message, time.monotonic())
+        self._keep_refusals()
+
+    def _keep_refusals(self) -> None:
+        """Told like tokens, as if they came from the worker."""
+        for event in self._dispatcher.take_events():
+            self._kept.append(messages.Tokens("", (event,)))
 
     def wait_for(
         self, kind: type[Message], accept: Callable[[Message], bool] = lambda _: True, timeout_s: float = 60.0

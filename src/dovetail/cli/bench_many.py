@@ -42,6 +42,7 @@ def many(
     contenders: Annotated[str, typer.Option(help="Which ones, in this order.")] = ALL,
     share: Annotated[float, typer.Option(help="Of the models that fit into memory.", min=0.01, max=1.0)] = 1 / 3,
     keep_alive: Annotated[float, typer.Option(help="Seconds that an idle model stays.", min=0.0)] = 30.0,
+    nodes: Annotated[int, typer.Option(help="Workers of ours, which share cores and memory.", min=1)] = 1,
     base: Annotated[str | None, typer.Option(help="A GGUF file to copy.  [default: SmolLM2-135M-Instruct]")] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Where models and logs are kept.  [default: bench/many under $DOVETAIL_HOME]")
@@ -76,7 +77,7 @@ def many(
         fleet = by_popularity(made, seed)
         arrivals = read_trace(trace) if trace is not None else arrivals_of(mix, len(fleet))
         _check_models(arrivals, fleet)
-        settings = Settings(place, usable_cores(), share, keep_alive, None, install)
+        settings = Settings(place, usable_cores(), share, keep_alive, None, install, nodes=nodes)
         if cold_start or idle:
             lives = _measure_lives(
                 fleet, arrivals, settings, seed, runs if cold_start else 0, idle_wait if idle else None, step

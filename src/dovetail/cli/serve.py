@@ -18,7 +18,7 @@ import typer
 
 from dovetail.config import Config, KeyConfig, NodeConfig, StoreConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError
-from dovetail.machine import hide_argument, process_age_s, usable_gpus
+from dovetail.machine import hide_argument, memory_bytes, process_age_s, usable_cores, usable_gpus
 
 if TYPE_CHECKING:
     import socket
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dovetail.store.pool import HostPool
 
 PROMPT = "Please name the capital of Germany."  # no token of the answer hangs on a near tie, in any precision
+HOST_SHARE = 0.75  # of the machine's memory, for weights and KV of all CPU nodes together
 KEY_VARIABLE = "DOVETAIL_API_KEY"
 _SWITCH_S = 0.001  # that a thread may keep the interpreter while the event loop waits for it
 
@@ -108,7 +109,7 @@ def serve(
     }
 
     def override(settings: Config) -> Config:
-        return _override(_with_nodes(settings, device), server, node, api_key, store)
+        return _shared(_override(_with_nodes(settings, device), server, node, api_key, store))
 
     settings = override(load_config(config) if config is not None else Config())
     plan = Plan(settings, tuple(dict.fromkeys(models or ())), config, override, as_json)
@@ -169,6 +170,19 @@ def _with_nodes(config: Config, device: str | None) -> Config:
     found = [device] if device is not None else [f"cuda:{index}" for index in range(usable_gpus())]
     nodes = tuple(_node(name) for name in found) or config.nodes
     return config.model_copy(update={"nodes": nodes})
+
+
+def _shared(config: Config) -> Config:
+    """Several CPU nodes share the machine: what they leave open of cores and memory is divided evenly."""
+    count = sum(node.device == "cpu" for node in config.nodes)
+    if count < 2:
+        return config
+    share = {"threads": max(usable_cores() // count, 1), "memory": int(memory_bytes()[0] * HOST_SHARE) // count}
+    nodes = []
+    for node in config.nodes:
+        open_keys = [key for key in share if node.device == "cpu" and not getattr(node, key)]
+        nodes.append(node.model_copy(update={key: share[key] for key in open_keys}))
+    return config.model_copy(update={"nodes": tuple(nodes)})
 
 
 def _node(device: str) -> NodeConfig:

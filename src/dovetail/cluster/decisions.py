@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from dovetail.cluster.handle import NodeHandle
 from dovetail.node.work import Work
 
 
@@ -20,7 +21,7 @@ class How(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Placed:
     work: Work
-    node: str
+    node: NodeHandle
     instance: int
     how: How
 
@@ -60,4 +61,13 @@ class Moving:
     reason: str
 
 
-Decision = Placed | Queued | Extended | Refused | Moving
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """The model has an instance that nobody asked for, or cannot have one."""
+
+    model: str
+    node: NodeHandle | None
+    refusals: dict[str, int]
+
+
+Decision = Warmed | Placed | Queued | Extended | Refused | Moving

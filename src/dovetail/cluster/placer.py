@@ -1,20 +1,23 @@
 """The steps of placement: join an instance, preempt a neighbour, start an instance, swap one out (S9–S11).
 
-Ranks candidates on mirrored views and proposes; nodes accept or refuse. Who asks, and when again, is `controller`'s.
+Ranks candidates on what nodes have said and asks one after another; nodes accept or refuse. Who asks, and when again,
+is `controller`'s.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from dovetail.cluster.decisions import How, Placed
-from dovetail.node.events import Pausable, Victim
-from dovetail.node.ports import NodeHandle
-from dovetail.node.work import Phase, Work
+from dovetail.cluster.asking import Ask, Asking
+from dovetail.cluster.decisions import How, Placed, Warmed
+from dovetail.cluster.handle import NodeHandle
+from dovetail.node import protocol
+from dovetail.node.protocol import Accepted, Pausable, Refused, Victim
+from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.consolidate import rank_instances
-from dovetail.policy.headroom import Refusal
+from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Admission, Knobs
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind, rank_nodes
@@ -25,6 +28,42 @@ MAX_CANDIDATES = 16  # of these: nodes asked for a start, or where a preempted r
 MAX_INSTANCES = 4  # instances of the model asked to take a request
 MAX_MOVES = 8  # nodes and instances asked, all in all, whether they would take what gives way to a request
 MAX_VICTIMS = 2  # neighbours considered for giving way
+
+
+class Unwanted(Exception):
+    """The request was cancelled while a node was asked for it."""
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """One request that looks for a place, and what it has heard so far."""
+
+    work: Work
+    avoided: Collection[str] = ()  # nodes that owe what they have to others
+    refusals: Counter[str] = field(default_factory=Counter)  # how often each reason was given
+    prefill_s: float = INFINITY  # what the fastest of those who refused would need, otherwise empty
+    decode_s: float = INFINITY
+    could_serve: bool = False  # one of them would keep the targets, undisturbed
+    is_over: bool = False  # nobody wants the request any more
+    num_checked: int = 0  # nodes asked whether they would take what gives way
+    _record: RequestRecord | None = None
+
+    @property
+    def record(self) -> RequestRecord:
+        if self._record is None:
+            self._record = self.work.record()
+        return self._record
+
+    def changed(self) -> None:
+        """The request has got other deadlines."""
+        self._record = None
+
+    def note(self, refused: Refused) -> None:
+        self.refusals[refused.reason] += 1
+        if refused.prefill_s is not None:
+            self.prefill_s = min(self.prefill_s, refused.prefill_s)
+            self.decode_s = min(self.decode_s, refused.decode_s)
+            self.could_serve |= refused.could_serve
 
 
 @dataclass(slots=True, eq=False)
@@ -43,32 +82,40 @@ class Placer:
     def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs) -> None:
         self.nodes = [node for node in nodes if knobs.use_cpu or node.kind is not DeviceKind.CPU]
         self.knobs = knobs
-        self.refusals: Counter[str] = Counter()  # since `seek` or `come_back` was called
+        self.now_s = 0.0  # of the event that is being handled
         self._instances: dict[tuple[str, int], InstanceView] = {}  # (node, instance)
         self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
         self._turn_of: Counter[str] = Counter()  # round robin, by model
-        self._avoided: Collection[str] = ()  # nodes that this decision leaves alone
-        self._asked = 0  # nodes, in this decision, whether they would take what gives way
         self._cursor = 0  # where the next window of candidate nodes begins
 
-    def seek(
-        self, work: Work, now: float, *, demand: int, num_parked: int, avoided: Collection[str] = ()
-    ) -> Placed | None:
-        """`demand` requests of its model are without a place, `num_parked` models are swapped out, the nodes `avoided`
-        owe what they have to others."""
-        self.refusals.clear()
-        self._avoided = avoided
+    def seek(self, search: Search, *, demand: int, num_parked: int) -> Asking[Placed | None]:
+        """`demand` requests of its model are without a place, `num_parked` models are swapped out."""
         may_pause = self.knobs.pause and num_parked < self.knobs.pause_models
-        placed = self.join(work, now) or self._preempt(work, now, may_pause) or self._start(work, now)
+        placed = yield from self.join(search)
+        placed = placed or (yield from self._preempt(search, may_pause))
+        placed = placed or (yield from self._start(search))
         if placed is None and may_pause:
-            placed = self._pause(work, now, demand)
-        self._avoided = ()
+            placed = yield from self._pause(search, demand)
         return placed
 
-    def come_back(self, work: Work, now: float) -> Placed | None:
-        """A place for swapped-out work, without making room for it."""
-        self.refusals.clear()
-        return self.join(work, now) or self._start(work, now)
+    def come_back(self, search: Search) -> Asking[Placed | None]:
+        """A place without making room for it."""
+        placed = yield from self.join(search)
+        return placed or (yield from self._start(search))
+
+    def warm(self, model: str) -> Asking[Warmed]:
+        """An instance of the model, where a start would be tried first; one that is there will do."""
+        for view in self._by_model.get(model, ()):
+            return Warmed(model, view.node, {})
+        refusals: Counter[str] = Counter()
+        for node in rank_nodes(self.nodes, pack=self.knobs.reactive):
+            if node.offer_of(model) is not None:
+                answer = yield Ask(node, protocol.Warm(model))
+                if isinstance(answer, Accepted):
+                    return Warmed(model, node, {})
+                if isinstance(answer, Refused):
+                    refusals[answer.reason] += 1
+        return Warmed(model, None, dict(refusals))
 
     def num_open(self, model: str) -> int:
         """Instances of the model that take work."""
@@ -77,6 +124,7 @@ class Placer:
     # What is believed of instances
 
     def add_instance(self, node: NodeHandle, instance_id: int, model: str, phase: Phase, batch: int) -> None:
+        self.forget(node, instance_id)
         view = InstanceView(node, instance_id, model, phase, batch, node.kind is DeviceKind.CPU)
         self._instances[node.name, instance_id] = view
         self._by_model[model].append(view)
@@ -98,19 +146,41 @@ class Placer:
             if name == node.name:
                 self.forget(node, instance_id)
 
+    def saw(self, node: NodeHandle, view: protocol.NodeView) -> None:
+        """What the node says of its instances is so, whatever was believed."""
+        there = {one.id for one in view.instances}
+        for name, instance_id in list(self._instances):
+            if name == node.name and instance_id not in there:
+                self.forget(node, instance_id)
+        for one in view.instances:
+            known = self._instances.get((node.name, one.id))
+            if known is None:
+                self.add_instance(node, one.id, one.model, one.phase, one.batch)
+            else:
+                known.batch = one.batch
+
     # The steps of placement
 
-    def join(self, work: Work, now: float) -> Placed | None:
-        for view in self._candidates(work):
-            if view.node.name in self._avoided:
-                self.refusals[Refusal.MEMORY] += 1
+    def join(self, search: Search) -> Asking[Placed | None]:
+        for view in self._candidates(search.work):
+            if view.node.name in search.avoided:
+                search.refusals[Refusal.MEMORY] += 1
                 continue
-            refusal = view.node.join(view.id, work, now)
-            if refusal is None:
+            answer = yield from self._propose(search, view.node, view.id)
+            if isinstance(answer, Accepted):
                 view.batch += 1
-                return Placed(work, view.node.name, view.id, How.JOIN)
-            self.refusals[refusal] += 1
+                return Placed(search.work, view.node, view.id, How.JOIN)
         return None
+
+    def _propose(self, search: Search, node: NodeHandle, instance: int | None) -> Asking[protocol.Answer]:
+        answer = yield Ask(node, protocol.Propose(search.record, instance))
+        if search.is_over:
+            if isinstance(answer, Accepted):
+                node.order(protocol.Withdraw(search.work.id), self.now_s)
+            raise Unwanted
+        if isinstance(answer, Refused):
+            search.note(answer)
+        return answer
 
     def _candidates(self, work: Work) -> list[InstanceView]:
         views = [view for view in self._by_model[work.model] if view.phase is work.phase]
@@ -120,69 +190,78 @@ class Placer:
         self._turn_of[work.model] += 1
         return views[turn:] + views[:turn]
 
-    def _preempt(self, work: Work, now: float, may_pause: bool) -> Placed | None:
+    def _preempt(self, search: Search, may_pause: bool) -> Asking[Placed | None]:
         """S9: make room for an instance of the model by moving a smaller neighbour's requests elsewhere."""
         if not self.knobs.proactive or self.knobs.disaggregate:
             return None
-        considered = self._asked = 0
-        for view in self._candidates(work):
+        considered = search.num_checked = 0
+        for view in self._candidates(search.work):
             if considered >= MAX_VICTIMS:
                 return None
-            if view.node.name in self._avoided:
+            if view.node.name in search.avoided:
                 continue
-            for victim in view.node.victims_for(view.id, work, now):
+            answer = yield Ask(view.node, protocol.FindVictims(search.record, view.id))
+            for victim in answer.found if isinstance(answer, protocol.Victims) else ():
                 considered += 1
                 can_wait = may_pause and self._can_wait(victim)
-                if not can_wait and not self._can_move(victim, view.node, now):
+                if not can_wait and not (yield from self._can_move(victim, view.node, search)):
                     continue
-                view.node.preempt(victim.instance, "paused" if can_wait else "preempted")
+                if search.is_over:
+                    raise Unwanted
+                view.node.order(protocol.Preempt(victim.instance, "paused" if can_wait else "preempted"), self.now_s)
                 self.forget(view.node, victim.instance)
-                if view.node.join(view.id, work, now) is None:
+                answer = yield from self._propose(search, view.node, view.id)
+                if isinstance(answer, Accepted):
                     view.batch += 1
-                    return Placed(work, view.node.name, view.id, How.PREEMPT)
+                    return Placed(search.work, view.node, view.id, How.PREEMPT)
                 return None
         return None
 
     def _can_wait(self, victim: Victim) -> bool:
         """Its requests are so far ahead that they may be swapped out for a while."""
-        return victim.headroom_s >= self.knobs.pause_headroom_s and len(victim.works) <= self.knobs.pause_batch
+        return victim.headroom_s >= self.knobs.pause_headroom_s and len(victim.requests) <= self.knobs.pause_batch
 
-    def has_other_place(self, work: Work, source: NodeHandle, now: float) -> bool:
+    def has_other_place(self, request: RequestRecord, source: NodeHandle) -> Asking[bool]:
         """Somebody else would accept it."""
-        self._asked = 0
-        return self._has_other_place(work, {source.name}, now)
+        return (yield from self._has_other_place(request, {source.name}, Search(Work.of(request))))
 
-    def _can_move(self, victim: Victim, source: NodeHandle, now: float) -> bool:
+    def _can_move(self, victim: Victim, source: NodeHandle, search: Search) -> Asking[bool]:
         """Every request of the victim would be accepted somewhere else, each on a node of its own: that a node accepts
         one of them says nothing about the next."""
         taken = {source.name}
-        return all(self._has_other_place(work, taken, now) for work in victim.works)
+        for request in victim.requests:
+            if not (yield from self._has_other_place(request, taken, search)):
+                return False
+        return True
 
-    def _has_other_place(self, work: Work, taken: set[str], now: float) -> bool:
+    def _has_other_place(self, request: RequestRecord, taken: set[str], search: Search) -> Asking[bool]:
         """On a node that is not taken; that node is taken then."""
-        for view in self._by_model[work.model][:MAX_INSTANCES]:
-            node = view.node
-            if node.name not in taken and self._may_ask() and node.check_join(view.id, work, now) is None:
-                taken.add(node.name)
-                return True
-        for node in self._window(work):
-            if node.name not in taken and self._may_ask() and node.check_start(work, now) is None:
+        found: list[tuple[NodeHandle, int | None]] = []
+        found += [(view.node, view.id) for view in self._by_model[request.model][:MAX_INSTANCES]]
+        found += [(node, None) for node in self._window(request)]
+        for node, instance in found:
+            if node.name not in taken and (yield from self._would_take(node, request, instance, search)):
                 taken.add(node.name)
                 return True
         return False
 
-    def _may_ask(self) -> bool:
-        self._asked += 1
-        return self._asked <= MAX_MOVES
+    def _would_take(
+        self, node: NodeHandle, request: RequestRecord, instance: int | None, search: Search
+    ) -> Asking[bool]:
+        search.num_checked += 1
+        if search.num_checked > MAX_MOVES:
+            return False
+        answer = yield Ask(node, protocol.Check(request, instance))
+        return isinstance(answer, Accepted)
 
-    def _start(self, work: Work, now: float) -> Placed | None:
-        for node in rank_nodes(self._window(work), pack=self.knobs.reactive):
-            placed = self._start_on(node, work, now, How.START)
+    def _start(self, search: Search) -> Asking[Placed | None]:
+        for node in rank_nodes(self._window(search.record), pack=self.knobs.reactive):
+            placed = yield from self._start_on(node, search, How.START)
             if placed is not None:
                 return placed
         return None
 
-    def _window(self, work: Work) -> Sequence[NodeHandle]:
+    def _window(self, request: RequestRecord) -> Sequence[NodeHandle]:
         """All nodes of a small cluster; of a large one some from all over it that seem to have room for an instance,
         others with every call."""
         count = len(self.nodes)
@@ -192,48 +271,54 @@ class Placer:
         looks = min(count, MAX_LOOKS)
         seen = [self.nodes[(start + step * count // looks) % count] for step in range(looks)]
         if self.knobs.admission is Admission.SHADOW:
-            decodes_s: dict[int, float] = {}
-            seen = [node for node in seen if self._has_room(node, work, decodes_s)] or seen
+            seen = [node for node in seen if self._has_room(node, request)] or seen
         return seen[:: -(len(seen) // -MAX_CANDIDATES)]
 
-    def _has_room(self, node: NodeHandle, work: Work, decodes_s: dict[int, float]) -> bool:
-        """By what is known of it: a CPU's fullness is what an iteration of everybody takes there. `decodes_s` is by
-        hosting, for the length of one decision."""
-        hosting = node.hosting_of(work.model)
-        if hosting is None or not node.up:
+    def _has_room(self, node: NodeHandle, request: RequestRecord) -> bool:
+        """By what is known of it: a CPU's fullness is what an iteration of everybody takes there."""
+        offer = node.offer_of(request.model)
+        if offer is None or not node.up:
             return False
-        if not hosting.weights_in_place and hosting.weight_bytes > node.free_bytes and not self.knobs.reclaim_idle:
+        if offer.weight_bytes > node.free_bytes and not self.knobs.reclaim_idle:
             return False
-        if node.kind is not DeviceKind.CPU:
-            return True
-        decode_s = decodes_s.get(id(hosting))
-        if decode_s is None:
-            decode_s = decodes_s[id(hosting)] = hosting.latency.decode_s(1, work.known_tokens)
-        return node.fullness + decode_s <= work.tpot_s
+        return node.kind is not DeviceKind.CPU or node.fullness + offer.decode_s <= request.tpot_s
 
-    def _start_on(self, node: NodeHandle, work: Work, now: float, how: How) -> Placed | None:
-        answer = Refusal.MEMORY if node.name in self._avoided else node.start(work, now)
-        if isinstance(answer, Refusal):
-            self.refusals[answer] += 1
+    def _start_on(self, node: NodeHandle, search: Search, how: How) -> Asking[Placed | None]:
+        work = search.work
+        if node.name in search.avoided:
+            search.refusals[Refusal.MEMORY] += 1
             return None
-        self.add_instance(node, answer, work.model, work.phase, batch=1)
-        return Placed(work, node.name, answer, how)
+        if self.knobs.one_instance and self._has_instance(node, work):
+            search.refusals[Refusal.SLOTS] += 1  # it would say the same
+            return None
+        answer = yield from self._propose(search, node, None)
+        if not isinstance(answer, Accepted):
+            return None
+        self.add_instance(node, answer.instance, work.model, work.phase, batch=1)
+        return Placed(work, node, answer.instance, how)
 
-    def _pause(self, work: Work, now: float, demand: int) -> Placed | None:
+    def _has_instance(self, node: NodeHandle, work: Work) -> bool:
+        views = self._by_model.get(work.model, ())
+        return any(view.node is node and view.phase is work.phase for view in views)
+
+    def _pause(self, search: Search, demand: int) -> Asking[Placed | None]:
         """Swap out the instance with the longest headroom, if that makes room for an instance of the work's model."""
-        urgent = work.due_s - now <= self.knobs.pause_last_s
+        urgent = search.work.due_s - self.now_s <= self.knobs.pause_last_s
         best: tuple[float, NodeHandle, int] | None = None
-        for node in self._window(work):
+        for node in self._window(search.record):
             if node.kind is DeviceKind.GPU:
-                for option in node.pausable_for(work, now):
+                answer = yield Ask(node, protocol.FindPausable(search.record))
+                for option in answer.found if isinstance(answer, protocol.Pausables) else ():
                     if self._pays(option, demand, urgent) and (best is None or option.headroom_s > best[0]):
                         best = (option.headroom_s, node, option.instance)
         if best is None:
             return None
+        if search.is_over:
+            raise Unwanted
         _, node, instance = best
-        node.preempt(instance, "paused")
+        node.order(protocol.Preempt(instance, "paused"), self.now_s)
         self.forget(node, instance)
-        return self._start_on(node, work, now, How.PAUSE)
+        return (yield from self._start_on(node, search, How.PAUSE))
 
     def _pays(self, option: Pausable, demand: int, urgent: bool) -> bool:
         """A swap costs two loads: it pays for a larger batch, or at the last moment for light weights."""

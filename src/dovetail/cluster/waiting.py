@@ -6,8 +6,9 @@ What becomes of them is the controller's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator
 from heapq import heappop, heappush
+from typing import Generic, TypeVar
 
 from dovetail.node.work import Work
 
@@ -21,9 +22,12 @@ MAX_FAILURES = 96
 EXPIRY_S = 0.001  # after a token was due
 
 
-class WaitingRoom:
+Why = TypeVar("Why")
+
+
+class WaitingRoom(Generic[Why]):
     def __init__(self, retry_s: float, *, on_change: bool = True) -> None:
-        self.refusals: dict[int, Mapping[str, int]] = {}  # by request: why it got no place when it last asked
+        self.refusals: dict[int, Why] = {}  # by request: why it got no place when it last asked
         self.by_model: Counter[str] = Counter()
         self._retry_s = retry_s
         self._on_change = on_change
@@ -43,7 +47,7 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._works)
 
-    def enter(self, work: Work, refusals: Mapping[str, int], now: float) -> None:
+    def enter(self, work: Work, refusals: Why, now: float) -> None:
         """It has just asked in vain."""
         if not self._works:
             self._last_pass_s = self._last_full_s = now
@@ -94,9 +98,9 @@ class WaitingRoom:
         while heap and expiry_s.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
 
-    def begin_pass(self, now: float) -> Iterator[Work]:
+    def begin_pass(self, now: float, asking: Container[int] = ()) -> Iterator[Work]:
         """Those who may ask now, the most urgent first; the caller lets each leave, and enter again if it got no place.
-        Nobody, if it is not time."""
+        Nobody, if it is not time. Those in `asking` wait for an answer, which is taken for a refusal until it comes."""
         if not self._works or now < self._next_pass_s():
             return
         limit = MAX_FAILURES_CHANGED
@@ -108,6 +112,6 @@ class WaitingRoom:
             if work.id not in self._works or failures[work.model] >= MAX_FAILURES_OF_MODEL:
                 continue  # it went with another's end, or others of its model asked in vain
             yield work
-            failures[work.model] += work.id in self._works
+            failures[work.model] += work.id in self._works or work.id in asking
             if failures.total() >= limit:
                 return

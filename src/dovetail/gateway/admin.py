@@ -23,7 +23,8 @@ from dovetail.errors import (
     ModelNotFound,
     RequestError,
 )
-from dovetail.gateway.link import Instance, NodeLink
+from dovetail.gateway.cluster import Cluster
+from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.models import Entry, Offer
 from dovetail.gateway.pulls import Puller, Pulls
 from dovetail.gateway.service import Limits, Service
@@ -128,12 +129,11 @@ class Admin:
     def unload(self, name: str, *, force: bool) -> int:
         """Its memory is free; the next request loads it again. Returns how many requests it ended."""
         name = self._known(name)
-        unfinished = sum(len(instance.requests) for _, instance in self._instances(name))
+        unfinished = self._unfinished(name)
         if unfinished and not force:
             raise Conflict(f"'{name}' is answering {unfinished} requests; force ends them", code="model_in_use")
         error = ModelNotFound(f"'{name}' was unloaded while it answered", param="model", code="model_unloaded")
-        for node, _ in self._instances(name):
-            node.drop(name, error)
+        self.service.cluster.drop(name, error)
         return unfinished
 
     # Damage
@@ -200,7 +200,7 @@ class Admin:
             self._keep_pulling(name, offer.configs[name], arriving.get(name))
         for name in arriving.keys() - self._models.arriving().keys():
             self.pulls.cancel(name)
-        for name in {name for node in self.service.link.nodes.values() for name in node.instances}:
+        for name in list(self.service.cluster.models):
             if self._models.is_taken(name):
                 self.service.reconfigure(name)
             else:
@@ -256,23 +256,22 @@ class Admin:
             asyncio.get_running_loop().call_later(keep_s, self._forget_words, message.model)
 
     def _forget_words(self, name: str) -> None:
-        if not self._instances(name) and self._models.forget_words(name):
+        if not self.service.cluster.is_in_use(name) and self._models.forget_words(name):
             release_memory()
 
     def _retire(self, name: str, *, force: bool) -> int:
-        unfinished = 0
-        for node, instance in self._instances(name):
-            unfinished += len(instance.requests)
-            if force:
-                error = ModelNotFound(f"'{name}' was removed while it answered", param="model", code="model_removed")
-                node.drop(name, error)
-            else:
-                self._spawn(_unload_when_idle(node, name, instance))
+        unfinished, cluster = self._unfinished(name), self.service.cluster
+        hosted = cluster.models.get(name)
+        if force:
+            error = ModelNotFound(f"'{name}' was removed while it answered", param="model", code="model_removed")
+            cluster.drop(name, error)
+        elif hosted is not None:
+            self._spawn(_unload_when_idle(cluster, name, hosted))
         return unfinished
 
-    def _instances(self, name: str) -> list[tuple[NodeLink, Instance]]:
-        nodes = self.service.link.nodes.values()
-        return [(node, instance) for node in nodes if (instance := node.instances.get(name)) is not None]
+    def _unfinished(self, name: str) -> int:
+        hosted = self.service.cluster.models.get(name)
+        return len(hosted.requests) if hosted is not None else 0
 
     def _known(self, name: str) -> str:
         name = self._models.resolve(name)
@@ -293,7 +292,7 @@ class Admin:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _unload_when_idle(node: NodeLink, name: str, instance: Instance) -> None:
-    await instance.idle.wait()
-    if node.instances.get(name) is instance and not instance.requests:
-        node.unload(name)
+async def _unload_when_idle(cluster: Cluster, name: str, hosted: HostedModel) -> None:
+    await hosted.idle.wait()
+    if cluster.models.get(name) is hosted and not hosted.is_wanted:
+        cluster.unload(name)

@@ -1,7 +1,7 @@
-"""The gateway's end of the wire: messages to the workers, their answers to whoever waits for them.
+"""The gateway's end of the wire: messages to the workers, and their answers to whoever observes.
 
-Keeps, per node, which models were asked for and which requests are unfinished, so that a worker's death ends each of
-them exactly once. Starting and restarting processes is `supervisor`'s; what the tokens mean is `service`'s.
+Keeps, per node, what its worker last said of itself. Starting and restarting processes is `supervisor`'s; where
+requests go is `cluster`'s; what the tokens mean is `service`'s.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import asyncio
 import logging
 import shutil
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,28 +19,24 @@ import msgspec
 import zmq
 
 from dovetail.config import NodeConfig
-from dovetail.errors import EngineFailed, Overloaded, RequestError, WorkerLost
+from dovetail.errors import Overloaded, RequestError, WorkerLost
 from dovetail.gateway.supervisor import Supervisor, WorkerExit
 from dovetail.messages import (
-    Abort,
     Hello,
-    Load,
     Loaded,
     LoadFailed,
     Reclaimed,
+    Said,
     Shutdown,
     Stats,
-    Submit,
     ToGateway,
-    Tokens,
     ToWorker,
-    Unload,
     Unloaded,
     decode_for_gateway,
     encode,
 )
-from dovetail.modelspec import KvKind
-from dovetail.types import ModelCard, Request, TokenEvent
+from dovetail.node.protocol import NodeView
+from dovetail.types import TokenEvent
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -83,163 +77,57 @@ class Inbox:
         return arrivals
 
 
-@dataclass
-class Instance:
-    """A model that a node was asked to load."""
-
-    card: ModelCard
-    ready: asyncio.Future[Loaded]  # fails with the error that the waiting requests get
-    requests: set[str] = field(default_factory=set)  # unfinished
-    has_served: bool = False
-    was_waited_for: bool = False  # a request came before it was loaded: a cold start
-    is_reclaimed: bool = False  # the node has taken its memory back since it was last loaded
-    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while `requests` is empty
-
-    def __post_init__(self) -> None:
-        self.idle.set()
-
-    def begin(self, request_id: str) -> None:
-        self.requests.add(request_id)
-        self.has_served = True
-        self.idle.clear()
-
-    def end(self, request_id: str) -> None:
-        self.requests.discard(request_id)
-        if not self.requests:
-            self.idle.set()
-
-    @property
-    def loaded(self) -> Loaded | None:
-        done = self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
-        return self.ready.result() if done else None
-
-
 class NodeLink:
     """One worker as the gateway sees it."""
 
-    def __init__(self, config: NodeConfig, send: Callable[[str, ToWorker], None]) -> None:
+    def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.name = config.name
         self.hello: Hello | None = None
         self.stats: Stats | None = None
-        self.instances: dict[str, Instance] = {}
-        self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
-        self._send = send
-        self._outbox: list[ToWorker] = []  # until the worker has said Hello
+        self.view: NodeView | None = None
+        self.loaded: dict[str, Loaded] = {}  # models that have an instance which is ready
         self._unloading: Counter[str] = Counter()  # Unload messages that the worker has not confirmed
 
-    def send(self, message: ToWorker) -> None:
-        if self.hello is None:
-            self._outbox.append(message)
-        else:
-            self._send(self.name, message)
-
-    def greet(self, hello: Hello) -> None:
-        self.hello = hello
-        outbox, self._outbox = self._outbox, []
-        for message in outbox:
-            self._send(self.name, message)
-
-    def load(
-        self, card: ModelCard, dtype: str, keep_alive_s: float = -1.0, *, kv: KvKind = "auto", start: bool = False
-    ) -> Instance:
-        """The model on this node. Its first request starts it, unless it shall be started before."""
-        instance = self.instances.get(card.name)
-        is_new = instance is None
-        if instance is None:
-            instance = self.instances[card.name] = Instance(card, _future())
-        if is_new or (start and instance.loaded is None):
-            self.send(Load(card, dtype, self.config.kv_cache, keep_alive_s, start, kv))
-        return instance
-
-    def reconfigure(self, model: str, dtype: str, keep_alive_s: float, kv: KvKind = "auto") -> None:
-        self.send(Load(self.instances[model].card, dtype, self.config.kv_cache, keep_alive_s, start=False, kv=kv))
-
-    def reclaimed(self, model: str) -> None:
-        """The worker has let go of an idle model."""
-        instance = self.instances.get(model)
-        if instance is not None:
-            instance.ready = _future()
-            instance.is_reclaimed = True
-            self._drop_reclaimed(instance)
-
-    def _drop_reclaimed(self, instance: Instance) -> None:
-        """Not while there are requests: some may wait for it to come back, of others the end was not read yet."""
-        if instance.is_reclaimed and not instance.requests:
-            self.instances.pop(instance.card.name, None)
+    @property
+    def instances(self) -> dict[str, Loaded | None]:
+        """Models that have an instance; None while it is loading."""
+        known = [one.model for one in self.view.instances] if self.view is not None else []
+        return {model: self.loaded.get(model) for model in dict.fromkeys([*known, *self.loaded])}
 
     def unload(self, model: str) -> None:
-        instance = self.instances.pop(model, None)
-        if instance is not None:
-            instance.idle.set()  # whoever waits for it looks again
-            self._unloading[model] += 1
-            self.send(Unload(model))
-
-    def confirm_unload(self, model: str) -> None:
-        if self._unloading[model]:
-            self._unloading[model] -= 1
+        self.loaded.pop(model, None)
+        self._unloading[model] += 1
 
     def is_current(self, model: str) -> bool:
         """Whether what the worker says of loading this model is about the last Load. Messages keep their order, so all
         that comes before the answer to an Unload is about an instance that is given up."""
         return not self._unloading[model]
 
-    def submit(self, request: Request, inbox: Inbox, arrived_s: float) -> None:
-        instance = self.instances[request.model]
-        instance.was_waited_for |= instance.loaded is None
-        instance.begin(request.id)
-        self.inboxes[request.id] = (inbox, request.model)
-        self.send(Submit(request, arrived_s))
+    def take(self, message: ToGateway) -> bool:
+        """Note what the worker says of itself; False if it is about something that is given up."""
+        if isinstance(message, Loaded | LoadFailed | Reclaimed):
+            if not self.is_current(message.model):
+                return False
+            if isinstance(message, Loaded):
+                self.loaded[message.model] = message
+            else:
+                self.loaded.pop(message.model, None)
+        elif isinstance(message, Stats):
+            self.stats = message
+        elif isinstance(message, Unloaded):
+            self._unloading[message.model] -= 1
+        elif isinstance(message, Said):
+            for notice in message.notices:
+                if isinstance(notice, NodeView):
+                    self.view = notice
+        return True
 
-    def finish(self, request_id: str) -> None:
-        """The request is over, for whatever reason. Later events for it are dropped."""
-        entry = self.inboxes.pop(request_id, None)
-        instance = self.instances.get(entry[1]) if entry else None
-        if instance is not None:
-            instance.end(request_id)
-            self._drop_reclaimed(instance)
-
-    def fail_model(self, model: str, error: RequestError) -> None:
-        """The instance is gone, and with it its requests."""
-        instance = self.instances.pop(model, None)
-        if instance is not None:
-            if not instance.ready.done():
-                instance.ready.set_exception(error)
-            instance.requests.clear()
-            instance.idle.set()
-        self._fail_requests(model, error)
-
-    def drop(self, model: str, error: RequestError) -> None:
-        """Unload at once; its requests end with this error."""
-        self.unload(model)
-        self._fail_requests(model, error)
-
-    def _fail_requests(self, model: str, error: RequestError) -> None:
-        for request_id in [key for key, (_, owner) in self.inboxes.items() if owner == model]:
-            self.inboxes.pop(request_id)[0].fail(error)
-
-    def reset(self, error: RequestError) -> None:
-        """The worker is gone, and with it its models and requests."""
-        self.hello, self.stats = None, None
-        self._outbox.clear()
+    def reset(self) -> None:
+        """The worker is gone, and with it its models."""
+        self.hello = self.stats = self.view = None
+        self.loaded.clear()
         self._unloading.clear()
-        for model in list(self.instances):
-            self.fail_model(model, error)
-        for inbox, _ in self.inboxes.values():  # of models that were unloaded under them
-            inbox.fail(error)
-        self.inboxes.clear()
-
-
-def _future() -> asyncio.Future[Loaded]:
-    ready: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
-    ready.add_done_callback(_retrieve)
-    return ready
-
-
-def _retrieve(future: asyncio.Future[Loaded]) -> None:
-    """A load that nobody waits for may fail without asyncio complaining that nobody looked."""
-    if not future.cancelled():
-        future.exception()
 
 
 Observer = Callable[[str, ToGateway], None]
@@ -259,13 +147,14 @@ class Link:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes its name over
-        self.nodes = {config.name: NodeLink(config, self._send) for config in nodes}
+        self.nodes = {config.name: NodeLink(config) for config in nodes}
         self.supervisors = {
             config.name: Supervisor(config, self._address, command, self._on_exit, self._directory, pass_fds)
             for config in nodes
         }
         self.observers: list[Observer] = []
-        self.exit_observers: list[Callable[[str], None]] = []
+        self.exit_observers: list[Callable[[str, WorkerLost], None]] = []
+        self.close_observers: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # while it is open
 
     def start(self) -> None:
@@ -280,10 +169,10 @@ class Link:
         """Shutdown message, then terminate, then kill; the directory goes last."""
         for node in self.nodes.values():
             if node.hello is not None:
-                self._send(node.name, Shutdown())
+                self.send(node.name, Shutdown())
         await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors.values()))
-        for node in self.nodes.values():
-            node.reset(EngineFailed("the server is shutting down"))
+        for observer in self.close_observers:
+            observer()
         if self._loop is not None:
             self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
             self._loop = None
@@ -291,17 +180,12 @@ class Link:
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def node_of(self, model: str) -> NodeLink:
-        """Where this model runs, or where it shall: on the node with the fewest models."""
-        nodes = list(self.nodes.values())
-        for node in nodes:
-            if model in node.instances:
-                return node
-        usable = [node for node in nodes if self.supervisors[node.name].retry_after_s is None]
-        if not usable:
-            soonest = min(supervisor.retry_after_s or 0.0 for supervisor in self.supervisors.values())
+    def check_usable(self) -> None:
+        """Some worker is up or on its way."""
+        pauses = [supervisor.retry_after_s for supervisor in self.supervisors.values()]
+        if all(pause_s is not None for pause_s in pauses):
+            soonest = min(pause_s or 0.0 for pause_s in pauses)
             raise Overloaded("the worker failed and is about to be restarted", retry_after_s=soonest)
-        return min(usable, key=lambda node: len(node.instances))
 
     def is_up(self) -> bool:
         return all(node.hello is not None for node in self.nodes.values())
@@ -311,7 +195,10 @@ class Link:
             return "up"
         return "starting" if self.supervisors[node.name].retry_after_s is None else "down"
 
-    def _send(self, node: str, message: ToWorker) -> None:
+    def send(self, node: str, message: ToWorker) -> None:
+        """To a worker that has said Hello; one that is gone needs nothing more."""
+        if self.nodes[node].hello is None:
+            return
         self._socket.send_multipart([node.encode(), encode(message)], zmq.NOBLOCK)
         self._look_again()
 
@@ -347,31 +234,19 @@ class Link:
             if message.pid != self.supervisors[node.name].pid:
                 return  # a late word of a process that is gone
             self.supervisors[node.name].on_hello()
-            node.greet(message)
-        elif node.hello is None:
+            node.hello = message
+        elif node.hello is None or not node.take(message):
             return
-        elif isinstance(message, Tokens):
-            _deliver(node, message)
-        elif isinstance(message, Loaded | LoadFailed):
-            if node.is_current(message.model):
-                _settle(node, message)
-        elif isinstance(message, Stats):
-            node.stats = message
-        elif isinstance(message, Reclaimed):
-            if node.is_current(message.model):
-                node.reclaimed(message.model)
-        else:
-            assert isinstance(message, Unloaded)
-            node.confirm_unload(message.model)
         for observer in self.observers:
             observer(node.name, message)
 
     def _on_exit(self, name: str, end: WorkerExit) -> None:
         during = f" while it computed {len(end.suspects)} requests" if end.suspects else ""
         logger.error("worker %s %s%s", name, end.reason, during)
-        self.nodes[name].reset(WorkerLost(f"the worker '{name}' {end.reason}", end.suspects))
+        self.nodes[name].reset()
+        lost = WorkerLost(f"the worker '{name}' {end.reason}", end.suspects)
         for observer in self.exit_observers:
-            observer(name)
+            observer(name, lost)
 
 
 def _private_directory() -> Path:
@@ -381,29 +256,3 @@ def _private_directory() -> Path:
         return directory
     directory.rmdir()
     return Path(tempfile.mkdtemp(prefix="dovetail-", dir="/tmp"))
-
-
-def _deliver(node: NodeLink, message: Tokens) -> None:
-    now = time.monotonic()
-    for event in message.events:
-        entry = node.inboxes.get(event.request_id)
-        if entry is not None:
-            entry[0].put(Arrival(event, now))
-
-
-def _settle(node: NodeLink, message: Loaded | LoadFailed) -> None:
-    if isinstance(message, LoadFailed):
-        node.fail_model(message.model, EngineFailed(f"'{message.model}' cannot be loaded: {message.error}"))
-        return
-    instance = node.instances.get(message.model)
-    if instance is not None and not instance.ready.done():
-        instance.is_reclaimed = False
-        instance.ready.set_result(message)
-
-
-def abort(node: NodeLink, request_id: str, choice: int | None = None) -> None:
-    """Tell the worker in this very tick; with no choice named the request is over here as well."""
-    if request_id in node.inboxes:
-        node.send(Abort(request_id, choice))
-        if choice is None:
-            node.finish(request_id)

@@ -114,16 +114,21 @@ class Metrics:
         self.restarts.labels(node).inc()
         for key in [key for key in self._seen if key[0] == node]:
             del self._seen[key]
-            for gauge in (self.running, self.waiting, self.kv_usage):
-                gauge.labels(key[1]).set(0)
+            self._set_gauges(key[1])
+
+    def _set_gauges(self, model: str) -> None:
+        """Over all nodes that have the model."""
+        found = [stats for (_, name), stats in self._seen.items() if name == model]
+        total = sum(stats.blocks_total for stats in found)
+        self.running.labels(model).set(sum(stats.running for stats in found))
+        self.waiting.labels(model).set(sum(stats.waiting for stats in found))
+        self.kv_usage.labels(model).set(sum(stats.blocks_used for stats in found) / total if total else 0.0)
 
     def _observe_instance(self, node: str, now: InstanceStats) -> None:
         model = now.model
         before = self._seen.get((node, model))
         self._seen[node, model] = now
-        self.running.labels(model).set(now.running)
-        self.waiting.labels(model).set(now.waiting)
-        self.kv_usage.labels(model).set(now.blocks_used / now.blocks_total if now.blocks_total else 0.0)
+        self._set_gauges(model)
         for counter, field in (
             (self.preemptions, "preemptions"),
             (self.prefix_queries, "prefix_queries"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dovetail.config import ModelConfig
 from dovetail.gateway.admin import Admin
 from dovetail.gateway.admin_api import ModelState, PullState, State, Tier
-from dovetail.gateway.link import Instance, NodeLink
+from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.pulls import Pull
 from dovetail.gateway.service import Service
@@ -62,30 +62,30 @@ def _described(
         tpot_p50_s=figures.tpot_p50_s,
         pull=pull,
     )
-    for node in service.link.nodes.values():
-        instance = node.instances.get(name)
-        if instance is not None:
-            _add_instance(state, node, instance)
+    if service.cluster.is_in_use(name):
+        _add_instances(state, service)
     return state
 
 
-def _add_instance(state: ModelState, node: NodeLink, instance: Instance) -> None:
-    state.node = node.name
-    state.unfinished = len(instance.requests)
-    state.state, state.tier = _life(instance, state.tier)
-    if instance.loaded is not None:
-        state.weight_bytes = instance.loaded.weight_bytes
-    for stats in node.stats.instances if node.stats is not None else ():
-        if stats.model == state.name:
-            state.kv_bytes = stats.kv_committed_bytes
+def _add_instances(state: ModelState, service: Service) -> None:
+    hosted = service.cluster.models[state.name]
+    state.node = ", ".join(service.cluster.nodes_of(state.name)) or None
+    state.unfinished = len(hosted.requests)
+    state.state, state.tier = _life(hosted, state.tier)
+    if hosted.loaded is not None:
+        state.weight_bytes = hosted.loaded.weight_bytes
+    for node in service.link.nodes.values():
+        for stats in node.stats.instances if node.stats is not None else ():
+            if stats.model == state.name:
+                state.kv_bytes += stats.kv_committed_bytes
 
 
-def _life(instance: Instance, before: Tier) -> tuple[State, Tier]:
-    if instance.loaded is None:
+def _life(hosted: HostedModel, before: Tier) -> tuple[State, Tier]:
+    if hosted.loaded is None:
         return "loading", before
-    if instance.requests:
+    if hosted.requests:
         return "serving", "device"
-    return ("idle" if instance.has_served else "ready"), "device"
+    return ("idle" if hosted.has_served else "ready"), "device"
 
 
 def pull_state(pull: Pull) -> PullState:

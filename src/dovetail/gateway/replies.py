@@ -239,7 +239,6 @@ class NodeStatus(BaseModel):
     memory_planned_bytes: int = 0  # of it, taken or about to be
     resizes: int = 0
     resize_seconds: float = 0.0
-    refused: int = 0  # requests whose targets could not be kept
     overhead_p50_s: float = 0.0  # between iterations, while there was work
     overhead_p99_s: float = 0.0
     models: list[ModelStatus]
@@ -261,5 +260,6 @@ class ServerStatus(BaseModel):
     version: str
     draining: bool
     unfinished: int
+    refused: int = 0  # requests whose targets could not be kept
     nodes: list[NodeStatus]
     models: list[LoadedModel] = Field(default_factory=list, description="those in memory, for Ollama's clients")

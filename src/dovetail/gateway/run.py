@@ -1,4 +1,4 @@
-"""One job while it runs: its requests on a node, the tokens and text of its choices, its clock.
+"""One job while it runs: its requests in the cluster, the tokens and text of its choices, its clock.
 
 Every token that came is kept, so that a job whose worker died can be submitted again with what it has said. When to do
 that, and where, is `service`'s.
@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dovetail.errors import EngineFailed, Overloaded, RequestError, Unprocessable
-from dovetail.gateway.link import Arrival, Inbox, Instance, NodeLink, abort
+from dovetail.gateway.cluster import Cluster
+from dovetail.gateway.hosted import HostedModel
+from dovetail.gateway.link import Arrival, Inbox
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.slo import Outcome, SloWatch
 from dovetail.gateway.stopper import Stopper
@@ -50,11 +52,11 @@ class Run:
 
     def __init__(self, job: Job, metrics: Metrics, origin: Origin) -> None:
         self.job = job
-        self.node: NodeLink | None = None
+        self._cluster: Cluster | None = None
         self.resumptions = 0  # after deaths that this job may be to blame for
         self._isolated: set[str] = set()  # requests that a worker died on, until they have gone on for a while
         self._inbox = Inbox()
-        self._instance: Instance | None = None
+        self._hosted: HostedModel | None = None
         self._was_submitted = False
         self._metrics = metrics
         # Looked up once, because they are used at every token.
@@ -74,18 +76,24 @@ class Run:
         """Something has been said, so that a client may be waiting in the middle of a text."""
         return any(choice.tokens for choice in self._choices.values())
 
-    def submit(self, node: NodeLink, instance: Instance) -> None:
-        """Hand what is left of the job to a node: all of it at first, the rest of its open choices later."""
+    def submit(self, cluster: Cluster, hosted: HostedModel) -> None:
+        """Hand what is left of the job to the cluster: all of it at first, the rest of its open choices later."""
         if not self._was_submitted:
             self._was_submitted = True
             self._metrics.prompt_tokens.labels(self.job.model.name).inc(self.job.num_prompt_tokens)
-        self.node, self._instance = node, instance
+        self._cluster, self._hosted = cluster, hosted
         self._inbox = Inbox()
         for choice in self._choices.values():
             choice.num_resumed = len(choice.tokens)
         for request in self.job.requests:
             if self._is_open(request):
-                node.submit(self._rest_of(request), self._inbox, self._arrival)
+                cluster.submit(self._rest_of(request), self._inbox, self._arrival)
+
+    def require_place(self, timeout_s: float, error: RequestError) -> None:
+        """What is left of it has a place by then, or it ends with this error."""
+        assert self._cluster is not None
+        for request_id in {request_id for request_id, _ in self.open}:
+            self._cluster.require_place(request_id, timeout_s, error)
 
     async def next(self) -> list[Delta]:
         """What is new. Raises WorkerLost after everything that came before it, and whatever else ends the job."""
@@ -147,10 +155,10 @@ class Run:
         for request in self.job.requests:
             metrics.request_prompt.labels(name).observe(len(request.prompt))
         self._record_outcomes(None)
-        assert self._instance is not None
-        if self._instance.was_waited_for:  # one cold start, however many requests waited for it
-            self._instance.was_waited_for = False
-            loaded = self._instance.loaded
+        assert self._hosted is not None
+        if self._hosted.was_waited_for:  # one cold start, however many requests waited for it
+            self._hosted.was_waited_for = False
+            loaded = self._hosted.loaded
             metrics.cold_starts.labels(name, loaded.tier if loaded is not None else "disk").inc()
 
     def fail(self, error: RequestError) -> None:
@@ -167,9 +175,9 @@ class Run:
         self._leave()
 
     def _leave(self) -> None:
-        if self.node is not None:
+        if self._cluster is not None:
             for request in self.job.requests:
-                abort(self.node, request.id)
+                self._cluster.abort(request.id)
         self.open.clear()
 
     def _record_outcomes(self, failure: Outcome | None) -> None:
@@ -200,11 +208,11 @@ class Run:
         self._metrics.request_generation.labels(name).observe(len(choice.tokens))
         if choice.tpot_s is not None:
             self._metrics.figures_of(name).add_tpot(choice.tpot_s)
-        assert self.node is not None
+        assert self._cluster is not None
         if not by_worker:
-            abort(self.node, *key)
+            self._cluster.abort(*key)
         if not any(request_id == key[0] for request_id, _ in self.open):
-            self.node.finish(key[0])
+            self._cluster.finish(key[0])
 
 
 class _Choice:

@@ -1,7 +1,7 @@
-"""The gateway without HTTP: runs a job on the node that has its model, and gives its text as it comes.
+"""The gateway without HTTP: runs a job on the cluster, and gives its text as it comes.
 
-Every path out of `Service.run` either saw the end of each choice or told the worker to abort it, in the same tick. A
-job whose worker dies goes on, from the tokens that it has, on the worker that takes its place.
+Every path out of `Service.run` either saw the end of each choice or had it aborted, in the same tick. A job whose
+worker dies goes on, from the tokens that it has, on another worker or on the one that takes its place.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from dataclasses import dataclass
 
 from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
 from dovetail.errors import EngineFailed, InvalidRequest, Overloaded, QuotaExceeded, RequestError, WorkerLost
-from dovetail.gateway.link import Instance, Link, NodeLink
+from dovetail.gateway.cluster import Cluster
+from dovetail.gateway.hosted import HostedModel
+from dovetail.gateway.link import Link
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import Models, ServedModel
 from dovetail.gateway.run import Delta, Origin, Run
 from dovetail.gateway.templates import templates
 from dovetail.gateway.translate import Job
+from dovetail.messages import Load
+from dovetail.types import ModelCard
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Service:
 
     def __init__(self, link: Link, models: Models, metrics: Metrics, limits: Limits) -> None:
         self.link = link
+        self.cluster = Cluster(link)
         self.models = models
         self.metrics = metrics
         self.limits = limits
@@ -51,7 +56,7 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         link.observers.append(metrics.observe_message)
-        link.exit_observers.append(metrics.forget_node)
+        link.exit_observers.append(lambda node, lost: metrics.forget_node(node))
 
     @property
     def unfinished(self) -> int:
@@ -93,21 +98,18 @@ class Service:
     def context_limit(self, model: ServedModel) -> int:
         """Tokens that prompt and answer may have: the model's context, or the KV pool where that is known smaller."""
         context = model.card.spec.context_length
-        for node in self.link.nodes.values():
-            instance = node.instances.get(model.name)
-            if instance is not None and instance.loaded is not None and instance.loaded.kv_capacity_tokens:
-                return min(context, instance.loaded.kv_capacity_tokens)
-        return context
+        loaded = (node.loaded.get(model.name) for node in self.link.nodes.values())
+        pools = [one.kv_capacity_tokens for one in loaded if one is not None and one.kv_capacity_tokens]
+        return min(context, max(pools)) if pools else context
 
     def default_max_tokens(self, model: ServedModel) -> int:
         return model.config.default_max_tokens or self.limits.default_max_tokens
 
     def reconfigure(self, name: str) -> None:
         """A model's settings have changed: one that is idle is given its new time to live."""
-        for node in self.link.nodes.values():
-            if name in node.instances:
-                config = self.models.get(name).config
-                node.reconfigure(name, config.dtype, config.keep_alive, config.kv)
+        if name in self.cluster.models:
+            model, card = self.models.get(name), self.cluster.models[name].card
+            self.cluster.reconfigure(_load_of(model, card))
 
     async def start(self, preload: Iterable[str] = ()) -> None:
         """Returns when the workers are up and these models loaded; raises what the first that fails raises."""
@@ -120,8 +122,9 @@ class Service:
         await asyncio.gather(*(self._preload(model) for model in models))
 
     async def _preload(self, model: ServedModel) -> None:
-        _, instance = await self._current_instance(model, start=True)
-        await asyncio.gather(model.prepare(), asyncio.shield(instance.ready))
+        hosted = await self._current(model)
+        self.cluster.warm(model.name)
+        await asyncio.gather(model.prepare(), asyncio.shield(hosted.ready))
 
     async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[Delta, None]:
         """Text as it comes. Close the generator (`contextlib.aclosing`) to abort."""
@@ -131,7 +134,7 @@ class Service:
         run = Run(job, self.metrics, origin)
         self._begin(count, origin.key)
         try:
-            run.submit(*await self._current_instance(job.model))
+            run.submit(self.cluster, await self._current(job.model))
             while run.open:
                 try:
                     deltas = await run.next()
@@ -161,20 +164,18 @@ class Service:
             run.resumptions += 1
         run.suspect(lost.suspects)
         self.metrics.resumptions.labels(run.job.model.name).inc()
-        node, instance = await self._instance_again(run, lost, deadline)
-        run.submit(node, instance)
+        run.submit(self.cluster, await self._hosted_again(run, lost, deadline))
         if run.has_tokens:
-            await asyncio.wait({instance.ready}, timeout=_until(deadline))
-            if not instance.ready.done():
-                raise self._too_late(lost)
+            run.require_place(_until(deadline), self._too_late(lost))
 
-    async def _instance_again(self, run: Run, lost: WorkerLost, deadline: float) -> tuple[NodeLink, Instance]:
+    async def _hosted_again(self, run: Run, lost: WorkerLost, deadline: float) -> HostedModel:
         model = run.job.model
         while True:
             if self.models.get(model.name).card != model.card:
                 raise EngineFailed(f"{lost.message}, and '{model.name}' is another model since", code="worker_lost")
             try:
-                return self._instance(model)
+                self.link.check_usable()
+                return self.cluster.offer(_load_of(model, model.card))
             except Overloaded as pause:  # the worker died several times and is given a pause
                 if run.has_tokens and _until(deadline) < (pause.retry_after_s or 0.0):
                     raise self._too_late(lost) from pause
@@ -185,26 +186,23 @@ class Service:
         message = f"{lost.message} and was not back within {seconds:g} s"
         return Overloaded(message, code="worker_restarting", retry_after_s=max(seconds, 1.0))
 
-    async def _current_instance(self, model: ServedModel, *, start: bool = False) -> tuple[NodeLink, Instance]:
-        """The model as it is now. One that was pulled again is served when the answers of the old one are finished: a
-        prompt in the new one's tokens means nothing to the old."""
-        while (old := self._outdated(model)) is not None:
-            await old.idle.wait()
-            if self._outdated(model) is old:
-                self.link.node_of(model.name).unload(model.name)
-        return self._instance(model, start=start)
+    async def _current(self, model: ServedModel) -> HostedModel:
+        """The model as it is now, when the nodes have said whether they offer it. One that was pulled again is served
+        when the answers of the old one are finished: a prompt in the new one's tokens means nothing to the old."""
+        while True:
+            while (old := self._outdated(model)) is not None:
+                await old.idle.wait()
+                if self._outdated(model) is old and not old.is_wanted:
+                    self.cluster.unload(model.name)
+            hosted = self.cluster.offer(_load_of(model, model.card))
+            self.link.check_usable()
+            await hosted.wait_until_known()
+            if self.cluster.models.get(model.name) is hosted:  # else it was unloaded meanwhile
+                return hosted
 
-    def _outdated(self, model: ServedModel) -> Instance | None:
-        for node in self.link.nodes.values():
-            instance = node.instances.get(model.name)
-            if instance is not None and instance.card != model.card:
-                return instance
-        return None
-
-    def _instance(self, model: ServedModel, *, start: bool = False) -> tuple[NodeLink, Instance]:
-        node = self.link.node_of(model.name)
-        config = model.config
-        return node, node.load(model.card, config.dtype, config.keep_alive, kv=config.kv, start=start)
+    def _outdated(self, model: ServedModel) -> HostedModel | None:
+        hosted = self.cluster.models.get(model.name)
+        return hosted if hosted is not None and hosted.card != model.card else None
 
     def _begin(self, count: int, key: str) -> None:
         self._unfinished += count
@@ -218,6 +216,11 @@ class Service:
             del self._by_key[key]
         if self._unfinished == 0:
             self._idle.set()
+
+
+def _load_of(model: ServedModel, card: ModelCard) -> Load:
+    config = model.config
+    return Load(card, config.dtype, keep_alive_s=config.keep_alive, kv=config.kv)
 
 
 def _until(deadline: float) -> float:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import dovetail
 from dovetail.gateway.figures import ModelFigures
-from dovetail.gateway.link import Instance, Link, NodeLink
+from dovetail.gateway.hosted import HostedModel
+from dovetail.gateway.link import NodeLink
 from dovetail.gateway.replies import LoadedModel, ModelStatus, NodeStatus, ServerStatus
 from dovetail.gateway.service import Service
-from dovetail.messages import InstanceStats, Stats
+from dovetail.messages import InstanceStats, Loaded, Stats
 
 
 def server_status(service: Service) -> ServerStatus:
-    nodes = [_node_status(service.link, node, service.metrics.figures_of) for node in service.link.nodes.values()]
+    nodes = [_node_status(service, node) for node in service.link.nodes.values()]
     return ServerStatus(
         version=dovetail.__version__,
         draining=service.is_draining,
         unfinished=service.unfinished,
+        refused=service.cluster.dispatcher.refused,
         nodes=nodes,
         models=[
             _loaded(model, on_gpu=service.link.nodes[node.name].config.device != "cpu")
@@ -39,7 +39,8 @@ def _loaded(model: ModelStatus, *, on_gpu: bool) -> LoadedModel:
     )
 
 
-def _node_status(link: Link, node: NodeLink, figures: Callable[[str], ModelFigures]) -> NodeStatus:
+def _node_status(service: Service, node: NodeLink) -> NodeStatus:
+    link, figures, hosted = service.link, service.metrics.figures_of, service.cluster.models
     supervisor = link.supervisors[node.name]
     stats = {item.model: item for item in node.stats.instances} if node.stats else {}
     status = NodeStatus(
@@ -50,19 +51,23 @@ def _node_status(link: Link, node: NodeLink, figures: Callable[[str], ModelFigur
         starts=supervisor.starts,
         import_s=node.hello.import_s if node.hello else None,
         resident_bytes=None,
-        models=[_model_status(item, stats.get(name), figures(name)) for name, item in node.instances.items()],
+        models=[
+            _model_status(name, loaded, hosted.get(name), stats.get(name), figures(name))
+            for name, loaded in node.instances.items()
+        ],
     )
     if node.stats is not None:
         _take_over(node.stats, status)
     return status
 
 
-def _model_status(instance: Instance, stats: InstanceStats | None, figures: ModelFigures) -> ModelStatus:
-    loaded = instance.loaded
+def _model_status(
+    name: str, loaded: Loaded | None, hosted: HostedModel | None, stats: InstanceStats | None, figures: ModelFigures
+) -> ModelStatus:
     status = ModelStatus(
-        name=instance.card.name,
+        name=name,
         state="loaded" if loaded else "loading",
-        unfinished=len(instance.requests),
+        unfinished=len(hosted.requests) if hosted is not None else 0,
         attainment=figures.attainment,
         ttft_p50_s=figures.ttft_p50_s,
         tpot_p50_s=figures.tpot_p50_s,

@@ -6,10 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from dovetail.modelspec import ModelSpec
-from dovetail.node.events import Pausable, Victim
-from dovetail.node.work import Work
-from dovetail.policy.headroom import Refusal
-from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.sched.turn import Outcome, Turn
 
 
@@ -55,58 +51,3 @@ class Checkpoint(Protocol):
         """The tensor `name` as one or more pieces which, concatenated along dimension 0, reshape to its shape."""
 
     def close(self) -> None: ...
-
-
-class NodeHandle(Protocol):
-    """A node as the cluster sees it, in this process or in another. The controller proposes, the node disposes:
-    every answer is the node's own, and the properties may be a little old."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def kind(self) -> DeviceKind: ...
-
-    @property
-    def up(self) -> bool: ...
-
-    @property
-    def in_use(self) -> bool: ...
-
-    @property
-    def fullness(self) -> float: ...
-
-    @property
-    def free_bytes(self) -> int:
-        """Memory that a start may be given."""
-
-    def hosting_of(self, model: str) -> Hosting | None:
-        """What the model takes there and how fast it runs; None = it is not offered there."""
-
-    def check_join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
-        """Would `join` accept?"""
-
-    def check_start(self, work: Work, now: float) -> Refusal | None:
-        """Would `start` accept?"""
-
-    def join(self, instance_id: int, work: Work, now: float) -> Refusal | None: ...
-
-    def start(self, work: Work, now: float) -> int | Refusal: ...
-
-    def victims_for(self, instance_id: int, work: Work, now: float) -> list[Victim]: ...
-
-    def pausable_for(self, work: Work, now: float) -> list[Pausable]: ...
-
-    def preempt(self, instance_id: int, reason: str) -> None: ...
-
-    def gives_way(self) -> tuple[int, Work] | None:
-        """An instance and a long answer on it that may be taken back for a newcomer."""
-
-    def holds(self, instance_id: int, work: Work) -> bool:
-        """Whether it runs there."""
-
-    def withdraw(self, instance_id: int, work: Work, now: float) -> None:
-        """Take it back. No notice follows."""
-
-    def ease(self, work: Work, now: float) -> None:
-        """Let everybody there who did not ask for targets go at a pace at which there is time for this work too."""

@@ -1,183 +1,267 @@
-"""One device while it runs: its node, what its turns and loads took, what it learns from that.
+"""One device while it runs: answers what it is asked, says what becomes of its requests, learns from what turns take.
 
-The node's own handle for the controller in the same process. Events come in with `now`; what the node says collects in
-`node.outbox`, and a node that may have something to say notes itself in `dirty`.
+A state machine: questions, orders and events come in with `now`. What its driver carries out collects in `outbox`, what
+whoever placed the requests should hear in `mailbox`. A node that may have something to say notes itself in `dirty`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import asdict
 
 from dovetail.eventlog import EventLog
-from dovetail.node.events import Pausable, Turn, Victim
+from dovetail.node import answers, events, protocol
 from dovetail.node.feedback import LatencyFeedback, Observation
 from dovetail.node.instance import State
 from dovetail.node.node import Node
-from dovetail.node.work import SLACK, Work
-from dovetail.policy.fairness import Running, who_gives_way
+from dovetail.node.speech import Speech
+from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.placement import Hosting
+from dovetail.profiles.files import hosting_values
 from dovetail.profiles.live import LiveLatency
 
 OVERDUE_S = 1.0
+USUAL_TOKENS = 1024  # of a context, where a request is not known yet
 KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
 
 
 class NodeRuntime:
-    def __init__(self, node: Node, dirty: list[NodeRuntime], log: EventLog | None = None) -> None:
+    def __init__(self, node: Node, dirty: list[NodeRuntime] | None = None, log: EventLog | None = None) -> None:
         self.node = node
         self.name = node.name
         self.kind = node.kind
+        self._speech = Speech(node, log)
+        self.outbox = self._speech.outbox
+        self.mailbox = self._speech.mailbox
+        self.version = 0  # of its view: counts changes
+        self.is_touched = False  # something happened since its turn was last chosen
         self.gaps: deque[float] = deque(maxlen=KEPT_GAPS)  # seconds between the ends and starts of turns
         self.gap_s = 0.0  # before the turn that runs or ran last
-        self.lag_s = 0.0  # what the node says reaches the controller this late
-        self.said_s = 0.0  # when the last of it does
         self._dirty = dirty
+        self._log = log
         self._feedback = LatencyFeedback(log)
+        self._places = self._speech.places
         self._last_end_s: float | None = None  # of a turn; None = the device was idle since
-        self._load_asked_s: dict[int, float] = {}  # by instance: since when its weights are awaited
-        self._loaded: set[int] = set()
+        self.is_idle = False  # nothing can run, as it was last said
         self._fullness: float | None = None
 
-    # What the controller sees and proposes
+    # What may be seen
 
     @property
     def up(self) -> bool:
         return self.node.up
 
     @property
-    def in_use(self) -> bool:
-        return self.node.in_use
-
-    @property
     def fullness(self) -> float:
-        """As of the node's last change of membership, like a view mirrored from reports."""
+        """As of the node's last change of membership, like a view that was pushed."""
         if self._fullness is None:
             self._fullness = self.node.fullness
         return self._fullness
 
-    @property
-    def free_bytes(self) -> int:
-        return self.node.residency.ledger.available
+    def view(self) -> protocol.NodeView:
+        ledger = self.node.residency.ledger
+        instances = tuple(
+            protocol.InstanceView(one.id, one.model, one.phase, one.batch, one.state is State.READY)
+            for one in self.node.instances.values()
+            if one.state is not State.CLOSING
+        )
+        return protocol.NodeView(
+            self.version, self.kind, self.node.in_use, self.fullness, ledger.capacity, ledger.available, instances
+        )
 
-    def hosting_of(self, model: str) -> Hosting | None:
-        return self.node.admit.hostings.get(model)
-
-    def room_for(self, model: str) -> int:
-        """Tokens that one request of the model may have, had it the node to itself."""
+    def offer_of(self, model: str) -> protocol.Offered:
         hosting = self.node.admit.hostings[model]
-        return self.node.admit.most_tokens(hosting) - hosting.block_tokens
+        room_tokens = self.node.admit.most_tokens(hosting) - hosting.block_tokens
+        weight_bytes = 0 if hosting.weights_in_place else hosting.weight_bytes
+        return protocol.Offered(model, room_tokens, weight_bytes, hosting.latency.decode_s(1, USUAL_TOKENS))
 
     def open_instances(self, model: str) -> list[int]:
         found = self.node.instances.values()
         return [one.id for one in found if one.model == model and one.state is not State.CLOSING]
 
-    def check_join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
-        return self.node.check_join(instance_id, work, now)
+    def work_of(self, request: int) -> Work:
+        return self._places[request][1]
 
-    def check_start(self, work: Work, now: float) -> Refusal | None:
-        return self.node.check_start(work, now)
+    # Questions and orders
 
-    def victims_for(self, instance_id: int, work: Work, now: float) -> list[Victim]:
-        return self.node.victims_for(instance_id, work, now)
+    def answer(self, question: protocol.Question, now: float) -> protocol.Answer:
+        if isinstance(question, protocol.Propose):
+            return self._consider(question, now)
+        if isinstance(question, protocol.Warm):
+            return self._warm(question.model, now)
+        if isinstance(question, protocol.Check):
+            return answers.check(self.node, question, now)
+        if isinstance(question, protocol.FindVictims):
+            return answers.find_victims(self.node, question, now)
+        if isinstance(question, protocol.FindPausable):
+            return answers.find_pausable(self.node, question, now)
+        if isinstance(question, protocol.Ease):
+            return answers.ease(self.node, question, now)
+        if isinstance(question, protocol.Release):
+            return self._release(question.request, now)
+        return self._take_back(now)
 
-    def pausable_for(self, work: Work, now: float) -> list[Pausable]:
-        return self.node.pausable_for(work, now)
+    def obey(self, order: protocol.Order, now: float) -> None:
+        if isinstance(order, protocol.Withdraw):
+            self.withdraw(order.request, now)
+        elif order.instance in self.node.instances:
+            self.preempt(order.instance, order.reason, now)
 
-    def join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
-        answer = self.node.join(instance_id, work, now)
-        if answer is None:
-            self.changed()
-        return answer
+    def _consider(self, question: protocol.Propose, now: float) -> protocol.Answer:
+        record = question.request
+        if record.id in self._places:  # asked twice
+            return protocol.Accepted(self._places[record.id][0])
+        work = Work.of(record)
+        answer: int | Refusal | None
+        if question.instance is None:
+            answer = self.node.start(work, now)
+        else:
+            answer = self.node.join(question.instance, work, now)
+        if isinstance(answer, Refusal):
+            if self.node.outbox:  # idle instances may have been closed in vain
+                self.changed(now)
+            return answers.refused(self.node, answer, work)
+        instance = question.instance if answer is None else answer
+        assert instance is not None
+        self._places[record.id] = instance, work
+        self._speech.enter(work, instance, now)
+        self.changed(now)
+        return protocol.Accepted(instance)
 
-    def start(self, work: Work, now: float) -> int | Refusal:
-        answer = self.node.start(work, now)
-        if self.node.outbox or not isinstance(answer, Refusal):  # idle instances may have been closed in vain
-            self.changed()
-        return answer
+    def _take_back(self, now: float) -> protocol.TookBack:
+        found = answers.find_long_answer(self.node)
+        if found is None:
+            return protocol.TookBack()
+        return self._let_go(*found, now)
 
-    def preempt(self, instance_id: int, reason: str) -> None:
+    def _release(self, request: int, now: float) -> protocol.TookBack:
+        instance, work = self._places.get(request, (-1, None))
+        if work is None or request not in self.node.instances[instance].running:
+            return protocol.TookBack()
+        return self._let_go(instance, work, now)
+
+    def _let_go(self, instance: int, work: Work, now: float) -> protocol.TookBack:
+        hosting = self.node.instances[instance].hosting
+        self.withdraw(work.id, now)
+        work.cached = False
+        work.moves += 1
+        return protocol.TookBack(work.record(), instance, *answers.estimate(hosting.latency, work))
+
+    def preempt(self, instance_id: int, reason: str, now: float) -> None:
         self.node.preempt(instance_id, reason)
-        self.changed()
+        self.changed(now)
 
-    def gives_way(self) -> tuple[int, Work] | None:
-        places = {work.id: (one, work) for one in self.node.instances.values() for work in one.running.values()}
-        running = [Running(w.id, w.group, one.produced(w), w.is_strict) for one, w in places.values()]
-        found = who_gives_way(running)
-        return None if found is None else (places[found][0].id, places[found][1])
+    def withdraw(self, request: int, now: float) -> None:
+        place = self._places.pop(request, None)
+        if place is None:
+            return  # it has ended or left by itself, and that was said
+        instance, work = place
+        self._speech.leave(work, instance, now)
+        self.node.withdraw(instance, work, now)
+        self.changed(now)
 
-    def ease(self, work: Work, now: float) -> None:
-        own_s = self.node.admit.hostings[work.model].latency.decode_s(1, work.known_tokens)
-        pace_s = self._ease(now, own_s * self.node.admit.overestimate)
-        work.tpot_s = max(work.tpot_s, pace_s)
+    # Models
 
-    def ease_overdue(self, now: float) -> None:
-        """Deadlines far in the past say nothing about who is urgent: those who did not ask for targets get new ones."""
-        overdue_s = now - OVERDUE_S
-        if any(one.deadline_s < overdue_s and one.can_run for one in self.node.instances.values()):
-            self._ease(now, 0.0)
+    def offer(self, model: str, now: float) -> None:
+        """The model's hosting is new or was replaced."""
+        if self._log is not None:
+            self._log.write(now, "hosting", model=model, **hosting_values(self.node.admit.hostings[model]))
+        self.node.rehost(model, now)
+        self.mailbox.append(self.offer_of(model))
+        self.changed(now)
 
-    def _ease(self, now: float, extra_s: float) -> float:
-        """A pace that leaves time for an iteration of every instance and for something more. Returns that pace."""
-        instances = self.node.instances.values()
-        pace_s = SLACK * (sum(one.decode_s() for one in instances) + extra_s)
-        for instance in instances:
-            for one in instance.works():
-                is_overdue = instance.due_s(one) < now
-                if not one.is_strict and (is_overdue or one.tpot_s < pace_s):
-                    one.slow_down(now, max(one.tpot_s, pace_s), instance.produced(one))
-            instance.waiting.sort(key=lambda one: (one.due_s, one.id))
-            instance.refresh()
-        return pace_s
+    def _warm(self, model: str, now: float) -> protocol.Answer:
+        there = self.open_instances(model)
+        if there:
+            return protocol.Accepted(there[0])
+        answer = self.node.warm(model, now)
+        if isinstance(answer, Refusal):
+            return protocol.Refused(answer)
+        self.mailbox.append(protocol.InstanceOpened(answer, model))
+        self.changed(now)
+        return protocol.Accepted(answer)
 
-    def changed(self) -> None:
-        self._fullness = None
-        self._dirty.append(self)
+    def close_model(self, model: str, now: float) -> None:
+        for instance in self.open_instances(model):
+            self.preempt(instance, "unloaded", now)
+        self.mailbox.append(protocol.NoLonger(model))
 
-    def holds(self, instance_id: int, work: Work) -> bool:
-        instance = self.node.instances.get(instance_id)
-        return instance is not None and work.id in instance.running
-
-    def is_loaded(self, instance_id: int) -> bool:
-        """Its weights are on the device, though it may be closing."""
-        if instance_id in self._loaded:
-            return True
-        instance = self.node.instances.get(instance_id)
-        return instance is not None and instance.hosting.weights_in_place
+    def close_idle(self, now: float) -> int:
+        """The host is short of memory: close the longest idle instance; returns how many were closed."""
+        closed = self.node.close_idle()
+        self.changed(now)
+        return closed
 
     # Turns
 
-    def next_turn(self, now: float) -> Turn | None:
+    def next_turn(self, now: float) -> events.Turn | None:
+        """Whose turn it is on a free device; None while the device is busy, nobody can run, or there is something in
+        the outbox to be done before anybody can."""
+        self.is_touched = False
+        if self.node.turn is not None or not self.up:
+            return None
+        if self.node.knobs.extend_deadlines:
+            self._ease_overdue(now)
         turn = self.node.next_turn(now)
         if self.node.outbox:
-            self.changed()
+            self.changed(now)
+            self.is_touched = turn is None  # to be asked again when that is done
         if turn is not None:
-            self.gap_s = 0.0
-            if self._last_end_s is not None:
-                self.gap_s = now - self._last_end_s
-                self.gaps.append(self.gap_s)
+            self._begin_turn(turn, now)
+        elif not self.is_touched:
+            self._rest(now)
         return turn
 
-    def rest(self, now: float) -> None:
+    def _begin_turn(self, turn: events.Turn, now: float) -> None:
+        self.gap_s = 0.0
+        if self._last_end_s is not None:
+            self.gap_s = now - self._last_end_s
+            self.gaps.append(self.gap_s)
+        if self.is_idle:
+            self._say_idle(False)
+        if self._log is not None and self._log.is_detailed:
+            requests = list(turn.instance.running) if turn.prefill is None else [turn.prefill.id]
+            kind = "decode" if turn.prefill is None else "prefill"
+            self._log.write(now, kind, node=self.name, instance=turn.instance.id, requests=requests)
+
+    def _rest(self, now: float) -> None:
         """Nothing can run."""
         self._feedback.learn(now)
         self._last_end_s = None
+        if not self.is_idle:
+            self._say_idle(True)
 
-    def turn_ended(self, now: float, finished: Sequence[Work], *, is_whole: bool = True) -> Turn:
-        """`is_whole`: all of it was computed; a prompt that was partly in the cache teaches nothing."""
+    def _say_idle(self, is_idle: bool) -> None:
+        self.is_idle = is_idle
+        self.mailbox.append(protocol.Idle(is_idle))
+        if self._dirty is not None:
+            self._dirty.append(self)
+
+    def _ease_overdue(self, now: float) -> None:
+        """Deadlines far in the past say nothing about who is urgent: those who did not ask for targets get new ones."""
+        overdue_s = now - OVERDUE_S
+        if any(one.deadline_s < overdue_s and one.can_run for one in self.node.instances.values()):
+            answers.ease_everyone(self.node, now, 0.0)
+
+    def turn_ended(self, now: float, finished: Iterable[int], *, is_whole: bool = True) -> None:
+        """`finished` got their last token in it. `is_whole`: all of it was computed; a prompt that was partly in the
+        cache teaches nothing."""
         turn = self.node.turn
         assert turn is not None, f"{self.name}: no turn under way"
         latency = turn.instance.hosting.latency
         if is_whole and isinstance(latency, LiveLatency):
             self._observe(turn, latency, now)
         self._last_end_s = now
-        self.node.turn_done(now, finished)
+        self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)])
+        if turn.prefill is not None:
+            self.mailbox.append(protocol.Prefilled(turn.prefill.id, turn.prefill.grace_s))
         if self.node.outbox:
-            self.changed()
-        return turn
+            self.changed(now)
+        elif turn.prefill is not None and self._dirty is not None:
+            self._dirty.append(self)
 
-    def _observe(self, turn: Turn, latency: LiveLatency, now: float) -> None:
+    def _observe(self, turn: events.Turn, latency: LiveLatency, now: float) -> None:
         instance, prefill = turn
         batch, tokens = len(instance.running), instance.tokens
         if prefill is not None:
@@ -185,51 +269,59 @@ class NodeRuntime:
         elif not batch:
             return  # everyone left during the turn
         took_s = now - self.node.turn_started_s
-        self._feedback.add(Observation(latency, batch, tokens, took_s, self.gap_s, bool(self._load_asked_s)), now)
+        self._feedback.add(
+            Observation(latency, batch, tokens, took_s, self.gap_s, bool(self._speech.load_asked_s)), now
+        )
 
     # Memory
 
-    def load_started(self, instance_id: int, now: float) -> None:
-        self._load_asked_s[instance_id] = now
-
-    def load_ended(self, instance_id: int, now: float) -> list[Work]:
-        """Its weights are there; returns the work that has waited for them. A cold start is what it takes to start, the
-        loads before it included."""
-        waited_s = now - self._load_asked_s.pop(instance_id)
+    def load_ended(self, instance_id: int, now: float) -> None:
+        """Its weights are there: whoever has waited for them enters. A cold start is what it takes to start, the loads
+        before it included."""
+        waited_s = now - self._speech.loaded(instance_id)
         works = self.node.instances[instance_id].works()
-        self._loaded.add(instance_id)
         self.node.load_done(instance_id, now, waited_s)
-        self.changed()
-        return works
-
-    def unload_started(self, instance_id: int) -> None:
-        self._loaded.discard(instance_id)
+        for work in works:
+            self._speech.enter(work, instance_id, now)
+        self.changed(now)
 
     def load_failed(self, instance_id: int, now: float) -> None:
-        del self._load_asked_s[instance_id]
+        self._speech.load_asked_s.pop(instance_id)
         self.node.load_failed(instance_id, now)
-        self.changed()
+        self.changed(now)
 
     def resize_ended(self, instance_id: int, now: float) -> None:
         self.node.resize_done(instance_id, now)
-        self.changed()
+        self.changed(now)
 
     def unload_ended(self, instance_id: int, now: float) -> None:
         self.node.unload_done(instance_id, now)
-        self.changed()
+        self.changed(now)
 
     def timer(self, instance_id: int, epoch: int, now: float) -> None:
         self.node.timer(instance_id, epoch, now)
-        self.changed()
-
-    def withdraw(self, instance_id: int, work: Work, now: float) -> None:
-        self.node.withdraw(instance_id, work, now)
-        self.changed()
+        self.changed(now)
 
     def fail(self) -> list[Work]:
         """The device is gone; returns the work that was on it."""
-        self._load_asked_s.clear()
-        self._loaded.clear()
-        self._last_end_s = None
-        self._fullness = None
+        self._speech.clear()
+        self._last_end_s = self._fullness = None
+        self.is_idle = False
         return self.node.fail()
+
+    # What the node says
+
+    def start_log(self, device: str) -> None:
+        """First line of a real node's log: what a simulation of the same node needs. Its models follow as they come."""
+        if self._log is not None:
+            memory_bytes = self.node.residency.ledger.capacity
+            knobs = asdict(self.node.knobs)
+            self._log.header(real=True, node=self.name, device=device, memory_bytes=memory_bytes, knobs=knobs)
+
+    def changed(self, now: float) -> None:
+        self._fullness = None
+        self.version += 1
+        self.is_touched = True
+        if self._dirty is not None:
+            self._dirty.append(self)
+        self._speech.pass_on(now)

@@ -1,9 +1,15 @@
-"""A request as schedulers see it: lengths, deadlines and counters, no tokens and no text (S1, S2)."""
+"""A request as schedulers see it: lengths, deadlines and counters, no tokens and no text (S1, S2).
+
+`RequestRecord` is what travels between controller and nodes, immutable. Whoever has the request keeps a `Work` of its
+own, made of the record, and makes a new record of it when the request goes on: no object has two owners.
+"""
 
 from __future__ import annotations
 
 from copy import copy
 from enum import StrEnum
+
+import msgspec
 
 SLACK = 1.5  # of an extended deadline over what an otherwise empty device needs
 
@@ -14,6 +20,30 @@ class Phase(StrEnum):
     ANY = "any"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class RequestRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A request at the moment at which it changes hands."""
+
+    id: int
+    group: int  # of the choices of one request: the number of the first
+    model: str
+    input_tokens: int
+    produced: int  # tokens that it has
+    arrival_s: float  # at the socket
+    ttft_s: float  # as the scheduler holds it, safety included
+    tpot_s: float
+    slo_scale: float  # the share of the true SLOs at which the two above are held
+    first_due_s: float  # when its first token is or was due, as extended; later ones follow at `tpot_s`
+    grace_s: float  # cold start that its first token had to wait for
+    is_strict: bool  # its targets were asked for: refused rather than late, while it has no token
+    has_kv: bool  # its KV blocks travel with it: no prefill needed
+    phase: Phase
+    late_tokens: int  # tokens after their own true deadline
+    last_token_s: float | None  # None before its first token
+    silence_s: float  # the longest time between two of its tokens
+    moves: int
+    mean_tokens: float  # what answers of its model are long, as far as the controller knows; 0 = not at all
 
 
 class Work:
@@ -72,6 +102,62 @@ class Work:
         self.silence_s = 0.0  # the longest time between two of its tokens
         self.moves = 0
         self.mean_tokens = 0.0  # what answers of its model are long, as far as the controller knows; 0 = not at all
+
+    @classmethod
+    def of(cls, record: RequestRecord) -> Work:
+        work = cls(
+            record.id,
+            record.model,
+            record.input_tokens,
+            record.arrival_s,
+            record.ttft_s,
+            record.tpot_s,
+            record.slo_scale,
+        )
+        work.group = record.group
+        work.take(record)
+        return work
+
+    def take(self, record: RequestRecord) -> None:
+        """The request as whoever had it leaves it."""
+        assert record.id == self.id
+        self.ttft_s = record.ttft_s
+        self.tpot_s = record.tpot_s
+        self.grace_s = record.grace_s
+        self.first_due_s = record.first_due_s
+        self.produced = record.produced
+        self.cached = record.has_kv
+        self.phase = record.phase
+        self.is_strict = record.is_strict
+        self.late_tokens = record.late_tokens
+        self.last_token_s = record.last_token_s
+        self.silence_s = record.silence_s
+        self.moves = record.moves
+        self.mean_tokens = record.mean_tokens
+
+    def record(self) -> RequestRecord:
+        """While it is in no running batch."""
+        return RequestRecord(
+            self.id,
+            self.group,
+            self.model,
+            self.input_tokens,
+            self.produced,
+            self.arrival_s,
+            self.ttft_s,
+            self.tpot_s,
+            self.slo_scale,
+            self.first_due_s,
+            self.grace_s,
+            self.is_strict,
+            self.cached,
+            self.phase,
+            self.late_tokens,
+            self.last_token_s,
+            self.silence_s,
+            self.moves,
+            self.mean_tokens,
+        )
 
     @property
     def due_s(self) -> float:

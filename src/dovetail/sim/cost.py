@@ -58,9 +58,9 @@ def measure_decisions(profile: Path, nodes: int, shape: str = "llama-2-7b", seed
         assert isinstance(device.node, TimedNode)
         device.node.turn_times_s = turn_times_s
     simulation = Simulation(devices, DOVETAIL, arrivals)
-    controller = TimedController(simulation.runtime.nodes, DOVETAIL)
+    controller = TimedController(list(simulation.cluster.handles.values()), DOVETAIL)
     controller.admission_times_s = []
-    simulation.runtime.controller = controller
+    simulation.cluster.runtime.controller = controller
     simulation.run()
     admissions = sorted(controller.admission_times_s)
     turns = sorted(turn_times_s)

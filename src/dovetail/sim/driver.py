@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.cluster.decisions import Refused
 from dovetail.cluster.intake import Submission
-from dovetail.cluster.runtime import Output, Runtime
+from dovetail.cluster.local import LocalCluster, Output
 from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.runtime import NodeRuntime
@@ -59,9 +59,9 @@ class Simulation:
         self.faults = faults
         self.keep_samples = True
         self.on_sample: Callable[[float], None] | None = None
-        self.runtime = Runtime([device.node for device in self.devices], knobs, rule=self.rule, log=log)
+        self.cluster = LocalCluster([device.node for device in self.devices], knobs, rule=self.rule, log=log)
         self._device_of = {device.node.name: device for device in self.devices}
-        self._node_of = {id(device): node for device, node in zip(self.devices, self.runtime.nodes, strict=True)}
+        self._node_of = {id(device): node for device, node in zip(self.devices, self.cluster.nodes, strict=True)}
         self.result = Result(knobs.name, self.records, [], [d.node.name for d in self.devices], self.horizon_s)
         self.result.rule = self.rule
         self._heap: list[tuple[float, int, int, Callable[..., None], Any]] = []
@@ -117,16 +117,16 @@ class Simulation:
         if not self._on_one_thread:
             self._announce(index + 1)
         self.open += len(arrival.produced)
-        self.runtime.submit(submission_of(arrival), now)
+        self.cluster.submit(submission_of(arrival), now)
         self._settle(now)
 
     def _wake(self, now: float, wake_s: float) -> None:
         if wake_s != self._wake_s:
             return  # it was woken before
         self._wake_s = INFINITY
-        due_s = self.runtime.next_wake_s()
+        due_s = self.cluster.next_wake_s()
         if due_s is not None and due_s <= now:  # else it woke by itself to choose a turn
-            self.runtime.wake(now)
+            self.cluster.wake(now)
         self._settle(now)
 
     def _turn_end(self, now: float, key: tuple[Device, int]) -> None:
@@ -136,10 +136,10 @@ class Simulation:
         if now < device.stalled_until_s:
             self._push(device.stalled_until_s, TURN, self._turn_end, key)
             return
-        runtime, turn, node = self.runtime, device.node.turn, self._node_of[id(device)]
+        cluster, turn, node = self.cluster, device.node.turn, self._node_of[id(device)]
         assert turn is not None
-        runtime.turn_ended(node, now, device.finished(turn))
-        if runtime.outbox:
+        cluster.turn_ended(node, now, device.finished(turn))
+        if cluster.outbox:
             self._carry_out_all(now)
         if self._on_one_thread:
             self._hear_all(now)
@@ -165,7 +165,7 @@ class Simulation:
     def _choose(self, now: float, key: tuple[Device, int]) -> None:
         """The device is free again."""
         node = self._node_of[id(key[0])]
-        self.runtime.touched[node.name] = node
+        self.cluster.touched[node.name] = node
         self._settle(now)
 
     def _op_end(self, now: float, key: tuple[Device, int, Callable[..., None], int]) -> None:
@@ -173,12 +173,13 @@ class Simulation:
         if now < device.stalled_until_s:
             self._push(device.stalled_until_s, MEMORY, self._op_end, key)
         elif epoch == device.epoch:
-            event(self._node_of[id(device)], instance, now)
+            event(instance, now)
+            self.cluster.settle(now)
             self._settle(now)
 
     def _sample(self, now: float, _: None) -> None:
         if self.keep_samples:
-            self.result.samples.append(self._sampler.take(now, self.runtime.controller.num_queued))
+            self.result.samples.append(self._sampler.take(now, self.cluster.runtime.controller.num_queued))
             self.result.gpu_instance_s += SAMPLE_EVERY_S * self._sampler.gpu_instances
         if self.on_sample is not None:
             self.on_sample(now)
@@ -189,26 +190,27 @@ class Simulation:
 
     def _settle(self, now: float) -> None:
         """Carry everything out, then start turns on the nodes that changed."""
-        runtime = self.runtime
-        if runtime.outbox:
+        cluster = self.cluster
+        if cluster.outbox:
             self._carry_out_all(now)
-        while runtime.touched and not self._is_hearing:
-            node = next(iter(runtime.touched.values()))
-            turn = runtime.next_turn(node, now)
-            if runtime.outbox:
+        while cluster.touched and not self._is_hearing:
+            node = next(iter(cluster.touched.values()))
+            turn = cluster.next_turn(node, now)
+            if cluster.outbox:
                 self._carry_out_all(now)
             if turn is not None:
                 device = self._device_of[node.name]
                 self._push(now + device.turn_s(turn), TURN, self._turn_end, (device, device.epoch))
-        wake_s = runtime.next_wake_s()
+        wake_s = cluster.next_wake_s()
         if wake_s is not None and wake_s < self._wake_s:
             self._wake_s = wake_s
             self._push(max(wake_s, now), TIMER, self._wake, wake_s)
 
     def _carry_out_all(self, now: float) -> None:
-        outbox = self.runtime.outbox
+        outbox = self.cluster.outbox
         while outbox:
             self._carry_out(*outbox.popleft(), now)
+            self.cluster.settle(now)
 
     def _carry_out(self, node: NodeRuntime | None, said: Output, now: float) -> None:
         if isinstance(said, Refused):
@@ -223,11 +225,11 @@ class Simulation:
             if node.kind is DeviceKind.GPU:
                 self.result.resizes += 1
                 self.result.resize_s += duration
-            self._op(device, now, duration, self.runtime.resize_ended, said.instance)
+            self._op(device, now, duration, node.resize_ended, said.instance)
         elif isinstance(said, events.StartLoad):
-            self._load(device, said, now)
+            self._load(device, node, said, now)
         elif isinstance(said, events.StartUnload):
-            self._op(device, now, device.unload_s(), self.runtime.unload_ended, said.instance)
+            self._op(device, now, device.unload_s(), node.unload_ended, said.instance)
         else:
             self._record(device, said, now)
 
@@ -235,16 +237,16 @@ class Simulation:
         if duration > 0.0 or now < device.stalled_until_s:
             self._push(now + duration, MEMORY, self._op_end, (device, device.epoch, event, instance))
         else:
-            event(self._node_of[id(device)], instance, now)  # over before the next turn is chosen
+            event(instance, now)  # over before the next turn is chosen
 
-    def _load(self, device: Device, said: events.StartLoad, now: float) -> None:
+    def _load(self, device: Device, node: NodeRuntime, said: events.StartLoad, now: float) -> None:
         end = max(now, device.link_free_s) + device.load_s(said)  # one link, one load at a time
         device.link_free_s = end
         self.result.cold_starts += 1
-        event = self.runtime.load_ended
+        event = node.load_ended
         if device.failing_loads:
             device.failing_loads -= 1
-            event = self.runtime.load_failed
+            event = node.load_failed
         self._push(end, MEMORY, self._op_end, (device, device.epoch, event, said.instance))
 
     # Records
@@ -291,12 +293,12 @@ class Simulation:
         elif fault.kind is FaultKind.LOAD_FAILS:
             device.failing_loads += 1
         else:
-            self._node_of[id(device)].lag_s = fault.factor
+            self.cluster.handles[device.node.name].lag_s = fault.factor
             self._push(now + fault.duration_s, MEMORY, self._calm, device)
 
     def _calm(self, now: float, device: Device) -> None:
         device.slowdown = 1.0
-        self._node_of[id(device)].lag_s = 0.0
+        self.cluster.handles[device.node.name].lag_s = 0.0
 
     def _die(self, device: Device, fault: Fault, now: float) -> None:
         if not device.node.up:
@@ -308,7 +310,7 @@ class Simulation:
 
     def _lost(self, now: float, key: tuple[Device, list[Work]]) -> None:
         device, works = key
-        self.runtime.lost(self._node_of[id(device)], works, now)
+        self.cluster.lost(self._node_of[id(device)], works, now)
         self._settle(now)
 
     def _recover(self, now: float, device: Device) -> None:

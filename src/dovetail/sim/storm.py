@@ -133,10 +133,10 @@ def check_end(simulation: Simulation) -> None:
     open_requests = [record.id for record in simulation.records if record.fate is None]
     assert not open_requests, f"requests {open_requests} never ended"
     assert simulation.open == 0, f"{simulation.open} requests counted as open"
-    controller = simulation.runtime.controller
+    controller = simulation.cluster.runtime.controller
     assert not controller.num_queued, "the controller still queues requests"
     assert not controller.parked, "the controller still has swapped-out requests"
-    assert not simulation.runtime.works, "the runtime still knows requests"
+    assert not simulation.cluster.runtime.works, "the runtime still knows requests"
     for device in simulation.devices:
         ledger = device.node.residency.ledger
         assert ledger.waiting == 0, f"{device.node.name}: {ledger.waiting} operations wait in the reservation station"

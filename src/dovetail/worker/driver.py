@@ -1,35 +1,42 @@
-"""Real time for the production runtime: carries out what it says on real executors, and reports what happened.
+"""Real time for a node's runtime: carries out what it says on real executors, and reports what happened.
 
 The counterpart of `sim.driver`. Everything happens between two iterations on one thread; only loads have their own. It
-decides nothing and keeps no list of who waits.
+decides nothing, and knows nothing of other nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol
 
 import msgspec
 
-from dovetail.cluster.decisions import Refused
-from dovetail.cluster.intake import Submission
-from dovetail.cluster.runtime import Output, Runtime
 from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.node import Node
-from dovetail.policy.headroom import Refusal
+from dovetail.node.protocol import (
+    Accepted,
+    Answer,
+    Evicted,
+    HandedOver,
+    Notice,
+    Order,
+    Propose,
+    Question,
+    TookBack,
+    Withdraw,
+)
+from dovetail.node.runtime import NodeRuntime
+from dovetail.node.speech import Output
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.reasons import in_words
 from dovetail.pulse import Pulse
 from dovetail.sched.sequence import Sequence, sequences_of
-from dovetail.types import FinishReason, Request, ServiceClass, TokenEvent
+from dovetail.types import Request, TokenEvent
 from dovetail.worker.runner import ModelRunner
 
-REFUSED = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) cannot be kept now: {}"
-NEVER = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) are beyond this device"
-TOO_LARGE = "this request needs {} tokens of KV memory, the node has room for {}"
 COMPILE_S = 60.0  # the first iteration on a GPU may have its kernels compiled
 
 
@@ -45,14 +52,15 @@ class Report:
 
     tokens: dict[str, list[TokenEvent]]  # by model
     gone: list[str]  # models whose memory is free
+    notices: list[Notice]  # what the node says of itself, after these tokens
 
 
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One open choice of one request while it is here."""
 
-    id: int  # by which the runtime knows it
-    request: Request
+    id: int  # by which controller and node know it
+    model: str
     sequence: Sequence
     instance: int | None = None  # whose turns it takes part in
     has_token: bool = False  # its first one was told
@@ -71,49 +79,42 @@ class NodeDriver:
         on_pause: Callable[[], None] = lambda: None,
         pulse: Pulse | None = None,
         on_growth: Callable[[int], object] = lambda _: None,
+        on_said: Callable[[], None] = lambda: None,
     ) -> None:
         self.hostings: dict[str, Hosting] = {}
-        node = Node(name, kind, memory_bytes, self.hostings, knobs)
-        self.runtime = Runtime([node], knobs, log=log)
-        (self.home,) = self.runtime.nodes
+        self.home = NodeRuntime(Node(name, kind, memory_bytes, self.hostings, knobs), log=log)
         self.runners: dict[int, ModelRunner] = {}  # by instance
         self.states: dict[int, RequestState] = {}
-        self.report = Report({}, [])
+        self.report = Report({}, [], [])
         self.resizes = 0
         self.resize_s = 0.0
-        self.refused = 0
         self._loads = loads
         self._clock = clock
         self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
         self._pulse = pulse or Pulse()
         self._on_growth = on_growth  # called with what the ledger has left, before more of it is used
+        self._on_said = on_said  # called around each thing that is carried out: what the node says may be passed on
         self._by_choice: dict[tuple[str, int], RequestState] = {}
         self._sizes: dict[int, int] = {}  # blocks of instances that are still loading
         self._expected_s = 0.0  # what the turn that runs should take
+        self._timers: list[tuple[float, int, int]] = []  # heap of (time, instance, epoch)
+        self._told_version = -1  # of the view
+        self._leaving: list[int] = []  # requests to be forgotten when everything is carried out
 
     # Models
 
     def register(self, model: str, hosting: Hosting) -> None:
         self.hostings[model] = hosting
-        self.runtime.offer(self.home, model, hosting, self._clock())
-        self._carry_out()
-
-    def warm(self, model: str) -> Refusal | None:
-        """Start an instance of the model, unless there is one."""
-        if self.instances_of(model):
-            return None
-        refusal = self.runtime.warm(self.home, model, self._clock())
-        self._carry_out()
-        return refusal
+        self.home.offer(model, self._clock())
+        self.carry_out()
 
     def instances_of(self, model: str) -> list[int]:
         return self.home.open_instances(model)
 
-    def unregister(self, model: str, error: str) -> None:
-        """End its requests, free its memory."""
-        self._fail_model(model, error)
-        self.runtime.close_model(self.home, model, self._clock())
-        self._carry_out()
+    def unregister(self, model: str) -> None:
+        """Free its memory; requests that are left go elsewhere."""
+        self.home.close_model(model, self._clock())
+        self.carry_out()
         self.hostings.pop(model, None)
 
     def relieve(self) -> int:
@@ -121,54 +122,46 @@ class NodeDriver:
         for runner in self.runners.values():
             if not runner.is_released and not runner.scheduler.has_work:
                 runner.release_pages()
-        closed = self.runtime.close_idle(self.home, self._clock())
-        self._carry_out()
+        closed = self.home.close_idle(self._clock())
+        self.carry_out()
         return closed
 
-    # Requests
+    # Questions and orders
 
-    def submit(self, request: Request, arrival_s: float) -> None:
-        ids = self.runtime.submit(_submission_of(request, arrival_s), self._clock())
-        for id, sequence in zip(ids, sequences_of(request, ids[0]), strict=True):
-            state = self.states[id] = RequestState(id, request, sequence)
-            self._by_choice[request.id, sequence.choice] = state
-        self._carry_out()
+    def ask(self, question: Question, request: Request | None = None) -> Answer:
+        """With Propose comes the request, with one open choice."""
+        if isinstance(question, Propose) and question.request.id not in self.states:
+            assert request is not None
+            self._expect(question.request.id, request)
+        answer = self.home.answer(question, self._clock())
+        if isinstance(question, Propose):
+            self._came_or_not(question.request.id, isinstance(answer, Accepted))
+        elif isinstance(answer, TookBack) and answer.request is not None:
+            self._leaving.append(answer.request.id)
+        return answer
 
-    def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Free what these choices hold. No event follows for them."""
-        choices = [key for key in self._by_choice if key[0] == request_id and choice in (None, key[1])]
-        states = [self._by_choice[key] for key in choices]
-        if states:
-            self.runtime.cancel([state.id for state in states], self._clock())
-            self._carry_out()
-            for state in states:
-                self._forget(state)
+    def _came_or_not(self, id: int, is_here: bool) -> None:
+        is_leaving = id in self._leaving  # it left a moment ago
+        if is_here and is_leaving:
+            self._leaving.remove(id)
+        elif not is_here and not is_leaving:
+            self._forget(id)
 
-    def _fail_model(self, model: str, error: str) -> None:
-        states = [state for state in self.states.values() if state.request.model == model]
-        self.runtime.cancel([state.id for state in states], self._clock(), "failed", error)
-        self._carry_out()
-        for state in states:
-            self._tell_error(state, error)
+    def obey(self, order: Order) -> None:
+        """What comes of it, as of an answer, is to be carried out (`carry_out`) before the next turn."""
+        self.home.obey(order, self._clock())
+        if isinstance(order, Withdraw):
+            self._leaving.append(order.request)
 
-    def _tell_error(
-        self, state: RequestState, error: str, *, unprocessable: bool = False, retry_after_s: float | None = None
-    ) -> None:
-        event = TokenEvent(
-            state.request.id,
-            state.sequence.choice,
-            token=None,
-            finish=FinishReason.ERROR,
-            error=error,
-            unprocessable=unprocessable,
-            retry_after_s=retry_after_s,
-        )
-        self.report.tokens.setdefault(state.request.model, []).append(event)
-        self._forget(state)
+    def _expect(self, id: int, request: Request) -> None:
+        (sequence,) = sequences_of(request, id)
+        state = self.states[id] = RequestState(id, request.model, sequence)
+        self._by_choice[request.id, sequence.choice] = state
 
-    def _forget(self, state: RequestState) -> None:
-        del self.states[state.id]
-        del self._by_choice[state.request.id, state.sequence.choice]
+    def _forget(self, id: int) -> None:
+        state = self.states.pop(id, None)
+        if state is not None:
+            del self._by_choice[state.sequence.request_id, state.sequence.choice]
 
     @property
     def has_work(self) -> bool:
@@ -178,10 +171,16 @@ class NodeDriver:
 
     def next_due_s(self) -> float | None:
         """When `take_turn` has something to do again though nothing can run now."""
-        return self.runtime.next_wake_s()
+        return self._timers[0][0] if self._timers else None
+
+    def run_timers(self) -> None:
+        now = self._clock()
+        while self._timers and self._timers[0][0] <= now:
+            self.home.timer(*heappop(self._timers)[1:], now)
+        self.carry_out()
 
     def take_turn(self) -> bool:
-        """Compute the next iteration, if there is one to compute."""
+        """Compute the next iteration, if there is one to compute; else there may be one now if the node was touched."""
         turn = self._next_turn()
         if turn is None:
             return False
@@ -198,11 +197,10 @@ class NodeDriver:
         return True
 
     def _next_turn(self) -> events.Turn | None:
-        while True:
-            turn = self.runtime.next_turn(self.home, self._clock())
-            self._carry_out()
-            if turn is not None or not self.runtime.touched:
-                return turn
+        self.run_timers()
+        turn = self.home.next_turn(self._clock())
+        self.carry_out()
+        return turn
 
     def _prefill(self, runner: ModelRunner, instance: int, state: RequestState) -> None:
         """All of its prompt, in as many iterations as that takes."""
@@ -233,8 +231,8 @@ class NodeDriver:
         return self._deliver(runner.card.name, completed.events)
 
     def _turn_ended(self, finished: list[int], *, is_whole: bool) -> None:
-        self.runtime.turn_ended(self.home, self._clock(), finished, is_whole=is_whole)
-        self._carry_out()
+        self.home.turn_ended(self._clock(), finished, is_whole=is_whole)
+        self.carry_out()
 
     def _deliver(self, model: str, token_events: Iterable[TokenEvent]) -> list[int]:
         """Tell the tokens; returns the choices that have ended with them."""
@@ -243,7 +241,7 @@ class NodeDriver:
             state = self._by_choice[event.request_id, event.choice]
             if not state.has_token:
                 state.has_token = True
-                event = msgspec.structs.replace(event, grace_s=self.runtime.works[state.id].grace_s)
+                event = msgspec.structs.replace(event, grace_s=self.home.work_of(state.id).grace_s)
             self.report.tokens.setdefault(model, []).append(event)
             if event.finish is not None:
                 finished.append(state.id)
@@ -253,24 +251,25 @@ class NodeDriver:
 
     def loaded(self, instance: int, runner: ModelRunner) -> None:
         self.runners[instance] = runner
-        self._on_growth(self.home.free_bytes)  # what was read to be copied is not in use any more
+        self._on_growth(self.home.node.residency.ledger.available)  # what was read to be copied is not in use any more
         runner.resize(self._sizes.pop(instance, 0))
-        self.runtime.load_ended(self.home, instance, self._clock())
-        self._carry_out()
+        self.home.load_ended(instance, self._clock())
+        self.carry_out()
 
-    def load_failed(self, instance: int, error: str, *, ends_model: bool = True) -> None:
-        """Nobody waits for a model that cannot be loaded."""
-        if ends_model:
-            self._fail_model(self.home.node.instances[instance].model, error)
-        self.runtime.load_failed(self.home, instance, self._clock())
-        self._carry_out()
+    def load_failed(self, instance: int) -> None:
+        self.home.load_failed(instance, self._clock())
+        self.carry_out()
 
-    # Carrying out what the runtime says
+    # Carrying out what the node says
 
-    def _carry_out(self) -> None:
-        outbox = self.runtime.outbox
+    def carry_out(self) -> None:
+        outbox = self.home.outbox
+        self._on_said()
         while outbox:
-            self._carry_out_one(outbox.popleft()[1])
+            self._carry_out_one(outbox.popleft())
+            self._on_said()
+        while self._leaving:
+            self._forget(self._leaving.pop())
 
     def _carry_out_one(self, said: Output) -> None:
         if isinstance(said, events.Enter):
@@ -281,27 +280,27 @@ class NodeDriver:
             state = self.states[said.work.id]
             state.instance = None
             self.runners[said.instance].drop(state.sequence)
+        elif isinstance(said, events.SetTimer):
+            heappush(self._timers, (said.at_s, said.instance, said.epoch))
         elif isinstance(said, events.StartLoad):
-            self._on_growth(self.home.free_bytes)
+            self._on_growth(self.home.node.residency.ledger.available)
             self._loads.load(said)
         elif isinstance(said, events.StartUnload):
             self.runners.pop(said.instance).close()
-            self.runtime.unload_ended(self.home, said.instance, self._clock())
+            self.home.unload_ended(said.instance, self._clock())
         elif isinstance(said, events.StartResize):
             self._resize(said)
         elif isinstance(said, events.Finished):
-            self._forget(self.states[said.work.id])
+            self._forget(said.work.id)
         elif isinstance(said, events.InstanceGone):
             self._sizes.pop(said.instance, None)
             if not self.instances_of(said.model):
                 self.report.gone.append(said.model)
-        elif isinstance(said, Refused):
-            self._refuse(said)
 
     def _resize(self, command: events.StartResize) -> None:
         started = self._clock()
         if command.new_bytes > command.old_bytes:
-            self._on_growth(self.home.free_bytes)
+            self._on_growth(self.home.node.residency.ledger.available)
         hosting = self.home.node.instances[command.instance].hosting
         num_blocks = command.new_bytes // (hosting.kv_bytes_per_token * hosting.block_tokens)
         runner = self.runners.get(command.instance)
@@ -312,36 +311,18 @@ class NodeDriver:
         ended = self._clock()
         self.resizes += 1
         self.resize_s += ended - started
-        self.runtime.resize_ended(self.home, command.instance, ended)
+        self.home.resize_ended(command.instance, ended)
 
-    def _refuse(self, refused: Refused) -> None:
-        """The decision in words."""
-        work, state = refused.work, self.states[refused.work.id]
-        self.refused += 1
-        targets = work.ttft_s / work.slo_scale, work.tpot_s / work.slo_scale
-        if refused.reason == "too_large":
-            error = TOO_LARGE.format(work.known_tokens + 1, self.home.room_for(work.model))
-        elif refused.retry_after_s is None:
-            error = NEVER.format(*targets)
-        else:
-            error = REFUSED.format(*targets, in_words(refused.refusals) or "its time has passed")
-        is_callers = refused.retry_after_s is None
-        self._tell_error(state, error, unprocessable=is_callers, retry_after_s=refused.retry_after_s)
+    def take_notices(self) -> list[Notice]:
+        notices = list(self.home.mailbox)
+        self.home.mailbox.clear()
+        self._leaving += [one.request.id for one in notices if isinstance(one, Evicted | HandedOver)]
+        return notices
 
     def take_report(self) -> Report:
-        report, self.report = self.report, Report({}, [])
+        report, self.report = self.report, Report({}, [], [])
+        report.notices = self.take_notices()
+        if self.home.version != self._told_version:
+            self._told_version = self.home.version
+            report.notices.append(self.home.view())
         return report
-
-
-def _submission_of(request: Request, arrival_s: float) -> Submission:
-    produced = tuple(len(request.generated_by(choice) or ()) for choice in request.open_choices)
-    return Submission(
-        request.model,
-        len(request.prompt),
-        arrival_s,
-        produced,
-        request.slo.ttft_s,
-        request.slo.tpot_s,
-        request.service_class is ServiceClass.BEST_EFFORT,
-        request.sampling.max_tokens,
-    )

@@ -22,14 +22,13 @@ from dovetail import messages
 from dovetail.engine.devices import Device, open_device
 from dovetail.eventlog import open_log
 from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
-from dovetail.policy.headroom import INFINITY, Refusal
+from dovetail.policy.headroom import INFINITY
+from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
-from dovetail.types import FinishReason, Request, TokenEvent
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.grammar_thread import GrammarThread
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
-from dovetail.worker.policy import real_knobs
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf
 
@@ -73,9 +72,9 @@ class Worker:
         self._config = config
         self._pulse = Pulse(Path(config.pulse) if config.pulse else None)
         self._instance_configs: dict[str, InstanceConfig] = {}
-        self._errors: dict[str, str] = {}  # why a model is not here, for requests that crossed with the failure
         self._device = open_device(config.device, config.threads)
         self._shelf = _attach_shelf(config, self._device)
+        self._held: dict[str, list[messages.Ask]] = {}  # by request: until its grammar is compiled
         self._grammars = GrammarThread(lambda: self._grammar_waker.send(_GRAMMAR))
         self._loader = LoaderThread(
             self._instance_configs.get,
@@ -124,15 +123,18 @@ class Worker:
     # The loop
 
     def run(self) -> None:
-        self._driver.runtime.start_log(self._driver.home, self._profiles.device)
-        self._send(messages.Hello(self._config.node, os.getpid(), self._config.device, process_age_s()))
+        self._driver.home.start_log(self._profiles.device)
+        ledger = self._driver.home.node.residency.ledger
+        kind, device = self._device.kind, self._config.device
+        hello = messages.Hello(self._config.node, os.getpid(), device, process_age_s(), kind, ledger.capacity)
+        self._send(hello)
         if not self._profiles.exist:
             self._profiles.prepare(self._device.compute_dtype("auto", preferred_dtype()))
         is_idle = True
         while self._running:
             self._pulse.beat()
             self._receive(wait=is_idle)
-            is_idle = not self._driver.take_turn()
+            is_idle = not self._driver.take_turn() and not self._driver.home.is_touched
             self._tell()
             self._tend(time.monotonic())
         self._close()
@@ -150,6 +152,8 @@ class Worker:
             if model in self._instance_configs:
                 self._send(messages.Reclaimed(model))
             self._stats_due = 0.0
+        if report.notices:
+            self._send(messages.Said(tuple(report.notices)))
         if report.gone and not self._driver.runners:
             release_memory()
 
@@ -221,6 +225,7 @@ class Worker:
             except zmq.Again:
                 return
             self._handle(messages.decode_for_worker(frame))
+            self._driver.carry_out()
 
     def _patience_ms(self) -> int:
         idle = [runner.idle_since for runner in self._driver.runners.values() if runner.idle_since is not None]
@@ -234,12 +239,10 @@ class Worker:
 
     def _handle(self, message: messages.ToWorker) -> None:
         match message:
-            case messages.Submit(request, at):
-                self._submit(request, at or time.monotonic())
-            case messages.Abort(request_id, choice):
-                if choice is None:
-                    self._grammars.abort(request_id)
-                self._driver.abort(request_id, choice)
+            case messages.Ask():
+                self._ask(message)
+            case messages.Command(order):
+                self._driver.obey(order)
             case messages.Load():
                 self._register(message)
             case messages.Unload(model):
@@ -247,34 +250,30 @@ class Worker:
             case messages.Shutdown():
                 self._running = False
 
-    def _submit(self, request: Request, at: float) -> None:
-        config = self._instance_configs.get(request.model)
-        if config is None or not self._grammars.hold(request, at, config.card):
-            self._admit(request, at)
+    def _ask(self, message: messages.Ask) -> None:
+        """A proposal whose grammar has to be compiled first is answered when it is."""
+        request = message.request
+        config = self._instance_configs.get(request.model) if request is not None else None
+        if request is not None and config is not None and self._grammars.hold(request, 0.0, config.card):
+            self._held.setdefault(request.id, []).append(message)
+        else:
+            self._answer(message)
 
     def _take_compiled(self) -> None:
         held = self._grammars.take()
-        if held is not None:
-            self._admit(held.request, held.at)
+        for message in self._held.pop(held.request.id, ()) if held is not None else ():
+            self._answer(message)
+            self._driver.carry_out()
 
-    def _admit(self, request: Request, at: float) -> None:
-        if request.model in self._instance_configs:
-            self._driver.submit(request, at)
-            return
-        absent = f"model {request.model} is not loaded on {self._config.node}"
-        error = self._errors.get(request.model, absent)
-        events = tuple(
-            TokenEvent(request.id, choice, token=None, finish=FinishReason.ERROR, error=error)
-            for choice in request.open_choices
-        )
-        self._send(messages.Tokens(request.model, events))
+    def _answer(self, message: messages.Ask) -> None:
+        answer = self._driver.ask(message.question, message.request)
+        self._send(messages.Reply(message.number, answer))
 
     def _register(self, message: messages.Load) -> None:
         name = message.card.name
-        self._errors.pop(name, None)
         known = self._instance_configs.get(name)
         if known is not None and known.card != message.card:  # pulled again since
-            self._driver.unregister(name, "the model was replaced")
+            self._driver.unregister(name)
             known = None
         if known is not None and self._driver.instances_of(name):  # what is ready keeps its form
             message = msgspec.structs.replace(message, dtype=known.dtype, kv=known.kv)
@@ -289,10 +288,6 @@ class Worker:
             load_s=self._loader.expected_s.get(name, 0.0),
         )
         self._driver.register(name, hosting)
-        if message.start:
-            refusal = self._driver.warm(name)
-            if refusal is not None:
-                self._fail_load(name, self._why_not(name, refusal))
 
     def _instance_config(self, message: messages.Load) -> InstanceConfig:
         config, spec = self._config, message.card.spec
@@ -316,18 +311,9 @@ class Worker:
             verify=config.verify == "load",
         )
 
-    def _why_not(self, name: str, refusal: Refusal) -> str:
-        if refusal is not Refusal.MEMORY:
-            return f"{name}: {refusal.value}"
-        ledger, hosting = self._driver.home.node.residency.ledger, self._driver.hostings[name]
-        return (
-            f"{name}: its weights take {hosting.weight_bytes / 1e9:.2f} GB, {ledger.available / 1e9:.2f} of the node's "
-            f"{ledger.capacity / 1e9:.2f} GB are free"
-        )
-
     def _unload(self, model: str) -> None:
         self._instance_configs.pop(model, None)
-        self._driver.unregister(model, "the model was unloaded")
+        self._driver.unregister(model)
         self._tell()
         self._send(messages.Unloaded(model))
 
@@ -340,15 +326,11 @@ class Worker:
                 self._send(result.loaded)
                 self._stats_due = 0.0
             return
-        self._driver.load_failed(result.instance, result.error, ends_model=is_wanted)
+        self._driver.load_failed(result.instance)
         if is_wanted:
-            self._fail_load(result.model, result.error)
-
-    def _fail_load(self, model: str, error: str) -> None:
-        self._driver.unregister(model, error)
-        del self._instance_configs[model]
-        self._errors[model] = error
-        self._send(messages.LoadFailed(model, error))
+            self._send(messages.LoadFailed(result.model, result.error))
+            self._driver.unregister(result.model)
+            self._instance_configs.pop(result.model, None)
         self._tell()
 
     def _send(self, message: messages.ToGateway) -> None:
@@ -358,15 +340,10 @@ class Worker:
 
     def _stats(self) -> messages.Stats:
         driver = self._driver
-        waiting: dict[str, int] = {}
-        for state in driver.states.values():
-            if state.instance is None:
-                waiting[state.request.model] = waiting.get(state.request.model, 0) + 1
         instances: dict[str, messages.InstanceStats] = {}
         for id, runner in driver.runners.items():
             instance, name = driver.home.node.instances[id], runner.card.name
-            queued = waiting.get(name, 0) + len(instance.waiting)
-            instances[name] = runner.stats(len(instance.running), queued)
+            instances[name] = runner.stats(len(instance.running), len(instance.waiting))
         gaps = sorted(driver.home.gaps)
         return messages.Stats(
             self._config.node,
@@ -376,7 +353,6 @@ class Worker:
             memory_planned_bytes=driver.home.node.residency.ledger.planned,
             resizes=driver.resizes,
             resize_seconds=driver.resize_s,
-            refused=driver.refused,
             overhead_p50_s=gaps[len(gaps) // 2] if gaps else 0.0,
             overhead_p99_s=gaps[len(gaps) * 99 // 100] if gaps else 0.0,
             spans=tuple(span for runner in driver.runners.values() for span in runner.take_spans()),

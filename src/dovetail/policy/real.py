@@ -9,7 +9,7 @@ from dovetail.policy.presets import policy
 
 # A pool grows and shrinks in place, so that a small floor costs nothing. Keep-alives are long and memory is what the
 # host has: idle models give way, and starts mind the loads before them.
-REAL = {
+REAL: dict[str, object] = {
     "floor_tokens": 256,
     "free_resize": True,
     "slots_limited": False,
@@ -23,4 +23,4 @@ REAL = {
 
 
 def real_knobs(name: str) -> Knobs:
-    return replace(policy(name), **REAL)
+    return replace(policy(name), **REAL)  # type: ignore[arg-type]

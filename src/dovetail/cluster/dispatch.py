@@ -1,0 +1,225 @@
+"""Requests with their tokens, over nodes in other processes: the runtime's driver, without socket and clock.
+
+Keeps every token that came, so that a request that goes on elsewhere brings along what it has said. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
+
+from dovetail.cluster.decisions import Refused, Warmed
+from dovetail.cluster.intake import Submission
+from dovetail.cluster.remote import RemoteNode
+from dovetail.cluster.runtime import Runtime
+from dovetail.eventlog import EventLog
+from dovetail.messages import Hello, Reply, Said, Tokens, ToWorker
+from dovetail.node.work import RequestRecord
+from dovetail.policy.knobs import Knobs
+from dovetail.policy.placement import DeviceKind
+from dovetail.policy.reasons import in_words
+from dovetail.types import FinishReason, Request, ServiceClass, TokenEvent
+
+REFUSED = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) cannot be kept now: {}"
+NEVER = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) are beyond this device"
+TOO_LARGE = "this request needs {} tokens of KV memory, the node has room for {}"
+
+
+@dataclass(eq=False, slots=True)
+class Choice:
+    """One open choice of one request, and what it has said."""
+
+    id: int  # by which runtime and nodes know it
+    request: Request
+    number: int
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def body(self) -> Request:
+        """The request with this choice alone, as far as it has come."""
+        if not self.tokens and self.request.num_choices == 1:
+            return self.request
+        said = tuple(tuple(self.tokens) if at == self.number else None for at in range(self.request.num_choices))
+        return msgspec.structs.replace(self.request, generated=said)
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        nodes: Mapping[str, DeviceKind],
+        knobs: Knobs,
+        send: Callable[[str, ToWorker], None],
+        log: EventLog | None = None,
+    ) -> None:
+        numbers = count()
+        self.nodes = {
+            name: RemoteNode(name, kind, lambda message, to=name: send(to, message), self._body_of, numbers)  # type: ignore[misc]
+            for name, kind in nodes.items()
+        }
+        self.runtime = Runtime(list(self.nodes.values()), knobs, log=log)
+        self.events: list[TokenEvent] = []  # of requests that ended without a node's doing
+        self.warmed: list[Warmed] = []
+        self.refused = 0  # requests whose targets could not be kept
+        self._choices: dict[int, Choice] = {}
+        self._by_key: dict[tuple[str, int], Choice] = {}
+        self._open: dict[str, list[int]] = {}  # by request: its choices
+
+    # Requests
+
+    def submit(self, request: Request, arrival_s: float, now: float) -> None:
+        for id, number in enumerate(request.open_choices, self.runtime.next_id):
+            choice = Choice(id, request, number, list(request.generated_by(number) or ()))
+            self._choices[id] = self._by_key[request.id, number] = choice
+        self._open[request.id] = list(request.open_choices)
+        self.runtime.submit(_submission_of(request, arrival_s), now)
+        self._settle()
+
+    def abort(self, request_id: str, choice: int | None, now: float, fate: str = "aborted") -> None:
+        """Free what these choices hold. No event follows for them."""
+        numbers = self._open.get(request_id, ()) if choice is None else (choice,)
+        found = [one for number in numbers if (one := self._by_key.get((request_id, number))) is not None]
+        for one in found:
+            self.runtime.works[one.id].take(self._record(one))
+        self.runtime.cancel([one.id for one in found], now, fate)
+        for one in found:
+            self._forget(one)
+        self._settle()
+
+    def has_place(self, request_id: str) -> bool:
+        """Every open choice of the request has one."""
+        found = (self._by_key[request_id, number].id for number in self._open.get(request_id, ()))
+        return all(id in self.runtime.places for id in found)
+
+    def _body_of(self, id: int) -> Request:
+        return self._choices[id].body
+
+    def _forget(self, choice: Choice) -> None:
+        del self._choices[choice.id]
+        del self._by_key[choice.request.id, choice.number]
+        left = self._open[choice.request.id]
+        left.remove(choice.number)
+        if not left:
+            del self._open[choice.request.id]
+
+    # Nodes
+
+    def joined(self, name: str, hello: Hello) -> None:
+        self.nodes[name].joined(hello)
+        self.runtime.joined()
+
+    def lost(self, name: str, now: float) -> set[str]:
+        """The worker is gone. Returns the requests that were there, all or in part: they are over as far as this goes,
+        and whoever has their tokens may submit what is left of them."""
+        node = self.nodes[name]
+        there = [id for id, (place, _) in self.runtime.places.items() if place is node]
+        there += node.proposed  # it may have died of them
+        node.lost()
+        self.runtime.cancel([id for id in there if id not in self._choices], now, "finished")
+        requests = {self._choices[id].request.id for id in there if id in self._choices}
+        for request_id in sorted(requests):
+            self.abort(request_id, None, now, "failed")
+        self.runtime.lost(node, now)
+        self._settle()
+        return requests
+
+    def _record(self, choice: Choice) -> RequestRecord:
+        """As far as it has come, by its tokens."""
+        record = self.runtime.works[choice.id].record()
+        return msgspec.structs.replace(record, produced=len(choice.tokens))
+
+    def withdraw(self, name: str, model: str) -> None:
+        """The node does not offer the model any more."""
+        self.nodes[name].withdraw(model)
+
+    def received(self, name: str, message: Reply | Said | Tokens, now: float) -> list[TokenEvent]:
+        """Returns the events that somebody still waits for."""
+        if isinstance(message, Tokens):
+            return [event for event in message.events if self._take(event)]
+        if isinstance(message, Reply):
+            if self.nodes[name].answered(message.number, message.answer):
+                self.runtime.answered(message.number, message.answer, now)
+        else:
+            node = self.nodes[name]
+            for notice in message.notices:
+                node.heard(notice)
+                self.runtime.heard(node, notice, now)
+        self._settle()
+        return []
+
+    def _take(self, event: TokenEvent) -> bool:
+        choice = self._by_key.get((event.request_id, event.choice))
+        if choice is None:
+            return False
+        if event.token is not None:
+            choice.tokens.append(event.token)
+        if event.finish is not None:
+            self._forget(choice)
+        return True
+
+    def warm(self, model: str, now: float) -> None:
+        self.runtime.warm(model, now)
+        self._settle()
+
+    # Time
+
+    def next_wake_s(self) -> float | None:
+        return self.runtime.next_wake_s()
+
+    def wake(self, now: float) -> None:
+        self.runtime.wake(now)
+        self._settle()
+
+    # What the runtime says
+
+    def _settle(self) -> None:
+        outbox = self.runtime.outbox
+        while outbox:
+            said = outbox.popleft()
+            if isinstance(said, Warmed):
+                self.warmed.append(said)
+            else:
+                self._refuse(said)
+
+    def _refuse(self, refused: Refused) -> None:
+        """The decision in words."""
+        work, choice = refused.work, self._choices[refused.work.id]
+        self.refused += 1
+        targets = work.ttft_s / work.slo_scale, work.tpot_s / work.slo_scale
+        if refused.reason == "too_large":
+            error = TOO_LARGE.format(work.known_tokens + 1, self.runtime.room_for(work.model))
+        elif refused.retry_after_s is None:
+            error = NEVER.format(*targets)
+        else:
+            error = REFUSED.format(*targets, in_words(refused.refusals) or "its time has passed")
+        event = TokenEvent(
+            choice.request.id,
+            choice.number,
+            token=None,
+            finish=FinishReason.ERROR,
+            error=error,
+            unprocessable=refused.retry_after_s is None,
+            retry_after_s=refused.retry_after_s,
+        )
+        self._forget(choice)
+        self.events.append(event)
+
+    def take_events(self) -> list[TokenEvent]:
+        events, self.events = self.events, []
+        return events
+
+
+def _submission_of(request: Request, arrival_s: float) -> Submission:
+    produced = tuple(len(request.generated_by(choice) or ()) for choice in request.open_choices)
+    return Submission(
+        request.model,
+        len(request.prompt),
+        arrival_s,
+        produced,
+        request.slo.ttft_s,
+        request.slo.tpot_s,
+        request.service_class is ServiceClass.BEST_EFFORT,
+        request.sampling.max_tokens,
+    )

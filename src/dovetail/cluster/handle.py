@@ -1,0 +1,43 @@
+"""A node as the controller sees it, in this process or in another: what it last said of itself, and a way to ask it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dovetail.node.protocol import Answer, Offered, Order, Question
+from dovetail.policy.placement import DeviceKind
+
+
+class NodeHandle(Protocol):
+    """Every answer is the node's own; the properties may be a little old."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> DeviceKind: ...
+
+    @property
+    def up(self) -> bool: ...
+
+    @property
+    def in_use(self) -> bool: ...
+
+    @property
+    def fullness(self) -> float: ...
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that a start may be given."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing can run there."""
+
+    def offer_of(self, model: str) -> Offered | None:
+        """None = the node does not offer the model. One that is down is expected to offer what it did."""
+
+    def ask(self, question: Question, now: float) -> Answer | int:
+        """The answer, or the number under which it will come."""
+
+    def order(self, order: Order, now: float) -> None: ...

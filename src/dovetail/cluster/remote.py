@@ -1,0 +1,123 @@
+"""A node in another process: what it last said of itself, and questions whose answers come later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from dovetail.cluster.asking import LOST
+from dovetail.messages import Ask, Command, Hello, ToWorker
+from dovetail.node.protocol import (
+    Answer,
+    Idle,
+    NodeView,
+    NoLonger,
+    Notice,
+    Offered,
+    Order,
+    Propose,
+    Question,
+    Refused,
+)
+from dovetail.policy.headroom import Refusal
+from dovetail.policy.placement import DeviceKind
+from dovetail.types import Request
+
+
+class RemoteNode:
+    """A `cluster.handle.NodeHandle`."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: DeviceKind,
+        send: Callable[[ToWorker], None],
+        body_of: Callable[[int], Request],
+        numbers: Iterator[int],
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.up = False
+        self.is_idle = False
+        self.view: NodeView | None = None
+        self.memory_bytes = 0
+        self._offers: dict[str, Offered] = {}
+        self._send = send
+        self._body_of = body_of
+        self._numbers = numbers
+        self._sending = -1  # number of the question that is on its way out
+        self._early: Answer | None = None
+        self._proposed: dict[int, int] = {}  # by number of the question: the request that it was asked to take
+
+    @property
+    def proposed(self) -> list[int]:
+        """Requests that it was asked to take and of which it has not said yet whether it does."""
+        return list(self._proposed.values())
+
+    @property
+    def in_use(self) -> bool:
+        return self.view is not None and self.view.in_use
+
+    @property
+    def fullness(self) -> float:
+        return self.view.fullness if self.view is not None else 0.0
+
+    @property
+    def free_bytes(self) -> int:
+        return self.view.free_bytes if self.view is not None else self.memory_bytes
+
+    def offer_of(self, model: str) -> Offered | None:
+        return self._offers.get(model)
+
+    def ask(self, question: Question, now: float) -> Answer | int:
+        if not self.up:
+            return LOST
+        request = None
+        if isinstance(question, Propose):
+            if question.request.model not in self._offers:
+                return Refused(Refusal.HARDWARE)
+            request = self._body_of(question.request.id)
+        number = next(self._numbers)
+        if isinstance(question, Propose):
+            self._proposed[number] = question.request.id
+        self._sending = number
+        self._send(Ask(number, question, request))
+        self._sending = -1
+        early, self._early = self._early, None
+        return number if early is None else early
+
+    def order(self, order: Order, now: float) -> None:
+        if self.up:
+            self._send(Command(order))
+
+    # What becomes of it
+
+    def joined(self, hello: Hello) -> None:
+        """A worker is there, perhaps in place of another; what that one offered this one is expected to offer."""
+        self.up, self.is_idle, self.view = True, False, None
+        self.kind, self.memory_bytes = hello.kind, hello.memory_bytes
+
+    def lost(self) -> None:
+        self.up, self.is_idle, self.view = False, False, None
+        self._proposed.clear()
+
+    def answered(self, number: int, answer: Answer) -> bool:
+        """False: whoever asked gets it from `ask`, because the wire was quicker than the question's sender."""
+        self._proposed.pop(number, None)
+        if number != self._sending:
+            return True
+        self._early = answer
+        return False
+
+    def heard(self, notice: Notice) -> None:
+        if isinstance(notice, NodeView):
+            self.view = notice
+        elif isinstance(notice, Idle):
+            self.is_idle = notice.is_idle
+        elif isinstance(notice, Offered):
+            self._offers[notice.model] = notice
+        elif isinstance(notice, NoLonger):
+            self.withdraw(notice.model)
+
+    def withdraw(self, model: str) -> None:
+        """It does not offer the model any more."""
+        self._offers.pop(model, None)

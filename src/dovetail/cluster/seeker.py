@@ -1,0 +1,264 @@
+"""How a request without a place finds one, on whichever node: asking, extending deadlines, making way, refusing; and
+how swapped-out work comes back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappush
+
+import msgspec
+
+from dovetail.cluster.asking import Ask, Asking, Decisions
+from dovetail.cluster.decisions import Decision, Extended, Moving, Placed, Queued, Refused
+from dovetail.cluster.handle import NodeHandle
+from dovetail.cluster.placer import MAX_INSTANCES, Placer, Search, Unwanted
+from dovetail.cluster.swapped import SwappedOut
+from dovetail.cluster.waiting import WaitingRoom
+from dovetail.node import protocol
+from dovetail.node.work import RequestRecord, Work
+from dovetail.policy.headroom import INFINITY, Refusal
+from dovetail.policy.knobs import Knobs
+from dovetail.policy.lengths import AnswerLengths
+from dovetail.policy.memory import OutputMean
+
+MAX_RETURNS = 24  # instances asked, all in all, to take back swapped-out requests when one of their model is placed
+MAX_TAKEN_BACK = 16  # long answers, for one newcomer
+KEPT_ENDS = 16
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
+# Refusals that go away with later deadlines.
+TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE, Refusal.LINK}
+
+# Refusals that go away when others give way.
+SCARCE = {Refusal.MEMORY, Refusal.NEIGHBOUR_LATE, *TOO_LATE}
+
+
+class Seeker:
+    def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs) -> None:
+        self.knobs = knobs
+        self.works: dict[int, Work] = {}  # everyone who has not ended, with or without a place
+        self.placer = Placer(nodes, knobs)
+        self.decisions = Decisions()
+        self.outbox: list[Decision] = []
+        self.room: WaitingRoom[Search] = WaitingRoom(knobs.retry_s, on_change=knobs.retry_on_change)
+        self.seeking: dict[int, Search] = {}  # a node was asked and has not answered yet
+        self.moving: dict[int, Work] = {}  # between places, until a time of their own
+        self.parked = SwappedOut()
+        self.followers: dict[int, list[Work]] = {}  # by leader: choices that wait until the prompt is computed once
+        self._timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
+        self._ends_s: deque[float] = deque(maxlen=KEPT_ENDS)  # when requests last ended
+        self._owed: dict[int, str] = {}  # by answer that was evicted for want of memory: the node, until it has a place
+        self._outputs = OutputMean()
+        self._lengths = AnswerLengths()
+
+    def _at(self, now: float) -> None:
+        """Everything that follows happens now."""
+        self.decisions.now_s = self.placer.now_s = now
+
+    @property
+    def _now(self) -> float:
+        return self.decisions.now_s
+
+    def left(self, node: NodeHandle, instance: int) -> None:
+        """A request has left an instance: somebody else may have its place."""
+        self.placer.left(node, instance)
+        self.room.changed()
+
+    # Placing, extending, refusing
+
+    def _seek(self, work: Work, avoided: str | None = None) -> None:
+        self.decisions.begin(self._place(self._search(work, avoided)))
+
+    def _search(self, work: Work, avoided: str | None = None) -> Search:
+        """Who has no token yet leaves nodes alone that owe their memory to somebody."""
+        work.mean_tokens = self._lengths.mean_known(work.model, self._outputs.value)
+        owing = {avoided} if avoided else set() if work.produced else set(self._owed.values())
+        search = self.seeking[work.id] = Search(work, owing)
+        return search
+
+    def _place(self, search: Search) -> Asking[None]:
+        work = search.work
+        for is_extended in (False, True):
+            demand = 1 + self.room.by_model[work.model]
+            try:
+                placed = yield from self.placer.seek(search, demand=demand, num_parked=self.parked.num_models)
+            except Unwanted:
+                return
+            if search.is_over:
+                return
+            is_beyond = Refusal.HARDWARE in search.refusals  # waiting will not make the device faster
+            if placed is not None or not is_beyond or is_extended or not self._may_extend(work):
+                break
+            self._extend(work, search.prefill_s, search.decode_s)
+            search = self.seeking[work.id] = Search(work, search.avoided)
+        del self.seeking[work.id]
+        if placed is not None:
+            self._owed.pop(work.id, None)
+            self.outbox.append(placed)
+            self._reunite(work.model)
+        elif is_beyond and len(search.refusals) == 1:
+            self._refuse(work, "hardware", search)
+        else:
+            self.room.enter(work, search, self._now)
+            self.outbox.append(Queued(work, dict(search.refusals)))
+
+    def _is_lenient(self, work: Work) -> bool:
+        """Better late than never: it did not ask for its targets, or its client has read a part of it."""
+        return not work.is_strict or work.produced > 0
+
+    def _may_extend(self, work: Work) -> bool:
+        if self.knobs.extend_deadlines:
+            return self._is_lenient(work)
+        return self.knobs.finish_begun and work.produced > 0
+
+    def _give_up(self, work: Work, search: Search) -> None:
+        """Its token was due while it had no place; `search` is the last one."""
+        if self._may_extend(work) and any(node.offer_of(work.model) is not None for node in self.placer.nodes):
+            self._extend(work, search.prefill_s, search.decode_s)
+            if work.produced or work.id != work.group or not SCARCE & search.refusals.keys():
+                self._seek(work)
+            else:
+                self.decisions.begin(self._make_way(self._search(work)))
+        else:
+            self._refuse(work, "deadline", search)
+
+    def _make_way(self, search: Search) -> Asking[None]:
+        """The first choice of a request waited in vain until its token was due: those who did not ask for targets go
+        slower for it, and long answers are taken back until it fits."""
+        work = search.work
+        placed: Placed | None = None
+        try:
+            for node in self.placer.nodes:
+                if placed is None and node.up and node.offer_of(work.model) is not None:
+                    placed = yield from self._make_way_on(node, search)
+        except Unwanted:
+            return
+        if search.is_over:
+            return
+        del self.seeking[work.id]
+        if placed is not None:
+            self.outbox.append(placed)
+        else:
+            self._seek(work)
+
+    def _make_way_on(self, node: NodeHandle, search: Search) -> Asking[Placed | None]:
+        eased = yield Ask(node, protocol.Ease(search.record))
+        if isinstance(eased, protocol.Eased):
+            search.work.tpot_s = max(search.work.tpot_s, eased.pace_s)
+            search.changed()
+        for _ in range(MAX_TAKEN_BACK):
+            search.refusals.clear()
+            placed = yield from self.placer.come_back(search)
+            if placed is not None:
+                return placed
+            if Refusal.MEMORY not in search.refusals:
+                break
+            answer = yield Ask(node, protocol.TakeBack())
+            if not isinstance(answer, protocol.TookBack) or answer.request is None:
+                break
+            self._took_back(node, answer.request, answer)
+        return None
+
+    def _took_back(self, node: NodeHandle, record: RequestRecord, answer: protocol.TookBack) -> None:
+        """A long answer waits until it finds a place again."""
+        work = self.works.get(record.id)
+        if work is not None:  # else it was cancelled meanwhile
+            self.left(node, answer.instance)
+            work.take(record)
+            self._extend(work, answer.prefill_s, answer.decode_s)
+            self._move(work, self._now + self.knobs.retry_s, "gives_way")
+
+    def _extend(self, work: Work, prefill_s: float, decode_s: float) -> None:
+        """The fastest device needs so long for its prefill and a decode, if that is known."""
+        bare_s = [0.0 if seconds == INFINITY else seconds for seconds in (prefill_s, decode_s)]
+        work.extend_deadline(self._now, *bare_s)
+        self.outbox.append(Extended(work, work.due_s))
+
+    def _refuse(self, work: Work, reason: str, search: Search) -> None:
+        """With the choices that would have followed it."""
+        is_never = reason == "hardware" and not search.could_serve
+        retry_after_s = None if is_never else self._retry_after_s()
+        self._owed.pop(work.id, None)
+        self._lengths.ended(work.id)
+        for one in (work, *self.followers.pop(work.id, ())):
+            self.outbox.append(Refused(one, reason, dict(search.refusals), retry_after_s))
+
+    def _retry_after_s(self) -> float:
+        """Until those who wait now have got places, if requests go on ending as they did lately."""
+        if not self._ends_s:
+            return MIN_RETRY_AFTER_S
+        each_s = (self._now - self._ends_s[0]) / len(self._ends_s)
+        return min(max((len(self.room) + 1) * each_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+
+    # Moving
+
+    def _relieve(self, node: NodeHandle, record: RequestRecord) -> Asking[None]:
+        """Move the work, if somebody else would go on with it in time: if need be after a cold start, which those who
+        are moved after it find done."""
+        mean_tokens = self._lengths.mean_known(record.model, self._outputs.value)
+        record = msgspec.structs.replace(record, mean_tokens=mean_tokens)
+        if not (yield from self.placer.has_other_place(record, node)):
+            record = msgspec.structs.replace(record, last_token_s=None)
+            if not (yield from self.placer.has_other_place(record, node)):
+                return
+        answer = yield Ask(node, protocol.Release(record.id))
+        if not isinstance(answer, protocol.TookBack) or answer.request is None:
+            return
+        work = self.works.get(record.id)
+        if work is not None:  # else it was cancelled meanwhile
+            self.left(node, answer.instance)
+            work.take(answer.request)
+            self.outbox.append(Moving(work, self._now, "overcommitted"))
+            self._seek(work, avoided=node.name)
+
+    def _move(self, work: Work, retry_at_s: float, reason: str) -> None:
+        self.moving[work.id] = work
+        heappush(self._timed, (retry_at_s, work.id))
+        self.outbox.append(Moving(work, retry_at_s, reason))
+
+    # Paused work
+
+    def _back_s(self, work: Work) -> float:
+        """When swapped-out work insists on coming back."""
+        return max(self._now, work.due_s - self.knobs.pause_lead_s)
+
+    def _park(self, work: Work) -> None:
+        self.parked.add(work)
+        heappush(self._timed, (self._back_s(work), work.id))
+
+    def _reunite(self, model: str) -> None:
+        """An instance of the model takes work again: those swapped out come back to it."""
+        asked = 0
+        for work in self.parked.of(model):
+            asked += min(self.placer.num_open(model), MAX_INSTANCES)
+            if asked > MAX_RETURNS:
+                break  # the others come with the next one, or when they are due
+            self._begin_return(work, is_first=False)
+
+    def _resume(self) -> None:
+        """Memory is free: the swapped-out model that is due first comes back, unless someone waits more urgently."""
+        work = self.parked.first()
+        if not any(other.due_s < work.due_s for other in self.room):
+            self._begin_return(work, is_first=True)
+
+    def _begin_return(self, work: Work, *, is_first: bool) -> None:
+        self.parked.take(work.id)
+        self.decisions.begin(self._return(self._search(work), is_first=is_first))
+
+    def _return(self, search: Search, *, is_first: bool) -> Asking[None]:
+        """Swapped-out work asks for a place; only the first of its model may start an instance."""
+        work = search.work
+        try:
+            placed = yield from (self.placer.come_back(search) if is_first else self.placer.join(search))
+        except Unwanted:
+            return
+        if search.is_over:
+            return
+        del self.seeking[work.id]
+        if placed is None:
+            self._park(work)
+            return
+        self.outbox.append(placed)
+        if is_first:
+            self._reunite(work.model)

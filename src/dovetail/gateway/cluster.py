@@ -1,0 +1,254 @@
+"""All nodes as one: requests go in, where they are served is the dispatcher's, tokens come back to whoever waits.
+
+The shell around `cluster.dispatch`: socket, clock and timer. Makes models known to every node and keeps what nodes say
+of them; a worker's death ends each request that was there exactly once, with what came before it delivered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from dovetail.cluster.decisions import Warmed
+from dovetail.cluster.dispatch import Dispatcher
+from dovetail.errors import EngineFailed, RequestError, WorkerLost
+from dovetail.eventlog import open_logs
+from dovetail.gateway.hosted import HostedModel
+from dovetail.gateway.link import Arrival, Inbox, Link
+from dovetail.messages import Hello, Load, Loaded, LoadFailed, Reclaimed, Reply, Said, ToGateway, Tokens, Unload
+from dovetail.node.protocol import Offered
+from dovetail.policy.placement import DeviceKind
+from dovetail.policy.real import real_knobs
+from dovetail.types import Request, TokenEvent
+
+
+class Cluster:
+    def __init__(self, link: Link) -> None:
+        configs = [node.config for node in link.nodes.values()]
+        kinds = {one.name: DeviceKind.CPU if one.device == "cpu" else DeviceKind.GPU for one in configs}
+        self.link = link
+        self.log = open_logs([one.event_log for one in configs if one.event_log is not None])
+        self.dispatcher = Dispatcher(kinds, real_knobs(configs[0].policy), link.send, self.log)
+        self.models: dict[str, HostedModel] = {}
+        self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
+        self._timer: asyncio.TimerHandle | None = None
+        link.observers.append(self._on_message)
+        link.exit_observers.append(self._on_exit)
+        link.close_observers.append(self._close)
+
+    # Models
+
+    def offer(self, load: Load) -> HostedModel:
+        """The model on every node. Its first request starts it, somewhere."""
+        hosted = self.models.get(load.card.name)
+        if hosted is None:
+            self.link.check_usable()
+            hosted = self.models[load.card.name] = HostedModel(load)
+            self._tell_all(hosted)
+        return hosted
+
+    def _tell_all(self, hosted: HostedModel) -> None:
+        for node in self.link.nodes.values():
+            if node.hello is not None:
+                self._tell(node.name, hosted)
+
+    def _tell(self, node: str, hosted: HostedModel) -> None:
+        hosted.told(node)
+        self.link.send(node, hosted.load)
+
+    def reconfigure(self, load: Load) -> None:
+        """Settings of a model that the nodes know have changed."""
+        hosted = self.models[load.card.name]
+        hosted.load = load
+        self._tell_all(hosted)
+
+    def warm(self, model: str) -> None:
+        """Have an instance somewhere; `HostedModel.ready` says what came of it."""
+        self.dispatcher.warm(model, time.monotonic())
+        self._settle()
+
+    def unload(self, model: str) -> None:
+        """Free its memory everywhere."""
+        hosted = self.models.pop(model, None)
+        if hosted is None:
+            return
+        hosted.idle.set()  # whoever waits for it looks again
+        for node in self.link.nodes.values():
+            self.dispatcher.withdraw(node.name, model)
+            if node.hello is not None:
+                node.unload(model)
+                self.link.send(node.name, Unload(model))
+
+    def drop(self, model: str, error: RequestError) -> None:
+        """Unload at once; its requests end with this error."""
+        self._fail_requests(model, error)
+        self.unload(model)
+
+    def nodes_of(self, model: str) -> list[str]:
+        """Where it has an instance."""
+        return [node.name for node in self.link.nodes.values() if model in node.instances]
+
+    def is_in_use(self, model: str) -> bool:
+        hosted = self.models.get(model)
+        return hosted is not None and bool(hosted.requests or self.nodes_of(model))
+
+    def _fail_requests(self, model: str, error: RequestError) -> None:
+        for request_id in [key for key, (_, owner) in self.inboxes.items() if owner == model]:
+            self._fail(request_id, error)
+
+    def _fail(self, request_id: str, error: RequestError) -> None:
+        inbox = self.inboxes[request_id][0]
+        self.abort(request_id)
+        inbox.fail(error)
+
+    # Requests
+
+    def submit(self, request: Request, inbox: Inbox, arrived_s: float) -> None:
+        self.models[request.model].begin(request.id)
+        self.inboxes[request.id] = (inbox, request.model)
+        self.dispatcher.submit(request, arrived_s, time.monotonic())
+        self._settle()
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """In this very tick; with no choice named the request is over here as well."""
+        if request_id in self.inboxes:
+            self.dispatcher.abort(request_id, choice, time.monotonic())
+            if choice is None:
+                self.finish(request_id)
+            self._settle()
+
+    def finish(self, request_id: str) -> None:
+        """The request is over, for whatever reason. Later events for it are dropped."""
+        entry = self.inboxes.pop(request_id, None)
+        hosted = self.models.get(entry[1]) if entry is not None else None
+        if hosted is not None:
+            hosted.end(request_id)
+
+    def require_place(self, request_id: str, timeout_s: float, error: RequestError) -> None:
+        """It ends with this error if it has no place by then."""
+        inbox = self.inboxes[request_id][0]
+        asyncio.get_running_loop().call_later(timeout_s, self._check_place, request_id, inbox, error)
+
+    def _check_place(self, request_id: str, inbox: Inbox, error: RequestError) -> None:
+        is_same = request_id in self.inboxes and self.inboxes[request_id][0] is inbox
+        if is_same and not self.dispatcher.has_place(request_id):
+            self._fail(request_id, error)
+
+    # Nodes
+
+    def _on_message(self, node: str, message: ToGateway) -> None:
+        if isinstance(message, Tokens):
+            self._deliver(self.dispatcher.received(node, message, time.monotonic()))
+        elif isinstance(message, Reply | Said):
+            self.dispatcher.received(node, message, time.monotonic())
+            if isinstance(message, Said):
+                self._note_offers(node, message)
+        elif isinstance(message, Hello):
+            self.dispatcher.joined(node, message)
+            for hosted in self.models.values():
+                self._tell(node, hosted)
+        elif isinstance(message, Loaded):
+            if message.model in self.models:
+                self.models[message.model].became_ready(message)
+        elif isinstance(message, Reclaimed):
+            self._not_ready(message.model)
+        elif isinstance(message, LoadFailed):
+            self._load_failed(node, message)
+        self._settle()
+
+    def _note_offers(self, node: str, message: Said) -> None:
+        for notice in message.notices:
+            if isinstance(notice, Offered) and self.link.nodes[node].is_current(notice.model):
+                hosted = self.models.get(notice.model)
+                if hosted is not None:
+                    hosted.offered(node)
+
+    def _not_ready(self, model: str) -> None:
+        hosted = self.models.get(model)
+        if hosted is not None and not any(model in node.loaded for node in self.link.nodes.values()):
+            hosted.no_longer_ready()
+
+    def _load_failed(self, node: str, message: LoadFailed) -> None:
+        """What cannot be loaded anywhere ends whoever waits for it; else they go to where it can."""
+        self.dispatcher.withdraw(node, message.model)
+        if any(one.up and one.offer_of(message.model) is not None for one in self.dispatcher.nodes.values()):
+            return
+        self._fail_model(message.model, message.error)
+
+    def _fail_model(self, model: str, error: str) -> None:
+        failure = EngineFailed(f"'{model}' cannot be loaded: {error}")
+        hosted = self.models.pop(model, None)
+        if hosted is not None:
+            hosted.fail(failure)
+            hosted.idle.set()
+        self._fail_requests(model, failure)
+
+    def _on_exit(self, node: str, lost: WorkerLost) -> None:
+        requests = self.dispatcher.lost(node, time.monotonic())
+        for model, hosted in self.models.items():
+            hosted.not_there(node)
+            self._not_ready(model)
+        for request_id in requests & self.inboxes.keys():
+            self._fail(request_id, lost)
+        self._settle()
+
+    def _close(self) -> None:
+        """The workers are gone for good."""
+        if self._timer is not None:
+            self._timer.cancel()
+        error = EngineFailed("the server is shutting down")
+        for request_id in list(self.inboxes):
+            self._fail(request_id, error)
+        for hosted in self.models.values():
+            hosted.fail(error)
+        self.models.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.log is not None:
+            self.log.close()
+
+    # What comes of it
+
+    def _settle(self) -> None:
+        self._deliver(self.dispatcher.take_events())
+        warmed, self.dispatcher.warmed = self.dispatcher.warmed, []
+        for one in warmed:
+            if one.node is None:
+                self._fail_model(one.model, self._why_not(one))
+        self._set_timer()
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        now = time.monotonic()
+        for event in events:
+            entry = self.inboxes.get(event.request_id)
+            if entry is not None:
+                entry[0].put(Arrival(event, now))
+
+    def _why_not(self, warmed: Warmed) -> str:
+        """It could not be started on the roomiest of those who offer it."""
+        nodes = [node for node in self.dispatcher.nodes.values() if node.up and node.offer_of(warmed.model) is not None]
+        if "memory" not in warmed.refusals or not nodes:
+            return f"{warmed.model}: {', '.join(warmed.refusals) or 'no worker is up'}"
+        node = max(nodes, key=lambda one: one.view.free_bytes if one.view is not None else 0)
+        offer = node.offer_of(warmed.model)
+        free_bytes = node.view.free_bytes if node.view is not None else node.memory_bytes
+        assert offer is not None
+        return (
+            f"{warmed.model}: its weights take {offer.weight_bytes / 1e9:.2f} GB, {free_bytes / 1e9:.2f} of the node's "
+            f"{node.memory_bytes / 1e9:.2f} GB are free"
+        )
+
+    def _set_timer(self) -> None:
+        """The dispatcher is woken when it has something to do."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self.dispatcher.next_wake_s()
+        if due_s is not None:
+            delay_s = max(due_s - time.monotonic(), 0.0)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self.dispatcher.wake(time.monotonic())
+        self._settle()

@@ -1,0 +1,84 @@
+"""What a node answers without anything of it changing, and what it does for newcomers beside those who run: slower
+paces, and long answers that wait.
+"""
+
+from __future__ import annotations
+
+from dovetail.node import protocol
+from dovetail.node.node import Node
+from dovetail.node.work import SLACK, Work
+from dovetail.policy.fairness import Running, who_gives_way
+from dovetail.policy.headroom import Refusal
+from dovetail.policy.latency import Latency
+from dovetail.profiles.live import LiveLatency
+
+
+def ease_everyone(node: Node, now: float, extra_s: float) -> float:
+    """Those who did not ask for targets go at a pace that leaves time for an iteration of every instance and for
+    something more. Returns that pace."""
+    instances = node.instances.values()
+    pace_s = SLACK * (sum(one.decode_s() for one in instances) + extra_s)
+    for instance in instances:
+        for work in instance.works():
+            is_overdue = instance.due_s(work) < now
+            if not work.is_strict and (is_overdue or work.tpot_s < pace_s):
+                work.slow_down(now, max(work.tpot_s, pace_s), instance.produced(work))
+        instance.waiting.sort(key=lambda one: (one.due_s, one.id))
+        instance.refresh()
+    return pace_s
+
+
+def find_long_answer(node: Node) -> tuple[int, Work] | None:
+    """An instance and a long answer on it that may have to wait for a newcomer."""
+    places = {work.id: (one, work) for one in node.instances.values() for work in one.running.values()}
+    running = [Running(work.id, work.group, one.produced(work), work.is_strict) for one, work in places.values()]
+    found = who_gives_way(running)
+    return None if found is None else (places[found][0].id, places[found][1])
+
+
+def estimate(latency: Latency, work: Work) -> tuple[float, float]:
+    """Prefill and one decode of the request on an otherwise empty device."""
+    known = work.known_tokens
+    return latency.prefill_s(known), latency.decode_s(1, known)
+
+
+def refused(node: Node, refusal: Refusal, work: Work) -> protocol.Refused:
+    """With what the request would need here."""
+    hosting = node.admit.hostings.get(work.model)
+    if hosting is None:
+        return protocol.Refused(refusal)
+    prefill_s, decode_s = estimate(hosting.latency, work)
+    could_serve = False
+    if refusal is Refusal.HARDWARE:  # what iterations take lately may be due to loads beside them
+        latency = hosting.latency.base if isinstance(hosting.latency, LiveLatency) else hosting.latency
+        bare_prefill_s, bare_decode_s = estimate(latency, work)
+        could_serve = bare_prefill_s <= work.ttft_s and bare_decode_s <= work.tpot_s
+    return protocol.Refused(refusal, prefill_s, decode_s, could_serve)
+
+
+def check(node: Node, question: protocol.Check, now: float) -> protocol.Answer:
+    work, instance = Work.of(question.request), question.instance
+    refusal = node.check_start(work, now) if instance is None else node.check_join(instance, work, now)
+    return protocol.Accepted() if refusal is None else protocol.Refused(refusal)
+
+
+def find_victims(node: Node, question: protocol.FindVictims, now: float) -> protocol.Victims:
+    found = node.victims_for(question.instance, Work.of(question.request), now)
+    victims = [
+        protocol.Victim(one.instance, tuple(work.record() for work in one.works), one.headroom_s) for one in found
+    ]
+    return protocol.Victims(tuple(victims))
+
+
+def find_pausable(node: Node, question: protocol.FindPausable, now: float) -> protocol.Pausables:
+    found = node.pausable_for(Work.of(question.request), now)
+    return protocol.Pausables(tuple(protocol.Pausable(*one) for one in found))
+
+
+def ease(node: Node, question: protocol.Ease, now: float) -> protocol.Eased:
+    work = Work.of(question.request)
+    hosting = node.admit.hostings.get(work.model)
+    if hosting is None:
+        return protocol.Eased()
+    own_s = hosting.latency.decode_s(1, work.known_tokens) * node.admit.overestimate
+    return protocol.Eased(ease_everyone(node, now, own_s))

@@ -1,0 +1,266 @@
+"""What a controller and a node say to each other, in one process or in two: typed, immutable, every field plain.
+
+The controller proposes, the node disposes. A question has exactly one answer, told apart by a number where answers
+come late; an order has none. What a node says of itself keeps its order, and an answer comes no later than what follows
+from it. The file is the node's, because a node knows nothing of who asks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dovetail.node.work import Phase, RequestRecord
+from dovetail.policy.headroom import Refusal
+from dovetail.policy.placement import DeviceKind
+
+# Questions
+
+
+class Propose(msgspec.Struct, frozen=True, tag="propose"):
+    """Take this request. Asked again for one that is there already, the answer is the same."""
+
+    request: RequestRecord
+    instance: int | None = None  # to join; None = start an instance for it
+
+
+class Check(msgspec.Struct, frozen=True, tag="check"):
+    """Would you take it? Nothing changes."""
+
+    request: RequestRecord
+    instance: int | None = None
+
+
+class FindVictims(msgspec.Struct, frozen=True, tag="find_victims"):
+    """S9: whose going would let the instance take the request?"""
+
+    request: RequestRecord
+    instance: int
+
+
+class FindPausable(msgspec.Struct, frozen=True, tag="find_pausable"):
+    """Which instances, far ahead of their deadlines, could be swapped out to start one for the request?"""
+
+    request: RequestRecord
+
+
+class Ease(msgspec.Struct, frozen=True, tag="ease"):
+    """Let everybody who did not ask for targets go at a pace at which there is time for this request too."""
+
+    request: RequestRecord
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Let go of this request, if it runs here still; it goes on elsewhere."""
+
+    request: int
+
+
+class TakeBack(msgspec.Struct, frozen=True, tag="take_back"):
+    """Let go of a long answer, if there is one that may have to wait for a newcomer."""
+
+
+class Warm(msgspec.Struct, frozen=True, tag="warm"):
+    """Have an instance of the model before anybody asks for it. One that is there already will do."""
+
+    model: str
+
+
+Question = Propose | Warm | Release | Check | FindVictims | FindPausable | Ease | TakeBack
+
+# Answers
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """To Propose: it is here from now on. To Check: it would be."""
+
+    instance: int = -1
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    reason: Refusal
+    prefill_s: float | None = None  # what the request needs here on an otherwise empty device; None = not offered here
+    decode_s: float = 0.0
+    could_serve: bool = False  # undisturbed, the device would keep the targets
+
+
+class Victim(msgspec.Struct, frozen=True):
+    """An instance that could give way, and the requests that would need another place."""
+
+    instance: int
+    requests: tuple[RequestRecord, ...]
+    headroom_s: float  # until the first of them needs a token
+
+
+class Victims(msgspec.Struct, frozen=True, tag="victims"):
+    found: tuple[Victim, ...] = ()  # the smallest batch first
+
+
+class Pausable(msgspec.Struct, frozen=True):
+    """An instance that could be swapped out for a while."""
+
+    instance: int
+    headroom_s: float  # until the first of its requests needs a token
+    batch: int
+    weight_bytes: int
+
+
+class Pausables(msgspec.Struct, frozen=True, tag="pausables"):
+    found: tuple[Pausable, ...] = ()  # the longest headroom first
+
+
+class Eased(msgspec.Struct, frozen=True, tag="eased"):
+    pace_s: float = 0.0  # of a token, from now on
+
+
+class TookBack(msgspec.Struct, frozen=True, tag="took_back"):
+    """The request that has left, or none."""
+
+    request: RequestRecord | None = None
+    instance: int = -1
+    prefill_s: float = 0.0  # what it would need on an otherwise empty device
+    decode_s: float = 0.0
+
+
+Answer = Accepted | Refused | Victims | Pausables | Eased | TookBack
+
+# Orders
+
+
+class Preempt(msgspec.Struct, frozen=True, tag="preempt"):
+    """Close the instance; its requests come back as Evicted. One that is gone already is no mistake."""
+
+    instance: int
+    reason: str  # "paused" or "preempted"
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """Nobody wants the request here any more. Nothing more is said of it."""
+
+    request: int
+
+
+Order = Preempt | Withdraw
+
+# What a node says of itself
+
+
+class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
+    """The prompt of the request is computed."""
+
+    request: int
+    grace_s: float  # for the cold start that it waited for
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The request has all its tokens and has left."""
+
+    request: RequestRecord
+    instance: int
+
+
+class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
+    """The request has left unfinished and needs another place."""
+
+    request: RequestRecord
+    instance: int
+    reason: str
+
+
+class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
+    """A prefill instance has made the first token; the rest belongs on a decode instance."""
+
+    request: RequestRecord
+    instance: int
+    kv_bytes: int
+
+
+class Overcommitted(msgspec.Struct, frozen=True, tag="overcommitted"):
+    """Contexts have grown: an iteration of every instance takes longer than the strictest pace. This request is the one
+    furthest ahead; somebody else had better go on with it. It is here still."""
+
+    request: RequestRecord  # as it would go elsewhere
+    instance: int
+
+
+class InstanceOpened(msgspec.Struct, frozen=True, tag="instance_opened"):
+    """It was started without a request."""
+
+    instance: int
+    model: str
+
+
+class InstanceReady(msgspec.Struct, frozen=True, tag="instance_ready"):
+    instance: int
+    model: str
+
+
+class InstanceClosed(msgspec.Struct, frozen=True, tag="instance_closed"):
+    """It takes no more work; its memory will come back."""
+
+    instance: int
+    model: str
+
+
+class InstanceGone(msgspec.Struct, frozen=True, tag="instance_gone"):
+    """Its memory and its slot are free."""
+
+    instance: int
+    model: str
+
+
+class Idle(msgspec.Struct, frozen=True, tag="idle"):
+    """Nothing can run, or something can again."""
+
+    is_idle: bool
+
+
+class InstanceView(msgspec.Struct, frozen=True, array_like=True):
+    id: int
+    model: str
+    phase: Phase
+    batch: int
+    is_ready: bool
+
+
+class NodeView(msgspec.Struct, frozen=True, tag="view"):
+    """The node as it is after everything that it has said before. The highest version is the newest."""
+
+    version: int
+    kind: DeviceKind
+    in_use: bool
+    fullness: float  # CPUs are short of time, GPUs of memory: packing goes by that
+    memory_bytes: int
+    free_bytes: int
+    instances: tuple[InstanceView, ...] = ()  # that take work
+
+
+class Offered(msgspec.Struct, frozen=True, tag="offered"):
+    """The node offers the model, or offers it in another way than before."""
+
+    model: str
+    room_tokens: int  # that one request of the model may have, had it the node to itself
+    weight_bytes: int = 0  # that a start takes; 0 = they are in place
+    decode_s: float = 0.0  # one token of a usual context, on an otherwise empty device
+
+
+class NoLonger(msgspec.Struct, frozen=True, tag="no_longer"):
+    """The node does not offer the model any more."""
+
+    model: str
+
+
+Notice = (
+    Prefilled
+    | Finished
+    | Evicted
+    | HandedOver
+    | Overcommitted
+    | InstanceOpened
+    | InstanceReady
+    | InstanceClosed
+    | InstanceGone
+    | Idle
+    | NodeView
+    | Offered
+    | NoLonger
+)

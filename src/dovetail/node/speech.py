@@ -1,0 +1,124 @@
+"""What a node says, sorted: what its driver carries out goes into `outbox`, what becomes of requests and instances into
+`mailbox`, and every line that the log of decisions has of it is written here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from dovetail.eventlog import EventLog
+from dovetail.node import events, protocol
+from dovetail.node.node import Node
+from dovetail.node.work import Work
+
+# What a driver carries out or is told.
+Output = (
+    events.StartLoad
+    | events.StartUnload
+    | events.StartResize
+    | events.SetTimer
+    | events.Enter
+    | events.Leave
+    | events.FirstToken
+    | events.Finished
+    | events.InstanceGone
+)
+
+
+class Speech:
+    def __init__(self, node: Node, log: EventLog | None) -> None:
+        self.outbox: deque[Output] = deque()
+        self.mailbox: deque[protocol.Notice] = deque()
+        self.places: dict[int, tuple[int, Work]] = {}  # by request: its instance
+        self.load_asked_s: dict[int, float] = {}  # by instance: since when its weights are awaited
+        self._node = node
+        self._log = log
+        self._loaded: set[int] = set()
+
+    def clear(self) -> None:
+        """The device is gone."""
+        for kept in (self.outbox, self.mailbox, self.places, self.load_asked_s, self._loaded):
+            kept.clear()
+
+    def loaded(self, instance: int) -> float:
+        """Its weights are there; returns since when they were awaited."""
+        self._loaded.add(instance)
+        return self.load_asked_s.pop(instance)
+
+    def enter(self, work: Work, instance: int, now: float) -> None:
+        """It has a place; it takes part in turns as soon as the weights are there."""
+        if self._is_loaded(instance):
+            self._tell(events.Enter(work, instance), now)
+
+    def leave(self, work: Work, instance: int, now: float) -> None:
+        if self._is_loaded(instance):
+            self._tell(events.Leave(work, instance), now)
+
+    def _is_loaded(self, instance_id: int) -> bool:
+        """Its weights are on the device, though it may be closing."""
+        if instance_id in self._loaded:
+            return True
+        instance = self._node.instances.get(instance_id)
+        return instance is not None and instance.hosting.weights_in_place
+
+    def pass_on(self, now: float) -> None:
+        said = self._node.outbox
+        while said:
+            self._hear(said.pop(0), now)
+
+    def _hear(self, said: events.Command | events.Notice, now: float) -> None:
+        if isinstance(said, events.SetTimer):
+            self.outbox.append(said)
+        elif isinstance(said, events.StartLoad):
+            self.load_asked_s[said.instance] = now
+            self._note("load", said, now)
+            self.outbox.append(said)
+        elif isinstance(said, events.StartResize):
+            self._note("resize", said, now)
+            self.outbox.append(said)
+        elif isinstance(said, events.StartUnload):
+            self._loaded.discard(said.instance)
+            self._tell(said, now)
+        elif isinstance(said, events.FirstToken):
+            if self._log is not None:
+                self._log.write(now, "first_token", request=said.work.id, node=self._node.name)
+            self.outbox.append(said)
+        elif isinstance(said, events.Finished):
+            del self.places[said.work.id]
+            self.outbox.append(said)
+            self.mailbox.append(protocol.Finished(said.work.record(), said.instance))
+        else:
+            self._note(type(said).__name__.lower(), said, now)
+            self._notice(said, now)
+
+    def _notice(self, said: events.Notice, now: float) -> None:
+        if isinstance(said, events.Evicted):
+            self._part(said.work, said.instance, now)
+            self.mailbox.append(protocol.Evicted(said.work.record(), said.instance, said.reason))
+        elif isinstance(said, events.Overcommitted):
+            record = said.work.as_of(said.produced).record()
+            self.mailbox.append(protocol.Overcommitted(record, said.instance))
+        elif isinstance(said, events.HandedOver):
+            self._part(said.work, said.instance, now)
+            self.mailbox.append(protocol.HandedOver(said.work.record(), said.instance, said.kv_bytes))
+        elif isinstance(said, events.InstanceReady):
+            self.mailbox.append(protocol.InstanceReady(said.instance, said.model))
+        elif isinstance(said, events.InstanceClosed):
+            self.mailbox.append(protocol.InstanceClosed(said.instance, said.model))
+        elif isinstance(said, events.InstanceGone):
+            self.outbox.append(said)
+            self.mailbox.append(protocol.InstanceGone(said.instance, said.model))
+
+    def _part(self, work: Work, instance: int, now: float) -> None:
+        del self.places[work.id]
+        self.leave(work, instance, now)
+
+    def _tell(self, output: events.Enter | events.Leave | events.StartUnload, now: float) -> None:
+        if self._log is not None and self._log.is_detailed:
+            self._note(type(output).__name__.lower(), output, now)
+        self.outbox.append(output)
+
+    def _note(self, event: str, said: Any, now: float) -> None:
+        if self._log is not None:
+            self._log.said(now, self._node.name, event, said)
