@@ -285,7 +285,7 @@ class Controller:
             self._lengths.runs(notice.work.model, notice.work.id, notice.work.produced)
             if notice.reason == "kv_short" and self.knobs.finish_begun:
                 self._owed[notice.work.id] = node.name
-            self._evicted(notice.work, notice.reason, now)
+            self._evicted(node, notice.work, notice.reason, now)
         elif isinstance(notice, HandedOver):
             self.placer.left(node, notice.instance)
             self._hand_over(notice, now)
@@ -339,11 +339,13 @@ class Controller:
         self.outbox.append(Moving(work, now, "overcommitted"))
         self._seek(work, now, avoided=node.name)
 
-    def _evicted(self, work: Work, reason: str, now: float) -> None:
+    def _evicted(self, node: NodeHandle, work: Work, reason: str, now: float) -> None:
         work.cached = False
         if reason == "paused":
             self.parked.add(work)
             self._move(work, max(now, work.due_s - self.knobs.pause_lead_s), reason)
+        elif reason == "kv_short":  # at once it would only come back to where it did not fit
+            self._seek(work, now, avoided=node.name)
         else:
             self._seek(work, now)
 
