@@ -311,3 +311,21 @@ def test_in_a_large_cluster_nodes_that_seem_full_are_not_asked() -> None:
     for node in nodes[38:]:
         node.start(make_work(model="b"), 0.0)
     assert controller.placer._window(make_work(1).record()), "somebody says why there is no place"
+
+
+def test_what_was_evicted_for_want_of_memory_does_not_come_back_at_once() -> None:
+    """The node has a block for it and not the next one: they would go round in circles at one moment."""
+    node, other = make_node(name="node"), make_node(name="other")
+    other.up = False
+    controller = make_cluster(node, other)
+    work = make_work(0, ttft_s=5.0)
+    placed = submit(controller, work)
+    assert isinstance(placed, Placed)
+    source = handle_of(controller)
+    source.runtime.withdraw(0, 0.0)
+    work.produced = 3
+    controller.evicted(source, placed.instance, work, "kv_short", 0.0)
+    assert isinstance(said(controller)[-1], Queued)
+    assert controller.next_wake_s() is not None
+    controller.wake(0.25)
+    assert isinstance(said(controller)[-1], Placed)

@@ -205,6 +205,8 @@ class Controller(Seeker):
         if reason == "paused":
             self._park(work)
             self.outbox.append(Moving(work, self._back_s(work), reason))
+        elif reason == "kv_short":  # at once it would only come back to where it did not fit
+            self._seek(work, avoided=node.name)
         else:
             self._seek(work)
 
