@@ -92,6 +92,7 @@ class ServedModel:
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _INLINE_CHARS:
+            await asyncio.sleep(0)  # whoever has hundreds of them lets others in between
             return self._encode(text, add_special_tokens)
         return await self.lanes.run(len(text), lambda: self._encode(text, add_special_tokens))
 
@@ -114,7 +115,7 @@ class ServedModel:
 
     async def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         if len(tokens) <= _INLINE_CHARS:
-            await asyncio.sleep(0)  # whoever has hundreds of them lets others in between
+            await asyncio.sleep(0)
             return self._decode(tokens, skip_special_tokens)
         return await self.lanes.run(len(tokens), lambda: self._decode(tokens, skip_special_tokens))
 
