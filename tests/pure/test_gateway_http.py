@@ -500,3 +500,16 @@ def test_with_keys_the_name_by_which_a_server_is_called_is_its_proxys_matter(tmp
         assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
     on_app(tmp_path, test, auth=KEYS)
+
+
+def test_many_prompts_at_once_are_read_as_each_by_itself(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        prompts = [f"naïve prompt {index} " for index in range(9)]
+        for extra in ({}, {"add_special_tokens": False}):
+            many = (await client.post("/v1/completions", json=TEXT | extra | {"prompt": prompts})).json()
+            alone = [
+                (await client.post("/v1/completions", json=TEXT | extra | {"prompt": text})).json() for text in prompts
+            ]
+            assert [each["text"] for each in many["choices"]] == [each["choices"][0]["text"] for each in alone]
+
+    on_app(tmp_path, test)

@@ -24,7 +24,6 @@ from dovetail.errors import EngineFailed
 _NOISY, _PROBED = "noisy", "probed"
 _SETTLE_S = 2.0
 _START_TIMEOUT_S = 120.0
-Step = Callable[[str], None]
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -49,6 +48,9 @@ class CaseResult(msgspec.Struct, frozen=True):
     memory_after: int  # some seconds later
 
 
+Step = Callable[[CaseResult], None]  # told as soon as a case is over
+
+
 def run_cases(model: str, names: Sequence[str], seconds: float, step: Step) -> list[CaseResult]:
     """`model`: a name from the catalogue, served twice."""
     with _served(model) as (process, url), _probe(url) as ask:
@@ -57,8 +59,8 @@ def run_cases(model: str, names: Sequence[str], seconds: float, step: Step) -> l
         time.sleep(2 * _SETTLE_S)  # both models are loaded by now
         results = []
         for name in names:
-            step(name)
             results.append(_run_case(name, Target(url, "sk-noisy", _NOISY), seconds, ask, gateway))
+            step(results[-1])
         return results
 
 

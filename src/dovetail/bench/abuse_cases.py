@@ -119,6 +119,13 @@ async def many_messages(target: Target, until: float) -> None:
     await _repeat(target, until, "/v1/chat/completions", [_chat(target, messages=messages)], 8)
 
 
+@case("many-prompts", "4 clients with 256 prompts of 4,000 characters each, which do not fit")
+async def many_prompts(target: Target, until: float) -> None:
+    prompts = [f"Prompt {index}. " + "Some words, and more. " * 180 for index in range(256)]
+    body = {"model": target.model, "prompt": prompts, "max_tokens": 1_000_000}
+    await _repeat(target, until, "/v1/completions", [json.dumps(body).encode()], 4)
+
+
 @case("large-text", "4 clients with chats of 1.9 MB of text")
 async def large_text(target: Target, until: float) -> None:
     messages = [{"role": "user", "content": "Hello, world. " * (_BYTES // 14)}]

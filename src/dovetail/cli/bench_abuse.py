@@ -30,11 +30,16 @@ def abuse(
     for name in names:
         if name not in CASES:
             raise typer.BadParameter(f"{name} is none of {', '.join(CASES)}", param_hint="--case")
-    shown = not as_json and sys.stderr.isatty()
-    results = run_cases(model, names, seconds, lambda name: print(name, "…", file=sys.stderr) if shown else None)
+    results = run_cases(model, names, seconds, lambda done: _say(done) if not as_json else None)
     if as_json:
         return print_json(results)
     _print(results)
+
+
+def _say(done: CaseResult) -> None:
+    before, during = done.before, done.during
+    live, gap = f"{before.live_p99:.0f} → {during.live_p99:.0f}", f"{before.gap_p99:.0f} → {during.gap_p99:.0f}"
+    print(f"{done.name}: /live p99 {live} ms, stream p99 {gap} ms", file=sys.stderr, flush=True)
 
 
 def _print(results: list[CaseResult]) -> None:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.api import ChatRequest, Message, StrictBody, TokenId
+from dovetail.gateway.api import FAIL_FAST, ChatRequest, Message, StrictBody, TokenId
 from dovetail.gateway.chat_prompt import chat_prompt, check_text_fits
 from dovetail.gateway.endpoint import json_response, read_body, request_body, responses
 from dovetail.gateway.models import ServedModel
@@ -38,7 +38,7 @@ _ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
 
 Pooling = Literal["last", "mean"]
 Text = Annotated[str, Field(min_length=1)]
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Tokens = Annotated[list[TokenId], Field(min_length=1), FAIL_FAST]
 
 
 class _PooledBody(StrictBody):
@@ -66,12 +66,12 @@ class _PooledBody(StrictBody):
 class EmbeddingRequest(_PooledBody):
     input: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS), FAIL_FAST]
         | Tokens
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS), FAIL_FAST]
         | None
-    ) = Field(default=None, description="text, token ids, or several of either")
-    messages: list[Message] | None = Field(
+    ) = Field(default=None, description="text, token ids, or several of either", union_mode="left_to_right")
+    messages: Annotated[list[Message], FAIL_FAST] | None = Field(
         default=None, min_length=1, max_length=4096, description="a conversation instead of input"
     )
     encoding_format: Literal["float", "base64"] | None = None
@@ -100,7 +100,7 @@ class RerankDocument(BaseModel):
 
 class RerankRequest(_PooledBody):
     query: Text
-    documents: list[Text | RerankDocument] = Field(min_length=1, max_length=MAX_INPUTS - 1)
+    documents: Annotated[list[Text | RerankDocument], FAIL_FAST] = Field(min_length=1, max_length=MAX_INPUTS - 1)
     top_n: int | None = Field(default=None, ge=0, description="0 = all")
     return_documents: bool | None = Field(default=None, description="on unless false")
 

@@ -6,7 +6,7 @@ Where cards come from is the catalogue's matter, which is handed in; where weigh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,17 +92,30 @@ class ServedModel:
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _INLINE_CHARS:
+            await asyncio.sleep(0)  # whoever has hundreds of them lets others in between
             return self._encode(text, add_special_tokens)
         return await self.lanes.run(len(text), lambda: self._encode(text, add_special_tokens))
 
     async def encode_prompt(self, text: str) -> list[int]:
         """A plain completion prompt, with the tokens that the model expects before any text."""
-        tokens = await self.encode(text, add_special_tokens=True)
+        return self._with_bos(await self.encode(text, add_special_tokens=True))
+
+    async def encode_all(self, texts: Sequence[str], *, as_prompts: bool) -> list[list[int]]:
+        """Of many texts, in one piece of work, however short each is."""
+
+        def work() -> list[list[int]]:
+            tokens = [self._encode(text, as_prompts) for text in texts]
+            return [self._with_bos(each) for each in tokens] if as_prompts else tokens
+
+        return await self.lanes.run(sum(map(len, texts)), work)
+
+    def _with_bos(self, tokens: list[int]) -> list[int]:
         bos = self.tokenizer.token_to_id(self.card.bos_token) if self.card.add_bos and self.card.bos_token else None
         return [bos, *tokens] if bos is not None and tokens[:1] != [bos] else tokens
 
     async def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         if len(tokens) <= _INLINE_CHARS:
+            await asyncio.sleep(0)
             return self._decode(tokens, skip_special_tokens)
         return await self.lanes.run(len(tokens), lambda: self._decode(tokens, skip_special_tokens))
 

@@ -100,7 +100,9 @@ class Endpoints:
         model = self._service.models.get(body.model)
         slo = targets_of(request, model)
         context, default = self._service.context_limit(model), self._service.default_max_tokens(model)
-        job = await chat_job(body, model, _new_id(), context, slo, default_tokens=default)
+        job = await until_disconnect(
+            request.receive, chat_job(body, model, _new_id(), context, slo, default_tokens=default)
+        )
         reply = ChatReply(job, _now(), ReplyOptions.of(body), make_reader=job.make_reader, echo=_echo(body))
         return GenerationResponse(
             self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage
@@ -112,7 +114,8 @@ class Endpoints:
         body = await read_body(CompletionRequest, request)
         model = self._service.models.get(body.model)
         slo = targets_of(request, model)
-        job = await completion_job(body, model, _new_id(), self._service.context_limit(model), slo)
+        context = self._service.context_limit(model)
+        job = await until_disconnect(request.receive, completion_job(body, model, _new_id(), context, slo))
         echoes = [await _prompt_text(model, item.prompt) for item in job.requests] if body.echo else []
         form = TextForm(echoes, prompt_only=body.is_prompt_only, num_kept=body.num_kept)
         reply = TextReply(job, _now(), ReplyOptions.of(body), form)

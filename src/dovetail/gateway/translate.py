@@ -28,6 +28,7 @@ from dovetail.types import Grammar, Request, SamplingParams, ServiceClass, Slo
 Value = TypeVar("Value")
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
+_MANY_PROMPTS = 8  # more are not tokenised on the event loop, however short they are
 _MAX_ANSWERS = 256  # of one HTTP request
 _MIN_TOP_P = 1e-6  # 0 is allowed and means the likeliest token alone
 
@@ -86,6 +87,10 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
     prompt: Sequence[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if isinstance(prompt[0], int):
         prompt = [prompt]
+    if len(prompt) > _MANY_PROMPTS and isinstance(prompt[0], str) and not body.suffix:
+        for text in prompt:
+            check_text_fits(text, model, "prompt")
+        return await model.encode_all(prompt, as_prompts=body.add_special_tokens is not False)
     return [await _completion_prompt(body, item, model) for item in prompt]
 
 
