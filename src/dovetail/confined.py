@@ -201,8 +201,10 @@ def serve(handle: Callable[[bytes], bytes]) -> None:
     with suppress(OSError):
         os.nice(int(niceness))
     base, calls = _address_bytes(), 0
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (base + int(memory_bytes),) * 2)
+    with suppress(ValueError, OSError):  # a system without such a limit has the one on time
+        if base:
+            resource.setrlimit(resource.RLIMIT_AS, (base + int(memory_bytes),) * 2)
+    hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     while True:
         try:
             size = int.from_bytes(_receive(channel, _LENGTH_BYTES), "little")
@@ -210,7 +212,7 @@ def serve(handle: Callable[[bytes], bytes]) -> None:
         except EOFError:
             return
         used = time.process_time()
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used + cpu_s) + _SPARE_S, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used + cpu_s) + _SPARE_S, hard_limit))
         answer = handle(request)
         calls += 1
         is_large = len(request) + len(answer) > _LARGE_BYTES or time.process_time() - used > _LONG_S
@@ -237,4 +239,8 @@ def _receive(channel: socket.socket, count: int, deadline: float | None = None) 
 
 
 def _address_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
+    """0 where that cannot be known."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
+    except OSError:
+        return 0

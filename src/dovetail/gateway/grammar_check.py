@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from dovetail.confined import serve
-from dovetail.grammars import CompileError, TokenizerKey, compiled, load_tokenizer
+from dovetail.grammars import CompileError, TokenizerKey, compiled, in_words, load_tokenizer
 from dovetail.types import Grammar
 
 STEPS = 24  # tokens of a random text
@@ -36,12 +36,15 @@ def _problem(check: Check) -> str:
         matcher = compiled(_tokenizer(check.tokenizer), check.grammar)
     except CompileError as error:
         return str(error)
-    slowest = _walk(matcher, check.tokenizer.vocab_size)
+    slowest, steps = _walk(matcher, check.tokenizer.vocab_size)
+    error = str(matcher.get_error()) if matcher.is_error() else ""
+    if error and (not steps or "NoExtension" not in error):  # a dead end after some tokens is that text's own
+        return in_words(error)
     return f"it takes {slowest:.2f} s to find what may follow" if slowest > MAX_STEP_S else ""
 
 
-def _walk(matcher: Any, vocab_size: int) -> float:
-    """A text that the grammar allows, its tokens taken here and there; returns the longest step."""
+def _walk(matcher: Any, vocab_size: int) -> tuple[float, int]:
+    """A text that the grammar allows, its tokens taken here and there: the longest step, and how many there were."""
     import numpy as np
 
     mask = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
@@ -50,15 +53,15 @@ def _walk(matcher: Any, vocab_size: int) -> float:
         started = time.process_time()
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         slowest = max(slowest, time.process_time() - started)
-        if matcher.is_error() or slowest > MAX_STEP_S:  # where a text of its own leads is the request's affair
-            break
+        if matcher.is_error() or slowest > MAX_STEP_S:
+            return slowest, step
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size))
         if not len(allowed):
             break
         matcher.consume_token(int(allowed[step * 7919 % len(allowed)]))
         if matcher.is_stopped():
             break
-    return slowest
+    return slowest, STEPS
 
 
 @lru_cache(maxsize=4)

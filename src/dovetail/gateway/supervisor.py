@@ -183,7 +183,9 @@ class Supervisor:
         hung_s = watch.result() if watch is not None and watch.done() else 0.0
         if watch is not None:
             watch.cancel()
-        return WorkerExit(code, pulse.in_iteration(), hung_s)
+        suspects = pulse.in_iteration()
+        pulse.close()
+        return WorkerExit(code, suspects, hung_s)
 
     async def _watch(self, process: asyncio.subprocess.Process, pulse: Pulse) -> float:
         """Kill a worker that does nothing; returns for how long it did. One that reads its weights in from the disk
