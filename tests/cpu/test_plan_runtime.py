@@ -136,8 +136,8 @@ def test_a_rate_that_leaves_the_plan_is_planned_again_and_nothing_is_lost() -> N
     assert sum(account.requests for account in runtime.accounts()) == 10
     assert len(runtime.accounts()) >= 2, "the new plan has groups of its own"
     assert runtime.changes[0].error == ""
-    assert runtime.apps["a"].rate > 1.0
-    assert runtime.apps["b"].rate == pytest.approx(0.01)
+    assert runtime.changes[0].rates["a"] > 1.0
+    assert runtime.changes[0].rates["b"] == pytest.approx(0.01)
 
 
 def test_a_function_that_is_gone_says_so() -> None:

@@ -36,3 +36,9 @@ def test_a_rate_that_falls_away_is_seen() -> None:
     rates = watch.drifted(90.0)
     assert rates is not None
     assert rates["a"] == 0.02
+
+
+def test_one_request_of_a_rare_application_is_no_drift() -> None:
+    watch = RateWatch({"rare": 0.001}, window_s=1.0, threshold=0.5, now=0.0)
+    watch.observe("rare", 4.9)
+    assert watch.drifted(5.0) is None

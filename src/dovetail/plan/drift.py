@@ -39,7 +39,7 @@ class RateWatch:
     def _has_moved(self, app: str) -> bool:
         expected = self._planned[app] * self._window_s
         gap = abs(len(self._arrivals[app]) - expected)
-        return gap > self._threshold * expected and gap > SURE * math.sqrt(expected)
+        return gap > self._threshold * expected and gap > SURE * math.sqrt(max(expected, 1.0))
 
     def _forget(self, now: float) -> None:
         for times in self._arrivals.values():
