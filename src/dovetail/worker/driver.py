@@ -80,6 +80,7 @@ class NodeDriver:
         pulse: Pulse | None = None,
         on_growth: Callable[[int], object] = lambda _: None,
         on_said: Callable[[], None] = lambda: None,
+        on_launch: Callable[[], None] = lambda: None,
     ) -> None:
         self.hostings: dict[str, Hosting] = {}
         self.home = NodeRuntime(Node(name, kind, memory_bytes, self.hostings, knobs), log=log)
@@ -93,6 +94,9 @@ class NodeDriver:
         self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
         self._pulse = pulse or Pulse()
         self._on_growth = on_growth  # called with what the ledger has left, before more of it is used
+        self._on_launch = (
+            on_launch  # called when an iteration has begun: what came of the last one may be told beside it
+        )
         self._on_said = on_said  # called around each thing that is carried out: what the node says may be passed on
         self._by_choice: dict[tuple[str, int], RequestState] = {}
         self._sizes: dict[int, int] = {}  # blocks of instances that are still loading
@@ -226,7 +230,7 @@ class NodeDriver:
     def _iterate(self, runner: ModelRunner, batch: list[Sequence]) -> list[int]:
         """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
         self._pulse.begin([sequence.request_id for sequence in batch], self._expected_s)
-        completed = runner.iterate(batch)
+        completed = runner.iterate(batch, self._on_launch)
         self._pulse.end()
         return self._deliver(runner.card.name, completed.events)
 

@@ -113,6 +113,7 @@ class Worker:
             on_pause=self._pause,
             pulse=self._pulse,
             on_growth=self._fit_pool,
+            on_launch=self._tell,
         )
         self._process = psutil.Process()
         self._running = True
@@ -135,7 +136,8 @@ class Worker:
             self._pulse.beat()
             self._receive(wait=is_idle)
             is_idle = not self._driver.take_turn() and not self._driver.home.is_touched
-            self._tell()
+            if is_idle:  # else it is told while the next iteration runs
+                self._tell()
             self._tend(time.monotonic())
         self._close()
 
