@@ -72,7 +72,8 @@ class FakeWorker:
 
     def run(self) -> None:
         self.socket.send(encode(Hello(self.node, os.getpid(), "fake", 0.0)))
-        while True:
+        parent = os.getppid()
+        while os.getppid() == parent:  # a gateway that was killed takes its worker with it
             while self.socket.poll(0 if self.open else 50):
                 message = decode_for_worker(self.socket.recv())
                 if isinstance(message, Shutdown):
