@@ -216,6 +216,8 @@ class Worker:
     def _receive(self, wait: bool) -> None:
         """Take in everything that has arrived; wait for something if there is nothing else to do."""
         ready = dict(self._poller.poll(self._patience_ms() if wait else 0))
+        if ready:  # tokens go out before any word that counts them
+            self._tell()
         if self._wake in ready:
             if self._wake.recv() == _GRAMMAR:
                 self._take_compiled()
