@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_a_template_is_rendered_as_in_this_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("template", [*ENDLESS.values(), *GREEDY.values()], ids=[*ENDLESS, *GREEDY])
 def test_a_template_without_end_or_measure_is_an_error_and_others_go_on(template: str, tmp_path: Path) -> None:
-    templates = Templates(BOUNDS)
+    templates, before = Templates(BOUNDS), psutil.Process().memory_info().rss
 
     async def both() -> str:
         bad = asyncio.create_task(templates.render(text_of(tmp_path, template), HELLO))
@@ -59,7 +60,7 @@ def test_a_template_without_end_or_measure_is_an_error_and_others_go_on(template
         return await templates.render(text_of(tmp_path, "{{ messages[0].content }}"), HELLO)
 
     assert run(both()) == "hi"
-    assert psutil.Process().memory_info().rss < 1 << 30
+    assert psutil.Process().memory_info().rss < before + (256 << 20)
 
 
 def test_a_slow_template_keeps_only_its_own_kind_waiting(tmp_path: Path) -> None:
@@ -87,6 +88,9 @@ def test_memory_that_one_conversation_needed_is_given_back(tmp_path: Path) -> No
     templates = Templates(BOUNDS)
     big = [{"role": "user", "content": "x" * (24 << 20)}]
     assert len(run(templates.render(text_of(tmp_path, "{{ messages[0].content }}"), big))) == 24 << 20
-    children = psutil.Process().children(recursive=True)
-    sizes = [child.memory_info().rss for child in children if "chat_child" in " ".join(child.cmdline())]
+    sizes = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # another test's that has just ended
+            if "chat_child" in " ".join(child.cmdline()):
+                sizes.append(child.memory_info().rss)
     assert all(size < 64 << 20 for size in sizes)

@@ -30,7 +30,7 @@ def log(tmp_path: Path) -> Path:
     rig.submit("impossible", "a", ttft_s=0.001, tpot_s=0.001)
     rig.submit("unwanted", "a", tokens=50)
     rig.step()
-    rig.driver.abort("unwanted")
+    rig.abort("unwanted")
     rig.run()
     return path
 

@@ -93,6 +93,15 @@ class Scheduler:
         assert not sequence.blocks
         self._waiting.append(sequence)
 
+    def enter_as_computed(self, sequence: Sequence) -> None:
+        """One that runs at once, on blocks with whatever is in them: what a decode takes does not depend on that."""
+        blocks = self.pool.allocate(self.pool.blocks_for(len(sequence.tokens)))
+        assert blocks is not None, "the pool was made for it"
+        sequence.blocks, sequence.num_computed, sequence.was_admitted = blocks, len(sequence.tokens) - 1, True
+        sequence.num_sealed = len(blocks)  # what was never computed is no prefix for anyone
+        sequence.longest = self._longest(sequence)
+        self._running.append(sequence)
+
     def leave(self, sequence: Sequence) -> None:
         """Take it back with the tokens it has; its blocks are free. Not while a turn is running."""
         assert self._turn is None

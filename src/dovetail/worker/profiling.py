@@ -122,11 +122,7 @@ class Profiler:
         scheduler = self._runner.scheduler
         sequences = [self._sequence(length) for length in lengths]
         for sequence in sequences:
-            blocks = scheduler.pool.allocate(scheduler.pool.blocks_for(len(sequence.tokens)))
-            assert blocks is not None
-            scheduler.enter(sequence)
-            sequence.blocks, sequence.num_computed, sequence.was_admitted = blocks, len(sequence.tokens) - 1, True
-            sequence.num_sealed = len(blocks)  # what was never computed is no prefix for anyone
+            scheduler.enter_as_computed(sequence)
         self._runner.iterate(sequences)  # touches the pages
 
         def step() -> float:
