@@ -94,8 +94,8 @@ def test_others_are_followed_by_every_choice(tiny_server: Server, extra: dict[st
 
 
 def test_a_request_that_is_given_up_while_its_grammar_is_compiled_leaves_nothing(tiny_server: Server) -> None:
-    client = tiny_server.client(timeout=0.05)
+    client = tiny_server.client(timeout=0.02)
     with pytest.raises(openai.APITimeoutError):
-        ask(client, {"guided_regex": "a{1,50}b{1,50}c"}, n=4)
+        ask(client, {"guided_regex": "a{1,400}b{1,400}c{1,400}d"}, n=4)
     assert ask(tiny_server.client(), {"guided_regex": "(yes|no)"}) in ("yes", "no")
     assert tiny_server.blocks_used() == 0

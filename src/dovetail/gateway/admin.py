@@ -151,8 +151,7 @@ class Admin:
         """No request shall be answered by it any more; it is fetched again where that can be done."""
         async with self._changing:
             error = EngineFailed(f"'{card.name}' was found damaged while it answered", code="model_damaged")
-            for node, _ in self._instances(card.name):
-                node.drop(card.name, error)
+            self.service.cluster.drop(card.name, error)
             can_fetch = await asyncio.to_thread(store.put_aside, card, finding)
             if not can_fetch:
                 logger.error("%s cannot be fetched again: %s is not there", card.name, card.source or "its source")
