@@ -69,7 +69,7 @@ def uniform(seed: int, position: int) -> float:
 def is_shaped(row: TurnRow) -> bool:
     """Its logits are changed before one is chosen."""
     sampling = row.sampling
-    barred = len(row.tokens) - row.num_prompt < sampling.min_tokens
+    barred = bool(sampling.stop_token_ids) and len(row.tokens) - row.num_prompt < sampling.min_tokens
     limited = sampling.allowed_token_ids or sampling.bad_words or _forced_token(row) is not None
     return bool(sampling.has_penalties or sampling.logit_bias or sampling.grammar or limited or barred)
 
