@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dovetail.gateway.answers import Answer, ReplyOptions, TokenNames, TokenReport, finish_of
+from dovetail.gateway.answers import Answer, ReplyOptions, TokenNames, TokenReport, UsageCount, finish_of
 from dovetail.gateway.reading import MakeReader, Parts, PlainReader, Reader
 from dovetail.gateway.replies import (
     AssistantMessage,
@@ -68,7 +68,7 @@ class ChatReply:
     def shown(self, delta: Delta) -> Delta:
         return delta
 
-    def chunk(self, delta: Delta, usage: Usage | None = None) -> str | None:
+    def chunk(self, delta: Delta, usage: UsageCount) -> str | None:
         """None while nothing of it can be shown yet."""
         choice = self._choices.setdefault(delta.index, _Choice(self._make_reader()))
         choice.held += delta.logprobs
@@ -90,7 +90,7 @@ class ChatReply:
         if self._options.with_token_ids:
             told.token_ids = choice.held_tokens
         choice.held, choice.held_tokens = [], []
-        return self._dump([told], usage if self._options.with_usage_always else None)
+        return self._dump([told], usage.total() if self._options.with_usage_always else None)
 
     def _delta(self, choice: _Choice, parts: Parts) -> ChatDelta:
         delta = ChatDelta()

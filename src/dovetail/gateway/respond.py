@@ -130,7 +130,7 @@ class GenerationResponse(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
                     delta = self._reply.shown(delta)
                     usage.add(delta)
-                    chunk = self._reply.chunk(delta, usage.total())
+                    chunk = self._reply.chunk(delta, usage)
                     if chunk is not None:
                         await _send_event(send, chunk)
             if self._include_usage:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dovetail.gateway.answers import Answer, ReplyOptions, TextOffsets, TokenNames, TokenReport, finish_of, joined
+from dovetail.gateway.answers import (
+    Answer,
+    ReplyOptions,
+    TextOffsets,
+    TokenNames,
+    TokenReport,
+    UsageCount,
+    finish_of,
+    joined,
+)
 from dovetail.gateway.replies import TextChoice, TextCompletion, TextLogprobs, Usage
 from dovetail.gateway.run import Delta
 from dovetail.gateway.translate import Job
@@ -38,7 +47,7 @@ class TextReply:
             delta.text, delta.tokens, delta.logprobs = "", [], []
         return delta
 
-    def chunk(self, delta: Delta, usage: Usage | None = None) -> str | None:
+    def chunk(self, delta: Delta, usage: UsageCount) -> str | None:
         text = delta.text
         is_first = delta.index not in self._opened
         if is_first:
@@ -53,7 +62,7 @@ class TextReply:
         if delta.stop_reason is not None:
             choice.stop_reason = delta.stop_reason
         self._add_ids(choice, delta.tokens, with_prompt=is_first)
-        return self._dump([choice], usage if self._options.with_usage_always else None)
+        return self._dump([choice], usage.total() if self._options.with_usage_always else None)
 
     def usage_chunk(self, usage: Usage) -> str:
         return self._dump([], usage)

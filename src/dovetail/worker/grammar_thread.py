@@ -50,11 +50,8 @@ class GrammarThread:
         return True
 
     def take(self) -> Held | None:
-        """The next one that need not wait any more; None if it was aborted meanwhile."""
+        """The next one that need not wait any more; None if it was held twice and has been taken."""
         return self._held.pop(self.ready.get_nowait(), None)
-
-    def abort(self, request_id: str) -> None:
-        self._held.pop(request_id, None)
 
     def _run(self) -> None:
         with suppress(OSError):
