@@ -10,7 +10,7 @@ from random_codes import random_codes
 
 from dovetail.codings import CODINGS, Quantised
 from dovetail.engine.devices.cuda import attention, coded, elementwise, products
-from dovetail.engine.devices.cuda.greedy import greedy
+from dovetail.engine.devices.cuda.greedy import fill_in, greedy
 from dovetail.engine.rope import Rope
 from dovetail.layouts import coding_of, pack_codes, unpack
 from dovetail.modelspec import RopeSpec
@@ -191,7 +191,11 @@ def check_greedy() -> None:
     logits = torch.randn(4, 10_001)
     logits[1, 77] = math.nan
     logits[2, [5000, 9000]] = 99.0
-    assert greedy(logits).tolist() == [int(logits[0].argmax()), -1, 5000, int(logits[3].argmax())]
+    chosen = greedy(logits)
+    assert chosen.tolist() == [int(logits[0].argmax()), -1, 5000, int(logits[3].argmax())]
+    tokens = torch.tensor([7, -3, -2, 0, -4], dtype=torch.int32)
+    fill_in(tokens, chosen)
+    assert tokens.tolist() == [7, 5000, 0, 0, chosen[3]], "given ones stay, and what is no token becomes 0"
 
 
 if __name__ == "__main__":

@@ -93,6 +93,47 @@ def decode_greedily(executor: Any, sequences: list[list[int]], tables: list[list
             tokens.append(result.token)
 
 
+def test_iterations_launched_ahead_choose_the_same_tokens(executor: Any) -> None:
+    sequences = [make_tokens(seed, 8 + seed) for seed in range(5)]
+    tables = [list(range(20 * i, 20 * i + 20)) for i in range(5)]
+    for i, tokens in enumerate(sequences):
+        executor.run(Turn((make_row(i, tokens, 0, len(tokens), tables[i]),)))
+    plain = [list(tokens) for tokens in sequences]
+    decode_greedily(executor, plain, tables, 12)
+
+    def rows(ahead: int, which: list[int]) -> Turn:
+        return Turn(
+            tuple(
+                TurnRow(i, sequences[i], len(sequences[i]) - 1 + ahead, 1, tables[i], 1, GREEDY, samples=True)
+                for i in which
+            )
+        )
+
+    def take(which: list[int]) -> None:
+        found = {result.sequence: result.token for result in executor.collect().rows}
+        for i in which:
+            sequences[i].append(found[i])
+
+    here = list(range(5))
+    executor.launch(rows(0, here))
+    for step in range(11):
+        left = [i for i in here if step < 6 or i != 2]  # one of them ends on the way
+        assert executor.launch_next(rows(1, left))
+        take(here)
+        here = left
+    take(here)
+    assert all(sequences[i] == plain[i][: len(sequences[i])] for i in range(5))
+    assert [len(sequences[i]) - 8 - i for i in range(5)] == [12, 12, 7, 12, 12]
+    executor.launch(rows(0, here))
+    executor.launch_next(rows(1, here))
+    take(here)
+    executor.discard()  # and then once more, as if it had not been
+    decode_greedily(executor, plain, tables, 2)
+    executor.launch(rows(0, here))
+    take(here)
+    assert all(sequences[i] == plain[i] for i in here)
+
+
 @pytest.mark.parametrize(
     "chunks",
     [[LENGTH], [1] * LENGTH, [7, 20, 13], [16, 16, 8], [39, 1], [30] + [1] * 10],

@@ -39,13 +39,21 @@ class Clock:
 
 
 class CheckedExecutor:
-    """Keeps in each block which tokens were computed into it, and insists on finding them there."""
+    """Keeps in each block which tokens were computed into it, and insists on finding them there. One that is pipelined
+    begins with the next iteration before the host has seen the tokens of this one."""
 
     dtype = "f32"
     weight_bytes = WEIGHT_BYTES
     copied_bytes = 0
 
-    def __init__(self, clock: Clock, max_blocks: int, fails_on: int | None = None, token_s: float = 0.001) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        max_blocks: int,
+        fails_on: int | None = None,
+        token_s: float = 0.001,
+        is_pipelined: bool = False,
+    ) -> None:
         self.clock = clock
         self.token_s = token_s
         self.max_blocks = max_blocks
@@ -53,34 +61,60 @@ class CheckedExecutor:
         self.is_closed = False
         self.fails_on = fails_on  # a token at which the iteration breaks
         self.content: dict[int, dict[int, int]] = {}
+        self.is_pipelined = is_pipelined
+        self.num_ahead = 0  # iterations that were begun before they were asked for
+        self.num_discarded = 0
+        self._launched: deque[tuple[Outcome, float]] = deque()  # what comes of it, and how long it takes
 
     @property
     def kv_committed_bytes(self) -> int:
         return self.num_blocks * BLOCK * KV_BYTES
 
     def launch(self, turn: Turn) -> None:
-        self.launched = turn
+        assert not self._launched, "the last iteration was not collected"
+        self._launched.append(self._compute(turn, {}))
+
+    def launch_next(self, turn: Turn) -> bool:
+        if not self.is_pipelined:
+            return False
+        ((before, _),) = self._launched
+        self.num_ahead += 1
+        self._launched.append(self._compute(turn, {row.sequence: row.token for row in before.rows}))
+        return True
+
+    def discard(self) -> None:
+        self.num_discarded += len(self._launched)
+        self._launched.clear()
 
     def collect(self) -> Outcome:
-        turn = self.launched
+        outcome, seconds = self._launched.popleft()
+        self.clock.now += seconds
+        return outcome
+
+    def _compute(self, turn: Turn, chosen: dict[int, int]) -> tuple[Outcome, float]:
         assert not self.is_closed
-        self.clock.now += self.token_s * turn.num_tokens + 0.005
+        outcomes = []
         for row in turn.rows:
+            tokens = [*row.tokens, chosen[row.sequence]] if chosen else row.tokens
+            assert row.end <= len(tokens)
             assert all(block < self.num_blocks for block in row.blocks), "beyond the committed memory"
             for position in range(row.start):
                 block, offset = row.blocks[position // BLOCK], position % BLOCK
-                assert self.content[block][offset] == row.tokens[position], "another's block"
+                assert self.content[block][offset] == tokens[position], "another's block"
             for position in range(row.start, row.end):
-                self.content.setdefault(row.blocks[position // BLOCK], {})[position % BLOCK] = row.tokens[position]
-            if self.fails_on in row.tokens:
+                self.content.setdefault(row.blocks[position // BLOCK], {})[position % BLOCK] = tokens[position]
+            if self.fails_on in tokens:
                 raise ArithmeticError("broken")
-        rows = [RowOutcome(row.sequence, next_token(row.tokens)) for row in turn.rows if row.samples]
-        return Outcome(tuple(rows))
+            if row.samples:
+                outcomes.append(RowOutcome(row.sequence, next_token(tokens)))
+        return Outcome(tuple(outcomes)), self.token_s * turn.num_tokens + 0.005
 
     def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
         assert num_blocks <= self.max_blocks
+        assert not self._launched, "blocks move between iterations"
         for source, place in moves:
-            self.content[place] = self.content.pop(source)
+            content = self.content.pop(source, {}) if self.is_pipelined else self.content.pop(source)
+            self.content[place] = content  # empty = held for an iteration that was begun and dropped
         self.num_blocks = num_blocks
         self.content = {block: tokens for block, tokens in self.content.items() if block < num_blocks}
 
@@ -204,9 +238,11 @@ class Rig:
         token_s: float = 0.001,
         max_batch: int = 8,
         is_late: bool = False,
+        is_pipelined: bool = False,
         **knobs: Any,
     ) -> None:
         self.token_s = token_s
+        self.is_pipelined = is_pipelined
         self.max_batch = max_batch
         self.clock = Clock()
         self.commands: list[StartLoad] = []
@@ -246,7 +282,8 @@ class Rig:
     def finish_load(self, index: int = 0) -> None:
         command = self.commands.pop(index)
         self.clock.now += 0.01
-        executor = CheckedExecutor(self.clock, self.max_kv_tokens // BLOCK, self.fails_on, self.token_s)
+        blocks = self.max_kv_tokens // BLOCK
+        executor = CheckedExecutor(self.clock, blocks, self.fails_on, self.token_s, self.is_pipelined)
         self.executors.append(executor)
         card = ModelCard(command.model, "", SPEC, "")
         limits = SchedulerConfig(4096, self.max_batch, max_turn_tokens=16, max_tokens=self.max_kv_tokens - BLOCK)

@@ -6,7 +6,7 @@ import pytest
 from driver_builders import KV_BYTES, WEIGHT_BYTES, Rig, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dovetail.node.instance import State
 from dovetail.node.protocol import Preempt
@@ -221,6 +221,48 @@ def test_an_answer_that_is_moved_goes_on_where_it_was(is_late: bool) -> None:
     assert all(rig.tokens("r", choice) == expected("r", tokens=50) for choice in range(2))
 
 
+def test_a_device_that_computes_by_itself_is_not_kept_waiting_for_the_host() -> None:
+    rig = Rig("a", is_pipelined=True)
+    for id in "rst":
+        rig.submit(id, "a", tokens=30)
+    rig.finish_load()
+    rig.run()
+    assert all(rig.tokens(id) == expected(id, tokens=30) for id in "rst")
+    executor = rig.executors[0]
+    assert executor.num_ahead > 25
+    assert executor.num_discarded <= 1, "only the one that an end made pointless"
+
+
+def test_an_iteration_begun_in_vain_leaves_nothing_behind() -> None:
+    rig = Rig("ab", is_pipelined=True)
+    rig.submit("r", "a", tokens=60)
+    rig.finish_load()
+    for _ in range(5):
+        rig.step()
+    rig.submit("joins", "a", prompt=30, tokens=5)  # needs a prefill: not what was begun
+    rig.submit("other", "b", tokens=20)
+    rig.run()
+    assert rig.tokens("r") == expected("r", tokens=60)
+    assert rig.tokens("joins") == expected("joins", 30, 5)
+    assert rig.tokens("other") == expected("other", tokens=20)
+    assert rig.executors[0].num_discarded > 0
+
+
+def test_an_iteration_that_breaks_takes_the_one_begun_after_it_along() -> None:
+    rig = Rig("a", is_pipelined=True)
+    third = expected("r", tokens=50)[2]
+    rig.fails_on = third
+    rig.submit("r", "a", tokens=50)
+    rig.finish_load()
+    rig.run()
+    assert rig.events["r", 0][-1].finish is FinishReason.ERROR
+    rig.fails_on = None
+    rig.executors[0].fails_on = None
+    rig.submit("s", "a", tokens=9)
+    rig.run()
+    assert rig.tokens("s") == expected("s", tokens=9)
+
+
 def test_pools_follow_the_load_up_and_down() -> None:
     rig = Rig("a", floor_tokens=16)
     rig.submit("long", "a", prompt=4, tokens=200)
@@ -239,7 +281,9 @@ def test_pools_follow_the_load_up_and_down() -> None:
     assert rig.tokens("long") == expected("long", 4, 200)
 
 
-@pytest.mark.parametrize("policy_changes", [{}, {"pause": True}, {"proactive": False}, {"is_late": True}])
+@pytest.mark.parametrize(
+    "policy_changes", [{}, {"pause": True}, {"proactive": False}, {"is_late": True}, {"is_pipelined": True}]
+)
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
@@ -268,10 +312,13 @@ class Interleavings(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig("abc", memory=WEIGHT_BYTES * 2 + 500 * KV_BYTES)
         self.submitted: dict[str, int] = {}
         self.models: dict[str, str] = {}
         self.aborted: set[str] = set()
+
+    @initialize(is_pipelined=st.booleans())
+    def begin(self, is_pipelined: bool) -> None:
+        self.rig = Rig("abc", memory=WEIGHT_BYTES * 2 + 500 * KV_BYTES, is_pipelined=is_pipelined)
 
     @rule(
         model=st.sampled_from("abc"),

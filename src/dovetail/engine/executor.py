@@ -49,6 +49,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True):
 
 
 class CpuExecutor:
+    is_pipelined = False
+
     def __init__(self, checkpoint: Checkpoint, config: ExecutorConfig) -> None:
         spec = checkpoint.spec
         self.spec = spec
@@ -82,6 +84,13 @@ class CpuExecutor:
     def launch(self, turn: Turn) -> None:
         """The cores that compute are the caller's own: nothing happens before the outcome is asked for."""
         self._launched = turn
+
+    def launch_next(self, turn: Turn) -> bool:
+        """Nothing would be gained."""
+        return False
+
+    def discard(self) -> None:
+        self._launched = None
 
     def collect(self) -> Outcome:
         turn, self._launched = self._launched, None

@@ -297,6 +297,10 @@ class Node:
         chosen = choose_turn(candidates, now, self.admit.rule.slack_s)
         return None if chosen in self._almost else chosen
 
+    def has_only(self, instance: Instance) -> bool:
+        """It alone has work that can run, and none of that waits."""
+        return self._active == [instance] and not self._almost and not instance.waiting
+
     def turn_done(self, now: float, finished: Sequence[Work]) -> None:
         """The iteration has ended; `finished` got their last token in it."""
         self.residency.now_s = now

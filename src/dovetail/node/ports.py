@@ -13,10 +13,17 @@ class Executor(Protocol):
     """One model instance on one device."""
 
     def launch(self, turn: Turn) -> None:
-        """Begin one iteration. Its outcome is collected before the next one is launched."""
+        """Begin one iteration, when all others are collected."""
+
+    def launch_next(self, turn: Turn) -> bool:
+        """Begin the iteration after the launched one before that one is collected, if this executor can: all its rows
+        are that one's, each with one token, the one which is being computed."""
 
     def collect(self) -> Outcome:
-        """Wait until it is done, and say what came of it."""
+        """Wait until the first that is launched is done, and say what came of it."""
+
+    def discard(self) -> None:
+        """Nobody will collect what is launched."""
 
     def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
         """Commit or release KV memory so that blocks 0..num_blocks-1 can be used, after copying (from, to) blocks."""

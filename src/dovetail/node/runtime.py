@@ -244,14 +244,23 @@ class NodeRuntime:
         if any(one.deadline_s < overdue_s and one.can_run for one in self.node.instances.values()):
             answers.ease_everyone(self.node, now, 0.0)
 
-    def turn_ended(self, now: float, finished: Iterable[int], *, is_whole: bool = True) -> None:
+    @property
+    def is_settled(self) -> bool:
+        """Nobody else wants the device: as things are, those whose turn it is decode again after it. A bet for a driver
+        that can begin before it is told to; what it was told stays what counts."""
+        turn = self.node.turn
+        return turn is not None and turn.prefill is None and self.node.has_only(turn.instance)
+
+    def turn_ended(
+        self, now: float, finished: Iterable[int], *, is_whole: bool = True, was_ahead: bool = False
+    ) -> None:
         """`finished` got their last token in it. `is_whole`: all of it was computed; a prompt that was partly in the
-        cache teaches nothing."""
+        cache teaches nothing. `was_ahead`: the device began with it when the turn before had ended."""
         turn = self.node.turn
         assert turn is not None, f"{self.name}: no turn under way"
         latency = turn.instance.hosting.latency
         if is_whole and isinstance(latency, LiveLatency):
-            self._observe(turn, latency, now)
+            self._observe(turn, latency, now, self.gap_s if was_ahead else 0.0)
         self._last_end_s = now
         self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)])
         if turn.prefill is not None:
@@ -261,14 +270,14 @@ class NodeRuntime:
         elif turn.prefill is not None and self._dirty is not None:
             self._dirty.append(self)
 
-    def _observe(self, turn: events.Turn, latency: LiveLatency, now: float) -> None:
+    def _observe(self, turn: events.Turn, latency: LiveLatency, now: float, ahead_s: float) -> None:
         instance, prefill = turn
         batch, tokens = len(instance.running), instance.tokens
         if prefill is not None:
             batch, tokens = 0, prefill.known_tokens
         elif not batch:
             return  # everyone left during the turn
-        took_s = now - self.node.turn_started_s
+        took_s = now - self.node.turn_started_s + ahead_s
         self._feedback.add(
             Observation(latency, batch, tokens, took_s, self.gap_s, bool(self._speech.load_asked_s)), now
         )

@@ -129,6 +129,43 @@ class Scheduler:
         self._turn = Turn(tuple(rows)) if rows else None
         return self._turn
 
+    def turn_after(self) -> Turn | None:
+        """The iteration after the one under way, if nothing comes between: its sequences, each with the token that it
+        is about to get, but for those that will have reached their length. None if not all of them decode, or there is
+        no room yet. To be taken up by `resume_turn`; until then nothing but the blocks has changed."""
+        assert self._turn is not None, "no turn to follow"
+        by_id = {sequence.id: sequence for sequence in self._running}
+        rows: list[TurnRow] = []
+        for row in self._turn.rows:
+            sequence = by_id[row.sequence]
+            if row.count != 1 or not row.samples:
+                return None
+            if sequence.aborted or sequence.num_generated + 1 >= sequence.longest:
+                continue
+            if self.pool.blocks_for(row.end + 1) > len(sequence.blocks):
+                blocks = self.pool.allocate(1)
+                if blocks is None:
+                    return None
+                sequence.blocks.extend(blocks)
+            rows.append(
+                TurnRow(row.sequence, row.tokens, row.end, 1, sequence.blocks, row.num_prompt, row.sampling, True)
+            )
+        return Turn(tuple(rows)) if rows else None
+
+    def resume_turn(self, turn: Turn, sequences: Iterable[Sequence]) -> Turn | None:
+        """Take up what `turn_after` said, if it is what `turn_of` these sequences would be; rows of sequences that have
+        ended since are no part of it."""
+        assert self._turn is None, "the last turn was not completed"
+        rows = {row.sequence: row for row in turn.rows}
+        kept: list[TurnRow] = []
+        for sequence in sequences:
+            row = rows.get(sequence.id)
+            if row is None or row.start != sequence.num_computed or row.blocks is not sequence.blocks:
+                return None
+            kept.append(row)
+        self._turn = Turn(tuple(kept)) if kept else None
+        return self._turn
+
     def _catch_up(self, sequence: Sequence, budget: int) -> int:
         """Blocks for what it has pending, as far as the budget goes; returns how many tokens that are."""
         if sequence.blocks:

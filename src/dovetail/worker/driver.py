@@ -223,19 +223,20 @@ class NodeDriver:
 
     def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> None:
         finished: list[int] = []
-        for batch in runner.batches(sequences):
-            finished += self._iterate(runner, batch)
-        self._turn_ended(finished, is_whole=True)
+        batches = runner.batches(sequences)
+        for batch in batches:
+            finished += self._iterate(runner, batch, goes_on=len(batches) == 1 and self.home.is_settled)
+        self._turn_ended(finished, is_whole=True, was_ahead=runner.was_ahead)
 
-    def _iterate(self, runner: ModelRunner, batch: list[Sequence]) -> list[int]:
+    def _iterate(self, runner: ModelRunner, batch: list[Sequence], *, goes_on: bool = False) -> list[int]:
         """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
         self._pulse.begin([sequence.request_id for sequence in batch], self._expected_s)
-        completed = runner.iterate(batch, self._on_launch)
+        completed = runner.iterate(batch, self._on_launch, goes_on=goes_on)
         self._pulse.end()
         return self._deliver(runner.card.name, completed.events)
 
-    def _turn_ended(self, finished: list[int], *, is_whole: bool) -> None:
-        self.home.turn_ended(self._clock(), finished, is_whole=is_whole)
+    def _turn_ended(self, finished: list[int], *, is_whole: bool, was_ahead: bool = False) -> None:
+        self.home.turn_ended(self._clock(), finished, is_whole=is_whole, was_ahead=was_ahead)
         self.carry_out()
 
     def _deliver(self, model: str, token_events: Iterable[TokenEvent]) -> list[int]:

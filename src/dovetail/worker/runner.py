@@ -18,6 +18,7 @@ from dovetail.engine.devices import DeviceExecutor
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.scheduler import Completed, Scheduler, SchedulerConfig
 from dovetail.sched.sequence import Sequence
+from dovetail.sched.turn import Turn
 from dovetail.types import ModelCard
 
 log = logging.getLogger("dovetail.worker")
@@ -43,29 +44,63 @@ class ModelRunner:
         self.idle_since: float | None = None  # None = busy, or its pages are released already
         self.is_released = True  # no KV page has been written since they were last given back
         self.max_batch = config.max_batch
+        self._ahead: Turn | None = None  # launched after the one under way, on the bet that it will be asked for next
+        self.was_ahead = False  # the last iteration had been launched before it was asked for
+        self._collected_s = 0.0  # when the last one was
         self._spans: deque[messages.TurnSpan] = deque(maxlen=MAX_SPANS)  # iterations that nobody was told of yet
 
-    def iterate(self, sequences: Several[Sequence], meanwhile: Callable[[], None] = lambda: None) -> Completed:
+    def iterate(
+        self,
+        sequences: Several[Sequence],
+        meanwhile: Callable[[], None] = lambda: None,
+        *,
+        goes_on: bool = False,
+    ) -> Completed:
         """One iteration of exactly these sequences. Ends that came of it are the caller's to report. `meanwhile` is
-        called when it has been launched: a device that computes by itself does so beside it."""
-        turn = self.scheduler.turn_of(sequences)
+        called when it has been launched: a device that computes by itself does so beside it. `goes_on`: the same
+        sequences are likely to be next; a device that can begins with them before this iteration is looked at, and what
+        it did is dropped if others are."""
+        turn = self._resume(sequences) or self.scheduler.turn_of(sequences)
         if turn is None:
             return self.scheduler.take_failed()
         self.is_released = False
-        started = time.monotonic()
+        started = self._collected_s if self.was_ahead else time.monotonic()
         try:
-            self.executor.launch(turn)
+            if not self.was_ahead:
+                self.executor.launch(turn)
+            if goes_on and self.executor.is_pipelined:
+                self._launch_next()
             meanwhile()
             outcome = self.executor.collect()
         except Exception as error:  # one model's fault must not end the others
             log.error("%s: iteration failed\n%s", self.card.name, traceback.format_exc())
+            self._discard()
             return self._forget(self.scheduler.fail_turn(f"the iteration failed: {type(error).__name__}"))
-        seconds = time.monotonic() - started
+        self._collected_s = time.monotonic()
+        seconds = self._collected_s - started
         self.meter.turns += 1
         self.meter.tokens += turn.num_tokens
         self.meter.seconds += seconds
         self._spans.append(messages.TurnSpan(self.card.name, started, seconds, turn.num_tokens))
         return self._forget(self.scheduler.complete(outcome))
+
+    def _launch_next(self) -> None:
+        following = self.scheduler.turn_after()
+        if following is not None and self.executor.launch_next(following):
+            self._ahead = following
+
+    def _resume(self, sequences: Several[Sequence]) -> Turn | None:
+        """What was launched ahead, if it is these that were meant."""
+        ahead, self._ahead = self._ahead, None
+        resumed = self.scheduler.resume_turn(ahead, sequences) if ahead is not None else None
+        self.was_ahead = resumed is not None
+        if ahead is not None and resumed is None:
+            self.executor.discard()
+        return resumed
+
+    def _discard(self) -> None:
+        self._ahead = None
+        self.executor.discard()
 
     def take_spans(self) -> list[messages.TurnSpan]:
         taken = list(self._spans)
@@ -79,6 +114,7 @@ class ModelRunner:
         return alone + [together[i : i + self.max_batch] for i in range(0, len(together), self.max_batch)]
 
     def resize(self, num_blocks: int) -> None:
+        self._discard()
         moves = self.scheduler.resize(num_blocks)
         self.executor.resize(num_blocks, moves)
 
@@ -94,12 +130,14 @@ class ModelRunner:
         pool.drop_cache()
         pool.check()
         assert pool.num_available == pool.target, "an idle instance holds no block"
+        self._discard()
         self.executor.resize(0)
         self.executor.resize(pool.target)
         self.idle_since = None
         self.is_released = True
 
     def close(self) -> None:
+        self._discard()
         self.executor.close()
 
     def stats(self, running: int, waiting: int) -> messages.InstanceStats:

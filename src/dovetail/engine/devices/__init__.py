@@ -32,6 +32,7 @@ class DeviceExecutor(Protocol):
     """`node.ports.Executor`, and what it says of itself."""
 
     dtype: str
+    is_pipelined: bool  # `launch_next` is worth trying
     max_blocks: int
     weight_bytes: int
     copied_bytes: int
@@ -41,7 +42,11 @@ class DeviceExecutor(Protocol):
 
     def launch(self, turn: Turn) -> None: ...
 
+    def launch_next(self, turn: Turn) -> bool: ...
+
     def collect(self) -> Outcome: ...
+
+    def discard(self) -> None: ...
 
     def run(self, turn: Turn) -> Outcome:
         """Both."""

@@ -136,3 +136,9 @@ def _to_device(fields: dict[str, np.ndarray], device: torch.device) -> dict[str,
 def only_greedy(rows: Sequence[TurnRow]) -> bool:
     """The largest logits are all that is asked for."""
     return all(row.sampling.is_greedy and row.sampling.logprobs is None and not is_shaped(row) for row in rows)
+
+
+def stays_greedy(row: TurnRow) -> bool:
+    """The same also for tokens that come after the next one, whatever that is."""
+    sampling = row.sampling
+    return sampling.is_greedy and sampling.logprobs is None and sampling.thinking is None and not is_shaped(row)

@@ -6,6 +6,7 @@ iterations follow each other without the device being waited for as a whole.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.devices.cuda.attention import DecodeScratch
-from dovetail.engine.devices.cuda.batch import MixedAttention, build, only_greedy
+from dovetail.engine.devices.cuda.batch import MixedAttention, build, only_greedy, stays_greedy
 from dovetail.engine.devices.cuda.graphs import CapturedSteps, ChunkSteps, DecodeSteps
 from dovetail.engine.devices.cuda.greedy import greedy
 from dovetail.engine.devices.cuda.model import CudaModel
@@ -48,9 +49,12 @@ class _Launched:
     logits: Tensor | None  # [sampled, vocab]
     tokens: Tensor | None  # on the host once `done`; None = they are drawn from the logits when collected
     done: torch.cuda.Event
+    is_decode: bool  # by `DecodeSteps`
 
 
 class CudaExecutor:
+    is_pipelined = True
+
     def __init__(self, checkpoint: Checkpoint, config: ExecutorConfig, device: SharedStreams, max_batch: int) -> None:
         """Takes the checkpoint over: it is closed when its bytes are on the device."""
         if config.kv == "int8":
@@ -82,7 +86,7 @@ class CudaExecutor:
         self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
         self._reader = PromptReader()
         self._reading: list[TurnRow] = []  # rows of the launched iteration whose prompts are read when it is collected
-        self._launched: _Launched | None = None
+        self._launched: deque[_Launched] = deque(maxlen=2)  # not collected; the second follows the first
 
     @property
     def kv_committed_bytes(self) -> int:
@@ -106,7 +110,7 @@ class CudaExecutor:
 
     def launch(self, turn: Turn) -> None:
         """Queue one iteration. Its outcome is collected before the next one of this instance is launched."""
-        assert self._launched is None, "the last iteration was not collected"
+        assert not self._launched, "the last iteration was not collected"
         assert not self._reading
         self._reading = [row for row in turn.rows if reads_prompt(row)]
         if self._reading:
@@ -114,18 +118,43 @@ class CudaExecutor:
             if not turn.rows:
                 return
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
+            is_decode = self._is_decode(turn.rows)
             sampled, logits, best = self._forward(turn)
             tokens = best if only_greedy(sampled) else None
-            done = torch.cuda.Event()
-            done.record()
-            self._launched = _Launched(sampled, logits, tokens, done)
+            self._note(_Launched(sampled, logits, tokens, torch.cuda.Event(), is_decode))
+
+    def launch_next(self, turn: Turn) -> bool:
+        """Queue the iteration that follows the launched one: its rows are some of that one's, and their tokens what
+        that one is about to choose, which the host need not know. False where the host has to choose them."""
+        if len(self._launched) != 1 or self._reading:
+            return False
+        before = self._launched[0]
+        places = {row.sequence: at for at, row in enumerate(before.sampled)}
+        if before.tokens is None or not before.is_decode or not all(map(stays_greedy, turn.rows)):
+            return False
+        rows = list(turn.rows)
+        with torch.inference_mode(), torch.cuda.stream(self._device.stream):
+            logits, best = self._decode.run(rows, [places[row.sequence] for row in rows])
+            self._note(_Launched(rows, logits, best, torch.cuda.Event(), is_decode=True))
+        return True
+
+    def _note(self, launched: _Launched) -> None:
+        launched.done.record()
+        self._launched.append(launched)
+
+    def discard(self) -> None:
+        """What is launched and not collected is not wanted: once it has run, nothing is left of it but keys and values
+        that the next iteration of the same sequences writes again."""
+        while self._launched:
+            self._launched.popleft().done.synchronize()
+        self._reading = []
 
     def collect(self) -> Outcome:
         """Wait for the iteration, and say what came of it."""
         reading, self._reading = self._reading, []
         if not reading:
             return self._collect()
-        outcomes = list(self._collect().rows) if self._launched is not None else []
+        outcomes = list(self._collect().rows) if self._launched else []
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
             for row in reading:
                 outcome = self._reader.run(row, self, self._cache, self._grammars)
@@ -135,8 +164,7 @@ class CudaExecutor:
         return Outcome(tuple(outcomes))
 
     def _collect(self) -> Outcome:
-        launched, self._launched = self._launched, None
-        assert launched is not None, "nothing was launched"
+        launched = self._launched.popleft()
         launched.done.synchronize()
         self._let_go_of_source()
         if not launched.sampled:
@@ -173,7 +201,7 @@ class CudaExecutor:
 
     def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
         assert num_blocks <= self.max_blocks
-        assert self._launched is None, "blocks move between iterations"
+        assert not self._launched, "blocks move between iterations"
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
             self._cache.move(moves)
         if num_blocks < self._cache.num_blocks:
@@ -186,7 +214,7 @@ class CudaExecutor:
 
     def close(self) -> None:
         self._device.stream.synchronize()
-        self._launched = None
+        self._launched.clear()
         self._steps.close()
         del self._decode, self._chunk, self._scratch
         self._model = None
@@ -203,7 +231,7 @@ class CudaExecutor:
         """The rows that sample, their logits, and where the largest of each is, on the host when the stream is."""
         assert self._model is not None, "the executor is closed"
         rows = list(turn.rows)
-        if len(rows) <= self._decode.max_batch and all(row.count == 1 and row.samples for row in rows):
+        if self._is_decode(rows):
             return rows, *self._decode.run(rows)
         if self._chunk.can_run(rows):
             logits, best = self._chunk.run(rows[0])
@@ -216,6 +244,9 @@ class CudaExecutor:
         if not batch.sampled:
             return [], None, None
         return batch.sampled, logits, greedy(logits).to("cpu", non_blocking=True)
+
+    def _is_decode(self, rows: Sequence[TurnRow]) -> bool:
+        return len(rows) <= self._decode.max_batch and all(row.count == 1 and row.samples for row in rows)
 
 
 def gpu_dtype(name: str, stored: str) -> str:

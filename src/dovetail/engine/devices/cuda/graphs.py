@@ -25,7 +25,7 @@ from dovetail.engine.devices.cuda.attention import (
     prefill,
     prefill_tile,
 )
-from dovetail.engine.devices.cuda.greedy import greedy
+from dovetail.engine.devices.cuda.greedy import fill_in, greedy
 from dovetail.engine.devices.cuda.model import CudaModel
 from dovetail.sched.turn import TurnRow
 
@@ -34,7 +34,7 @@ _LENGTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536,
 _MANY_CHANGES = 24  # rows of the block table: beyond, one copy of all is cheaper
 _EAGER_WORK = 6e12  # tokens · parameters: a longer chunk keeps the device busy while its kernels are launched
 
-Outputs = tuple[Tensor, Tensor]  # logits [rows, vocab] on the device; greedy tokens [rows], on the host when it is done
+Outputs = tuple[Tensor, Tensor]  # logits [rows, vocab] and greedy tokens [rows], on the device
 
 
 class CapturedSteps:
@@ -98,7 +98,10 @@ class DecodeSteps:
         self.buckets = [size for size in _BATCHES if size < max_batch] + [max_batch]
         self._host = torch.zeros(4, max_batch, dtype=torch.int32, pin_memory=True)
         self._inputs = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
-        self._best = torch.zeros(max_batch, dtype=torch.int32, pin_memory=True)
+        self._taken = torch.cuda.Event()  # the device has its inputs: what they were copied from may be written
+        self._chosen = torch.zeros(max_batch, dtype=torch.int32, device=device)  # greedy tokens of the last run
+        self._best = torch.zeros(2, max_batch, dtype=torch.int32, pin_memory=True)  # of the last two, for the host
+        self._turn = 0  # which of them
         self._host_table = torch.zeros(max_batch, table_width, dtype=torch.int32, pin_memory=True)
         self._table = torch.zeros(max_batch, table_width, dtype=torch.int32, device=device)
         self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * max_batch  # lists of blocks, as last copied
@@ -107,16 +110,23 @@ class DecodeSteps:
     def max_batch(self) -> int:
         return self.buckets[-1]
 
-    def run(self, rows: Sequence[TurnRow]) -> Outputs:
-        """Valid until the next run."""
+    def run(self, rows: Sequence[TurnRow], previous: Sequence[int] = ()) -> Outputs:
+        """Logits, valid until the next run, and greedy tokens, on the host when the stream is there and valid until the
+        next but one. `previous`: the place of each row's sequence in the last run, whose token it goes on with, where
+        the host does not know that token yet."""
         bucket = next(size for size in self.buckets if size >= len(rows))
-        self._fill(rows, bucket)
+        self._taken.synchronize()
+        self._fill(rows, bucket, previous)
+        self._inputs.copy_(self._host, non_blocking=True)
         self._fill_table(rows)
-        logits, best = self._steps.run(f"decode {bucket}", lambda: self._step(bucket))
-        return logits[: len(rows)], best[: len(rows)]
+        self._taken.record()
+        logits, chosen = self._steps.run(f"decode {bucket}", lambda: self._step(bucket))
+        self._turn ^= 1
+        best = self._best[self._turn, : len(rows)]
+        return logits[: len(rows)], best.copy_(chosen[: len(rows)], non_blocking=True)
 
     def _step(self, bucket: int) -> Outputs:
-        self._inputs.copy_(self._host, non_blocking=True)
+        fill_in(self._inputs[0, :bucket], self._chosen)
         tokens, positions, slots, lengths = self._inputs[:, :bucket]
 
         def attend(qkv: Tensor, blocks: Tensor, shape: AttentionShape) -> Tensor:
@@ -127,14 +137,17 @@ class DecodeSteps:
             return out
 
         logits = self._model.forward(tokens, positions, slots, self._cache, None, attend)
-        return logits, self._best[:bucket].copy_(greedy(logits), non_blocking=True)
+        return logits, greedy(logits, out=self._chosen[:bucket])
 
-    def _fill(self, rows: Sequence[TurnRow], bucket: int) -> None:
+    def _fill(self, rows: Sequence[TurnRow], bucket: int, previous: Sequence[int]) -> None:
         page = self._cache.shape[3]
         host = self._host.numpy()
         count = len(rows)
         positions = np.array([row.start for row in rows], np.int32)
-        host[0, :count] = [row.tokens[row.start] for row in rows]
+        if previous:
+            host[0, :count] = -1 - np.array(previous, np.int32)
+        else:
+            host[0, :count] = [row.tokens[row.start] for row in rows]
         host[1, :count] = positions
         host[2, :count] = np.array([row.blocks[row.start // page] for row in rows], np.int32) * page + positions % page
         host[3, :count] = positions + 1
@@ -185,7 +198,8 @@ class ChunkSteps:
         """Logits of its last token; valid until the next run."""
         bucket = next(size for size in self._buckets if size >= row.count)
         self._fill(row, bucket)
-        return self._steps.run(f"chunk {bucket}", lambda: self._step(bucket))
+        logits, chosen = self._steps.run(f"chunk {bucket}", lambda: self._step(bucket))
+        return logits, self._best.copy_(chosen, non_blocking=True)
 
     def _step(self, bucket: int) -> Outputs:
         used = 3 * bucket + self._fixed
@@ -205,7 +219,7 @@ class ChunkSteps:
             return out
 
         logits = self._model.forward(tokens, positions, slots, self._cache, fixed[3:4], attend)
-        return logits, self._best.copy_(greedy(logits), non_blocking=True)
+        return logits, greedy(logits)
 
     def _fill(self, row: TurnRow, bucket: int) -> None:
         page, count = self._cache.shape[3], row.count

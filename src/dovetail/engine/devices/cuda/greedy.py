@@ -44,13 +44,27 @@ def _largest_kernel(values, places, best, num_chunks, BLOCK: tl.constexpr, OVERL
     tl.store(best + row, tl.min(tl.where(value == largest, place, 2147483647), axis=0))
 
 
-def greedy(logits: Tensor) -> Tensor:
+@triton.jit
+def _fill_in_kernel(tokens, chosen, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + at, mask=at < count, other=0)
+    previous = tl.load(chosen + (-1 - token), mask=(at < count) & (token < 0), other=0)
+    tl.store(tokens + at, tl.where(token < 0, tl.maximum(previous, 0), token), mask=at < count)
+
+
+def fill_in(tokens: Tensor, chosen: Tensor) -> None:
+    """Tokens that the host did not know: -1 - i stands for the i-th of those chosen before, in place. One that is not
+    a token (a row whose logits were no numbers) becomes 0: nobody reads what comes of it."""
+    _fill_in_kernel[(triton.cdiv(len(tokens), 256),)](tokens, chosen, len(tokens), BLOCK=256, num_warps=1)
+
+
+def greedy(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """[rows, vocab] → [rows] int32: where the largest of a row is, the first of equals; -1 if one is not a number."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, _CHUNK)
     values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    best = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    best = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     _largest_of_chunks_kernel[(rows, chunks)](
         logits, values, places, vocab, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=4, **OVERLAP
     )
