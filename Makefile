@@ -82,16 +82,17 @@ partitioned: install
 	$(BIN)/python tests/cpu/partitioned_smollm2.py
 
 # A million inputs for each reader of strangers' files, the request bodies, and the engine under AddressSanitizer. Goes on
-# where it was interrupted; FUZZ_SECONDS bounds each target. See tests/fuzz/fuzz.py.
+# where it was interrupted; FUZZ_SECONDS bounds all of it. See tests/fuzz/fuzz.py.
 FUZZ_INPUTS  ?= 1000000
 FUZZ_SECONDS ?= inf
+FUZZ_JOBS    ?= $(shell nproc)
 FUZZ_LEVEL   ?= $(shell $(BIN)/python -c "from dovetail.native import _kernels; print(_kernels.levels()[-1])" 2>/dev/null)
 fuzz: install
-	cmake -S native -B build/fuzz-kernels -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 \
-	  -DDOVETAIL_SANITIZE=address -DDOVETAIL_MODULE=ON \
-	  -DDOVETAIL_ONLY_LEVEL=$(FUZZ_LEVEL) -DPython_EXECUTABLE=$(abspath $(BIN))/python
+	cmake -S native -B build/fuzz-kernels -DCMAKE_BUILD_TYPE=Debug -DDOVETAIL_SANITIZE=address \
+	  -DDOVETAIL_MODULE=ON -DDOVETAIL_ONLY_LEVEL=$(FUZZ_LEVEL) -DPython_EXECUTABLE=$(abspath $(BIN))/python
 	cmake --build build/fuzz-kernels --target _kernels
-	$(BIN)/python tests/fuzz/fuzz.py --inputs $(FUZZ_INPUTS) --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tests/fuzz/fuzz.py --inputs $(FUZZ_INPUTS) --seconds $(FUZZ_SECONDS) --jobs $(FUZZ_JOBS) \
+	  --json build/fuzz/summary.json
 
 # Everything that can be tried on this machine: half an hour and more.
 check-all: test sanitize levels soak crowd partitioned

@@ -25,11 +25,13 @@ sys.path[:0] = [str(TESTS), str(TESTS / "cpu"), str(TESTS / "pure")]
 class Target:
     name: ClassVar[str]
     wants_sanitizer = False
+    share_size = 25_000  # inputs of one child: half a minute's work or less
 
     def __init__(self, work: Path) -> None:
         """`work`: a folder of its own, in memory if there is such a thing."""
         self.work = work
         self.seeds: list[Any] = []
+        self._files: dict[str, Path] = {}
 
     def prepare(self) -> None:
         """Make what `load` reads. In a process of its own, because it may import what the fuzzed code must not need."""
@@ -57,8 +59,9 @@ class Target:
         (folder / name).write_bytes(data)
 
     def as_file(self, data: bytes, name: str = "input") -> Path:
-        path = self.work / f"{name}-{os.getpid()}"
-        path.write_bytes(data)
+        path = self._files.setdefault(name, self.work / f"{name}-{os.getpid()}")
+        with open(path, "wb", buffering=0) as file:
+            file.write(data)
         return path
 
 
@@ -85,15 +88,18 @@ class Gguf(Target):
 
 
 def _write_small_gguf(path: Path, kind: Any, np: Any, gguf: Any) -> None:
-    """One layer of a llama with twelve tokens: small, because every input is a copy of it."""
-    wide = 256 if kind is gguf.GGMLQuantizationType.Q4_K else 32
+    """One layer of a llama with twelve tokens: small, because every input is a copy of it. Matrices whose rows are too
+    short for a block of the kind are Q8_0."""
+    narrow, wide = 32, 256 if kind is gguf.GGMLQuantizationType.Q4_K else 32
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)
     writer.add_embedding_length(wide)
-    writer.add_feed_forward_length(wide)
+    writer.add_feed_forward_length(narrow)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
+    writer.add_key_length(narrow // 2)
+    writer.add_value_length(narrow // 2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_tokenizer_model("gpt2")
@@ -103,37 +109,40 @@ def _write_small_gguf(path: Path, kind: Any, np: Any, gguf: Any) -> None:
     writer.add_token_merges(["a b", "c d"])
     writer.add_eos_token_id(10)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
-    draw = np.random.default_rng(0)
-    head = wide // 2
     shapes = {
         "token_embd.weight": (12, wide),
         "output_norm.weight": (wide,),
         "output.weight": (12, wide),
         "blk.0.attn_norm.weight": (wide,),
-        "blk.0.attn_q.weight": (wide, wide),
-        "blk.0.attn_k.weight": (head, wide),
-        "blk.0.attn_v.weight": (head, wide),
-        "blk.0.attn_output.weight": (wide, wide),
+        "blk.0.attn_q.weight": (narrow, wide),
+        "blk.0.attn_k.weight": (narrow // 2, wide),
+        "blk.0.attn_v.weight": (narrow // 2, wide),
+        "blk.0.attn_output.weight": (wide, narrow),
         "blk.0.ffn_norm.weight": (wide,),
-        "blk.0.ffn_gate.weight": (wide, wide),
-        "blk.0.ffn_up.weight": (wide, wide),
-        "blk.0.ffn_down.weight": (wide, wide),
+        "blk.0.ffn_gate.weight": (narrow, wide),
+        "blk.0.ffn_up.weight": (narrow, wide),
+        "blk.0.ffn_down.weight": (wide, narrow),
     }
+    draw = np.random.default_rng(0)
     for name, shape in shapes.items():
-        values = draw.standard_normal(shape).astype(np.float32)
-        blocks = len(shape) == 2 and kind is not gguf.GGMLQuantizationType.F32
-        if blocks and kind is gguf.GGMLQuantizationType.Q4_K:  # the package reads it and does not write it
-            block, size = gguf.GGML_QUANT_SIZES[kind]
-            raw = draw.integers(0, 256, (shape[0], shape[1] // block * size), dtype=np.uint8)
-            writer.add_tensor(name, raw, raw_dtype=kind)
-        elif blocks:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, values)
+        _add_tensor(writer, name, draw.standard_normal(shape).astype(np.float32), kind, gguf)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tensor(writer: Any, name: str, values: Any, kind: Any, gguf: Any) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    if values.ndim == 1 or kind is gguf.GGMLQuantizationType.F32:
+        writer.add_tensor(name, values)
+    elif values.shape[1] % block:
+        _add_tensor(writer, name, values, gguf.GGMLQuantizationType.Q8_0, gguf)
+    elif kind is gguf.GGMLQuantizationType.Q4_K:  # the package reads it and does not write it
+        some = values.view("uint8")[:, : values.shape[1] // block * size].copy()
+        writer.add_tensor(name, some, raw_dtype=kind)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
 
 class Safetensors(Target):
@@ -224,7 +233,6 @@ auth: {keys: [{name: a, key: secret, requests_per_minute: 6}]}
 
 class TokenizerFile(Target):
     name = "tokenizer"
-    card: Any = None
     texts = ("", "the cats sat", "naïve 🗼 日本\x00\ud7ff", "<|user|>hi<|end|>", "a" * 200)
 
     def prepare(self) -> None:
@@ -232,6 +240,16 @@ class TokenizerFile(Target):
 
         for make in (byte_level_tokenizer, byte_fallback_tokenizer, word_piece_tokenizer):
             self.save_seed(make.__name__, make().to_str().encode())
+
+    def load(self) -> None:
+        from gateway_builders import make_card
+
+        from dovetail.config import ModelConfig
+        from dovetail.gateway.lanes import TextLanes
+
+        super().load()
+        self.card = make_card(self.work / f"model-{os.getpid()}")
+        self.config, self.lanes = ModelConfig(source=""), TextLanes()
 
     def make(self, draw: random.Random) -> bytes:
         data = draw.choice(self.seeds)
@@ -242,16 +260,11 @@ class TokenizerFile(Target):
 
     def use(self, data: bytes) -> None:
         import msgspec
-        from gateway_builders import make_card
 
-        from dovetail.config import ModelConfig
-        from dovetail.gateway.lanes import TextLanes
         from dovetail.gateway.models import ServedModel
 
-        if self.card is None:
-            self.card = make_card(self.work / "model")
         card = msgspec.structs.replace(self.card, tokenizer_file=str(self.as_file(data, "tokenizer.json")))
-        model = ServedModel(card, ModelConfig(source=""), TextLanes())
+        model = ServedModel(card, self.config, self.lanes)
         for text in self.texts:
             tokens = model._encode(text, True)
             model._decode(tokens, False)
@@ -342,6 +355,7 @@ class ManifestAndEngine(Target):
 
     name = "manifest"
     wants_sanitizer = True
+    share_size = 80_000  # importing torch under a sanitizer takes a while
 
     def prepare(self) -> None:
         from store_builders import stored

@@ -40,6 +40,7 @@ _IN_PLACE = {
     gguf.GGMLQuantizationType.F16: "f16",
     gguf.GGMLQuantizationType.BF16: "bf16",
 }
+_ARRAY, _STRING = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING
 _PIECE_BYTES = 32 * 2**20  # of float32
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError)  # what the reader trips over in a bad file
 
@@ -221,25 +222,27 @@ class _BoundedReader(gguf.GGUFReader):
         self._bytes = np.asarray(value)  # slicing a plain view instead of a memmap halves the time of a vocabulary
 
     def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: Any = None) -> npt.NDArray[Any]:
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
-        if end > len(self.data):
-            raise _Truncated(f"truncated: {len(self.data)} bytes, at least {end} expected")
-        found: npt.NDArray[Any] = super()._get(offset, dtype, count, override_order)
-        return found
+        kind, begin = np.dtype(dtype), int(offset)
+        end = begin + kind.itemsize * int(count)
+        if end > len(self._bytes):
+            raise _Truncated(f"truncated: {len(self._bytes)} bytes, at least {end} expected")
+        found = self._bytes[begin:end].view(kind)
+        order = override_order or self.byte_order
+        return found if order == "I" else found.view(kind.newbyteorder(order))
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
         """Arrays in one piece, and texts as views: the package makes several objects of each element, which takes two
         minutes and three gigabytes for eight megabytes of empty texts."""
-        if raw_type != gguf.GGUFValueType.ARRAY:
+        if raw_type != _ARRAY:
             found: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(orig_offs, raw_type)
             return found
         kind, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-        begin, count, types = orig_offs + 12, int(length[0]), [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind[0])]
+        begin, count, types = orig_offs + 12, int(length[0]), [_ARRAY, gguf.GGUFValueType(kind[0])]
         scalar = self.gguf_scalar_to_np.get(types[1])
         if scalar is not None:
             values = self._get(begin, scalar, count)
             return 12 + values.nbytes, [kind, length, values], [2], types
-        if types[1] is not gguf.GGUFValueType.STRING:
+        if types[1] is not _STRING:
             raise ValueError("an array of arrays")
         texts, end = self._texts(begin, count)
         return end - orig_offs, [kind, length, *texts], list(range(2, 2 + count)), types
