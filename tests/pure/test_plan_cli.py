@@ -103,24 +103,28 @@ def fleet(tmp_path: Path) -> Path:
 
 def test_the_cheapest_fleet_is_the_cheapest_of_all_that_suffice(fleet: Path) -> None:
     """Against every number of nodes, simulated one by one."""
-    from dovetail.plan.fleet import FleetPlanner
+    from dovetail.plan.fleet import fleet_planner
 
-    planner = FleetPlanner(fleet)
-    found = planner.run()
+    with fleet_planner(fleet) as planner:
+        found = planner.run()
+        every = [(cpus, gpus) for cpus in range(4) for gpus in range(3) if cpus or gpus]
+        simulated = planner.simulate(planner.trial(counts) for counts in every)
     best = found.best()
     assert best is not None
-    enough = [
-        counts
-        for counts in ((c, g) for c in range(4) for g in range(3) if c or g)
-        if planner.simulate(counts).attainment >= 0.9
-    ]
+    enough = [tried.counts for tried in simulated if tried.attainment >= 0.9]
     assert found.per_hour(best.counts) == pytest.approx(min(found.per_hour(counts) for counts in enough))
-    assert best.attainment == planner.simulate(best.counts).attainment
+    assert best.attainment == next(tried.attainment for tried in simulated if tried.counts == best.counts)
     assert len(found.tries) < 11
+
+
+def test_two_processes_find_what_one_does(fleet: Path) -> None:
+    one, two = (json.loads(run(str(fleet), "--jobs", jobs, "--json")) for jobs in ("1", "2"))
+    assert (one["nodes"], one["attainment_by_seed"]) == (two["nodes"], two["attainment_by_seed"])
+    assert [row["attainment"] for row in one["references"]] == [row["attainment"] for row in two["references"]]
 
 
 def test_a_fleet_that_cannot_suffice_says_how_close_it_came(fleet: Path) -> None:
     fleet.write_text(FLEET.replace("attainment: 0.9", "attainment: 0.9999").replace("{max: 3}", "{max: 1}").replace(
         "{max: 2}", "{max: 1}"))  # fmt: skip
     with pytest.raises(ConfigError, match=r"99.99|100.0% is not reached .* the best try was"):
-        run(str(fleet))
+        run(str(fleet), "--jobs", "1")

@@ -70,3 +70,9 @@ def test_too_few_points_are_refused() -> None:
 def test_the_99th_percentile_of_few_runs_is_the_slowest() -> None:
     assert percentile_99([3.0, 1.0, 2.0]) == 3.0
     assert percentile_99([float(n) for n in range(200)]) == 198.0
+
+
+def test_a_measured_card_is_followed_from_batch_to_batch_and_straight_beyond() -> None:
+    latency = GpuLatency(0.01, 0.02, 1.0, 0.0, 8, ((1, 0.05), (2, 0.05), (8, 0.11)))
+    assert [latency.mean_s(batch) for batch in (1, 2, 5, 8)] == pytest.approx([0.05, 0.05, 0.08, 0.11])
+    assert latency.mean_s(10) == pytest.approx(latency.line_s(10)) == pytest.approx(0.12)

@@ -53,6 +53,9 @@ def plan_command(
     explain: Annotated[bool, typer.Option("--explain", help="Say why each group is what it is.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Beside HarmonyBatch and the exact answer.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw cost against SLO and rate (.svg).")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Simulations of a fleet at once.  [default: one per core]", min=1)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """The cheapest functions for applications within their SLOs, or the cheapest nodes for a fleet of models.
@@ -64,7 +67,7 @@ def plan_command(
     if "catalogue" in read_yaml(file):
         if explain or compare:
             raise ConfigError("--explain and --compare are for applications; a fleet's table has every try")
-        plan_fleet(file, out, prices, plot, as_json)
+        plan_fleet(file, out, prices, plot, jobs, as_json)
         return
     _plan_apps(file, out, prices, explain, compare, plot, as_json)
 

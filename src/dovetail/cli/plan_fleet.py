@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,24 +16,21 @@ if TYPE_CHECKING:
 SEEDS = 3  # of the confirmation, the search's own first
 
 
-def plan_fleet(file: Path, out: Path | None, prices: str | None, plot: Path | None, as_json: bool) -> None:
-    from dovetail.plan.fleet import FleetPlanner, fleet_plan
+def plan_fleet(
+    file: Path, out: Path | None, prices: str | None, plot: Path | None, jobs: int | None, as_json: bool
+) -> None:
+    from dovetail.machine import usable_cores
+    from dovetail.plan.fleet import fleet_plan, fleet_planner
     from dovetail.plan.plan_file import write_plan
 
-    planner = FleetPlanner(file, prices)
-    fleet = _search(planner, quiet=as_json)
-    best = fleet.best()
-    if best is None:
-        most = "; ".join(f"{kind}: {limit.max}" for kind, limit in planner.file.nodes.items())
-        closest = max(fleet.tries, key=lambda found: found.attainment)
-        raise ConfigError(
-            f"{file}: nodes: {fleet.target:.1%} is not reached with as many as are allowed ({most}); "
-            f"the best try was {_counts(fleet, closest.counts)} with {closest.attainment:.1%}"
-        )
-    confirmed = [best, *(planner.simulate(best.counts, planner.file.seed + more) for more in range(1, SEEDS))]
-    references = _references(planner, fleet)
+    with fleet_planner(file, prices, jobs or usable_cores()) as planner:
+        fleet = _search(planner, quiet=as_json)
+        best = fleet.best()
+        if best is None:
+            raise ConfigError(_too_few(planner, fleet))
+        confirmed, references = _confirmed(planner, fleet, best)
     if out is not None:
-        write_plan(out, fleet_plan(planner, fleet, best))
+        write_plan(out, fleet_plan(planner.inputs, fleet, best))
     if plot is not None:
         plot.write_text(_draw(fleet, best))
     result = _result(fleet, best, confirmed, references)
@@ -45,39 +43,63 @@ def plan_fleet(file: Path, out: Path | None, prices: str | None, plot: Path | No
             print(f"wrote {path}")
 
 
+def _too_few(planner: FleetPlanner, fleet: Fleet) -> str:
+    most = "; ".join(f"{kind}: {limit.max}" for kind, limit in planner.inputs.file.nodes.items())
+    closest = max(fleet.tries, key=lambda found: found.attainment)
+    return (
+        f"{planner.inputs.path}: nodes: {fleet.target:.1%} is not reached with as many as are allowed ({most}); "
+        f"the best try was {_counts(fleet, closest.counts)} with {closest.attainment:.1%}"
+    )
+
+
 def _search(planner: FleetPlanner, quiet: bool) -> Fleet:
+    """A moving line on a terminal, else a line for each try."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    is_terminal = sys.stderr.isatty()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()) as progress:
-        task = progress.add_task("simulating", total=None)
+    with Progress(*columns, console=Console(stderr=True), disable=quiet or not is_terminal) as progress:
+        task = progress.add_task("the first simulations", total=None)
+        done = itertools.count(1)
 
         def show(found: Try) -> None:
-            counts = ", ".join(f"{n} {kind}" for n, kind in zip(found.counts, planner.kinds, strict=True))
-            progress.update(task, description=f"{counts}: {found.attainment:.1%}")
+            counts = ", ".join(f"{n} {kind}" for n, kind in zip(found.counts, planner.inputs.kinds, strict=True))
+            share = f"{found.attainment:.2%}" if found.is_complete else f"under {found.attainment:.1%}, stopped"
+            said = f"simulation {next(done)}: {counts}: {share}"
+            progress.update(task, description=said)
+            if not quiet and not is_terminal:
+                print(f"{said} ({found.wall_s:.0f} s)", file=sys.stderr, flush=True)
 
         return planner.run(show)
 
 
-def _references(planner: FleetPlanner, fleet: Fleet) -> list[dict[str, Any]]:
-    """One machine for each model, priced; and the test bed of SLINFER, simulated, where both kinds are there."""
+def _confirmed(planner: FleetPlanner, fleet: Fleet, best: Try) -> tuple[list[Try], list[dict[str, Any]]]:
+    """The best with further seeds; one machine for each model, priced; SLINFER's test bed, simulated, where both kinds
+    are there."""
+    seeds = [planner.trial(best.counts, planner.inputs.file.seed + more) for more in range(1, SEEDS)]
+    is_mixed = {machine.device for machine in fleet.machines} == {"cpu", "gpu"}
+    beds = [planner.trial((4, 4), policy=name) for name in ("slinfer", planner.inputs.file.policy)] if is_mixed else []
+    tried = planner.simulate([*seeds, *beds])
+    found = _one_each(planner, fleet)
+    for bed, result in zip(beds, tried[len(seeds) :], strict=True):
+        found.append({"fleet": _counts(fleet, bed.counts), "policy": bed.policy,
+                      "per_hour": fleet.per_hour(bed.counts), "attainment": result.attainment})  # fmt: skip
+    return [best, *tried[: len(seeds)]], found
+
+
+def _one_each(planner: FleetPlanner, fleet: Fleet) -> list[dict[str, Any]]:
     from dovetail.sim.trace import read_trace
 
-    arrivals = read_trace(planner.trace)
-    models = planner.file_layout().assign(sorted({arrival.model for arrival in arrivals}))
-    found: list[dict[str, Any]] = []
     gpus = [place for place, machine in enumerate(fleet.machines) if machine.device == "gpu"]
-    if gpus:
-        counts = tuple(len(models) if place == gpus[0] else 0 for place in range(len(fleet.kinds)))
-        found.append({"fleet": f"{len(models)} {fleet.kinds[gpus[0]]}, one for each model", "policy": "",
-                      "per_hour": fleet.per_hour(counts), "attainment": None})  # fmt: skip
-    if {machine.device for machine in fleet.machines} == {"cpu", "gpu"}:
-        for policy in ("slinfer", planner.file.policy):
-            tried = planner.simulate((4, 4), policy_name=policy)
-            found.append({"fleet": _counts(fleet, (4, 4)), "policy": policy, "per_hour": fleet.per_hour((4, 4)),
-                          "attainment": tried.attainment})  # fmt: skip
-    return found
+    if not gpus:
+        return []
+    arrivals = read_trace(planner.inputs.trace)
+    layout = planner.inputs.layout(tuple(1 for _ in fleet.kinds))
+    models = layout.assign(sorted({arrival.model for arrival in arrivals}))
+    counts = tuple(len(models) if place == gpus[0] else 0 for place in range(len(fleet.kinds)))
+    said = f"{len(models)} {fleet.kinds[gpus[0]]}, one for each model"
+    return [{"fleet": said, "policy": "", "per_hour": fleet.per_hour(counts), "attainment": None}]
 
 
 def _counts(fleet: Fleet, counts: tuple[int, ...]) -> str:
@@ -111,7 +133,7 @@ def _result(fleet: Fleet, best: Try, confirmed: list[Try], references: list[dict
 
 
 def _print(planner: FleetPlanner, fleet: Fleet, best: Try, result: dict[str, Any]) -> None:
-    currency = planner.sheet.currency
+    currency = planner.inputs.sheet.currency
     tries = [
         [tried["fleet"], f"{tried['per_hour']:.2f}", ("" if tried["is_complete"] else "under ") +
          f"{tried['attainment']:.2%}", f"{tried['wall_s']:.1f} s"]

@@ -30,8 +30,11 @@ def profile(
         list[str] | None, typer.Option(help="Stages as FIRST-ENDxWORKERS, such as 0-9x2,9-18; again for more.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N: then the GPU's part alone is measured.")] = "cpu",
-    gpu_batches: Annotated[str, typer.Option(help="Batch sizes that are fitted on a GPU.")] = "1,2,4,8,16,32",
-    gpu_held_out: Annotated[str, typer.Option(help="Batch sizes that the GPU's fit is judged by.")] = "3,6,12,24",
+    gpu_batches: Annotated[str, typer.Option(help="Batch sizes that are fitted on a GPU.")] = "1,2,4,6,8,12,16,24,32",
+    gpu_held_out: Annotated[str, typer.Option(help="Batch sizes that the GPU's fit is judged by.")] = "3,5,10,14,20",
+    limit_s: Annotated[
+        float | None, typer.Option("--seconds", help="On a GPU, begin no further round after so many seconds.", min=1)
+    ] = None,
     base: Annotated[str | None, typer.Option(help="Profile that a GPU's part is put into.  [default: MODEL]")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the profile here (YAML).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
@@ -45,7 +48,7 @@ def profile(
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from dovetail.plan.function_profile import read_function_profile, write_function_profile
-    from dovetail.plan.profiling import Sweep, profile_cpu, profile_gpu
+    from dovetail.plan.profiling import GpuSweep, Sweep, profile_cpu, profile_gpu
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, disable=as_json or not sys.stderr.isatty()) as progress:
@@ -60,8 +63,10 @@ def profile(
             found, errors = asyncio.run(profile_cpu(model, Sweep(*sizes, runs, stages), show))
         else:
             known = read_function_profile(base or model)
+            if known.model != model:
+                raise ConfigError(f"--base {base}: a profile of {known.model}, not of {model}")
             sizes_gpu = _whole(gpu_batches, "--gpu-batches"), _whole(gpu_held_out, "--gpu-held-out")
-            found, errors = asyncio.run(profile_gpu(known, device, *sizes_gpu, runs, show))
+            found, errors = asyncio.run(profile_gpu(known, device, GpuSweep(*sizes_gpu, runs, limit_s), show))
     if out is not None:
         write_function_profile(out, found)
     _print(found, errors, out, as_json)

@@ -46,7 +46,8 @@ class Call(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     seconds: float = 0.0  # of the run
     shape: tuple[int, ...] = ()
-    memory_bytes: int = 0  # resident, at most so far
+    memory_bytes: int = 0  # resident, at most so far; on a GPU, the device's
+    hardware: str = ""  # what it computes on, if not the CPU
     tokens: tuple[int, ...] = ()  # that the last stage of a language model chose
     error: str = ""
 

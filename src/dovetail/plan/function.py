@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dovetail.engine.torch_import import import_torch_for_worker
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, EngineFailed
 from dovetail.plan.frames import Answer, Call, FunctionDied, Spec, receive, send
 
 KIB = 1024
+GPU_CONTEXT_BYTES = 512 * KIB * KIB  # of a process beside its tensors, about
 
 
 class Computed(Protocol):
@@ -33,7 +34,7 @@ def main() -> None:
     except DovetailError as error:
         send(connection, Answer(error=str(error)))
         return
-    send(connection, Answer(memory_bytes=_peak_bytes()))
+    send(connection, Answer(memory_bytes=_peak_bytes(), hardware=_hardware(spec.device)))
     while True:
         try:
             call, payload = receive(connection, Call)
@@ -48,6 +49,8 @@ def open_computed(spec: Spec) -> Computed:
     import torch
 
     torch.set_num_threads(spec.threads)
+    if spec.device != "cpu":
+        _prepare_gpu(spec.device)
     if "/" in spec.model:
         from dovetail.plan.decoder_stage import DecoderStage
 
@@ -82,15 +85,35 @@ class NetworkStage:
             output = run_share(self._layers, self._chain, self._spec.first, share, x)
         output = output.cpu().contiguous()
         seconds = time.perf_counter() - started
-        return Answer(seconds, tuple(output.shape), _peak_bytes()), _bytes_of(output)
+        return Answer(seconds, tuple(output.shape), _peak_bytes(self._spec.device)), _bytes_of(output)
 
 
 def _bytes_of(tensor: Any) -> memoryview:
     return tensor.numpy().data.cast("B")  # type: ignore[no-any-return]
 
 
-def _peak_bytes() -> int:
+def _prepare_gpu(device: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available() or (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise EngineFailed(f"{device}: torch {torch.__version__} sees no such GPU")
+    torch.backends.cudnn.allow_tf32 = False  # float32 as on a CPU: a mode changes the bill, not the answer
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.benchmark = True  # the fastest kernels of each batch size are found in its first run
+
+
+def _hardware(device: str) -> str:
+    import torch
+
+    return "" if device == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _peak_bytes(device: str = "cpu") -> int:
     """Of this program alone: what getrusage says has the process in it that started it."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.max_memory_reserved(device) + GPU_CONTEXT_BYTES
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * KIB if found is not None else 0
 

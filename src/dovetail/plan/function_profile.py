@@ -34,6 +34,7 @@ class GpuSection(_Section):
     p99: tuple[float, float]  # κ1, κ2
     memory_gb: float = Field(gt=0)
     max_batch: int = Field(ge=1)
+    measured: dict[int, float] = {}  # mean seconds by batch size; between these the line need not be straight
 
 
 class StageSection(_Section):
@@ -96,7 +97,10 @@ class FunctionProfile(_Section):
 
     @property
     def gpu_latency(self) -> GpuLatency | None:
-        return None if self.gpu is None else GpuLatency(*self.gpu.mean, *self.gpu.p99, self.gpu.max_batch)
+        if self.gpu is None:
+            return None
+        measured = tuple(sorted(self.gpu.measured.items()))
+        return GpuLatency(*self.gpu.mean, *self.gpu.p99, self.gpu.max_batch, measured)
 
 
 def cpu_latency(curves: dict[int, CurveSection]) -> CpuLatency:

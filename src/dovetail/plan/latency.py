@@ -5,6 +5,7 @@ Pure formulas over coefficients; `fits` finds the coefficients, `function_profil
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,15 +53,26 @@ class CpuLatency:
 
 @dataclass(frozen=True)
 class GpuLatency:
-    """ξ1·b + ξ2 on a whole card (4.3); a part waits for its turns (4.4); κ1·L + κ2 at the 99th percentile (4.5)."""
+    """ξ1·b + ξ2 on a whole card (4.3); a part waits for its turns (4.4); κ1·L + κ2 at the 99th percentile (4.5).
+
+    A small batch does not fill a large card, which bends the line: where batch sizes were measured, the line goes from
+    one to the next.
+    """
 
     xi1: float
     xi2: float
     kappa1: float
     kappa2: float
     max_batch: int
+    measured: tuple[tuple[int, float], ...] = ()  # batch size and mean, rising
 
     def mean_s(self, batch: int) -> float:
+        for (size, seconds), (next_size, next_s) in itertools.pairwise(self.measured):
+            if size <= batch <= next_size:
+                return seconds + (next_s - seconds) * (batch - size) / (next_size - size)
+        return self.line_s(batch)
+
+    def line_s(self, batch: float) -> float:
         return self.xi1 * batch + self.xi2
 
     def longest_s(self, batch: int, part_gb: float, card_gb: float, slice_s: float) -> float:

@@ -39,8 +39,11 @@ class CpuLimit:
 
     def add(self, pid: int) -> None:
         if self._group is not None:
-            (self._group / "cgroup.procs").write_text(str(pid))
-            return
+            try:
+                (self._group / "cgroup.procs").write_text(str(pid))
+                return
+            except PermissionError:  # a group may be made, and processes not be moved: a container's part of a tree
+                self.close()
         cores = sorted(os.sched_getaffinity(0))[: threads_of(self.vcpus)]
         os.sched_setaffinity(pid, cores)
 

@@ -26,6 +26,7 @@ class FunctionProcess:
         self._writer = writer
         self.start_s = 0.0
         self.memory_bytes = 0
+        self.hardware = ""
         self._turn = asyncio.Lock()  # one call at a time
 
     @property
@@ -63,7 +64,7 @@ class FunctionProcess:
             await function.close()
             raise EngineFailed(ready.error)
         function.start_s = time.perf_counter() - started
-        function.memory_bytes = ready.memory_bytes
+        function.memory_bytes, function.hardware = ready.memory_bytes, ready.hardware
         return function
 
     async def call(self, call: Call, payload: bytes | memoryview = b"") -> tuple[Answer, bytes]:

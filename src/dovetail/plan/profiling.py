@@ -7,6 +7,7 @@ Rounds go over all sizes in turn, so that a slow minute of the machine slows non
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ from dovetail.plan.latency import CpuLatency
 
 GB = 1e9
 GPU_VCPUS = 8.0  # beside a GPU
+GPU_WARM_ROUNDS = 3
 Show = Callable[[str], None]
 
 
@@ -93,34 +95,80 @@ async def profile_cpu(model: str, sweep: Sweep, show: Show) -> tuple[FunctionPro
     return profile, errors
 
 
+@dataclass(frozen=True)
+class GpuSweep:
+    batches: tuple[int, ...]  # fitted
+    held_out: tuple[int, ...]  # predicted
+    runs: int
+    limit_s: float | None = None  # no further round after so long
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.batches, *self.held_out}))
+
+
 async def profile_gpu(
-    profile: FunctionProfile, device: str, batches: Sequence[int], held_out: Sequence[int], runs: int, show: Show
+    profile: FunctionProfile, device: str, sweep: GpuSweep, show: Show
 ) -> tuple[FunctionProfile, list[Error]]:
-    """The same profile with the GPU's part."""
+    """The same profile with the GPU's part. The first error is of what plans use, the second of a straight line."""
     chain = chain_named(profile.model)
     instance = await Instance.start(chain, [StageSize(0, len(chain.layers), 1, GPU_VCPUS)], device)
     try:
-        seconds: dict[int, list[float]] = {batch: [] for batch in (*batches, *held_out)}
-        for batch in seconds:  # kernels are chosen in the first run of each size
-            await instance.run(_images(batch))
-        for number in range(runs):
-            show(f"{device}, round {number + 1} of {runs}")
-            for batch, taken in seconds.items():
-                taken.append((await instance.run(_images(batch))).stages[0].workers_s[0])
-        start_s, memory_gb = instance.start_s, chain.weight_bytes / GB + 2
+        seconds = await _measure_gpu(instance, sweep, lambda what: show(f"{device}, {what}"))
+        function, start_s = instance.functions[0], instance.start_s
     finally:
         await instance.close()
     mean = {batch: sum(taken) / len(taken) for batch, taken in seconds.items()}
     tail = {batch: percentile_99(taken) for batch, taken in seconds.items()}
-    xi1, xi2 = fit_line(batches, [mean[batch] for batch in batches])
-    fitted = [xi1 * batch + xi2 for batch in batches]
-    kappa1, kappa2 = fit_line(fitted, [tail[batch] for batch in batches])
-    section = GpuSection(mean=(xi1, xi2), p99=(kappa1, kappa2), memory_gb=memory_gb, max_batch=max(batches))
-    found = [(float(b), mean[b], xi1 * b + xi2) for b in held_out]
-    p99 = mape(lambda b: kappa1 * (xi1 * b + xi2) + kappa2, [(b, tail[b]) for b in held_out])
-    error = Error("gpu", mape(lambda b: xi1 * b + xi2, [(b, mean[b]) for b in held_out]), p99, tuple(found))
+    section = _gpu_section(sweep, mean, tail, function.memory_bytes / GB)
     starts = profile.cold_start_s.model_copy(update={"gpu": start_s})
-    return profile.model_copy(update={"gpu": section, "cold_start_s": starts}), [error]
+    rounds = len(seconds[sweep.batches[0]])
+    source = f"GPU measured on {function.hardware}, {rounds} runs of each batch size; the rest {profile.source}"
+    found = profile.model_copy(update={"gpu": section, "cold_start_s": starts, "source": source})
+    latency = found.gpu_latency
+    assert latency is not None
+    points = [(float(batch), mean[batch]) for batch in sweep.held_out]
+    tails = [(float(batch), tail[batch]) for batch in sweep.held_out]
+    return found, [
+        _gpu_error("gpu", lambda b: latency.mean_s(int(b)), section, points, tails),
+        _gpu_error("gpu, straight line", latency.line_s, section, points, tails),
+    ]
+
+
+async def _measure_gpu(instance: Instance, sweep: GpuSweep, show: Show) -> dict[int, list[float]]:
+    seconds: dict[int, list[float]] = {batch: [] for batch in sweep.sizes}
+    images = {batch: _images(batch) for batch in seconds}
+    for number in range(GPU_WARM_ROUNDS):  # kernels are chosen in the first run of each size, then clocks rise
+        for batch in seconds:
+            show(f"warm-up {number + 1} of {GPU_WARM_ROUNDS}: batch {batch}")
+            await instance.run(images[batch])
+    started = time.perf_counter()
+    for number in range(sweep.runs):
+        show(f"round {number + 1} of {sweep.runs}")
+        for batch, taken in seconds.items():
+            taken.append((await instance.run(images[batch])).stages[0].workers_s[0])
+        if sweep.limit_s is not None and time.perf_counter() - started > sweep.limit_s:
+            break
+    return seconds
+
+
+def _gpu_section(sweep: GpuSweep, mean: dict[int, float], tail: dict[int, float], memory_gb: float) -> GpuSection:
+    line = fit_line(sweep.batches, [mean[batch] for batch in sweep.batches])
+    measured = {batch: mean[batch] for batch in sorted(sweep.batches)}
+    tails = fit_line(list(measured.values()), [tail[batch] for batch in measured])
+    return GpuSection(mean=line, p99=tails, memory_gb=memory_gb, max_batch=max(sweep.batches), measured=measured)
+
+
+def _gpu_error(
+    what: str,
+    predicted: Callable[[float], float],
+    section: GpuSection,
+    points: Sequence[tuple[float, float]],
+    tails: Sequence[tuple[float, float]],
+) -> Error:
+    kappa1, kappa2 = section.p99
+    found = tuple((batch, seconds, predicted(batch)) for batch, seconds in points)
+    return Error(what, mape(predicted, points), mape(lambda b: kappa1 * predicted(b) + kappa2, tails), found)
 
 
 def _images(batch: int) -> Array:
