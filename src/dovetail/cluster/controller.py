@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop
 
+import msgspec
+
 from dovetail.cluster.asking import Asking
 from dovetail.cluster.decisions import Moving
 from dovetail.cluster.handle import NodeHandle
@@ -171,6 +173,16 @@ class Controller(Seeker):
     def changed(self) -> None:
         """There may be a place now."""
         self.room.changed()
+
+    def ready(self, node: NodeHandle, model: str, now: float) -> None:
+        """Weights are there; perhaps somebody is to be moved to them."""
+        self._at(now)
+        self.changed()
+        prepared = self._prepared.get(model)
+        if prepared is not None and prepared.node is node and prepared.record.id in self.works:
+            self._prepared[model] = prepared._replace(node=None)
+            record = msgspec.structs.replace(prepared.record, last_token_s=now)  # it has gone on meanwhile
+            self.decisions.begin(self._relieve(prepared.source, record))
 
     def closed(self, node: NodeHandle, instance: int, now: float, *, is_gone: bool) -> None:
         """The instance takes no more work; its memory is free, if it is gone."""

@@ -17,7 +17,7 @@ from dovetail.cluster.runtime import Runtime
 from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.node import Node
-from dovetail.node.protocol import Answer, Notice, Offered, Order, Question
+from dovetail.node.protocol import Answer, Notice, Offer, Order, Question, StartRoom
 from dovetail.node.runtime import NodeRuntime
 from dovetail.node.speech import Output as NodeOutput
 from dovetail.node.work import Work
@@ -38,7 +38,7 @@ class LocalNode:
         self.kind: DeviceKind = runtime.kind
         self.lag_s = 0.0  # what the node says of itself is heard this late
         self.said_s = 0.0  # when the last of it is
-        self._offers: dict[str, tuple[Hosting, Offered]] = {}
+        self._offers: dict[int, tuple[Hosting, Offer]] = {}  # by identity: many models share one
 
     @property
     def up(self) -> bool:
@@ -53,20 +53,20 @@ class LocalNode:
         return self.runtime.fullness
 
     @property
-    def free_bytes(self) -> int:
-        return self.runtime.node.residency.ledger.available
+    def room(self) -> StartRoom:
+        return self.runtime.room
 
     @property
     def is_idle(self) -> bool:
         return self.runtime.is_idle
 
-    def offer_of(self, model: str) -> Offered | None:
+    def offer_of(self, model: str) -> Offer | None:
         hosting = self.runtime.node.admit.hostings.get(model)
         if hosting is None:
             return None
-        known = self._offers.get(model)
-        if known is None or known[0] is not hosting:
-            known = self._offers[model] = hosting, self.runtime.offer_of(model)
+        known = self._offers.get(id(hosting))
+        if known is None:
+            known = self._offers[id(hosting)] = hosting, self.runtime.offer_of(hosting)
         return known[1]
 
     def ask(self, question: Question, now: float) -> Answer | int:

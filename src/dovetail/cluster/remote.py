@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterator
 from dovetail.cluster.asking import LOST
 from dovetail.messages import Ask, Command, Hello, ToWorker
 from dovetail.node.protocol import (
+    EMPTY,
     Answer,
     Idle,
     NodeView,
     NoLonger,
     Notice,
+    Offer,
     Offered,
     Order,
     Propose,
     Question,
     Refused,
+    StartRoom,
 )
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import DeviceKind
@@ -40,7 +43,7 @@ class RemoteNode:
         self.is_idle = False
         self.view: NodeView | None = None
         self.memory_bytes = 0
-        self._offers: dict[str, Offered] = {}
+        self._offers: dict[str, Offer] = {}
         self._send = send
         self._body_of = body_of
         self._numbers = numbers
@@ -62,10 +65,10 @@ class RemoteNode:
         return self.view.fullness if self.view is not None else 0.0
 
     @property
-    def free_bytes(self) -> int:
-        return self.view.free_bytes if self.view is not None else self.memory_bytes
+    def room(self) -> StartRoom:
+        return self.view.room if self.view is not None else EMPTY
 
-    def offer_of(self, model: str) -> Offered | None:
+    def offer_of(self, model: str) -> Offer | None:
         return self._offers.get(model)
 
     def ask(self, question: Question, now: float) -> Answer | int:
@@ -114,7 +117,7 @@ class RemoteNode:
         elif isinstance(notice, Idle):
             self.is_idle = notice.is_idle
         elif isinstance(notice, Offered):
-            self._offers[notice.model] = notice
+            self._offers[notice.model] = notice.offer
         elif isinstance(notice, NoLonger):
             self.withdraw(notice.model)
 

@@ -127,7 +127,8 @@ class Node:
             return Refusal.MEMORY
         instance = self._begin(model, Phase.ANY)
         self._load(instance, KEEP)
-        self.after_leaving(instance, now)
+        is_loading = instance.state is State.LOADING and instance.loaded_s != INFINITY
+        self.after_leaving(instance, max(now, instance.loaded_s) if is_loading else now)
         return instance.id
 
     def _begin(self, model: str, phase: Phase) -> Instance:

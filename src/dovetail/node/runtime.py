@@ -18,6 +18,7 @@ from dovetail.node.node import Node
 from dovetail.node.speech import Speech
 from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
+from dovetail.policy.placement import Hosting
 from dovetail.profiles.files import hosting_values
 from dovetail.profiles.live import LiveLatency
 
@@ -45,6 +46,7 @@ class NodeRuntime:
         self._last_end_s: float | None = None  # of a turn; None = the device was idle since
         self.is_idle = False  # nothing can run, as it was last said
         self._fullness: float | None = None
+        self._room: protocol.StartRoom | None = None
 
     # What may be seen
 
@@ -59,6 +61,13 @@ class NodeRuntime:
             self._fullness = self.node.fullness
         return self._fullness
 
+    @property
+    def room(self) -> protocol.StartRoom:
+        """As of then, too."""
+        if self._room is None:
+            self._room = self.node.admit.room_for_start()
+        return self._room
+
     def view(self) -> protocol.NodeView:
         ledger = self.node.residency.ledger
         instances = tuple(
@@ -67,14 +76,21 @@ class NodeRuntime:
             if one.state is not State.CLOSING
         )
         return protocol.NodeView(
-            self.version, self.kind, self.node.in_use, self.fullness, ledger.capacity, ledger.available, instances
+            self.version,
+            self.kind,
+            self.node.in_use,
+            self.fullness,
+            ledger.capacity,
+            ledger.available,
+            instances,
+            self.room,
         )
 
-    def offer_of(self, model: str) -> protocol.Offered:
-        hosting = self.node.admit.hostings[model]
+    def offer_of(self, hosting: Hosting) -> protocol.Offer:
         room_tokens = self.node.admit.most_tokens(hosting) - hosting.block_tokens
         weight_bytes = 0 if hosting.weights_in_place else hosting.weight_bytes
-        return protocol.Offered(model, room_tokens, weight_bytes, hosting.latency.decode_s(1, USUAL_TOKENS))
+        decode_s = hosting.latency.decode_s(1, USUAL_TOKENS) * self.node.admit.overestimate
+        return protocol.Offer(room_tokens, weight_bytes, decode_s)
 
     def open_instances(self, model: str) -> list[int]:
         found = self.node.instances.values()
@@ -168,7 +184,7 @@ class NodeRuntime:
         if self._log is not None:
             self._log.write(now, "hosting", model=model, **hosting_values(self.node.admit.hostings[model]))
         self.node.rehost(model, now)
-        self.mailbox.append(self.offer_of(model))
+        self.mailbox.append(protocol.Offered(model, self.offer_of(self.node.admit.hostings[model])))
         self.changed(now)
 
     def _warm(self, model: str, now: float) -> protocol.Answer:
@@ -314,7 +330,7 @@ class NodeRuntime:
     def fail(self) -> list[Work]:
         """The device is gone; returns the work that was on it."""
         self._speech.clear()
-        self._last_end_s = self._fullness = None
+        self._last_end_s = self._fullness = self._room = None
         self.is_idle = False
         return self.node.fail()
 
@@ -328,7 +344,7 @@ class NodeRuntime:
             self._log.header(real=True, node=self.name, device=device, memory_bytes=memory_bytes, knobs=knobs)
 
     def changed(self, now: float) -> None:
-        self._fullness = None
+        self._fullness = self._room = None
         self.version += 1
         self.is_touched = True
         if self._dirty is not None:

@@ -89,6 +89,15 @@ class Timing:
         bound.first_due_s -= work.due_s - latest_s
         return bound
 
+    def is_too_late(self, target: Instance, work: Work, free_at_s: float) -> bool:
+        """Its first token would be late even if nothing else ran here: known before anything else is looked at."""
+        if work.cached or work.phase is Phase.DECODE or self._knobs.shadow is Shadow.CLOSED:
+            return False
+        ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
+        prefill_s = target.hosting.latency.prefill_s(work.known_tokens) * self.overestimate
+        grace_s = self._grace_s(target, work, loaded_s)
+        return max(free_at_s, ready_s) + prefill_s > work.due_s + grace_s
+
     def refuses(
         self,
         target: Instance | None,
@@ -182,9 +191,13 @@ class Timing:
     def _joined(self, target: Instance, work: Work, free_at_s: float) -> tuple[InstanceDemand, float]:
         """The demand of an instance that is there, and the grace that the work would get for its load."""
         ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
-        waits = target.state is State.LOADING and work.produced == 0
-        grace_s = cold_start_grace_s(work, target.ordered_s, loaded_s) if waits else 0.0
+        grace_s = self._grace_s(target, work, loaded_s)
         return target.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(target.model)), grace_s
+
+    @staticmethod
+    def _grace_s(target: Instance, work: Work, loaded_s: float) -> float:
+        waits = target.state is State.LOADING and work.produced == 0
+        return cold_start_grace_s(work, target.ordered_s, loaded_s) if waits else 0.0
 
     def _starting(self, hosting: Hosting, work: Work) -> tuple[InstanceDemand, float]:
         """The same of an instance that would be started now."""

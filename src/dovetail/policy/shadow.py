@@ -215,7 +215,10 @@ class _Play:
 
     def _in_a_row(self, chosen: _Player, ready: Sequence[_Player], clock: float) -> int:
         """How many iterations it has before anybody else is more urgent or gets ready: they are played as one."""
-        urgent = min((one.urgent_s for one in ready if one is not chosen), default=INFINITY)
+        urgent = INFINITY
+        for one in ready:
+            if one.urgent_s < urgent and one is not chosen:
+                urgent = one.urgent_s
         drains_s = self._drains_s(chosen, ready, urgent, clock)
         if urgent == INFINITY:
             urgent = chosen.due_s  # alone, one more tells enough
@@ -231,9 +234,17 @@ class _Play:
         """The time after the rounds of decodes that certainly lie before the next prefill or the next instance that
         gets ready. Once everyone has had a token in time they are played as one: by case 3 each round leaves everyone
         better off."""
-        urgent = min((one.urgent_s for one in ready if one.next < len(one.prefills)), default=INFINITY)
-        group = [one for one in ready if one.urgent_s < urgent and one.next == len(one.prefills)]
-        if not group or not all(one.is_settled for one in group):
+        urgent = INFINITY
+        for one in ready:
+            if one.urgent_s < urgent and one.next < len(one.prefills):
+                urgent = one.urgent_s
+        group = []
+        for one in ready:
+            if one.urgent_s < urgent and one.next == len(one.prefills):
+                if not one.is_settled:
+                    return clock
+                group.append(one)
+        if not group:
             return clock
         rounds = self._rounds_until(urgent, group, clock)
         if rounds < 1:
