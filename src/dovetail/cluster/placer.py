@@ -28,7 +28,7 @@ from dovetail.policy.placement import DeviceKind, rank_nodes
 MAX_LOOKS = 48  # nodes looked at, by what is known of them
 MAX_CANDIDATES = 16  # of these: nodes asked for a start, or where a preempted request could go
 MAX_DOUBTFUL = 4  # the same, where none of those looked at seems to have room
-MAX_INSTANCES = 4  # instances of the model asked to take a request
+MAX_INSTANCES = 3  # instances of the model asked to take a request
 MAX_MOVE_LOOKS = 16  # the same, for what gives way
 MAX_MOVES = 8  # nodes and instances asked, all in all, whether they would take what gives way to a request
 MAX_VICTIMS = 2  # neighbours considered for giving way
@@ -175,6 +175,10 @@ class Placer:
             if view.node.name in search.avoided:
                 search.refusals[Refusal.MEMORY] += 1
                 continue
+            if self._is_overcommitted(view.node, search.record):
+                search.refusals[Refusal.DECODE_OVERCOMMITTED] += 1  # it would say the same
+                search.crowded.append(view)
+                continue
             answer = yield from self._propose(search, view.node, view.id)
             if isinstance(answer, Accepted):
                 view.batch += 1
@@ -182,6 +186,12 @@ class Placer:
             if isinstance(answer, Refused) and answer.reason in MENDABLE:
                 search.crowded.append(view)
         return None
+
+    @staticmethod
+    def _is_overcommitted(node: NodeHandle, request: RequestRecord) -> bool:
+        """One iteration of everybody there takes longer than some request allows already, without this one."""
+        room = node.room
+        return room.pace_s > min(request.tpot_s, room.strictest_s)
 
     def _propose(self, search: Search, node: NodeHandle, instance: int | None) -> Asking[protocol.Answer]:
         answer = yield Ask(node, protocol.Propose(search.record, instance))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,10 @@ def measure_decisions(profile: Path, nodes: int, shape: str = "llama-2-7b", seed
     controller = TimedController(list(simulation.cluster.handles.values()), DOVETAIL)
     controller.admission_times_s = []
     simulation.cluster.runtime.controller = controller
+    gc.collect()
+    gc.freeze()  # as a server does when it is up: what lies there already is not looked through again and again
     simulation.run()
+    gc.unfreeze()
     admissions = sorted(controller.admission_times_s)
     turns = sorted(turn_times_s)
     return {
