@@ -98,6 +98,9 @@ class Controller(Seeker):
             next_s = self._timed[0][0]
         if self.parked and (next_s is None or self._look_s < next_s):
             next_s = self._look_s
+        expiry_s = self.decisions.next_expiry_s()
+        if expiry_s is not None and (next_s is None or expiry_s < next_s):
+            next_s = expiry_s
         return next_s
 
     @property
@@ -108,6 +111,7 @@ class Controller(Seeker):
     def wake(self, now: float) -> None:
         """Those whose time has come ask again; those who waited too long are given up."""
         self._at(now)
+        self.decisions.expire()
         self._look_s = now + self.knobs.retry_s
         for work in self.room.expired(now):
             search = self.room.refusals[work.id]

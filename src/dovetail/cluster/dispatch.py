@@ -136,8 +136,10 @@ class Dispatcher:
 
     def received(self, name: str, message: Reply | Said | Tokens, now: float) -> list[TokenEvent]:
         """Returns the events that somebody still waits for."""
+        if self.nodes[name].spoke():
+            self.runtime.joined()
         if isinstance(message, Tokens):
-            return [event for event in message.events if self._take(event)]
+            return [event for event in message.events if self._take(name, event)]
         if isinstance(message, Reply):
             if self.nodes[name].answered(message.number, message.answer):
                 self.runtime.answered(message.number, message.answer, now)
@@ -149,9 +151,10 @@ class Dispatcher:
         self._settle()
         return []
 
-    def _take(self, event: TokenEvent) -> bool:
+    def _take(self, name: str, event: TokenEvent) -> bool:
+        """Tokens of a node that was taken for silent and has accepted after all are nobody's: others make them."""
         choice = self._by_key.get((event.request_id, event.choice))
-        if choice is None:
+        if choice is None or choice.id in self.nodes[name].given_up:
             return False
         if event.token is not None:
             choice.tokens.append(event.token)

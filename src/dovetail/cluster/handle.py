@@ -41,3 +41,6 @@ class NodeHandle(Protocol):
         """The answer, or the number under which it will come."""
 
     def order(self, order: Order, now: float) -> None: ...
+
+    def fell_silent(self, now: float) -> None:
+        """A question was not answered in time. Until it speaks again, or for a while, it answers SILENT by itself."""

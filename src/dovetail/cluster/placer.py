@@ -62,6 +62,11 @@ class Search:
             self._record = self.work.record()
         return self._record
 
+    @property
+    def until_s(self) -> float:
+        """Who asked for targets is refused within them, answers or not."""
+        return self.work.due_s if self.work.is_strict and not self.work.produced else INFINITY
+
     def changed(self) -> None:
         """The request has got other deadlines."""
         self._record = None
@@ -194,7 +199,7 @@ class Placer:
         return room.pace_s > min(request.tpot_s, room.strictest_s)
 
     def _propose(self, search: Search, node: NodeHandle, instance: int | None) -> Asking[protocol.Answer]:
-        answer = yield Ask(node, protocol.Propose(search.record, instance))
+        answer = yield Ask(node, protocol.Propose(search.record, instance), search.until_s)
         if search.is_over:
             if isinstance(answer, Accepted):
                 node.order(protocol.Withdraw(search.work.id), self.now_s)

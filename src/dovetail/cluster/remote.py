@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dovetail.cluster.asking import LOST
+from dovetail.cluster.asking import LOST, SILENT, SILENT_S
 from dovetail.messages import Ask, Command, Hello, ToWorker
 from dovetail.node.protocol import (
     EMPTY,
@@ -20,6 +20,7 @@ from dovetail.node.protocol import (
     Question,
     Refused,
     StartRoom,
+    Withdraw,
 )
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import DeviceKind
@@ -43,6 +44,8 @@ class RemoteNode:
         self.is_idle = False
         self.view: NodeView | None = None
         self.memory_bytes = 0
+        self.silent_until_s = 0.0
+        self.given_up: set[int] = set()  # requests that it was asked to take and, unanswered, to leave alone
         self._offers: dict[str, Offer] = {}
         self._send = send
         self._body_of = body_of
@@ -74,6 +77,8 @@ class RemoteNode:
     def ask(self, question: Question, now: float) -> Answer | int:
         if not self.up:
             return LOST
+        if now < self.silent_until_s:
+            return SILENT
         request = None
         if isinstance(question, Propose):
             if question.request.model not in self._offers:
@@ -91,21 +96,33 @@ class RemoteNode:
     def order(self, order: Order, now: float) -> None:
         if self.up:
             self._send(Command(order))
+        if isinstance(order, Withdraw) and order.request in self._proposed.values():
+            self._proposed = {number: one for number, one in self._proposed.items() if one != order.request}
+            self.given_up.add(order.request)
+
+    def fell_silent(self, now: float) -> None:
+        self.silent_until_s = now + SILENT_S
+
+    def spoke(self) -> bool:
+        """Something came from there; whether it had been silent."""
+        was_silent, self.silent_until_s = self.silent_until_s > 0.0, 0.0
+        return was_silent
 
     # What becomes of it
 
     def joined(self, hello: Hello) -> None:
         """A worker is there, perhaps in place of another; what that one offered this one is expected to offer."""
-        self.up, self.is_idle, self.view = True, False, None
+        self.up, self.is_idle, self.view, self.silent_until_s = True, False, None, 0.0
         self.kind, self.memory_bytes = hello.kind, hello.memory_bytes
 
     def lost(self) -> None:
         self.up, self.is_idle, self.view = False, False, None
         self._proposed.clear()
+        self.given_up.clear()
 
     def answered(self, number: int, answer: Answer) -> bool:
         """False: whoever asked gets it from `ask`, because the wire was quicker than the question's sender."""
-        self._proposed.pop(number, None)
+        self.given_up.discard(self._proposed.pop(number, -1))  # it has heard by now that it had been given up
         if number != self._sending:
             return True
         self._early = answer

@@ -50,7 +50,7 @@ class Seeker:
         self.knobs = knobs
         self.works: dict[int, Work] = {}  # everyone who has not ended, with or without a place
         self.placer = Placer(nodes, knobs)
-        self.decisions = Decisions()
+        self.decisions = Decisions(self._let_go)
         self.outbox: list[Decision] = []
         self.room: WaitingRoom[Search] = WaitingRoom(knobs.retry_s, on_change=knobs.retry_on_change)
         self.seeking: dict[int, Search] = {}  # a node was asked and has not answered yet
@@ -111,6 +111,8 @@ class Seeker:
             self._reunite(work.model)
         elif is_beyond and len(search.refusals) == 1:
             self._refuse(work, "hardware", search)
+        elif Refusal.SILENT in search.refusals and self._now > search.until_s:
+            self._refuse(work, "deadline", search)  # its time went by while it waited for answers
         else:
             self.room.enter(work, search, self._now)
             self.outbox.append(Queued(work, dict(search.refusals)))
@@ -171,6 +173,11 @@ class Seeker:
                 break
             self._took_back(node, answer.request, answer)
         return None
+
+    def _let_go(self, node: NodeHandle, answer: protocol.TookBack) -> None:
+        """A node gave a request back after whoever asked for that had given up."""
+        if answer.request is not None:
+            self._took_back(node, answer.request, answer)
 
     def _took_back(self, node: NodeHandle, record: RequestRecord, answer: protocol.TookBack) -> None:
         """A long answer waits until it finds a place again."""

@@ -293,12 +293,17 @@ class Simulation:
         elif fault.kind is FaultKind.LOAD_FAILS:
             device.failing_loads += 1
         else:
-            self.cluster.handles[device.node.name].lag_s = fault.factor
+            handle = self.cluster.handles[device.node.name]
+            if fault.kind is FaultKind.LATE:
+                handle.lag_s = fault.factor
+            else:
+                handle.is_mute = True
             self._push(now + fault.duration_s, MEMORY, self._calm, device)
 
     def _calm(self, now: float, device: Device) -> None:
         device.slowdown = 1.0
-        self.cluster.handles[device.node.name].lag_s = 0.0
+        handle = self.cluster.handles[device.node.name]
+        handle.lag_s, handle.is_mute = 0.0, False
 
     def _die(self, device: Device, fault: Fault, now: float) -> None:
         if not device.node.up:
