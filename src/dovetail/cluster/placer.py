@@ -25,12 +25,12 @@ from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind, rank_nodes
 
 # Bounds on what one decision looks at, so that its time does not grow with the cluster.
-MAX_LOOKS = 48  # nodes looked at, by what is known of them
+MAX_LOOKS = 32  # nodes looked at, by what is known of them
 MAX_CANDIDATES = 16  # of these: nodes asked for a start, or where a preempted request could go
 MAX_DOUBTFUL = 4  # the same, where none of those looked at seems to have room
 MAX_INSTANCES = 3  # instances of the model asked to take a request
-MAX_MOVE_LOOKS = 16  # the same, for what gives way
-MAX_MOVES = 8  # nodes and instances asked, all in all, whether they would take what gives way to a request
+MAX_MOVE_LOOKS = 12  # the same, for what gives way
+MAX_MOVES = 6  # nodes and instances asked, all in all, whether they would take what gives way to a request
 MAX_VICTIMS = 2  # neighbours considered for giving way
 
 # An instance that refuses for one of these might accept if a neighbour of it went.

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from dovetail.node.work import Phase, Work
-from dovetail.policy.headroom import INFINITY, InstanceDemand, Prefill
+from dovetail.policy.headroom import INFINITY, InstanceDemand
 from dovetail.policy.placement import Hosting
 
 
@@ -20,11 +20,6 @@ class State(StrEnum):
     LOADING = "loading"
     READY = "ready"
     CLOSING = "closing"  # takes no work, gives its memory back
-
-
-def cold_start_grace_s(work: Work, ordered_s: float, loaded_s: float) -> float:
-    """S1: a cold start is added to the first deadline, as far as the request waits for it."""
-    return max(min(loaded_s - ordered_s, loaded_s - work.arrival_s), 0.0)
 
 
 def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
@@ -51,11 +46,11 @@ class PendingOp(NamedTuple):
 
 class Instance:
     __slots__ = (
-        "_demand",
         "_lengths",
         "busy_s",
         "clock",
         "deadline_s",
+        "demand",
         "epoch",
         "grown_s",
         "hosting",
@@ -129,7 +124,7 @@ class Instance:
         self.turns = 0
         self.grown_s: float | None = None  # one iteration when its contexts will have grown; None = not known
         self._lengths: list[tuple[int, int]] | None = None  # as of then
-        self._demand: InstanceDemand | None = None  # as of the last change of clock, membership or turn
+        self.demand: InstanceDemand | None = None  # see `outlook`; as of the last change of clock, membership or turn
 
     @property
     def batch(self) -> int:
@@ -203,7 +198,7 @@ class Instance:
 
     def refresh(self) -> None:
         """Deadlines from scratch, after any change of membership."""
-        self._demand = None
+        self.demand = None
         self._lengths = None
         self.grown_s = None
         due = pace = spoke = INFINITY
@@ -236,12 +231,12 @@ class Instance:
     def begin_turn(self, prefill: Work | None) -> None:
         self.in_turn = True
         self.prefilling = prefill
-        self._demand = None
+        self.demand = None
 
     def end_turn(self) -> None:
         self.in_turn = False
         self.prefilling = None
-        self._demand = None
+        self.demand = None
 
     def decoded(self, now: float) -> None:
         """One decode iteration of the running batch has ended."""
@@ -252,7 +247,7 @@ class Instance:
                 work.got_token(now)
         self.clock += 1
         self.tokens += len(self.running)
-        self._demand = self._lengths = None
+        self.demand = self._lengths = None
         if not self.clock % LOOK_AHEAD_TURNS:
             self.grown_s = None
         if self.mixed_pace:
@@ -303,64 +298,6 @@ class Instance:
 
     def prefill_s(self, tokens: int) -> float:
         return self.hosting.latency.prefill_s(tokens) * self.overestimate
-
-    def demand(self, free_at_s: float, ready_s: float, loaded_s: float, pace_tokens: float) -> InstanceDemand:
-        """S4's view of it after the turn under way, which ends at `free_at_s`; `ready_s` is when it can take turns,
-        `loaded_s` when its weights are there, `pace_tokens` as of `Work.pace_from`. One admission looks at a neighbour
-        many times between its turns."""
-        blocked = self.state is State.LOADING
-        demand = self._demand
-        if demand is None or demand.blocked is not blocked or blocked:
-            self._demand = demand = self._look(loaded_s if blocked else None, pace_tokens, free_at_s)
-        demand.ready_s = ready_s
-        if self.in_turn and self.prefilling is None:
-            demand.spoke_s = free_at_s
-        return demand
-
-    def _look(self, loaded_s: float | None, pace_tokens: float, free_at_s: float) -> InstanceDemand:
-        prefills = [self._prefill(work, loaded_s, pace_tokens) for work in self.waiting if work is not self.prefilling]
-        due, pace = self._after_turn(free_at_s, pace_tokens)
-        deadline = due
-        total_s = 0.0
-        for prefill in prefills:
-            total_s += prefill.seconds
-            pace = min(pace, prefill.tpot_s)
-            deadline = min(deadline, prefill.due_s)
-        return InstanceDemand(
-            deadline_s=deadline,
-            decode_deadline_s=due,
-            prefill_s=total_s,
-            decode_s=self.decode_s(),
-            tpot_s=pace,
-            blocked=loaded_s is not None,
-            batch=self.batch,
-            frees_bytes=self.frees_bytes,
-            spoke_s=self.spoke_s,
-            prefills=tuple(prefills),
-        )
-
-    def _after_turn(self, free_at_s: float, pace_tokens: float) -> tuple[float, float]:
-        """When its running requests are due, and their pace, once the turn under way is over."""
-        due, pace, joins = self.running_due_s, self.tpot_s, self.prefilling
-        if not self.in_turn:
-            return due, pace
-        if joins is None:
-            return due + pace, pace
-        if self.phase is Phase.PREFILL:
-            return due, pace
-        joins_due = joins.due_s
-        if not joins.produced:
-            joins_due = min(joins_due, free_at_s + joins.safety_s(pace_tokens))
-        return min(due, joins_due + joins.tpot_s), min(pace, joins.tpot_s)
-
-    def _prefill(self, work: Work, loaded_s: float | None, pace_tokens: float) -> Prefill:
-        grace_s = 0.0
-        if loaded_s is not None and work.produced == 0:
-            grace_s = cold_start_grace_s(work, self.ordered_s, loaded_s)
-        seconds = self.prefill_s(work.known_tokens)
-        urgent_s = urgent_prefill_s(work, self.turn_silence_s, seconds)
-        safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
-        return Prefill(work.due_s + grace_s, urgent_s + grace_s, seconds, work.tpot_s, safety_s)
 
     def lengths(self) -> list[tuple[int, int]]:
         """(input, produced) of all its work. Asked for several times between two turns: a list of the caller's own."""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from dovetail.eventlog import EventLog
 from dovetail.node import answers, events, protocol
-from dovetail.node.feedback import LatencyFeedback, Observation
+from dovetail.node.feedback import LatencyFeedback
 from dovetail.node.instance import State
 from dovetail.node.node import Node
 from dovetail.node.speech import Speech
@@ -20,10 +20,7 @@ from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import Hosting
 from dovetail.profiles.files import hosting_values
-from dovetail.profiles.live import LiveLatency
 
-OVERDUE_S = 1.0
-USUAL_TOKENS = 1024  # of a context, where a request is not known yet
 KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
 
 
@@ -69,28 +66,10 @@ class NodeRuntime:
         return self._room
 
     def view(self) -> protocol.NodeView:
-        ledger = self.node.residency.ledger
-        instances = tuple(
-            protocol.InstanceView(one.id, one.model, one.phase, one.batch, one.state is State.READY)
-            for one in self.node.instances.values()
-            if one.state is not State.CLOSING
-        )
-        return protocol.NodeView(
-            self.version,
-            self.kind,
-            self.node.in_use,
-            self.fullness,
-            ledger.capacity,
-            ledger.available,
-            instances,
-            self.room,
-        )
+        return answers.view_of(self.node, self.version, self.fullness, self.room)
 
     def offer_of(self, hosting: Hosting) -> protocol.Offer:
-        room_tokens = self.node.admit.most_tokens(hosting) - hosting.block_tokens
-        weight_bytes = 0 if hosting.weights_in_place else hosting.weight_bytes
-        decode_s = hosting.latency.decode_s(1, USUAL_TOKENS) * self.node.admit.overestimate
-        return protocol.Offer(room_tokens, weight_bytes, decode_s)
+        return answers.offer_of(self.node, hosting)
 
     def open_instances(self, model: str) -> list[int]:
         found = self.node.instances.values()
@@ -218,7 +197,7 @@ class NodeRuntime:
         if self.node.turn is not None or not self.up:
             return None
         if self.node.knobs.extend_deadlines:
-            self._ease_overdue(now)
+            answers.ease_overdue(self.node, now)
         turn = self.node.next_turn(now)
         if self.node.outbox:
             self.changed(now)
@@ -254,18 +233,12 @@ class NodeRuntime:
         if self._dirty is not None:
             self._dirty.append(self)
 
-    def _ease_overdue(self, now: float) -> None:
-        """Deadlines far in the past say nothing about who is urgent: those who did not ask for targets get new ones."""
-        overdue_s = now - OVERDUE_S
-        if any(one.deadline_s < overdue_s and one.can_run for one in self.node.instances.values()):
-            answers.ease_everyone(self.node, now, 0.0)
-
     @property
     def is_settled(self) -> bool:
         """Nobody else wants the device: as things are, those whose turn it is decode again after it. A bet for a driver
         that can begin before it is told to; what it was told stays what counts."""
         turn = self.node.turn
-        return turn is not None and turn.prefill is None and self.node.has_only(turn.instance)
+        return turn is not None and turn.prefill is None and self.node.turns.has_only(turn.instance)
 
     def turn_ended(
         self, now: float, finished: Iterable[int], *, is_whole: bool = True, was_ahead: bool = False
@@ -274,9 +247,9 @@ class NodeRuntime:
         cache teaches nothing. `was_ahead`: the device began with it when the turn before had ended."""
         turn = self.node.turn
         assert turn is not None, f"{self.name}: no turn under way"
-        latency = turn.instance.hosting.latency
-        if is_whole and isinstance(latency, LiveLatency):
-            self._observe(turn, latency, now, self.gap_s if was_ahead else 0.0)
+        if is_whole:
+            took_s = now - self.node.turn_started_s + (self.gap_s if was_ahead else 0.0)
+            self._feedback.observe(turn, took_s, self.gap_s, now, is_beside_load=bool(self._speech.load_asked_s))
         self._last_end_s = now
         self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)])
         if turn.prefill is not None:
@@ -285,18 +258,6 @@ class NodeRuntime:
             self.changed(now)
         elif turn.prefill is not None and self._dirty is not None:
             self._dirty.append(self)
-
-    def _observe(self, turn: events.Turn, latency: LiveLatency, now: float, ahead_s: float) -> None:
-        instance, prefill = turn
-        batch, tokens = len(instance.running), instance.tokens
-        if prefill is not None:
-            batch, tokens = 0, prefill.known_tokens
-        elif not batch:
-            return  # everyone left during the turn
-        took_s = now - self.node.turn_started_s + ahead_s
-        self._feedback.add(
-            Observation(latency, batch, tokens, took_s, self.gap_s, bool(self._speech.load_asked_s)), now
-        )
 
     # Memory
 

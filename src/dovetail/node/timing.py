@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dovetail.node.instance import Instance, State, cold_start_grace_s, urgent_prefill_s
+from dovetail.node.instance import Instance, State, urgent_prefill_s
+from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, validate_closed
@@ -116,7 +117,7 @@ class Timing:
         demands.append(own)
         if self._knobs.shadow is Shadow.CLOSED:
             return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
-        return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule)
+        return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule, is_paced=True)
 
     def _is_overcommitted(self, others: list[Instance], target: Instance | None, tpot_s: float, total_s: float) -> bool:
         """S4, case 3, as of when each instance's contexts were last looked at; the target takes `total_s`."""
@@ -184,7 +185,7 @@ class Timing:
 
     def _demand(self, instance: Instance, free_at_s: float) -> InstanceDemand:
         ready_s, loaded_s = self._residency.ready_s(instance, free_at_s)
-        demand = instance.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(instance.model))
+        demand = demand_of(instance, free_at_s, ready_s, loaded_s, self.pace_tokens(instance.model))
         demand.grown_s = self.pace_s(instance)
         return demand
 
@@ -192,7 +193,7 @@ class Timing:
         """The demand of an instance that is there, and the grace that the work would get for its load."""
         ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
         grace_s = self._grace_s(target, work, loaded_s)
-        return target.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(target.model)), grace_s
+        return demand_of(target, free_at_s, ready_s, loaded_s, self.pace_tokens(target.model)), grace_s
 
     @staticmethod
     def _grace_s(target: Instance, work: Work, loaded_s: float) -> float:

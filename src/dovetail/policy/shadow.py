@@ -127,10 +127,17 @@ class _Player:
 
 
 def validate(
-    demands: Sequence[InstanceDemand], target: int, candidate: Candidate, start_s: float, rule: TurnRule
+    demands: Sequence[InstanceDemand],
+    target: int,
+    candidate: Candidate,
+    start_s: float,
+    rule: TurnRule,
+    *,
+    is_paced: bool = False,
 ) -> Refusal | None:
-    """S4. `start_s` is when the device is next free; None means that all three cases are clear."""
-    if is_overcommitted(demands, target, candidate):
+    """S4. `start_s` is when the device is next free; None means that all three cases are clear. `is_paced`: the third
+    is known to be."""
+    if not is_paced and is_overcommitted(demands, target, candidate):
         return Refusal.DECODE_OVERCOMMITTED
     if max(start_s, demands[target].ready_s) + candidate.prefill_s > candidate.deadline_s:
         return Refusal.FIRST_TOKEN_LATE
