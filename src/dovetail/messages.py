@@ -107,7 +107,7 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
     notices: tuple[Notice, ...]
 
 
-class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, gc=False, tag="tokens"):
     """All events of one iteration."""
 
     model: str

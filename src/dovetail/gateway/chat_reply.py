@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dovetail.gateway.answers import Answer, ReplyOptions, TokenNames, TokenReport, UsageCount, finish_of
+from dovetail.gateway.answers import Answer, Frame, ReplyOptions, TokenNames, TokenReport, UsageCount, finish_of
 from dovetail.gateway.reading import MakeReader, Parts, PlainReader, Reader
 from dovetail.gateway.replies import (
     AssistantMessage,
@@ -41,6 +41,7 @@ class _Choice:
     has_calls: bool = False
     held: list[TokenReport] = field(default_factory=list)  # of text that the reader holds back
     held_tokens: list[int] = field(default_factory=list)
+    frame: Frame | None = None  # of chunks with nothing but content
 
 
 class ChatReply:
@@ -70,14 +71,21 @@ class ChatReply:
 
     def chunk(self, delta: Delta, usage: UsageCount) -> str | None:
         """None while nothing of it can be shown yet."""
-        choice = self._choices.setdefault(delta.index, _Choice(self._make_reader()))
+        choice = self._choices.get(delta.index)
+        if choice is None:
+            choice = self._choices[delta.index] = _Choice(self._make_reader())
         choice.held += delta.logprobs
         choice.held_tokens += delta.tokens
         parts = choice.reader.feed(delta.text)
         if delta.finish is not None:
             parts.add(choice.reader.flush())
-        if not parts and delta.finish is None and choice.is_open:
-            return None
+        if delta.finish is None and choice.is_open:
+            if not parts:
+                return None
+            if self._options.is_plain and not (parts.reasoning or parts.calls):
+                choice.held_tokens.clear()
+                choice.frame = choice.frame or self._frame(delta.index)
+                return choice.frame.around(parts.content)
         choice.has_calls |= bool(parts.calls)
         told = ChatChunkChoice(
             index=delta.index,
@@ -91,6 +99,10 @@ class ChatReply:
             told.token_ids = choice.held_tokens
         choice.held, choice.held_tokens = [], []
         return self._dump([told], usage.total() if self._options.with_usage_always else None)
+
+    def _frame(self, index: int) -> Frame:
+        content = ChatDelta(content=Frame.ANY_TEXT)
+        return Frame(self._dump([ChatChunkChoice(index=index, delta=content, logprobs=None, finish_reason=None)], None))
 
     def _delta(self, choice: _Choice, parts: Parts) -> ChatDelta:
         delta = ChatDelta()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dovetail.gateway.answers import (
     Answer,
+    Frame,
     ReplyOptions,
     TextOffsets,
     TokenNames,
@@ -41,6 +42,7 @@ class TextReply:
         self._names = TokenNames(job.model.vocabulary, as_ids=options.tokens_as_ids)
         self._offsets: dict[int, TextOffsets] = {}  # by choice
         self._opened: set[int] = set()
+        self._frames: dict[int, Frame] = {}  # by choice
 
     def shown(self, delta: Delta) -> Delta:
         if self._form.prompt_only:
@@ -50,6 +52,8 @@ class TextReply:
     def chunk(self, delta: Delta, usage: UsageCount) -> str | None:
         text = delta.text
         is_first = delta.index not in self._opened
+        if self._options.is_plain and delta.finish is None and not is_first:
+            return self._frame(delta.index).around(text)
         if is_first:
             self._opened.add(delta.index)
             text = self._echo(delta.index) + text
@@ -63,6 +67,12 @@ class TextReply:
             choice.stop_reason = delta.stop_reason
         self._add_ids(choice, delta.tokens, with_prompt=is_first)
         return self._dump([choice], usage.total() if self._options.with_usage_always else None)
+
+    def _frame(self, index: int) -> Frame:
+        if index not in self._frames:
+            choice = TextChoice(index=index, text=Frame.ANY_TEXT, logprobs=None, finish_reason=None)
+            self._frames[index] = Frame(self._dump([choice], None))
+        return self._frames[index]
 
     def usage_chunk(self, usage: Usage) -> str:
         return self._dump([], usage)
