@@ -20,7 +20,7 @@ from dovetail.gateway.replies import (
     TopLogprob,
     Usage,
 )
-from dovetail.gateway.run import Delta
+from dovetail.gateway.run import Delta, count_reports
 from dovetail.types import FinishReason, TokenLogprob, TokenLogprobs
 
 _MIN_LOGPROB = -9999.0  # JSON has no -inf
@@ -61,6 +61,10 @@ class Answer:
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    @property
+    def num_reports(self) -> int:
+        return count_reports(self.logprobs, self.prompt_logprobs)
 
     def add(self, delta: Delta) -> None:
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs

@@ -47,7 +47,7 @@ class TextReply:
             delta.text, delta.tokens, delta.logprobs = "", [], []
         return delta
 
-    def chunk(self, delta: Delta, usage: UsageCount) -> str | None:
+    def chunk(self, delta: Delta, usage: UsageCount) -> TextCompletion | None:
         text = delta.text
         is_first = delta.index not in self._opened
         if is_first:
@@ -62,16 +62,16 @@ class TextReply:
         if delta.stop_reason is not None:
             choice.stop_reason = delta.stop_reason
         self._add_ids(choice, delta.tokens, with_prompt=is_first)
-        return self._dump([choice], usage.total() if self._options.with_usage_always else None)
+        return self._chunk([choice], usage.total() if self._options.with_usage_always else None)
 
-    def usage_chunk(self, usage: Usage) -> str:
-        return self._dump([], usage)
+    def usage_chunk(self, usage: Usage) -> TextCompletion:
+        return self._chunk([], usage)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> str:
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> TextCompletion:
         choices = [
             self._whole_choice(index, at, answers) for index, at in enumerate(self._kept(answers))
         ]  # fmt: skip
-        return self._body(choices, usage).model_dump_json(exclude_unset=True)
+        return self._body(choices, usage)
 
     def _kept(self, answers: Sequence[Answer]) -> list[int]:
         """Which choices are shown, in order."""
@@ -114,11 +114,11 @@ class TextReply:
     def _echo(self, index: int) -> str:
         return self._form.echoes[self._order(index)] if self._form.echoes else ""
 
-    def _dump(self, choices: list[TextChoice], usage: Usage | None) -> str:
+    def _chunk(self, choices: list[TextChoice], usage: Usage | None) -> TextCompletion:
         body = self._body(choices, usage)
         if not self._options.with_usage:
             body.model_fields_set.discard("usage")
-        return body.model_dump_json(exclude_unset=True)
+        return body
 
     def _body(self, choices: list[TextChoice], usage: Usage | None) -> TextCompletion:
         return TextCompletion(
