@@ -15,8 +15,8 @@ from test_gateway_http import TEXT, check_error, on_app
 
 from dovetail.gateway import embeddings
 from dovetail.gateway.embeddings import EmbeddingRequest, RerankRequest
-from dovetail.gateway.replies import ChatLogprobs, PromptLogprob, TextChoice, TextCompletion, TokenEntry, Usage
 from dovetail.gateway.replies import CachedTokens as Cached
+from dovetail.gateway.replies import ChatLogprobs, PromptLogprob, TextChoice, TextCompletion, TokenEntry, Usage
 from dovetail.gateway.service import Service
 from dovetail.gateway.text_reply import TextReply
 from dovetail.gateway.translate import MAX_PROMPT_REPORTS
