@@ -127,7 +127,7 @@ def _looping_model(model: str, folder: Path) -> Iterator[str]:
     write_safetensors(
         source / "model.safetensors", tensors, (bytes(2 * prod(sizes)) for _, sizes in shape.model_tensors())
     )
-    catalogue.pull(str(source), name=name)
+    catalogue.pull(str(source), name=name, force=True)  # one may be left of a run that was killed
     try:
         yield name
     finally:

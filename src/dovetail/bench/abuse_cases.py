@@ -55,7 +55,7 @@ def case(name: str, what: str) -> Callable[[Noise], Noise]:
 
 
 async def _repeat(target: Target, until: float, path: str, bodies: Sequence[bytes], clients: int) -> None:
-    """So many clients, each sending one body after the other."""
+    """So many clients, each sending one body after the other; whoever waits for an answer at the end leaves."""
     headers = {"authorization": f"Bearer {target.key}", "content-type": "application/json"}
     limits = httpx.Limits(max_connections=clients)
 
@@ -66,7 +66,12 @@ async def _repeat(target: Target, until: float, path: str, bodies: Sequence[byte
             number += 1
 
     async with httpx.AsyncClient(base_url=target.url, timeout=_TIMEOUT_S, limits=limits) as client:
-        await asyncio.gather(*(one(client, number) for number in range(clients)))
+        tasks = [asyncio.create_task(one(client, number)) for number in range(clients)]
+        await asyncio.wait(tasks, timeout=until - time.monotonic())
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks)
 
 
 async def _open_many(target: Target, until: float, number: int, said: bytes, again: bytes = b"") -> None:
