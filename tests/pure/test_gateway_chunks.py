@@ -44,14 +44,16 @@ class _Job:
     requests = (_Request(),)
 
 
-def chunks(kind: Any, options: ReplyOptions, texts: list[str]) -> list[str | None]:
+def chunks(kind: Any, options: ReplyOptions, texts: list[str]) -> list[bytes]:
     reply = kind(_Job(), 7, options)
-    told, usage = [], UsageCount(3)
+    told: list[bytes] = []
+    usage = UsageCount(3)
     for number, text in enumerate(texts):
         end = FinishReason.LENGTH if number == len(texts) - 1 else None
         delta = Delta(number % 2, text, [number], finish=end)
         usage.add(delta)
-        told.append(reply.chunk(delta, usage))
+        chunk = reply.chunk(delta, usage)
+        told.append(chunk if isinstance(chunk, bytes) else chunk.model_dump_json(exclude_unset=True).encode())
     return told
 
 

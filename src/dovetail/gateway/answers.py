@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from pydantic import BaseModel
 
 from dovetail.gateway.api import ChatRequest, CompletionRequest
 from dovetail.gateway.detokenizer import Vocabulary
@@ -22,7 +23,7 @@ from dovetail.gateway.replies import (
     TopLogprob,
     Usage,
 )
-from dovetail.gateway.run import Delta
+from dovetail.gateway.run import Delta, count_reports
 from dovetail.types import FinishReason, TokenLogprob, TokenLogprobs
 
 _MIN_LOGPROB = -9999.0  # JSON has no -inf
@@ -69,6 +70,10 @@ class Answer:
     stop_reason: str | int | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
+    @property
+    def num_reports(self) -> int:
+        return count_reports(self.logprobs, self.prompt_logprobs)
+
     def add(self, delta: Delta) -> None:
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.text.append(delta.text)
@@ -99,7 +104,7 @@ class UsageCount:
 
 
 _ANY_TEXT = "\ue000 any text \ue000"
-_ANY_TEXT_JSON = msgspec.json.encode(_ANY_TEXT).decode()
+_ANY_TEXT_JSON = msgspec.json.encode(_ANY_TEXT)
 
 
 class Frame:
@@ -108,11 +113,11 @@ class Frame:
 
     ANY_TEXT = _ANY_TEXT  # stands for the text in the chunk that the frame is cut from
 
-    def __init__(self, chunk: str) -> None:
-        self._head, self._tail = chunk.split(_ANY_TEXT_JSON)
+    def __init__(self, chunk: BaseModel) -> None:
+        self._head, self._tail = chunk.model_dump_json(exclude_unset=True).encode().split(_ANY_TEXT_JSON)
 
-    def around(self, text: str) -> str:
-        return f"{self._head}{msgspec.json.encode(text).decode()}{self._tail}"
+    def around(self, text: str) -> bytes:
+        return self._head + msgspec.json.encode(text) + self._tail
 
 
 def finish_of(reason: FinishReason | None) -> Finish | None:

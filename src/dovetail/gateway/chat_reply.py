@@ -69,8 +69,8 @@ class ChatReply:
     def shown(self, delta: Delta) -> Delta:
         return delta
 
-    def chunk(self, delta: Delta, usage: UsageCount) -> str | None:
-        """None while nothing of it can be shown yet."""
+    def chunk(self, delta: Delta, usage: UsageCount) -> ChatChunk | bytes | None:
+        """As JSON already, where that is at hand. None while nothing of it can be shown yet."""
         choice = self._choices.get(delta.index)
         if choice is None:
             choice = self._choices[delta.index] = _Choice(self._make_reader())
@@ -98,11 +98,13 @@ class ChatReply:
         if self._options.with_token_ids:
             told.token_ids = choice.held_tokens
         choice.held, choice.held_tokens = [], []
-        return self._dump([told], usage.total() if self._options.with_usage_always else None)
+        return self._chunk([told], usage.total() if self._options.with_usage_always else None)
 
     def _frame(self, index: int) -> Frame:
         content = ChatDelta(content=Frame.ANY_TEXT)
-        return Frame(self._dump([ChatChunkChoice(index=index, delta=content, logprobs=None, finish_reason=None)], None))
+        return Frame(
+            self._chunk([ChatChunkChoice(index=index, delta=content, logprobs=None, finish_reason=None)], None)
+        )
 
     def _delta(self, choice: _Choice, parts: Parts) -> ChatDelta:
         delta = ChatDelta()
@@ -125,10 +127,10 @@ class ChatReply:
         function = CalledFunction(name=name, arguments=arguments)
         return ToolCallDelta(index=index, id=self._new_id(), type="function", function=function)
 
-    def usage_chunk(self, usage: Usage) -> str:
-        return self._dump([], usage)
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return self._chunk([], usage)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> str:
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
         completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
@@ -143,12 +145,11 @@ class ChatReply:
             completion.prompt_logprobs = self._names.prompt(
                 self._job.requests[0].prompt, answers[0].prompt_logprobs or ()
             )
-        return completion.model_dump_json(exclude_unset=True)
+        return completion
 
     def _whole_choice(self, index: int, answer: Answer) -> ChatChoice:
-        reader, parts = self._make_reader(), Parts()
-        for text in answer.text:
-            parts.add(reader.feed(text))
+        reader = self._make_reader()
+        parts = reader.feed("".join(answer.text))
         parts.add(reader.flush())
         content = self._echo + parts.content
         message = AssistantMessage(role="assistant", content=content if content or not parts.calls else None)
@@ -184,7 +185,7 @@ class ChatReply:
     def _id(self) -> str:
         return f"chatcmpl-{self._job.id}"
 
-    def _dump(self, choices: list[ChatChunkChoice], usage: Usage | None) -> str:
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
         chunk = ChatChunk(
             id=self._id,
             object="chat.completion.chunk",
@@ -196,7 +197,7 @@ class ChatReply:
             chunk.prompt_token_ids = list(self._job.requests[0].prompt)
         if self._options.with_usage:
             chunk.usage = usage
-        return chunk.model_dump_json(exclude_unset=True)
+        return chunk
 
     def _logprobs(self, entries: Iterable[TokenReport]) -> ChatLogprobs | None:
         return self._names.chat(entries) if self._options.with_logprobs else None
