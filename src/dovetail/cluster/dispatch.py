@@ -134,6 +134,15 @@ class Dispatcher:
         self._settle()
         return requests
 
+    def drain(self, name: str, now: float) -> None:
+        self.runtime.drain(self.nodes[name], now)
+        self._settle()
+
+    def undrain(self, name: str, now: float) -> None:
+        self.runtime.undrain(self.nodes[name])
+        self.runtime.wake(now)
+        self._settle()
+
     def _record(self, choice: Choice) -> RequestRecord:
         """As far as it has come, by its tokens."""
         record = self.runtime.works[choice.id].record()
