@@ -45,6 +45,7 @@ class Command(msgspec.Struct, frozen=True, tag="command"):
     """An order of the node protocol."""
 
     order: Order
+    tokens: tuple[int, ...] = ()  # with CatchUp: those that the request has got since
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):

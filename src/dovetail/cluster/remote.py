@@ -8,6 +8,8 @@ from dovetail.cluster.asking import LOST
 from dovetail.messages import Ask, Command, Hello, ToWorker
 from dovetail.node.protocol import (
     Answer,
+    CatchUp,
+    Check,
     Idle,
     NodeView,
     NoLonger,
@@ -17,6 +19,7 @@ from dovetail.node.protocol import (
     Propose,
     Question,
     Refused,
+    Warm,
 )
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import DeviceKind
@@ -32,17 +35,20 @@ class RemoteNode:
         kind: DeviceKind,
         send: Callable[[ToWorker], None],
         body_of: Callable[[int], Request],
+        tokens_of: Callable[[int], list[int]],
         numbers: Iterator[int],
     ) -> None:
         self.name = name
         self.kind = kind
         self.up = False
+        self.is_draining = False
         self.is_idle = False
         self.view: NodeView | None = None
         self.memory_bytes = 0
         self._offers: dict[str, Offered] = {}
         self._send = send
         self._body_of = body_of
+        self._tokens_of = tokens_of  # by request: what it has said
         self._numbers = numbers
         self._sending = -1  # number of the question that is on its way out
         self._early: Answer | None = None
@@ -71,13 +77,15 @@ class RemoteNode:
     def ask(self, question: Question, now: float) -> Answer | int:
         if not self.up:
             return LOST
+        if self.is_draining and isinstance(question, Propose | Check | Warm):
+            return Refused(Refusal.CLOSED)
         request = None
         if isinstance(question, Propose):
             if question.request.model not in self._offers:
                 return Refused(Refusal.HARDWARE)
             request = self._body_of(question.request.id)
         number = next(self._numbers)
-        if isinstance(question, Propose):
+        if isinstance(question, Propose) and not question.hold:
             self._proposed[number] = question.request.id
         self._sending = number
         self._send(Ask(number, question, request))
@@ -86,8 +94,13 @@ class RemoteNode:
         return number if early is None else early
 
     def order(self, order: Order, now: float) -> None:
-        if self.up:
-            self._send(Command(order))
+        if not self.up:
+            return
+        tokens: tuple[int, ...] = ()
+        if isinstance(order, CatchUp):
+            tokens = tuple(self._tokens_of(order.request.id)[order.known : order.request.produced])
+            assert len(tokens) == order.request.produced - order.known, "a node tells tokens before it counts them"
+        self._send(Command(order, tokens))
 
     # What becomes of it
 

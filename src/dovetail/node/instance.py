@@ -58,6 +58,8 @@ class Instance:
         "deadline_s",
         "epoch",
         "grown_s",
+        "held",
+        "held_tokens",
         "hosting",
         "id",
         "idle_since_s",
@@ -104,6 +106,8 @@ class Instance:
         self.state = State.LOADING
         self.waiting: list[Work] = []  # needs a prefill; most urgent first
         self.running: dict[int, Work] = {}
+        self.held: dict[int, Work] = {}  # recomputed here, running elsewhere: they wait to be handed over (L4)
+        self.held_tokens = 0  # KV of those and of the waiting ones that were among them, with a block to spare each
         self.clock = 0  # decode iterations done
         self.tokens = 0  # known tokens of the running batch
         self.kv_tokens = 0  # room in its KV pool
@@ -133,7 +137,12 @@ class Instance:
 
     @property
     def batch(self) -> int:
-        return len(self.waiting) + len(self.running)
+        return len(self.waiting) + len(self.running) + len(self.held)
+
+    @property
+    def has_turns(self) -> bool:
+        """Somebody wants an iteration; who is held wants none."""
+        return bool(self.waiting or self.running)
 
     @property
     def frees_bytes(self) -> float:
@@ -147,7 +156,7 @@ class Instance:
         return self.state is State.READY and not self.op_running and not self.ops and not self.starved
 
     def works(self) -> list[Work]:
-        return [*self.waiting, *self.running.values()]
+        return [*self.waiting, *self.running.values(), *self.held.values()]
 
     def movable(self) -> tuple[Work, ...]:
         """Copies of its work as it would come to another instance."""
@@ -164,7 +173,7 @@ class Instance:
     def urgent_prefill_s(self, work: Work) -> float:
         if self.turn_silence_s == INFINITY:
             return work.due_s
-        return urgent_prefill_s(work, self.turn_silence_s, self.prefill_s(work.known_tokens))
+        return urgent_prefill_s(work, self.turn_silence_s, self.prefill_s(work.pending_tokens))
 
     # Joining and leaving
 
@@ -182,17 +191,44 @@ class Instance:
     def prefilled(self, work: Work) -> None:
         """The prefill gave one token; the work joins the running batch."""
         self.waiting.remove(work)
+        self._forget_computed(work)
         work.produced += 1
         self._join(work)
         self.refresh()
+
+    def hold(self, work: Work) -> None:
+        """Its known tokens are computed; it rests until there are more, or until it is handed over."""
+        self.waiting.remove(work)
+        self._forget_computed(work)
+        work.computed = work.known_tokens
+        self.held_tokens += work.computed + self.hosting.block_tokens
+        self.held[work.id] = work
+        self.refresh()
+
+    def wake(self, work: Work, *, joins: bool) -> None:
+        """One that rests has more tokens to compute: it joins the running batch, or asks for a prefill of the rest."""
+        del self.held[work.id]
+        if joins:
+            self._forget_computed(work)
+            self._join(work)
+        else:
+            self.waiting.append(work)
+            self.sort_waiting()
+        self.refresh()
+
+    def _forget_computed(self, work: Work) -> None:
+        if work.computed:
+            self.held_tokens -= work.computed + self.hosting.block_tokens
+            work.computed = 0
 
     def remove(self, work: Work) -> None:
         if self.running.pop(work.id, None) is not None:
             steps = self.clock - work.joined_clock
             self.tokens -= work.known_tokens + steps
             work.produced += max(steps, 0)
-        else:
+        elif self.held.pop(work.id, None) is None:
             self.waiting.remove(work)
+        self._forget_computed(work)
         self.refresh()
 
     def _join(self, work: Work) -> None:
@@ -216,7 +252,8 @@ class Instance:
                 spoke = min(spoke, work.last_token_s)
         self.running_due_s = due
         self.tpot_s = pace
-        self.strictest_s = min(pace, min((work.tpot_s for work in self.waiting), default=INFINITY))
+        others = [*self.waiting, *self.held.values()]
+        self.strictest_s = min(pace, min((work.tpot_s for work in others), default=INFINITY))
         self.spoke_s = spoke
         self.mixed_pace = bool(self.running) and pace != slowest
         self._set_deadline()
@@ -270,13 +307,20 @@ class Instance:
     # Estimates
 
     def used_blocks(self) -> int:
-        """Exact: each running request rounds up to whole blocks."""
+        """Exact: each request that has KV here rounds up to whole blocks."""
         size = self.hosting.block_tokens
         clock = self.clock
         total = 0
         for work in self.running.values():
             total += -((work.input_tokens + work.produced + clock - work.joined_clock) // -size)
+        if self.held_tokens:
+            total += sum(-(work.computed // -size) for work in [*self.held.values(), *self.waiting])
         return total
+
+    @property
+    def loose_tokens(self) -> int:
+        """What `used_blocks` comes to at most, in tokens."""
+        return self.tokens + len(self.running) * self.hosting.block_tokens + self.held_tokens
 
     def bare_tokens(self) -> int:
         """What the KV pool must hold for its next iteration: whole blocks, and one to spare."""
@@ -285,8 +329,7 @@ class Instance:
     def is_short(self, extra_tokens: int = 0) -> bool:
         """The next iteration could overrun the KV pool."""
         size = self.hosting.block_tokens
-        loose = self.tokens + len(self.running) * size + extra_tokens
-        if loose <= self.kv_tokens:
+        if self.loose_tokens + extra_tokens <= self.kv_tokens:
             return False
         need = (self.used_blocks() + len(self.running)) * size + -(extra_tokens // -size) * size
         return need > self.kv_tokens
@@ -298,6 +341,8 @@ class Instance:
             return 0.0
         total = self.tokens + extra_tokens
         for work in self.waiting:
+            total += work.known_tokens
+        for work in self.held.values():
             total += work.known_tokens
         return self.hosting.latency.decode_s(count, total) * self.overestimate
 
@@ -357,7 +402,7 @@ class Instance:
         grace_s = 0.0
         if loaded_s is not None and work.produced == 0:
             grace_s = cold_start_grace_s(work, self.ordered_s, loaded_s)
-        seconds = self.prefill_s(work.known_tokens)
+        seconds = self.prefill_s(work.pending_tokens)
         urgent_s = urgent_prefill_s(work, self.turn_silence_s, seconds)
         safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
         return Prefill(work.due_s + grace_s, urgent_s + grace_s, seconds, work.tpot_s, safety_s)
@@ -367,6 +412,6 @@ class Instance:
         if self._lengths is None:
             clock = self.clock
             pairs = [(w.input_tokens, w.produced + clock - w.joined_clock) for w in self.running.values()]
-            pairs += [(w.input_tokens, w.produced) for w in self.waiting]
+            pairs += [(w.input_tokens, w.produced) for w in [*self.waiting, *self.held.values()]]
             self._lengths = pairs
         return self._lengths.copy()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from dovetail.node.admission import KEEP, Admitter, Grant
 from dovetail.node.events import (
+    CaughtUp,
     Command,
     Evicted,
     Finished,
@@ -20,6 +21,7 @@ from dovetail.node.events import (
     InstanceReady,
     Notice,
     Pausable,
+    Resumed,
     SetTimer,
     Turn,
     Victim,
@@ -27,7 +29,7 @@ from dovetail.node.events import (
 from dovetail.node.instance import Instance, State
 from dovetail.node.pools import LOOK_AROUND_TURNS, Pools
 from dovetail.node.residency import Residency
-from dovetail.node.work import Phase, Work
+from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, Refusal, choose_turn, guards_decodes
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
@@ -36,6 +38,8 @@ from dovetail.policy.placement import DeviceKind, Hosting
 
 # The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
 MOMENT_S = 0.005
+# L4: one that is handed over with no more than so many tokens to compute takes part in the next decode.
+MAX_GAP_TOKENS = 8
 
 
 class Node:
@@ -190,6 +194,27 @@ class Node:
         instance.remove(work)
         self.after_leaving(instance, now)
 
+    def catch_up(self, instance_id: int, work: Work, record: RequestRecord, now: float, *, is_last: bool) -> None:
+        """L4: a held work has more tokens. With the last of them it goes on here: in the next decode if little is left
+        to compute, else when a prefill has computed that."""
+        self.residency.now_s = now
+        instance = self.instances[instance_id]
+        if is_last:
+            work.take(record)
+            work.hold = 0
+        else:
+            work.produced = record.produced
+        if work.id in instance.held:
+            joins = is_last and work.pending_tokens <= MAX_GAP_TOKENS
+            instance.wake(work, joins=joins)
+            if joins:
+                self.outbox.append(Resumed(work, instance.id))
+                self.pools.make_room(instance, 0, now)
+        else:
+            instance.sort_waiting()
+            instance.refresh()
+        self.update_active(instance)
+
     def fail(self) -> list[Work]:
         """The device is gone, with everything on it; returns the work that was there."""
         lost = [work for instance in self.instances.values() for work in instance.works()]
@@ -249,7 +274,7 @@ class Node:
     def _turn_s(self, instance: Instance, prefill: Work | None) -> float:
         latency = instance.hosting.latency
         if prefill is not None:
-            duration = latency.prefill_s(prefill.known_tokens)
+            duration = latency.prefill_s(prefill.pending_tokens)
         else:
             duration = latency.decode_s(len(instance.running), instance.tokens) if instance.running else 0.0
         return duration * instance.overestimate
@@ -266,9 +291,9 @@ class Node:
             if chosen is None:
                 return None
             prefill = self._next_prefill(chosen, now)
-            if prefill is not None and chosen.is_short(prefill.known_tokens + 1):
+            if prefill is not None and chosen.is_short(prefill.pending_tokens + 1):
                 if not chosen.running:
-                    self.pools.make_room(chosen, prefill.known_tokens + 1, now)
+                    self.pools.make_room(chosen, prefill.pending_tokens + 1, now)
                     continue
                 prefill = None
             break
@@ -286,7 +311,7 @@ class Node:
         if not rule.guards_decodes or not instance.running:
             return first
         latest_s = min(instance.running_due_s, instance.spoke_s + rule.max_silence_s)
-        prefill_s = instance.prefill_s(first.known_tokens)
+        prefill_s = instance.prefill_s(first.pending_tokens)
         waits = guards_decodes(now, prefill_s, instance.urgent_prefill_s(first), latest_s)
         return None if waits else first
 
@@ -314,12 +339,16 @@ class Node:
         if prefill is None:
             instance.decoded(now)
         elif prefill in instance.waiting:
-            self._prefilled(instance, prefill, now)
+            if prefill.hold:
+                instance.hold(prefill)
+                self.outbox.append(CaughtUp(prefill, instance.id))
+            else:
+                self._prefilled(instance, prefill, now)
         if finished:
             self._finish(instance, finished, now)
         if prefill is not None and instance.phase is Phase.PREFILL and prefill.id in instance.running:
             self._hand_over(instance, prefill, now)
-        if instance.tokens + len(instance.running) * instance.hosting.block_tokens > instance.kv_tokens:
+        if instance.loose_tokens > instance.kv_tokens:
             self.pools.make_room(instance, 0, now)
         if instance.ops or instance.state is State.CLOSING:
             self.residency.pump(instance)
@@ -451,14 +480,14 @@ class Node:
             self.outbox.append(InstanceGone(instance.id, instance.model))
 
     def update_active(self, instance: Instance) -> None:
-        wanted = instance.batch > 0 and instance.can_run
+        wanted = instance.has_turns and instance.can_run
         if wanted != (instance in self._active):
             if wanted:
                 self._active.append(instance)
                 self._active.sort(key=lambda one: one.id)
             else:
                 self._active.remove(instance)
-        resizes = instance.batch > 0 and instance.state is State.READY and instance.op_running
+        resizes = instance.has_turns and instance.state is State.READY and instance.op_running
         if resizes != (instance in self._almost):
             if resizes:
                 self._almost.append(instance)

@@ -80,6 +80,11 @@ class NodeRuntime:
         found = self.node.instances.values()
         return [one.id for one in found if one.model == model and one.state is not State.CLOSING]
 
+    def progress(self, request: int) -> int | None:
+        """Tokens that the request has; None if it has left, which may not have been heard yet."""
+        instance, work = self._places.get(request, (-1, None))
+        return None if work is None else self.node.instances[instance].produced(work)
+
     def work_of(self, request: int) -> Work:
         return self._places[request][1]
 
@@ -104,15 +109,23 @@ class NodeRuntime:
 
     def obey(self, order: protocol.Order, now: float) -> None:
         if isinstance(order, protocol.Withdraw):
-            self.withdraw(order.request, now)
+            self._withdraw(order, now)
+        elif isinstance(order, protocol.CatchUp):
+            self._catch_up(order, now)
         elif order.instance in self.node.instances:
             self.preempt(order.instance, order.reason, now)
 
     def _consider(self, question: protocol.Propose, now: float) -> protocol.Answer:
         record = question.request
-        if record.id in self._places:  # asked twice
-            return protocol.Accepted(self._places[record.id][0])
+        if record.id in self._places:  # asked twice, or it was held and its migration has come to nothing
+            instance, held = self._places[record.id]
+            if held.hold == question.hold:
+                return protocol.Accepted(instance)
+            assert held.hold, f"request {record.id} runs here and is to be held here"
+            self.withdraw(record.id, now)
         work = Work.of(record)
+        if question.hold:
+            work.hold_for(question.hold, now)
         answer: int | Refusal | None
         if question.instance is None:
             answer = self.node.start(work, now)
@@ -122,8 +135,9 @@ class NodeRuntime:
             if self.node.outbox:  # idle instances may have been closed in vain
                 self.changed(now)
             return answers.refused(self.node, answer, work)
-        instance = question.instance if answer is None else answer
-        assert instance is not None
+        found = question.instance if answer is None else answer
+        assert found is not None
+        instance = found
         self._places[record.id] = instance, work
         self._speech.enter(work, instance, now)
         self.changed(now)
@@ -137,9 +151,17 @@ class NodeRuntime:
 
     def _release(self, request: int, now: float) -> protocol.TookBack:
         instance, work = self._places.get(request, (-1, None))
-        if work is None or request not in self.node.instances[instance].running:
+        if work is None or work.hold:
             return protocol.TookBack()
         return self._let_go(instance, work, now)
+
+    def _catch_up(self, order: protocol.CatchUp, now: float) -> None:
+        instance, work = self._places.get(order.request.id, (-1, None))
+        if work is None or work.hold != order.hold:
+            return
+        assert work.produced == order.known, f"{work.produced} tokens of request {work.id} are here, not {order.known}"
+        self.node.catch_up(instance, work, order.request, now, is_last=order.is_last)
+        self.changed(now)
 
     def _let_go(self, instance: int, work: Work, now: float) -> protocol.TookBack:
         hosting = self.node.instances[instance].hosting
@@ -151,6 +173,11 @@ class NodeRuntime:
     def preempt(self, instance_id: int, reason: str, now: float) -> None:
         self.node.preempt(instance_id, reason)
         self.changed(now)
+
+    def _withdraw(self, order: protocol.Withdraw, now: float) -> None:
+        place = self._places.get(order.request)
+        if place is not None and order.hold in (None, place[1].hold):
+            self.withdraw(order.request, now)
 
     def withdraw(self, request: int, now: float) -> None:
         place = self._places.pop(request, None)
@@ -259,11 +286,13 @@ class NodeRuntime:
         turn = self.node.turn
         assert turn is not None, f"{self.name}: no turn under way"
         latency = turn.instance.hosting.latency
+        if turn.prefill is not None and (turn.prefill.hold or turn.prefill.computed):
+            is_whole = False  # the last token of one that is held is computed when it goes on
         if is_whole and isinstance(latency, LiveLatency):
             self._observe(turn, latency, now, self.gap_s if was_ahead else 0.0)
         self._last_end_s = now
         self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)])
-        if turn.prefill is not None:
+        if turn.prefill is not None and not turn.prefill.hold:
             self.mailbox.append(protocol.Prefilled(turn.prefill.id, turn.prefill.grace_s))
         if self.node.outbox:
             self.changed(now)

@@ -20,6 +20,7 @@ Output = (
     | events.SetTimer
     | events.Enter
     | events.Leave
+    | events.Resumed
     | events.FirstToken
     | events.Finished
     | events.InstanceGone
@@ -95,10 +96,14 @@ class Speech:
     def _notice(self, said: events.Notice, now: float) -> None:
         if isinstance(said, events.Evicted):
             self._part(said.work, said.instance, now)
-            self.mailbox.append(protocol.Evicted(said.work.record(), said.instance, said.reason))
+            self.mailbox.append(protocol.Evicted(said.work.record(), said.instance, said.reason, said.work.hold))
         elif isinstance(said, events.Overcommitted):
             record = said.work.as_of(said.produced).record()
             self.mailbox.append(protocol.Overcommitted(record, said.instance))
+        elif isinstance(said, events.CaughtUp):
+            self.mailbox.append(protocol.CaughtUp(said.work.id, said.work.hold, said.work.produced))
+        elif isinstance(said, events.Resumed):
+            self.outbox.append(said)
         elif isinstance(said, events.HandedOver):
             self._part(said.work, said.instance, now)
             self.mailbox.append(protocol.HandedOver(said.work.record(), said.instance, said.kv_bytes))

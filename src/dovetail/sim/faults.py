@@ -1,4 +1,4 @@
-"""Faults to inject: a node dies, stalls or slows down; a load fails; what a node says arrives late."""
+"""Faults to inject: a node dies, stalls or slows down; a load fails; what a node says arrives late; work moves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ class FaultKind(StrEnum):
     SLOW = "slow"  # everything on the node takes `factor` times as long
     LOAD_FAILS = "load_fails"  # the next load on the node fails
     LATE = "late"  # notices of the node reach the controller `factor` seconds late
+    MOVE = "move"  # everything on the node is to go on elsewhere, live (L4)
+    DRAIN = "drain"  # the node takes nothing new and is emptied, for `duration_s`
 
 
 class Fault(NamedTuple):

@@ -245,8 +245,8 @@ class Worker:
         match message:
             case messages.Ask():
                 self._ask(message)
-            case messages.Command(order):
-                self._driver.obey(order)
+            case messages.Command(order, tokens):
+                self._driver.obey(order, tokens)
             case messages.Load():
                 self._register(message)
             case messages.Unload(model):
