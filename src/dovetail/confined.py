@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import resource
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from dovetail.machine import give_way
 
 _LENGTH_BYTES = 8
 _MAX_FRAME_BYTES = 1 << 30
@@ -27,6 +29,8 @@ _LONG_S = 0.02
 _LOOK_CALLS = 32  # how often a child looks whether it has grown
 _SPARE_S = 1  # the kernel counts processor time in whole seconds
 _PAGE_BYTES = resource.getpagesize()
+
+_Order = tuple[bytes, "asyncio.Future[bytes]"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,7 @@ class Bounds:
     wall_s: float  # time, also while others have the processor
     memory_bytes: int  # beyond what the child has when it starts
     niceness: int = 0
-    kept_bytes: int = (
-        64 << 20
-    )  # a child that has grown by more is replaced when it has answered, so that memory returns
+    kept_bytes: int = 64 << 20  # a child that has grown by more is replaced when it has answered: memory returns
 
 
 class Exceeded(Exception):
@@ -93,7 +95,7 @@ class Confined:
         self._stop()
         ours, theirs = socket.socketpair()
         bounds = self._bounds
-        numbers = [theirs.fileno(), bounds.cpu_s, bounds.memory_bytes, bounds.niceness, bounds.kept_bytes]
+        numbers = [theirs.fileno(), bounds.cpu_s, bounds.memory_bytes, bounds.kept_bytes]
         with theirs:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", self._module, *map(str, numbers)],
@@ -105,6 +107,7 @@ class Confined:
             )
         self._socket = ours
         self.starts += 1
+        give_way(self._child.pid, bounds.niceness)
 
     def _exchange(self, request: bytes) -> bytes:
         assert self._socket is not None
@@ -138,38 +141,52 @@ class Confined:
 
 
 class Lane:
-    """Calls from event loops, one after another, by a thread that does not hold up the end of the process."""
+    """Calls from event loops, one after another, by a thread that does not hold up the end of the process. Whoever has
+    many waiting is served one, then the next client one."""
 
-    def __init__(self, confined: Confined) -> None:
+    def __init__(self, confined: Confined, max_waiting: int = 256) -> None:
         self._confined = confined
-        self._orders: queue.SimpleQueue[tuple[bytes, asyncio.Future[bytes]] | None] = queue.SimpleQueue()
+        self._max_waiting = max_waiting
+        self._changed = threading.Condition()
+        self._orders: OrderedDict[str, deque[_Order]] = OrderedDict()  # by client, whose turn it is first
+        self._wants_child = False
         self._thread: threading.Thread | None = None
-        self.waiting = 0  # calls that have not been answered
+        self._unanswered: Counter[str] = Counter()  # calls, by client
 
     def warm(self) -> None:
         """Have the child started before the first call waits for it."""
+        with self._changed:
+            self._wants_child = True
+            self._changed.notify()
         self._begin()
-        self._orders.put(None)
+
+    def is_full(self, client: str = "") -> bool:
+        """For this client, who alone may have half of the places."""
+        return self._unanswered[client] >= self._max_waiting - self._unanswered.total()
+
+    async def call(self, request: bytes, client: str = "") -> bytes:
+        """Raises Exceeded. A call that nobody waits for any more and that has not begun is not made."""
+        self._begin()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._unanswered[client] += 1
+        try:
+            with self._changed:
+                self._orders.setdefault(client, deque()).append((request, answer))
+                self._changed.notify()
+            return await answer
+        finally:
+            self._unanswered[client] -= 1
+            if not self._unanswered[client]:
+                del self._unanswered[client]
 
     def _begin(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="confined")
             self._thread.start()
 
-    async def call(self, request: bytes) -> bytes:
-        """Raises Exceeded. A call that nobody waits for any more and that has not begun is not made."""
-        self._begin()
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.waiting += 1
-        try:
-            self._orders.put((request, answer))
-            return await answer
-        finally:
-            self.waiting -= 1
-
     def _run(self) -> None:
         while True:
-            order = self._orders.get()
+            order = self._next()
             if order is None:
                 self._confined.start()
                 continue
@@ -184,6 +201,20 @@ class Lane:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 answer.get_loop().call_soon_threadsafe(_settle, answer, outcome)
 
+    def _next(self) -> _Order | None:
+        """None: the child is wanted, and no call."""
+        with self._changed:
+            while not self._orders and not self._wants_child:
+                self._changed.wait()
+            if self._wants_child:
+                self._wants_child = False
+                return None
+            client, queue = self._orders.popitem(last=False)
+            order = queue.popleft()
+            if queue:
+                self._orders[client] = queue  # its next turn is after everybody's
+            return order
+
 
 def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exceeded) -> None:
     if answer.done():
@@ -196,10 +227,8 @@ def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exceeded) -> None:
 
 def serve(handle: Callable[[bytes], bytes]) -> None:
     """The child's side: answer until the parent is gone. A MemoryError of `handle` ends the child, as other excess."""
-    descriptor, cpu_s, memory_bytes, niceness, kept_bytes = (float(text) for text in sys.argv[1:6])
+    descriptor, cpu_s, memory_bytes, kept_bytes = (float(text) for text in sys.argv[1:5])
     channel = socket.socket(fileno=int(descriptor))
-    with suppress(OSError):
-        os.nice(int(niceness))
     base, calls = _address_bytes(), 0
     with suppress(ValueError, OSError):  # a system without such a limit has the one on time
         if base:

@@ -6,6 +6,7 @@ DovetailError
 │   │   └── ContextTooLong       400  prompt and answer do not fit the model's context
 │   ├── Unauthenticated          401  no key, or an unknown one
 │   ├── ModelNotFound            404  no such model in the catalogue
+│   ├── NodeNotFound             404  no such node
 │   ├── ResponseNotFound         404  no such response is kept
 │   ├── PermissionDenied         403  this key, or this client without one, may not do that
 │   ├── RequestTimeout           408  the client did not send the rest of its request
@@ -70,6 +71,11 @@ class Unauthenticated(RequestError):
 
 
 class ModelNotFound(RequestError):
+    status = 404
+    kind = "not_found_error"
+
+
+class NodeNotFound(RequestError):
     status = 404
     kind = "not_found_error"
 

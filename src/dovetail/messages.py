@@ -45,6 +45,7 @@ class Command(msgspec.Struct, frozen=True, tag="command"):
     """An order of the node protocol."""
 
     order: Order
+    tokens: tuple[int, ...] = ()  # with CatchUp: those that the request has got since
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -107,7 +108,7 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
     notices: tuple[Notice, ...]
 
 
-class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, gc=False, tag="tokens"):
     """All events of one iteration."""
 
     model: str

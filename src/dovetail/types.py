@@ -123,12 +123,12 @@ class Request(msgspec.Struct, frozen=True):
         return self.generated[choice] if self.generated else ()
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     token: int
     logprob: float
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities under the model itself, before penalties and temperature."""
 
     chosen: float
@@ -136,7 +136,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     rank: int = 0  # of the chosen, 1 = the likeliest; of prompt tokens only
 
 
-class TokenEvent(msgspec.Struct, frozen=True):
+class TokenEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):  # hundreds in an iteration
     """What one iteration did for one choice of one request: a token, an end, or both."""
 
     request_id: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from edge_server import Edge, running_edge
@@ -23,10 +24,11 @@ def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_every_noise_leaves_the_server_answering_and_small(edge: Edge, name: str) -> None:
+def test_every_noise_leaves_the_server_answering_and_small(edge: Edge, name: str, tmp_path: Path) -> None:
     _, noise = CASES[name]
+    target = Target(edge.url, "sk-noisy", "fake", "looping", "sk-probe", tmp_path)
     before = edge.resident_bytes
-    asyncio.run(asyncio.wait_for(noise(Target(edge.url, "sk-noisy", "fake"), time.monotonic() + 0.3), 60))
+    asyncio.run(asyncio.wait_for(noise(target, time.monotonic() + 0.3), 60))
     body = {"model": "fake", "prompt": "hi ", "max_tokens": 2}
     assert edge.post("/v1/completions", body, headers={"authorization": "Bearer sk-probe"}).status_code == 200
     assert edge.resident_bytes - before < 200_000_000

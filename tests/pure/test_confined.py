@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -13,9 +14,10 @@ import psutil
 import pytest
 from gateway_builders import make_card
 
-from dovetail.confined import Bounds
+from dovetail.confined import Bounds, Confined, Lane
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.chat import TemplateFacts, TemplateText
+from dovetail.gateway.clients import current_client
 from dovetail.gateway.templates import Templates
 
 BOUNDS = Bounds(cpu_s=0.2, wall_s=20.0, memory_bytes=256 << 20, kept_bytes=16 << 20)
@@ -82,6 +84,61 @@ def test_a_slow_template_keeps_only_its_own_kind_waiting(tmp_path: Path) -> None
     started = time.monotonic()
     assert run(both()) == ["hi"] * 5
     print(f"{time.monotonic() - started:.1f} s")
+
+
+def test_clients_take_turns_at_what_is_slow(tmp_path: Path) -> None:
+    templates = Templates(BOUNDS)
+    slow, ended = text_of(tmp_path, ENDLESS["a loop"]), list[str]()
+
+    async def ask(client: str) -> None:
+        current_client.set(client)
+        with pytest.raises(InvalidRequest):
+            await templates.render(slow, HELLO)
+        ended.append(client)
+
+    async def both() -> None:
+        await ask("ann")  # known to be slow from now on
+        tasks = [asyncio.create_task(ask("ann")) for _ in range(8)]
+        await asyncio.sleep(0)
+        await asyncio.create_task(ask("bob"))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(both())
+    assert ended[-1] == "bob"
+    assert len(ended) <= 4  # of ann's: the first, the one that was running, and perhaps the next
+
+
+def test_one_client_has_half_of_the_places(tmp_path: Path) -> None:
+    class Slow(Confined):
+        def call(self, request: bytes) -> bytes:
+            time.sleep(10)
+            return b""
+
+    async def fill() -> tuple[int, bool, bool]:
+        lane = Lane(Slow("", BOUNDS), max_waiting=16)
+        tasks = []
+        while not lane.is_full("ann"):
+            tasks.append(asyncio.create_task(lane.call(b"", "ann")))
+            await asyncio.sleep(0)
+        full = len(tasks), lane.is_full("ann"), lane.is_full("bob")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not lane.is_full("ann")
+        return full
+
+    assert run(fill()) == (8, True, False)
+
+
+def test_what_gives_way_does_so_before_its_first_call() -> None:
+    confined = Confined("dovetail.gateway.chat_child", dataclasses.replace(BOUNDS, niceness=7))
+    confined.start()
+    try:
+        assert psutil.Process(confined.pid).nice() >= 7
+    finally:
+        confined.close()
 
 
 def test_memory_that_one_conversation_needed_is_given_back(tmp_path: Path) -> None:

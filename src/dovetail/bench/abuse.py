@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import IO
 
@@ -19,10 +20,14 @@ import psutil
 
 from dovetail.bench.abuse_cases import CASES, Target
 from dovetail.bench.abuse_probe import Samples
+from dovetail.bench.safetensors_writer import write_safetensors
+from dovetail.bench.sample_checkpoints import Shape
 from dovetail.errors import EngineFailed
+from dovetail.store import Catalogue
 
 _NOISY, _PROBED = "noisy", "probed"
 _SETTLE_S = 2.0
+_ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 _START_TIMEOUT_S = 120.0
 
 
@@ -53,13 +58,21 @@ Step = Callable[[CaseResult], None]  # told as soon as a case is over
 
 def run_cases(model: str, names: Sequence[str], seconds: float, step: Step) -> list[CaseResult]:
     """`model`: a name from the catalogue, served twice."""
-    with _served(model) as (process, url), _probe(url) as ask:
+    with tempfile.TemporaryDirectory() as name, _looping_model(model, Path(name)) as looping:
+        return _run_all(model, looping, Path(name), names, seconds, step)
+
+
+def _run_all(
+    model: str, looping: str, folder: Path, names: Sequence[str], seconds: float, step: Step
+) -> list[CaseResult]:
+    with _served([model, looping], folder) as (process, url), _probe(url) as ask:
         gateway = psutil.Process(process.pid)
+        target = Target(url, "sk-noisy", _NOISY, looping, "sk-probe", folder)
         ask()
         time.sleep(2 * _SETTLE_S)  # both models are loaded by now
         results = []
         for name in names:
-            results.append(_run_case(name, Target(url, "sk-noisy", _NOISY), seconds, ask, gateway))
+            results.append(_run_case(name, target, seconds, ask, gateway))
             step(results[-1])
         return results
 
@@ -99,23 +112,48 @@ def _at(ordered: Sequence[float], share: float) -> float:
 
 
 @contextmanager
-def _served(model: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def _looping_model(model: str, folder: Path) -> Iterator[str]:
+    """A model of next to no weights with the tokenizer of the other and a template that does not end; in the catalogue
+    for as long as it is needed."""
+    catalogue, name = Catalogue(), "bench-abuse-looping"
+    card = catalogue.get(model)
+    shape = Shape(8, 1, 1, 1, 8, 8, vocab_size=card.spec.vocab_size)
+    source = folder / name
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(shape.config()))
+    (source / "tokenizer.json").write_bytes(Path(card.tokenizer_file).read_bytes())
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": _ENDLESS}))
+    tensors = {name: ("bf16", sizes) for name, sizes in shape.model_tensors()}
+    write_safetensors(
+        source / "model.safetensors", tensors, (bytes(2 * prod(sizes)) for _, sizes in shape.model_tensors())
+    )
+    catalogue.pull(str(source), name=name, force=True)  # one may be left of a run that was killed
+    try:
+        yield name
+    finally:
+        catalogue.remove(name)
+
+
+@contextmanager
+def _served(sources: Sequence[str], folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     keys = [{"name": "noisy", "key": "sk-noisy"}, {"name": "probe", "key": "sk-probe", "admin": True}]
-    models = {name: {"source": model, "keep_alive": -1, "preload": True} for name in (_NOISY, _PROBED)}
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "dovetail.yaml"
-        config.write_text(json.dumps({"models": models, "auth": {"keys": keys}}))
-        command = [sys.executable, "-m", "dovetail", "serve", "--config", str(config), "--port", "0", "--json"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise EngineFailed(f"the server ended with code {process.wait(_START_TIMEOUT_S)} before it was ready")
-            yield process, str(json.loads(line)["url"])
-        finally:
-            process.terminate()
-            process.wait(_START_TIMEOUT_S)
+    models: dict[str, object] = {
+        name: {"source": sources[0], "keep_alive": -1, "preload": True} for name in (_NOISY, _PROBED)
+    }
+    models |= {source: {"source": source} for source in sources[1:]}
+    config = folder / "dovetail.yaml"
+    config.write_text(json.dumps({"models": models, "auth": {"keys": keys}}))
+    command = [sys.executable, "-m", "dovetail", "serve", "--config", str(config), "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise EngineFailed(f"the server ended with code {process.wait(_START_TIMEOUT_S)} before it was ready")
+        yield process, str(json.loads(line)["url"])
+    finally:
+        process.terminate()
+        process.wait(_START_TIMEOUT_S)
 
 
 @contextmanager

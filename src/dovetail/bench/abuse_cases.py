@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +25,9 @@ class Target:
     url: str
     key: str  # of the noisy client
     model: str  # that it asks; the probe asks another
+    looping: str = ""  # a model whose chat template does not end
+    admin_key: str = ""
+    folder: Path = Path()  # for files
 
     @property
     def address(self) -> tuple[str, int]:
@@ -49,7 +55,7 @@ def case(name: str, what: str) -> Callable[[Noise], Noise]:
 
 
 async def _repeat(target: Target, until: float, path: str, bodies: Sequence[bytes], clients: int) -> None:
-    """So many clients, each sending one body after the other."""
+    """So many clients, each sending one body after the other; whoever waits for an answer at the end leaves."""
     headers = {"authorization": f"Bearer {target.key}", "content-type": "application/json"}
     limits = httpx.Limits(max_connections=clients)
 
@@ -60,7 +66,12 @@ async def _repeat(target: Target, until: float, path: str, bodies: Sequence[byte
             number += 1
 
     async with httpx.AsyncClient(base_url=target.url, timeout=_TIMEOUT_S, limits=limits) as client:
-        await asyncio.gather(*(one(client, number) for number in range(clients)))
+        tasks = [asyncio.create_task(one(client, number)) for number in range(clients)]
+        await asyncio.wait(tasks, timeout=until - time.monotonic())
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks)
 
 
 async def _open_many(target: Target, until: float, number: int, said: bytes, again: bytes = b"") -> None:
@@ -96,6 +107,12 @@ def _chat(target: Target, **fields: Any) -> bytes:
 @case("nothing", "no noise at all, to see what the probe sees by itself")
 async def nothing(target: Target, until: float) -> None:
     await asyncio.sleep(until - time.monotonic())
+
+
+@case("busy-core", "no request either, but a process that computes: what a core less does to the probe")
+async def busy_core(target: Target, until: float) -> None:
+    while time.monotonic() < until:
+        await asyncio.sleep(0)  # which is all that it does
 
 
 @case("wrong-ids", "4 clients with wrong token ids, as many as are taken")
@@ -202,3 +219,82 @@ async def deep_nesting(target: Target, until: float) -> None:
     calls = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     bodies = [b'{"a":' + b"[" * 500_000, _chat(target, messages=calls), _chat(target, guided_json=deep)]
     await _repeat(target, until, "/v1/chat/completions", bodies, 4)
+
+
+@case("long-prompts", "4 clients with prompts of a thousand tokens, each a new one")
+async def long_prompts(target: Target, until: float) -> None:
+    texts = (f"{number}. " + "Some words, and more of them. " * 140 for number in range(64))
+    bodies = [json.dumps({"model": target.model, "prompt": text, "max_tokens": 4}).encode() for text in texts]
+    await _repeat(target, until, "/v1/completions", bodies, 4)
+
+
+@case("many-answers", "4 clients with 128 prompts twice each, which would fill any queue")
+async def many_answers(target: Target, until: float) -> None:
+    prompts = [f"Prompt {number}: once" for number in range(128)]
+    body = {"model": target.model, "prompt": prompts, "n": 2, "max_tokens": 16, "temperature": 1}
+    await _repeat(target, until, "/v1/completions", [json.dumps(body).encode()], 4)
+
+
+@case("log-probabilities", "2 clients that want twenty log-probabilities of every token of a long prompt")
+async def log_probabilities(target: Target, until: float) -> None:
+    text = "Some words, and more of them. " * 140
+    body = {"model": target.model, "prompt": text, "max_tokens": 1, "prompt_logprobs": 20}
+    bodies = [json.dumps(body | {"prompt": f"{number}. {text}"}).encode() for number in range(16)]
+    await _repeat(target, until, "/v1/completions", bodies, 2)
+
+
+@case("embeddings", "2 clients with 512 texts to embed as numbers")
+async def embeddings(target: Target, until: float) -> None:
+    body = {"model": target.model, "input": [f"text {number}" for number in range(512)]}
+    await _repeat(target, until, "/v1/embeddings", [json.dumps(body).encode()], 2)
+
+
+@case("rerank", "2 clients with 512 documents to order")
+async def rerank(target: Target, until: float) -> None:
+    body = {"model": target.model, "query": "words", "documents": [f"text {number}" for number in range(512)]}
+    await _repeat(target, until, "/v1/rerank", [json.dumps(body).encode()], 2)
+
+
+@case("hard-grammars", "4 clients with multiples of primes, nested repetitions and thousands of optional properties")
+async def hard_grammars(target: Target, until: float) -> None:
+    names = {f"p{number}": {"type": "string"} for number in range(3000)}
+    bodies = []
+    for number in range(16):
+        bodies += [
+            _chat(target, guided_json={"type": "integer", "multipleOf": 999_983 + 2 * number}, n=2),
+            _chat(target, guided_regex=f"((x{{{1000 - number}}}){{1000}}){{1000}}"),
+            _chat(target, guided_json={"type": "object", "properties": names | {f"q{number}": {}}}),
+        ]
+    await _repeat(target, until, "/v1/chat/completions", bodies, 4)
+
+
+@case("grammars", "4 clients with sound schemas, each a new one")
+async def grammars(target: Target, until: float) -> None:
+    schemas = [
+        {"type": "object", "properties": {f"name{number}": {"type": "string"}}, "required": [f"name{number}"]}
+        for number in range(512)
+    ]
+    await _repeat(target, until, "/v1/chat/completions", [_chat(target, guided_json=one) for one in schemas], 4)
+
+
+@case("looping-template", "8 clients with chats for a model whose template does not end")
+async def looping_template(target: Target, until: float) -> None:
+    asked = dataclasses.replace(target, model=target.looping)
+    await _repeat(asked, until, "/v1/chat/completions", [_chat(asked)], 8)
+
+
+@case("pulls", "an administrator who adds a GGUF of a million empty texts, again and again")
+async def pulls(target: Target, until: float) -> None:
+    path = target.folder / "empty.gguf"
+    key, count = b"tokenizer.ggml.tokens", 1_000_000
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<IIQ", 9, 8, count)
+    path.write_bytes(head + bytes(8 * count))
+    headers = {"authorization": f"Bearer {target.admin_key}"}
+    async with httpx.AsyncClient(base_url=target.url, timeout=_TIMEOUT_S, headers=headers) as client:
+        number = 0
+        while time.monotonic() < until:
+            number += 1
+            with suppress(httpx.HTTPError):
+                await client.post("/api/models", json={"name": f"strange-{number % 4}", "source": str(path)})
+                await asyncio.sleep(0.5)
+                await client.delete(f"/api/models/strange-{number % 4}?force=true")

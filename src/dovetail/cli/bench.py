@@ -188,6 +188,39 @@ def chaos(
     typer.echo(f"the next request {'works' if result.next_request_works else 'FAILS'}")
 
 
+@app.command("migrate")
+def migrate(
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")] = "smollm2-135m-instruct",
+    streams: Annotated[int, typer.Option(help="Clients that read at once.", min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Of each answer.", min=32)] = 160,
+    prompt_words: Annotated[int, typer.Option(help="Of each prompt.", min=1)] = 60,
+    nodes: Annotated[int, typer.Option(help="Workers of the server, one thread each.", min=2)] = 2,
+    store: Annotated[str, typer.Option(help="Folder of the store.  [default: the usual one]", show_default=False)] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Drain one of several nodes under streams: who goes on elsewhere with the same text, and how long each pauses.
+
+    Example: dovetail bench migrate smollm2-135m-instruct --streams 8
+    """
+    from dovetail.bench.migration import measure
+
+    report = measure(model, streams, max_tokens, prompt_words, nodes, store)
+    if as_json:
+        print_json(report)
+        return
+    typer.echo(
+        f"{report.moved} of {report.streams} streams moved, {report.identical} have the same text as undisturbed"
+    )
+    typer.echo(f"a token takes {report.token_p50_s * 1000:.1f} ms; the pause of a stream that moves:")
+    typer.echo(
+        f"p50 {report.pause_p50_s * 1000:.1f} ms ({report.pause_p50_tokens:.2f} token times), "
+        f"p99 {report.pause_p99_s * 1000:.1f} ms ({report.pause_p99_tokens:.2f})"
+    )
+    typer.echo(
+        f"rounds p50 {report.rounds_p50:g}, gap p50 {report.gap_p50:g} tokens; drained in {report.drain_s:.2f} s"
+    )
+
+
 def _print(summaries: list[Summary], plain_s: float) -> None:
     table = _table("engine", "import", "load", "first token", "total (spread)")
     for each in summaries:

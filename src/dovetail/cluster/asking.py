@@ -99,7 +99,8 @@ class Decisions:
         if self.now_s - asked_s >= ANSWER_S:
             ask.node.fell_silent(self.now_s)
         if isinstance(ask.question, Propose):  # it may accept yet: what it is told after that undoes it
-            ask.node.order(Withdraw(ask.question.request.id), self.now_s)
+            question = ask.question
+            ask.node.order(Withdraw(question.request.id, question.hold or None), self.now_s)
         self._resume(decision, SILENT)
 
     def _resume(self, decision: Asking[None], answer: Answer) -> None:

@@ -32,6 +32,10 @@ class Controller(Seeker):
         self._look_s = float("-inf")  # with swapped-out work: when to look again whether a device is idle
         self._travelling: set[int] = set()  # handed over; they have not asked for a decode place yet
 
+    def at(self, now: float) -> None:
+        """What somebody else begins through this one happens now."""
+        self._at(now)
+
     # Requests
 
     def submit(self, works: Sequence[Work], now: float) -> None:
@@ -44,6 +48,10 @@ class Controller(Seeker):
         if len(works) > 1:
             self.followers[leader.id] = list(works[1:])
         self._seek(leader)
+
+    def seek_again(self, work: Work) -> None:
+        """It has lost its place."""
+        self._seek(work)
 
     def prefilled(self, leader: int, grace_s: float, now: float) -> None:
         """Its prompt is computed: choices of the same request find it there."""
@@ -229,7 +237,7 @@ class Controller(Seeker):
     def overcommitted(self, node: NodeHandle, record: RequestRecord, now: float) -> None:
         self._at(now)
         self._lengths.runs(record.model, record.id, record.produced)
-        if not self.knobs.disaggregate:
+        if not self.knobs.disaggregate and not self.knobs.live_moves:
             self.decisions.begin(self._relieve(node, record))
 
     def handed_over(self, node: NodeHandle, instance: int, work: Work, kv_bytes: int, now: float) -> None:

@@ -62,6 +62,19 @@ class Moving:
 
 
 @dataclass(frozen=True, slots=True)
+class Migrated:
+    """L4: it goes on there, where its tokens were recomputed while the source went on."""
+
+    work: Work
+    node: NodeHandle
+    instance: int
+    source: str
+    rounds: int  # of tokens that the destination computed before the last few
+    gap: int  # tokens that were left for the end
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Warmed:
     """The model has an instance that nobody asked for, or cannot have one."""
 
@@ -70,4 +83,4 @@ class Warmed:
     refusals: dict[str, int]
 
 
-Decision = Warmed | Placed | Queued | Extended | Refused | Moving
+Decision = Warmed | Migrated | Placed | Queued | Extended | Refused | Moving

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -56,10 +57,11 @@ class Dispatcher:
     ) -> None:
         numbers = count()
         self.nodes = {
-            name: RemoteNode(name, kind, lambda message, to=name: send(to, message), self._body_of, numbers)  # type: ignore[misc]
+            name: RemoteNode(name, kind, partial(send, name), self._body_of, self._tokens_of, numbers)
             for name, kind in nodes.items()
         }
         self.runtime = Runtime(list(self.nodes.values()), knobs, log=log)
+        self.runtime.progress = self._progress
         self.events: list[TokenEvent] = []  # of requests that ended without a node's doing
         self.warmed: list[Warmed] = []
         self.refused = 0  # requests whose targets could not be kept
@@ -96,6 +98,13 @@ class Dispatcher:
     def _body_of(self, id: int) -> Request:
         return self._choices[id].body
 
+    def _tokens_of(self, id: int) -> list[int]:
+        return self._choices[id].tokens
+
+    def _progress(self, id: int) -> int | None:
+        choice = self._choices.get(id)
+        return None if choice is None else len(choice.tokens)
+
     def _forget(self, choice: Choice) -> None:
         del self._choices[choice.id]
         del self._by_key[choice.request.id, choice.number]
@@ -125,6 +134,15 @@ class Dispatcher:
         self._settle()
         return requests
 
+    def drain(self, name: str, now: float) -> None:
+        self.runtime.drain(self.nodes[name], now)
+        self._settle()
+
+    def undrain(self, name: str, now: float) -> None:
+        self.runtime.undrain(self.nodes[name])
+        self.runtime.wake(now)
+        self._settle()
+
     def _record(self, choice: Choice) -> RequestRecord:
         """As far as it has come, by its tokens."""
         record = self.runtime.works[choice.id].record()
@@ -139,7 +157,7 @@ class Dispatcher:
         if self.nodes[name].spoke():
             self.runtime.joined()
         if isinstance(message, Tokens):
-            return [event for event in message.events if self._take(name, event)]
+            return [event for event in message.events if self._take(event, self.nodes[name], now)]
         if isinstance(message, Reply):
             if self.nodes[name].answered(message.number, message.answer):
                 self.runtime.answered(message.number, message.answer, now)
@@ -151,14 +169,15 @@ class Dispatcher:
         self._settle()
         return []
 
-    def _take(self, name: str, event: TokenEvent) -> bool:
+    def _take(self, event: TokenEvent, node: RemoteNode, now: float) -> bool:
         """Tokens of a node that was taken for silent and has accepted after all are nobody's: others make them."""
         choice = self._by_key.get((event.request_id, event.choice))
-        if choice is None or choice.id in self.nodes[name].given_up:
-            return False
+        if choice is None or choice.id in node.given_up or self.runtime.places.get(choice.id, (node,))[0] is not node:
+            return False  # nobody waits for it, or it goes on elsewhere
         if event.token is not None:
             choice.tokens.append(event.token)
         if event.finish is not None:
+            self.runtime.stay(choice.id, now)
             self._forget(choice)
         return True
 

@@ -11,6 +11,8 @@ from dovetail.policy.placement import DeviceKind
 class NodeHandle(Protocol):
     """Every answer is the node's own; the properties may be a little old."""
 
+    is_draining: bool  # it takes nothing new
+
     @property
     def name(self) -> str: ...
 

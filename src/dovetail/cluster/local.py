@@ -18,11 +18,24 @@ from dovetail.cluster.runtime import Runtime
 from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.node import Node
-from dovetail.node.protocol import Answer, Notice, Offer, Order, Question, Release, StartRoom, TakeBack
+from dovetail.node.protocol import (
+    Answer,
+    Check,
+    Notice,
+    Offer,
+    Order,
+    Propose,
+    Question,
+    Release,
+    StartRoom,
+    TakeBack,
+    Warm,
+)
+from dovetail.node.protocol import Refused as Refuses
 from dovetail.node.runtime import NodeRuntime
 from dovetail.node.speech import Output as NodeOutput
 from dovetail.node.work import Work
-from dovetail.policy.headroom import SloRule
+from dovetail.policy.headroom import Refusal, SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
 
@@ -40,6 +53,7 @@ class LocalNode:
         self._ask_late = ask_late  # of a node with faults: returns the number under which the answer comes, or does not
         self.name = runtime.name
         self.kind: DeviceKind = runtime.kind
+        self.is_draining = False
         self.lag_s = 0.0  # what the node says of itself is heard this late
         self.said_s = 0.0  # when the last of it is
         self.is_mute = False  # of what it is asked and answers, nothing arrives
@@ -76,6 +90,8 @@ class LocalNode:
         return known[1]
 
     def ask(self, question: Question, now: float) -> Answer | int:
+        if self.is_draining and isinstance(question, Propose | Check | Warm):
+            return Refuses(Refusal.CLOSED)
         if now < self.silent_until_s:
             return SILENT
         if self._ask_late is None or not (self.is_mute or self.lag_s or self.said_s > now):
@@ -99,6 +115,7 @@ class LocalCluster:
         self.nodes = [NodeRuntime(node, self._dirty, log) for node in nodes]
         self.handles = {node.name: LocalNode(node, self._ask_late) for node in self.nodes}
         self.runtime = Runtime(list(self.handles.values()), knobs, rule=rule, log=log)
+        self.runtime.progress = self._progress
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
         self._asked = 0  # questions whose answers come late or never
@@ -120,6 +137,22 @@ class LocalCluster:
         records = {work.id: work.record() for work in works}
         self.runtime.lost(self.handles[node.name], now, records)
         self.settle(now)
+
+    def move_all(self, name: str, now: float) -> None:
+        """What is on the node goes on elsewhere, if somebody takes it (L4)."""
+        there = [id for id, (node, _) in self.runtime.places.items() if node.name == name]
+        for id in there:
+            self.runtime.migrate(id, "moved", now)
+            self.settle(now)
+
+    def drain(self, name: str, now: float) -> None:
+        self.runtime.drain(self.handles[name], now)
+        self.settle(now)
+
+    def _progress(self, id: int) -> int | None:
+        """Tokens that a request has, where it has a place."""
+        node, _ = self.runtime.places[id]
+        return self.handles[node.name].runtime.progress(id)
 
     # Turns
 

@@ -199,6 +199,8 @@ class Placer:
         return room.pace_s > min(request.tpot_s, room.strictest_s)
 
     def _propose(self, search: Search, node: NodeHandle, instance: int | None) -> Asking[protocol.Answer]:
+        if search.is_over:  # since somebody else was last asked
+            raise Unwanted
         answer = yield Ask(node, protocol.Propose(search.record, instance), search.until_s)
         if search.is_over:
             if isinstance(answer, Accepted):
@@ -258,6 +260,21 @@ class Placer:
             return None
         answer = yield Ask(node, protocol.Warm(request.model))
         return node if isinstance(answer, Accepted) else None
+
+    def places_for(self, request: RequestRecord, source: NodeHandle) -> list[tuple[NodeHandle, int | None]]:
+        """Where the request may go on, the best first: instances that are there, and nodes that may start one."""
+        views = rank_instances(self._by_model[request.model], reactive=self.knobs.reactive)[:MAX_INSTANCES]
+        nodes = rank_nodes(self._window(request), pack=self.knobs.reactive)
+        found = [(view.node, view.id) for view in views] + [(node, None) for node in nodes]
+        return [(node, instance) for node, instance in found if node is not source and node.up]
+
+    def joined(self, node: NodeHandle, instance_id: int, request: RequestRecord) -> None:
+        """The node has taken the request, on an instance that was there or that it starts."""
+        view = self._instances.get((node.name, instance_id))
+        if view is not None:
+            view.batch += 1
+        else:
+            self.add_instance(node, instance_id, request.model, request.phase, batch=1)
 
     def _can_move(self, victim: Victim, source: NodeHandle, search: Search) -> Asking[bool]:
         """Every request of the victim would be accepted somewhere else, each on a node of its own: that a node accepts

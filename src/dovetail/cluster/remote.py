@@ -9,6 +9,8 @@ from dovetail.messages import Ask, Command, Hello, ToWorker
 from dovetail.node.protocol import (
     EMPTY,
     Answer,
+    CatchUp,
+    Check,
     Idle,
     NodeView,
     NoLonger,
@@ -20,6 +22,7 @@ from dovetail.node.protocol import (
     Question,
     Refused,
     StartRoom,
+    Warm,
     Withdraw,
 )
 from dovetail.policy.headroom import Refusal
@@ -36,11 +39,13 @@ class RemoteNode:
         kind: DeviceKind,
         send: Callable[[ToWorker], None],
         body_of: Callable[[int], Request],
+        tokens_of: Callable[[int], list[int]],
         numbers: Iterator[int],
     ) -> None:
         self.name = name
         self.kind = kind
         self.up = False
+        self.is_draining = False
         self.is_idle = False
         self.view: NodeView | None = None
         self.memory_bytes = 0
@@ -49,6 +54,7 @@ class RemoteNode:
         self._offers: dict[str, Offer] = {}
         self._send = send
         self._body_of = body_of
+        self._tokens_of = tokens_of  # by request: what it has said
         self._numbers = numbers
         self._sending = -1  # number of the question that is on its way out
         self._early: Answer | None = None
@@ -77,6 +83,8 @@ class RemoteNode:
     def ask(self, question: Question, now: float) -> Answer | int:
         if not self.up:
             return LOST
+        if self.is_draining and isinstance(question, Propose | Check | Warm):
+            return Refused(Refusal.CLOSED)
         if now < self.silent_until_s:
             return SILENT
         request = None
@@ -85,7 +93,7 @@ class RemoteNode:
                 return Refused(Refusal.HARDWARE)
             request = self._body_of(question.request.id)
         number = next(self._numbers)
-        if isinstance(question, Propose):
+        if isinstance(question, Propose) and not question.hold:
             self._proposed[number] = question.request.id
         self._sending = number
         self._send(Ask(number, question, request))
@@ -94,11 +102,16 @@ class RemoteNode:
         return number if early is None else early
 
     def order(self, order: Order, now: float) -> None:
-        if self.up:
-            self._send(Command(order))
         if isinstance(order, Withdraw) and order.request in self._proposed.values():
             self._proposed = {number: one for number, one in self._proposed.items() if one != order.request}
             self.given_up.add(order.request)
+        if not self.up:
+            return
+        tokens: tuple[int, ...] = ()
+        if isinstance(order, CatchUp):
+            tokens = tuple(self._tokens_of(order.request.id)[order.known : order.request.produced])
+            assert len(tokens) == order.request.produced - order.known, "a node tells tokens before it counts them"
+        self._send(Command(order, tokens))
 
     def fell_silent(self, now: float) -> None:
         self.silent_until_s = now + SILENT_S

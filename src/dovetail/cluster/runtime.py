@@ -7,13 +7,17 @@ their handles; who has ended without a node's doing is in `outbox`. What nodes s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Decision, Moving, Placed, Refused, Warmed
+from dovetail.cluster.decisions import Decision, Migrated, Moving, Placed, Refused, Warmed
+from dovetail.cluster.drain import Drain
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.intake import Submission, works_of
+from dovetail.cluster.migration import Migrations
 from dovetail.eventlog import EventLog
 from dovetail.node import protocol
 from dovetail.node.work import Phase, RequestRecord, Work
@@ -29,6 +33,8 @@ class Runtime:
         self.controller = Controller(nodes, knobs)
         self.outbox: deque[Refused | Warmed] = deque()
         self.places: dict[int, tuple[NodeHandle, int]] = {}  # by request: node and instance
+        self.migrations = Migrations(self.controller, self.places)
+        self.drains: dict[str, Drain] = {}  # by node
         self._rule = rule or SloRule()
         self._log = log
         self.next_id = 0  # of the first choice of the next request
@@ -37,6 +43,15 @@ class Runtime:
     def works(self) -> dict[int, Work]:
         """Unfinished."""
         return self.controller.works
+
+    @property
+    def progress(self) -> Callable[[int], int | None]:
+        """Tokens that a request with a place has, None if it has all of them; whoever drives this knows."""
+        return self.migrations.progress
+
+    @progress.setter
+    def progress(self, progress: Callable[[int], int | None]) -> None:
+        self.migrations.progress = progress
 
     # Requests
 
@@ -77,6 +92,8 @@ class Runtime:
     def cancel(self, ids: Iterable[int], now: float, fate: str = "aborted", reason: str = "") -> None:
         """Free what these hold. Nothing more is said of them."""
         works = [self.works[id] for id in ids if id in self.works]
+        self.controller.at(now)
+        self.migrations.cancel([work.id for work in works])
         self.controller.cancel([work.id for work in works], now)
         for work in works:
             place = self.places.pop(work.id, None)
@@ -113,6 +130,11 @@ class Runtime:
         elif isinstance(notice, protocol.Overcommitted):
             if self.places.get(notice.request.id, (None,))[0] is node:
                 controller.overcommitted(node, notice.request, now)
+                if self.knobs.live_moves and not self.migrations.of_source(node):
+                    self.migrate(notice.request.id, "overcommitted", now)
+        elif isinstance(notice, protocol.CaughtUp):
+            controller.at(now)
+            self.migrations.caught_up(node, notice)
         elif isinstance(notice, protocol.Prefilled):
             controller.prefilled(notice.request, notice.grace_s, now)
         elif isinstance(notice, protocol.InstanceOpened):
@@ -135,11 +157,22 @@ class Runtime:
         self, node: NodeHandle, notice: protocol.Finished | protocol.Evicted | protocol.HandedOver, now: float
     ) -> None:
         """A request has left a node. One that was cancelled meanwhile has left already."""
+        if isinstance(notice, protocol.Evicted) and notice.hold:
+            self.controller.at(now)
+            self.migrations.given_up(node, notice.request.id, notice.hold)
+            return
         work = self.works.get(notice.request.id)
         if work is None or self.places.get(work.id, (None,))[0] is not node:
             return
         del self.places[work.id]
-        work.take(notice.request)
+        self.controller.at(now)
+        record = notice.request
+        if record.produced < work.produced:  # it was handed over with more than it had come to there
+            record = msgspec.structs.replace(record, produced=work.produced)
+        work.take(record)
+        if isinstance(notice, protocol.Evicted) and self.migrations.let_go(node, notice.instance, record):
+            return
+        self.migrations.over(work.id)
         if isinstance(notice, protocol.Finished):
             self._end(work, "finished", "", now)
             self.controller.finished(node, notice.instance, work, now)
@@ -155,6 +188,8 @@ class Runtime:
 
     def lost(self, node: NodeHandle, now: float, records: Mapping[int, RequestRecord] | None = None) -> None:
         """It was noticed that the node is gone. `records` say how far its requests had come, where that is known."""
+        self.controller.at(now)
+        self.migrations.lost(node)
         ids = [id for id, (place, _) in self.places.items() if place is node]
         for id in ids:
             del self.places[id]
@@ -163,11 +198,40 @@ class Runtime:
         self.controller.lost(node, [self.works[id] for id in ids], now)
         self._settle(now)
 
+    # Moving
+
+    def migrate(self, id: int, reason: str, now: float) -> bool:
+        """Have the request go on elsewhere, unbroken, if somebody takes it. False: there is nothing to move."""
+        if id not in self.places or self.knobs.disaggregate:
+            return False
+        self.controller.at(now)
+        if not self.migrations.begin(id, reason):
+            return False
+        self._settle(now)
+        return True
+
+    def stay(self, id: int, now: float) -> None:
+        """The request has all its tokens: it moves no more."""
+        self.controller.at(now)
+        self.migrations.over(id)
+
+    def drain(self, node: NodeHandle, now: float) -> None:
+        """Nothing new goes there; what is there moves away."""
+        if node.name not in self.drains:
+            self.drains[node.name] = Drain(node, self.migrations, self.places)
+            self._settle(now)
+
+    def undrain(self, node: NodeHandle) -> None:
+        if self.drains.pop(node.name, None) is not None:
+            node.is_draining = False
+            self.controller.changed()
+
     # Time
 
     def next_wake_s(self) -> float | None:
         """When `wake` has something to do."""
-        return self.controller.next_wake_s()
+        dues = [self.controller.next_wake_s(), *(drain.next_s for drain in self.drains.values())]
+        return min((due_s for due_s in dues if due_s is not None), default=None)
 
     def wake(self, now: float) -> None:
         self.controller.wake(now)
@@ -176,10 +240,19 @@ class Runtime:
     # What the controller says
 
     def _settle(self, now: float) -> None:
+        if self.drains:
+            self._step_drains(now)
         while self.controller.outbox:
             decisions, self.controller.outbox = self.controller.outbox, []
             for decision in decisions:
                 self._decide(decision, now)
+            if not self.controller.outbox:
+                self._step_drains(now)
+
+    def _step_drains(self, now: float) -> None:
+        self.controller.at(now)
+        for drain in self.drains.values():
+            drain.step(now)
 
     def _decide(self, decision: Decision, now: float) -> None:
         if isinstance(decision, Warmed):
@@ -187,8 +260,10 @@ class Runtime:
             return
         if self._log is not None:
             self._log.decision(now, decision)
-        if isinstance(decision, Placed):
+        if isinstance(decision, Placed | Migrated):
             self.places[decision.work.id] = decision.node, decision.instance
+            if isinstance(decision, Migrated):
+                self.controller.prefilled(decision.work.id, 0.0, now)  # where it goes on its prompt is computed
         elif isinstance(decision, Moving):
             self.places.pop(decision.work.id, None)
         elif isinstance(decision, Refused):

@@ -29,6 +29,7 @@ from dovetail.gateway.console import make_console_router
 from dovetail.gateway.embeddings import EmbeddingRequest, RerankRequest, make_embedding_router
 from dovetail.gateway.logs import AuditLog, JsonLines, access_record, is_administration
 from dovetail.gateway.middleware import Auth, BodyLimit, BodyMemory, RequestIds
+from dovetail.gateway.node_routes import make_node_router
 from dovetail.gateway.origins import OriginGate
 from dovetail.gateway.replies import ErrorBody, ErrorDetail
 from dovetail.gateway.respond import problem_response
@@ -63,6 +64,7 @@ def make_app(admin: Admin) -> ASGIApp:
     service.link.observers.append(turns.observe)
     app.include_router(make_console_router(turns))
     app.include_router(make_admin_router(admin))
+    app.include_router(make_node_router(service.cluster))
     app.add_middleware(Boundary)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)

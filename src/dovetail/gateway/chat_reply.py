@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dovetail.gateway.answers import Answer, ReplyOptions, TokenNames, TokenReport, UsageCount, finish_of
+from dovetail.gateway.answers import Answer, Frame, ReplyOptions, TokenNames, TokenReport, UsageCount, finish_of
 from dovetail.gateway.reading import MakeReader, Parts, PlainReader, Reader
 from dovetail.gateway.replies import (
     AssistantMessage,
@@ -41,6 +41,7 @@ class _Choice:
     has_calls: bool = False
     held: list[TokenReport] = field(default_factory=list)  # of text that the reader holds back
     held_tokens: list[int] = field(default_factory=list)
+    frame: Frame | None = None  # of chunks with nothing but content
 
 
 class ChatReply:
@@ -68,16 +69,23 @@ class ChatReply:
     def shown(self, delta: Delta) -> Delta:
         return delta
 
-    def chunk(self, delta: Delta, usage: UsageCount) -> str | None:
-        """None while nothing of it can be shown yet."""
-        choice = self._choices.setdefault(delta.index, _Choice(self._make_reader()))
+    def chunk(self, delta: Delta, usage: UsageCount) -> ChatChunk | bytes | None:
+        """As JSON already, where that is at hand. None while nothing of it can be shown yet."""
+        choice = self._choices.get(delta.index)
+        if choice is None:
+            choice = self._choices[delta.index] = _Choice(self._make_reader())
         choice.held += delta.logprobs
         choice.held_tokens += delta.tokens
         parts = choice.reader.feed(delta.text)
         if delta.finish is not None:
             parts.add(choice.reader.flush())
-        if not parts and delta.finish is None and choice.is_open:
-            return None
+        if delta.finish is None and choice.is_open:
+            if not parts:
+                return None
+            if self._options.is_plain and not (parts.reasoning or parts.calls):
+                choice.held_tokens.clear()
+                choice.frame = choice.frame or self._frame(delta.index)
+                return choice.frame.around(parts.content)
         choice.has_calls |= bool(parts.calls)
         told = ChatChunkChoice(
             index=delta.index,
@@ -90,7 +98,13 @@ class ChatReply:
         if self._options.with_token_ids:
             told.token_ids = choice.held_tokens
         choice.held, choice.held_tokens = [], []
-        return self._dump([told], usage.total() if self._options.with_usage_always else None)
+        return self._chunk([told], usage.total() if self._options.with_usage_always else None)
+
+    def _frame(self, index: int) -> Frame:
+        content = ChatDelta(content=Frame.ANY_TEXT)
+        return Frame(
+            self._chunk([ChatChunkChoice(index=index, delta=content, logprobs=None, finish_reason=None)], None)
+        )
 
     def _delta(self, choice: _Choice, parts: Parts) -> ChatDelta:
         delta = ChatDelta()
@@ -113,10 +127,10 @@ class ChatReply:
         function = CalledFunction(name=name, arguments=arguments)
         return ToolCallDelta(index=index, id=self._new_id(), type="function", function=function)
 
-    def usage_chunk(self, usage: Usage) -> str:
-        return self._dump([], usage)
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return self._chunk([], usage)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> str:
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
         completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
@@ -131,12 +145,11 @@ class ChatReply:
             completion.prompt_logprobs = self._names.prompt(
                 self._job.requests[0].prompt, answers[0].prompt_logprobs or ()
             )
-        return completion.model_dump_json(exclude_unset=True)
+        return completion
 
     def _whole_choice(self, index: int, answer: Answer) -> ChatChoice:
-        reader, parts = self._make_reader(), Parts()
-        for text in answer.text:
-            parts.add(reader.feed(text))
+        reader = self._make_reader()
+        parts = reader.feed("".join(answer.text))
         parts.add(reader.flush())
         content = self._echo + parts.content
         message = AssistantMessage(role="assistant", content=content if content or not parts.calls else None)
@@ -172,7 +185,7 @@ class ChatReply:
     def _id(self) -> str:
         return f"chatcmpl-{self._job.id}"
 
-    def _dump(self, choices: list[ChatChunkChoice], usage: Usage | None) -> str:
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
         chunk = ChatChunk(
             id=self._id,
             object="chat.completion.chunk",
@@ -184,7 +197,7 @@ class ChatReply:
             chunk.prompt_token_ids = list(self._job.requests[0].prompt)
         if self._options.with_usage:
             chunk.usage = usage
-        return chunk.model_dump_json(exclude_unset=True)
+        return chunk
 
     def _logprobs(self, entries: Iterable[TokenReport]) -> ChatLogprobs | None:
         return self._names.chat(entries) if self._options.with_logprobs else None

@@ -136,6 +136,15 @@ class Cluster:
 
     # Nodes
 
+    def drain(self, name: str) -> None:
+        """Nothing new goes there; what it answers goes on elsewhere."""
+        self.dispatcher.drain(name, time.monotonic())
+        self._settle()
+
+    def undrain(self, name: str) -> None:
+        self.dispatcher.undrain(name, time.monotonic())
+        self._settle()
+
     def _on_message(self, node: str, message: ToGateway) -> None:
         if isinstance(message, Tokens):
             self._deliver(self.dispatcher.received(node, message, time.monotonic()))

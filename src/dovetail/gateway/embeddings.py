@@ -5,13 +5,15 @@ A vector is the model's state behind its final norm: of the last token, or the m
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,10 +23,10 @@ from starlette.types import Receive, Scope, Send
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.api import FAIL_FAST, ChatRequest, Message, StrictBody, TokenId
 from dovetail.gateway.chat_prompt import chat_prompt, check_text_fits
-from dovetail.gateway.endpoint import json_response, read_body, request_body, responses
+from dovetail.gateway.endpoint import read_body, request_body, responses
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.options import check_options
-from dovetail.gateway.respond import accounted, until_disconnect
+from dovetail.gateway.respond import accounted, send_piece, until_disconnect
 from dovetail.gateway.run import Origin
 from dovetail.gateway.service import Service
 from dovetail.gateway.targets import targets_of
@@ -34,9 +36,12 @@ from dovetail.types import SamplingParams, ServiceClass, Slo
 
 MAX_INPUTS = 2048  # as OpenAI's
 _BATCH = 32  # prompts that wait in the node's queue at the same time, so that one caller does not fill it
+_PIECE_NUMBERS = 8192  # of vectors: written in two milliseconds
 _ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
 
 Pooling = Literal["last", "mean"]
+Vectors = np.ndarray[Any, Any]
+Pieces = Callable[[Vectors], Iterator[bytes]]
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[TokenId], Field(min_length=1), FAIL_FAST]
 
@@ -230,20 +235,26 @@ def _truncated(prompt: Sequence[int], keep: int | None, most: int) -> Sequence[i
 
 
 class VectorResponse(Response):
-    """Runs the job, a few prompts at a time, and answers with what becomes of its vectors."""
+    """Runs the job, a few prompts at a time, and answers with what becomes of its vectors, piece by piece: thousands of
+    them are megabytes of numbers, which nobody else has to wait for."""
 
-    def __init__(self, service: Service, job: Job, answer: Any) -> None:
+    def __init__(self, service: Service, job: Job, pieces: Pieces) -> None:
         super().__init__()
         self._service = service
         self._job = job
-        self._answer = answer
+        self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with accounted(scope, self._job) as taken:
             vectors = await until_disconnect(receive, self._vectors(taken.job, taken.origin))
-        await json_response(self._answer(vectors))(scope, receive, send)
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in self._pieces(vectors):
+            await send_piece(send, piece)
+            await asyncio.sleep(0)
+        await send_piece(send, b"", more=False)
 
-    async def _vectors(self, job: Job, origin: Origin) -> np.ndarray[Any, Any]:
+    async def _vectors(self, job: Job, origin: Origin) -> Vectors:
         requests = job.requests
         found = np.empty((len(requests), job.model.card.spec.hidden_size), dtype=np.float32)
         for first in range(0, len(requests), _BATCH):
@@ -255,37 +266,51 @@ class VectorResponse(Response):
         return found
 
 
-def _unit(vectors: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _unit(vectors: Vectors) -> Vectors:
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
-    unit: np.ndarray[Any, Any] = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+    unit: Vectors = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
     return unit
 
 
-def _embeddings(body: EmbeddingRequest, job: Job, vectors: np.ndarray[Any, Any]) -> EmbeddingList:
-    vectors = vectors[:, : body.dimensions]
-    if body.normalize is not False:
-        vectors = _unit(vectors)
-    written: list[Any] = vectors.tolist()
-    if body.encoding_format == "base64":
-        written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
-    data = [Embedding(index=index, embedding=vector) for index, vector in enumerate(written)]
-    return EmbeddingList(data=data, model=job.model.name, usage=_usage(job))
+def _embeddings(body: EmbeddingRequest, job: Job, vectors: Vectors) -> Iterator[bytes]:
+    """An EmbeddingList."""
+    rest = EmbeddingList(data=[], model=job.model.name, usage=_usage(job)).model_dump_json(exclude={"data"})
+    yield rest[:-1].encode() + b',"data":['
+    step = max(1, _PIECE_NUMBERS // vectors.shape[1])
+    for first in range(0, len(vectors), step):
+        part = vectors[first : first + step, : body.dimensions]
+        part = part if body.normalize is False else _unit(part)
+        data = [
+            {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
+            for index, vector in enumerate(part, start=first)
+        ]
+        yield (b"," if first else b"") + msgspec.json.encode(data)[1:-1]
+    yield b"]}"
 
 
-def _reranked(body: RerankRequest, job: Job, vectors: np.ndarray[Any, Any]) -> Reranked:
-    unit = _unit(vectors)
-    scores = unit[1:] @ unit[0]
-    order = np.argsort(-scores, kind="stable")[: body.top_n or None]
+def _written(vector: Vectors, form: str | None) -> list[float] | str:
+    if form == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers
+
+
+def _reranked(body: RerankRequest, job: Job, vectors: Vectors) -> Iterator[bytes]:
+    """A Reranked."""
+    query, texts, step = _unit(vectors[:1])[0], body.texts, max(1, _PIECE_NUMBERS // vectors.shape[1])
+    scores = np.concatenate([_unit(vectors[at : at + step]) @ query for at in range(1, len(vectors), step)])
+    order = np.argsort(-scores, kind="stable")[: body.top_n or None].tolist()
     with_text = body.return_documents is not False
     results = [
         RerankResult(
-            index=int(index),
+            index=index,
             relevance_score=float(scores[index]),
-            document=RerankDocument(text=body.texts[index]) if with_text else None,
+            document=RerankDocument(text=texts[index]) if with_text else None,
         )
         for index in order
     ]
-    return Reranked(id=f"rerank-{job.id}", model=job.model.name, usage=_usage(job), results=results)
+    record = Reranked(id=f"rerank-{job.id}", model=job.model.name, usage=_usage(job), results=results)
+    yield record.model_dump_json(by_alias=True).encode()
 
 
 def _usage(job: Job) -> EmbeddingUsage:

@@ -13,6 +13,7 @@ import msgspec
 
 from dovetail.confined import Bounds, Confined, Exceeded, Lane
 from dovetail.errors import Overloaded
+from dovetail.gateway.clients import current_client
 from dovetail.gateway.grammar_check import Check, is_plain
 from dovetail.grammars import TokenizerKey
 from dovetail.types import Grammar, ModelCard
@@ -25,7 +26,7 @@ _MAX_WAITING = 64
 
 class GrammarTrials:
     def __init__(self, bounds: Bounds = BOUNDS) -> None:
-        self._lane = Lane(Confined("dovetail.gateway.grammar_check", bounds))
+        self._lane = Lane(Confined("dovetail.gateway.grammar_check", bounds), _MAX_WAITING)
         self._known: OrderedDict[Check, asyncio.Task[str]] = OrderedDict()
         self._known_chars = 0
 
@@ -37,15 +38,16 @@ class GrammarTrials:
         found = self._known.get(check)
         loop = asyncio.get_running_loop()
         if found is None or found.get_loop() is not loop:
-            if self._lane.waiting >= _MAX_WAITING:
+            client = current_client.get()
+            if self._lane.is_full(client):
                 raise Overloaded("too many grammars wait to be compiled", code="grammars_waiting", retry_after_s=5)
-            found = self._begin(check)
+            found = self._begin(check, client)
         self._known.move_to_end(check)
         return await asyncio.shield(found)
 
-    def _begin(self, check: Check) -> asyncio.Task[str]:
+    def _begin(self, check: Check, client: str) -> asyncio.Task[str]:
         self._forget(check)
-        found = self._known[check] = asyncio.create_task(self._try(check))
+        found = self._known[check] = asyncio.create_task(self._try(check, client))
         self._known_chars += len(check.grammar.text)
         while len(self._known) > _KEPT or self._known_chars > _KEPT_CHARS:
             self._forget(next(iter(self._known)))
@@ -55,9 +57,9 @@ class GrammarTrials:
         if self._known.pop(check, None) is not None:
             self._known_chars -= len(check.grammar.text)
 
-    async def _try(self, check: Check) -> str:
+    async def _try(self, check: Check, client: str) -> str:
         try:
-            return (await self._lane.call(msgspec.msgpack.encode(check))).decode(errors="replace")
+            return (await self._lane.call(msgspec.msgpack.encode(check), client)).decode(errors="replace")
         except Exceeded as error:
             return error.what
 

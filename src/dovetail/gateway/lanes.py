@@ -95,6 +95,7 @@ class TextLanes:
 
     def __init__(self) -> None:
         self.parse = Lane("parse", 1, rests=True)
+        self.write = Lane("write", 1, rests=True)  # of answers that are long
         self._short = Lane("text", 2)
         self._long = Lane("long-text", 1)
         self._trim: asyncio.TimerHandle | None = None

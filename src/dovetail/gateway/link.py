@@ -190,6 +190,9 @@ class Link:
     def is_up(self) -> bool:
         return all(node.hello is not None for node in self.nodes.values())
 
+    def pid_of(self, node: NodeLink) -> int | None:
+        return self.supervisors[node.name].pid
+
     def state_of(self, node: NodeLink) -> Literal["starting", "up", "down"]:
         if node.hello is not None:
             return "up"

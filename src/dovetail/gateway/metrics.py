@@ -5,7 +5,14 @@ One registry per server. Knows messages and numbers; who calls it decides what h
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from dovetail.gateway.figures import ModelFigures
 from dovetail.gateway.slo import Outcome
@@ -18,6 +25,41 @@ _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class Durations:
+    """One model's histogram of what happens at every token: counts without locks, put together when they are asked for.
+    Only the gateway's loop writes."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._total_s += seconds
+
+    def add_to(self, family: HistogramMetricFamily, model: str) -> None:
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = [(bound, float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)]
+        family.add_metric([model], buckets, self._total_s)
+
+
+class DurationsByModel(Collector):
+    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name, self._help, self._bounds = name, help_text, bounds
+        self._models: dict[str, Durations] = {}
+        registry.register(self)
+
+    def labels(self, model: str) -> Durations:
+        return self._models.setdefault(model, Durations(self._bounds))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._help, labels=["model_name"])
+        for model, durations in self._models.items():
+            durations.add_to(family, model)
+        yield family
 
 
 class Metrics:
@@ -63,7 +105,9 @@ class Metrics:
 
     def _define_histograms(self) -> None:
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
-        self.inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a choice.", _TOKEN_S)
+        self.inter_token = DurationsByModel(
+            "dovetail:inter_token_latency_seconds", "Between tokens of a choice.", _TOKEN_S, self.registry
+        )
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S)
         self.request_prompt = self._histogram("request_prompt_tokens", "Prompt lengths.", _TOKENS)
         self.request_generation = self._histogram("request_generation_tokens", "Answer lengths.", _TOKENS)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -27,10 +29,12 @@ from dovetail.gateway.run import Origin
 from dovetail.gateway.service import Service
 from dovetail.gateway.text_reply import TextReply
 from dovetail.gateway.translate import Job, with_tenant
+from dovetail.gateway.writing import json_pieces
 
 Result = TypeVar("Result")
 
 Reply = ChatReply | TextReply
+_INLINE_REPORTS = 512  # log-probabilities that are written in a few milliseconds
 
 # A client that keeps its connection but stops reading holds a place in the queue; after this long it loses it.
 SEND_TIMEOUT_S = 60.0
@@ -115,10 +119,26 @@ class GenerationResponse(Response):
                 delta = self._reply.shown(delta)
                 answers[delta.index].add(delta)
                 usage.add(delta)
-        body = self._reply.whole(answers, usage.total()).encode()
+        body = await self._written(answers, usage)
         length = [(b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": _JSON + length})
         await send({"type": "http.response.body", "body": body})
+
+    async def _written(self, answers: Sequence[Answer], usage: UsageCount) -> bytes:
+        count, total = sum(answer.num_reports for answer in answers), usage.total()
+        return await self._json(count, lambda: self._reply.whole(answers, total)) or b""
+
+    async def _json(self, num_reports: int, make: Callable[[], BaseModel | bytes | None]) -> bytes | None:
+        """What it makes as JSON; by a thread, where the loop would stand still for it."""
+        if num_reports <= _INLINE_REPORTS:
+            record = make()
+            return record.model_dump_json(exclude_unset=True).encode() if isinstance(record, BaseModel) else record
+
+        def work() -> bytes | None:
+            record = make()
+            return b"".join(json_pieces(record)) if isinstance(record, BaseModel) else record
+
+        return await self._service.models.lanes.write.run(work)
 
     async def _send_events(self, send: Send, origin: Origin, usage: UsageCount) -> None:
         has_started = False
@@ -130,21 +150,25 @@ class GenerationResponse(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
                     delta = self._reply.shown(delta)
                     usage.add(delta)
-                    chunk = self._reply.chunk(delta, usage)
+                    chunk = await self._json(delta.num_reports, partial(self._reply.chunk, delta, usage))
                     if chunk is not None:
                         await _send_event(send, chunk)
             if self._include_usage:
-                await _send_event(send, self._reply.usage_chunk(usage.total()))
+                await _send_event(send, await self._json(0, lambda: self._reply.usage_chunk(usage.total())) or b"")
         except RequestError as error:
             if not has_started:
                 raise
-            await _send_event(send, problem_body(error))
-        await _send_event(send, "[DONE]", more=False)
+            await _send_event(send, problem_body(error).encode())
+        await _send_event(send, b"[DONE]", more=False)
 
 
-async def _send_event(send: Send, data: str, *, more: bool = True) -> None:
+async def _send_event(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send_piece(send, b"data: " + data + b"\n\n", more=more)
+
+
+async def send_piece(send: Send, body: bytes, *, more: bool = True) -> None:
     async with asyncio.timeout(SEND_TIMEOUT_S):
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -37,6 +37,15 @@ class Delta:
     finish: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended it
 
+    @property
+    def num_reports(self) -> int:
+        return count_reports(self.logprobs, self.prompt_logprobs)
+
+
+def count_reports(said: Sequence[tuple[int, TokenLogprobs]], read: Sequence[TokenLogprobs] | None) -> int:
+    """Log-probabilities of tokens and their alternatives."""
+    return sum(1 + len(each.top) for _, each in said) + sum(1 + len(each.top) for each in read or ())
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:

@@ -1,12 +1,13 @@
 """Chat templates of all models, rendered by processes that may take so much time and memory and no more.
 
 A template is a program that came with a model. Two processes share the work, so that what is slow keeps only its kind
-waiting: what is long, and what took too long lately, has a process of its own.
+waiting: what is long, and what took too long lately, has a process of its own. Clients take turns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,18 +18,20 @@ from dovetail.confined import Bounds, Confined, Exceeded, Lane
 from dovetail.errors import InvalidRequest, Overloaded
 from dovetail.gateway.chat import TemplateText
 from dovetail.gateway.chat_child import ERROR
+from dovetail.gateway.clients import current_client
 
 BOUNDS = Bounds(cpu_s=2.0, wall_s=20.0, memory_bytes=512 << 20)
 _SLOW_FOR_S = 60.0  # after it took too long
 _LONG_CHARS = 64 << 10
 _MANY_MESSAGES = 256
-_MAX_WAITING = 256  # in one process
+_SLOW_NICENESS = 10  # who waits for it waits anyway; streams go on meanwhile
 
 
 class Templates:
     def __init__(self, bounds: Bounds = BOUNDS) -> None:
         self._quick = Lane(Confined("dovetail.gateway.chat_child", bounds))
-        self._slow = Lane(Confined("dovetail.gateway.chat_child", bounds))
+        gives_way = dataclasses.replace(bounds, niceness=_SLOW_NICENESS)
+        self._slow = Lane(Confined("dovetail.gateway.chat_child", gives_way))
         self._slow_until: dict[str, float] = {}  # by template
 
     def warm(self) -> None:
@@ -39,10 +42,11 @@ class Templates:
         """`options` as of `ChatTemplate.render`. Every failure is an InvalidRequest that names the template."""
         order = _encoded({"template": template, "messages": messages, **options})
         lane = self._lane(template.text, order, len(messages))
-        if lane.waiting >= _MAX_WAITING:
+        client = current_client.get()
+        if lane.is_full(client):
             raise Overloaded("too many conversations wait for their template", code="queue_full", retry_after_s=2)
         try:
-            answer = await lane.call(order)
+            answer = await lane.call(order, client)
         except Exceeded as error:
             self._slow_until[template.text] = asyncio.get_running_loop().time() + _SLOW_FOR_S
             raise InvalidRequest(

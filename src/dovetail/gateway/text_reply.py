@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dovetail.gateway.answers import (
     Answer,
+    Frame,
     ReplyOptions,
     TextOffsets,
     TokenNames,
@@ -41,15 +42,19 @@ class TextReply:
         self._names = TokenNames(job.model.vocabulary, as_ids=options.tokens_as_ids)
         self._offsets: dict[int, TextOffsets] = {}  # by choice
         self._opened: set[int] = set()
+        self._frames: dict[int, Frame] = {}  # by choice
 
     def shown(self, delta: Delta) -> Delta:
         if self._form.prompt_only:
             delta.text, delta.tokens, delta.logprobs = "", [], []
         return delta
 
-    def chunk(self, delta: Delta, usage: UsageCount) -> str | None:
+    def chunk(self, delta: Delta, usage: UsageCount) -> TextCompletion | bytes:
+        """As JSON already, where that is at hand."""
         text = delta.text
         is_first = delta.index not in self._opened
+        if self._options.is_plain and delta.finish is None and not is_first:
+            return self._frame(delta.index).around(text)
         if is_first:
             self._opened.add(delta.index)
             text = self._echo(delta.index) + text
@@ -62,16 +67,22 @@ class TextReply:
         if delta.stop_reason is not None:
             choice.stop_reason = delta.stop_reason
         self._add_ids(choice, delta.tokens, with_prompt=is_first)
-        return self._dump([choice], usage.total() if self._options.with_usage_always else None)
+        return self._chunk([choice], usage.total() if self._options.with_usage_always else None)
 
-    def usage_chunk(self, usage: Usage) -> str:
-        return self._dump([], usage)
+    def _frame(self, index: int) -> Frame:
+        if index not in self._frames:
+            choice = TextChoice(index=index, text=Frame.ANY_TEXT, logprobs=None, finish_reason=None)
+            self._frames[index] = Frame(self._chunk([choice], None))
+        return self._frames[index]
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> str:
+    def usage_chunk(self, usage: Usage) -> TextCompletion:
+        return self._chunk([], usage)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> TextCompletion:
         choices = [
             self._whole_choice(index, at, answers) for index, at in enumerate(self._kept(answers))
         ]  # fmt: skip
-        return self._body(choices, usage).model_dump_json(exclude_unset=True)
+        return self._body(choices, usage)
 
     def _kept(self, answers: Sequence[Answer]) -> list[int]:
         """Which choices are shown, in order."""
@@ -114,11 +125,11 @@ class TextReply:
     def _echo(self, index: int) -> str:
         return self._form.echoes[self._order(index)] if self._form.echoes else ""
 
-    def _dump(self, choices: list[TextChoice], usage: Usage | None) -> str:
+    def _chunk(self, choices: list[TextChoice], usage: Usage | None) -> TextCompletion:
         body = self._body(choices, usage)
         if not self._options.with_usage:
             body.model_fields_set.discard("usage")
-        return body.model_dump_json(exclude_unset=True)
+        return body
 
     def _body(self, choices: list[TextChoice], usage: Usage | None) -> TextCompletion:
         return TextCompletion(

@@ -30,6 +30,7 @@ Value = TypeVar("Value")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
 _MANY_PROMPTS = 8  # more are not tokenised on the event loop, however short they are
 _MAX_ANSWERS = 256  # of one HTTP request
+MAX_PROMPT_REPORTS = 1 << 18  # log-probabilities of prompts in one answer: some 100 MB while it is written
 _MIN_TOP_P = 1e-6  # 0 is allowed and means the likeliest token alone
 
 
@@ -125,6 +126,7 @@ async def _job(
     if len(prompts) * body.num_choices > _MAX_ANSWERS:
         raise InvalidRequest(f"prompts times n may not exceed {_MAX_ANSWERS}", param="n")
     prompts = [_truncated(body, prompt, context) for prompt in prompts]
+    _check_reports(body, prompts)
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     limits = [token_limit(len(p), body.wanted_tokens, default_tokens, context, param) for p in prompts]
     grammar = await checked_constraint(form.constraint, model.card)
@@ -154,6 +156,19 @@ async def _job(
         form.shown_tokens,
         form.make_reader,
     )
+
+
+def _check_reports(body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
+    """What prompts are told of is written once per choice, and takes no computing that would bound it."""
+    wanted = body.wanted_prompt_logprobs
+    if wanted is None:
+        return
+    count = sum(map(len, prompts)) * body.num_choices * (1 + wanted)
+    if count > MAX_PROMPT_REPORTS:
+        param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequest(
+            f"prompts times n would have {count} log-probabilities, more than {MAX_PROMPT_REPORTS}", param=param
+        )
 
 
 def _truncated(body: ChatRequest | CompletionRequest, prompt: Sequence[int], context: int) -> Sequence[int]:

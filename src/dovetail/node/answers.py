@@ -88,6 +88,18 @@ def refused(node: Node, refusal: Refusal, work: Work) -> protocol.Refused:
     return protocol.Refused(refusal, prefill_s, decode_s, could_serve)
 
 
+def look(
+    node: Node, question: protocol.Check | protocol.FindVictims | protocol.FindPausable | protocol.Ease, now: float
+) -> protocol.Answer:
+    if isinstance(question, protocol.Check):
+        return check(node, question, now)
+    if isinstance(question, protocol.FindVictims):
+        return find_victims(node, question, now)
+    if isinstance(question, protocol.FindPausable):
+        return find_pausable(node, question, now)
+    return ease(node, question, now)
+
+
 def check(node: Node, question: protocol.Check, now: float) -> protocol.Answer:
     work, instance = Work.of(question.request), question.instance
     refusal = node.check_start(work, now) if instance is None else node.check_join(instance, work, now)

@@ -132,6 +132,22 @@ class Overcommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """L4: the known tokens of a held work are computed here."""
+
+    work: Work
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """L4: a held work runs from now on, without a prefill."""
+
+    work: Work
+    instance: int
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceReady:
     instance: int
     model: str
@@ -154,4 +170,15 @@ class InstanceGone:
 
 
 Command = StartLoad | StartUnload | StartResize | SetTimer
-Notice = FirstToken | Finished | Evicted | HandedOver | Overcommitted | InstanceReady | InstanceClosed | InstanceGone
+Notice = (
+    FirstToken
+    | Finished
+    | Evicted
+    | HandedOver
+    | Overcommitted
+    | CaughtUp
+    | Resumed
+    | InstanceReady
+    | InstanceClosed
+    | InstanceGone
+)

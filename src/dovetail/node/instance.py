@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from dovetail.node.work import Phase, Work
@@ -53,6 +54,8 @@ class Instance:
         "demand",
         "epoch",
         "grown_s",
+        "held",
+        "held_tokens",
         "hosting",
         "id",
         "idle_since_s",
@@ -99,6 +102,8 @@ class Instance:
         self.state = State.LOADING
         self.waiting: list[Work] = []  # needs a prefill; most urgent first
         self.running: dict[int, Work] = {}
+        self.held: dict[int, Work] = {}  # recomputed here, running elsewhere: they wait to be handed over (L4)
+        self.held_tokens = 0  # KV of those and of the waiting ones that were among them, with a block to spare each
         self.clock = 0  # decode iterations done
         self.tokens = 0  # known tokens of the running batch
         self.kv_tokens = 0  # room in its KV pool
@@ -128,7 +133,12 @@ class Instance:
 
     @property
     def batch(self) -> int:
-        return len(self.waiting) + len(self.running)
+        return len(self.waiting) + len(self.running) + len(self.held)
+
+    @property
+    def has_turns(self) -> bool:
+        """Somebody wants an iteration; who is held wants none."""
+        return bool(self.waiting or self.running)
 
     @property
     def frees_bytes(self) -> float:
@@ -142,11 +152,7 @@ class Instance:
         return self.state is State.READY and not self.op_running and not self.ops and not self.starved
 
     def works(self) -> list[Work]:
-        return [*self.waiting, *self.running.values()]
-
-    def movable(self) -> tuple[Work, ...]:
-        """Copies of its work as it would come to another instance."""
-        return tuple(work.as_of(self.produced(work)) for work in self.works())
+        return [*self.waiting, *self.running.values(), *self.held.values()]
 
     def produced(self, work: Work) -> int:
         if work.id in self.running:
@@ -159,7 +165,7 @@ class Instance:
     def urgent_prefill_s(self, work: Work) -> float:
         if self.turn_silence_s == INFINITY:
             return work.due_s
-        return urgent_prefill_s(work, self.turn_silence_s, self.prefill_s(work.known_tokens))
+        return urgent_prefill_s(work, self.turn_silence_s, self.prefill_s(work.pending_tokens))
 
     # Joining and leaving
 
@@ -177,17 +183,44 @@ class Instance:
     def prefilled(self, work: Work) -> None:
         """The prefill gave one token; the work joins the running batch."""
         self.waiting.remove(work)
+        self._forget_computed(work)
         work.produced += 1
         self._join(work)
         self.refresh()
+
+    def hold(self, work: Work) -> None:
+        """Its known tokens are computed; it rests until there are more, or until it is handed over."""
+        self.waiting.remove(work)
+        self._forget_computed(work)
+        work.computed = work.known_tokens
+        self.held_tokens += work.computed + self.hosting.block_tokens
+        self.held[work.id] = work
+        self.refresh()
+
+    def wake(self, work: Work, *, joins: bool) -> None:
+        """One that rests has more tokens to compute: it joins the running batch, or asks for a prefill of the rest."""
+        del self.held[work.id]
+        if joins:
+            self._forget_computed(work)
+            self._join(work)
+        else:
+            self.waiting.append(work)
+            self.sort_waiting()
+        self.refresh()
+
+    def _forget_computed(self, work: Work) -> None:
+        if work.computed:
+            self.held_tokens -= work.computed + self.hosting.block_tokens
+            work.computed = 0
 
     def remove(self, work: Work) -> None:
         if self.running.pop(work.id, None) is not None:
             steps = self.clock - work.joined_clock
             self.tokens -= work.known_tokens + steps
             work.produced += max(steps, 0)
-        else:
+        elif self.held.pop(work.id, None) is None:
             self.waiting.remove(work)
+        self._forget_computed(work)
         self.refresh()
 
     def _join(self, work: Work) -> None:
@@ -211,7 +244,8 @@ class Instance:
                 spoke = min(spoke, work.last_token_s)
         self.running_due_s = due
         self.tpot_s = pace
-        self.strictest_s = min(pace, min((work.tpot_s for work in self.waiting), default=INFINITY))
+        others = [*self.waiting, *self.held.values()]
+        self.strictest_s = min(pace, min((work.tpot_s for work in others), default=INFINITY))
         self.spoke_s = spoke
         self.mixed_pace = bool(self.running) and pace != slowest
         self._set_deadline()
@@ -240,9 +274,10 @@ class Instance:
 
     def decoded(self, now: float) -> None:
         """One decode iteration of the running batch has ended."""
-        if now > self.running_due_s:
-            self._count_late(now)
+        is_late = now > self.running_due_s
         for work in self.running.values():
+            if is_late and now > work.true_due_s(self.due_s(work)):
+                work.late_tokens += 1
             if work.joined_clock <= self.clock:  # one that came in the middle of it waits for the next
                 work.got_token(now)
         self.clock += 1
@@ -257,21 +292,23 @@ class Instance:
         self.spoke_s = now
         self._set_deadline()
 
-    def _count_late(self, now: float) -> None:
-        for work in self.running.values():
-            if now > work.true_due_s(self.due_s(work)):
-                work.late_tokens += 1
-
     # Estimates
 
     def used_blocks(self) -> int:
-        """Exact: each running request rounds up to whole blocks."""
+        """Exact: each request that has KV here rounds up to whole blocks."""
         size = self.hosting.block_tokens
         clock = self.clock
         total = 0
         for work in self.running.values():
             total += -((work.input_tokens + work.produced + clock - work.joined_clock) // -size)
+        if self.held_tokens:
+            total += sum(-(work.computed // -size) for work in [*self.held.values(), *self.waiting])
         return total
+
+    @property
+    def loose_tokens(self) -> int:
+        """What `used_blocks` comes to at most, in tokens."""
+        return self.tokens + len(self.running) * self.hosting.block_tokens + self.held_tokens
 
     def bare_tokens(self) -> int:
         """What the KV pool must hold for its next iteration: whole blocks, and one to spare."""
@@ -280,8 +317,7 @@ class Instance:
     def is_short(self, extra_tokens: int = 0) -> bool:
         """The next iteration could overrun the KV pool."""
         size = self.hosting.block_tokens
-        loose = self.tokens + len(self.running) * size + extra_tokens
-        if loose <= self.kv_tokens:
+        if self.loose_tokens + extra_tokens <= self.kv_tokens:
             return False
         need = (self.used_blocks() + len(self.running)) * size + -(extra_tokens // -size) * size
         return need > self.kv_tokens
@@ -292,7 +328,7 @@ class Instance:
         if count == 0 or self.phase is Phase.PREFILL:
             return 0.0
         total = self.tokens + extra_tokens
-        for work in self.waiting:
+        for work in chain(self.waiting, self.held.values()):
             total += work.known_tokens
         return self.hosting.latency.decode_s(count, total) * self.overestimate
 
@@ -304,6 +340,6 @@ class Instance:
         if self._lengths is None:
             clock = self.clock
             pairs = [(w.input_tokens, w.produced + clock - w.joined_clock) for w in self.running.values()]
-            pairs += [(w.input_tokens, w.produced) for w in self.waiting]
+            pairs += [(w.input_tokens, w.produced) for w in [*self.waiting, *self.held.values()]]
             self._lengths = pairs
         return self._lengths.copy()

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from dovetail.node.admission import Admitter, Grant
-from dovetail.node.events import Command, Evicted, InstanceClosed, InstanceGone, InstanceReady, Notice, SetTimer
+from dovetail.node.events import (
+    Command,
+    Evicted,
+    InstanceClosed,
+    InstanceGone,
+    InstanceReady,
+    Notice,
+    Resumed,
+    SetTimer,
+)
 from dovetail.node.instance import Instance, State
 from dovetail.node.pools import Pools
 from dovetail.node.residency import Residency
 from dovetail.node.turns import Turns
-from dovetail.node.work import Phase, Work
+from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.headroom import INFINITY
+
+# L4: one that is handed over with no more than so many tokens to compute takes part in the next decode.
+MAX_GAP_TOKENS = 8
 
 
 class Lifecycle:
@@ -91,6 +103,24 @@ class Lifecycle:
             self.close(instance)
         elif keep_alive_s != INFINITY:
             self._outbox.append(SetTimer(now + keep_alive_s, instance.id, instance.epoch))
+
+    def catch_up(self, instance: Instance, work: Work, record: RequestRecord, now: float, *, is_last: bool) -> None:
+        """L4, see `Node.catch_up`."""
+        if is_last:
+            work.take(record)
+            work.hold = 0
+        else:
+            work.produced = record.produced
+        if work.id in instance.held:
+            joins = is_last and work.pending_tokens <= MAX_GAP_TOKENS
+            instance.wake(work, joins=joins)
+            if joins:
+                self._outbox.append(Resumed(work, instance.id))
+                self.pools.make_room(instance, 0, now)
+        else:
+            instance.sort_waiting()
+            instance.refresh()
+        self._turns.update(instance)
 
     # Ends
 

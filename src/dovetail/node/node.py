@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from dovetail.node.admission import KEEP, Admitter, Grant
 from dovetail.node.events import (
+    CaughtUp,
     Command,
     Finished,
     FirstToken,
@@ -22,10 +23,11 @@ from dovetail.node.events import (
 )
 from dovetail.node.instance import Instance, State
 from dovetail.node.lifecycle import Lifecycle
+from dovetail.node.outlook import movable
 from dovetail.node.pools import LOOK_AROUND_TURNS
 from dovetail.node.residency import Residency
 from dovetail.node.turns import Turns
-from dovetail.node.work import Phase, Work
+from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
@@ -155,7 +157,7 @@ class Node:
         if instance is None or not self.up:
             return []
         found = self.admit.victims(instance, work, self._free_at_s(now))
-        return [Victim(one.id, one.movable(), one.deadline_s - now) for one in found]
+        return [Victim(one.id, movable(one), one.deadline_s - now) for one in found]
 
     def pausable_for(self, work: Work, now: float) -> list[Pausable]:
         """Instances that could be swapped out to start one for the work."""
@@ -177,6 +179,12 @@ class Node:
         instance = self.instances[instance_id]
         instance.remove(work)
         self.lives.after_leaving(instance, now)
+
+    def catch_up(self, instance_id: int, work: Work, record: RequestRecord, now: float, *, is_last: bool) -> None:
+        """L4: a held work has more tokens. With the last of them it goes on here: in the next decode if little is left
+        to compute, else when a prefill has computed that."""
+        self.residency.now_s = now
+        self.lives.catch_up(self.instances[instance_id], work, record, now, is_last=is_last)
 
     def fail(self) -> list[Work]:
         """The device is gone, with everything on it; returns the work that was there."""
@@ -232,9 +240,9 @@ class Node:
             if chosen is None:
                 return None
             prefill = self.turns.next_prefill(chosen, now)
-            if prefill is not None and chosen.is_short(prefill.known_tokens + 1):
+            if prefill is not None and chosen.is_short(prefill.pending_tokens + 1):
                 if not chosen.running:
-                    self.pools.make_room(chosen, prefill.known_tokens + 1, now)
+                    self.pools.make_room(chosen, prefill.pending_tokens + 1, now)
                     continue
                 prefill = None
             break
@@ -251,12 +259,16 @@ class Node:
         if prefill is None:
             instance.decoded(now)
         elif prefill in instance.waiting:
-            self._prefilled(instance, prefill, now)
+            if prefill.hold:
+                instance.hold(prefill)
+                self.outbox.append(CaughtUp(prefill, instance.id))
+            else:
+                self._prefilled(instance, prefill, now)
         if finished:
             self._finish(instance, finished, now)
         if prefill is not None and instance.phase is Phase.PREFILL and prefill.id in instance.running:
             self._hand_over(instance, prefill, now)
-        if instance.tokens + len(instance.running) * instance.hosting.block_tokens > instance.kv_tokens:
+        if instance.loose_tokens > instance.kv_tokens:
             self.pools.make_room(instance, 0, now)
         if instance.ops or instance.state is State.CLOSING:
             self.residency.pump(instance)

@@ -14,6 +14,11 @@ def cold_start_grace_s(work: Work, ordered_s: float, loaded_s: float) -> float:
     return max(min(loaded_s - ordered_s, loaded_s - work.arrival_s), 0.0)
 
 
+def movable(instance: Instance) -> tuple[Work, ...]:
+    """Copies of its work as it would come to another instance."""
+    return tuple(work.as_of(instance.produced(work)) for work in instance.works())
+
+
 def demand_of(
     instance: Instance, free_at_s: float, ready_s: float, loaded_s: float, pace_tokens: float
 ) -> InstanceDemand:
@@ -73,7 +78,7 @@ def _prefill(instance: Instance, work: Work, loaded_s: float | None, pace_tokens
     grace_s = 0.0
     if loaded_s is not None and work.produced == 0:
         grace_s = cold_start_grace_s(work, instance.ordered_s, loaded_s)
-    seconds = instance.prefill_s(work.known_tokens)
+    seconds = instance.prefill_s(work.pending_tokens)
     urgent_s = urgent_prefill_s(work, instance.turn_silence_s, seconds)
     safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
     return Prefill(work.due_s + grace_s, urgent_s + grace_s, seconds, work.tpot_s, safety_s)

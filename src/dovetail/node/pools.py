@@ -117,7 +117,7 @@ class Pools:
     def _is_filling_up(self, instance: Instance) -> bool:
         """Within the time that somebody else needs to get ready for one of its answers."""
         turns = 2 * LOOK_AROUND_TURNS
-        if decode_s := instance.decode_s():
+        if (decode_s := instance.decode_s()) and not self._admit.knobs.live_moves:  # else it goes on here meanwhile
             turns = max(turns, min(int(AHEAD_S / decode_s), MOST_AHEAD_TURNS))
         loose = instance.tokens + (turns + 2 * instance.hosting.block_tokens) * len(instance.running)
         if loose <= instance.kv_tokens:

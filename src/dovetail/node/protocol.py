@@ -21,6 +21,7 @@ class Propose(msgspec.Struct, frozen=True, tag="propose"):
 
     request: RequestRecord
     instance: int | None = None  # to join; None = start an instance for it
+    hold: int = 0  # L4: it runs elsewhere still: compute its tokens, say CaughtUp, wait for CatchUp of this number
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):
@@ -50,7 +51,7 @@ class Ease(msgspec.Struct, frozen=True, tag="ease"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Let go of this request, if it runs here still; it goes on elsewhere."""
+    """Let go of this request, if it is here still; it goes on elsewhere."""
 
     request: int
 
@@ -137,9 +138,19 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     """Nobody wants the request here any more. Nothing more is said of it."""
 
     request: int
+    hold: int | None = None  # only if it is held under this number
 
 
-Order = Preempt | Withdraw
+class CatchUp(msgspec.Struct, frozen=True, tag="catch_up"):
+    """L4: a request that is held has got more tokens where it runs. One that is gone already is no mistake."""
+
+    request: RequestRecord  # with so many tokens
+    hold: int  # under which it is held; what comes late, of another number, is passed over
+    known: int  # tokens that it had before; the others come with the order
+    is_last: bool = False  # it runs nowhere else any more: go on with it
+
+
+Order = Preempt | Withdraw | CatchUp
 
 # What a node says of itself
 
@@ -164,6 +175,7 @@ class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
     request: RequestRecord
     instance: int
     reason: str
+    hold: int = 0  # it was held under this number and runs elsewhere still
 
 
 class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
@@ -180,6 +192,14 @@ class Overcommitted(msgspec.Struct, frozen=True, tag="overcommitted"):
 
     request: RequestRecord  # as it would go elsewhere
     instance: int
+
+
+class CaughtUp(msgspec.Struct, frozen=True, tag="caught_up"):
+    """L4: the KV of a request that is held is there for its first so many tokens."""
+
+    request: int
+    hold: int
+    produced: int
 
 
 class InstanceOpened(msgspec.Struct, frozen=True, tag="instance_opened"):
@@ -273,6 +293,7 @@ Notice = (
     | Evicted
     | HandedOver
     | Overcommitted
+    | CaughtUp
     | InstanceOpened
     | InstanceReady
     | InstanceClosed

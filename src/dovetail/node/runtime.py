@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict
 
 from dovetail.eventlog import EventLog
 from dovetail.node import answers, events, protocol
@@ -19,7 +18,6 @@ from dovetail.node.speech import Speech
 from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import Hosting
-from dovetail.profiles.files import hosting_values
 
 KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
 
@@ -37,7 +35,6 @@ class NodeRuntime:
         self.gaps: deque[float] = deque(maxlen=KEPT_GAPS)  # seconds between the ends and starts of turns
         self.gap_s = 0.0  # before the turn that runs or ran last
         self._dirty = dirty
-        self._log = log
         self._feedback = LatencyFeedback(log)
         self._places = self._speech.places
         self._last_end_s: float | None = None  # of a turn; None = the device was idle since
@@ -75,6 +72,11 @@ class NodeRuntime:
         found = self.node.instances.values()
         return [one.id for one in found if one.model == model and one.state is not State.CLOSING]
 
+    def progress(self, request: int) -> int | None:
+        """Tokens that the request has; None if it has left, which may not have been heard yet."""
+        instance, work = self._places.get(request, (-1, None))
+        return None if work is None else self.node.instances[instance].produced(work)
+
     def work_of(self, request: int) -> Work:
         return self._places[request][1]
 
@@ -85,29 +87,31 @@ class NodeRuntime:
             return self._consider(question, now)
         if isinstance(question, protocol.Warm):
             return self._warm(question.model, now)
-        if isinstance(question, protocol.Check):
-            return answers.check(self.node, question, now)
-        if isinstance(question, protocol.FindVictims):
-            return answers.find_victims(self.node, question, now)
-        if isinstance(question, protocol.FindPausable):
-            return answers.find_pausable(self.node, question, now)
-        if isinstance(question, protocol.Ease):
-            return answers.ease(self.node, question, now)
         if isinstance(question, protocol.Release):
             return self._release(question.request, now)
-        return self._take_back(now)
+        if isinstance(question, protocol.TakeBack):
+            return self._take_back(now)
+        return answers.look(self.node, question, now)
 
     def obey(self, order: protocol.Order, now: float) -> None:
         if isinstance(order, protocol.Withdraw):
-            self.withdraw(order.request, now)
+            self._withdraw(order, now)
+        elif isinstance(order, protocol.CatchUp):
+            self._catch_up(order, now)
         elif order.instance in self.node.instances:
             self.preempt(order.instance, order.reason, now)
 
     def _consider(self, question: protocol.Propose, now: float) -> protocol.Answer:
         record = question.request
-        if record.id in self._places:  # asked twice
-            return protocol.Accepted(self._places[record.id][0])
+        if record.id in self._places:  # asked twice, or it was held and its migration has come to nothing
+            instance, held = self._places[record.id]
+            if held.hold == question.hold:
+                return protocol.Accepted(instance)
+            assert held.hold, f"request {record.id} runs here and is to be held here"
+            self.withdraw(record.id, now)
         work = Work.of(record)
+        if question.hold:
+            work.hold_for(question.hold, now)
         answer: int | Refusal | None
         if question.instance is None:
             answer = self.node.start(work, now)
@@ -117,8 +121,7 @@ class NodeRuntime:
             if self.node.outbox:  # idle instances may have been closed in vain
                 self.changed(now)
             return answers.refused(self.node, answer, work)
-        instance = question.instance if answer is None else answer
-        assert instance is not None
+        instance = question.instance if answer is None else answer  # type: ignore[assignment]
         self._places[record.id] = instance, work
         self._speech.enter(work, instance, now)
         self.changed(now)
@@ -132,9 +135,17 @@ class NodeRuntime:
 
     def _release(self, request: int, now: float) -> protocol.TookBack:
         instance, work = self._places.get(request, (-1, None))
-        if work is None or request not in self.node.instances[instance].running:
+        if work is None or work.hold:
             return protocol.TookBack()
         return self._let_go(instance, work, now)
+
+    def _catch_up(self, order: protocol.CatchUp, now: float) -> None:
+        instance, work = self._places.get(order.request.id, (-1, None))
+        if work is None or work.hold != order.hold:
+            return
+        assert work.produced == order.known, f"{work.produced} tokens of request {work.id} are here, not {order.known}"
+        self.node.catch_up(instance, work, order.request, now, is_last=order.is_last)
+        self.changed(now)
 
     def _let_go(self, instance: int, work: Work, now: float) -> protocol.TookBack:
         hosting = self.node.instances[instance].hosting
@@ -146,6 +157,11 @@ class NodeRuntime:
     def preempt(self, instance_id: int, reason: str, now: float) -> None:
         self.node.preempt(instance_id, reason)
         self.changed(now)
+
+    def _withdraw(self, order: protocol.Withdraw, now: float) -> None:
+        place = self._places.get(order.request)
+        if place is not None and order.hold in (None, place[1].hold):
+            self.withdraw(order.request, now)
 
     def withdraw(self, request: int, now: float) -> None:
         place = self._places.pop(request, None)
@@ -160,8 +176,7 @@ class NodeRuntime:
 
     def offer(self, model: str, now: float) -> None:
         """The model's hosting is new or was replaced."""
-        if self._log is not None:
-            self._log.write(now, "hosting", model=model, **hosting_values(self.node.admit.hostings[model]))
+        self._speech.note_hosting(model, now)
         self.node.rehost(model, now)
         self.mailbox.append(protocol.Offered(model, self.offer_of(self.node.admit.hostings[model])))
         self.changed(now)
@@ -215,10 +230,7 @@ class NodeRuntime:
             self.gaps.append(self.gap_s)
         if self.is_idle:
             self._say_idle(False)
-        if self._log is not None and self._log.is_detailed:
-            requests = list(turn.instance.running) if turn.prefill is None else [turn.prefill.id]
-            kind = "decode" if turn.prefill is None else "prefill"
-            self._log.write(now, kind, node=self.name, instance=turn.instance.id, requests=requests)
+        self._speech.note_turn(turn, now)
 
     def _rest(self, now: float) -> None:
         """Nothing can run."""
@@ -247,12 +259,14 @@ class NodeRuntime:
         cache teaches nothing. `was_ahead`: the device began with it when the turn before had ended."""
         turn = self.node.turn
         assert turn is not None, f"{self.name}: no turn under way"
+        if turn.prefill is not None and (turn.prefill.hold or turn.prefill.computed):
+            is_whole = False  # the last token of one that is held is computed when it goes on
         if is_whole:
             took_s = now - self.node.turn_started_s + (self.gap_s if was_ahead else 0.0)
             self._feedback.observe(turn, took_s, self.gap_s, now, is_beside_load=bool(self._speech.load_asked_s))
         self._last_end_s = now
         self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)])
-        if turn.prefill is not None:
+        if turn.prefill is not None and not turn.prefill.hold:
             self.mailbox.append(protocol.Prefilled(turn.prefill.id, turn.prefill.grace_s))
         if self.node.outbox:
             self.changed(now)
@@ -298,11 +312,7 @@ class NodeRuntime:
     # What the node says
 
     def start_log(self, device: str) -> None:
-        """First line of a real node's log: what a simulation of the same node needs. Its models follow as they come."""
-        if self._log is not None:
-            memory_bytes = self.node.residency.ledger.capacity
-            knobs = asdict(self.node.knobs)
-            self._log.header(real=True, node=self.name, device=device, memory_bytes=memory_bytes, knobs=knobs)
+        self._speech.start_log(device)
 
     def changed(self, now: float) -> None:
         self._fullness = self._room = None

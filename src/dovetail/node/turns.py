@@ -51,7 +51,7 @@ class Turns:
         if not rule.guards_decodes or not instance.running:
             return first
         latest_s = min(instance.running_due_s, instance.spoke_s + rule.max_silence_s)
-        prefill_s = instance.prefill_s(first.known_tokens)
+        prefill_s = instance.prefill_s(first.pending_tokens)
         waits = guards_decodes(now, prefill_s, instance.urgent_prefill_s(first), latest_s)
         return None if waits else first
 
@@ -80,14 +80,14 @@ class Turns:
 
     def update(self, instance: Instance) -> None:
         """After anything that decides whether it can run."""
-        wanted = instance.batch > 0 and instance.can_run
+        wanted = instance.has_turns and instance.can_run
         if wanted != (instance in self._active):
             if wanted:
                 self._active.append(instance)
                 self._active.sort(key=lambda one: one.id)
             else:
                 self._active.remove(instance)
-        resizes = instance.batch > 0 and instance.state is State.READY and instance.op_running
+        resizes = instance.has_turns and instance.state is State.READY and instance.op_running
         if resizes != (instance in self._almost):
             if resizes:
                 self._almost.append(instance)
@@ -108,7 +108,7 @@ class Turns:
 def _expected_s(instance: Instance, prefill: Work | None) -> float:
     latency = instance.hosting.latency
     if prefill is not None:
-        duration = latency.prefill_s(prefill.known_tokens)
+        duration = latency.prefill_s(prefill.pending_tokens)
     else:
         duration = latency.decode_s(len(instance.running), instance.tokens) if instance.running else 0.0
     return duration * instance.overestimate

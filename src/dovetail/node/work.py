@@ -51,9 +51,11 @@ class Work:
     __slots__ = (
         "arrival_s",
         "cached",
+        "computed",
         "first_due_s",
         "grace_s",
         "group",
+        "hold",
         "id",
         "input_tokens",
         "is_strict",
@@ -100,6 +102,8 @@ class Work:
         self.last_token_s: float | None = None  # None before its first token
         self.silence_s = 0.0  # the longest time between two of its tokens
         self.moves = 0
+        self.hold = 0  # the migration for which it is held: it runs elsewhere still, no token is made here; 0 = none
+        self.computed = 0  # of one that is or was held: tokens whose KV blocks are here while it does not run
         self.mean_tokens = 0.0  # what answers of its model are long, as far as the controller knows; 0 = not at all
 
     @classmethod
@@ -166,6 +170,16 @@ class Work:
     @property
     def known_tokens(self) -> int:
         return self.input_tokens + self.produced
+
+    @property
+    def pending_tokens(self) -> int:
+        """What a prefill of it has to compute."""
+        return self.input_tokens + self.produced - self.computed
+
+    def hold_for(self, migration: int, now: float) -> None:
+        """It runs elsewhere still, so that its recomputation is as urgent as a first token and no more."""
+        self.hold = migration
+        self.first_due_s = max(self.first_due_s, now + self.ttft_s - self.tpot_s * self.produced)
 
     def got_token(self, now: float) -> None:
         """Note the time; how many tokens it has is counted elsewhere."""

@@ -97,9 +97,10 @@ def _prepare_gpu(device: str) -> None:
 
     if not torch.cuda.is_available() or (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise EngineFailed(f"{device}: torch {torch.__version__} sees no such GPU")
-    torch.backends.cudnn.allow_tf32 = False  # float32 as on a CPU: a mode changes the bill, not the answer
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.benchmark = True  # the fastest kernels of each batch size are found in its first run
+    # As torch has it by default: convolutions may round their inputs to TF32. Trying kernels out for each batch size
+    # would take gigabytes of scratch memory, and choose ones between which times jump.
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = False
 
 
 def _hardware(device: str) -> str:

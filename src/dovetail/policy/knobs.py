@@ -65,6 +65,7 @@ class Knobs:
     one_instance: bool = False  # no second instance of a model on a node: it would split the batch
     free_resize: bool = False  # pools grow and shrink in place, without copying
     reclaim_idle: bool = False  # idle instances give way to a start before their keep-alive is over
+    live_moves: bool = False  # L4: who outgrows its node goes on while another one recomputes what it has said
     count_loads: bool = False  # a start counts the loads before its own on the link (L6)
     pause: bool = False  # swap out instances that are far ahead of their deadlines, to make room for others
     pause_headroom_s: float = 12.0  # an instance with less is not swapped out

@@ -19,6 +19,7 @@ REAL: dict[str, object] = {
     "count_loads": True,
     "extend_deadlines": True,
     "retry_on_change": True,
+    "live_moves": True,
 }
 
 

@@ -107,7 +107,7 @@ class Scheduler:
             if budget == 0 or len(rows) == self._config.max_batch:
                 break
             computed = sequence.num_computed
-            if len(sequence.tokens) - computed == 1 and computed < len(sequence.blocks) * size:
+            if len(sequence.tokens) - computed == 1 and not sequence.is_held and computed < len(sequence.blocks) * size:
                 count = 1  # most rows of most iterations: a token, and room for it
             else:
                 count = self._catch_up(sequence, budget)
@@ -157,16 +157,14 @@ class Scheduler:
 
     def _catch_up(self, sequence: Sequence, budget: int) -> int:
         """Blocks for what it has pending, as far as the budget goes; returns how many tokens that are."""
-        if sequence.blocks:
-            return self._extend(sequence, budget)
-        count = self._start(sequence, budget)
-        if count and sequence in self._waiting:
+        count = self._extend(sequence, budget) if sequence.blocks else self._start(sequence, budget)
+        if sequence.blocks and sequence in self._waiting:
             self._waiting.remove(sequence)
             self._running.append(sequence)
         return count
 
     def _extend(self, sequence: Sequence, budget: int) -> int:
-        count = min(sequence.num_pending, budget)
+        count = min(sequence.num_pending - sequence.is_held, budget)
         missing = self.pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
         if missing > 0:
             blocks = self.pool.allocate(missing)
@@ -233,7 +231,7 @@ class Scheduler:
         reusable = 0 if sequence.sampling.reads_whole_prompt else len(sequence.tokens) - 1
         blocks, key = self.pool.match(sequence.tokens, reusable, sequence.root)
         computed = len(blocks) * self.pool.block_size
-        count = min(len(sequence.tokens) - computed, budget)
+        count = min(len(sequence.tokens) - sequence.is_held - computed, budget)
         fresh = self.pool.allocate(self.pool.blocks_for(computed + count) - len(blocks))
         if fresh is None:
             self.pool.release(blocks)

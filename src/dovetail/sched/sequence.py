@@ -45,6 +45,7 @@ class Sequence:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     was_admitted: bool = False
     alone_below: int = 0  # with fewer tokens than this it shares no iteration
+    is_held: bool = False  # it runs elsewhere still: everything but its last token is computed, and nothing is sampled
     aborted: bool = False  # gone while its turn was running; its blocks are freed when the turn is complete
 
     @property

@@ -7,7 +7,7 @@ import msgspec
 from dovetail.types import SamplingParams, TokenLogprobs
 
 
-class TurnRow(msgspec.Struct, frozen=True):
+class TurnRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of an iteration: compute tokens[start:start+count] on top of what the cache holds.
 
     known tokens   |--------- computed ---------|---- count ----|......... later ........|
@@ -28,7 +28,7 @@ class TurnRow(msgspec.Struct, frozen=True):
         return self.start + self.count
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True, gc=False):
     rows: tuple[TurnRow, ...]
 
     @property
@@ -36,7 +36,7 @@ class Turn(msgspec.Struct, frozen=True):
         return sum(row.count for row in self.rows)
 
 
-class RowOutcome(msgspec.Struct, frozen=True):
+class RowOutcome(msgspec.Struct, frozen=True, gc=False):
     """What a sampling row got. Rows that do not sample have none."""
 
     sequence: int
@@ -49,5 +49,5 @@ class RowOutcome(msgspec.Struct, frozen=True):
     embedding: bytes | None = None  # what a request with `pooling` gets instead of a token
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     rows: tuple[RowOutcome, ...]

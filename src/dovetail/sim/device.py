@@ -50,7 +50,7 @@ class Device:
 
     def _after_prefill(self, turn: Turn, work: Work) -> list[int]:
         instance = turn.instance
-        if work not in instance.waiting:
+        if work not in instance.waiting or work.hold:
             return []
         left = self.outputs[work.id] - work.produced - 1
         if left <= 0:
@@ -63,6 +63,11 @@ class Device:
         if work.cached:
             left = self.outputs[work.id] - work.produced
             self._note(instance_id, work.joined_clock + left, work, work.joined_clock)
+
+    def resumed(self, instance_id: int, work: Work) -> None:
+        """One that was recomputed while it ran elsewhere."""
+        left = self.outputs[work.id] - work.produced
+        self._note(instance_id, work.joined_clock + left, work, work.joined_clock)
 
     def _note(self, instance_id: int, clock: int, work: Work, joined: int) -> None:
         heappush(self._ends.setdefault(instance_id, []), (clock, work.id, joined))

@@ -220,6 +220,8 @@ class Simulation:
         device = self._device_of[node.name]
         if isinstance(said, events.Enter):
             device.entered(said.instance, said.work)
+        elif isinstance(said, events.Resumed):
+            device.resumed(said.instance, said.work)
         elif isinstance(said, events.StartResize):
             duration = device.resize_s(said)
             if node.kind is DeviceKind.GPU:
@@ -292,6 +294,13 @@ class Simulation:
             self._push(now + fault.duration_s, MEMORY, self._calm, device)
         elif fault.kind is FaultKind.LOAD_FAILS:
             device.failing_loads += 1
+        elif fault.kind is FaultKind.MOVE:
+            self.cluster.move_all(device.node.name, now)
+            self._settle(now)
+        elif fault.kind is FaultKind.DRAIN:
+            self.cluster.drain(device.node.name, now)
+            self._settle(now)
+            self._push(now + fault.duration_s, MEMORY, self._undrain, device)
         else:
             handle = self.cluster.handles[device.node.name]
             if fault.kind is FaultKind.LATE:
@@ -304,6 +313,10 @@ class Simulation:
         device.slowdown = 1.0
         handle = self.cluster.handles[device.node.name]
         handle.lag_s, handle.is_mute = 0.0, False
+
+    def _undrain(self, now: float, device: Device) -> None:
+        self.cluster.runtime.undrain(self.cluster.handles[device.node.name])
+        self._settle(now)
 
     def _die(self, device: Device, fault: Fault, now: float) -> None:
         if not device.node.up:

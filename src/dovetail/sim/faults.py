@@ -1,4 +1,4 @@
-"""Faults to inject: a node dies, stalls or slows down; a load fails; what a node says arrives late or not at all."""
+"""Faults to inject: a node dies, stalls or slows down; a load fails; what a node says is late or lost; work moves."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class FaultKind(StrEnum):
     LOAD_FAILS = "load_fails"  # the next load on the node fails
     LATE = "late"  # answers and notices of the node reach the controller `factor` seconds late
     MUTE = "mute"  # questions to the node, or its answers, are lost
+    MOVE = "move"  # everything on the node is to go on elsewhere, live (L4)
+    DRAIN = "drain"  # the node takes nothing new and is emptied, for `duration_s`
 
 
 class Fault(NamedTuple):

@@ -86,6 +86,7 @@ def _draw_knobs(rng: Random) -> Knobs:
         watermark=rng.choice((0.0, 0.25)),
         floor_tokens=rng.choice((0, 512, 4096)),
         proactive=rng.random() < 0.8,
+        live_moves=rng.random() < 0.5,
         keep_alive_s=rng.choice((0.0, 1.0, 5.0)),
         pause_headroom_s=rng.choice((1.0, 4.0, 12.0)),
         pause_last_s=rng.choice((0.3, 5.0)),
@@ -120,6 +121,8 @@ def check_node(node: Node) -> None:
     node.residency.ledger.check()
     for instance in node.instances.values():
         produced = {work.id: instance.produced(work) for work in instance.running.values()}
+        held = sum(work.computed + instance.hosting.block_tokens for work in instance.works() if work.computed)
+        assert instance.held_tokens == held, f"{node.name}: {instance.held_tokens} held tokens counted, {held} there"
         tokens = sum(work.input_tokens + produced[work.id] for work in instance.running.values())
         assert instance.tokens == tokens, f"{node.name}: {instance.tokens} tokens counted, {tokens} there"
         used = instance.used_blocks() * instance.hosting.block_tokens
@@ -136,6 +139,7 @@ def check_end(simulation: Simulation) -> None:
     controller = simulation.cluster.runtime.controller
     assert not controller.num_queued, "the controller still queues requests"
     assert not controller.parked, "the controller still has swapped-out requests"
+    assert not len(simulation.cluster.runtime.migrations), "requests are still moving"
     assert not simulation.cluster.runtime.works, "the runtime still knows requests"
     for device in simulation.devices:
         ledger = device.node.residency.ledger

@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +26,6 @@ class Order(msgspec.Struct, frozen=True):
     layout: str
     force: bool = False
     memory_bytes: int = 0  # that it may allocate; mapped files do not count
-    niceness: int = 0
     parent: int = 0
 
 
@@ -75,8 +73,6 @@ def _confine(order: Order) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if order.parent and os.getppid() != order.parent:
             sys.exit(1)
-    with suppress(OSError):
-        os.nice(order.niceness)
     if order.memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (order.memory_bytes, order.memory_bytes))
 

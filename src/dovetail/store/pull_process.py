@@ -20,6 +20,7 @@ import msgspec
 
 from dovetail import errors
 from dovetail.errors import DovetailError, SourceError
+from dovetail.machine import give_way
 from dovetail.store.pull_child import Done, Failed, Line, Order, Step
 from dovetail.store.sources import Progress
 from dovetail.types import ModelCard
@@ -39,7 +40,7 @@ def pull_in_process(
     root: Path, source: str, name: str, layout: str, progress: Progress, *, force: bool = False, bounds: PullBounds
 ) -> ModelCard:
     """`Catalogue.pull`, elsewhere. What `progress` raises ends the child. Raises DovetailError."""
-    order = Order(str(root), source, name, layout, force, bounds.memory_bytes, bounds.niceness, os.getpid())
+    order = Order(str(root), source, name, layout, force, bounds.memory_bytes, os.getpid())
     child = subprocess.Popen(
         [sys.executable, "-m", "dovetail.store.pull_child"],
         stdin=subprocess.PIPE,
@@ -47,6 +48,7 @@ def pull_in_process(
         start_new_session=True,
         env=dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),  # their buffers count as memory
     )
+    give_way(child.pid, bounds.niceness)
     try:
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(order) + b"\n")

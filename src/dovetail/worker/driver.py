@@ -19,6 +19,7 @@ from dovetail.node.node import Node
 from dovetail.node.protocol import (
     Accepted,
     Answer,
+    CatchUp,
     Evicted,
     HandedOver,
     Notice,
@@ -64,6 +65,7 @@ class RequestState:
     sequence: Sequence
     instance: int | None = None  # whose turns it takes part in
     has_token: bool = False  # its first one was told
+    hold: int = 0  # the migration for which it is held; 0 = none
 
 
 class NodeDriver:
@@ -134,9 +136,14 @@ class NodeDriver:
 
     def ask(self, question: Question, request: Request | None = None) -> Answer:
         """With Propose comes the request, with one open choice."""
-        if isinstance(question, Propose) and question.request.id not in self.states:
-            assert request is not None
-            self._expect(question.request.id, request)
+        if isinstance(question, Propose):
+            known = self.states.get(question.request.id)
+            if known is not None and known.hold != question.hold:  # what it was held for has come to nothing
+                self.obey(Withdraw(known.id))
+                self.carry_out()
+            if question.request.id not in self.states:
+                assert request is not None
+                self._expect(question.request.id, request, question.hold)
         answer = self.home.answer(question, self._clock())
         if isinstance(question, Propose):
             self._came_or_not(question.request.id, isinstance(answer, Accepted))
@@ -151,21 +158,40 @@ class NodeDriver:
         elif not is_here and not is_leaving:
             self._forget(id)
 
-    def obey(self, order: Order) -> None:
-        """What comes of it, as of an answer, is to be carried out (`carry_out`) before the next turn."""
+    def obey(self, order: Order, tokens: Iterable[int] = ()) -> None:
+        """What comes of it, as of an answer, is to be carried out (`carry_out`) before the next turn. With CatchUp come
+        the tokens."""
+        if isinstance(order, CatchUp):
+            self._catch_up(order, tokens)
         self.home.obey(order, self._clock())
-        if isinstance(order, Withdraw):
+        if isinstance(order, Withdraw) and order.request in self.states:
+            self._leave(order)
+
+    def _leave(self, order: Withdraw) -> None:
+        if order.hold in (None, self.states[order.request].hold):
             self._leaving.append(order.request)
 
-    def _expect(self, id: int, request: Request) -> None:
+    def _catch_up(self, order: CatchUp, tokens: Iterable[int]) -> None:
+        state = self.states.get(order.request.id)
+        if state is None or state.hold != order.hold:
+            return
+        state.sequence.tokens.extend(tokens)
+        if order.is_last:
+            state.hold, state.sequence.is_held = 0, False
+
+    def _expect(self, id: int, request: Request, hold: int) -> None:
         (sequence,) = sequences_of(request, id)
-        state = self.states[id] = RequestState(id, request.model, sequence)
+        sequence.is_held = hold > 0
+        state = self.states[id] = RequestState(id, request.model, sequence, hold=hold)
         self._by_choice[request.id, sequence.choice] = state
 
     def _forget(self, id: int) -> None:
         state = self.states.pop(id, None)
-        if state is not None:
-            del self._by_choice[state.sequence.request_id, state.sequence.choice]
+        if state is None:
+            return
+        key = state.sequence.request_id, state.sequence.choice
+        if self._by_choice.get(key) is state:  # else it was submitted anew while this copy of it was held
+            del self._by_choice[key]
 
     @property
     def has_work(self) -> bool:
@@ -191,7 +217,7 @@ class NodeDriver:
         runner = self.runners[turn.instance.id]
         runner.meter.overhead_seconds += self.home.gap_s
         if turn.prefill is not None:
-            self._expected_s = turn.instance.prefill_s(turn.prefill.known_tokens)
+            self._expected_s = turn.instance.prefill_s(turn.prefill.pending_tokens)
             if runner.meter.turns == 0 and self.home.kind is not DeviceKind.CPU:
                 self._expected_s += COMPILE_S
             self._prefill(runner, turn.instance.id, self.states[turn.prefill.id])
@@ -207,18 +233,18 @@ class NodeDriver:
         return turn
 
     def _prefill(self, runner: ModelRunner, instance: int, state: RequestState) -> None:
-        """All of its prompt, in as many iterations as that takes."""
+        """All of its prompt, in as many iterations as that takes; of one that is held all but its last token."""
         sequence, computed = state.sequence, runner.meter.tokens
-        known = len(sequence.tokens)
+        num_prompt = len(sequence.tokens)
         finished: list[int] = []
-        while state.instance == instance:
-            before = sequence.num_computed
+        while state.instance == instance and not (sequence.is_held and sequence.num_pending == 1):
+            before, known = sequence.num_computed, len(sequence.tokens)
             finished = self._iterate(runner, [sequence])
             if finished or len(sequence.tokens) > known:
                 break
             assert sequence.num_computed > before, f"{runner.card.name}: the KV pool is smaller than the node thinks"
             self._on_pause()
-        is_whole = runner.meter.tokens - computed == known  # else part of it was in the cache, or it was given up
+        is_whole = runner.meter.tokens - computed == num_prompt  # else part of it was in the cache, or it was given up
         self._turn_ended(finished, is_whole=is_whole)
 
     def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> None:

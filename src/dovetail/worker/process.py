@@ -247,10 +247,10 @@ class Worker:
         match message:
             case messages.Ask():
                 self._ask(message)
-            case messages.Command(order):
+            case messages.Command(order, tokens):
                 if isinstance(order, Withdraw):
                     self._held.withdraw(order.request)
-                self._driver.obey(order)
+                self._driver.obey(order, tokens)
             case messages.Load():
                 self._register(message)
             case messages.Unload(model):

@@ -44,6 +44,7 @@ class ModelRunner:
         self.idle_since: float | None = None  # None = busy, or its pages are released already
         self.is_released = True  # no KV page has been written since they were last given back
         self.max_batch = config.max_batch
+        self._max_turn_tokens = config.max_turn_tokens
         self._ahead: Turn | None = None  # launched after the one under way, on the bet that it will be asked for next
         self.was_ahead = False  # the last iteration had been launched before it was asked for
         self._collected_s = 0.0  # when the last one was
@@ -110,8 +111,16 @@ class ModelRunner:
     def batches(self, sequences: Several[Sequence]) -> list[list[Sequence]]:
         """As many as fit into one iteration together, and those who shall share none."""
         together = [sequence for sequence in sequences if not sequence.is_alone]
-        alone = [[sequence] for sequence in sequences if sequence.is_alone]
-        return alone + [together[i : i + self.max_batch] for i in range(0, len(together), self.max_batch)]
+        found = [[sequence] for sequence in sequences if sequence.is_alone]
+        batch: list[Sequence] = []
+        tokens = 0
+        for sequence in together:
+            tokens += sequence.num_pending  # one, or a few more of one that was handed over
+            if batch and (len(batch) == self.max_batch or tokens > self._max_turn_tokens):
+                found.append(batch)
+                batch, tokens = [], sequence.num_pending
+            batch.append(sequence)
+        return [*found, batch] if batch else found
 
     def resize(self, num_blocks: int) -> None:
         self._discard()

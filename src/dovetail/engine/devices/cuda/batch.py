@@ -139,6 +139,7 @@ def only_greedy(rows: Sequence[TurnRow]) -> bool:
 
 
 def stays_greedy(row: TurnRow) -> bool:
-    """The same also for tokens that come after the next one, whatever that is."""
+    """The same of all tokens that this sequence will have, whatever they are."""
     sampling = row.sampling
-    return sampling.is_greedy and sampling.logprobs is None and sampling.thinking is None and not is_shaped(row)
+    changes = sampling.thinking is not None or (sampling.min_tokens > 0 and bool(sampling.stop_token_ids))
+    return sampling.is_greedy and sampling.logprobs is None and not changes and not is_shaped(row)

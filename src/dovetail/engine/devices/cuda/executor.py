@@ -86,6 +86,7 @@ class CudaExecutor:
         self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
         self._reader = PromptReader()
         self._reading: list[TurnRow] = []  # rows of the launched iteration whose prompts are read when it is collected
+        self._stays_greedy: dict[int, bool] = {}  # by sequence
         self._launched: deque[_Launched] = deque(maxlen=2)  # not collected; the second follows the first
 
     @property
@@ -120,7 +121,7 @@ class CudaExecutor:
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
             is_decode = self._is_decode(turn.rows)
             sampled, logits, best = self._forward(turn)
-            tokens = best if only_greedy(sampled) else None
+            tokens = best if self._all_stay_greedy(sampled) or only_greedy(sampled) else None
             self._note(_Launched(sampled, logits, tokens, torch.cuda.Event(), is_decode))
 
     def launch_next(self, turn: Turn) -> bool:
@@ -130,12 +131,22 @@ class CudaExecutor:
             return False
         before = self._launched[0]
         places = {row.sequence: at for at, row in enumerate(before.sampled)}
-        if before.tokens is None or not before.is_decode or not all(map(stays_greedy, turn.rows)):
+        if before.tokens is None or not before.is_decode or not self._all_stay_greedy(turn.rows):
             return False
         rows = list(turn.rows)
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
             logits, best = self._decode.run(rows, [places[row.sequence] for row in rows])
             self._note(_Launched(rows, logits, best, torch.cuda.Event(), is_decode=True))
+        return True
+
+    def _all_stay_greedy(self, rows: Sequence[TurnRow]) -> bool:
+        known = self._stays_greedy
+        for row in rows:
+            greedy = known.get(row.sequence)
+            if greedy is None:
+                greedy = known[row.sequence] = stays_greedy(row)
+            if not greedy:
+                return False
         return True
 
     def _note(self, launched: _Launched) -> None:
@@ -209,6 +220,7 @@ class CudaExecutor:
         self._cache.resize(num_blocks)
 
     def forget(self, sequence: int) -> None:
+        self._stays_greedy.pop(sequence, None)
         self._grammars.forget(sequence)
         self._reader.forget(sequence)
 

@@ -1,0 +1,178 @@
+"""What a live migration costs its reader: streams on several nodes, one node drained, the gap where each stream moved.
+
+The server's own log says when each answer was handed over; the clients' clock is the same machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import msgspec
+import yaml
+
+from dovetail.bench.servers import Contender, free_port, running
+from dovetail.errors import DovetailError
+from dovetail.local_token import token_for
+
+_OURS = (sys.executable, "-c", "from dovetail.cli.main import main; main()")
+WARM_UP_TOKENS = 12  # of every stream before a node is drained
+
+
+@dataclass
+class Stream:
+    text: str = ""
+    times_s: list[float] = field(default_factory=list)  # of its chunks
+
+
+class MigrationReport(msgspec.Struct, frozen=True):
+    streams: int
+    moved: int
+    identical: int  # texts that are the same as undisturbed
+    token_p50_s: float  # between two tokens before anything moved
+    pause_p50_s: float  # between the last token of the source and the first of the destination
+    pause_p99_s: float
+    pause_p50_tokens: float  # the same in token times of the stream before
+    pause_p99_tokens: float
+    rounds_p50: float  # of tokens that the destination computed
+    gap_p50: float  # tokens that were left for the end
+    drain_s: float  # until nothing was left on the node
+
+
+def measure(model: str, streams: int, max_tokens: int, prompt_words: int, nodes: int, store: str) -> MigrationReport:
+    with TemporaryDirectory(prefix="dovetail-bench-") as folder:
+        log = Path(folder) / "events.jsonl"
+        contender = _server(model, nodes, Path(folder), log, store)
+        with running(contender, Path(folder) / "server.log") as server:
+            asyncio.run(_read_all(server.url, model, streams, max_tokens, prompt_words))  # loads the model
+            plain, _ = asyncio.run(_read_all(server.url, model, streams, max_tokens, prompt_words))
+            before = _num_arrivals(log)
+            moving, drain_s = asyncio.run(
+                _read_all(server.url, model, streams, max_tokens, prompt_words, is_drained=True)
+            )
+        return _report(plain, moving, _moves(log, before), drain_s)
+
+
+def _server(model: str, nodes: int, folder: Path, log: Path, store: str) -> Contender:
+    config: dict[str, Any] = {
+        "models": {model: {"source": model}},
+        "nodes": [
+            {"name": f"cpu-{index}", "threads": 1, "memory": "2GiB", "event_log": str(log)} for index in range(nodes)
+        ],
+    }
+    if store:
+        config["store"] = {"path": store}
+    path = folder / "dovetail.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    port = free_port()
+    command = (*_OURS, "serve", "--config", str(path), "--port", str(port), "--json")
+    return Contender("dovetail", "", command, port, "/health")
+
+
+async def _read_all(
+    url: str, model: str, count: int, max_tokens: int, prompt_words: int, *, is_drained: bool = False
+) -> tuple[list[Stream], float]:
+    """Streams that begin one after the other, so that the log numbers them in order."""
+    streams = [Stream() for _ in range(count)]
+    drain_s = 0.0
+    async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as client:
+        tasks = []
+        for index, stream in enumerate(streams):
+            prompt = " ".join(f"word{(index * 7 + at) % 50}" for at in range(prompt_words))
+            tasks.append(asyncio.create_task(_read(client, model, prompt, max_tokens, stream)))
+            while not stream.times_s and not tasks[-1].done():
+                await asyncio.sleep(0.002)
+        if is_drained:
+            while min(len(one.times_s) for one in streams) < WARM_UP_TOKENS and not any(one.done() for one in tasks):
+                await asyncio.sleep(0.002)
+            drain_s = await _drain_busiest(client, url)
+        await asyncio.gather(*tasks)
+    return streams, drain_s
+
+
+async def _read(client: httpx.AsyncClient, model: str, prompt: str, max_tokens: int, stream: Stream) -> None:
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as response:
+        if response.status_code != 200:
+            raise DovetailError(f"the server answers {response.status_code}: {(await response.aread())[:200]!r}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                text = "".join(choice["text"] for choice in chunk["choices"])
+                if text:
+                    stream.times_s.append(time.monotonic())
+                    stream.text += text
+
+
+async def _drain_busiest(client: httpx.AsyncClient, url: str) -> float:
+    nodes = (await client.get("/api/nodes")).json()["data"]
+    name = max(nodes, key=lambda one: one["unfinished"])["name"]
+    began = time.monotonic()
+    headers = {"authorization": f"Bearer {token_for(url)}"}
+    (await client.post(f"/api/nodes/{name}/drain", headers=headers)).raise_for_status()
+    while (await client.get(f"/api/nodes/{name}")).json()["state"] != "drained":
+        await asyncio.sleep(0.02)
+    return time.monotonic() - began
+
+
+@dataclass(frozen=True)
+class Move:
+    stream: int
+    at_s: float
+    rounds: int
+    gap: int
+
+
+def _num_arrivals(log: Path) -> int:
+    return sum('"event": "arrive"' in line for line in log.read_text().splitlines())
+
+
+def _moves(log: Path, first: int) -> list[Move]:
+    """Of the requests after the first so many; one that moved several times counts once for each."""
+    found = [json.loads(line) for line in log.read_text().splitlines() if '"event": "migrated"' in line]
+    return [
+        Move(one["request"] - first, one["t"], one["rounds"], one["gap"]) for one in found if one["request"] >= first
+    ]
+
+
+def _report(plain: list[Stream], moving: list[Stream], moves: list[Move], drain_s: float) -> MigrationReport:
+    pauses: list[tuple[float, float]] = []  # seconds, token times
+    tokens: list[float] = []
+    for move in moves:
+        times = moving[move.stream].times_s
+        before = [after - at for at, after in pairwise(times) if after <= move.at_s]
+        last = max((at for at in times if at <= move.at_s), default=None)
+        following = min((at for at in times if at > move.at_s), default=None)
+        if last is None or following is None or not before:
+            continue
+        tokens += before
+        pauses.append((following - last, (following - last) / median(before)))
+    if not pauses:
+        raise DovetailError("nothing moved: all streams were on other nodes, or had ended")
+    seconds, times_of = sorted(one for one, _ in pauses), sorted(one for _, one in pauses)
+    return MigrationReport(
+        streams=len(moving),
+        moved=len(pauses),
+        identical=sum(one.text == other.text for one, other in zip(plain, moving, strict=True)),
+        token_p50_s=median(tokens),
+        pause_p50_s=median(seconds),
+        pause_p99_s=_p99(seconds),
+        pause_p50_tokens=median(times_of),
+        pause_p99_tokens=_p99(times_of),
+        rounds_p50=median(one.rounds for one in moves),
+        gap_p50=median(one.gap for one in moves),
+        drain_s=drain_s,
+    )
+
+
+def _p99(values: list[float]) -> float:
+    return values[min(len(values) - 1, -(-99 * len(values) // 100) - 1)]

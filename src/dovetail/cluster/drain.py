@@ -1,0 +1,45 @@
+"""Nodes that are to be left alone: nothing new goes there, and what is there moves away, one answer after another.
+
+An answer that nobody else takes goes on where it is. A node is drained when it has nothing left.
+"""
+
+from __future__ import annotations
+
+from dovetail.cluster.handle import NodeHandle
+from dovetail.cluster.migration import Migrations
+
+ASK_AGAIN_S = 0.5  # one that nobody took
+
+
+class Drain:
+    """One node's."""
+
+    def __init__(self, node: NodeHandle, migrations: Migrations, places: dict[int, tuple[NodeHandle, int]]) -> None:
+        self.node = node
+        self.next_s: float | None = None  # when to look again though nothing has happened
+        self._migrations = migrations
+        self._places = places
+        self._asked_s: dict[int, float] = {}  # by request: when it was last tried to move it
+        node.is_draining = True
+
+    def left(self) -> list[int]:
+        """Requests that are there."""
+        return [id for id, (node, _) in self._places.items() if node is self.node]
+
+    @property
+    def is_done(self) -> bool:
+        return not self.left() and not self._migrations.of_destination(self.node)
+
+    def step(self, now: float) -> None:
+        """The next answer moves, if none is on its way."""
+        self.next_s = None
+        there = self.left()
+        self._asked_s = {id: at_s for id, at_s in self._asked_s.items() if id in there}
+        while there and not self._migrations.of_source(self.node):
+            id = min(there, key=lambda one: (self._asked_s.get(one, float("-inf")), one))
+            last_s = self._asked_s.get(id)
+            if last_s is not None and now < last_s + ASK_AGAIN_S:
+                self.next_s = last_s + ASK_AGAIN_S
+                return
+            self._asked_s[id] = now
+            self._migrations.begin(id, "drain")

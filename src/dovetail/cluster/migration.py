@@ -1,0 +1,231 @@
+"""Live migration (L4, L5): requests that go on while another node recomputes what they have said, and then go on there.
+
+    choosing ──Accepted──▶ computing ──CaughtUp, little is left──▶ releasing ──TookBack──▶ handed over
+                             ▲    │
+                             └────┘ CaughtUp, much is left: one more round of tokens
+
+Only tokens travel. Until the source has let go it owns the request: whatever happens to the copy at the destination,
+the request goes on. From then on the destination owns it. A migration that comes to nothing takes its copy back, which
+its number tells apart from later ones. Nothing here knows whether time is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count
+
+import msgspec
+
+from dovetail.cluster.asking import Ask, Asking
+from dovetail.cluster.controller import Controller
+from dovetail.cluster.decisions import Migrated, Moving
+from dovetail.cluster.handle import NodeHandle
+from dovetail.node import protocol
+from dovetail.node.work import Phase, RequestRecord
+
+MAX_ASKED = 8  # nodes and instances that are asked to hold one request
+SMALL_GAP = 4  # tokens: the destination computes so few within its next iteration
+MAX_ROUNDS = 12  # each shrinks the gap; one that does not is the last
+
+
+class Step(StrEnum):
+    CHOOSING = "choosing"  # somebody is asked to hold it
+    COMPUTING = "computing"  # the destination loads the model, or computes the tokens of a round
+    RELEASING = "releasing"  # the source was asked to let go
+
+
+@dataclass(eq=False, slots=True)
+class Migration:
+    number: int
+    id: int  # of the request
+    source: NodeHandle
+    reason: str
+    step: Step = Step.CHOOSING
+    destination: NodeHandle | None = None  # holds a copy, or is about to
+    instance: int = -1
+    known: int = 0  # tokens that the destination was told of
+    gap: int = 0  # tokens that it was behind after the last round
+    rounds: int = 0
+    is_over: bool = False  # whoever waits for an answer takes back what comes of it
+
+
+class Migrations:
+    def __init__(self, controller: Controller, places: dict[int, tuple[NodeHandle, int]]) -> None:
+        # Tokens that a request with a place has; None = all of them.
+        self.progress: Callable[[int], int | None] = lambda id: controller.works[id].produced
+        self._controller = controller
+        self._places = places
+        self._by_request: dict[int, Migration] = {}
+        self._numbers = count(1)
+        self.completed = 0
+        self.abandoned = 0
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._by_request
+
+    def of_source(self, node: NodeHandle) -> list[Migration]:
+        return [one for one in self._by_request.values() if one.source is node]
+
+    def of_destination(self, node: NodeHandle) -> list[Migration]:
+        return [one for one in self._by_request.values() if one.destination is node]
+
+    # Beginning
+
+    def begin(self, request: int, reason: str) -> bool:
+        """Somebody else shall go on with a request that has a place. False: it moves already, or has ended."""
+        if request in self._by_request or self.progress(request) is None:
+            return False
+        migration = Migration(next(self._numbers), request, self._places[request][0], reason)
+        self._by_request[request] = migration
+        self._controller.decisions.begin(self._choose(migration))
+        return True
+
+    def _choose(self, migration: Migration) -> Asking[None]:
+        """Ask one after another to hold a copy."""
+        known = self._controller.works[migration.id].record()
+        for node, instance in self._controller.placer.places_for(known, migration.source)[:MAX_ASKED]:
+            record = self._record(migration)
+            if record is None:
+                break
+            migration.destination, migration.known = node, record.produced
+            answer = yield Ask(node, protocol.Propose(record, instance, migration.number))
+            if migration.is_over:
+                if isinstance(answer, protocol.Accepted):
+                    node.order(protocol.Withdraw(migration.id, migration.number), self._controller.decisions.now_s)
+                return
+            if isinstance(answer, protocol.Accepted):
+                migration.instance, migration.step = answer.instance, Step.COMPUTING
+                self._controller.placer.joined(node, answer.instance, record)
+                return
+        migration.destination = None
+        self._end(migration)
+
+    def _record(self, migration: Migration) -> RequestRecord | None:
+        """As far as it has come, None if it has ended; the source has the exact one, and gives it away in the end."""
+        produced = self.progress(migration.id)
+        if produced is None:
+            return None
+        record = self._controller.works[migration.id].record()
+        return msgspec.structs.replace(record, produced=produced, has_kv=False, phase=Phase.ANY)
+
+    # Rounds
+
+    def caught_up(self, node: NodeHandle, notice: protocol.CaughtUp) -> None:
+        migration = self._by_request.get(notice.request)
+        if migration is None or migration.number != notice.hold or migration.step is not Step.COMPUTING:
+            return  # of one that is over
+        assert migration.destination is node
+        record = self._record(migration)
+        if record is None:
+            self._end(migration)
+            return
+        gap = record.produced - notice.produced
+        is_shrinking = not migration.rounds or gap < migration.gap
+        migration.rounds, migration.gap = migration.rounds + 1, gap
+        if gap <= SMALL_GAP or not is_shrinking or migration.rounds == MAX_ROUNDS:
+            migration.step = Step.RELEASING
+            self._controller.decisions.begin(self._release(migration))
+        else:
+            self._send_tokens(migration, record)
+
+    def _send_tokens(self, migration: Migration, record: RequestRecord, *, is_last: bool = False) -> None:
+        assert migration.destination is not None
+        assert record.produced >= migration.known, "tokens do not disappear"
+        order = protocol.CatchUp(record, migration.number, migration.known, is_last)
+        migration.destination.order(order, self._controller.decisions.now_s)
+        migration.known = record.produced
+
+    # The end
+
+    def _release(self, migration: Migration) -> Asking[None]:
+        answer = yield Ask(migration.source, protocol.Release(migration.id))
+        if migration.is_over:  # it was cancelled, has ended, or was handed over because the source had let go by itself
+            return
+        if isinstance(answer, protocol.TookBack) and answer.request is not None:
+            self.let_go(migration.source, answer.instance, answer.request)
+        else:
+            self._end(migration)  # the source says why
+
+    def let_go(self, source: NodeHandle, instance: int, record: RequestRecord) -> bool:
+        """The source has let go of it, as asked or by itself. False: nobody holds a copy, it needs another place."""
+        migration = self._by_request.get(record.id)
+        if migration is None:
+            return False
+        controller = self._controller
+        work = controller.works[record.id]
+        was_asked = migration.step is Step.RELEASING
+        if migration.step is Step.CHOOSING or migration.destination is None:
+            self._end(migration)
+            if not was_asked:
+                return False
+            controller.left(source, instance)
+            work.take(record)
+            controller.outbox.append(Moving(work, controller.decisions.now_s, migration.reason))
+            controller.seek_again(work)
+            return True
+        controller.left(source, instance)
+        gap = record.produced - migration.known
+        work.take(record)
+        self._send_tokens(migration, record, is_last=True)
+        del self._by_request[migration.id]
+        migration.is_over = True
+        self.completed += 1
+        controller.outbox.append(
+            Migrated(
+                work,
+                migration.destination,
+                migration.instance,
+                source.name,
+                migration.rounds,
+                gap,
+                migration.reason,
+            )
+        )
+        return True
+
+    def over(self, request: int) -> None:
+        """The request has ended, or nobody wants it any more, or its source is gone: there is nothing to move."""
+        migration = self._by_request.get(request)
+        if migration is not None:
+            self._end(migration)
+
+    def given_up(self, node: NodeHandle, request: int, hold: int) -> None:
+        """The destination has let go of the copy."""
+        migration = self._by_request.get(request)
+        if migration is not None and migration.number == hold:
+            self._copy_lost(migration)
+
+    def lost(self, node: NodeHandle) -> None:
+        """The node is gone, and the copies on it."""
+        for migration in self.of_destination(node):
+            if migration.step is not Step.CHOOSING:  # else whoever asked hears it as an answer
+                self._copy_lost(migration)
+        for migration in self.of_source(node):
+            self._end(migration)
+
+    def _copy_lost(self, migration: Migration) -> None:
+        """The source goes on; one that was asked to let go may have done so."""
+        assert migration.destination is not None
+        self._controller.placer.left(migration.destination, migration.instance)
+        migration.destination = None
+        if migration.step is not Step.RELEASING:
+            self._end(migration)
+
+    def _end(self, migration: Migration) -> None:
+        """It comes to nothing: take the copy back."""
+        del self._by_request[migration.id]
+        migration.is_over = True
+        self.abandoned += 1
+        node = migration.destination
+        if node is not None and migration.step is not Step.CHOOSING:
+            node.order(protocol.Withdraw(migration.id, migration.number), self._controller.decisions.now_s)
+            self._controller.placer.left(node, migration.instance)
+
+    def cancel(self, requests: Iterable[int]) -> None:
+        for request in requests:
+            self.over(request)

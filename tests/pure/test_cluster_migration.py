@@ -1,0 +1,135 @@
+"""Live migration over real drivers and the wire's coding: every message waits to be delivered, so that every order of
+them, and each death between two of them, can be tried."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from fleet_builders import Fleet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def fleet_under_way(prompt: int = 20, tokens: int = 30, spoken: int = 5) -> Fleet:
+    """One answer that has said something."""
+    fleet = Fleet()
+    fleet.submit("r", prompt=prompt, tokens=tokens)
+    count = 0
+    while len(fleet.text["r"]) < spoken:
+        steps = fleet.steps()
+        fleet.do(steps[count % len(steps)])
+        count += 1
+    return fleet
+
+
+def run_until_moved(fleet: Fleet, limit: int = 2000, slow: str = "") -> None:
+    """`slow` does one thing while the others do four."""
+    for count in range(limit):
+        if fleet.migrations.completed:
+            return
+        steps = [one for one in fleet.steps() if (one[1] == slow) is (count % 5 == 0)] or fleet.steps()
+        fleet.do(steps[count % len(steps)])
+    raise AssertionError("it never moved")
+
+
+def test_an_answer_moves_while_it_is_spoken_and_nothing_is_said_twice() -> None:
+    fleet = fleet_under_way()
+    source = fleet.place("r")
+    assert fleet.migrate("r")
+    before = len(fleet.text["r"])
+    run_until_moved(fleet)
+    assert fleet.place("r") != source
+    assert len(fleet.text["r"]) > before, "the source went on while the destination computed"
+    fleet.run()
+    fleet.check_end()
+
+
+def test_the_source_goes_on_for_several_rounds_while_a_long_answer_is_recomputed() -> None:
+    fleet = fleet_under_way(prompt=200, tokens=150, spoken=60)
+    fleet.migrate("r")
+    (migration,) = fleet.migrations._by_request.values()
+    (slow,) = fleet.peers.keys() - {fleet.place("r")}
+    run_until_moved(fleet, slow=slow)
+    assert migration.rounds >= 2
+    fleet.run()
+    fleet.check_end()
+
+
+def test_an_answer_that_ends_while_it_is_moved_has_ended_once() -> None:
+    fleet = fleet_under_way(tokens=7, spoken=5)
+    fleet.migrate("r")
+    fleet.run()
+    assert fleet.migrations.abandoned == 1
+    fleet.check_end()
+
+
+def test_nobody_else_takes_it_and_it_stays() -> None:
+    fleet = fleet_under_way()
+    (other,) = fleet.peers.keys() - {fleet.place("r")}
+    fleet.kill(other)
+    assert fleet.migrate("r")
+    fleet.run()
+    assert fleet.migrations.completed == 0
+    fleet.check_end()
+
+
+def steps_of_a_migration() -> int:
+    fleet = fleet_under_way()
+    fleet.migrate("r")
+    count = 0
+    while not fleet.migrations.completed or count < 5:
+        steps = fleet.steps()
+        fleet.do(steps[count % len(steps)])
+        count += 1
+    return count + 10  # and some after it
+
+
+@pytest.mark.parametrize("who", ["source", "destination", "both", "client"])
+def test_whoever_dies_between_any_two_steps_the_answer_ends_right_and_once(who: str) -> None:
+    for at in range(steps_of_a_migration()):
+        fleet = fleet_under_way()
+        source = fleet.place("r")
+        (destination,) = fleet.peers.keys() - {source}
+        fleet.migrate("r")
+        for count in range(at):
+            steps = fleet.steps()
+            if steps:
+                fleet.do(steps[count % len(steps)])
+        for victim in {"source": [source], "destination": [destination], "both": [source, destination]}.get(who, []):
+            fleet.kill(victim)
+            fleet.join(victim)
+        if who == "client":
+            fleet.cancel("r")
+        fleet.run()
+        fleet.check_end()
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32))
+def test_random_interleavings_with_deaths_and_cancellations_end_every_request_right(seed: int) -> None:
+    rng = Random(seed)
+    fleet = Fleet("ABC", "mn", memory=rng.choice((3_200_000, 10_000_000)))
+    for number in range(rng.randrange(1, 7)):
+        fleet.submit(f"r{number}", rng.choice("mn"), rng.randrange(1, 60), rng.randrange(1, 60))
+    for _ in range(rng.randrange(20, 400)):
+        steps = fleet.steps()
+        if steps:
+            fleet.do(rng.choice(steps))
+        else:
+            fleet.advance()
+        draw, ids = rng.random(), list(fleet.requests)
+        if draw < 0.10:
+            fleet.migrate(rng.choice(ids))
+        elif draw < 0.11:
+            name = rng.choice("ABC")
+            fleet.kill(name)
+            if name not in fleet.peers:
+                fleet.join(name)
+        elif draw < 0.12:
+            fleet.cancel(rng.choice(ids))
+        elif draw < 0.14:
+            for peer in fleet.peers.values():
+                peer.pauses = rng.randrange(4)
+    fleet.run(rng)
+    fleet.check_end()
