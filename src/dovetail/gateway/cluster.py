@@ -35,6 +35,9 @@ class Cluster:
         link.observers.append(self._on_message)
         link.exit_observers.append(self._on_exit)
         link.close_observers.append(self._close)
+        for node in link.nodes.values():
+            if node.hello is not None:  # its worker was quicker than this process
+                self.dispatcher.joined(node.name, node.hello)
 
     # Models
 

@@ -20,6 +20,7 @@ import zmq
 
 from dovetail.config import NodeConfig
 from dovetail.errors import Overloaded, RequestError, WorkerLost
+from dovetail.eventlog import clear_logs
 from dovetail.gateway.supervisor import Supervisor, WorkerExit
 from dovetail.messages import (
     Hello,
@@ -159,6 +160,7 @@ class Link:
 
     def start(self) -> None:
         """Needs a running loop. Returns at once; the workers say Hello when they have imported what they need."""
+        clear_logs([node.config.event_log for node in self.nodes.values() if node.config.event_log is not None])
         self._socket.bind(self._address)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._receive)
