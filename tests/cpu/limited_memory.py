@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dovetail.machine import default_root
+
 ROOT = Path("/sys/fs/cgroup")
 DOVETAIL = [sys.executable, "-m", "dovetail", "bench", "many", "--contenders", "dovetail", "--json"]
 
@@ -47,10 +49,23 @@ def limited(limit_bytes: int) -> Iterator[Group]:
             group.folder.rmdir()
 
 
+def forget(path: Path) -> None:
+    """Out of the page cache: whoever reads it next is charged for it."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
+
+
 def main(models: int = 32, gib: float = 4.0, minutes: float = 3.0) -> int:
-    options = ["--models", str(models), "--cv", "8"]
+    options = ["--models", str(models), "--cv", "8", "--share", "1"]  # none need go for want of a budget
     first = [*DOVETAIL, *options, "--minutes", "0.02"]  # leaves the models behind
     subprocess.run(first, check=True, stdout=subprocess.DEVNULL)
+    for path in (default_root() / "bench" / "many").rglob("*"):
+        if path.is_file():
+            forget(path)
     try:
         with limited(int(gib * 2**30)) as group:
             command = [*DOVETAIL, *options, "--minutes", str(minutes)]
@@ -61,7 +76,7 @@ def main(models: int = 32, gib: float = 4.0, minutes: float = 3.0) -> int:
         return 0
     print(f"{models} models in {gib:g} GiB: {kills} processes killed, peak {peak / 2**30:.2f} GiB with the page cache")
     if run.returncode == 0:
-        (ours,) = json.loads(run.stdout)["contenders"]
+        (ours,) = json.loads(run.stdout)["outcomes"]
         print(json.dumps(ours["figures"], indent=1))
     return 1 if kills or run.returncode else 0
 
