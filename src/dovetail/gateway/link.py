@@ -214,13 +214,14 @@ class Link:
         """A few frames, so that others have their turn. zmq.asyncio would do the same at three times the price."""
         if self._loop is None:
             return
-        for _ in range(MAX_FRAMES):
-            try:
+        try:
+            for _ in range(MAX_FRAMES):
                 identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._read(identity.decode(errors="replace"), frame)
-        self._look_again()
+                self._read(identity.decode(errors="replace"), frame)
+        except zmq.Again:
+            return
+        finally:  # an error of ours costs its own frame: those after it would never be told of again
+            self._look_again()
 
     def _read(self, name: str, frame: bytes) -> None:
         try:
