@@ -42,7 +42,7 @@ def make_plan_of(*apps: App, partitioned: bool = False, cold_s: float = 1.0) -> 
         model="wrn50-1",
         source="a test",
         memory_gb=0.5,
-        vcpus=(0.5, 2),
+        vcpus=(1, 2),  # less would start slowly
         cpu={1: curve, 2: CurveSection(mean=(0.3, 1.0, 0.3), p99=(0.6, 1.0, 0.6))},
         partitions=(PartitionSection(transfer=(0.01, 0.0), stages=stages),),
         cold_start_s=ColdStarts(cpu=cold_s, stage=cold_s),
