@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
+
+from dovetail.local_token import token_for
 
 pytest.importorskip("ray.exceptions", reason="the extra `cluster` is not installed; `make cluster` runs these")
 
 COMMAND = [sys.executable, "-c", "from dovetail.cli.main import main; main()"]
-NUM_TOKENS = 120
+NUM_TOKENS = 200
+NUM_STREAMS = 50
+NAMES = ("north", "east", "south", "west")
 TIMEOUT_S = 120.0
 
 
@@ -49,13 +54,21 @@ class Cluster:
         self.url = f"http://127.0.0.1:{self.port}"
         self.address = f"127.0.0.1:{free_port()}"
         self.joined: dict[str, subprocess.Popen[bytes]] = {}
-        config = folder / "dovetail.yaml"
-        config.write_text(f"models: {{llama: {{source: {model}, dtype: f64, keep_alive: 600s}}}}\n")
-        self.head = self.start(
-            "up", "--config", str(config), "--head-only", "--port", str(self.port),
-            "--cluster-port", self.address.rpartition(":")[2], "--json",
-        )  # fmt: skip
+        self.orphans: list[int] = []  # Ray's own processes, of heads that were killed
+        self.config = folder / "dovetail.yaml"
+        self.config.write_text(f"models: {{llama: {{source: {model}, dtype: f64, keep_alive: 600s}}}}\n")
+        self.head = self.up()
+
+    def up(self) -> subprocess.Popen[bytes]:
+        ports = ["--port", str(self.port), "--cluster-port", self.address.rpartition(":")[2]]
+        self.head = self.start("up", "--config", str(self.config), "--head-only", *ports, "--json")
         eventually(self.is_healthy)
+        return self.head
+
+    def kill_head(self) -> None:
+        self.orphans += [one.pid for one in psutil.Process(self.head.pid).children() if "--head" in one.cmdline()]
+        self.head.kill()
+        self.head.wait(30)
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         log = (self.folder / f"{arguments[0]}-{len(self.joined)}.log").open("wb")
@@ -82,6 +95,15 @@ class Cluster:
     def nodes(self) -> dict[str, dict[str, Any]]:
         answer = httpx.get(f"{self.url}/api/nodes", timeout=30).json()
         return {one["name"]: one for one in answer["data"]}
+
+    def leave(self, name: str) -> None:
+        """As the command does, and sooner: the command takes a second to start."""
+        headers = {"authorization": f"Bearer {token_for(self.url)}"}
+        httpx.post(f"{self.url}/api/nodes/{name}/leave", headers=headers, timeout=30).raise_for_status()
+
+    def num_migrations(self) -> int:
+        found: int = httpx.get(f"{self.url}/api/nodes", timeout=30).json()["migrations"]
+        return found
 
     def state_of(self, name: str) -> str | None:
         state: str | None = self.nodes().get(name, {}).get("state")
@@ -122,13 +144,16 @@ class Cluster:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
+        for group in self.orphans:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def cluster(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("cluster"), tiny_folder("llama"))
     try:
-        for name in ("left", "right"):
+        for name in NAMES:
             running.join(name)
         yield running
     finally:
@@ -137,7 +162,7 @@ def cluster(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> list[str]:
-    return cluster.ask_all(8)
+    return cluster.ask_all(NUM_STREAMS)
 
 
 def busiest(cluster: Cluster) -> str:
@@ -147,14 +172,14 @@ def busiest(cluster: Cluster) -> str:
 
 def test_machines_that_join_serve(cluster: Cluster, undisturbed: list[str]) -> None:
     assert all(undisturbed)
-    assert {"left", "right"} <= {line.split()[0] for line in cluster.run("nodes").splitlines()}
+    assert set(NAMES) <= {line.split()[0] for line in cluster.run("nodes").splitlines()}
 
 
 def test_a_worker_that_is_killed_comes_back_and_answers_go_on(cluster: Cluster, undisturbed: list[str]) -> None:
     def kill() -> None:
         os.kill(cluster.nodes()[busiest(cluster)]["pid"], signal.SIGKILL)
 
-    assert cluster.ask_all(8, kill) == undisturbed
+    assert cluster.ask_all(NUM_STREAMS, kill) == undisturbed
     eventually(lambda: all(one["state"] == "up" for one in cluster.nodes().values()))
 
 
@@ -163,12 +188,47 @@ def test_a_machine_leaves_while_it_answers_and_nobody_notices(cluster: Cluster, 
 
     def leave() -> None:
         left.append(busiest(cluster))
-        cluster.run("leave", left[0])
+        cluster.leave(left[0])
 
-    assert cluster.ask_all(8, leave) == undisturbed
+    assert cluster.ask_all(NUM_STREAMS, leave) == undisturbed
     eventually(lambda: left[0] not in cluster.nodes())
+    assert cluster.num_migrations(), "answers moved, they did not merely end"
     assert cluster.joined[left[0]].wait(30) == 0, "the command that joined it has ended well"
     cluster.join(left[0])
+
+
+def test_every_machine_is_restarted_under_load_and_no_request_fails(cluster: Cluster, undisturbed: list[str]) -> None:
+    texts: list[tuple[int, str]] = []
+    is_over = threading.Event()
+
+    def keep_asking(first: int) -> None:
+        index, seen = first, [0] * NUM_STREAMS
+        while not is_over.is_set():
+            texts.append((index, cluster.ask(index, seen)))
+            index = (index + 4) % NUM_STREAMS
+
+    clients = [threading.Thread(target=keep_asking, args=(first,)) for first in range(4)]
+    for client in clients:
+        client.start()
+    for name in list(cluster.nodes()):
+        cluster.run("leave", name)
+        eventually(lambda: name not in cluster.nodes())  # noqa: B023
+        cluster.join(name)
+    is_over.set()
+    for client in clients:
+        client.join(TIMEOUT_S)
+    assert len(texts) > len(clients), "requests came all the time"
+    assert all(text == undisturbed[index] for index, text in texts)
+
+
+def test_a_head_that_is_killed_finds_its_machines_again(cluster: Cluster, undisturbed: list[str]) -> None:
+    there = cluster.nodes().keys()
+    cluster.kill_head()
+    cluster.up()
+    eventually(
+        lambda: cluster.nodes().keys() == there and all(one["state"] == "up" for one in cluster.nodes().values())
+    )
+    assert cluster.ask_all(NUM_STREAMS) == undisturbed
 
 
 def test_a_machine_that_goes_without_a_word_is_missed(cluster: Cluster, undisturbed: list[str]) -> None:
@@ -177,5 +237,5 @@ def test_a_machine_that_goes_without_a_word_is_missed(cluster: Cluster, undistur
         process.send_signal(signal.SIGTERM)
         process.wait(30)
 
-    assert cluster.ask_all(8, vanish) == undisturbed
-    eventually(lambda: len(cluster.nodes()) == 1)
+    assert cluster.ask_all(NUM_STREAMS, vanish) == undisturbed
+    eventually(lambda: len(cluster.nodes()) == len(NAMES) - 1)

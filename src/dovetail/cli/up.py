@@ -80,9 +80,12 @@ class RayCluster:
     """A `serve.OtherMachines`: Ray's head if it is ours, and whoever joins it."""
 
     def __init__(self, host: str, port: int, address: str | None) -> None:
-        from dovetail.cluster.ray_backend import start_head
+        from dovetail.cluster.ray_backend import is_reachable, start_head
 
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  what Ray says, for when it fails
+        if address is None and is_reachable(f"{host}:{port}"):
+            address = f"{host}:{port}"
+            logger.warning("a Ray cluster is at %s already: its machines are taken over, and it stays", address)
         self._head = start_head(host, port, self._output) if address is None else None
         self._nodes = _connect(address or f"{host}:{port}", host, self._head, self._output)
         self._host = host

@@ -142,7 +142,11 @@ class RayNodes:
 
     def members(self) -> list[Member]:
         """Machines that are there and shall run a worker."""
-        found = [one for one in self._ray.nodes() if one["Alive"] and one["Resources"].get(RESOURCE)]
+        try:
+            nodes = self._ray.nodes()
+        except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+            raise HostLost(f"Ray does not answer ({type(error).__name__})") from error
+        found = [one for one in nodes if one["Alive"] and one["Resources"].get(RESOURCE)]
         return [Member(one["NodeID"], one["NodeManagerAddress"]) for one in found]
 
     def host(self, member: Member) -> RayHost:

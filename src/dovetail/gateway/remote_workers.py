@@ -189,18 +189,24 @@ class Membership:
 
     async def _watch(self) -> None:
         while True:
-            there = {one.id: one for one in await asyncio.to_thread(self._members.members)}
-            for id, member in there.items():
-                if id not in self._workers:
-                    self._workers[id] = await self._join(member)
-            for id, worker in list(self._workers.items()):
-                if id not in there:
-                    del self._workers[id]
-                    await self._gone(worker)
-                elif worker is not None and worker.name in self._link.leaving and self.is_drained(worker.name):
-                    self._workers[id] = None
-                    await self._gone(worker)
+            try:
+                await self._look(await asyncio.to_thread(self._members.members))
+            except HostLost as error:
+                logger.error("it is not known who is there: %s", error)
             await asyncio.sleep(LOOK_S)
+
+    async def _look(self, members: list[Member]) -> None:
+        there = {one.id: one for one in members}
+        for id, member in there.items():
+            if id not in self._workers:
+                self._workers[id] = await self._join(member)
+        for id, worker in list(self._workers.items()):
+            if id not in there:
+                del self._workers[id]
+                await self._gone(worker)
+            elif worker is not None and worker.name in self._link.leaving and self.is_drained(worker.name):
+                self._workers[id] = None
+                await self._gone(worker)
 
     async def _join(self, member: Member) -> RemoteWorker | None:
         host = await asyncio.to_thread(self._members.host, member)
