@@ -7,7 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd tenants partitioned frontiers fuzz clean
+.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd tenants partitioned frontiers cluster \
+  fuzz clean
 
 install: $(STAMP)
 
@@ -51,6 +52,15 @@ lint: install
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
+
+# Several machines, held together by Ray in an environment of its own: the head, machines that join, leave and vanish.
+cluster: install
+	test -x build/cluster/bin/python || { $(PYTHON) -m venv build/cluster && \
+	  echo "$(CURDIR)/src" > build/cluster/lib/python3.$$($(PYTHON) -c 'import sys; print(sys.version_info[1])')/site-packages/dovetail.pth && \
+	  $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	    >> build/cluster/lib/python3.$$($(PYTHON) -c 'import sys; print(sys.version_info[1])')/site-packages/dovetail.pth; }
+	build/cluster/bin/python -m pip install --quiet --constraint constraints.txt ray==2.51.1
+	build/cluster/bin/python -m pytest -q tests/ray
 
 # The native kernels and the barrier of their threads under AddressSanitizer and ThreadSanitizer, the barrier also without,
 # for millions of rounds; needs CMake and a C++ compiler only.

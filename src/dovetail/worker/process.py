@@ -25,6 +25,7 @@ from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, relea
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
+from dovetail.worker.afar import apply_keys, clock_offset_s
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.grammar_thread import GrammarThread
 from dovetail.worker.hosting import Profiles
@@ -89,7 +90,9 @@ class Worker:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, config.node.encode())
         self._socket.setsockopt(zmq.LINGER, 1000)
+        apply_keys(self._socket)
         self._socket.connect(config.connect)
+        self._offset_s = clock_offset_s(self._socket) if config.connect.startswith("tcp://") else 0.0
         self._wake = self._context.socket(zmq.PULL)
         self._wake.bind(_WAKE)
         self._waker = self._context.socket(zmq.PUSH)
@@ -108,7 +111,7 @@ class Worker:
             config.memory_bytes or self._device.memory_bytes,
             real_knobs(config.policy),
             self._loader,
-            time.monotonic,
+            self._clock,
             self._log,
             on_pause=self._pause,
             pulse=self._pulse,
@@ -138,8 +141,12 @@ class Worker:
             is_idle = not self._driver.take_turn() and not self._driver.home.is_touched
             if is_idle:  # else it is told while the next iteration runs
                 self._tell()
-            self._tend(time.monotonic())
+            self._tend(self._clock())
         self._close()
+
+    def _clock(self) -> float:
+        """The gateway's."""
+        return time.monotonic() + self._offset_s
 
     def _pause(self) -> None:
         self._receive(wait=False)
@@ -239,7 +246,7 @@ class Worker:
             dues.append(due)
         if not dues:
             return POLL_MS
-        return max(0, min(POLL_MS, int((min(dues) - time.monotonic()) * 1000) + 1))
+        return max(0, min(POLL_MS, int((min(dues) - self._clock()) * 1000) + 1))
 
     def _handle(self, message: messages.ToWorker) -> None:
         match message:
@@ -342,6 +349,12 @@ class Worker:
 
     # Reports and the end
 
+    def _as_gateway(self, span: messages.TurnSpan) -> messages.TurnSpan:
+        """On its clock."""
+        if not self._offset_s:
+            return span
+        return msgspec.structs.replace(span, started_s=span.started_s + self._offset_s)
+
     def _stats(self) -> messages.Stats:
         driver = self._driver
         instances: dict[str, messages.InstanceStats] = {}
@@ -359,7 +372,7 @@ class Worker:
             resize_seconds=driver.resize_s,
             overhead_p50_s=gaps[len(gaps) // 2] if gaps else 0.0,
             overhead_p99_s=gaps[len(gaps) * 99 // 100] if gaps else 0.0,
-            spans=tuple(span for runner in driver.runners.values() for span in runner.take_spans()),
+            spans=tuple(self._as_gateway(span) for runner in driver.runners.values() for span in runner.take_spans()),
         )
 
     def _close(self) -> None:
