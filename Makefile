@@ -98,7 +98,7 @@ partitioned: install
 # Which platforms show the thesis's frontiers for both networks: 960 drawn ones, some ten minutes.
 PLATFORMS ?= 960
 frontiers: install
-	$(BIN)/python tests/pure/sample_platforms.py $(PLATFORMS)
+	$(BIN)/python tests/pure/sample_platforms.py $(PLATFORMS) 12
 
 # A million inputs for each reader of strangers' files, the request bodies, and the engine under AddressSanitizer. Goes on
 # where it was interrupted; FUZZ_SECONDS bounds all of it. See tests/fuzz/fuzz.py.

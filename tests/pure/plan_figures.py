@@ -23,7 +23,7 @@ HOURS = 500.0
 
 
 def main() -> None:
-    cases = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    cases = int(sys.argv[1]) if len(sys.argv) > 1 else 600
     plan_times()
     distances(cases)
     for model in MODELS:

@@ -46,6 +46,7 @@ def profile(
 
     Example: dovetail plan profile wrn50-4 --template 0-9x2,9-18 --out wrn50-4.yaml
     """
+    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from dovetail.plan.assumed import chain_named
@@ -53,7 +54,7 @@ def profile(
     from dovetail.plan.profiling import GpuSweep, Sweep, profile_cpu, profile_gpu
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, disable=as_json or not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task(model, total=None)
 
         def show(what: str) -> None:
