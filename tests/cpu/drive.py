@@ -9,7 +9,8 @@ import torch
 
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.sched.blocks import BlockPool
-from dovetail.sched.scheduler import Scheduler, SchedulerConfig
+from dovetail.sched.fcfs import FcfsScheduler
+from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.store import open_checkpoint
 from dovetail.types import Request, SamplingParams, TokenEvent
@@ -36,13 +37,13 @@ def make_row(sequence: int, tokens: list[int], start: int, count: int, blocks: l
 
 
 class Engine:
-    """Scheduler and executor of one model."""
+    """FcfsScheduler and executor of one model."""
 
     def __init__(self, executor: CpuExecutor, num_blocks: int | None = None, **limits: Any) -> None:
         self.executor = executor
         self.pool = BlockPool(num_blocks or executor.max_blocks, executor._cache.block_size)
         limits = {"context_length": executor.spec.context_length, "max_batch": 16, "max_turn_tokens": 64} | limits
-        self.scheduler = Scheduler(SchedulerConfig(**limits), self.pool)
+        self.scheduler = FcfsScheduler(SchedulerConfig(**limits), self.pool)
 
     def step(self) -> list[TokenEvent]:
         turn = self.scheduler.next_turn()

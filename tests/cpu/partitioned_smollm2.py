@@ -19,7 +19,8 @@ from dovetail.plan.decoder_pipeline import DecoderPipeline, TurnRun
 from dovetail.plan.fits import fit_line
 from dovetail.plan.templates import even_cuts
 from dovetail.sched.blocks import BlockPool
-from dovetail.sched.scheduler import Scheduler, SchedulerConfig
+from dovetail.sched.fcfs import FcfsScheduler
+from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.store import Catalogue, open_checkpoint
 from dovetail.types import ModelCard, Request, SamplingParams
 
@@ -42,7 +43,7 @@ def one_process(card: ModelCard) -> dict[str, list[int]]:
     executor.resize(executor.max_blocks)
     answers = {}
     for request in requests(card):  # one after another, as the stages have them
-        scheduler = Scheduler(SchedulerConfig(checkpoint.spec.context_length), BlockPool(executor.max_blocks, 16))
+        scheduler = FcfsScheduler(SchedulerConfig(checkpoint.spec.context_length), BlockPool(executor.max_blocks, 16))
         scheduler.add(request)
         tokens = answers[request.id] = []
         while (turn := scheduler.next_turn()) is not None:

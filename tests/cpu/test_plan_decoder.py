@@ -11,7 +11,8 @@ import pytest
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.plan.decoder_pipeline import DecoderPipeline
 from dovetail.sched.blocks import BlockPool
-from dovetail.sched.scheduler import Scheduler, SchedulerConfig
+from dovetail.sched.fcfs import FcfsScheduler
+from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.store import Catalogue, open_checkpoint
 from dovetail.types import ModelCard, Request, SamplingParams
 
@@ -32,7 +33,7 @@ def text_of_one_process(card: ModelCard) -> dict[str, list[int]]:
     executor = CpuExecutor(checkpoint, ExecutorConfig(kv_bytes=kv_bytes, dtype="f32", level="torch"))
     executor.resize(executor.max_blocks)
     config = SchedulerConfig(context_length=checkpoint.spec.context_length)
-    scheduler = Scheduler(config, BlockPool(executor.max_blocks, 16))
+    scheduler = FcfsScheduler(config, BlockPool(executor.max_blocks, 16))
     asked = requests()
     tokens: dict[str, list[int]] = {request.id: [] for request in asked}
     for request in asked:

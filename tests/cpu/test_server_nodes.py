@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,25 +17,31 @@ from server_fixture import Server, eventually, running_server
 
 NUM_STREAMS = 50
 NUM_TOKENS = 120
+KILLED = -1  # among the times at which streams went on
 # 768 bytes of KV a token in float64: room for about a quarter of the streams on each node.
 CONFIG = """
 models: {{llama: {{source: {folder}, dtype: f64, keep_alive: 2s}}}}
 nodes:
-  - {{name: left, threads: 1, kv_cache: 1500KiB, memory: 64MiB}}
-  - {{name: right, threads: 1, kv_cache: 1500KiB, memory: 64MiB}}
+  - {{name: left, threads: 1, kv_cache: 1500KiB, memory: 64MiB, event_log: {log}}}
+  - {{name: right, threads: 1, kv_cache: 1500KiB, memory: 64MiB, event_log: {log}}}
 server: {{resume_timeout: 60s, max_resumptions: 3}}
 """
 
 
 @pytest.fixture(scope="module")
-def server(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    config = tmp_path_factory.mktemp("config") / "dovetail.yaml"
-    config.write_text(CONFIG.format(folder=tiny_folder("llama")))
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("config") / "decisions.jsonl"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Callable[[str], Path], log: Path) -> Iterator[Server]:
+    config = log.parent / "dovetail.yaml"
+    config.write_text(CONFIG.format(folder=tiny_folder("llama"), log=log))
     with running_server("--config", config) as running:
         yield running
 
 
-async def read(client: openai.AsyncOpenAI, index: int, seen: list[int]) -> str:
+async def read(client: openai.AsyncOpenAI, index: int, seen: list[int], back: dict[int, float]) -> str:
     way: dict[str, Any] = {"temperature": 0} if index % 2 else {"temperature": 1.0, "seed": index}
     stream = await client.completions.create(
         model="llama",
@@ -46,14 +54,20 @@ async def read(client: openai.AsyncOpenAI, index: int, seen: list[int]) -> str:
     text = ""
     async for chunk in stream:
         seen[index] += 1
+        if KILLED in back:
+            back.setdefault(index, time.monotonic() - back[KILLED])
         text += "".join(choice.text for choice in chunk.choices)
     return text
 
 
-async def read_all(server: Server, disturb: Callable[[], None] | None = None) -> list[str]:
+async def read_all(
+    server: Server, disturb: Callable[[], None] | None = None, back: dict[int, float] | None = None
+) -> list[str]:
+    """`back`: when a worker was killed, and by stream, how long after that its next text came."""
     seen = [0] * NUM_STREAMS
+    times = {} if back is None else back
     async with server.async_client(timeout=300) as client:
-        tasks = [asyncio.create_task(read(client, index, seen)) for index in range(NUM_STREAMS)]
+        tasks = [asyncio.create_task(read(client, index, seen, times)) for index in range(NUM_STREAMS)]
         while disturb is not None and sum(map(bool, seen)) < NUM_STREAMS // 4 and not any(one.done() for one in tasks):
             await asyncio.sleep(0.005)
         if disturb is not None:
@@ -90,12 +104,101 @@ def test_a_hot_model_is_on_both_nodes_and_on_one_when_it_has_cooled(server: Serv
     eventually(is_together, timeout_s=60.0)
 
 
+def moves_in_mid_answer(log: Path) -> list[tuple[str, str]]:
+    """From node to node, of answers that had begun."""
+    node_of: dict[int, str] = {}
+    begun: set[int] = set()
+    moves = []
+    for line in log.read_text().splitlines():
+        said = json.loads(line)
+        if said.get("event") == "placed":
+            before = node_of.get(said["request"])
+            if said["request"] in begun and before != said["node"]:
+                moves.append((str(before), said["node"]))
+            node_of[said["request"]] = said["node"]
+        elif said.get("event") == "first_token":
+            begun.add(said["request"])
+    return moves
+
+
+def test_answers_that_must_move_in_their_midst_to_another_node_have_the_same_text(
+    server: Server, undisturbed: list[str], log: Path
+) -> None:
+    """A node whose memory is short lets answers go, which the other one goes on with."""
+    client = server.client()
+    for index in range(0, NUM_STREAMS, 7):  # alone, nothing has to move
+        way: dict[str, Any] = {"temperature": 0} if index % 2 else {"temperature": 1.0, "seed": index}
+        body = {"ignore_eos": True}
+        prompt = f"stream {index} of many"
+        alone = client.completions.create(model="llama", max_tokens=NUM_TOKENS, prompt=prompt, extra_body=body, **way)
+        assert alone.choices[0].text == undisturbed[index]
+    assert moves_in_mid_answer(log)
+
+
 def test_fifty_streams_go_on_when_one_of_two_workers_is_killed(server: Server, undisturbed: list[str]) -> None:
+    back: dict[int, float] = {}
+
     def kill() -> None:
         eventually(lambda: len(nodes_of(server)) == 2, timeout_s=60.0)
         os.kill(server.node()["pid"], signal.SIGKILL)
+        back[KILLED] = time.monotonic()
 
-    assert asyncio.run(read_all(server, kill)) == undisturbed
+    assert asyncio.run(read_all(server, kill, back)) == undisturbed
+    del back[KILLED]
+    print(
+        f"first text after the kill: {sorted(back.values())[len(back) // 2]:.2f} s (median), {max(back.values()):.2f} s"
+    )
     eventually(lambda: all(node["state"] == "up" for node in server.status()["nodes"]), timeout_s=60.0)
     used = [model["blocks_used"] for node in server.status()["nodes"] for model in node["models"]]
     assert sum(used) == 0
+
+
+NUM_LONG = 64
+
+
+async def first_text_s(client: openai.AsyncOpenAI, **way: Any) -> tuple[float, str]:
+    """How long it takes until there is text or a refusal, and which of them it is."""
+    started = time.monotonic()
+    try:
+        body = {"model": "llama", "prompt": "me too", "max_tokens": 3, "stream": True, "temperature": 0} | way
+        async for _ in await client.completions.create(**body):
+            return time.monotonic() - started, "text"
+    except openai.APIStatusError as error:
+        return time.monotonic() - started, str(error.status_code)
+    return time.monotonic() - started, "nothing"
+
+
+async def crowd(server: Server) -> tuple[list[tuple[float, str]], list[int]]:
+    """Newcomers beside long answers without targets and one request for 128 answers; tokens of the long ones."""
+    async with server.async_client(timeout=300) as client:
+        begun = asyncio.Event()
+
+        async def long(index: int) -> int:
+            body = {"model": "llama", "prompt": f"long {index}", "max_tokens": 150, "stream": True}
+            stream = await client.completions.create(**body, extra_body={"ignore_eos": True})
+            count = 0
+            async for _ in stream:
+                count += 1
+                if count == 20:
+                    begun.set()
+            return count
+
+        many = {"model": "llama", "prompt": "many", "max_tokens": 20, "n": 128, "extra_body": {"ignore_eos": True}}
+        tasks = [asyncio.create_task(long(index)) for index in range(NUM_LONG)]
+        choices = asyncio.create_task(client.completions.create(**many))
+        await begun.wait()
+        targets = {"x-slo-ttft-ms": "1000", "x-slo-tpot-ms": "40"}
+        newcomers = [await first_text_s(client), await first_text_s(client, extra_headers=targets)]
+        lengths = await asyncio.gather(*tasks)
+        assert len((await choices).choices) == 128
+        return newcomers, lengths
+
+
+def test_newcomers_beside_long_streams_and_128_choices_are_answered_or_refused_soon(server: Server) -> None:
+    (newcomer, strict), lengths = asyncio.run(crowd(server))
+    print(f"a newcomer had text after {newcomer[0]:.2f} s, one with targets {strict[1]} after {strict[0]:.2f} s")
+    assert newcomer[1] == "text"
+    assert newcomer[0] < 20.0
+    assert strict[1] in ("text", "503")
+    assert strict[0] < 20.0
+    assert min(lengths) >= 150, "the long ones end"

@@ -42,6 +42,7 @@ from dovetail.node.protocol import (
     InstanceView,
     NodeView,
     Notice,
+    Offer,
     Offered,
     Prefilled,
     Propose,
@@ -88,7 +89,7 @@ class FakeWorker:
             name = message.card.name
             self.models[name] = message.card
             self.keep_alive_s = message.keep_alive_s
-            self.say(Offered(name, 4096, 1))
+            self.say(Offered(name, Offer(4096, 1)))
             if self.keep_alive_s == 0 and not self.open:
                 self.reclaim()
         elif isinstance(message, Ask):

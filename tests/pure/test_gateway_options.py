@@ -67,9 +67,7 @@ def test_words_and_tokens_that_are_barred_reach_the_worker_as_tokens(
         monkeypatch.setattr(model, "_encode", lambda *text: writers.append(current_thread().name) or encode(*text))
         (request,) = (await completion_job(body, model, "id", 512, Slo())).requests
         sampling = request.sampling
-        assert [name for name in writers if name.startswith("text")] == writers[
-            1:
-        ]  # the first is the prompt
+        assert [name for name in writers if name.startswith("text")] == writers[1:]  # the first is the prompt
         assert sampling.allowed_token_ids == (5, 9)
         texts = {model.tokenizer.decode(list(word)) for word in sampling.bad_words}
         assert texts == {"hi", " hi"}

@@ -19,11 +19,21 @@ def test_each_model_has_a_mean_of_its_own() -> None:
     assert lengths.mean("unknown", 256.0, ()) == 256.0
 
 
-def test_answers_that_run_on_raise_the_mean_before_any_has_ended() -> None:
+def test_answers_that_run_on_raise_the_mean() -> None:
     lengths = AnswerLengths()
+    lengths.add("a", 100)
     assert lengths.mean("a", 100.0, [40, 90]) == 100.0  # not longer than expected: they say nothing yet
     young = lengths.mean("a", 100.0, [300] * 10)
     assert 300 < young < lengths.mean("a", 100.0, [900] * 10)
+
+
+def test_while_none_has_ended_many_that_run_speak_for_long_answers() -> None:
+    lengths = AnswerLengths()
+    assert lengths.mean("a", 100.0, []) == 100.0
+    assert lengths.mean("a", 100.0, [90] * 40) == 360.0  # had they a mean of 100, some would have ended
+    assert lengths.mean("a", 100.0, [90] * 2) == 190.0
+    lengths.add("a", 100)
+    assert lengths.mean("a", 100.0, [90] * 40) == 100.0
 
 
 def test_what_is_told_of_a_running_answer_counts_until_it_ends() -> None:

@@ -17,6 +17,7 @@ from sim_builders import make_latency
 from dovetail.eventlog import EventLog
 from dovetail.node.events import StartLoad, StartResize, Turn
 from dovetail.node.node import Node
+from dovetail.node.protocol import Offered
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
@@ -128,8 +129,8 @@ class Worker:
         self.driver = NodeDriver("node", DeviceKind.CPU, MEMORY, KNOBS, self, self.clock, log)
         self.driver.hostings.update(hostings(is_live=is_live))
         self.link = Loopback(self.driver, KNOBS, self.clock, log)
-        for model in self.driver.hostings:
-            self.link.dispatcher.nodes["node"].heard(self.driver.home.offer_of(model))
+        for model, hosting in self.driver.hostings.items():
+            self.link.dispatcher.nodes["node"].heard(Offered(model, self.driver.home.offer_of(hosting)))
         self.coming: list[tuple[float, int, int, Request | StartLoad]] = []
         self.link_free_s = 0.0
         for number, arrival in enumerate(arrivals_of(asked)):

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.sched.blocks import BlockPool
-from dovetail.sched.scheduler import Scheduler, SchedulerConfig
+from dovetail.sched.fcfs import FcfsScheduler
+from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.sequence import mix64
 from dovetail.sched.turn import Outcome, RowOutcome, Turn
 from dovetail.types import FinishReason, Request, SamplingParams, TokenEvent
@@ -42,9 +43,9 @@ class BlockMemory:
         return Outcome(tuple(outcomes))
 
 
-def make_scheduler(num_blocks: int = 32, **limits: Any) -> Scheduler:
+def make_scheduler(num_blocks: int = 32, **limits: Any) -> FcfsScheduler:
     limits = {"context_length": 100, "max_batch": 8, "max_turn_tokens": 16} | limits
-    return Scheduler(SchedulerConfig(**limits), BlockPool(num_blocks, SIZE))
+    return FcfsScheduler(SchedulerConfig(**limits), BlockPool(num_blocks, SIZE))
 
 
 def make_request(id: str, prompt: list[int], **sampling: Any) -> Request:
@@ -60,7 +61,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def drain(scheduler: Scheduler, memory: BlockMemory) -> list[TokenEvent]:
+def drain(scheduler: FcfsScheduler, memory: BlockMemory) -> list[TokenEvent]:
     events: list[TokenEvent] = []
     for _ in range(10_000):
         if not scheduler.has_work:
@@ -280,7 +281,7 @@ def test_any_interleaving_gives_each_request_its_own_text(actions: list[Any], bu
 
 
 def test_a_prefix_is_found_by_requests_of_the_same_salt_only() -> None:
-    def cached_tokens(scheduler: Scheduler, id: str, salt: str) -> int:
+    def cached_tokens(scheduler: FcfsScheduler, id: str, salt: str) -> int:
         request = msgspec.structs.replace(make_request(id, list(range(12)), max_tokens=1), cache_salt=salt)
         scheduler.add(request)
         events: list[TokenEvent] = []

@@ -363,7 +363,11 @@ CLIENTS = CONVERSATION.parent / "servegen_client_summary.csv"  # some of them ar
 @pytest.mark.parametrize("name", ["slinfer", "dovetail"])
 @pytest.mark.parametrize(
     ("shape", "workload"),
-    [("llama-3.2-3b", {"lengths": PROMPTS}), ("llama-2-7b", {"clients": CLIENTS}), ("llama-2-13b", {})],
+    [
+        ("llama-3.2-3b", {"lengths": PROMPTS}),
+        ("llama-2-7b", {"clients": CLIENTS}),
+        ("llama-2-13b", {"clients": CLIENTS}),
+    ],
 )
 def test_what_is_accepted_is_served_in_time(name: str, shape: str, workload: dict[str, Path]) -> None:
     """With 5 % of noise and no faults, on arrivals that the seed varies."""

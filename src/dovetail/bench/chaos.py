@@ -14,11 +14,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
 import httpx
 import msgspec
 
 from dovetail.errors import EngineFailed
+from dovetail.machine import usable_cores
 
 _START_TIMEOUT_S = 120.0
 _STREAM_TIMEOUT_S = 600.0
@@ -29,6 +31,7 @@ class Stream(msgspec.Struct):
 
     text: str = ""
     events: int = 0
+    text_at_kill: str = ""
     error: str | None = None
     last_at: float = 0.0  # monotonic, of the last event
     longest_pause_s: float = 0.0  # after the kill: what was on its way is still read, then there is nothing
@@ -44,13 +47,20 @@ class ChaosResult(msgspec.Struct, frozen=True):
     back_p50_s: float  # from the kill until a stream goes on or says that it will not
     back_max_s: float
     next_request_works: bool
+    prefill_s: (
+        float  # the same prompts with what had been said, for one more token each: what computing them anew takes
+    )
 
 
 @contextmanager
-def served(model: str, resume_timeout_s: float) -> Iterator[str]:
-    """`dovetail serve` on a free port; its address."""
+def served(model: str, resume_timeout_s: float, num_nodes: int = 1) -> Iterator[str]:
+    """`dovetail serve` on a free port, with so many workers that share the cores; its address."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
         config.write(f"server: {{resume_timeout: {resume_timeout_s}}}\n")
+        if num_nodes > 1:
+            threads = max(usable_cores() // num_nodes, 1)
+            nodes = [{"name": f"node{number}", "threads": threads} for number in range(num_nodes)]
+            config.write(f"nodes: {json.dumps(nodes)}\n")
         config.flush()
         command = [sys.executable, "-m", "dovetail", "serve", model, "--config", config.name, "--port", "0", "--json"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -69,15 +79,19 @@ def _until_ended(process: subprocess.Popen[str]) -> Iterator[str]:
         process.wait(_START_TIMEOUT_S)
 
 
-def kill_under_streams(model: str, num_streams: int, max_tokens: int, resume_timeout_s: float) -> ChaosResult:
-    """The same requests twice, the second time with a kill when half of the text is there."""
-    with served(model, resume_timeout_s) as url:
+def kill_under_streams(
+    model: str, num_streams: int, max_tokens: int, resume_timeout_s: float, num_nodes: int = 1
+) -> ChaosResult:
+    """The same requests twice, the second time with a kill when half of the text is there: of the worker that has most
+    of them."""
+    with served(model, resume_timeout_s, num_nodes) as url:
         name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         wanted = asyncio.run(_run(url, name, num_streams, max_tokens, None))
         half = sum(stream.events for stream in wanted) // 2
         seen = asyncio.run(_run(url, name, num_streams, max_tokens, half))
         body = _body(name, 0, 4) | {"stream": False}
         works = httpx.post(f"{url}/v1/completions", json=body, timeout=_STREAM_TIMEOUT_S).is_success
+        prefill_s = asyncio.run(_prefill_again(url, name, [one for one in seen if one.back_after_s is not None]))
     hit = [(now, before) for now, before in zip(seen, wanted, strict=True) if now.back_after_s is not None]
     back = [now.back_after_s for now, _ in hit if now.back_after_s is not None] or [0.0]
     errors = sum(now.error is not None for now, _ in hit)
@@ -91,7 +105,21 @@ def kill_under_streams(model: str, num_streams: int, max_tokens: int, resume_tim
         back_p50_s=median(back),
         back_max_s=max(back),
         next_request_works=works,
+        prefill_s=prefill_s,
     )
+
+
+async def _prefill_again(url: str, model: str, streams: list[Stream]) -> float:
+    """From the first of these requests to the last one's token. No prompt begins as one that was computed before."""
+    limits = httpx.Limits(max_connections=len(streams) + 2)
+    async with httpx.AsyncClient(base_url=url, timeout=_STREAM_TIMEOUT_S, limits=limits) as client:
+        started = time.monotonic()
+        bodies = []
+        for index, stream in enumerate(streams):
+            body = _body(model, index, 1)
+            bodies.append(body | {"stream": False, "prompt": f"Again: {body['prompt']}{stream.text_at_kill}"})
+        await asyncio.gather(*[client.post("/v1/completions", json=body) for body in bodies])
+        return time.monotonic() - started
 
 
 async def _run(url: str, model: str, num_streams: int, max_tokens: int, kill_at: int | None) -> list[Stream]:
@@ -106,11 +134,18 @@ async def _run(url: str, model: str, num_streams: int, max_tokens: int, kill_at:
         while kill_at is not None and sum(stream.events for stream in streams) < kill_at:
             await asyncio.sleep(0.01)
         if kill_at is not None:
-            pid = (await client.get("/api/ps")).json()["nodes"][0]["pid"]
+            nodes = (await client.get("/api/ps")).json()["nodes"]
+            pid = max(nodes, key=_num_running)["pid"]
+            for stream in streams:
+                stream.text_at_kill = stream.text
             killed.append(time.monotonic())
             os.kill(pid, signal.SIGKILL)
         await asyncio.gather(*tasks)
     return streams
+
+
+def _num_running(node: dict[str, Any]) -> int:
+    return sum(int(model["running"]) for model in node["models"])
 
 
 def _body(model: str, index: int, max_tokens: int) -> dict[str, object]:

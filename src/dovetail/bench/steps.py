@@ -15,7 +15,8 @@ from dovetail.engine.executor import CpuExecutor
 from dovetail.engine.native_model import NativeCall
 from dovetail.errors import DovetailError
 from dovetail.sched.blocks import BlockPool
-from dovetail.sched.scheduler import Scheduler, SchedulerConfig
+from dovetail.sched.fcfs import FcfsScheduler
+from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.types import Request, SamplingParams, TokenEvent
 
 
@@ -34,7 +35,7 @@ class Steps:
     def __init__(self, executor: CpuExecutor, block_size: int = 16) -> None:
         self._executor = executor
         config = SchedulerConfig(context_length=executor.spec.context_length)
-        self._scheduler = Scheduler(config, BlockPool(executor.max_blocks, block_size))
+        self._scheduler = FcfsScheduler(config, BlockPool(executor.max_blocks, block_size))
         self._is_native = executor.wrap_native(self._timed)
         self._native_s = 0.0
         self._requests = 0

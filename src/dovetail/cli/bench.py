@@ -164,6 +164,7 @@ def chaos(
     model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")] = "smollm2-135m-instruct",
     streams: Annotated[int, typer.Option(help="Clients that read at once.", min=1)] = 50,
     max_tokens: Annotated[int, typer.Option(help="Of each answer.", min=2)] = 64,
+    nodes: Annotated[int, typer.Option(help="Workers, which share the cores; the busiest is killed.", min=1)] = 1,
     resume_timeout: Annotated[str, typer.Option(help="How long streams wait for the new worker.")] = "4s",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -174,7 +175,7 @@ def chaos(
     from dovetail.bench.chaos import kill_under_streams
     from dovetail.config import parse_duration
 
-    result = kill_under_streams(model, streams, max_tokens, parse_duration(resume_timeout))
+    result = kill_under_streams(model, streams, max_tokens, parse_duration(resume_timeout), nodes)
     if as_json:
         print_json(result)
         return
@@ -183,6 +184,7 @@ def chaos(
     )
     typer.echo(f"{result.streams} streams: {result.ended_before} had ended, {went_on}")
     typer.echo(f"after the kill: p50 {result.back_p50_s:.2f} s, longest {result.back_max_s:.2f} s")
+    typer.echo(f"computing their prompts and texts anew takes {result.prefill_s:.2f} s")
     typer.echo(f"the next request {'works' if result.next_request_works else 'FAILS'}")
 
 

@@ -83,7 +83,7 @@ def _profile(
     check: int,
     show: Any,
 ) -> dict[str, Any]:
-    from dovetail.engine.devices import open_device
+    from dovetail.engine.devices.opening import open_device
     from dovetail.worker.hosting import Profiles
     from dovetail.worker.loading import InstanceConfig, build_runner
     from dovetail.worker.profiling import Profiler

@@ -332,10 +332,11 @@ def presets(
 def cost(
     profile: ProfileOption,
     nodes: Annotated[list[int] | None, typer.Option(help="cluster sizes")] = None,
+    load: Annotated[float, typer.Option(help="arrivals, as a multiple of the trace's")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Wall time of scheduling decisions of the dovetail policy, by number of nodes."""
-    rows = [measure_decisions(profile, count) for count in nodes or [8, 64, 512]]
+    """Processor time of scheduling decisions of the dovetail policy, by number of nodes."""
+    rows = [measure_decisions(profile, count, load=load) for count in nodes or [8, 64, 512]]
     _print_rows(rows, as_json)
 
 

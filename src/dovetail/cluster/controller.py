@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop
 
+import msgspec
+
 from dovetail.cluster.asking import Asking
 from dovetail.cluster.decisions import Moving
 from dovetail.cluster.handle import NodeHandle
@@ -104,6 +106,9 @@ class Controller(Seeker):
             next_s = self._timed[0][0]
         if self.parked and (next_s is None or self._look_s < next_s):
             next_s = self._look_s
+        expiry_s = self.decisions.next_expiry_s()
+        if expiry_s is not None and (next_s is None or expiry_s < next_s):
+            next_s = expiry_s
         return next_s
 
     @property
@@ -114,6 +119,7 @@ class Controller(Seeker):
     def wake(self, now: float) -> None:
         """Those whose time has come ask again; those who waited too long are given up."""
         self._at(now)
+        self.decisions.expire()
         self._look_s = now + self.knobs.retry_s
         for work in self.room.expired(now):
             search = self.room.refusals[work.id]
@@ -179,6 +185,16 @@ class Controller(Seeker):
     def changed(self) -> None:
         """There may be a place now."""
         self.room.changed()
+
+    def ready(self, node: NodeHandle, model: str, now: float) -> None:
+        """Weights are there; perhaps somebody is to be moved to them."""
+        self._at(now)
+        self.changed()
+        prepared = self._prepared.get(model)
+        if prepared is not None and prepared.node is node and prepared.record.id in self.works:
+            self._prepared[model] = prepared._replace(node=None)
+            record = msgspec.structs.replace(prepared.record, last_token_s=now)  # it has gone on meanwhile
+            self.decisions.begin(self._relieve(prepared.source, record))
 
     def closed(self, node: NodeHandle, instance: int, now: float, *, is_gone: bool) -> None:
         """The instance takes no more work; its memory is free, if it is gone."""

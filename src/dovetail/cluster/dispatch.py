@@ -165,6 +165,8 @@ class Dispatcher:
 
     def received(self, name: str, message: Reply | Said | Tokens, now: float) -> list[TokenEvent]:
         """Returns the events that somebody still waits for."""
+        if self.nodes[name].spoke():
+            self.runtime.joined()
         if isinstance(message, Tokens):
             return [event for event in message.events if self._take(event, self.nodes[name], now)]
         if isinstance(message, Reply):
@@ -179,8 +181,9 @@ class Dispatcher:
         return []
 
     def _take(self, event: TokenEvent, node: RemoteNode, now: float) -> bool:
+        """Tokens of a node that was taken for silent and has accepted after all are nobody's: others make them."""
         choice = self._by_key.get((event.request_id, event.choice))
-        if choice is None or self.runtime.places.get(choice.id, (node,))[0] is not node:
+        if choice is None or choice.id in node.given_up or self.runtime.places.get(choice.id, (node,))[0] is not node:
             return False  # nobody waits for it, or it goes on elsewhere
         if event.token is not None:
             choice.tokens.append(event.token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dovetail.node.protocol import Answer, Offered, Order, Question
+from dovetail.node.protocol import Answer, Offer, Order, Question, StartRoom
 from dovetail.policy.placement import DeviceKind
 
 
@@ -29,17 +29,20 @@ class NodeHandle(Protocol):
     def fullness(self) -> float: ...
 
     @property
-    def free_bytes(self) -> int:
-        """Memory that a start may be given."""
+    def room(self) -> StartRoom:
+        """For one more instance."""
 
     @property
     def is_idle(self) -> bool:
         """Nothing can run there."""
 
-    def offer_of(self, model: str) -> Offered | None:
+    def offer_of(self, model: str) -> Offer | None:
         """None = the node does not offer the model. One that is down is expected to offer what it did."""
 
     def ask(self, question: Question, now: float) -> Answer | int:
         """The answer, or the number under which it will come."""
 
     def order(self, order: Order, now: float) -> None: ...
+
+    def fell_silent(self, now: float) -> None:
+        """A question was not answered in time. Until it speaks again, or for a while, it answers SILENT by itself."""

@@ -11,13 +11,26 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
+from dovetail.cluster.asking import SILENT, SILENT_S
 from dovetail.cluster.decisions import Refused, Warmed
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.runtime import Runtime
 from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.node import Node
-from dovetail.node.protocol import Answer, Check, Notice, Offered, Order, Propose, Question, Warm
+from dovetail.node.protocol import (
+    Answer,
+    Check,
+    Notice,
+    Offer,
+    Order,
+    Propose,
+    Question,
+    Release,
+    StartRoom,
+    TakeBack,
+    Warm,
+)
 from dovetail.node.protocol import Refused as Refuses
 from dovetail.node.runtime import NodeRuntime
 from dovetail.node.speech import Output as NodeOutput
@@ -33,14 +46,19 @@ Output = NodeOutput | Refused | Warmed
 class LocalNode:
     """A `cluster.handle.NodeHandle` of a node in this process."""
 
-    def __init__(self, runtime: NodeRuntime) -> None:
+    def __init__(
+        self, runtime: NodeRuntime, ask_late: Callable[[LocalNode, Question, float], int] | None = None
+    ) -> None:
         self.runtime = runtime
+        self._ask_late = ask_late  # of a node with faults: returns the number under which the answer comes, or does not
         self.name = runtime.name
         self.kind: DeviceKind = runtime.kind
         self.is_draining = False
         self.lag_s = 0.0  # what the node says of itself is heard this late
         self.said_s = 0.0  # when the last of it is
-        self._offers: dict[str, tuple[Hosting, Offered]] = {}
+        self.is_mute = False  # of what it is asked and answers, nothing arrives
+        self.silent_until_s = 0.0
+        self._offers: dict[int, tuple[Hosting, Offer]] = {}  # by identity: many models share one
 
     @property
     def up(self) -> bool:
@@ -55,29 +73,36 @@ class LocalNode:
         return self.runtime.fullness
 
     @property
-    def free_bytes(self) -> int:
-        return self.runtime.node.residency.ledger.available
+    def room(self) -> StartRoom:
+        return self.runtime.room
 
     @property
     def is_idle(self) -> bool:
         return self.runtime.is_idle
 
-    def offer_of(self, model: str) -> Offered | None:
+    def offer_of(self, model: str) -> Offer | None:
         hosting = self.runtime.node.admit.hostings.get(model)
         if hosting is None:
             return None
-        known = self._offers.get(model)
-        if known is None or known[0] is not hosting:
-            known = self._offers[model] = hosting, self.runtime.offer_of(model)
+        known = self._offers.get(id(hosting))
+        if known is None:
+            known = self._offers[id(hosting)] = hosting, self.runtime.offer_of(hosting)
         return known[1]
 
     def ask(self, question: Question, now: float) -> Answer | int:
         if self.is_draining and isinstance(question, Propose | Check | Warm):
             return Refuses(Refusal.CLOSED)
-        return self.runtime.answer(question, now)
+        if now < self.silent_until_s:
+            return SILENT
+        if self._ask_late is None or not (self.is_mute or self.lag_s or self.said_s > now):
+            return self.runtime.answer(question, now)
+        return self._ask_late(self, question, now)
 
     def order(self, order: Order, now: float) -> None:
         self.runtime.obey(order, now)
+
+    def fell_silent(self, now: float) -> None:
+        self.silent_until_s = now + SILENT_S
 
 
 class LocalCluster:
@@ -88,11 +113,12 @@ class LocalCluster:
         self.touched: dict[str, NodeRuntime] = {}  # nodes where something happened since their turn was last chosen
         self._dirty: list[NodeRuntime] = []
         self.nodes = [NodeRuntime(node, self._dirty, log) for node in nodes]
-        self.handles = {node.name: LocalNode(node) for node in self.nodes}
+        self.handles = {node.name: LocalNode(node, self._ask_late) for node in self.nodes}
         self.runtime = Runtime(list(self.handles.values()), knobs, rule=rule, log=log)
         self.runtime.progress = self._progress
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
+        self._asked = 0  # questions whose answers come late or never
 
     # Requests
 
@@ -187,21 +213,50 @@ class LocalCluster:
                 self._hear(dirty.pop(0), now)
 
     def _hear(self, node: NodeRuntime, now: float) -> None:
+        handle = self.handles[node.name]
         while node.outbox or node.mailbox:
             while node.outbox:
                 output = node.outbox.popleft()
                 if isinstance(output, events.SetTimer):
                     self._at(output.at_s, node.timer, output.instance, output.epoch)
+                elif isinstance(output, events.FirstToken | events.Finished):
+                    self._deliver(handle, self._tell, handle, output, now=now)
                 else:
                     self.outbox.append((node, output))
             if node.mailbox:
-                self._deliver(self.handles[node.name], node.mailbox.popleft(), now)
+                self._deliver(handle, self._notice, handle, node.mailbox.popleft(), now=now)
         if node.is_touched:
             self.touched[node.name] = node
 
-    def _deliver(self, node: LocalNode, notice: Notice, now: float) -> None:
+    def _tell(self, handle: LocalNode, output: events.FirstToken | events.Finished, now: float) -> None:
+        """What a node says of a request that it does not have, as far as anybody knows, is nobody's: it was taken for
+        silent and has accepted after all."""
+        if self.runtime.places.get(output.work.id, (None,))[0] is handle:
+            self.outbox.append((handle.runtime, output))
+
+    def _notice(self, handle: LocalNode, notice: Notice, now: float) -> None:
+        handle.silent_until_s = 0.0
+        self.runtime.heard(handle, notice, now)
+
+    def _ask_late(self, handle: LocalNode, question: Question, now: float) -> int:
+        """Of what a mute node is asked, every other question is lost, and of the others the answer; what it lets go
+        is not lost with an answer, because connections keep what was sent."""
+        self._asked = number = self._asked + 1
+        lets_go = isinstance(question, Release | TakeBack)
+        if handle.is_mute and (number % 2 or lets_go):
+            return number
+        answer = handle.runtime.answer(question, now)
+        if not handle.is_mute:
+            self._deliver(handle, self._answer, handle, number, answer, now=now)
+        return number
+
+    def _answer(self, handle: LocalNode, number: int, answer: Answer, now: float) -> None:
+        handle.silent_until_s = 0.0
+        self.runtime.answered(number, answer, now)
+
+    def _deliver(self, node: LocalNode, handler: Callable[..., None], *arguments: Any, now: float) -> None:
         if node.lag_s or node.said_s > now:
             node.said_s = max(node.said_s, now + node.lag_s)  # late, but in order
-            self._at(node.said_s, self.runtime.heard, node, notice)
+            self._at(node.said_s, handler, *arguments)
         else:
-            self.runtime.heard(node, notice, now)
+            handler(*arguments, now)

@@ -10,6 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dovetail.cluster.asking import Ask, Asking
 from dovetail.cluster.decisions import How, Placed, Warmed
 from dovetail.cluster.handle import NodeHandle
@@ -23,11 +25,16 @@ from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind, rank_nodes
 
 # Bounds on what one decision looks at, so that its time does not grow with the cluster.
-MAX_LOOKS = 64  # nodes looked at, by what is known of them
+MAX_LOOKS = 32  # nodes looked at, by what is known of them
 MAX_CANDIDATES = 16  # of these: nodes asked for a start, or where a preempted request could go
-MAX_INSTANCES = 4  # instances of the model asked to take a request
-MAX_MOVES = 8  # nodes and instances asked, all in all, whether they would take what gives way to a request
+MAX_DOUBTFUL = 4  # the same, where none of those looked at seems to have room
+MAX_INSTANCES = 3  # instances of the model asked to take a request
+MAX_MOVE_LOOKS = 12  # the same, for what gives way
+MAX_MOVES = 6  # nodes and instances asked, all in all, whether they would take what gives way to a request
 MAX_VICTIMS = 2  # neighbours considered for giving way
+
+# An instance that refuses for one of these might accept if a neighbour of it went.
+MENDABLE = {Refusal.MEMORY, Refusal.DECODE_OVERCOMMITTED}
 
 
 class Unwanted(Exception):
@@ -41,6 +48,7 @@ class Search:
     work: Work
     avoided: Collection[str] = ()  # nodes that owe what they have to others
     refusals: Counter[str] = field(default_factory=Counter)  # how often each reason was given
+    crowded: list[InstanceView] = field(default_factory=list)  # that would take it if neighbours went, perhaps
     prefill_s: float = INFINITY  # what the fastest of those who refused would need, otherwise empty
     decode_s: float = INFINITY
     could_serve: bool = False  # one of them would keep the targets, undisturbed
@@ -53,6 +61,11 @@ class Search:
         if self._record is None:
             self._record = self.work.record()
         return self._record
+
+    @property
+    def until_s(self) -> float:
+        """Who asked for targets is refused within them, answers or not."""
+        return self.work.due_s if self.work.is_strict and not self.work.produced else INFINITY
 
     def changed(self) -> None:
         """The request has got other deadlines."""
@@ -174,20 +187,33 @@ class Placer:
     # The steps of placement
 
     def join(self, search: Search) -> Asking[Placed | None]:
+        search.crowded.clear()
         for view in self._candidates(search.work):
             if view.node.name in search.avoided:
                 search.refusals[Refusal.MEMORY] += 1
+                continue
+            if self._is_overcommitted(view.node, search.record):
+                search.refusals[Refusal.DECODE_OVERCOMMITTED] += 1  # it would say the same
+                search.crowded.append(view)
                 continue
             answer = yield from self._propose(search, view.node, view.id)
             if isinstance(answer, Accepted):
                 view.batch += 1
                 return Placed(search.work, view.node, view.id, How.JOIN)
+            if isinstance(answer, Refused) and answer.reason in MENDABLE:
+                search.crowded.append(view)
         return None
+
+    @staticmethod
+    def _is_overcommitted(node: NodeHandle, request: RequestRecord) -> bool:
+        """One iteration of everybody there takes longer than some request allows already, without this one."""
+        room = node.room
+        return room.pace_s > min(request.tpot_s, room.strictest_s)
 
     def _propose(self, search: Search, node: NodeHandle, instance: int | None) -> Asking[protocol.Answer]:
         if search.is_over:  # since somebody else was last asked
             raise Unwanted
-        answer = yield Ask(node, protocol.Propose(search.record, instance))
+        answer = yield Ask(node, protocol.Propose(search.record, instance), search.until_s)
         if search.is_over:
             if isinstance(answer, Accepted):
                 node.order(protocol.Withdraw(search.work.id), self.now_s)
@@ -209,11 +235,9 @@ class Placer:
         if not self.knobs.proactive or self.knobs.disaggregate:
             return None
         considered = search.num_checked = 0
-        for view in self._candidates(search.work):
+        for view in search.crowded:
             if considered >= MAX_VICTIMS:
                 return None
-            if view.node.name in search.avoided:
-                continue
             answer = yield Ask(view.node, protocol.FindVictims(search.record, view.id))
             for victim in answer.found if isinstance(answer, protocol.Victims) else ():
                 considered += 1
@@ -236,8 +260,18 @@ class Placer:
         return victim.headroom_s >= self.knobs.pause_headroom_s and len(victim.requests) <= self.knobs.pause_batch
 
     def has_other_place(self, request: RequestRecord, source: NodeHandle) -> Asking[bool]:
-        """Somebody else would accept it."""
-        return (yield from self._has_other_place(request, {source.name}, Search(Work.of(request))))
+        """Somebody else would go on with it in time."""
+        place = yield from self._other_place(request, {source.name}, Search(Work.of(request)))
+        return place is not None
+
+    def prepare(self, request: RequestRecord, source: NodeHandle) -> Asking[NodeHandle | None]:
+        """Nobody else would go on with it in time because weights have to be read first: let somebody read them."""
+        late = msgspec.structs.replace(request, last_token_s=None)
+        node = yield from self._other_place(late, {source.name}, Search(Work.of(request)))
+        if node is None or any(view.node is node for view in self._by_model[request.model]):
+            return None
+        answer = yield Ask(node, protocol.Warm(request.model))
+        return node if isinstance(answer, Accepted) else None
 
     def places_for(self, request: RequestRecord, source: NodeHandle) -> list[tuple[NodeHandle, int | None]]:
         """Where the request may go on, the best first: instances that are there, and nodes that may start one."""
@@ -259,20 +293,20 @@ class Placer:
         one of them says nothing about the next."""
         taken = {source.name}
         for request in victim.requests:
-            if not (yield from self._has_other_place(request, taken, search)):
+            if (yield from self._other_place(request, taken, search)) is None:
                 return False
         return True
 
-    def _has_other_place(self, request: RequestRecord, taken: set[str], search: Search) -> Asking[bool]:
-        """On a node that is not taken; that node is taken then."""
+    def _other_place(self, request: RequestRecord, taken: set[str], search: Search) -> Asking[NodeHandle | None]:
+        """A node that would take it and is not taken; it is taken then."""
         found: list[tuple[NodeHandle, int | None]] = []
         found += [(view.node, view.id) for view in self._by_model[request.model][:MAX_INSTANCES]]
-        found += [(node, None) for node in self._window(request)]
+        found += [(node, None) for node in self._window(request, MAX_MOVE_LOOKS)]
         for node, instance in found:
             if node.name not in taken and (yield from self._would_take(node, request, instance, search)):
                 taken.add(node.name)
-                return True
-        return False
+                return node
+        return None
 
     def _would_take(
         self, node: NodeHandle, request: RequestRecord, instance: int | None, search: Search
@@ -290,27 +324,31 @@ class Placer:
                 return placed
         return None
 
-    def _window(self, request: RequestRecord) -> Sequence[NodeHandle]:
+    def _window(self, request: RequestRecord, looks: int = MAX_LOOKS) -> Sequence[NodeHandle]:
         """All nodes of a small cluster; of a large one some from all over it that seem to have room for an instance,
         others with every call."""
         count = len(self.nodes)
         if count <= MAX_CANDIDATES:
             return self.nodes
         self._cursor = start = (self._cursor + 1) % count
-        looks = min(count, MAX_LOOKS)
+        looks = min(count, looks)
         seen = [self.nodes[(start + step * count // looks) % count] for step in range(looks)]
-        if self.knobs.admission is Admission.SHADOW:
-            seen = [node for node in seen if self._has_room(node, request)] or seen
-        return seen[:: -(len(seen) // -MAX_CANDIDATES)]
+        if self.knobs.admission is not Admission.SHADOW:
+            return seen[:: -(len(seen) // -MAX_CANDIDATES)]
+        roomy = [node for node in seen if self._has_room(node, request)]
+        if not roomy:
+            return seen[:: -(len(seen) // -MAX_DOUBTFUL)]
+        return roomy[:: -(len(roomy) // -MAX_CANDIDATES)]
 
     def _has_room(self, node: NodeHandle, request: RequestRecord) -> bool:
-        """By what is known of it: a CPU's fullness is what an iteration of everybody takes there."""
+        """By what it last said: memory for the weights, and time for one more decode in every round."""
         offer = node.offer_of(request.model)
         if offer is None or not node.up:
             return False
-        if offer.weight_bytes > node.free_bytes and not self.knobs.reclaim_idle:
+        room = node.room
+        if offer.weight_bytes > room.weight_bytes:
             return False
-        return node.kind is not DeviceKind.CPU or node.fullness + offer.decode_s <= request.tpot_s
+        return room.pace_s + offer.decode_s <= min(request.tpot_s, room.strictest_s) or not room.pace_s
 
     def _start_on(self, node: NodeHandle, search: Search, how: How) -> Asking[Placed | None]:
         work = search.work

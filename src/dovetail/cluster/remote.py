@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dovetail.cluster.asking import LOST
+from dovetail.cluster.asking import LOST, SILENT, SILENT_S
 from dovetail.messages import Ask, Command, Hello, ToWorker
 from dovetail.node.protocol import (
+    EMPTY,
     Answer,
     CatchUp,
     Check,
@@ -14,12 +15,15 @@ from dovetail.node.protocol import (
     NodeView,
     NoLonger,
     Notice,
+    Offer,
     Offered,
     Order,
     Propose,
     Question,
     Refused,
+    StartRoom,
     Warm,
+    Withdraw,
 )
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import DeviceKind
@@ -45,7 +49,9 @@ class RemoteNode:
         self.is_idle = False
         self.view: NodeView | None = None
         self.memory_bytes = 0
-        self._offers: dict[str, Offered] = {}
+        self.silent_until_s = 0.0
+        self.given_up: set[int] = set()  # requests that it was asked to take and, unanswered, to leave alone
+        self._offers: dict[str, Offer] = {}
         self._send = send
         self._body_of = body_of
         self._tokens_of = tokens_of  # by request: what it has said
@@ -68,10 +74,10 @@ class RemoteNode:
         return self.view.fullness if self.view is not None else 0.0
 
     @property
-    def free_bytes(self) -> int:
-        return self.view.free_bytes if self.view is not None else self.memory_bytes
+    def room(self) -> StartRoom:
+        return self.view.room if self.view is not None else EMPTY
 
-    def offer_of(self, model: str) -> Offered | None:
+    def offer_of(self, model: str) -> Offer | None:
         return self._offers.get(model)
 
     def ask(self, question: Question, now: float) -> Answer | int:
@@ -79,6 +85,8 @@ class RemoteNode:
             return LOST
         if self.is_draining and isinstance(question, Propose | Check | Warm):
             return Refused(Refusal.CLOSED)
+        if now < self.silent_until_s:
+            return SILENT
         request = None
         if isinstance(question, Propose):
             if question.request.model not in self._offers:
@@ -94,6 +102,9 @@ class RemoteNode:
         return number if early is None else early
 
     def order(self, order: Order, now: float) -> None:
+        if isinstance(order, Withdraw) and order.request in self._proposed.values():
+            self._proposed = {number: one for number, one in self._proposed.items() if one != order.request}
+            self.given_up.add(order.request)
         if not self.up:
             return
         tokens: tuple[int, ...] = ()
@@ -102,20 +113,29 @@ class RemoteNode:
             assert len(tokens) == order.request.produced - order.known, "a node tells tokens before it counts them"
         self._send(Command(order, tokens))
 
+    def fell_silent(self, now: float) -> None:
+        self.silent_until_s = now + SILENT_S
+
+    def spoke(self) -> bool:
+        """Something came from there; whether it had been silent."""
+        was_silent, self.silent_until_s = self.silent_until_s > 0.0, 0.0
+        return was_silent
+
     # What becomes of it
 
     def joined(self, hello: Hello) -> None:
         """A worker is there, perhaps in place of another; what that one offered this one is expected to offer."""
-        self.up, self.is_idle, self.view = True, False, None
+        self.up, self.is_idle, self.view, self.silent_until_s = True, False, None, 0.0
         self.kind, self.memory_bytes = hello.kind, hello.memory_bytes
 
     def lost(self) -> None:
         self.up, self.is_idle, self.view = False, False, None
         self._proposed.clear()
+        self.given_up.clear()
 
     def answered(self, number: int, answer: Answer) -> bool:
         """False: whoever asked gets it from `ask`, because the wire was quicker than the question's sender."""
-        self._proposed.pop(number, None)
+        self.given_up.discard(self._proposed.pop(number, -1))  # it has heard by now that it had been given up
         if number != self._sending:
             return True
         self._early = answer
@@ -127,7 +147,7 @@ class RemoteNode:
         elif isinstance(notice, Idle):
             self.is_idle = notice.is_idle
         elif isinstance(notice, Offered):
-            self._offers[notice.model] = notice
+            self._offers[notice.model] = notice.offer
         elif isinstance(notice, NoLonger):
             self.withdraw(notice.model)
 

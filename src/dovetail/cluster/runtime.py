@@ -75,8 +75,14 @@ class Runtime:
 
     def _is_too_large(self, work: Work) -> bool:
         """No node could hold it, had it the node to itself. Of a model that nobody offers the controller says so."""
-        room = self.room_for(work.model)
-        return room is not None and work.known_tokens + 1 > room
+        offers = (node.offer_of(work.model) for node in self.controller.placer.nodes)
+        room = -1
+        for offer in offers:
+            if offer is not None:
+                room = max(room, offer.room_tokens)
+                if room > work.known_tokens:
+                    return False  # the first node that is asked mostly has it
+        return room >= 0
 
     def room_for(self, model: str) -> int | None:
         """Tokens that one request of the model may have on the largest node; None if nobody offers it."""
@@ -134,7 +140,9 @@ class Runtime:
         elif isinstance(notice, protocol.InstanceOpened):
             controller.placer.add_instance(node, notice.instance, notice.model, Phase.ANY, batch=0)
             controller.changed()
-        elif isinstance(notice, protocol.InstanceReady | protocol.Offered):
+        elif isinstance(notice, protocol.InstanceReady):
+            controller.ready(node, notice.model, now)
+        elif isinstance(notice, protocol.Offered):
             controller.changed()
         elif isinstance(notice, protocol.InstanceClosed | protocol.InstanceGone):
             is_gone = isinstance(notice, protocol.InstanceGone)

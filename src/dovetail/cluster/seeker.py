@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappush
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,6 +27,7 @@ from dovetail.policy.memory import OutputMean
 MAX_RETURNS = 24  # instances asked, all in all, to take back swapped-out requests when one of their model is placed
 MAX_TAKEN_BACK = 16  # long answers, for one newcomer
 KEPT_ENDS = 16
+PREPARE_AGAIN_S = 10.0  # a cold start in vain costs others their memory: not many for one model
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 # Refusals that go away with later deadlines.
 TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE, Refusal.LINK}
@@ -34,12 +36,21 @@ TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARD
 SCARCE = {Refusal.MEMORY, Refusal.NEIGHBOUR_LATE, *TOO_LATE}
 
 
+class Prepared(NamedTuple):
+    """A cold start that was begun for work which runs elsewhere."""
+
+    node: NodeHandle | None  # None = nobody would
+    source: NodeHandle
+    record: RequestRecord
+    again_s: float  # no other one for the model before
+
+
 class Seeker:
     def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs) -> None:
         self.knobs = knobs
         self.works: dict[int, Work] = {}  # everyone who has not ended, with or without a place
         self.placer = Placer(nodes, knobs)
-        self.decisions = Decisions()
+        self.decisions = Decisions(self._let_go)
         self.outbox: list[Decision] = []
         self.room: WaitingRoom[Search] = WaitingRoom(knobs.retry_s, on_change=knobs.retry_on_change)
         self.seeking: dict[int, Search] = {}  # a node was asked and has not answered yet
@@ -49,6 +60,7 @@ class Seeker:
         self._timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
         self._ends_s: deque[float] = deque(maxlen=KEPT_ENDS)  # when requests last ended
         self._owed: dict[int, str] = {}  # by answer that was evicted for want of memory: the node, until it has a place
+        self._prepared: dict[str, Prepared] = {}  # by model
         self._outputs = OutputMean()
         self._lengths = AnswerLengths()
 
@@ -99,6 +111,8 @@ class Seeker:
             self._reunite(work.model)
         elif is_beyond and len(search.refusals) == 1:
             self._refuse(work, "hardware", search)
+        elif Refusal.SILENT in search.refusals and self._now > search.until_s:
+            self._refuse(work, "deadline", search)  # its time went by while it waited for answers
         else:
             self.room.enter(work, search, self._now)
             self.outbox.append(Queued(work, dict(search.refusals)))
@@ -160,6 +174,11 @@ class Seeker:
             self._took_back(node, answer.request, answer)
         return None
 
+    def _let_go(self, node: NodeHandle, answer: protocol.TookBack) -> None:
+        """A node gave a request back after whoever asked for that had given up."""
+        if answer.request is not None:
+            self._took_back(node, answer.request, answer)
+
     def _took_back(self, node: NodeHandle, record: RequestRecord, answer: protocol.TookBack) -> None:
         """A long answer waits until it finds a place again."""
         work = self.works.get(record.id)
@@ -194,14 +213,13 @@ class Seeker:
     # Moving
 
     def _relieve(self, node: NodeHandle, record: RequestRecord) -> Asking[None]:
-        """Move the work, if somebody else would go on with it in time: if need be after a cold start, which those who
-        are moved after it find done."""
+        """Move the work, if somebody else would go on with it in time. Where that takes a cold start, it is begun, and
+        the work is moved when its node asks again."""
         mean_tokens = self._lengths.mean_known(record.model, self._outputs.value)
         record = msgspec.structs.replace(record, mean_tokens=mean_tokens)
         if not (yield from self.placer.has_other_place(record, node)):
-            record = msgspec.structs.replace(record, last_token_s=None)
-            if not (yield from self.placer.has_other_place(record, node)):
-                return
+            yield from self._prepare(node, record)
+            return
         answer = yield Ask(node, protocol.Release(record.id))
         if not isinstance(answer, protocol.TookBack) or answer.request is None:
             return
@@ -211,6 +229,17 @@ class Seeker:
             work.take(answer.request)
             self.outbox.append(Moving(work, self._now, "overcommitted"))
             self._seek(work, avoided=node.name)
+
+    def _prepare(self, source: NodeHandle, record: RequestRecord) -> Asking[None]:
+        """A cold start for work that nobody else would go on with in time; it is moved when that is done."""
+        before = self._prepared.get(record.model)
+        if before is not None and self._now < before.again_s:
+            return
+        again_s = self._now + PREPARE_AGAIN_S
+        self._prepared[record.model] = Prepared(None, source, record, again_s)
+        node = yield from self.placer.prepare(record, source)
+        if node is not None:
+            self._prepared[record.model] = Prepared(node, source, record, again_s)
 
     def _move(self, work: Work, retry_at_s: float, reason: str) -> None:
         self.moving[work.id] = work

@@ -261,5 +261,6 @@ class ServerStatus(BaseModel):
     draining: bool
     unfinished: int
     refused: int = 0  # requests whose targets could not be kept
+    unanswered: int = 0  # questions to nodes that were not answered in time
     nodes: list[NodeStatus]
     models: list[LoadedModel] = Field(default_factory=list, description="those in memory, for Ollama's clients")

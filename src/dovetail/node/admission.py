@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from dovetail.node.instance import Instance, State
+from dovetail.node.protocol import EMPTY, StartRoom
 from dovetail.node.residency import Residency
 from dovetail.node.timing import Timing
 from dovetail.node.work import Work
 from dovetail.policy.consolidate import rank_victims
-from dovetail.policy.headroom import Refusal
+from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Admission, Knobs
 from dovetail.policy.memory import OutputMean, granted_tokens, recommended_tokens, required_tokens
 from dovetail.policy.placement import DeviceKind, Hosting, can_ever_serve
@@ -25,6 +27,7 @@ class Grant:
 
 
 KEEP = Grant()
+MAX_VICTIMS = 2  # named to whoever asks who could give way: each one costs a look at everybody
 
 
 class Admitter:
@@ -56,7 +59,11 @@ class Admitter:
         self.timing.hear(work)
         if self.knobs.admission is Admission.CONCURRENCY:
             return KEEP if instance.batch < self._limit(instance.hosting) else Refusal.CONCURRENCY
-        grant: Grant | Refusal = KEEP if ignore_memory else self._memory(instance, work)
+        grant: Grant | Refusal = KEEP
+        if self.timing.is_too_late(instance, work, free_at_s):
+            grant = Refusal.FIRST_TOKEN_LATE
+        elif not ignore_memory:
+            grant = self._memory(instance, work)
         if not isinstance(grant, Refusal):
             grant = self.timing.refuses(instance, work, free_at_s, grant.kv_tokens) or grant
         self._answered = (instance.id, work.id, free_at_s, grant)
@@ -96,10 +103,12 @@ class Admitter:
             if isinstance(self.join(target, work, free_at_s, ignore_memory=True), Refusal):
                 return []
             gap = self._memory_gap(target, work)
-            return [one for one in ranked if self._residency.planned_bytes(one) >= gap]
-        if refusal is Refusal.DECODE_OVERCOMMITTED:
-            return [one for one in ranked if self.timing.refuses(target, work, free_at_s, without=one) is None]
-        return []
+            found = (one for one in ranked if self._residency.planned_bytes(one) >= gap)
+        elif refusal is Refusal.DECODE_OVERCOMMITTED:
+            found = (one for one in ranked if self.timing.refuses(target, work, free_at_s, without=one) is None)
+        else:
+            return []
+        return list(islice(found, MAX_VICTIMS))
 
     def pausable(self, work: Work, now: float, free_at_s: float) -> list[Instance]:
         """Instances so far ahead of their deadlines that they may be swapped out, each alone making room for an
@@ -133,6 +142,17 @@ class Admitter:
         wait_s = sum(one.hosting.load_s for one in self._instances.values() if one.state is State.LOADING)
         prefill_s = hosting.latency.prefill_s(work.known_tokens) * self.overestimate
         return free_at_s + wait_s + prefill_s > work.due_s
+
+    def room_for_start(self) -> StartRoom:
+        """What any start finds here, so that nobody need ask who would certainly be refused."""
+        if self.knobs.reclaim_idle or self.knobs.admission is Admission.CONCURRENCY:
+            return EMPTY  # idle instances go for it, or nobody knows
+        pace_s, strictest_s = 0.0, INFINITY
+        for one in self._instances.values():
+            if one.batch:
+                pace_s += self.timing.pace_s(one)
+                strictest_s = min(strictest_s, one.strictest_s)
+        return StartRoom(self._weights_room(), pace_s, strictest_s)
 
     # Slots and shares
 
@@ -216,7 +236,7 @@ class Admitter:
 
     def _memory_for_start(self, hosting: Hosting, work: Work) -> Grant | Refusal:
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        if self._residency.ledger.available < weights or self._is_crowded(weights):
+        if weights and weights > self._weights_room():
             return Refusal.MEMORY
         required = self.required(hosting, work.model, [(work.input_tokens, work.produced)])
         if hosting.max_kv_tokens is not None and required > (most := self.most_tokens(hosting)):
@@ -225,13 +245,14 @@ class Admitter:
         granted = granted_tokens(required, self.recommended(hosting, required), room)
         return Refusal.MEMORY if granted is None else Grant(granted)
 
-    def _is_crowded(self, weights: int) -> bool:
-        """With these weights too little of the device would be left for caches. One instance is never too many."""
-        share = self.knobs.weights_share
-        if share >= 1.0 or not weights or not self._instances:
-            return False
+    def _weights_room(self) -> int:
+        """What the weights of one more instance may take. With more of them too little of the device would be left for
+        caches; one instance is never too many."""
+        ledger, share = self._residency.ledger, self.knobs.weights_share
+        if share >= 1.0 or not self._instances:
+            return ledger.available
         resident = sum(one.hosting.weight_bytes for one in self._instances.values())
-        return resident + weights > share * self._residency.ledger.capacity
+        return min(ledger.available, int(share * ledger.capacity) - resident)
 
     def _memory_gap(self, instance: Instance, work: Work) -> int:
         required = self.required(

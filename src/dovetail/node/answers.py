@@ -5,12 +5,44 @@ paces, and long answers that wait.
 from __future__ import annotations
 
 from dovetail.node import protocol
+from dovetail.node.instance import State
 from dovetail.node.node import Node
 from dovetail.node.work import SLACK, Work
 from dovetail.policy.fairness import Running, who_gives_way
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.latency import Latency
+from dovetail.policy.placement import Hosting
 from dovetail.profiles.live import LiveLatency
+
+OVERDUE_S = 1.0
+USUAL_TOKENS = 1024  # of a context, where a request is not known yet
+
+
+def view_of(node: Node, version: int, fullness: float, room: protocol.StartRoom) -> protocol.NodeView:
+    """The node as others may know it."""
+    ledger = node.residency.ledger
+    instances = tuple(
+        protocol.InstanceView(one.id, one.model, one.phase, one.batch, one.state is State.READY)
+        for one in node.instances.values()
+        if one.state is not State.CLOSING
+    )
+    return protocol.NodeView(
+        version, node.kind, node.in_use, fullness, ledger.capacity, ledger.available, instances, room
+    )
+
+
+def offer_of(node: Node, hosting: Hosting) -> protocol.Offer:
+    room_tokens = node.admit.most_tokens(hosting) - hosting.block_tokens
+    weight_bytes = 0 if hosting.weights_in_place else hosting.weight_bytes
+    decode_s = hosting.latency.decode_s(1, USUAL_TOKENS) * node.admit.overestimate
+    return protocol.Offer(room_tokens, weight_bytes, decode_s)
+
+
+def ease_overdue(node: Node, now: float) -> None:
+    """Deadlines far in the past say nothing about who is urgent: those who did not ask for targets get new ones."""
+    overdue_s = now - OVERDUE_S
+    if any(one.deadline_s < overdue_s and one.can_run for one in node.instances.values()):
+        ease_everyone(node, now, 0.0)
 
 
 def ease_everyone(node: Node, now: float, extra_s: float) -> float:
@@ -54,6 +86,18 @@ def refused(node: Node, refusal: Refusal, work: Work) -> protocol.Refused:
         bare_prefill_s, bare_decode_s = estimate(latency, work)
         could_serve = bare_prefill_s <= work.ttft_s and bare_decode_s <= work.tpot_s
     return protocol.Refused(refusal, prefill_s, decode_s, could_serve)
+
+
+def look(
+    node: Node, question: protocol.Check | protocol.FindVictims | protocol.FindPausable | protocol.Ease, now: float
+) -> protocol.Answer:
+    if isinstance(question, protocol.Check):
+        return check(node, question, now)
+    if isinstance(question, protocol.FindVictims):
+        return find_victims(node, question, now)
+    if isinstance(question, protocol.FindPausable):
+        return find_pausable(node, question, now)
+    return ease(node, question, now)
 
 
 def check(node: Node, question: protocol.Check, now: float) -> protocol.Answer:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from dovetail.eventlog import EventLog
+from dovetail.node.events import Turn
 from dovetail.profiles.live import LiveLatency
 from dovetail.profiles.timings import TurnTimings, kind_of
 
@@ -30,6 +31,17 @@ class LatencyFeedback:
         self._log = log
         self._timings = TurnTimings()
         self._observed: list[Observation] = []
+
+    def observe(self, turn: Turn, took_s: float, gap_s: float, now: float, *, is_beside_load: bool) -> None:
+        """A turn that has ended, before its requests are counted on; `gap_s` lay before it."""
+        instance, prefill = turn
+        latency, batch, tokens = instance.hosting.latency, len(instance.running), instance.tokens
+        if prefill is not None:
+            batch, tokens = 0, prefill.known_tokens
+        elif not batch:
+            return  # everyone left during the turn
+        if isinstance(latency, LiveLatency):
+            self.add(Observation(latency, batch, tokens, took_s, gap_s, is_beside_load), now)
 
     def add(self, observation: Observation, now: float) -> None:
         self._observed.append(observation)

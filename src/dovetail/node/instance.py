@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from dovetail.node.work import Phase, Work
-from dovetail.policy.headroom import INFINITY, InstanceDemand, Prefill
+from dovetail.policy.headroom import INFINITY, InstanceDemand
 from dovetail.policy.placement import Hosting
 
 
@@ -20,11 +21,6 @@ class State(StrEnum):
     LOADING = "loading"
     READY = "ready"
     CLOSING = "closing"  # takes no work, gives its memory back
-
-
-def cold_start_grace_s(work: Work, ordered_s: float, loaded_s: float) -> float:
-    """S1: a cold start is added to the first deadline, as far as the request waits for it."""
-    return max(min(loaded_s - ordered_s, loaded_s - work.arrival_s), 0.0)
 
 
 def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
@@ -51,11 +47,11 @@ class PendingOp(NamedTuple):
 
 class Instance:
     __slots__ = (
-        "_demand",
         "_lengths",
         "busy_s",
         "clock",
         "deadline_s",
+        "demand",
         "epoch",
         "grown_s",
         "held",
@@ -133,7 +129,7 @@ class Instance:
         self.turns = 0
         self.grown_s: float | None = None  # one iteration when its contexts will have grown; None = not known
         self._lengths: list[tuple[int, int]] | None = None  # as of then
-        self._demand: InstanceDemand | None = None  # as of the last change of clock, membership or turn
+        self.demand: InstanceDemand | None = None  # see `outlook`; as of the last change of clock, membership or turn
 
     @property
     def batch(self) -> int:
@@ -157,10 +153,6 @@ class Instance:
 
     def works(self) -> list[Work]:
         return [*self.waiting, *self.running.values(), *self.held.values()]
-
-    def movable(self) -> tuple[Work, ...]:
-        """Copies of its work as it would come to another instance."""
-        return tuple(work.as_of(self.produced(work)) for work in self.works())
 
     def produced(self, work: Work) -> int:
         if work.id in self.running:
@@ -239,7 +231,7 @@ class Instance:
 
     def refresh(self) -> None:
         """Deadlines from scratch, after any change of membership."""
-        self._demand = None
+        self.demand = None
         self._lengths = None
         self.grown_s = None
         due = pace = spoke = INFINITY
@@ -273,23 +265,24 @@ class Instance:
     def begin_turn(self, prefill: Work | None) -> None:
         self.in_turn = True
         self.prefilling = prefill
-        self._demand = None
+        self.demand = None
 
     def end_turn(self) -> None:
         self.in_turn = False
         self.prefilling = None
-        self._demand = None
+        self.demand = None
 
     def decoded(self, now: float) -> None:
         """One decode iteration of the running batch has ended."""
-        if now > self.running_due_s:
-            self._count_late(now)
+        is_late = now > self.running_due_s
         for work in self.running.values():
+            if is_late and now > work.true_due_s(self.due_s(work)):
+                work.late_tokens += 1
             if work.joined_clock <= self.clock:  # one that came in the middle of it waits for the next
                 work.got_token(now)
         self.clock += 1
         self.tokens += len(self.running)
-        self._demand = self._lengths = None
+        self.demand = self._lengths = None
         if not self.clock % LOOK_AHEAD_TURNS:
             self.grown_s = None
         if self.mixed_pace:
@@ -298,11 +291,6 @@ class Instance:
         self.running_due_s += self.tpot_s
         self.spoke_s = now
         self._set_deadline()
-
-    def _count_late(self, now: float) -> None:
-        for work in self.running.values():
-            if now > work.true_due_s(self.due_s(work)):
-                work.late_tokens += 1
 
     # Estimates
 
@@ -340,72 +328,12 @@ class Instance:
         if count == 0 or self.phase is Phase.PREFILL:
             return 0.0
         total = self.tokens + extra_tokens
-        for work in self.waiting:
-            total += work.known_tokens
-        for work in self.held.values():
+        for work in chain(self.waiting, self.held.values()):
             total += work.known_tokens
         return self.hosting.latency.decode_s(count, total) * self.overestimate
 
     def prefill_s(self, tokens: int) -> float:
         return self.hosting.latency.prefill_s(tokens) * self.overestimate
-
-    def demand(self, free_at_s: float, ready_s: float, loaded_s: float, pace_tokens: float) -> InstanceDemand:
-        """S4's view of it after the turn under way, which ends at `free_at_s`; `ready_s` is when it can take turns,
-        `loaded_s` when its weights are there, `pace_tokens` as of `Work.pace_from`. One admission looks at a neighbour
-        many times between its turns."""
-        blocked = self.state is State.LOADING
-        demand = self._demand
-        if demand is None or demand.blocked is not blocked or blocked:
-            self._demand = demand = self._look(loaded_s if blocked else None, pace_tokens, free_at_s)
-        demand.ready_s = ready_s
-        if self.in_turn and self.prefilling is None:
-            demand.spoke_s = free_at_s
-        return demand
-
-    def _look(self, loaded_s: float | None, pace_tokens: float, free_at_s: float) -> InstanceDemand:
-        prefills = [self._prefill(work, loaded_s, pace_tokens) for work in self.waiting if work is not self.prefilling]
-        due, pace = self._after_turn(free_at_s, pace_tokens)
-        deadline = due
-        total_s = 0.0
-        for prefill in prefills:
-            total_s += prefill.seconds
-            pace = min(pace, prefill.tpot_s)
-            deadline = min(deadline, prefill.due_s)
-        return InstanceDemand(
-            deadline_s=deadline,
-            decode_deadline_s=due,
-            prefill_s=total_s,
-            decode_s=self.decode_s(),
-            tpot_s=pace,
-            blocked=loaded_s is not None,
-            batch=self.batch,
-            frees_bytes=self.frees_bytes,
-            spoke_s=self.spoke_s,
-            prefills=tuple(prefills),
-        )
-
-    def _after_turn(self, free_at_s: float, pace_tokens: float) -> tuple[float, float]:
-        """When its running requests are due, and their pace, once the turn under way is over."""
-        due, pace, joins = self.running_due_s, self.tpot_s, self.prefilling
-        if not self.in_turn:
-            return due, pace
-        if joins is None:
-            return due + pace, pace
-        if self.phase is Phase.PREFILL:
-            return due, pace
-        joins_due = joins.due_s
-        if not joins.produced:
-            joins_due = min(joins_due, free_at_s + joins.safety_s(pace_tokens))
-        return min(due, joins_due + joins.tpot_s), min(pace, joins.tpot_s)
-
-    def _prefill(self, work: Work, loaded_s: float | None, pace_tokens: float) -> Prefill:
-        grace_s = 0.0
-        if loaded_s is not None and work.produced == 0:
-            grace_s = cold_start_grace_s(work, self.ordered_s, loaded_s)
-        seconds = self.prefill_s(work.pending_tokens)
-        urgent_s = urgent_prefill_s(work, self.turn_silence_s, seconds)
-        safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
-        return Prefill(work.due_s + grace_s, urgent_s + grace_s, seconds, work.tpot_s, safety_s)
 
     def lengths(self) -> list[tuple[int, int]]:
         """(input, produced) of all its work. Asked for several times between two turns: a list of the caller's own."""

@@ -17,6 +17,8 @@ from dovetail.policy.headroom import INFINITY
 from dovetail.policy.memory import granted_tokens, should_shrink
 
 LOOK_AROUND_TURNS = 16  # of an instance: how often it is looked whether contexts have outgrown time and memory
+AHEAD_S = 8.0  # a cold start elsewhere, and a prefill there
+MOST_AHEAD_TURNS = 192  # beyond that nobody knows which answers still run
 LENT_TURNS = 32  # whoever lends keeps room for so many, and whoever borrows gets it
 
 
@@ -113,10 +115,14 @@ class Pools:
         self._outbox.append(Overcommitted(work, instance.id, instance.produced(work)))
 
     def _is_filling_up(self, instance: Instance) -> bool:
-        loose = instance.tokens + (2 * LOOK_AROUND_TURNS + 2 * instance.hosting.block_tokens) * len(instance.running)
+        """Within the time that somebody else needs to get ready for one of its answers."""
+        turns = 2 * LOOK_AROUND_TURNS
+        if (decode_s := instance.decode_s()) and not self._admit.knobs.live_moves:  # else it goes on here meanwhile
+            turns = max(turns, min(int(AHEAD_S / decode_s), MOST_AHEAD_TURNS))
+        loose = instance.tokens + (turns + 2 * instance.hosting.block_tokens) * len(instance.running)
         if loose <= instance.kv_tokens:
             return False
-        soon = instance.bare_tokens() + 2 * LOOK_AROUND_TURNS * len(instance.running)
+        soon = instance.bare_tokens() + turns * len(instance.running)
         return soon > instance.kv_tokens and soon > self._admit.room(instance.hosting, instance.kv_tokens)
 
 

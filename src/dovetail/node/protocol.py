@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from dovetail.node.work import Phase, RequestRecord
-from dovetail.policy.headroom import Refusal
+from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.placement import DeviceKind
 
 # Questions
@@ -242,6 +242,17 @@ class InstanceView(msgspec.Struct, frozen=True, array_like=True):
     is_ready: bool
 
 
+class StartRoom(msgspec.Struct, frozen=True):
+    """What is left for one more instance, as far as that can be said without knowing the request."""
+
+    weight_bytes: int  # its weights may take
+    pace_s: float = 0.0  # one iteration of every instance that is there, now or when contexts will have grown
+    strictest_s: float = INFINITY  # the strictest pace of all requests there
+
+
+EMPTY = StartRoom(1 << 62)
+
+
 class NodeView(msgspec.Struct, frozen=True, tag="view"):
     """The node as it is after everything that it has said before. The highest version is the newest."""
 
@@ -252,15 +263,22 @@ class NodeView(msgspec.Struct, frozen=True, tag="view"):
     memory_bytes: int
     free_bytes: int
     instances: tuple[InstanceView, ...] = ()  # that take work
+    room: StartRoom = EMPTY
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What the node would do for a model."""
+
+    room_tokens: int  # that one request of the model may have, had it the node to itself
+    weight_bytes: int = 0  # that a start takes; 0 = they are in place
+    decode_s: float = 0.0  # one token of a usual context on an otherwise empty device, overestimated
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered"):
     """The node offers the model, or offers it in another way than before."""
 
     model: str
-    room_tokens: int  # that one request of the model may have, had it the node to itself
-    weight_bytes: int = 0  # that a start takes; 0 = they are in place
-    decode_s: float = 0.0  # one token of a usual context, on an otherwise empty device
+    offer: Offer
 
 
 class NoLonger(msgspec.Struct, frozen=True, tag="no_longer"):

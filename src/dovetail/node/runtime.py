@@ -8,21 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict
 
 from dovetail.eventlog import EventLog
 from dovetail.node import answers, events, protocol
-from dovetail.node.feedback import LatencyFeedback, Observation
+from dovetail.node.feedback import LatencyFeedback
 from dovetail.node.instance import State
 from dovetail.node.node import Node
 from dovetail.node.speech import Speech
 from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
-from dovetail.profiles.files import hosting_values
-from dovetail.profiles.live import LiveLatency
+from dovetail.policy.placement import Hosting
 
-OVERDUE_S = 1.0
-USUAL_TOKENS = 1024  # of a context, where a request is not known yet
 KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
 
 
@@ -39,12 +35,12 @@ class NodeRuntime:
         self.gaps: deque[float] = deque(maxlen=KEPT_GAPS)  # seconds between the ends and starts of turns
         self.gap_s = 0.0  # before the turn that runs or ran last
         self._dirty = dirty
-        self._log = log
         self._feedback = LatencyFeedback(log)
         self._places = self._speech.places
         self._last_end_s: float | None = None  # of a turn; None = the device was idle since
         self.is_idle = False  # nothing can run, as it was last said
         self._fullness: float | None = None
+        self._room: protocol.StartRoom | None = None
 
     # What may be seen
 
@@ -59,22 +55,18 @@ class NodeRuntime:
             self._fullness = self.node.fullness
         return self._fullness
 
-    def view(self) -> protocol.NodeView:
-        ledger = self.node.residency.ledger
-        instances = tuple(
-            protocol.InstanceView(one.id, one.model, one.phase, one.batch, one.state is State.READY)
-            for one in self.node.instances.values()
-            if one.state is not State.CLOSING
-        )
-        return protocol.NodeView(
-            self.version, self.kind, self.node.in_use, self.fullness, ledger.capacity, ledger.available, instances
-        )
+    @property
+    def room(self) -> protocol.StartRoom:
+        """As of then, too."""
+        if self._room is None:
+            self._room = self.node.admit.room_for_start()
+        return self._room
 
-    def offer_of(self, model: str) -> protocol.Offered:
-        hosting = self.node.admit.hostings[model]
-        room_tokens = self.node.admit.most_tokens(hosting) - hosting.block_tokens
-        weight_bytes = 0 if hosting.weights_in_place else hosting.weight_bytes
-        return protocol.Offered(model, room_tokens, weight_bytes, hosting.latency.decode_s(1, USUAL_TOKENS))
+    def view(self) -> protocol.NodeView:
+        return answers.view_of(self.node, self.version, self.fullness, self.room)
+
+    def offer_of(self, hosting: Hosting) -> protocol.Offer:
+        return answers.offer_of(self.node, hosting)
 
     def open_instances(self, model: str) -> list[int]:
         found = self.node.instances.values()
@@ -95,17 +87,11 @@ class NodeRuntime:
             return self._consider(question, now)
         if isinstance(question, protocol.Warm):
             return self._warm(question.model, now)
-        if isinstance(question, protocol.Check):
-            return answers.check(self.node, question, now)
-        if isinstance(question, protocol.FindVictims):
-            return answers.find_victims(self.node, question, now)
-        if isinstance(question, protocol.FindPausable):
-            return answers.find_pausable(self.node, question, now)
-        if isinstance(question, protocol.Ease):
-            return answers.ease(self.node, question, now)
         if isinstance(question, protocol.Release):
             return self._release(question.request, now)
-        return self._take_back(now)
+        if isinstance(question, protocol.TakeBack):
+            return self._take_back(now)
+        return answers.look(self.node, question, now)
 
     def obey(self, order: protocol.Order, now: float) -> None:
         if isinstance(order, protocol.Withdraw):
@@ -135,9 +121,7 @@ class NodeRuntime:
             if self.node.outbox:  # idle instances may have been closed in vain
                 self.changed(now)
             return answers.refused(self.node, answer, work)
-        found = question.instance if answer is None else answer
-        assert found is not None
-        instance = found
+        instance = question.instance if answer is None else answer  # type: ignore[assignment]
         self._places[record.id] = instance, work
         self._speech.enter(work, instance, now)
         self.changed(now)
@@ -192,10 +176,9 @@ class NodeRuntime:
 
     def offer(self, model: str, now: float) -> None:
         """The model's hosting is new or was replaced."""
-        if self._log is not None:
-            self._log.write(now, "hosting", model=model, **hosting_values(self.node.admit.hostings[model]))
+        self._speech.note_hosting(model, now)
         self.node.rehost(model, now)
-        self.mailbox.append(self.offer_of(model))
+        self.mailbox.append(protocol.Offered(model, self.offer_of(self.node.admit.hostings[model])))
         self.changed(now)
 
     def _warm(self, model: str, now: float) -> protocol.Answer:
@@ -229,7 +212,7 @@ class NodeRuntime:
         if self.node.turn is not None or not self.up:
             return None
         if self.node.knobs.extend_deadlines:
-            self._ease_overdue(now)
+            answers.ease_overdue(self.node, now)
         turn = self.node.next_turn(now)
         if self.node.outbox:
             self.changed(now)
@@ -247,10 +230,7 @@ class NodeRuntime:
             self.gaps.append(self.gap_s)
         if self.is_idle:
             self._say_idle(False)
-        if self._log is not None and self._log.is_detailed:
-            requests = list(turn.instance.running) if turn.prefill is None else [turn.prefill.id]
-            kind = "decode" if turn.prefill is None else "prefill"
-            self._log.write(now, kind, node=self.name, instance=turn.instance.id, requests=requests)
+        self._speech.note_turn(turn, now)
 
     def _rest(self, now: float) -> None:
         """Nothing can run."""
@@ -265,18 +245,12 @@ class NodeRuntime:
         if self._dirty is not None:
             self._dirty.append(self)
 
-    def _ease_overdue(self, now: float) -> None:
-        """Deadlines far in the past say nothing about who is urgent: those who did not ask for targets get new ones."""
-        overdue_s = now - OVERDUE_S
-        if any(one.deadline_s < overdue_s and one.can_run for one in self.node.instances.values()):
-            answers.ease_everyone(self.node, now, 0.0)
-
     @property
     def is_settled(self) -> bool:
         """Nobody else wants the device: as things are, those whose turn it is decode again after it. A bet for a driver
         that can begin before it is told to; what it was told stays what counts."""
         turn = self.node.turn
-        return turn is not None and turn.prefill is None and self.node.has_only(turn.instance)
+        return turn is not None and turn.prefill is None and self.node.turns.has_only(turn.instance)
 
     def turn_ended(
         self, now: float, finished: Iterable[int], *, is_whole: bool = True, was_ahead: bool = False
@@ -285,11 +259,11 @@ class NodeRuntime:
         cache teaches nothing. `was_ahead`: the device began with it when the turn before had ended."""
         turn = self.node.turn
         assert turn is not None, f"{self.name}: no turn under way"
-        latency = turn.instance.hosting.latency
         if turn.prefill is not None and (turn.prefill.hold or turn.prefill.computed):
             is_whole = False  # the last token of one that is held is computed when it goes on
-        if is_whole and isinstance(latency, LiveLatency):
-            self._observe(turn, latency, now, self.gap_s if was_ahead else 0.0)
+        if is_whole:
+            took_s = now - self.node.turn_started_s + (self.gap_s if was_ahead else 0.0)
+            self._feedback.observe(turn, took_s, self.gap_s, now, is_beside_load=bool(self._speech.load_asked_s))
         self._last_end_s = now
         self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)])
         if turn.prefill is not None and not turn.prefill.hold:
@@ -298,18 +272,6 @@ class NodeRuntime:
             self.changed(now)
         elif turn.prefill is not None and self._dirty is not None:
             self._dirty.append(self)
-
-    def _observe(self, turn: events.Turn, latency: LiveLatency, now: float, ahead_s: float) -> None:
-        instance, prefill = turn
-        batch, tokens = len(instance.running), instance.tokens
-        if prefill is not None:
-            batch, tokens = 0, prefill.known_tokens
-        elif not batch:
-            return  # everyone left during the turn
-        took_s = now - self.node.turn_started_s + ahead_s
-        self._feedback.add(
-            Observation(latency, batch, tokens, took_s, self.gap_s, bool(self._speech.load_asked_s)), now
-        )
 
     # Memory
 
@@ -343,21 +305,17 @@ class NodeRuntime:
     def fail(self) -> list[Work]:
         """The device is gone; returns the work that was on it."""
         self._speech.clear()
-        self._last_end_s = self._fullness = None
+        self._last_end_s = self._fullness = self._room = None
         self.is_idle = False
         return self.node.fail()
 
     # What the node says
 
     def start_log(self, device: str) -> None:
-        """First line of a real node's log: what a simulation of the same node needs. Its models follow as they come."""
-        if self._log is not None:
-            memory_bytes = self.node.residency.ledger.capacity
-            knobs = asdict(self.node.knobs)
-            self._log.header(real=True, node=self.name, device=device, memory_bytes=memory_bytes, knobs=knobs)
+        self._speech.start_log(device)
 
     def changed(self, now: float) -> None:
-        self._fullness = None
+        self._fullness = self._room = None
         self.version += 1
         self.is_touched = True
         if self._dirty is not None:

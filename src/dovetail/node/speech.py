@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import asdict
 from typing import Any
 
 from dovetail.eventlog import EventLog
 from dovetail.node import events, protocol
 from dovetail.node.node import Node
 from dovetail.node.work import Work
+from dovetail.profiles.files import hosting_values
 
 # What a driver carries out or is told.
 Output = (
@@ -36,6 +38,23 @@ class Speech:
         self._node = node
         self._log = log
         self._loaded: set[int] = set()
+
+    def start_log(self, device: str) -> None:
+        """First line of a real node's log: what a simulation of the same node needs. Its models follow as they come."""
+        if self._log is not None:
+            node = self._node
+            memory_bytes, knobs = node.residency.ledger.capacity, asdict(node.knobs)
+            self._log.header(real=True, node=node.name, device=device, memory_bytes=memory_bytes, knobs=knobs)
+
+    def note_turn(self, turn: events.Turn, now: float) -> None:
+        if self._log is not None and self._log.is_detailed:
+            requests = list(turn.instance.running) if turn.prefill is None else [turn.prefill.id]
+            kind = "decode" if turn.prefill is None else "prefill"
+            self._log.write(now, kind, node=self._node.name, instance=turn.instance.id, requests=requests)
+
+    def note_hosting(self, model: str, now: float) -> None:
+        if self._log is not None:
+            self._log.write(now, "hosting", model=model, **hosting_values(self._node.admit.hostings[model]))
 
     def clear(self) -> None:
         """The device is gone."""

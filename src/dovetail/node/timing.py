@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dovetail.node.instance import Instance, State, cold_start_grace_s, urgent_prefill_s
+from dovetail.node.instance import Instance, State, urgent_prefill_s
+from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, validate_closed
@@ -89,6 +90,15 @@ class Timing:
         bound.first_due_s -= work.due_s - latest_s
         return bound
 
+    def is_too_late(self, target: Instance, work: Work, free_at_s: float) -> bool:
+        """Its first token would be late even if nothing else ran here: known before anything else is looked at."""
+        if work.cached or work.phase is Phase.DECODE or self._knobs.shadow is Shadow.CLOSED:
+            return False
+        ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
+        prefill_s = target.hosting.latency.prefill_s(work.known_tokens) * self.overestimate
+        grace_s = self._grace_s(target, work, loaded_s)
+        return max(free_at_s, ready_s) + prefill_s > work.due_s + grace_s
+
     def refuses(
         self,
         target: Instance | None,
@@ -107,7 +117,7 @@ class Timing:
         demands.append(own)
         if self._knobs.shadow is Shadow.CLOSED:
             return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
-        return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule)
+        return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule, is_paced=True)
 
     def _is_overcommitted(self, others: list[Instance], target: Instance | None, tpot_s: float, total_s: float) -> bool:
         """S4, case 3, as of when each instance's contexts were last looked at; the target takes `total_s`."""
@@ -175,16 +185,20 @@ class Timing:
 
     def _demand(self, instance: Instance, free_at_s: float) -> InstanceDemand:
         ready_s, loaded_s = self._residency.ready_s(instance, free_at_s)
-        demand = instance.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(instance.model))
+        demand = demand_of(instance, free_at_s, ready_s, loaded_s, self.pace_tokens(instance.model))
         demand.grown_s = self.pace_s(instance)
         return demand
 
     def _joined(self, target: Instance, work: Work, free_at_s: float) -> tuple[InstanceDemand, float]:
         """The demand of an instance that is there, and the grace that the work would get for its load."""
         ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
+        grace_s = self._grace_s(target, work, loaded_s)
+        return demand_of(target, free_at_s, ready_s, loaded_s, self.pace_tokens(target.model)), grace_s
+
+    @staticmethod
+    def _grace_s(target: Instance, work: Work, loaded_s: float) -> float:
         waits = target.state is State.LOADING and work.produced == 0
-        grace_s = cold_start_grace_s(work, target.ordered_s, loaded_s) if waits else 0.0
-        return target.demand(free_at_s, ready_s, loaded_s, self.pace_tokens(target.model)), grace_s
+        return cold_start_grace_s(work, target.ordered_s, loaded_s) if waits else 0.0
 
     def _starting(self, hosting: Hosting, work: Work) -> tuple[InstanceDemand, float]:
         """The same of an instance that would be started now."""

@@ -6,7 +6,6 @@ own, made of the record, and makes a new record of it when the request goes on: 
 
 from __future__ import annotations
 
-from copy import copy
 from enum import StrEnum
 
 import msgspec
@@ -199,7 +198,7 @@ class Work:
 
     def as_of(self, produced: int) -> Work:
         """A copy with so many tokens: of one that runs, for somebody who is asked whether to take it."""
-        now = copy(self)
+        now = Work.of(self.record())
         now.produced = produced
         now.cached = False
         return now

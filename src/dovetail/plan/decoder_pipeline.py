@@ -21,7 +21,8 @@ from dovetail.plan.limits import threads_of
 from dovetail.plan.processes import FunctionProcess
 from dovetail.plan.templates import even_cuts
 from dovetail.sched.blocks import BlockPool
-from dovetail.sched.scheduler import Scheduler, SchedulerConfig
+from dovetail.sched.fcfs import FcfsScheduler
+from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome, RowOutcome, Turn
 from dovetail.types import Request
 
@@ -44,7 +45,7 @@ class DecoderPipeline:
 
     def __init__(self, spec: ModelSpec, stages: list[FunctionProcess], kv_tokens: int) -> None:
         config = SchedulerConfig(context_length=spec.context_length)
-        self._scheduler = Scheduler(config, BlockPool(-(-kv_tokens // BLOCK), BLOCK))
+        self._scheduler = FcfsScheduler(config, BlockPool(-(-kv_tokens // BLOCK), BLOCK))
         self._stages = stages
         self.runs: list[TurnRun] = []
 

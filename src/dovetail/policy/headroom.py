@@ -43,6 +43,7 @@ class Refusal(StrEnum):
     CONCURRENCY = "concurrency"
     HARDWARE = "hardware"  # this device can never serve this request within its SLO
     CLOSED = "closed"  # the instance is being unloaded, or the node is down
+    SILENT = "silent"  # the node did not answer in time
 
 
 class Prefill(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 GUESS_WEIGHT = 2.0  # answers that the mean of all models counts for, in a model's own
 UNKNOWN = 2.0  # a model of which no answer has ended may be a chatty one: the mean of all, this many times
+RUN_ON = 4.0  # while no answer of a model has ended: how much longer than the longest that runs they may be expected
 KEPT = 0.95  # weight of what was seen before, with each answer of the model: about the last twenty count
 # A mean pace is kept over the whole answer: what is held back of it may be spent once, over half of a usual answer.
 PACE_SHARE = 0.5
@@ -68,12 +69,15 @@ class AnswerLengths:
     def mean(self, model: str, guess: float, produced: Sequence[int]) -> float:
         """Mean length of the model's answers, of which these run. One that has outlived the mean is expected to become
         twice as long as it is now, and counts as an answer of that length: where answers take minutes, none has ended
-        when the first hundred requests come."""
+        when the first hundred requests come. As long as none has, every token of those that run speaks for long ones:
+        the likeliest mean of lengths of which only lower bounds are known, within what the longest makes credible."""
         seen = self._of.get(model)
         count, tokens = GUESS_WEIGHT, GUESS_WEIGHT * guess
-        if seen is not None:
-            count += seen.count
-            tokens += seen.tokens
+        if seen is None:
+            likeliest = (tokens + sum(produced)) / count
+            return max(guess, min(likeliest, RUN_ON * max(produced, default=0)))
+        count += seen.count
+        tokens += seen.tokens
         mean = tokens / count
         for one in produced:
             if one > mean:

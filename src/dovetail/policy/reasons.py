@@ -14,6 +14,7 @@ REASONS = {
     "concurrency": "the instance is at its concurrency limit",
     "hardware": "this device can never meet the SLO of this request",
     "closed": "the instance was closing",
+    "silent": "the node did not answer in time",
 }
 
 

@@ -127,10 +127,17 @@ class _Player:
 
 
 def validate(
-    demands: Sequence[InstanceDemand], target: int, candidate: Candidate, start_s: float, rule: TurnRule
+    demands: Sequence[InstanceDemand],
+    target: int,
+    candidate: Candidate,
+    start_s: float,
+    rule: TurnRule,
+    *,
+    is_paced: bool = False,
 ) -> Refusal | None:
-    """S4. `start_s` is when the device is next free; None means that all three cases are clear."""
-    if is_overcommitted(demands, target, candidate):
+    """S4. `start_s` is when the device is next free; None means that all three cases are clear. `is_paced`: the third
+    is known to be."""
+    if not is_paced and is_overcommitted(demands, target, candidate):
         return Refusal.DECODE_OVERCOMMITTED
     if max(start_s, demands[target].ready_s) + candidate.prefill_s > candidate.deadline_s:
         return Refusal.FIRST_TOKEN_LATE
@@ -215,7 +222,10 @@ class _Play:
 
     def _in_a_row(self, chosen: _Player, ready: Sequence[_Player], clock: float) -> int:
         """How many iterations it has before anybody else is more urgent or gets ready: they are played as one."""
-        urgent = min((one.urgent_s for one in ready if one is not chosen), default=INFINITY)
+        urgent = INFINITY
+        for one in ready:
+            if one.urgent_s < urgent and one is not chosen:
+                urgent = one.urgent_s
         drains_s = self._drains_s(chosen, ready, urgent, clock)
         if urgent == INFINITY:
             urgent = chosen.due_s  # alone, one more tells enough
@@ -231,9 +241,17 @@ class _Play:
         """The time after the rounds of decodes that certainly lie before the next prefill or the next instance that
         gets ready. Once everyone has had a token in time they are played as one: by case 3 each round leaves everyone
         better off."""
-        urgent = min((one.urgent_s for one in ready if one.next < len(one.prefills)), default=INFINITY)
-        group = [one for one in ready if one.urgent_s < urgent and one.next == len(one.prefills)]
-        if not group or not all(one.is_settled for one in group):
+        urgent = INFINITY
+        for one in ready:
+            if one.urgent_s < urgent and one.next < len(one.prefills):
+                urgent = one.urgent_s
+        group = []
+        for one in ready:
+            if one.urgent_s < urgent and one.next == len(one.prefills):
+                if not one.is_settled:
+                    return clock
+                group.append(one)
+        if not group:
             return clock
         rounds = self._rounds_until(urgent, group, clock)
         if rounds < 1:

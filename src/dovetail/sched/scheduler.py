@@ -1,8 +1,7 @@
-"""Continuous batching of one model: which sequences take part in its next iteration, with how many tokens each.
+"""Continuous batching of one model: sequences, their blocks and prefixes, and iterations of those who are named.
 
-Order within a turn: sequences that need one token (decode) first, then unfinished prompts in chunks, then new arrivals,
-first come first served, until the token budget is spent. Without memory for a sequence that runs, the latest arrival is
-preempted and recomputed later. Whose turn it is among models is `node`'s matter.
+An iteration is a list of (sequence, number of tokens): a chunk of a prompt, or one token to decode. Who takes part is
+`node`'s matter, or that of `fcfs` where a model has a device to itself.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from collections.abc import Iterable
 import msgspec
 
 from dovetail.sched.blocks import BlockPool
-from dovetail.sched.sequence import Sequence, sequences_of
+from dovetail.sched.sequence import Sequence
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
-from dovetail.types import FinishReason, Request, TokenEvent
-
-_TOO_LARGE = "the KV pool of {} blocks cannot hold this request"
+from dovetail.types import FinishReason, TokenEvent
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
@@ -35,14 +32,12 @@ class Completed(msgspec.Struct, frozen=True):
 class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.pool = pool
-        self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._config = config
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of arrival
         self._turn: Turn | None = None  # handed out, not yet completed
-        self._next_id = 0
         self._ended: list[int] = []
         self._failed: list[TokenEvent] = []  # ends that no turn will report
 
@@ -59,12 +54,6 @@ class Scheduler:
         return bool(self._running or self._waiting or self._failed)
 
     # Events in
-
-    def add(self, request: Request) -> None:
-        assert request.prompt, "a prompt has at least one token"
-        sequences = sequences_of(request, self._next_id)
-        self._next_id += len(sequences)
-        self._waiting.extend(sequences)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Free what these choices hold; at the end of the turn if one is running."""
@@ -83,7 +72,7 @@ class Scheduler:
         sequences = [*self._running, *self._waiting]
         for sequence in sequences:
             self._end(sequence)
-        return [_end_event(sequence, FinishReason.ERROR, "the model was unloaded") for sequence in sequences]
+        return [end_event(sequence, FinishReason.ERROR, "the model was unloaded") for sequence in sequences]
 
     # Sequences that somebody else places: `node` says who takes part, the pool follows its ledger
 
@@ -124,7 +113,7 @@ class Scheduler:
                 count = self._catch_up(sequence, budget)
                 if count == 0:
                     continue
-            rows.append(_row(sequence, count))
+            rows.append(row_of(sequence, count))
             budget -= count
         self._turn = Turn(tuple(rows)) if rows else None
         return self._turn
@@ -199,20 +188,7 @@ class Scheduler:
                 sequence.longest = self._longest(sequence)
         return moves
 
-    # A turn: schedule, run elsewhere, complete
-
-    def next_turn(self) -> Turn | None:
-        """The next iteration, or None if nothing can run. Every turn must be completed before the next one."""
-        assert self._turn is None, "the last turn was not completed"
-        rows: dict[int, TurnRow] = {}
-        preemptions = self.num_preemptions
-        budget = self._schedule_running(rows, self._config.max_turn_tokens)
-        if self.num_preemptions == preemptions:  # else the victim would come straight back
-            self._admit(rows, budget)
-        if not rows:
-            return None
-        self._turn = Turn(tuple(rows.values()))
-        return self._turn
+    # What came of a turn
 
     def complete(self, outcome: Outcome) -> Completed:
         """Take in what the turn computed, and say what it means for each request."""
@@ -247,68 +223,8 @@ class Scheduler:
             sequence = by_id[row.sequence]
             self._end(sequence)
             if not sequence.aborted:
-                events.append(_end_event(sequence, FinishReason.ERROR, error))
+                events.append(end_event(sequence, FinishReason.ERROR, error))
         return self._flush(events)
-
-    # Scheduling
-
-    def _schedule_running(self, rows: dict[int, TurnRow], budget: int) -> int:
-        decoding = [sequence for sequence in self._running if sequence.num_pending == 1]
-        catching_up = [sequence for sequence in self._running if sequence.num_pending > 1]
-        for sequence in decoding + catching_up:
-            if budget == 0 or len(rows) == self._config.max_batch:
-                break
-            if not sequence.blocks:  # preempted by an earlier one of this loop
-                continue
-            count = min(sequence.num_pending, budget)
-            if self._make_room(sequence, count, rows):
-                rows[sequence.id] = _row(sequence, count)
-                budget -= count
-        return budget
-
-    def _make_room(self, sequence: Sequence, count: int, rows: dict[int, TurnRow]) -> bool:
-        """Blocks for `count` more tokens, preempting later arrivals if need be; False if it had to yield itself."""
-        missing = self.pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
-        while missing > 0:
-            blocks = self.pool.allocate(missing)
-            if blocks is not None:
-                sequence.blocks.extend(blocks)
-                return True
-            victim = self._running[-1]
-            if victim is sequence and len(self._running) == 1:
-                self._refuse(sequence)
-                return False
-            rows.pop(victim.id, None)
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._let_go(sequence)
-        self._running.remove(sequence)
-        self._waiting.appendleft(sequence)
-        self.num_preemptions += 1
-
-    def _admit(self, rows: dict[int, TurnRow], budget: int) -> None:
-        held_back: list[Sequence] = []
-        while self._waiting and budget > 0 and len(self._running) < self._config.max_batch:
-            sequence = self._waiting.popleft()
-            if not sequence.is_ready:
-                held_back.append(sequence)
-                continue
-            if not self._fits(sequence):  # before it has pushed others out in vain
-                self._refuse(sequence)
-                continue
-            count = self._start(sequence, budget)
-            if count == 0:
-                held_back.append(sequence)
-                break
-            self._running.append(sequence)
-            self._running.sort(key=lambda running: running.id)
-            rows[sequence.id] = _row(sequence, count)
-            budget -= count
-        self._waiting.extendleft(reversed(held_back))
 
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Reuse what is cached, hold blocks for the first chunk; 0 tokens if there is no room now."""
@@ -330,15 +246,12 @@ class Scheduler:
             self.prefix_hits += sequence.cached_tokens
         return count
 
-    def _fits(self, sequence: Sequence) -> bool:
-        return self.pool.blocks_for(len(sequence.tokens)) <= self.pool.target
-
     # Outcomes
 
     def _take(self, sequence: Sequence, result: RowOutcome) -> TokenEvent:
         if result.error is not None:
             self._end(sequence)
-            event = _end_event(sequence, FinishReason.ERROR, result.error)
+            event = end_event(sequence, FinishReason.ERROR, result.error)
             return msgspec.structs.replace(event, unprocessable=result.unprocessable)
         if result.embedding is not None:
             return self._end_with_embedding(sequence, result.embedding)
@@ -358,7 +271,7 @@ class Scheduler:
 
     def _end_with_embedding(self, sequence: Sequence, embedding: bytes) -> TokenEvent:
         self._end(sequence)
-        event = _end_event(sequence, FinishReason.STOP, None)
+        event = end_event(sequence, FinishReason.STOP, None)
         return msgspec.structs.replace(event, embedding=embedding, cached_tokens=sequence.cached_tokens)
 
     def _finish_reason(self, sequence: Sequence, result: RowOutcome) -> FinishReason | None:
@@ -386,12 +299,6 @@ class Scheduler:
 
     # Ends
 
-    def _refuse(self, sequence: Sequence) -> None:
-        """It is larger than the whole pool. The gateway cannot know while the model is not loaded."""
-        self._end(sequence)
-        event = _end_event(sequence, FinishReason.ERROR, _TOO_LARGE.format(self.pool.target))
-        self._failed.append(msgspec.structs.replace(event, unprocessable=True))
-
     def _end(self, sequence: Sequence) -> None:
         self._let_go(sequence)
         if sequence in self._running:
@@ -411,11 +318,11 @@ class Scheduler:
         return completed
 
 
-def _row(sequence: Sequence, count: int) -> TurnRow:
+def row_of(sequence: Sequence, count: int) -> TurnRow:
     tokens, start = sequence.tokens, sequence.num_computed
     samples = start + count == len(tokens)
     return TurnRow(sequence.id, tokens, start, count, sequence.blocks, sequence.num_prompt, sequence.sampling, samples)
 
 
-def _end_event(sequence: Sequence, reason: FinishReason, error: str | None) -> TokenEvent:
+def end_event(sequence: Sequence, reason: FinishReason, error: str | None) -> TokenEvent:
     return TokenEvent(sequence.request_id, sequence.choice, token=None, finish=reason, error=error)

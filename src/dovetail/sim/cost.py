@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,16 +43,22 @@ class TimedNode(Node):
 
 class TimedController(Controller):
     admission_times_s: list[float]
+    queues: list[int]  # who waited when a request came
 
     def submit(self, works: Sequence[Work], now: float) -> None:
+        self.queues.append(len(self.room))
         started = time.thread_time()
         super().submit(works, now)
         self.admission_times_s.append(time.thread_time() - started)
 
 
-def measure_decisions(profile: Path, nodes: int, shape: str = "llama-2-7b", seed: int = 0) -> dict[str, Any]:
+def measure_decisions(
+    profile: Path, nodes: int, shape: str = "llama-2-7b", seed: int = 0, load: float = 1.0
+) -> dict[str, Any]:
+    """At `load` times the usual rate."""
     requests = max(REQUESTS_PER_NODE * nodes, 2000)
-    arrivals = generate(Workload(requests, MODELS_PER_NODE * nodes, RATE_PER_NODE * nodes, zipf=1.0, cv=2.0), seed)
+    rate_per_s = RATE_PER_NODE * nodes * load
+    arrivals = generate(Workload(requests, MODELS_PER_NODE * nodes, rate_per_s, zipf=1.0, cv=2.0), seed)
     devices = cluster(profile, nodes, arrivals, DOVETAIL, shape, seed, TimedNode)
     turn_times_s: list[float] = []
     for device in devices:
@@ -59,14 +66,18 @@ def measure_decisions(profile: Path, nodes: int, shape: str = "llama-2-7b", seed
         device.node.turn_times_s = turn_times_s
     simulation = Simulation(devices, DOVETAIL, arrivals)
     controller = TimedController(list(simulation.cluster.handles.values()), DOVETAIL)
-    controller.admission_times_s = []
+    controller.admission_times_s, controller.queues = [], []
     simulation.cluster.runtime.controller = controller
+    gc.collect()
+    gc.freeze()  # as a server does when it is up: what lies there already is not looked through again and again
     simulation.run()
+    gc.unfreeze()
     admissions = sorted(controller.admission_times_s)
     turns = sorted(turn_times_s)
     return {
         "nodes": nodes,
         "requests": requests,
+        "queued_mean": round(sum(controller.queues) / len(controller.queues), 1),
         "admission_p50_us": round(1e6 * percentile(admissions, 0.50), 1),
         "admission_p99_us": round(1e6 * percentile(admissions, 0.99), 1),
         "turn_p50_us": round(1e6 * percentile(turns, 0.50), 2),

@@ -302,12 +302,17 @@ class Simulation:
             self._settle(now)
             self._push(now + fault.duration_s, MEMORY, self._undrain, device)
         else:
-            self.cluster.handles[device.node.name].lag_s = fault.factor
+            handle = self.cluster.handles[device.node.name]
+            if fault.kind is FaultKind.LATE:
+                handle.lag_s = fault.factor
+            else:
+                handle.is_mute = True
             self._push(now + fault.duration_s, MEMORY, self._calm, device)
 
     def _calm(self, now: float, device: Device) -> None:
         device.slowdown = 1.0
-        self.cluster.handles[device.node.name].lag_s = 0.0
+        handle = self.cluster.handles[device.node.name]
+        handle.lag_s, handle.is_mute = 0.0, False
 
     def _undrain(self, now: float, device: Device) -> None:
         self.cluster.runtime.undrain(self.cluster.handles[device.node.name])

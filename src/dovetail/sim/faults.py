@@ -1,4 +1,4 @@
-"""Faults to inject: a node dies, stalls or slows down; a load fails; what a node says arrives late; work moves."""
+"""Faults to inject: a node dies, stalls or slows down; a load fails; what a node says is late or lost; work moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class FaultKind(StrEnum):
     STALL = "stall"  # nothing on the node ends before the stall is over
     SLOW = "slow"  # everything on the node takes `factor` times as long
     LOAD_FAILS = "load_fails"  # the next load on the node fails
-    LATE = "late"  # notices of the node reach the controller `factor` seconds late
+    LATE = "late"  # answers and notices of the node reach the controller `factor` seconds late
+    MUTE = "mute"  # questions to the node, or its answers, are lost
     MOVE = "move"  # everything on the node is to go on elsewhere, live (L4)
     DRAIN = "drain"  # the node takes nothing new and is emptied, for `duration_s`
 
@@ -30,6 +31,6 @@ def draw_faults(rng: Random, count: int, nodes: int, horizon_s: float) -> list[F
     faults = []
     for _ in range(count):
         kind = rng.choice(list(FaultKind))
-        factor = rng.uniform(0.05, 1.5) if kind is FaultKind.LATE else rng.uniform(1.5, 6.0)
+        factor = rng.uniform(0.05, 3.0) if kind is FaultKind.LATE else rng.uniform(1.5, 6.0)
         faults.append(Fault(rng.uniform(0, horizon_s), kind, rng.randrange(nodes), rng.uniform(0.5, 15.0), factor))
     return sorted(faults)

@@ -68,7 +68,7 @@ class Lease:
 
     @property
     def arrived_bytes(self) -> int:
-        return self.pool.progress(self.chunks[0])
+        return self.pool.words.progress(self.chunks[0])
 
     # For whoever reads
 
@@ -87,7 +87,7 @@ class Lease:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return Arrival.LATE
-            self.pool.wait_for_progress(self.chunks[0], arrived, left_s)
+            self.pool.words.wait_for_progress(self.chunks[0], arrived, left_s)
             before = arrived
 
     def view(self) -> memoryview:
@@ -125,7 +125,7 @@ class Lease:
 
     def advance(self, done_bytes: int) -> None:
         assert self.is_loader, f"{self.key}: filled by a lease that does not load it"
-        self.pool.advance(self.chunks[0], done_bytes)
+        self.pool.words.advance(self.chunks[0], done_bytes)
 
     def commit(self) -> None:
         """Every byte is in: from here on the entry stays until it is evicted."""

@@ -285,7 +285,7 @@ class Loader:
 
     def _wake(self) -> None:
         self._arrived.set()
-        self.pool.wake_room()
+        self.pool.words.wake_room()
 
     def _tier(self, place: Place) -> Tier:
         return self._remote if place is Place.OBJECT_STORE else self._disk
@@ -303,14 +303,14 @@ class Loader:
     def _admit_while_open(self) -> None:
         while not self._is_closed:
             self._arrived.clear()
-            room = self.pool.room_event()
+            room = self.pool.words.room_event()
             with self._lock:
                 self._waiting = [group for group in self._waiting if not group.is_over()]
                 waiting = list(self._waiting)
             if not waiting:
                 self._arrived.wait()
             elif not [group for group in self._admissible(waiting) if self._admit(group)]:
-                self.pool.wait_for_room(room, float("inf"))
+                self.pool.words.wait_for_room(room, float("inf"))
 
     def _admissible(self, waiting: list[_Group]) -> list[_Group]:
         """The first, and those that need no room."""

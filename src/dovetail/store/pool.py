@@ -32,6 +32,7 @@ from dovetail.errors import DamagedCheckpoint, OutOfMemory
 from dovetail.machine import memory_bytes, usable_cores
 from dovetail.store.lease import Lease
 from dovetail.store.pool_table import Entry, Process, Table, TableSlots
+from dovetail.store.pool_words import WORDS, PoolWords
 from dovetail.store.shared_memory import (
     IS_SUPPORTED,
     PAGE,
@@ -43,8 +44,6 @@ from dovetail.store.shared_memory import (
     punch_hole,
     reserve_addresses,
     unmap,
-    wait_on_word,
-    wake_word,
 )
 
 CHUNK_BYTES = 16 << 20
@@ -52,8 +51,6 @@ _HEAD = struct.Struct("<8sIIQQQ")  # magic, version, room event, chunk bytes, ch
 _MAGIC, _VERSION, _ROOM_AT = b"dovepool", 1, 12
 _HUGE_PAGE = 2 << 20
 _TABLE_BYTES, _TABLE_BYTES_PER_CHUNK = 64 << 10, 512  # of one slot; pages that are not written cost nothing
-WORDS = struct.Struct("<QI4x")  # per chunk: bytes of the entry that are in (of its first chunk), and an event counter
-_PATIENCE_S = 0.05  # how long a waiter sleeps before it looks whether somebody died
 
 
 def pool_bytes(configured: int | None) -> int:
@@ -87,10 +84,10 @@ class HostPool:
         self.num_chunks: int = num_chunks
         assert (magic, version) == (_MAGIC, _VERSION), "not a host pool of this release"
         words, tables, self._data = _layout(self.num_chunks, table_bytes)
-        self._words = words
         self._memory = memoryview(self._map)
         self._slots = TableSlots(self._memory[tables : tables + 2 * table_bytes])
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.words = PoolWords(self._map, self.address, words, _ROOM_AT)
         # A second mapping for whoever uses the bytes: a stray write faults. Kept for as long as the pool, because
         # faulting its pages in takes longer than all else that a model in memory needs to start.
         self.read_only_address = reserve_addresses(len(self._map))
@@ -137,14 +134,14 @@ class HostPool:
         room for longer than `wait_s`."""
         deadline = time.monotonic() + wait_s
         while True:
-            room = self.room_event()
+            room = self.words.room_event()
             leases = self.try_reserve(wanted)
             if leases is not None:
                 return leases
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise OutOfMemory(f"the host pool of {self.capacity_bytes:,} bytes is held by models in use")
-            self.wait_for_room(room, left_s)
+            self.words.wait_for_room(room, left_s)
 
     def try_reserve(self, wanted: Sequence[tuple[str, int]]) -> list[Lease] | None:
         """As `reserve_all`, but None where that would wait."""
@@ -169,7 +166,7 @@ class HostPool:
             fresh = frozenset(chunks) - frozenset(table.touched)
             table.touched.extend(fresh)
             table.entries[key] = Entry(size_bytes, chunks, self.process, False, [], 0.0)
-            self._set_words(chunks[0], 0)
+            self.words.advance(chunks[0], 0)
         entry = table.entries[key]
         entry.pin(self.process)
         table.last_use = entry.last_use = time.monotonic()
@@ -193,9 +190,9 @@ class HostPool:
         with self._locked() as table:
             entry = table.entries[key]
             assert entry.loader == self.process, f"{key}: committed by a process that does not load it"
-            assert self.progress(entry.chunks[0]) == entry.size_bytes, f"{key}: committed before its last byte"
+            assert self.words.progress(entry.chunks[0]) == entry.size_bytes, f"{key}: committed before its last byte"
             entry.loader, entry.is_ready = None, True
-            self._wake_waiters(entry.chunks[0])
+            self.words.wake_waiters(entry.chunks[0])
 
     def abandon(self, key: str) -> None:
         """Stop loading, but keep the pin."""
@@ -218,21 +215,6 @@ class HostPool:
             entry = table.entries[key]
             return not entry.is_ready and entry.loader is None
 
-    def progress(self, first_chunk: int) -> int:
-        done, _ = WORDS.unpack_from(self._map, self._word(first_chunk))
-        return int(done)
-
-    def advance(self, first_chunk: int, done_bytes: int) -> None:
-        """Say that the first `done_bytes` are in. Only the loader does, after they are."""
-        self._set_words(first_chunk, done_bytes)
-
-    def wait_for_progress(self, first_chunk: int, seen_bytes: int, timeout_s: float) -> None:
-        """Sleep until the entry may have more than `seen_bytes`, at most for a moment."""
-        done, event = WORDS.unpack_from(self._map, self._word(first_chunk))
-        if done == seen_bytes:
-            address = self.address + self._word(first_chunk) + 8
-            wait_on_word(address, event, max(0.0, min(timeout_s, _PATIENCE_S)))
-
     def chunk(self, index: int, size_bytes: int) -> memoryview:
         """A chunk's first bytes in this pool's own mapping, writable. The mapping never moves, so it can be registered
         with a device once."""
@@ -244,19 +226,6 @@ class HostPool:
         return self._data + index * self.chunk_bytes
 
     # Room and memory
-
-    def room_event(self) -> int:
-        """Changes whenever something was let go."""
-        return int.from_bytes(self._map[_ROOM_AT : _ROOM_AT + 4], "little")
-
-    def wait_for_room(self, seen: int, timeout_s: float) -> None:
-        """Sleep until something may have been let go since `seen`, at most for a moment."""
-        wait_on_word(self.address + _ROOM_AT, seen, max(0.0, min(timeout_s, _PATIENCE_S)))
-
-    def wake_room(self) -> None:
-        event = (self.room_event() + 1) & 0xFFFFFFFF
-        self._map[_ROOM_AT : _ROOM_AT + 4] = event.to_bytes(4, "little")
-        wake_word(self.address + _ROOM_AT)
 
     def evict(self, key: str) -> bool:
         """Forget an entry; False if somebody holds it."""
@@ -359,7 +328,7 @@ class HostPool:
             yield table
             self._slots.write(table)
             if table.num_used < used or len(table.idle_keys()) > idle:
-                self.wake_room()
+                self.words.wake_room()
 
     def _settle(self) -> None:
         """Unpin what finalizers let go. If the mutex is taken, its holder does this after its own work."""
@@ -385,7 +354,7 @@ class HostPool:
     def _give_up(self, entry: Entry) -> None:
         assert entry.loader == self.process, "abandoned by a process that does not load it"
         entry.loader = None
-        self._wake_waiters(entry.chunks[0])
+        self.words.wake_waiters(entry.chunks[0])
 
     def _close_if_unused(self) -> None:
         if self._is_closing and self._held == 0 and not self._map.closed:
@@ -398,18 +367,6 @@ class HostPool:
 
     def _num_chunks(self, size_bytes: int) -> int:
         return max(1, -(-size_bytes // self.chunk_bytes))
-
-    def _word(self, chunk: int) -> int:
-        return self._words + chunk * WORDS.size
-
-    def _set_words(self, chunk: int, done_bytes: int) -> None:
-        at = self._word(chunk)
-        _, event = WORDS.unpack_from(self._map, at)
-        WORDS.pack_into(self._map, at, done_bytes, (event + 1) & 0xFFFFFFFF)
-        wake_word(self.address + at + 8)
-
-    def _wake_waiters(self, chunk: int) -> None:
-        self._set_words(chunk, self.progress(chunk))
 
 
 def _make_room(table: Table, num_chunks: int, keep: dict[str, int]) -> bool:

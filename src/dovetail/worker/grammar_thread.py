@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from dovetail.engine.grammar_library import GrammarLibrary
 from dovetail.grammars import TokenizerKey
+from dovetail.messages import Ask
+from dovetail.node.protocol import Propose
 from dovetail.types import ModelCard, Request
 
 NICENESS = 10
@@ -64,3 +66,35 @@ class GrammarThread:
                 self.library.compile(held.key, grammar)
             self.ready.put(held.request.id)
             self._wake()
+
+
+class HeldAsks:
+    """Proposals that wait for a grammar. One that was withdrawn meanwhile is answered all the same: by that its sender
+    knows that it may ask again."""
+
+    def __init__(self, grammars: GrammarThread) -> None:
+        self._grammars = grammars
+        self._held: dict[str, list[Ask]] = {}  # by request
+        self._withdrawn: set[int] = set()  # by number of the question
+
+    def hold(self, message: Ask, card: ModelCard) -> bool:
+        """False: it need not wait."""
+        request = message.request
+        if request is None or not self._grammars.hold(request, 0.0, card):
+            return False
+        self._held.setdefault(request.id, []).append(message)
+        return True
+
+    def withdraw(self, request: int) -> None:
+        """Nobody wants these any more."""
+        for message in (one for held in self._held.values() for one in held):
+            if isinstance(message.question, Propose) and message.question.request.id == request:
+                self._withdrawn.add(message.number)
+
+    def take(self) -> list[tuple[Ask, bool]]:
+        """Those that need not wait any more, and whether they are still wanted."""
+        held = self._grammars.take()
+        found = [] if held is None else self._held.pop(held.request.id, [])
+        answers = [(message, message.number not in self._withdrawn) for message in found]
+        self._withdrawn.difference_update(message.number for message in found)
+        return answers

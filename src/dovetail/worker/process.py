@@ -19,15 +19,17 @@ import psutil
 import zmq
 
 from dovetail import messages
-from dovetail.engine.devices import Device, open_device
+from dovetail.engine.devices import Device
+from dovetail.engine.devices.opening import open_device
 from dovetail.eventlog import open_log
 from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
-from dovetail.policy.headroom import INFINITY
+from dovetail.node.protocol import Refused, Withdraw
+from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
 from dovetail.worker.afar import apply_keys, clock_offset_s
 from dovetail.worker.driver import NodeDriver
-from dovetail.worker.grammar_thread import GrammarThread
+from dovetail.worker.grammar_thread import GrammarThread, HeldAsks
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
 from dovetail.worker.runner import ModelRunner
@@ -75,8 +77,8 @@ class Worker:
         self._instance_configs: dict[str, InstanceConfig] = {}
         self._device = open_device(config.device, config.threads)
         self._shelf = _attach_shelf(config, self._device)
-        self._held: dict[str, list[messages.Ask]] = {}  # by request: until its grammar is compiled
         self._grammars = GrammarThread(lambda: self._grammar_waker.send(_GRAMMAR))
+        self._held = HeldAsks(self._grammars)
         self._loader = LoaderThread(
             self._instance_configs.get,
             lambda: self._waker.send(b""),
@@ -253,6 +255,8 @@ class Worker:
             case messages.Ask():
                 self._ask(message)
             case messages.Command(order, tokens):
+                if isinstance(order, Withdraw):
+                    self._held.withdraw(order.request)
                 self._driver.obey(order, tokens)
             case messages.Load():
                 self._register(message)
@@ -265,16 +269,16 @@ class Worker:
         """A proposal whose grammar has to be compiled first is answered when it is."""
         request = message.request
         config = self._instance_configs.get(request.model) if request is not None else None
-        if request is not None and config is not None and self._grammars.hold(request, 0.0, config.card):
-            self._held.setdefault(request.id, []).append(message)
-        else:
+        if config is None or not self._held.hold(message, config.card):
             self._answer(message)
 
     def _take_compiled(self) -> None:
-        held = self._grammars.take()
-        for message in self._held.pop(held.request.id, ()) if held is not None else ():
-            self._answer(message)
-            self._driver.carry_out()
+        for message, is_wanted in self._held.take():
+            if is_wanted:
+                self._answer(message)
+                self._driver.carry_out()
+            else:
+                self._send(messages.Reply(message.number, Refused(Refusal.CLOSED)))
 
     def _answer(self, message: messages.Ask) -> None:
         answer = self._driver.ask(message.question, message.request)
@@ -349,31 +353,8 @@ class Worker:
 
     # Reports and the end
 
-    def _as_gateway(self, span: messages.TurnSpan) -> messages.TurnSpan:
-        """On its clock."""
-        if not self._offset_s:
-            return span
-        return msgspec.structs.replace(span, started_s=span.started_s + self._offset_s)
-
     def _stats(self) -> messages.Stats:
-        driver = self._driver
-        instances: dict[str, messages.InstanceStats] = {}
-        for id, runner in driver.runners.items():
-            instance, name = driver.home.node.instances[id], runner.card.name
-            instances[name] = runner.stats(len(instance.running), len(instance.waiting))
-        gaps = sorted(driver.home.gaps)
-        return messages.Stats(
-            self._config.node,
-            self._process.memory_info().rss,
-            tuple(instances.values()),
-            memory_budget_bytes=driver.home.node.residency.ledger.capacity,
-            memory_planned_bytes=driver.home.node.residency.ledger.planned,
-            resizes=driver.resizes,
-            resize_seconds=driver.resize_s,
-            overhead_p50_s=gaps[len(gaps) // 2] if gaps else 0.0,
-            overhead_p99_s=gaps[len(gaps) * 99 // 100] if gaps else 0.0,
-            spans=tuple(self._as_gateway(span) for runner in driver.runners.values() for span in runner.take_spans()),
-        )
+        return stats_of(self._driver, self._config.node, self._process.memory_info().rss, self._offset_s)
 
     def _close(self) -> None:
         self._loader.stop()
@@ -398,3 +379,29 @@ def _give_way() -> None:
     load (started before, so that they are not meant) and to the gateway. Both need little and are waited for."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICER)
+
+
+def stats_of(driver: NodeDriver, node: str, rss_bytes: int, offset_s: float) -> messages.Stats:
+    """`offset_s`: what the gateway's clock is ahead."""
+    instances: dict[str, messages.InstanceStats] = {}
+    for id, runner in driver.runners.items():
+        instance, name = driver.home.node.instances[id], runner.card.name
+        instances[name] = runner.stats(len(instance.running), len(instance.waiting))
+    gaps = sorted(driver.home.gaps)
+    ledger = driver.home.node.residency.ledger
+    return messages.Stats(
+        node,
+        rss_bytes,
+        tuple(instances.values()),
+        memory_budget_bytes=ledger.capacity,
+        memory_planned_bytes=ledger.planned,
+        resizes=driver.resizes,
+        resize_seconds=driver.resize_s,
+        overhead_p50_s=gaps[len(gaps) // 2] if gaps else 0.0,
+        overhead_p99_s=gaps[len(gaps) * 99 // 100] if gaps else 0.0,
+        spans=tuple(
+            msgspec.structs.replace(span, started_s=span.started_s + offset_s)
+            for runner in driver.runners.values()
+            for span in runner.take_spans()
+        ),
+    )

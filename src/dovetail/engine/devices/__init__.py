@@ -79,14 +79,3 @@ class Device(Protocol):
 
     def peaks(self, dtype: str, kept: str) -> Peaks:
         """Of products with weights that are kept in this form and computed in this type."""
-
-
-def open_device(name: str, threads: int) -> Device:
-    """`cpu`, or `cuda:N`."""
-    if name == "cpu":
-        from dovetail.engine.devices.cpu import CpuDevice
-
-        return CpuDevice(threads)
-    from dovetail.engine.devices.cuda.device import CudaDevice
-
-    return CudaDevice(name)

@@ -1,0 +1,151 @@
+"""The life of a node's instances: begun, loaded, kept alive while idle (S11), closed. Who is on them is the node's."""
+
+from __future__ import annotations
+
+from dovetail.node.admission import Admitter, Grant
+from dovetail.node.events import (
+    Command,
+    Evicted,
+    InstanceClosed,
+    InstanceGone,
+    InstanceReady,
+    Notice,
+    Resumed,
+    SetTimer,
+)
+from dovetail.node.instance import Instance, State
+from dovetail.node.pools import Pools
+from dovetail.node.residency import Residency
+from dovetail.node.turns import Turns
+from dovetail.node.work import Phase, RequestRecord, Work
+from dovetail.policy.headroom import INFINITY
+
+# L4: one that is handed over with no more than so many tokens to compute takes part in the next decode.
+MAX_GAP_TOKENS = 8
+
+
+class Lifecycle:
+    def __init__(
+        self,
+        instances: dict[int, Instance],
+        residency: Residency,
+        admit: Admitter,
+        turns: Turns,
+        outbox: list[Command | Notice],
+        first_instance: int,
+    ) -> None:
+        self.pools = Pools(instances, residency, admit, outbox, self)
+        self._instances = instances
+        self._residency = residency
+        self._admit = admit
+        self._turns = turns
+        self._outbox = outbox
+        self._next_instance = first_instance
+
+    # Beginning
+
+    def begin(self, model: str, phase: Phase) -> Instance:
+        admit = self._admit
+        silence_s = admit.rule.turn_silence_s
+        instance = Instance(self._next_instance, model, admit.hostings[model], admit.overestimate, phase, silence_s)
+        self._next_instance += 1
+        self._instances[instance.id] = instance
+        return instance
+
+    def load(self, instance: Instance, grant: Grant) -> None:
+        self._residency.load(instance)
+        if grant.kv_tokens is not None:
+            self._residency.resize(instance, grant.kv_tokens)
+        self._turns.update(instance)
+
+    def loaded(self, instance: Instance, now: float, duration_s: float) -> None:
+        for work in instance.works():  # S1: those who waited for the cold start get it on top
+            if work.produced == 0:
+                work.give_grace(min(duration_s, now - work.arrival_s))
+        if instance.state is State.LOADING:
+            instance.state = State.READY
+            self._outbox.append(InstanceReady(instance.id, instance.model))
+        instance.sort_waiting()
+        instance.refresh()
+        self._residency.done(instance, "weights")
+        self.after_op(instance)
+
+    def load_failed(self, instance: Instance) -> None:
+        for work in instance.works():
+            self.evict(instance, work, "load_failed")
+        self._residency.failed(instance)
+        if instance.state is State.CLOSING:
+            self.after_op(instance)
+        else:
+            self.close(instance)
+
+    # Idle
+
+    def idle(self) -> list[Instance]:
+        """Instances that may be closed, the longest idle first; one that is kept forever is not among them."""
+        idle = [one for one in self._instances.values() if not one.batch and one.state is State.READY]
+        idle = [one for one in idle if one.hosting.keep_alive_s != INFINITY]
+        return sorted(idle, key=lambda one: one.idle_since_s)
+
+    def after_leaving(self, instance: Instance, now: float) -> None:
+        instance.starved = False
+        if instance.batch:
+            self.pools.shrink(instance)
+            self._turns.update(instance)
+            return
+        self._turns.update(instance)
+        instance.epoch += 1
+        instance.idle_since_s = now
+        keep_alive_s = instance.hosting.keep_alive_s
+        if keep_alive_s is None:
+            keep_alive_s = 0.0 if instance.hosting.weights_in_place else self._admit.knobs.keep_alive_s
+        if keep_alive_s <= 0.0:
+            self.close(instance)
+        elif keep_alive_s != INFINITY:
+            self._outbox.append(SetTimer(now + keep_alive_s, instance.id, instance.epoch))
+
+    def catch_up(self, instance: Instance, work: Work, record: RequestRecord, now: float, *, is_last: bool) -> None:
+        """L4, see `Node.catch_up`."""
+        if is_last:
+            work.take(record)
+            work.hold = 0
+        else:
+            work.produced = record.produced
+        if work.id in instance.held:
+            joins = is_last and work.pending_tokens <= MAX_GAP_TOKENS
+            instance.wake(work, joins=joins)
+            if joins:
+                self._outbox.append(Resumed(work, instance.id))
+                self.pools.make_room(instance, 0, now)
+        else:
+            instance.sort_waiting()
+            instance.refresh()
+        self._turns.update(instance)
+
+    # Ends
+
+    def evict(self, instance: Instance, work: Work, reason: str) -> None:
+        instance.remove(work)
+        work.moves += 1
+        self._outbox.append(Evicted(work, instance.id, reason))
+        self._turns.update(instance)
+
+    def close(self, instance: Instance) -> None:
+        if instance.state is State.CLOSING:
+            return
+        instance.state = State.CLOSING
+        self._turns.update(instance)
+        self._outbox.append(InstanceClosed(instance.id, instance.model))
+        self._residency.release(instance)
+        self.after_op(instance)
+
+    def after_op(self, instance: Instance) -> None:
+        """An operation of it has ended, or a turn."""
+        self._turns.update(instance)
+        if instance.state is State.CLOSING and not instance.in_turn and self._residency.is_empty(instance):
+            del self._instances[instance.id]
+            self._turns.forget(instance)
+            self._outbox.append(InstanceGone(instance.id, instance.model))
+
+    def update_active(self, instance: Instance) -> None:
+        self._turns.update(instance)

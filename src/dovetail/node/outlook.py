@@ -1,0 +1,84 @@
+"""What an instance has to do next, as shadow validation sees it (S4): its deadlines and durations after the turn under
+way, with the cold start that it may be waiting for.
+"""
+
+from __future__ import annotations
+
+from dovetail.node.instance import Instance, State, urgent_prefill_s
+from dovetail.node.work import Phase, Work
+from dovetail.policy.headroom import INFINITY, InstanceDemand, Prefill
+
+
+def cold_start_grace_s(work: Work, ordered_s: float, loaded_s: float) -> float:
+    """S1: a cold start is added to the first deadline, as far as the request waits for it."""
+    return max(min(loaded_s - ordered_s, loaded_s - work.arrival_s), 0.0)
+
+
+def movable(instance: Instance) -> tuple[Work, ...]:
+    """Copies of its work as it would come to another instance."""
+    return tuple(work.as_of(instance.produced(work)) for work in instance.works())
+
+
+def demand_of(
+    instance: Instance, free_at_s: float, ready_s: float, loaded_s: float, pace_tokens: float
+) -> InstanceDemand:
+    """After the turn under way, which ends at `free_at_s`; `ready_s` is when the instance can take turns, `loaded_s`
+    when its weights are there, `pace_tokens` as of `Work.pace_from`. One admission looks at a neighbour many times
+    between its turns: the instance keeps what was found."""
+    blocked = instance.state is State.LOADING
+    demand = instance.demand
+    if demand is None or demand.blocked is not blocked or blocked:
+        instance.demand = demand = _look(instance, loaded_s if blocked else None, pace_tokens, free_at_s)
+    demand.ready_s = ready_s
+    if instance.in_turn and instance.prefilling is None:
+        demand.spoke_s = free_at_s
+    return demand
+
+
+def _look(instance: Instance, loaded_s: float | None, pace_tokens: float, free_at_s: float) -> InstanceDemand:
+    waiting = [work for work in instance.waiting if work is not instance.prefilling]
+    prefills = [_prefill(instance, work, loaded_s, pace_tokens) for work in waiting]
+    due, pace = _after_turn(instance, free_at_s, pace_tokens)
+    deadline = due
+    total_s = 0.0
+    for prefill in prefills:
+        total_s += prefill.seconds
+        pace = min(pace, prefill.tpot_s)
+        deadline = min(deadline, prefill.due_s)
+    return InstanceDemand(
+        deadline_s=deadline,
+        decode_deadline_s=due,
+        prefill_s=total_s,
+        decode_s=instance.decode_s(),
+        tpot_s=pace,
+        blocked=loaded_s is not None,
+        batch=instance.batch,
+        frees_bytes=instance.frees_bytes,
+        spoke_s=instance.spoke_s,
+        prefills=tuple(prefills),
+    )
+
+
+def _after_turn(instance: Instance, free_at_s: float, pace_tokens: float) -> tuple[float, float]:
+    """When its running requests are due, and their pace, once the turn under way is over."""
+    due, pace, joins = instance.running_due_s, instance.tpot_s, instance.prefilling
+    if not instance.in_turn:
+        return due, pace
+    if joins is None:
+        return due + pace, pace
+    if instance.phase is Phase.PREFILL:
+        return due, pace
+    joins_due = joins.due_s
+    if not joins.produced:
+        joins_due = min(joins_due, free_at_s + joins.safety_s(pace_tokens))
+    return min(due, joins_due + joins.tpot_s), min(pace, joins.tpot_s)
+
+
+def _prefill(instance: Instance, work: Work, loaded_s: float | None, pace_tokens: float) -> Prefill:
+    grace_s = 0.0
+    if loaded_s is not None and work.produced == 0:
+        grace_s = cold_start_grace_s(work, instance.ordered_s, loaded_s)
+    seconds = instance.prefill_s(work.pending_tokens)
+    urgent_s = urgent_prefill_s(work, instance.turn_silence_s, seconds)
+    safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
+    return Prefill(work.due_s + grace_s, urgent_s + grace_s, seconds, work.tpot_s, safety_s)
