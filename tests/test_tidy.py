@@ -17,8 +17,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Imports point left, never right: a unit may import units of a lower rank, and itself. Units of one rank do not know
 # each other, except where ALSO says so.
 RANKS = [
-    {"codings"},
-    {"errors", "machine", "modelspec", "layouts", "pulse", "confined"},
+    {"codings", "machine"},
+    {"errors", "modelspec", "layouts", "pulse", "confined"},
     {"types", "local_token"},
     {"config", "eventlog", "grammars"},
     {"policy", "sched"},

@@ -15,6 +15,10 @@ from dovetail.node.protocol import Answer, Notice, Order, Question
 from dovetail.policy.placement import DeviceKind
 from dovetail.types import ModelCard, Request, TokenEvent
 
+# Environment of a worker on another machine: the gateway's public key, the worker's, and its secret one. Not on the
+# command line, which everyone may read.
+KEYS_VARIABLE = "DOVETAIL_WORKER_KEYS"
+
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
     """Make this model known: the node says Offered. Whenever an instance of it becomes ready the node says Loaded,
@@ -34,7 +38,7 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """A question of the node protocol; Reply has the same number. Times in it are on this machine's monotonic clock."""
+    """A question of the node protocol; Reply has the same number. Times in it are on the gateway's monotonic clock."""
 
     number: int
     question: Question
@@ -50,6 +54,17 @@ class Command(msgspec.Struct, frozen=True, tag="command"):
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Free everything and exit."""
+
+
+class ClockAsked(msgspec.Struct, frozen=True, tag="clock_asked"):
+    """First of a worker on another machine: what is the time there?"""
+
+    sent_s: float  # by its own clock
+
+
+class ClockTold(msgspec.Struct, frozen=True, tag="clock_told"):
+    sent_s: float  # of the question
+    now_s: float  # the gateway's monotonic clock, on which all times of the node protocol are
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -156,8 +171,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     spans: tuple[TurnSpan, ...] = ()  # iterations since the last message; the latest, if there were very many
 
 
-ToWorker = Load | Unload | Ask | Command | Shutdown
-ToGateway = Hello | Loaded | LoadFailed | Unloaded | Reclaimed | Reply | Said | Tokens | Stats
+ToWorker = Load | Unload | Ask | Command | ClockTold | Shutdown
+ToGateway = ClockAsked | Hello | Loaded | LoadFailed | Unloaded | Reclaimed | Reply | Said | Tokens | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -95,6 +95,8 @@ def test_a_bad_word_is_never_completed() -> None:
     assert best([5]) == 2  # after 5, neither does 1
     assert best([5, 6]) == 1
     assert best([5, 6, 5]) == 2
+    row = row_of([3, 5], num_prompt=2, bad_words=words, temperature=0.0)
+    assert sample(LOGITS[None].clone(), [row], NO_GRAMMARS)[0].token == 1  # the prompt's 5 begins no word
 
 
 def test_penalties_act_on_the_tokens_they_should() -> None:

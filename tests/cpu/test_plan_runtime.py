@@ -35,14 +35,14 @@ def make_plan_of(*apps: App, partitioned: bool = False, cold_s: float = 1.0) -> 
     """Of the narrowest network, with a made-up profile."""
     curve = CurveSection(mean=(0.2, 1.0, 0.2), p99=(0.4, 1.0, 0.4))
     stages = (
-        StageSection(layers=(0, 9), workers=2, memory_gb=0.3, cpu={1: curve}),
+        StageSection(layers=(0, 9), memory_gb=0.3, cpu={1: curve}),
         StageSection(layers=(9, 18), memory_gb=0.3, cpu={1: curve}),
     )
     profile = FunctionProfile(
         model="wrn50-1",
         source="a test",
         memory_gb=0.5,
-        vcpus=(0.5, 2),
+        vcpus=(1, 2),  # less would start slowly
         cpu={1: curve, 2: CurveSection(mean=(0.3, 1.0, 0.3), p99=(0.6, 1.0, 0.6))},
         partitions=(PartitionSection(transfer=(0.01, 0.0), stages=stages),),
         cold_start_s=ColdStarts(cpu=cold_s, stage=cold_s),
@@ -52,13 +52,17 @@ def make_plan_of(*apps: App, partitioned: bool = False, cold_s: float = 1.0) -> 
     return make_plan(plan_groups(apps, provisioners), provisioners)
 
 
-def test_a_pipeline_of_processes_computes_what_one_process_does() -> None:
+def test_a_pipeline_of_processes_computes_what_one_does_and_says_when_one_of_them_is_gone() -> None:
     async def both() -> tuple[Any, Any]:
         chain = wide_resnet50(1)
         one = await Instance.start(chain, [StageSize(0, 18, 1, 1.0)])
         pipeline = await Instance.start(chain, [StageSize(0, 9, 2, 1.0), StageSize(9, 18, 1, 1.0)])
         try:
-            return await one.run(IMAGE), await pipeline.run(IMAGE)
+            found = await one.run(IMAGE), await pipeline.run(IMAGE)
+            os.kill(pipeline.functions[-1].pid, signal.SIGKILL)
+            with pytest.raises(FunctionDied, match="is gone"):
+                await pipeline.run(IMAGE)
+            return found
         finally:
             await asyncio.gather(one.close(), pipeline.close())
 
@@ -87,15 +91,17 @@ def _child_pid() -> int:
     return pid
 
 
-@pytest.mark.parametrize("partitioned", [False, True])
-def test_a_killed_function_loses_no_request(partitioned: bool) -> None:
+@pytest.mark.parametrize(("partitioned", "requests"), [(False, 2), (True, 1)])
+def test_a_killed_function_loses_no_request(partitioned: bool, requests: int) -> None:
     async def run() -> PlanRuntime:
-        plan = make_plan_of(App("a", "wrn50-1", 0.5, 20.0), partitioned=partitioned)
+        plan = make_plan_of(App("a", "wrn50-1", 0.5, 2.0), partitioned=partitioned)
         runtime = PlanRuntime(plan, window_s=1e6)
         await runtime.start()
         try:
-            asked = [asyncio.create_task(runtime.submit("a", IMAGE)) for _ in range(4)]
-            await asyncio.sleep(0.15)
+            if not partitioned:
+                await check_endpoint(runtime)
+            asked = [asyncio.create_task(runtime.submit("a", IMAGE)) for _ in range(requests)]
+            await asyncio.sleep(0.1)
             os.kill(runtime.groups()[0].pids[0], signal.SIGKILL)
             answers = await asyncio.gather(*asked)
         finally:
@@ -104,14 +110,29 @@ def test_a_killed_function_loses_no_request(partitioned: bool) -> None:
         return runtime
 
     account = asyncio.run(run()).accounts()[0]
-    assert account.requests == 4
+    assert account.requests == requests + (not partitioned)
     assert account.deaths >= 1
     assert account.cost > 0
 
 
+async def check_endpoint(runtime: PlanRuntime) -> None:
+    """Images are answered, anything else is refused."""
+    transport = httpx.ASGITransport(make_app(runtime))
+    async with httpx.AsyncClient(transport=transport, base_url="http://plan") as client:
+        answered = await client.post("/apps/a", content=IMAGE.tobytes())
+        assert np.frombuffer(answered.content, np.float32).shape == (1000,)
+        assert answered.headers["x-batch"] == "1"
+        short = await client.post("/apps/a", content=b"123")
+        assert (short.status_code, short.json()["error"]["type"]) == (400, "invalid_request_error")
+        unknown = await client.post("/apps/z", content=IMAGE.tobytes())
+        assert unknown.status_code == 404
+        assert "there are a" in unknown.json()["error"]["message"]
+        assert (await client.get("/status")).json()["answered"] == 1
+
+
 def test_a_rate_that_leaves_the_plan_is_planned_again_and_nothing_is_lost() -> None:
     async def run() -> tuple[PlanRuntime, dict[str, Any]]:
-        plan = make_plan_of(App("a", "wrn50-1", 0.2, 30.0), App("b", "wrn50-1", 0.01, 40.0))
+        plan = make_plan_of(App("a", "wrn50-1", 0.2, 3.0), App("b", "wrn50-1", 0.01, 4.0))
         runtime = PlanRuntime(plan, window_s=1.0, threshold=0.5)
         await runtime.start()
         driven = Driven()
@@ -138,41 +159,6 @@ def test_a_rate_that_leaves_the_plan_is_planned_again_and_nothing_is_lost() -> N
     assert runtime.changes[0].error == ""
     assert runtime.changes[0].rates["a"] > 1.0
     assert runtime.changes[0].rates["b"] == pytest.approx(0.01)
-
-
-def test_a_function_that_is_gone_says_so() -> None:
-    async def run() -> None:
-        instance = await Instance.start(wide_resnet50(1), [StageSize(17, 18, 1, 1.0)])
-        try:
-            os.kill(instance.functions[0].pid, signal.SIGKILL)
-            with pytest.raises(FunctionDied, match="is gone"):
-                await instance.run(np.zeros((1, 2048, 7, 7), np.float32))
-        finally:
-            await instance.close()
-
-    asyncio.run(run())
-
-
-def test_the_endpoint_answers_images_and_refuses_anything_else() -> None:
-    async def run() -> None:
-        runtime = PlanRuntime(make_plan_of(App("a", "wrn50-1", 0.5, 20.0)), window_s=1e6)
-        await runtime.start()
-        transport = httpx.ASGITransport(make_app(runtime))
-        try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://plan") as client:
-                answered = await client.post("/apps/a", content=IMAGE.tobytes())
-                assert np.frombuffer(answered.content, np.float32).shape == (1000,)
-                assert answered.headers["x-batch"] == "1"
-                short = await client.post("/apps/a", content=b"123")
-                assert (short.status_code, short.json()["error"]["type"]) == (400, "invalid_request_error")
-                unknown = await client.post("/apps/z", content=IMAGE.tobytes())
-                assert unknown.status_code == 404
-                assert "there are a" in unknown.json()["error"]["message"]
-                assert (await client.get("/status")).json()["answered"] == 1
-        finally:
-            await runtime.close()
-
-    asyncio.run(run())
 
 
 def test_a_plan_that_this_machine_cannot_carry_is_refused() -> None:

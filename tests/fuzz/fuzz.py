@@ -99,8 +99,8 @@ def _loaded(name: str, work: Path) -> Any:
 
 def _prepare(name: str, work: Path) -> None:
     if not (work / name / "seeds").is_dir():
-        quiet = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-        subprocess.run([sys.executable, __file__, "--work", str(work), "--prepare", name], check=True, env=quiet)
+        command = [sys.executable, __file__, "--work", str(work), "--prepare", name]
+        subprocess.run(command, check=True, env=_without_sanitizer())
 
 
 def _use_kernels(path: Path) -> None:
@@ -205,7 +205,7 @@ class Pool:
             self.failure = f"{name}: a child ended with {child.returncode} before its first input: {ending}"
             return
         index, made = next(share.rest()), share.path.with_suffix(".input")
-        subprocess.run([*command, "--make", name, str(index), str(made)], check=True)
+        subprocess.run([*command, "--make", name, str(index), str(made)], check=True, env=_without_sanitizer())
         note_find(share.target_folder, index, made.read_bytes(), f"the process ended with {child.returncode}: {ending}")
         position, accepted, refused, spent = share.counts
         share.counts = position + 1, accepted, refused, spent
@@ -279,6 +279,15 @@ def environment_of(name: str) -> dict[str, str]:
     return plain | _sanitizer() if TARGETS[name].wants_sanitizer else plain
 
 
+def _without_sanitizer() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "DOVETAIL_SANITIZED")}
+
+
+def _library(name: str) -> str:
+    found = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
 def _sanitizer() -> dict[str, str]:
     """The kernels of `make fuzz`, or those that DOVETAIL_SANITIZED names. Python keeps its own allocator for small
     objects (a third of the time); what kernels get is from torch and numpy, and checked."""
@@ -286,10 +295,9 @@ def _sanitizer() -> dict[str, str]:
     kernels = os.environ.get("DOVETAIL_SANITIZED") or (str(built[0]) if built else "")
     if not kernels:
         return {}  # and the summary says so
-    found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     return {
         "DOVETAIL_SANITIZED": kernels,
-        "LD_PRELOAD": found.stdout.strip(),
+        "LD_PRELOAD": " ".join(map(_library, ("libasan.so", "libstdc++.so"))),  # it looks for exceptions when it starts
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:abort_on_error=1:hard_rss_limit_mb=6144",
     }
 

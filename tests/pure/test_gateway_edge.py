@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from edge_server import Edge, running_edge
 
@@ -121,6 +122,32 @@ def test_silent_and_slow_clients_are_closed_and_said_why(edge: Edge) -> None:
         assert answer(empty_lines) == (0, {})
         status, error = answer(half_body)
         assert (status, error["code"]) == (408, "timeout")
+
+
+def test_answers_that_nobody_takes_go_with_their_connection(tmp_path: Path) -> None:
+    with running_edge(tmp_path, {"server": {"header_timeout": "1s"}}) as edge:
+        _leave_answers(edge)
+
+
+def _leave_answers(edge: Edge) -> None:
+    body = json.dumps({"model": "fake", "prompt": "x" * 90_000, "return_token_strs": True}).encode()
+    request = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    request += b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(10)
+        client.connect(("127.0.0.1", edge.port))
+        client.sendall(request * 10)  # answers of a megabyte, more than the system's buffers hold
+        port = client.getsockname()[1]
+        server = psutil.Process(edge.process.pid)
+        eventually(lambda: port not in {each.raddr.port for each in server.net_connections() if each.raddr})
+    with connect(edge) as slow:  # but not those that somebody takes slowly
+        slow.sendall(request.replace(b"Host", b"Connection: close\r\nHost"))
+        received = 0
+        while piece := slow.recv(32_768):
+            received += len(piece)
+            time.sleep(0.05)
+        assert received > 500_000
 
 
 def test_more_silent_sockets_than_the_server_holds_lock_nobody_out(edge: Edge) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import httpx
@@ -13,7 +14,8 @@ from test_gateway_http import CHAT, TEXT, check_error, events, on_app
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.infill import infill_prompt
 from dovetail.gateway.service import Service
-from dovetail.gateway.translate import sampling_params
+from dovetail.gateway.translate import completion_job
+from dovetail.types import Slo
 
 UNSUPPORTED: list[dict[str, Any]] = [
     {"use_beam_search": True},
@@ -51,21 +53,31 @@ def test_harmless_options_nulls_and_neutral_values_are_accepted(tmp_path: Path) 
     on_app(tmp_path, test)
 
 
-def test_words_and_tokens_that_are_barred_reach_the_worker_as_tokens(tmp_path: Path) -> None:
+def test_words_and_tokens_that_are_barred_reach_the_worker_as_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dovetail.gateway.api import CompletionRequest
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         model = service.models.get("fake")
         await model.prepare()
         body = CompletionRequest(model="fake", prompt="a", bad_words=["hi"], allowed_token_ids=[5, 5, 9])
-        sampling = sampling_params(body, model, None, None)
+        writers: list[str] = []
+        encode = model._encode
+        monkeypatch.setattr(model, "_encode", lambda *text: writers.append(current_thread().name) or encode(*text))
+        (request,) = (await completion_job(body, model, "id", 512, Slo())).requests
+        sampling = request.sampling
+        assert [name for name in writers if name.startswith("text")] == writers[1:]  # the first is the prompt
         assert sampling.allowed_token_ids == (5, 9)
         texts = {model.tokenizer.decode(list(word)) for word in sampling.bad_words}
         assert texts == {"hi", " hi"}
         for change, param in (
             ({"allowed_token_ids": [300]}, "allowed_token_ids"),
             ({"allowed_token_ids": []}, "allowed_token_ids"),
+            ({"allowed_token_ids": [5] * 4097}, "allowed_token_ids"),
             ({"bad_words": [""]}, "bad_words"),
+            ({"bad_words": ["x" * 65]}, "bad_words"),
+            ({"bad_words": ["x"] * 1025}, "bad_words"),
         ):
             check_error(await client.post("/v1/completions", json=TEXT | change), 400)
             error = (await client.post("/v1/completions", json=TEXT | change)).json()["error"]

@@ -232,6 +232,23 @@ def kill_worker(service: Service) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def test_an_error_over_one_message_costs_no_other(tmp_path: Path) -> None:
+    async def test(service: Service) -> None:
+        errors: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+
+        def failing(node: str, message: object) -> None:
+            raise LookupError(node)
+
+        service.link.observers.append(failing)
+        for _ in range(5):
+            found = await asyncio.wait_for(collect(service, ["ab", "cd", "ef"], n=4, max_tokens=100), 20)
+            assert {text_of(deltas) for deltas in found.values()} == {"ab" * 50, "cd" * 50, "ef" * 50}
+        assert errors
+
+    on_service(tmp_path, test)
+
+
 def test_a_failed_load_that_crossed_an_unload_says_nothing_of_the_next_one(tmp_path: Path) -> None:
     async def test(service: Service) -> None:
         await service.link.supervisors["cpu-0"].greeted

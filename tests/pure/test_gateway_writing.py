@@ -17,6 +17,7 @@ from dovetail.gateway import embeddings
 from dovetail.gateway.embeddings import EmbeddingRequest, RerankRequest
 from dovetail.gateway.replies import CachedTokens as Cached
 from dovetail.gateway.replies import ChatLogprobs, PromptLogprob, TextChoice, TextCompletion, TokenEntry, Usage
+from dovetail.gateway.responses import endpoints
 from dovetail.gateway.service import Service
 from dovetail.gateway.text_reply import TextReply
 from dovetail.gateway.translate import MAX_PROMPT_REPORTS
@@ -96,6 +97,42 @@ def test_answers_with_many_log_probabilities_are_not_written_by_the_loop(
             answer = await client.post("/v1/completions", json=TEXT | change | {"stream": stream, "max_tokens": 1})
             assert answer.status_code == 200, answer.text
             assert writers[0].startswith(expected)
+
+    on_app(tmp_path, test)
+
+
+def test_responses_with_many_log_probabilities_are_whole_however_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: set[str] = set()
+
+    def noting(*values: Any, **options: Any) -> Any:
+        yield from json_pieces(*values, **options)
+        writers.add(threading.current_thread().name)
+
+    monkeypatch.setattr(endpoints, "json_pieces", noting)
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        async def shown(num_tokens: int) -> list[Any]:
+            writers.clear()
+            body = {"model": "fake", "input": "abc" * 80, "top_logprobs": 2, "max_output_tokens": num_tokens}
+            whole = (await client.post("/v1/responses", json=body)).json()
+            lines = (await client.post("/v1/responses", json=body | {"stream": True})).text.splitlines()
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            item = next(event for event in events if event["type"] == "response.output_item.done")["item"]
+            kept = (await client.get(f"/v1/responses/{whole['id']}")).json()
+            assert kept == whole
+            parts = [one["content"][0] for one in (whole["output"][0], events[-1]["response"]["output"][0], item)]
+            assert parts[0]["text"] == parts[1]["text"] == parts[2]["text"]
+            ends = [part["logprobs"][2 - num_tokens :] for part in parts]
+            assert ends[0] == ends[1] == ends[2]
+            return ends[0]
+
+        assert len(await shown(10)) == 8  # the first token is no text, and need not be told of
+        assert not writers
+        assert len(await shown(220)) == 218
+        assert {name[:5] for name in writers} == {"write"}
 
     on_app(tmp_path, test)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,15 @@ def small_profile() -> dict[str, Any]:
     return {"models": {"small": {"shape": shape, "hardware": {"c": hardware("cpu", 4), "g": hardware("gpu", 1)}}}}
 
 
+def test_what_is_no_plan_or_no_template_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "apps.yaml").write_text(APPS)
+    with pytest.raises(ConfigError, match=r"apps.yaml: not a plan of functions, which `dovetail plan FILE --out"):
+        run("replay", str(tmp_path / "apps.yaml"))
+    for template in ("0-9,10-18", "0-9", "0-9,9-17", "0-9x0,9-18"):
+        with pytest.raises(ConfigError, match=f"--template {template}: "):
+            run("profile", "wrn50-1", "--template", template)
+
+
 @pytest.fixture
 def fleet(tmp_path: Path) -> Path:
     rows = [f"{n * 0.5:.3f},{n * 7 % 8},{200 + n % 700},{20 + n % 90}" for n in range(120)]
@@ -109,12 +119,24 @@ def test_the_cheapest_fleet_is_the_cheapest_of_all_that_suffice(fleet: Path) -> 
         found = planner.run()
         every = [(cpus, gpus) for cpus in range(4) for gpus in range(3) if cpus or gpus]
         simulated = planner.simulate(planner.trial(counts) for counts in every)
-    best = found.best()
-    assert best is not None
+    best = found.enough()[0]
     enough = [tried.counts for tried in simulated if tried.attainment >= 0.9]
     assert found.per_hour(best.counts) == pytest.approx(min(found.per_hour(counts) for counts in enough))
     assert best.attainment == next(tried.attainment for tried in simulated if tried.counts == best.counts)
     assert len(found.tries) < 11
+
+
+def test_a_fleet_that_only_one_seed_can_do_with_is_passed_over(fleet: Path) -> None:
+    from dovetail.plan.fleet import fleet_planner
+
+    with fleet_planner(fleet) as planner:
+        found = planner.run()
+        lucky, next_best = found.enough()[:2]
+        planner.simulate = lambda trials: [  # type: ignore[method-assign]
+            replace(lucky, met=0) if trial.counts == lucky.counts else next_best for trial in trials
+        ]
+        confirmed = planner.confirm(found, 2)
+    assert [(each.best, each.holds(0.9)) for each in confirmed] == [(lucky, False), (next_best, True)]
 
 
 def test_two_processes_find_what_one_does(fleet: Path) -> None:

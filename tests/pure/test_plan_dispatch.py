@@ -108,7 +108,7 @@ def test_a_replayed_plan_keeps_its_slos_and_its_forecast(seed: int) -> None:
     result = replay(shipped_plan(seed, 8), 1800, seed=seed)
     assert result.requests > 1000
     assert result.late_share <= 0.011
-    assert abs(result.forecast_error) < 0.05
+    assert abs(result.forecast_error(result.billed)) < 0.05
 
 
 def test_the_same_seed_gives_the_same_replay() -> None:

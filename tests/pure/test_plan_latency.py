@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -11,7 +12,9 @@ from dovetail.plan.latency import ExpCurve, GpuLatency, mean_billed_s, share_abo
 scipy = pytest.importorskip("scipy", reason="fits need dovetail[plan]")
 
 from dovetail.errors import ConfigError  # noqa: E402
-from dovetail.plan.fits import fit_exponential, fit_line, fit_transfer, mape, percentile_99  # noqa: E402
+from dovetail.plan.fits import Point, fit_exponential, fit_line, fit_transfer, mape, percentile_99  # noqa: E402
+from dovetail.plan.function_profile import cpu_latency  # noqa: E402
+from dovetail.plan.profiling import fit_curve  # noqa: E402
 
 
 def test_a_part_of_a_card_waits_for_the_others_turns() -> None:
@@ -53,6 +56,22 @@ def test_a_run_that_scales_with_cores_is_fitted_within_the_published_error() -> 
     xs = (1.0, 2.0, 4.0, 8.0, 16.0)
     fitted = fit_exponential(xs, [law(x) for x in xs])
     assert mape(fitted, [(x, law(x)) for x in (1.5, 3.0, 6.0, 12.0)]) < 0.09
+
+
+def test_a_further_thread_is_a_step_that_is_fitted_apart() -> None:
+    """Two threads lose 15 % by waiting for each other: at 1.1 vCPUs a run gains little, and no exponential tells."""
+
+    def law(vcpus: float) -> float:
+        return 1 / vcpus if vcpus <= 1 else 1 / (0.85 * vcpus)
+
+    def points(sizes: Sequence[float]) -> list[Point]:
+        return [Point(size, law(size), 1.1 * law(size), 1) for size in sizes]
+
+    held_out = [(size, law(size)) for size in (0.6, 0.9, 1.4, 1.8)]
+    stepped = cpu_latency({1: fit_curve(points((0.5, 0.75, 1, 1.2, 1.6, 2)))})
+    assert mape(lambda c: stepped.mean_s(1, c), held_out) < 0.005
+    assert mape(lambda c: stepped.p99_s(1, c) / 1.1, held_out) < 0.005
+    assert fit_curve(points((0.5, 1, 1.5, 2))).steps == ()  # too few for two curves
 
 
 def test_a_line_is_found_again() -> None:

@@ -10,10 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -56,16 +56,22 @@ class CaseResult(msgspec.Struct, frozen=True):
 Step = Callable[[CaseResult], None]  # told as soon as a case is over
 
 
-def run_cases(model: str, names: Sequence[str], seconds: float, step: Step) -> list[CaseResult]:
-    """`model`: a name from the catalogue, served twice."""
+def run_cases(model: str, names: Sequence[str], seconds: float, tpot_ms: float, step: Step) -> list[CaseResult]:
+    """`model`: a name from the catalogue, served twice; `tpot_ms`: what the probed one promises, 0 = the default."""
     with tempfile.TemporaryDirectory() as name, _looping_model(model, Path(name)) as looping:
-        return _run_all(model, looping, Path(name), names, seconds, step)
+        served = _served([model, looping], Path(name), tpot_ms)
+        return _run_all(served, looping, Path(name), names, seconds, step)
 
 
 def _run_all(
-    model: str, looping: str, folder: Path, names: Sequence[str], seconds: float, step: Step
+    served: AbstractContextManager[tuple[subprocess.Popen[str], str]],
+    looping: str,
+    folder: Path,
+    names: Sequence[str],
+    seconds: float,
+    step: Step,
 ) -> list[CaseResult]:
-    with _served([model, looping], folder) as (process, url), _probe(url) as ask:
+    with served as (process, url), _probe(url) as ask:
         gateway = psutil.Process(process.pid)
         target = Target(url, "sk-noisy", _NOISY, looping, "sk-probe", folder)
         ask()
@@ -135,12 +141,14 @@ def _looping_model(model: str, folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _served(sources: Sequence[str], folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def _served(sources: Sequence[str], folder: Path, tpot_ms: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
     keys = [{"name": "noisy", "key": "sk-noisy"}, {"name": "probe", "key": "sk-probe", "admin": True}]
-    models: dict[str, object] = {
+    models: dict[str, dict[str, Any]] = {
         name: {"source": sources[0], "keep_alive": -1, "preload": True} for name in (_NOISY, _PROBED)
     }
     models |= {source: {"source": source} for source in sources[1:]}
+    if tpot_ms:
+        models[_PROBED] |= {"slo": {"tpot": f"{tpot_ms:g}ms"}}
     config = folder / "dovetail.yaml"
     config.write_text(json.dumps({"models": models, "auth": {"keys": keys}}))
     command = [sys.executable, "-m", "dovetail", "serve", "--config", str(config), "--port", "0", "--json"]

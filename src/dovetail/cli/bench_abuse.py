@@ -17,6 +17,9 @@ def abuse(
     model: Annotated[str, typer.Argument(help="A name from `dovetail list`; served under two names.")],
     case: Annotated[list[str] | None, typer.Option(help="Only these; may be repeated.  [default: all]")] = None,
     seconds: Annotated[float, typer.Option(help="Of each phase, before and during.", min=0.5)] = 5.0,
+    tpot: Annotated[
+        float, typer.Option(help="Milliseconds a token that the measured model promises; 0 = the default.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """What clients see while another one misbehaves: the time of /live and the gaps in another model's stream.
@@ -30,7 +33,7 @@ def abuse(
     for name in names:
         if name not in CASES:
             raise typer.BadParameter(f"{name} is none of {', '.join(CASES)}", param_hint="--case")
-    results = run_cases(model, names, seconds, lambda done: _say(done) if not as_json else None)
+    results = run_cases(model, names, seconds, tpot, lambda done: _say(done) if not as_json else None)
     if as_json:
         return print_json(results)
     _print(results)

@@ -26,6 +26,8 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "serve": Command("dovetail.cli.serve", "serve", "Serve models over an OpenAI-compatible HTTP API."),
+    "up": Command("dovetail.cli.up", "up", "Serve over several machines, this one being the head."),
+    "join": Command("dovetail.cli.up", "join", "Serve with this machine in somebody else's cluster."),
     "run": Command("dovetail.cli.chat", "run", "Chat with a model in the terminal."),
     "pull": Command("dovetail.cli.models", "pull", "Fetch a model and keep it ready to serve."),
     "list": Command("dovetail.cli.models", "list_models", "List the models that are here."),

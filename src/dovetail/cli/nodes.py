@@ -55,13 +55,14 @@ def leave(
     Example: dovetail leave gpu-1
     """
     path = f"/api/nodes/{quote(node, safe='')}"
-    state = ask(url, f"{path}/{'resume' if undo else 'drain'}", timeout_s=30, method="POST")
+    state = ask(url, f"{path}/{'resume' if undo else 'leave'}", timeout_s=30, method="POST")
     deadline = time.monotonic() + timeout
     while wait and state["state"] == "draining":
         if time.monotonic() > deadline:
             raise DovetailError(f"{state['unfinished']} answers are left on '{node}' after {timeout:g} s")
         time.sleep(_POLL_S)
-        state = ask(url, path, timeout_s=30)
+        known = {one["name"]: one for one in ask(url, "/api/nodes", timeout_s=30)["data"]}
+        state = known.get(node) or {**state, "state": "gone"}  # a machine that joined leaves when it is empty
     if as_json:
         print_json(state)
     else:

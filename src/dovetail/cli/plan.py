@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import click
 
     from dovetail.plan.apps import Inputs
+    from dovetail.plan.billing import Totals
     from dovetail.plan.plan_file import FunctionPlan
     from dovetail.plan.provision import Provisioner
-    from dovetail.plan.replay import ReplayResult
 
 
 class FileFirst(TyperGroup):
@@ -267,38 +267,39 @@ def replay_command(
     from dovetail.plan.plan_file import read_plan
     from dovetail.plan.replay import replay
 
-    result = replay(read_plan(plan), hours * 3600, seed, cv)
+    found = _replayed(replay(read_plan(plan), hours * 3600, seed, cv))
     if as_json:
-        print_json(_replayed(result))
+        print_json(found)
         return
-    _print_replay(result)
+    _print_replay(found)
 
 
-def _replayed(result: ReplayResult) -> dict[str, Any]:
+def _replayed(result: Totals) -> dict[str, Any]:
     groups = [
         {
-            "name": group.name,
+            "name": group.group,
             "requests": group.requests,
             "late": group.late,
-            "batches": group.batches,
-            "cold": group.cold,
-            "cost": group.cost,
-            "forecast": group.forecast_per_request * group.requests,
+            "batches": group.runs,
+            "cold": group.starts,
+            "cost": group.cost + group.start_cost,
+            "forecast": group.forecast,
         }
         for group in result.groups
     ]
-    totals = {"requests": result.requests, "late_share": result.late_share, "cost": result.cost}
-    return {**totals, "forecast": result.forecast, "forecast_error": result.forecast_error, "groups": groups}
+    totals = {"requests": result.requests, "late_share": result.late_share, "cost": result.billed}
+    error = result.forecast_error(result.billed)
+    return {**totals, "forecast": result.forecast, "forecast_error": error, "groups": groups}
 
 
-def _print_replay(result: ReplayResult) -> None:
+def _print_replay(found: dict[str, Any]) -> None:
     rows = [
-        [group.name, str(group.requests), f"{group.late / max(group.requests, 1):.2%}", str(group.batches),
-         str(group.cold), f"{group.cost:.4g}", f"{group.forecast_per_request * group.requests:.4g}"]
-        for group in result.groups
+        [group["name"], str(group["requests"]), f"{group['late'] / max(group['requests'], 1):.2%}",
+         str(group["batches"]), str(group["cold"]), f"{group['cost']:.4g}", f"{group['forecast']:.4g}"]
+        for group in found["groups"]
     ]  # fmt: skip
     print_table(("group", "requests", "late", "runs", "cold", "billed", "forecast"), rows)
     print(
-        f"{result.requests} requests, {result.late_share:.2%} late; billed {result.cost:.4g}, "
-        f"forecast {result.forecast:.4g} ({result.forecast_error:+.1%})"
+        f"{found['requests']} requests, {found['late_share']:.2%} late; billed {found['cost']:.4g}, "
+        f"forecast {found['forecast']:.4g} ({found['forecast_error']:+.1%})"
     )

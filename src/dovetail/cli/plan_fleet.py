@@ -11,7 +11,8 @@ from dovetail.cli.output import print_json, print_table
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dovetail.plan.fleet import Fleet, FleetPlanner, Try
+    from dovetail.plan.fleet import Confirmed, Fleet, FleetPlanner
+    from dovetail.plan.fleet_try import Try
 
 SEEDS = 3  # of the confirmation, the search's own first
 
@@ -24,16 +25,16 @@ def plan_fleet(
     from dovetail.plan.plan_file import write_plan
 
     with fleet_planner(file, prices, jobs or usable_cores()) as planner:
-        fleet = _search(planner, quiet=as_json)
-        best = fleet.best()
-        if best is None:
+        fleet, confirmed = _search(planner, quiet=as_json)
+        if not confirmed or not confirmed[-1].holds(fleet.target):
             raise ConfigError(_too_few(planner, fleet))
-        confirmed, references = _confirmed(planner, fleet, best)
+        references = _references(planner, fleet)
+    best = confirmed[-1].best
     if out is not None:
         write_plan(out, fleet_plan(planner.inputs, fleet, best))
     if plot is not None:
         plot.write_text(_draw(fleet, best))
-    result = _result(fleet, best, confirmed, references)
+    result = _result(fleet, confirmed, references)
     if as_json:
         print_json(result)
         return
@@ -46,14 +47,19 @@ def plan_fleet(
 def _too_few(planner: FleetPlanner, fleet: Fleet) -> str:
     most = "; ".join(f"{kind}: {limit.max}" for kind, limit in planner.inputs.file.nodes.items())
     closest = max(fleet.tries, key=lambda found: found.attainment)
+    if fleet.enough():
+        return (
+            f"{planner.inputs.path}: nodes: {fleet.target:.1%} is reached with one seed, but with all of {SEEDS} "
+            f"not by any fleet that was tried ({most})"
+        )
     return (
         f"{planner.inputs.path}: nodes: {fleet.target:.1%} is not reached with as many as are allowed ({most}); "
         f"the best try was {_counts(fleet, closest.counts)} with {closest.attainment:.1%}"
     )
 
 
-def _search(planner: FleetPlanner, quiet: bool) -> Fleet:
-    """A moving line on a terminal, else a line for each try."""
+def _search(planner: FleetPlanner, quiet: bool) -> tuple[Fleet, list[Confirmed]]:
+    """Tells a moving line on a terminal, else a line for each try."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -71,21 +77,19 @@ def _search(planner: FleetPlanner, quiet: bool) -> Fleet:
             if not quiet and not is_terminal:
                 print(f"{said} ({found.wall_s:.0f} s)", file=sys.stderr, flush=True)
 
-        return planner.run(show)
+        fleet = planner.run(show)
+        return fleet, planner.confirm(fleet, SEEDS, show)
 
 
-def _confirmed(planner: FleetPlanner, fleet: Fleet, best: Try) -> tuple[list[Try], list[dict[str, Any]]]:
-    """The best with further seeds; one machine for each model, priced; SLINFER's test bed, simulated, where both kinds
-    are there."""
-    seeds = [planner.trial(best.counts, planner.inputs.file.seed + more) for more in range(1, SEEDS)]
-    is_mixed = {machine.device for machine in fleet.machines} == {"cpu", "gpu"}
-    beds = [planner.trial((4, 4), policy=name) for name in ("slinfer", planner.inputs.file.policy)] if is_mixed else []
-    tried = planner.simulate([*seeds, *beds])
+def _references(planner: FleetPlanner, fleet: Fleet) -> list[dict[str, Any]]:
+    """One machine for each model, priced; SLINFER's test bed, simulated, where both kinds are there."""
     found = _one_each(planner, fleet)
-    for bed, result in zip(beds, tried[len(seeds) :], strict=True):
-        found.append({"fleet": _counts(fleet, bed.counts), "policy": bed.policy,
-                      "per_hour": fleet.per_hour(bed.counts), "attainment": result.attainment})  # fmt: skip
-    return [best, *tried[: len(seeds)]], found
+    if {machine.device for machine in fleet.machines} == {"cpu", "gpu"}:
+        beds = [planner.trial((4, 4), policy=name) for name in ("slinfer", planner.inputs.file.policy)]
+        for bed, result in zip(beds, planner.simulate(beds), strict=True):
+            found.append({"fleet": _counts(fleet, bed.counts), "policy": bed.policy,
+                          "per_hour": fleet.per_hour(bed.counts), "attainment": result.attainment})  # fmt: skip
+    return found
 
 
 def _one_each(planner: FleetPlanner, fleet: Fleet) -> list[dict[str, Any]]:
@@ -106,12 +110,21 @@ def _counts(fleet: Fleet, counts: tuple[int, ...]) -> str:
     return " + ".join(f"{count} {kind}" for count, kind in zip(counts, fleet.kinds, strict=True) if count)
 
 
-def _result(fleet: Fleet, best: Try, confirmed: list[Try], references: list[dict[str, Any]]) -> dict[str, Any]:
+def _result(fleet: Fleet, confirmed: list[Confirmed], references: list[dict[str, Any]]) -> dict[str, Any]:
+    best = confirmed[-1].best
     return {
         "nodes": dict(zip(fleet.kinds, best.counts, strict=True)),
         "per_hour": fleet.per_hour(best.counts),
         "attainment": best.attainment,
-        "attainment_by_seed": [round(tried.attainment, 4) for tried in confirmed],
+        "attainment_by_seed": [round(share, 4) for share in confirmed[-1].attainments],
+        "refuted": [
+            {
+                "fleet": _counts(fleet, other.best.counts),
+                "per_hour": fleet.per_hour(other.best.counts),
+                "attainment_by_seed": [round(share, 4) for share in other.attainments],
+            }
+            for other in confirmed[:-1]
+        ],
         "search_s": round(fleet.wall_s, 1),
         "simulations": len(fleet.tries),
         "tries": [
@@ -143,6 +156,9 @@ def _print(planner: FleetPlanner, fleet: Fleet, best: Try, result: dict[str, Any
     seeds = ", ".join(f"{share:.2%}" for share in result["attainment_by_seed"])
     print(f"\ncheapest for {fleet.target:.1%}: {_counts(fleet, best.counts)}, {result['per_hour']:.2f} {currency}/h")
     print(f"confirmed by full simulations with {SEEDS} seeds: {seeds}")
+    for row in result["refuted"]:
+        seeds = ", ".join(f"{share:.2%}" for share in row["attainment_by_seed"])
+        print(f"cheaper, but not with every seed: {row['fleet']}, {row['per_hour']:.2f} {currency}/h: {seeds}")
     print(f"found in {result['search_s']:.0f} s with {result['simulations']} simulations\n")
     rows = [
         [row["fleet"], row["policy"], f"{row['per_hour']:.2f}", f"{row['per_hour'] / result['per_hour']:.2f}×",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -22,8 +23,8 @@ _STAGE = re.compile(r"(\d+)-(\d+)(?:x(\d+))?")
 
 def profile(
     model: Annotated[str, typer.Argument(help="wrn50-K.")],
-    vcpus: Annotated[str, typer.Option(help="Sizes that are fitted.")] = "0.5,1,1.5,2",
-    held_out: Annotated[str, typer.Option(help="Sizes that the fit is judged by.")] = "0.75,1.25,1.75",
+    vcpus: Annotated[str, typer.Option(help="Sizes that are fitted.")] = "0.5,0.75,1,1.2,1.6,2",
+    held_out: Annotated[str, typer.Option(help="Sizes that the fit is judged by.")] = "0.6,0.9,1.4,1.8",
     batches: Annotated[str, typer.Option(help="Batch sizes on a CPU.")] = "1",
     runs: Annotated[int, typer.Option(help="Rounds over all sizes.", min=1)] = 5,
     template: Annotated[
@@ -45,20 +46,22 @@ def profile(
 
     Example: dovetail plan profile wrn50-4 --template 0-9x2,9-18 --out wrn50-4.yaml
     """
+    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from dovetail.plan.assumed import chain_named
     from dovetail.plan.function_profile import read_function_profile, write_function_profile
     from dovetail.plan.profiling import GpuSweep, Sweep, profile_cpu, profile_gpu
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, disable=as_json or not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task(model, total=None)
 
         def show(what: str) -> None:
             progress.update(task, description=f"{model}: {what}")
 
         if device == "cpu":
-            stages = tuple(_stages(text) for text in template or ())
+            stages = tuple(_stages(text, len(chain_named(model).layers)) for text in template or ())
             sizes = (_numbers(vcpus, "--vcpus"), _numbers(held_out, "--held-out"), _whole(batches, "--batches"))
             found, errors = asyncio.run(profile_cpu(model, Sweep(*sizes, runs, stages), show))
         else:
@@ -89,13 +92,18 @@ def _print(found: FunctionProfile, errors: list[Error], out: Path | None, as_jso
         print(f"wrote {out}")
 
 
-def _stages(text: str) -> tuple[tuple[int, int, int], ...]:
-    stages = []
+def _stages(text: str, layers: int) -> tuple[tuple[int, int, int], ...]:
+    stages: list[tuple[int, int, int]] = []
     for part in text.split(","):
         match = _STAGE.fullmatch(part.strip())
         if match is None:
             raise ConfigError(f"--template {text}: expected stages such as 0-9x2,9-18")
         stages.append((int(match[1]), int(match[2]), int(match[3] or 1)))
+    borders = [0, *(end for _, end, _ in stages)]
+    if len(stages) < 2 or borders[-1] != layers or any(a >= b for a, b in itertools.pairwise(borders)):
+        raise ConfigError(f"--template {text}: expected at least two stages that together have layers 0 to {layers}")
+    if [first for first, _, _ in stages] != borders[:-1] or any(workers < 1 for _, _, workers in stages):
+        raise ConfigError(f"--template {text}: each stage must begin where the one before ends, with a worker or more")
     return tuple(stages)
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Never
+from typing import TYPE_CHECKING, Annotated, Any, Never, Protocol
 
 import typer
 
@@ -96,7 +96,7 @@ def serve(
     api_key = _api_key(api_key, api_key_file)
     node = {
         "threads": threads,
-        "kv_cache": None if kv_cache is None else _parsed(parse_size, kv_cache, "--kv-cache"),
+        "kv_cache": None if kv_cache is None else parsed(parse_size, kv_cache, "--kv-cache"),
         "max_batch": max_batch,
         "max_turn_tokens": max_turn_tokens,
     }
@@ -105,18 +105,16 @@ def serve(
         "port": port,
         "max_queue": max_queue,
         "open_to_network": open_to_network or None,
-        "drain_timeout": None if drain_timeout is None else _parsed(parse_duration, drain_timeout, "--drain-timeout"),
+        "drain_timeout": None if drain_timeout is None else parsed(parse_duration, drain_timeout, "--drain-timeout"),
     }
 
-    def override(settings: Config) -> Config:
-        return _shared(_override(_with_nodes(settings, device), server, node, api_key, store))
-
+    override = override_with(server, node, api_key, store, device)
     settings = override(load_config(config) if config is not None else Config())
     plan = Plan(settings, tuple(dict.fromkeys(models or ())), config, override, as_json)
-    run_loop(_serve(plan, _listen(settings)))
+    run_loop(serve_plan(plan, listen_for(settings)))
 
 
-def _listen(config: Config) -> socket.socket:
+def listen_for(config: Config) -> socket.socket:
     from dovetail.gateway.listen import check_exposure, is_loopback, listen
 
     check_exposure(config.server.host, config)
@@ -143,6 +141,13 @@ def _api_key(given: str | None, file: Path | None) -> str | None:
     return given
 
 
+def override_with(
+    server: dict[str, Any], node: dict[str, Any], api_key: str | None, store: Path | None, device: str | None
+) -> Callable[[Config], Config]:
+    """Options win over the file; those that are None were not given."""
+    return lambda config: _shared(_override(_with_nodes(config, device), server, node, api_key, store))
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the command line asked for."""
@@ -154,7 +159,7 @@ class Plan:
     as_json: bool
 
 
-def _parsed(parse: Callable[[object], Any], text: str, option: str) -> Any:
+def parsed(parse: Callable[[object], Any], text: str, option: str) -> Any:
     try:
         return parse(text)
     except ValueError as error:
@@ -229,7 +234,18 @@ def _leave() -> Never:
     os._exit(0)
 
 
-async def _serve(plan: Plan, listener: socket.socket) -> None:
+class OtherMachines(Protocol):
+    """Whoever brings workers of other machines in (`cli.up`)."""
+
+    def attach(self, link: Link, options: Sequence[str]) -> None:
+        """Before the link is started; `options` of every worker."""
+
+    def start(self, is_drained: Callable[[str], bool]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines | None = None) -> None:
     from dovetail.gateway.link import Link
     from dovetail.gateway.supervisor import worker_command
 
@@ -245,17 +261,21 @@ async def _serve(plan: Plan, listener: socket.socket) -> None:
         worker_command(*_worker_options(plan.config, pool)),
         pass_fds=[pool.file] if pool is not None else [],
     )
+    if others is not None:
+        others.attach(link, _worker_options(plan.config, None))
     link.start()
     try:
         # In threads, so that the workers are started meanwhile.
         offer = await asyncio.to_thread(_make_offer, plan)
         await asyncio.to_thread(_import_http)
-        await _serve_http(plan, link, offer, listener, heeds_hangup, pool)
+        await _serve_http(plan, link, offer, listener, heeds_hangup, pool, others)
     except asyncio.CancelledError:
         raise SystemExit(0) from None
     finally:
         listener.close()
         await link.close()
+        if others is not None:
+            await others.close()
         if pool is not None:
             pool.close()
 
@@ -292,7 +312,13 @@ def _import_http() -> None:
 
 
 async def _serve_http(
-    plan: Plan, link: Link, offer: Offer, listener: socket.socket, heeds_hangup: bool, pool: HostPool | None
+    plan: Plan,
+    link: Link,
+    offer: Offer,
+    listener: socket.socket,
+    heeds_hangup: bool,
+    pool: HostPool | None,
+    others: OtherMachines | None,
 ) -> None:
     from dovetail.gateway.app import make_app
     from dovetail.gateway.listen import base_url
@@ -301,6 +327,8 @@ async def _serve_http(
 
     admin = _make_admin(plan, link, offer, pool)
     service = admin.service
+    if others is not None:
+        others.start(service.cluster.is_drained)
     port = listener.getsockname()[1]
     _offer_token(admin, port)
     server = HttpServer(make_app(admin), admin, ends_with_terminal=heeds_hangup and has_terminal())

@@ -55,11 +55,9 @@ class Dispatcher:
         send: Callable[[str, ToWorker], None],
         log: EventLog | None = None,
     ) -> None:
-        numbers = count()
-        self.nodes = {
-            name: RemoteNode(name, kind, partial(send, name), self._body_of, self._tokens_of, numbers)
-            for name, kind in nodes.items()
-        }
+        self._send = send
+        self._numbers = count()
+        self.nodes = {name: self._node(name, kind) for name, kind in nodes.items()}
         self.runtime = Runtime(list(self.nodes.values()), knobs, log=log)
         self.runtime.progress = self._progress
         self.events: list[TokenEvent] = []  # of requests that ended without a node's doing
@@ -68,6 +66,10 @@ class Dispatcher:
         self._choices: dict[int, Choice] = {}
         self._by_key: dict[tuple[str, int], Choice] = {}
         self._open: dict[str, list[int]] = {}  # by request: its choices
+
+    def _node(self, name: str, kind: DeviceKind) -> RemoteNode:
+        send = partial(self._send, name)
+        return RemoteNode(name, kind, send, self._body_of, self._tokens_of, self._numbers)
 
     # Requests
 
@@ -114,6 +116,15 @@ class Dispatcher:
             del self._open[choice.request.id]
 
     # Nodes
+
+    def add(self, name: str, kind: DeviceKind) -> None:
+        """One more node; its worker is not there yet."""
+        node = self.nodes[name] = self._node(name, kind)
+        self.runtime.add(node)
+
+    def remove(self, name: str) -> None:
+        """It was lost, and does not come back."""
+        self.runtime.remove(self.nodes.pop(name))
 
     def joined(self, name: str, hello: Hello) -> None:
         self.nodes[name].joined(hello)

@@ -93,13 +93,25 @@ class InstanceView:
 
 class Placer:
     def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs) -> None:
-        self.nodes = [node for node in nodes if knobs.use_cpu or node.kind is not DeviceKind.CPU]
+        self.nodes: list[NodeHandle] = []
         self.knobs = knobs
+        for node in nodes:
+            self.add_node(node)
         self.now_s = 0.0  # of the event that is being handled
         self._instances: dict[tuple[str, int], InstanceView] = {}  # (node, instance)
         self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
         self._turn_of: Counter[str] = Counter()  # round robin, by model
         self._cursor = 0  # where the next window of candidate nodes begins
+
+    def add_node(self, node: NodeHandle) -> None:
+        if self.knobs.use_cpu or node.kind is not DeviceKind.CPU:
+            self.nodes.append(node)
+
+    def remove_node(self, node: NodeHandle) -> None:
+        """It is gone for good."""
+        self.forget_node(node)
+        if node in self.nodes:
+            self.nodes.remove(node)
 
     def seek(self, search: Search, *, demand: int, num_parked: int) -> Asking[Placed | None]:
         """`demand` requests of its model are without a place, `num_parked` models are swapped out."""

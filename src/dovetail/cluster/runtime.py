@@ -181,6 +181,15 @@ class Runtime:
         else:
             self.controller.handed_over(node, notice.instance, work, notice.kv_bytes, now)
 
+    def add(self, node: NodeHandle) -> None:
+        self.controller.placer.add_node(node)
+
+    def remove(self, node: NodeHandle) -> None:
+        """One that is lost; nothing has a place there."""
+        assert not any(place is node for place, _ in self.places.values()), f"{node.name} still has requests"
+        self.drains.pop(node.name, None)
+        self.controller.placer.remove_node(node)
+
     def joined(self) -> None:
         """A node has come or come back: there may be a place now."""
         if self.works:

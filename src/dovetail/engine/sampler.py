@@ -139,9 +139,18 @@ def _allow_only(logits: Tensor, tokens: Sequence[int]) -> None:
 
 def _ends_of_bad_words(row: TurnRow, vocab: int) -> list[int]:
     """Tokens that would complete a word which the output already has but for its last token."""
-    made = row.tokens[row.num_prompt :]
-    words = [word for word in row.sampling.bad_words if word[-1] < vocab]
-    return [word[-1] for word in words if list(word[:-1]) == made[len(made) - len(word) + 1 :]]
+    tokens, made = row.tokens, len(row.tokens) - row.num_prompt
+    last = tokens[-1] if made else -1
+    return [
+        word[-1]
+        for word in row.sampling.bad_words  # thousands, for every token: nearly all differ in the last one already
+        if (len(word) == 1 or (word[-2] == last and len(word) <= made + 1 and _ends_with(tokens, word[:-1])))
+        and word[-1] < vocab
+    ]
+
+
+def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
+    return list(tokens[-len(end) :]) == list(end)
 
 
 # Choosing

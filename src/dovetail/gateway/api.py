@@ -23,7 +23,7 @@ _MAX_LIMIT = 2**31 - 1
 _UNION_TAGS = {"str", "int", "float", "bool", "list", "dict", "none", "any"}
 
 TokenId = Annotated[int, Field(ge=0, le=_MAX_LIMIT)]
-BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Field(min_length=1, max_length=64)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 FAIL_FAST = Field(fail_fast=True)  # one wrong item is enough: each further one would cost an error of its own
 
@@ -106,7 +106,7 @@ class GenerationBody(StrictBody):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1)
+    allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=4096)
     bad_words: list[BadWord] | None = Field(default=None, max_length=1024)
     truncate_prompt_tokens: int | None = Field(
         default=None, ge=-1, le=_MAX_LIMIT, description="keep the last so many; -1 = what fits the context"

@@ -11,6 +11,7 @@ import time
 
 from dovetail.cluster.decisions import Warmed
 from dovetail.cluster.dispatch import Dispatcher
+from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed, RequestError, WorkerLost
 from dovetail.eventlog import open_logs
 from dovetail.gateway.hosted import HostedModel
@@ -25,16 +26,20 @@ from dovetail.types import Request, TokenEvent
 class Cluster:
     def __init__(self, link: Link) -> None:
         configs = [node.config for node in link.nodes.values()]
-        kinds = {one.name: DeviceKind.CPU if one.device == "cpu" else DeviceKind.GPU for one in configs}
+        kinds = {one.name: _kind_of(one) for one in configs}
         self.link = link
         self.log = open_logs([one.event_log for one in configs if one.event_log is not None])
-        self.dispatcher = Dispatcher(kinds, real_knobs(configs[0].policy), link.send, self.log)
+        self.dispatcher = Dispatcher(
+            kinds, real_knobs(configs[0].policy if configs else "dovetail"), link.send, self.log
+        )
         self.models: dict[str, HostedModel] = {}
         self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
         self._timer: asyncio.TimerHandle | None = None
         link.observers.append(self._on_message)
         link.exit_observers.append(self._on_exit)
         link.close_observers.append(self._close)
+        link.join_observers.append(self._on_join)
+        link.leave_observers.append(self._on_leave)
         for node in link.nodes.values():
             if node.hello is not None:  # its worker was quicker than this process
                 self.dispatcher.joined(node.name, node.hello)
@@ -144,9 +149,26 @@ class Cluster:
         self.dispatcher.drain(name, time.monotonic())
         self._settle()
 
+    def leave(self, name: str) -> None:
+        """The same, and a machine that joined leaves when it is empty."""
+        self.link.leaving.add(name)
+        self.drain(name)
+
+    def is_drained(self, name: str) -> bool:
+        drain = self.dispatcher.runtime.drains.get(name)
+        return drain is not None and drain.is_done
+
     def undrain(self, name: str) -> None:
+        self.link.leaving.discard(name)
         self.dispatcher.undrain(name, time.monotonic())
         self._settle()
+
+    def _on_join(self, name: str) -> None:
+        """A machine; its worker says Hello when it is up."""
+        self.dispatcher.add(name, _kind_of(self.link.nodes[name].config))
+
+    def _on_leave(self, name: str) -> None:
+        self.dispatcher.remove(name)
 
     def _on_message(self, node: str, message: ToGateway) -> None:
         if isinstance(message, Tokens):
@@ -264,3 +286,7 @@ class Cluster:
         self._timer = None
         self.dispatcher.wake(time.monotonic())
         self._settle()
+
+
+def _kind_of(config: NodeConfig) -> DeviceKind:
+    return DeviceKind.CPU if config.device == "cpu" else DeviceKind.GPU

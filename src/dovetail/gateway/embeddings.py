@@ -193,6 +193,8 @@ class EmbeddingEndpoints:
         job_id = uuid.uuid4().hex
         requests = []
         for index, prompt in enumerate(prompts):
+            if index % _BATCH == 0:
+                await asyncio.sleep(0)  # others come in between
             kept = _truncated(prompt, body.truncate_prompt_tokens, context - 1)
             token_limit(len(kept), 1, 1, context, "input")
             requests.append(

@@ -10,10 +10,11 @@ import asyncio
 import logging
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import zmq
@@ -23,6 +24,8 @@ from dovetail.errors import Overloaded, RequestError, WorkerLost
 from dovetail.eventlog import clear_logs
 from dovetail.gateway.supervisor import Supervisor, WorkerExit
 from dovetail.messages import (
+    ClockAsked,
+    ClockTold,
     Hello,
     Loaded,
     LoadFailed,
@@ -131,6 +134,27 @@ class NodeLink:
         self._unloading.clear()
 
 
+class Watcher(Protocol):
+    """Whoever keeps a worker running, on this machine or on another (`supervisor`, `remote_workers`)."""
+
+    starts: int
+    greeted: asyncio.Future[None]
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def retry_after_s(self) -> float | None: ...
+
+    def start(self) -> None: ...
+
+    def expects(self, hello: Hello) -> bool: ...
+
+    def on_hello(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
 Observer = Callable[[str, ToGateway], None]
 
 
@@ -149,10 +173,15 @@ class Link:
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes its name over
         self.nodes = {config.name: NodeLink(config) for config in nodes}
-        self.supervisors = {
-            config.name: Supervisor(config, self._address, command, self._on_exit, self._directory, pass_fds)
+        self.supervisors: dict[str, Watcher] = {
+            config.name: Supervisor(config, self._address, command, self.on_exit, self._directory, pass_fds)
             for config in nodes
         }
+        self._sockets = {"local": self._socket}
+        self._socket_of: dict[str, zmq.Socket[bytes]] = {}  # of workers on other machines
+        self.leaving: set[str] = set()  # nodes that are given up when nothing is left on them
+        self.join_observers: list[Callable[[str], None]] = []
+        self.leave_observers: list[Callable[[str], None]] = []
         self.observers: list[Observer] = []
         self.exit_observers: list[Callable[[str, WorkerLost], None]] = []
         self.close_observers: list[Callable[[], None]] = []
@@ -163,7 +192,8 @@ class Link:
         clear_logs([node.config.event_log for node in self.nodes.values() if node.config.event_log is not None])
         self._socket.bind(self._address)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._receive)
+        for socket in self._sockets.values():
+            self._loop.add_reader(socket.getsockopt(zmq.FD), self._receive, socket)
         for supervisor in self.supervisors.values():
             supervisor.start()
 
@@ -175,15 +205,44 @@ class Link:
         await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors.values()))
         for observer in self.close_observers:
             observer()
-        if self._loop is not None:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
-            self._loop = None
-        self._socket.close()
+        for socket in self._sockets.values():
+            if self._loop is not None:
+                self._loop.remove_reader(socket.getsockopt(zmq.FD))
+            socket.close()
+        self._loop = None
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
 
+    # Workers on other machines
+
+    def listen(self, make: Callable[[zmq.Context[zmq.Socket[bytes]]], zmq.Socket[bytes]]) -> int:
+        """On one more socket, before `start`; returns its port."""
+        socket = self._sockets["remote"] = make(self._context)
+        return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def add(self, config: NodeConfig, watcher: Watcher) -> None:
+        """A machine has joined."""
+        assert config.name not in self.nodes, f"node {config.name} is there already"
+        self.nodes[config.name] = NodeLink(config)
+        self.supervisors[config.name] = watcher
+        self._socket_of[config.name] = self._sockets["remote"]
+        for observer in self.join_observers:
+            observer(config.name)
+        watcher.start()
+
+    def remove(self, name: str) -> None:
+        """The machine is gone for good; its worker has ended."""
+        for observer in self.leave_observers:
+            observer(name)
+        self.leaving.discard(name)
+        self.nodes.pop(name)
+        self.supervisors.pop(name)
+        self._socket_of.pop(name)
+
     def check_usable(self) -> None:
         """Some worker is up or on its way."""
+        if not self.supervisors:
+            raise Overloaded("no node has joined yet", code="no_node", retry_after_s=5.0)
         pauses = [supervisor.retry_after_s for supervisor in self.supervisors.values()]
         if all(pause_s is not None for pause_s in pauses):
             soonest = min(pause_s or 0.0 for pause_s in pauses)
@@ -204,40 +263,48 @@ class Link:
         """To a worker that has said Hello; one that is gone needs nothing more."""
         if self.nodes[node].hello is None:
             return
-        self._socket.send_multipart([node.encode(), encode(message)], zmq.NOBLOCK)
-        self._look_again()
+        self._send(self._socket_of.get(node, self._socket), node, message)
 
-    def _look_again(self) -> None:
+    def _send(self, socket: zmq.Socket[bytes], node: str, message: ToWorker) -> None:
+        socket.send_multipart([node.encode(), encode(message)], zmq.NOBLOCK)
+        self._look_again(socket)
+
+    def _look_again(self, socket: zmq.Socket[bytes]) -> None:
         """ZeroMQ's descriptor tells of changes only, and a call may have taken a change in: look whether it did."""
-        if self._loop is not None and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            self._loop.call_soon(self._receive)
+        if self._loop is not None and socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._receive, socket)
 
-    def _receive(self) -> None:
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
         """A few frames, so that others have their turn. zmq.asyncio would do the same at three times the price."""
         if self._loop is None:
             return
-        for _ in range(MAX_FRAMES):
-            try:
-                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._read(identity.decode(errors="replace"), frame)
-        self._look_again()
+        try:
+            for _ in range(MAX_FRAMES):
+                identity, frame = socket.recv_multipart(zmq.NOBLOCK)
+                self._read(socket, identity.decode(errors="replace"), frame)
+        except zmq.Again:
+            return
+        finally:  # an error of ours costs its own frame: those after it would never be told of again
+            self._look_again(socket)
 
-    def _read(self, name: str, frame: bytes) -> None:
+    def _read(self, socket: zmq.Socket[bytes], name: str, frame: bytes) -> None:
         try:
             message = decode_for_gateway(frame)
         except msgspec.MsgspecError as error:
             logger.error("worker %s sent what cannot be read: %s", name, error)
             return
         node = self.nodes.get(name)
-        if node is not None:
+        if node is None or self._socket_of.get(name, self._socket) is not socket:
+            return  # nobody of ours, or not where it belongs
+        if isinstance(message, ClockAsked):
+            self._send(socket, name, ClockTold(message.sent_s, time.monotonic()))
+        else:
             self._dispatch(node, message)
 
     def _dispatch(self, node: NodeLink, message: ToGateway) -> None:
         if isinstance(message, Hello):
-            if message.pid != self.supervisors[node.name].pid:
-                return  # a late word of a process that is gone
+            if not self.supervisors[node.name].expects(message):
+                return
             self.supervisors[node.name].on_hello()
             node.hello = message
         elif node.hello is None or not node.take(message):
@@ -245,7 +312,7 @@ class Link:
         for observer in self.observers:
             observer(node.name, message)
 
-    def _on_exit(self, name: str, end: WorkerExit) -> None:
+    def on_exit(self, name: str, end: WorkerExit) -> None:
         during = f" while it computed {len(end.suspects)} requests" if end.suspects else ""
         logger.error("worker %s %s%s", name, end.reason, during)
         self.nodes[name].reset()

@@ -19,6 +19,7 @@ def make_node_router(cluster: Cluster) -> APIRouter:
     router.add_api_route("", endpoints.list_nodes, methods=["GET"], responses=responses(NodeStates, (401,)))
     router.add_api_route("/{name}", endpoints.show, methods=["GET"], responses=responses(NodeState, (401, 404)))
     router.add_api_route("/{name}/drain", endpoints.drain, methods=["POST"], responses=one)
+    router.add_api_route("/{name}/leave", endpoints.leave, methods=["POST"], responses=one)
     router.add_api_route("/{name}/resume", endpoints.resume, methods=["POST"], responses=one)
     return router
 
@@ -38,6 +39,11 @@ class NodeEndpoints:
     async def drain(self, name: str) -> Response:
         """Nothing new goes there, and what it answers goes on elsewhere, unbroken. Its state says when it is empty."""
         self._cluster.drain(find_node(self._cluster, name).name)
+        return json_response(node_state(self._cluster, name))
+
+    async def leave(self, name: str) -> Response:
+        """The same, and a machine that has joined leaves when it is empty."""
+        self._cluster.leave(find_node(self._cluster, name).name)
         return json_response(node_state(self._cluster, name))
 
     async def resume(self, name: str) -> Response:

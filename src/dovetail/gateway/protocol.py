@@ -1,7 +1,8 @@
 """HTTP/1.1 as uvicorn speaks it, with limits on what a connection may cost before there is a request to look at.
 
-A client gets so much time and so many bytes for its headers; trailers and requests sent ahead are bounded; a server
-with too many connections closes the one that has waited longest for its client, of the address that has most of them.
+A client gets so much time and so many bytes for its headers; trailers and requests sent ahead are bounded; an answer
+that its client does not take goes with the connection; a server with too many connections closes the one that has
+waited longest for its client, of the address that has most of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dovetail.gateway.respond import problem_body
 
 MAX_HEADER_BYTES = 32 * 1024  # request line, headers; trailers alike
 MAX_HEADERS = 100
+_LEAST_TAKEN_BYTES = 8 * 1024  # of an answer that waits for its client, in `header_timeout_s`
 _MAX_AHEAD = 16  # requests of one connection that wait for the answer to an earlier one
 
 
@@ -75,6 +77,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = (
             None  # runs while headers are awaited, or what is left of an answered request
         )
+        self._unsent_timer: asyncio.TimerHandle | None = None  # runs while an answer is there that was not taken
         self._in_message = False  # between the first byte of a request and the last of its body
         self._in_head = False
         self._head_bytes = 0  # of this request's headers, and then of its trailers
@@ -95,6 +98,8 @@ class LimitedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.close(self)
         self._stop_timer()
+        if self._unsent_timer is not None:
+            self._unsent_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -161,6 +166,7 @@ class LimitedHttp(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._watch_unsent()
         super().on_response_complete()
         if not self.transport.is_closing() and not self.pipeline:
             self._connections.wait_for_client(self)
@@ -177,6 +183,19 @@ class LimitedHttp(HttpToolsProtocol):
     @property
     def _is_head_too_large(self) -> bool:
         return self._head_bytes > MAX_HEADER_BYTES or self._num_headers > MAX_HEADERS
+
+    def _watch_unsent(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and self._unsent_timer is None:
+            timeout_s = self._connections.limits.header_timeout_s
+            self._unsent_timer = self.loop.call_later(timeout_s, self._check_unsent, unsent)
+
+    def _check_unsent(self, before: int) -> None:
+        self._unsent_timer = None
+        if self.transport.get_write_buffer_size() > max(before - _LEAST_TAKEN_BYTES, 0):
+            self.transport.abort()
+        else:
+            self._watch_unsent()
 
     def _start_timer(self) -> None:
         self._stop_timer()

@@ -34,7 +34,7 @@ from dovetail.gateway.writing import json_pieces
 Result = TypeVar("Result")
 
 Reply = ChatReply | TextReply
-_INLINE_REPORTS = 512  # log-probabilities that are written in a few milliseconds
+INLINE_REPORTS = 512  # log-probabilities that are written in a few milliseconds
 
 # A client that keeps its connection but stops reading holds a place in the queue; after this long it loses it.
 SEND_TIMEOUT_S = 60.0
@@ -130,7 +130,7 @@ class GenerationResponse(Response):
 
     async def _json(self, num_reports: int, make: Callable[[], BaseModel | bytes | None]) -> bytes | None:
         """What it makes as JSON; by a thread, where the loop would stand still for it."""
-        if num_reports <= _INLINE_REPORTS:
+        if num_reports <= INLINE_REPORTS:
             record = make()
             return record.model_dump_json(exclude_unset=True).encode() if isinstance(record, BaseModel) else record
 

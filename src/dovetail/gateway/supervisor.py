@@ -16,7 +16,8 @@ from pathlib import Path
 from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed
 from dovetail.machine import major_faults
-from dovetail.pulse import Pulse
+from dovetail.messages import Hello
+from dovetail.pulse import LOOK_S, HangWatch, Pulse
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -25,9 +26,6 @@ STABLE_S = 30.0  # a worker that lived this long starts again without a pause
 MAX_PAUSE_S = 30.0
 SHUTDOWN_GRACE_S = 5.0
 TERMINATE_GRACE_S = 2.0
-WATCH_S = 0.5  # how often a worker's pulse is felt
-# Of what an iteration is expected to take: estimates are wrong, and cores are shared.
-HANG_FACTOR = 4.0
 QUICK_RESTARTS = 3  # of a worker that computes and dies: its requests are to blame and are few, each of them counted
 _STDERR = 2  # what a worker prints must not get into the output of a command
 
@@ -36,7 +34,7 @@ def worker_command(*options: str) -> list[str]:
     return [sys.executable, "-m", "dovetail.worker", *options]
 
 
-def worker_arguments(config: NodeConfig, address: str, parent: int) -> list[str]:
+def worker_arguments(config: NodeConfig, address: str, parent: int | None) -> list[str]:
     values = {
         "node": config.name,
         "connect": address,
@@ -49,8 +47,9 @@ def worker_arguments(config: NodeConfig, address: str, parent: int) -> list[str]
         "memory-bytes": config.memory,
         "policy": config.policy,
         "event-log": config.event_log or "",
-        "parent": parent,  # the worker ends itself when the gateway is gone
     }
+    if parent is not None:
+        values["parent"] = parent  # the worker ends itself when the gateway is gone
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
@@ -67,6 +66,13 @@ class WorkerExit:
         if self.hung_s:
             return f"did nothing for {self.hung_s:.0f} s and was killed"
         return f"was killed by signal {-self.code}" if self.code < 0 else f"ended with code {self.code}"
+
+
+def pause_after(failures: int, *, is_on_requests: bool) -> float:
+    """Before the next start, after so many ends in a row. The first failure is answered at once, so that one bad
+    request costs the others no more than a restart."""
+    quick = QUICK_RESTARTS if is_on_requests else 1
+    return 0.0 if failures <= quick else min(2.0 ** (failures - quick - 1), MAX_PAUSE_S)
 
 
 class Supervisor:
@@ -112,6 +118,10 @@ class Supervisor:
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"supervisor-{self._name}")
 
+    def expects(self, hello: Hello) -> bool:
+        """Else it is a late word of a process that is gone."""
+        return hello.pid == self.pid
+
     def on_hello(self) -> None:
         self._hello.set()
         if not self.greeted.done():
@@ -144,9 +154,7 @@ class Supervisor:
             if not self.greeted.done():
                 self.greeted.set_exception(EngineFailed(f"the worker '{self._name}' {end.reason} before it was ready"))
             self.failures = 0 if loop.time() - started > STABLE_S else self.failures + 1
-            # The first failure is answered at once, so that one bad request costs the others no more than a restart.
-            quick = QUICK_RESTARTS if end.suspects else 1
-            pause_s = 0.0 if self.failures <= quick else min(2.0 ** (self.failures - quick - 1), MAX_PAUSE_S)
+            pause_s = pause_after(self.failures, is_on_requests=bool(end.suspects))
             if pause_s:
                 self._resume_at = loop.time() + pause_s
                 await asyncio.sleep(pause_s)
@@ -188,17 +196,12 @@ class Supervisor:
         return WorkerExit(code, suspects, hung_s)
 
     async def _watch(self, process: asyncio.subprocess.Process, pulse: Pulse) -> float:
-        """Kill a worker that does nothing; returns for how long it did. One that reads its weights in from the disk
-        page by page does something, and seconds in which this process did not run either are nobody's fault."""
+        """Kill a worker that does nothing; returns for how long it did."""
         loop = asyncio.get_running_loop()
-        last, since = (0, 0), loop.time()
+        watch = HangWatch(self._hang_timeout_s, loop.time())
         while True:
-            before = loop.time()
-            await asyncio.sleep(WATCH_S)
-            now, sign = loop.time(), (pulse.beats, major_faults(process.pid))
-            since += max(now - before - 2 * WATCH_S, 0.0)
-            if sign != last or not pulse.beats:
-                last, since = sign, now
-            elif now - since > self._hang_timeout_s + HANG_FACTOR * pulse.expected_s:
+            await asyncio.sleep(LOOK_S)
+            hung_s = watch.look(pulse, major_faults(process.pid), loop.time())
+            if hung_s:
                 process.kill()
-                return now - since
+                return hung_s

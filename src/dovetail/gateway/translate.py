@@ -130,8 +130,12 @@ async def _job(
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     limits = [token_limit(len(p), body.wanted_tokens, default_tokens, context, param) for p in prompts]
     grammar = await checked_constraint(form.constraint, model.card)
-    sampling = sampling_params(body, model, body.wanted_logprobs, grammar)
-    sampling = msgspec.structs.replace(sampling, thinking=form.thinking, prompt_logprobs=body.wanted_prompt_logprobs)
+    sampling = msgspec.structs.replace(
+        sampling_params(body, model, body.wanted_logprobs, grammar),
+        bad_words=await _bad_words(body.bad_words or (), model),
+        thinking=form.thinking,
+        prompt_logprobs=body.wanted_prompt_logprobs,
+    )
     requests = tuple(
         Request(
             id=job_id if len(prompts) == 1 else f"{job_id}-{index}",
@@ -212,7 +216,8 @@ def _with_limit(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
 def sampling_params(
     body: GenerationBody, model: ServedModel, logprobs: int | None, grammar: Grammar | None
 ) -> SamplingParams:
-    """The client's values, then the model authors', then OpenAI's defaults. max_tokens is set per prompt, later."""
+    """The client's values, then the model authors', then OpenAI's defaults. max_tokens is set per prompt, later, as is
+    what takes text to be tokenised."""
     defaults = model.card.defaults
     stop_ids = tuple(body.stop_token_ids or ())
     if not body.ignore_eos:
@@ -234,7 +239,6 @@ def sampling_params(
         min_tokens=body.min_tokens or 0,
         grammar=grammar,
         allowed_token_ids=_allowed_tokens(body, model),
-        bad_words=_bad_words(body.bad_words or (), model),
     )
 
 
@@ -264,8 +268,9 @@ def _allowed_tokens(body: GenerationBody, model: ServedModel) -> tuple[int, ...]
     return allowed
 
 
-def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+async def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
     """Each word as it stands at the beginning of a text and after a space, which are different tokens."""
+    if not words:
+        return ()
     forms = [form for word in words for form in (word, " " + word.lstrip())]
-    found = model.tokenizer.encode_batch(forms, add_special_tokens=False)
-    return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in found if encoding.ids))
+    return tuple(dict.fromkeys(tuple(tokens) for tokens in await model.encode_all(forms, as_prompts=False) if tokens))

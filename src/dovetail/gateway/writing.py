@@ -6,7 +6,7 @@ which lets the event loop in between two pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,30 +15,32 @@ from pydantic_core import to_json
 _GROUP = 256  # items of a list that are written together
 
 
-def json_pieces(record: BaseModel) -> Iterator[bytes]:
-    """What `model_dump_json(exclude_unset=True)` gives. Records in lists of more than a group are written with all of
-    their fields."""
+def json_pieces(value: Any, *, exclude_unset: bool = True) -> Iterator[bytes]:
+    """What `model_dump_json` gives of a record, also of one within plain dicts and lists. Records in lists of more than
+    a group are written with all of their fields."""
+    if isinstance(value, BaseModel):
+        names = (name for name in type(value).model_fields if not exclude_unset or name in value.model_fields_set)
+        yield from _object(((name, getattr(value, name)) for name in names), exclude_unset)
+    elif isinstance(value, dict):
+        yield from _object(value.items(), exclude_unset)
+    elif isinstance(value, list):
+        yield from _items(value, exclude_unset)
+    else:
+        yield to_json(value, by_alias=False)
+
+
+def _object(fields: Iterable[tuple[str, Any]], exclude_unset: bool) -> Iterator[bytes]:
     separator = b"{"
-    for name in type(record).model_fields:
-        if name in record.model_fields_set:
-            yield separator + to_json(name) + b":"
-            yield from _value(getattr(record, name))
-            separator = b","
+    for name, value in fields:
+        yield separator + to_json(name) + b":"
+        yield from json_pieces(value, exclude_unset=exclude_unset)
+        separator = b","
     yield b"{}" if separator == b"{" else b"}"
 
 
-def _value(value: Any) -> Iterator[bytes]:
-    if isinstance(value, BaseModel):
-        yield from json_pieces(value)
-    elif isinstance(value, list):
-        yield from _items(value)
-    else:
-        yield to_json(value)
-
-
-def _items(items: list[Any]) -> Iterator[bytes]:
+def _items(items: list[Any], exclude_unset: bool) -> Iterator[bytes]:
     if len(items) <= _GROUP:
-        pieces = [_value(item) for item in items]
+        pieces = [json_pieces(item, exclude_unset=exclude_unset) for item in items]
     else:
         pieces = [_group(items[at : at + _GROUP]) for at in range(0, len(items), _GROUP)]
     separator = b"["
@@ -50,4 +52,4 @@ def _items(items: list[Any]) -> Iterator[bytes]:
 
 
 def _group(items: list[Any]) -> Iterator[bytes]:
-    yield to_json(items)[1:-1]
+    yield to_json(items, by_alias=False)[1:-1]

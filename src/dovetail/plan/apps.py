@@ -4,39 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from dovetail.config import Duration
 from dovetail.plan.batching import App
 from dovetail.plan.function_profile import FunctionProfile, read_function_profile
-from dovetail.plan.prices import PriceSheet, parse_section, read_sheet, read_yaml
+from dovetail.plan.prices import PriceSheet, Section, parse_section, read_sheet, read_yaml
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class AppSection(_Section):
+class AppSection(Section):
     model: str
     rate: float = Field(gt=0)  # requests/s
     slo: Duration = Field(gt=0)
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     profile: str  # a name of the package, or a file beside this one
 
 
-class AppsFile(_Section):
+class AppsFile(Section):
     prices: str
     cold_starts: bool = True  # whether functions that fall idle are started again, and waited for
-    models: dict[str, ModelSection] = {}
+    models: dict[str, ModelSection] = Field(default_factory=dict)
     apps: dict[str, AppSection] = Field(min_length=1)
 
     def applications(self) -> list[App]:
         return [App(name, app.model, app.rate, app.slo) for name, app in self.apps.items()]
 
 
-class Inputs(_Section):
+class Inputs(Section):
     """A file of applications with everything that it names."""
 
     file: AppsFile

@@ -116,11 +116,15 @@ def cold_share(rate: float, busy_s: float, keep_alive_s: float, batch: float = 1
     seen = rate * keep_alive_s  # invocations whose functions would still be warm
     term = math.exp(-load)
     share, below = (term * math.exp(-seen) if warm == 0 else 0.0), term
-    for running in range(1, 10_000):
+    certain = 1.0 - _CERTAIN / seen  # below this, one within the keep-alive has certainly seen as many
+    running = 0
+    while True:
+        running += 1
         term *= load / running
         if term < _NEGLIGIBLE and running > load:
-            break
-        if running >= warm and below > 0 and seen * (1.0 - below) < _CERTAIN:
-            share += term * math.exp(seen * math.log(below))
-        below = min(below + term, 1.0)
-    return min(share, 1.0)
+            return min(share, 1.0)
+        if below > certain and running >= warm:
+            share += term * below**seen
+        below += term
+        if below > 1.0:
+            below = 1.0

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.errors import RequestError
+from dovetail.plan.billing import Totals
 from dovetail.plan.chains import IMAGE
 from dovetail.plan.runtime import PlanRuntime
 from dovetail.sim.metrics import percentile
@@ -101,28 +102,25 @@ async def _kill(runtime: PlanRuntime, at_s: float, driven: Driven) -> None:
 
 
 def report(runtime: PlanRuntime, driven: Driven) -> dict[str, Any]:
-    accounts = runtime.accounts()
-    requests = sum(account.requests for account in accounts)
-    billed = sum(account.cost for account in accounts)
-    forecast = sum(account.requests * account.forecast_per_request for account in accounts)
-    ranked = sorted(latency for account in accounts for latency in account.latencies_s)
+    totals = Totals(tuple(runtime.accounts()))
+    ranked = totals.latencies_s
     return {
         "sent": driven.sent,
         "answered": driven.answered,
         "failed": driven.failed,
         "lost": driven.sent - driven.answered - driven.failed,
         "killed": driven.killed,
-        "late": sum(account.late for account in accounts),
-        "late_share": sum(account.late for account in accounts) / max(requests, 1),
-        "billed": billed,
-        "billed_starts": sum(account.start_cost for account in accounts),
-        "forecast": forecast,
-        "forecast_error": forecast / billed - 1 if billed else 0.0,
+        "late": totals.late,
+        "late_share": totals.late_share,
+        "billed": totals.cost,
+        "billed_starts": totals.start_cost,
+        "forecast": totals.forecast,
+        "forecast_error": totals.forecast_error(totals.cost),
         "latency_p50_s": percentile(ranked, 0.5),
         "latency_p99_s": percentile(ranked, 0.99),
         "changes": [_plain(change) for change in runtime.changes],
         "groups": [
-            {key: value for key, value in vars(account).items() if key != "latencies_s"} for account in accounts
+            {key: value for key, value in vars(account).items() if key != "latencies_s"} for account in totals.groups
         ],
     }
 

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from dovetail.plan.fleet_try import Counts, FleetInputs, KindSection, ServedModel, Trial, Try
-from dovetail.plan.prices import Machine
+from dovetail.plan.prices import Machine, Section
 
 _PRICE_FACTORS = (0.5, 0.75, 1.0, 1.5, 2.0)
 OnTry = Callable[[Try], None]
@@ -39,13 +39,29 @@ class Fleet:
         priced = zip(self.kinds, self.machines, counts, strict=True)
         return sum(count * machine.per_hour * scale.get(kind, 1.0) for kind, machine, count in priced)
 
-    def best(self, factors: Mapping[str, float] | None = None) -> Try | None:
-        enough = [found for found in self.tries if found.is_complete and found.attainment >= self.target]
-        return min(enough, key=lambda found: self.per_hour(found.counts, factors), default=None)
+    def enough(self, factors: Mapping[str, float] | None = None) -> list[Try]:
+        """Fleets that suffice, the cheapest first."""
+        found = [tried for tried in self.tries if tried.is_complete and tried.attainment >= self.target]
+        return sorted(found, key=lambda tried: self.per_hour(tried.counts, factors))
 
     def price_sensitivity(self) -> list[tuple[str, float, Try | None]]:
         """The best fleet if one kind of machine cost so many times as much."""
-        return [(kind, factor, self.best({kind: factor})) for kind in self.kinds for factor in _PRICE_FACTORS]
+        return [
+            (kind, factor, next(iter(self.enough({kind: factor})), None))
+            for kind in self.kinds
+            for factor in _PRICE_FACTORS
+        ]
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """A fleet with further seeds."""
+
+    best: Try
+    attainments: tuple[float, ...]  # by seed, the search's own first
+
+    def holds(self, target: float) -> bool:
+        return min(self.attainments) >= target
 
 
 class FleetPlanner:
@@ -83,6 +99,19 @@ class FleetPlanner:
         if self._pool is None:
             return [self.inputs.simulate(trial) for trial in trials]
         return list(self._pool.map(_simulate, trials))
+
+    def confirm(self, fleet: Fleet, seeds: int, on_try: OnTry | None = None) -> list[Confirmed]:
+        """Fleets that suffice by rising price, until one does with every seed; that one is the last."""
+        confirmed: list[Confirmed] = []
+        for tried in fleet.enough():
+            others = self.simulate(self.trial(tried.counts, self.inputs.file.seed + more) for more in range(1, seeds))
+            if on_try is not None:
+                for other in others:
+                    on_try(other)
+            confirmed.append(Confirmed(tried, (tried.attainment, *(other.attainment for other in others))))
+            if confirmed[-1].holds(fleet.target):
+                break
+        return confirmed
 
     def _border(self, first: KindSection, second: KindSection, on_try: OnTry | None) -> None:
         """With one more of the second kind, no more of the first are needed than before."""
@@ -150,17 +179,15 @@ def _batched(values: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
         yield batch
 
 
-class FleetPlan(BaseModel):
+class FleetPlan(Section):
     """What `apply` starts, and what was found."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str = "fleet"
     prices: str
     nodes: dict[str, int]
     per_hour: float
     attainment: float
-    serve: dict[str, ServedModel] = {}
+    serve: dict[str, ServedModel] = Field(default_factory=dict)
 
 
 def fleet_plan(inputs: FleetInputs, fleet: Fleet, best: Try) -> FleetPlan:

@@ -9,11 +9,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from dovetail.errors import ConfigError
 from dovetail.plan.apps import beside
-from dovetail.plan.prices import Machine, PriceSheet, parse_section, read_sheet, read_yaml
+from dovetail.plan.prices import Machine, PriceSheet, Section, parse_section, read_sheet, read_yaml
 from dovetail.policy.presets import policy
 from dovetail.sim.layout import Layout, ModelSection, NodeSection
 from dovetail.sim.metrics import Result
@@ -22,24 +22,20 @@ from dovetail.sim.setup import Setup, build
 _CHECK_EVERY_S = 10  # of virtual time: whether a run can still reach the target
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class KindSection(_Section):
+class KindSection(Section):
     """Machines of the price sheet that may be rented."""
 
     max: int = Field(ge=1)
     min: int = Field(default=0, ge=0)
 
 
-class ServedModel(_Section):
+class ServedModel(Section):
     """What `apply` serves under a section's name."""
 
     source: str
 
 
-class FleetFile(_Section):
+class FleetFile(Section):
     prices: str
     trace: str
     profile: str  # measured iteration times
@@ -50,7 +46,7 @@ class FleetFile(_Section):
     seed: int = 0
     noise: float = 0.05
     limit_s: float | None = None  # arrivals after this are left out
-    serve: dict[str, ServedModel] = {}
+    serve: dict[str, ServedModel] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _known(self) -> FleetFile:

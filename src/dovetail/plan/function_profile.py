@@ -6,38 +6,50 @@ Profiles that come with the package (wrn50-4, wrn50-5) are named without a path.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from dovetail.errors import ConfigError
-from dovetail.plan.latency import CpuLatency, ExpCurve, GpuLatency, Transfer
-from dovetail.plan.prices import parse_section, read_yaml
+from dovetail.plan.latency import CpuLatency, ExpCurve, GpuLatency, StepCurve, Transfer
+from dovetail.plan.prices import Section, parse_section, read_yaml
 
 PROFILES = Path(__file__).parent / "profiles"
 Triple = tuple[float, float, float]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class StepSection(Section):
+    """Coefficients above so many vCPUs, where a run has more threads."""
 
-
-class CurveSection(_Section):
-    mean: Triple  # α, β, γ
+    above: float = Field(gt=0)
+    mean: Triple
     p99: Triple
 
 
-class GpuSection(_Section):
+class CurveSection(Section):
+    mean: Triple  # α, β, γ
+    p99: Triple
+    steps: tuple[StepSection, ...] = ()  # rising
+
+    @model_validator(mode="after")
+    def _rising(self) -> CurveSection:
+        if any(left.above >= right.above for left, right in itertools.pairwise(self.steps)):
+            raise ValueError("steps: `above` must rise")
+        return self
+
+
+class GpuSection(Section):
     mean: tuple[float, float]  # ξ1, ξ2
     p99: tuple[float, float]  # κ1, κ2
     memory_gb: float = Field(gt=0)
     max_batch: int = Field(ge=1)
-    measured: dict[int, float] = {}  # mean seconds by batch size; between these the line need not be straight
+    measured: dict[int, float] = Field(default_factory=dict)  # mean seconds by batch size: the line bends there
 
 
-class StageSection(_Section):
+class StageSection(Section):
     layers: tuple[int, int]  # first, and one past the last
     workers: int = Field(default=1, ge=1)  # each computes a share of the rows; all as slow as the slowest
     memory_gb: float = Field(gt=0)  # of each worker
@@ -48,7 +60,7 @@ class StageSection(_Section):
         return cpu_latency(self.cpu)
 
 
-class PartitionSection(_Section):
+class PartitionSection(Section):
     transfer: tuple[float, float]  # θ0, θ1
     stages: tuple[StageSection, ...] = Field(min_length=2)
     master_memory_gb: float = Field(default=0.5, gt=0)  # the master has the least vCPUs that come with it
@@ -67,7 +79,7 @@ class PartitionSection(_Section):
         return self
 
 
-class ColdStarts(_Section):
+class ColdStarts(Section):
     """Seconds from nothing to ready."""
 
     cpu: float = Field(default=0.0, ge=0)
@@ -75,7 +87,7 @@ class ColdStarts(_Section):
     stage: float = Field(default=0.0, ge=0)  # of the slowest stage: they start side by side
 
 
-class FunctionProfile(_Section):
+class FunctionProfile(Section):
     model: str
     source: str  # measured where, or assumed from what
     memory_gb: float = Field(gt=0)  # of the whole model in one function
@@ -105,9 +117,13 @@ class FunctionProfile(_Section):
 
 def cpu_latency(curves: dict[int, CurveSection]) -> CpuLatency:
     return CpuLatency(
-        {batch: ExpCurve(*curve.mean) for batch, curve in curves.items()},
-        {batch: ExpCurve(*curve.p99) for batch, curve in curves.items()},
+        {batch: _curve(curve.mean, [(s.above, s.mean) for s in curve.steps]) for batch, curve in curves.items()},
+        {batch: _curve(curve.p99, [(s.above, s.p99) for s in curve.steps]) for batch, curve in curves.items()},
     )
+
+
+def _curve(first: Triple, steps: Iterable[tuple[float, Triple]]) -> StepCurve:
+    return StepCurve(ExpCurve(*first), tuple((above, ExpCurve(*step)) for above, step in steps))
 
 
 def read_function_profile(name: str | Path) -> FunctionProfile:

@@ -28,11 +28,27 @@ class ExpCurve:
 
 
 @dataclass(frozen=True)
+class StepCurve:
+    """A curve for each number of threads. A further thread is a step, which no exponential follows: 1.1 vCPUs run two
+    threads for a part of the time, and what these lose by waiting for each other is lost at once."""
+
+    first: ExpCurve
+    steps: tuple[tuple[float, ExpCurve], ...] = ()  # the curve above so many vCPUs, rising
+
+    def __call__(self, vcpus: float) -> float:
+        curve = self.first
+        for above, step in self.steps:
+            if vcpus > above:
+                curve = step
+        return curve(vcpus)
+
+
+@dataclass(frozen=True)
 class CpuLatency:
     """One function on a CPU: a curve for each batch size that was profiled, of mean and 99th percentile."""
 
-    mean: Mapping[int, ExpCurve]
-    p99: Mapping[int, ExpCurve]
+    mean: Mapping[int, StepCurve]
+    p99: Mapping[int, StepCurve]
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -122,7 +138,9 @@ def mean_billed_s(mean_s: float, p99_s: float, quantum_s: float) -> float:
     if quantum_s <= 0 or quantum_s < mean_s / 500:  # a quantum that no longer shows
         return mean_s + quantum_s / 2
     sigma = spread_of(mean_s, p99_s)
-    total, step = 0.0, 0
+    certain_s = mean_s * math.exp(-sigma * sigma / 2 - 6 * sigma)  # every run takes at least so long
+    step = int(certain_s / quantum_s)
+    total = float(step)
     while (share := share_above(step * quantum_s, mean_s, sigma)) > 1e-6:
         total += share
         step += 1

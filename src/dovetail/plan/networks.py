@@ -94,8 +94,11 @@ def _fill(layer: nn.Module, index: int) -> None:
             tensor.fill_(1 if name.endswith(("weight", "running_var")) else 0)
         elif tensor.dim() > 1:
             scale = math.sqrt(2 / tensor[0].numel())
-            repeats = -(-tensor.numel() // _PATTERN)
-            tensor.copy_(pattern.repeat(repeats)[: tensor.numel()].view(tensor.shape).mul_(scale))
+            scaled = (pattern * scale).to(tensor.device)
+            flat = tensor.view(-1)
+            for start in range(0, flat.numel(), _PATTERN):  # part by part: a second copy would count as its memory
+                part = flat[start : start + _PATTERN]
+                part.copy_(scaled[: part.numel()])
         else:
             tensor.zero_()
 

@@ -89,17 +89,37 @@ def _run_cost(sheet: PriceSheet, per_second: float, mean_s: float, p99_s: float)
 
 def _cpu(profile: FunctionProfile, sheet: PriceSheet, batch: int) -> Iterable[Option]:
     latency, cold_s = profile.cpu_latency, profile.cold_start_s.cpu
-    for vcpus in _profiled(profile, sheet):
-        memory_gb = sheet.cpu.memory_gb(vcpus, profile.memory_gb)
-        if memory_gb is None or latency.p99_s(batch, vcpus) > sheet.run_limit:
+    return _on_cpus(Mode.CPU, latency, profile.memory_gb, 1, cold_s, _profiled(profile, sheet), sheet, batch)
+
+
+def _stage(stage: StageSection, profile: FunctionProfile, sheet: PriceSheet, batch: int) -> Iterable[Option]:
+    cold_s, sizes = profile.cold_start_s.stage, _profiled(profile, sheet)
+    return _on_cpus(Mode.PARTITIONED, stage.latency, stage.memory_gb, stage.workers, cold_s, sizes, sheet, batch)
+
+
+def _on_cpus(
+    mode: Mode,
+    latency: CpuLatency,
+    need_gb: float,
+    workers: int,
+    cold_s: float,
+    sizes: Iterable[float],
+    sheet: PriceSheet,
+    batch: int,
+) -> Iterable[Option]:
+    """So many functions alike, side by side."""
+    for vcpus in sizes:
+        memory_gb, p99_s = sheet.cpu.memory_gb(vcpus, need_gb), latency.p99_s(batch, vcpus)
+        if memory_gb is None or p99_s > sheet.run_limit:
             continue
         rate = sheet.per_second(vcpus, memory_gb)
         means = tuple(latency.mean_s(n, vcpus) for n in range(1, batch + 1))
         tails = (latency.p99_s(n, vcpus) for n in range(1, batch + 1))
-        costs = tuple(_run_cost(sheet, rate, mean, p99) for mean, p99 in zip(means, tails, strict=True))
-        p99_s = latency.p99_s(batch, vcpus)
-        cold_cost = _cold_cost(sheet, rate, cold_s)
-        yield Option(Mode.CPU, batch, (vcpus,), (memory_gb,), 0.0, p99_s, means, costs, cold_s, cold_cost, rate)
+        one = (_run_cost(sheet, rate, mean, p99) for mean, p99 in zip(means, tails, strict=True))
+        costs = tuple(workers * cost for cost in one)
+        cold_cost = workers * _cold_cost(sheet, rate, cold_s)
+        size = (mode, batch, (vcpus,), (memory_gb,), 0.0)
+        yield Option(*size, p99_s, means, costs, cold_s, cold_cost, workers * rate)
 
 
 def _gpu(profile: FunctionProfile, sheet: PriceSheet, gpu: GpuSizes, batch: int) -> Iterable[Option]:
@@ -124,7 +144,7 @@ def _gpu(profile: FunctionProfile, sheet: PriceSheet, gpu: GpuSizes, batch: int)
 def _partitioned(
     profile: FunctionProfile, template: int, partition: PartitionSection, sheet: PriceSheet, batch: int
 ) -> Iterable[Option]:
-    master = _master(partition, sheet)
+    master = sheet.smallest_per_second(partition.master_memory_gb)
     if master is None:
         return
     stages = [list(_stage(stage, profile, sheet, batch)) for stage in partition.stages]
@@ -147,30 +167,6 @@ def _joined(stages: Sequence[Sequence[Option]], master: float) -> Iterable[tuple
                 best = entry[1]
                 kept.append(entry)
     return (choice for _, _, choice in kept)
-
-
-def _master(partition: PartitionSection, sheet: PriceSheet) -> float | None:
-    """Cost per second of the smallest function that holds what passes between stages."""
-    sizes = ((vcpus, sheet.cpu.memory_gb(vcpus, partition.master_memory_gb)) for vcpus in sheet.cpu.vcpus)
-    return next((sheet.per_second(vcpus, memory) for vcpus, memory in sizes if memory is not None), None)
-
-
-def _stage(stage: StageSection, profile: FunctionProfile, sheet: PriceSheet, batch: int) -> Iterable[Option]:
-    latency: CpuLatency = stage.latency
-    cold_s = profile.cold_start_s.stage
-    for vcpus in _profiled(profile, sheet):
-        memory_gb = sheet.cpu.memory_gb(vcpus, stage.memory_gb)
-        if memory_gb is None or latency.p99_s(batch, vcpus) > sheet.run_limit:
-            continue
-        rate = sheet.per_second(vcpus, memory_gb)
-        means = tuple(latency.mean_s(n, vcpus) for n in range(1, batch + 1))
-        tails = (latency.p99_s(n, vcpus) for n in range(1, batch + 1))
-        one = (_run_cost(sheet, rate, mean, p99) for mean, p99 in zip(means, tails, strict=True))
-        costs = tuple(stage.workers * cost for cost in one)
-        cold_cost = stage.workers * _cold_cost(sheet, rate, cold_s)
-        p99_s, rates = latency.p99_s(batch, vcpus), stage.workers * rate
-        sizes = (Mode.PARTITIONED, batch, (vcpus,), (memory_gb,), 0.0)
-        yield Option(*sizes, p99_s, means, costs, cold_s, cold_cost, rates)
 
 
 def _in_sequence(stages: Sequence[Option]) -> Option:

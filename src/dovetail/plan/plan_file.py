@@ -7,27 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
+from dovetail.errors import ConfigError
 from dovetail.plan.batching import App
 from dovetail.plan.function_profile import FunctionProfile
 from dovetail.plan.grouping import Group
 from dovetail.plan.options import Mode
-from dovetail.plan.prices import PriceSheet, parse_section, read_yaml
+from dovetail.plan.prices import PriceSheet, Section, parse_section, read_yaml
 from dovetail.plan.provision import Provisioner
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PlannedApp(_Section):
+class PlannedApp(Section):
     rate: float = Field(gt=0)
     slo_s: float = Field(gt=0)
     wait_s: float = Field(ge=0)  # the longest that a request waits for others
 
 
-class Forecast(_Section):
+class Forecast(Section):
     p99_s: float  # of a full batch's run
     mean_s: float  # of a run of the expected batch
     expected_batch: float = Field(ge=1)
@@ -36,7 +33,7 @@ class Forecast(_Section):
     cost_per_hour: float
 
 
-class PlannedGroup(_Section):
+class PlannedGroup(Section):
     name: str
     model: str
     apps: dict[str, PlannedApp] = Field(min_length=1)
@@ -57,7 +54,7 @@ class PlannedGroup(_Section):
         return sum(app.rate for app in self.apps.values())
 
 
-class FunctionPlan(_Section):
+class FunctionPlan(Section):
     kind: str = "functions"
     prices: PriceSheet
     cold_starts: bool
@@ -116,4 +113,7 @@ def write_plan(path: Path, plan: BaseModel) -> None:
 
 
 def read_plan(path: Path) -> FunctionPlan:
-    return parse_section(FunctionPlan, read_yaml(path), str(path))
+    raw = read_yaml(path)
+    if "groups" not in raw:
+        raise ConfigError(f"{path}: not a plan of functions, which `dovetail plan FILE --out {path}` writes")
+    return parse_section(FunctionPlan, raw, str(path))

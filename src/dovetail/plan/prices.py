@@ -22,11 +22,13 @@ T = TypeVar("T", bound=BaseModel)
 _TINY = 1e-9  # of a quantum: what floats add to a whole number of quanta
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """Part of a YAML file: a key that it does not know is a mistake."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Rates(_Section):
+class Rates(Section):
     """In the sheet's currency."""
 
     vcpu_s: float = Field(ge=0)
@@ -36,7 +38,7 @@ class Rates(_Section):
     idle_share: float | None = Field(default=None, ge=0, le=1)  # of these, for a function kept warm; None = not sold
 
 
-class CpuSizes(_Section):
+class CpuSizes(Section):
     vcpus: tuple[float, ...] = Field(min_length=1)
     gb_per_vcpu: tuple[float, float]  # least and most memory that a vCPU may have
     max_memory_gb: float = Field(gt=0)
@@ -55,7 +57,7 @@ class CpuSizes(_Section):
         return gb if gb <= min(high, self.max_memory_gb) + _TINY else None
 
 
-class GpuSizes(_Section):
+class GpuSizes(Section):
     memory_gb: tuple[float, ...] = Field(min_length=1)  # parts of a card for sale
     card_gb: float = Field(gt=0)
     slice: Duration = 0.0  # a part of a card is served in turns of this length per GB; 0 = parts do not share
@@ -63,7 +65,7 @@ class GpuSizes(_Section):
     host_memory_gb: float = Field(default=0.0, ge=0)
 
 
-class Machine(_Section):
+class Machine(Section):
     """A machine by the hour, as one node of a fleet."""
 
     per_hour: float = Field(gt=0)
@@ -71,7 +73,7 @@ class Machine(_Section):
     hardware: str | None = None  # as `nodes.hardware` of a simulator's configuration
 
 
-class PriceSheet(_Section):
+class PriceSheet(Section):
     name: str
     source: str  # where the figures come from, and which are assumptions
     currency: str = "USD"
@@ -93,6 +95,11 @@ class PriceSheet(_Section):
     def per_second(self, vcpus: float, memory_gb: float, gpu_gb: float = 0.0) -> float:
         rates = self.rates
         return rates.vcpu_s * vcpus + rates.memory_gb_s * memory_gb + rates.gpu_gb_s * gpu_gb
+
+    def smallest_per_second(self, need_gb: float) -> float | None:
+        """Of the function with the fewest vCPUs that holds so much."""
+        sizes = ((vcpus, self.cpu.memory_gb(vcpus, need_gb)) for vcpus in self.cpu.vcpus)
+        return next((self.per_second(vcpus, memory_gb) for vcpus, memory_gb in sizes if memory_gb is not None), None)
 
     def invocation(self, per_second: float, seconds: float) -> float:
         """One call of a function that costs `per_second` and ran for `seconds`."""

@@ -7,9 +7,11 @@ Rounds go over all sizes in turn, so that a slow minute of the machine slows non
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -31,6 +33,8 @@ from dovetail.plan.function_profile import (
     GpuSection,
     PartitionSection,
     StageSection,
+    StepSection,
+    Triple,
 )
 from dovetail.plan.instances import Array, Instance, InstanceRun, StageSize
 from dovetail.plan.latency import CpuLatency
@@ -38,6 +42,7 @@ from dovetail.plan.latency import CpuLatency
 GB = 1e9
 GPU_VCPUS = 8.0  # beside a GPU
 GPU_WARM_ROUNDS = 3
+LEAST_POINTS = 3  # that an exponential needs
 Show = Callable[[str], None]
 
 
@@ -73,7 +78,7 @@ async def profile_cpu(model: str, sweep: Sweep, show: Show) -> tuple[FunctionPro
     chain = chain_named(model)
     show("one function")
     whole, memory_gb, start_s = await _measure(chain, [(0, len(chain.layers), 1)], sweep, show)
-    curves = {batch: _curve(sweep.vcpus, _points(whole, batch, sweep.vcpus)) for batch in sweep.batches}
+    curves = {batch: fit_curve(_points(whole, batch, sweep.vcpus)) for batch in sweep.batches}
     errors = [_cpu_error(f"cpu, batch {b}", curves, whole, b, sweep) for b in sweep.batches]
     partitions, slowest_start_s = [], 0.0
     for number, template in enumerate(sweep.templates):
@@ -211,10 +216,25 @@ def _points(runs: Runs, batch: int, sizes: Sequence[float], stage: int | None = 
     return points
 
 
-def _curve(sizes: Sequence[float], points: Sequence[Point]) -> CurveSection:
-    mean = fit_exponential(sizes, [point.mean_s for point in points])
-    tail = fit_exponential(sizes, [point.p99_s for point in points])
-    return CurveSection(mean=(mean.alpha, mean.beta, mean.gamma), p99=(tail.alpha, tail.beta, tail.gamma))
+def fit_curve(points: Sequence[Point]) -> CurveSection:
+    """One curve for each number of threads where there are points enough for that, else one for all."""
+    by_threads: dict[int, list[Point]] = {}
+    for point in sorted(points, key=lambda point: point.x):
+        by_threads.setdefault(math.ceil(point.x), []).append(point)
+    parts = list(by_threads.items())
+    if any(len(own) < LEAST_POINTS for _, own in parts):
+        parts = [(0, list(points))]
+    (_, first), *others = parts
+    steps = tuple(
+        StepSection(above=threads - 1, mean=_triple(own, "mean_s"), p99=_triple(own, "p99_s"))
+        for threads, own in others
+    )
+    return CurveSection(mean=_triple(first, "mean_s"), p99=_triple(first, "p99_s"), steps=steps)
+
+
+def _triple(points: Sequence[Point], what: Literal["mean_s", "p99_s"]) -> Triple:
+    curve = fit_exponential([point.x for point in points], [getattr(point, what) for point in points])
+    return curve.alpha, curve.beta, curve.gamma
 
 
 def _cpu_error(what: str, curves: dict[int, CurveSection], runs: Runs, batch: int, sweep: Sweep) -> Error:
@@ -235,7 +255,7 @@ def _partition(
 ) -> PartitionSection:
     stages = []
     for place, (first, end, workers) in enumerate(template):
-        curves = {b: _curve(sweep.vcpus, _points(runs, b, sweep.vcpus, place)) for b in sweep.batches}
+        curves = {b: fit_curve(_points(runs, b, sweep.vcpus, place)) for b in sweep.batches}
         stages.append(StageSection(layers=(first, end), workers=workers, memory_gb=memory_gb[place], cpu=curves))
     passes = len(template) - 1
     passing = [(b, run.passing_s / passes) for b in sweep.batches for c in sweep.vcpus for run in runs[b, c]]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,36 +18,19 @@ from dovetail.errors import ConfigError, EngineFailed, Overloaded
 from dovetail.machine import usable_cores
 from dovetail.plan.assumed import chain_named
 from dovetail.plan.batching import App
+from dovetail.plan.billing import Account, GroupRates
 from dovetail.plan.chains import IMAGE, Chain
 from dovetail.plan.dispatch import Batcher, Placement, Pool
 from dovetail.plan.drift import RateWatch
 from dovetail.plan.frames import FunctionDied
 from dovetail.plan.grouping import Infeasible, plan_groups
-from dovetail.plan.instances import Array, Instance, InstanceRun, StageSize
+from dovetail.plan.instances import Array, Instance, StageSize
 from dovetail.plan.options import Mode
 from dovetail.plan.plan_file import FunctionPlan, PlannedGroup, make_plan
-from dovetail.plan.prices import PriceSheet
 from dovetail.plan.provision import Provisioner
-from dovetail.plan.replay import master_per_second
 
 log = logging.getLogger("dovetail.plan")
 MOST_TRIES = 5  # of one batch, each on another function
-
-
-@dataclass
-class Account:
-    """What became of one group's requests, and what they cost."""
-
-    group: str
-    forecast_per_request: float
-    requests: int = 0
-    late: int = 0
-    runs: int = 0
-    starts: int = 0
-    deaths: int = 0
-    cost: float = 0.0  # of runs
-    start_cost: float = 0.0
-    latencies_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -82,13 +65,14 @@ class GroupRuntime:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._serial = 0
+        self._rates = GroupRates(group, plan.profiles[group.model], plan.prices)
         self.account = Account(group.name, group.forecast.cost_per_request)
 
     async def start(self) -> None:
         """One function is ready before the first request."""
         instance = await Instance.start(self._chain, self._sizes)
-        await instance.run(np.zeros((1, 3, IMAGE, IMAGE), np.float32))  # a first run takes memory and chooses kernels
         self._instances[self._pool.warm(_now())] = instance
+        await instance.run(np.zeros((1, 3, IMAGE, IMAGE), np.float32))  # a first run takes memory and chooses kernels
 
     @property
     def pids(self) -> list[int]:
@@ -139,7 +123,7 @@ class GroupRuntime:
             return
         now = _now()
         self.account.runs += 1
-        self.account.cost += bill(self.group, self._plan, run)
+        self.account.cost += self._rates.run([stage.workers_s for stage in run.stages], run.seconds)
         self._answer(placed, run.output, now)
         self._pool.release(placed.function, now)
         for function in self._pool.expire(now):
@@ -151,9 +135,7 @@ class GroupRuntime:
         if found is None:
             found = self._instances[placed.function] = await Instance.start(self._chain, self._sizes)
             self.account.starts += 1
-            if self._plan.prices.cold_start_billed:
-                rate = per_second(self.group, self._plan)
-                self.account.start_cost += rate * self._plan.prices.billed_s(found.start_s)
+            self.account.start_cost += self._rates.start(found.start_s)
         return found
 
     def _input(self, placed: Placement) -> Array:
@@ -164,9 +146,7 @@ class GroupRuntime:
             opened = self._open.pop(waiting.request)
             self._tries.pop(waiting.request, None)
             latency_s = now - opened.arrival_s
-            self.account.requests += 1
-            self.account.late += latency_s > self.group.apps[opened.app].slo_s
-            self.account.latencies_s.append(latency_s)
+            self.account.answer(latency_s, self.group.apps[opened.app].slo_s)
             if not opened.future.done():
                 opened.future.set_result(Answered(output[place : place + 1], latency_s, len(placed.batch)))
 
@@ -283,11 +263,14 @@ class PlanRuntime:
 
     async def _start_groups(self, plan: FunctionPlan) -> dict[str, GroupRuntime]:
         limit = max(usable_cores(), 1)
-        started = []
-        for group in plan.groups:
-            runtime = GroupRuntime(group, plan, chain_named(group.model), limit)
-            await runtime.start()
-            started.append(runtime)
+        started, is_ready = [GroupRuntime(group, plan, chain_named(group.model), limit) for group in plan.groups], False
+        try:
+            for runtime in started:
+                await runtime.start()
+            is_ready = True
+        finally:
+            if not is_ready:
+                await asyncio.gather(*(runtime.finish() for runtime in started))
         return {app: runtime for runtime in started for app in runtime.group.apps}
 
     def _new_watch(self) -> RateWatch:
@@ -348,27 +331,6 @@ def sizes_of(group: PlannedGroup, plan: FunctionPlan, chain: Chain) -> list[Stag
         return [StageSize(0, len(chain.layers), 1, group.vcpus[0])]
     stages = plan.profiles[group.model].partitions[group.template].stages
     return [StageSize(*stage.layers, stage.workers, vcpus) for stage, vcpus in zip(stages, group.vcpus, strict=True)]
-
-
-def bill(group: PlannedGroup, plan: FunctionPlan, run: InstanceRun) -> float:
-    """Every function for the time that it computed; the master of a pipeline for all of it."""
-    sheet: PriceSheet = plan.prices
-    total = 0.0
-    for stage, vcpus, memory_gb in zip(run.stages, group.vcpus, group.memory_gb, strict=True):
-        rate = sheet.per_second(vcpus, memory_gb)
-        total += sum(sheet.invocation(rate, seconds) for seconds in stage.workers_s)
-    if group.template is not None:
-        partition = plan.profiles[group.model].partitions[group.template]
-        total += sheet.invocation(master_per_second(partition, sheet), run.seconds)
-    return total
-
-
-def per_second(group: PlannedGroup, plan: FunctionPlan) -> float:
-    workers = [1]
-    if group.template is not None:
-        workers = [stage.workers for stage in plan.profiles[group.model].partitions[group.template].stages]
-    sizes = zip(workers, group.vcpus, group.memory_gb, strict=True)
-    return sum(count * plan.prices.per_second(vcpus, memory_gb) for count, vcpus, memory_gb in sizes)
 
 
 def _now() -> float:

@@ -88,7 +88,8 @@ class Partitioner:
             cost += stage.workers * self._price(own_gb, run_s)
             memory_gb = max(memory_gb, own_gb)
             latency_s += self._stage_s(stage)
-        cost += self._sheet.invocation(self._platform.master_per_s(self._sheet), latency_s)
+        master = self._sheet.smallest_per_second(self._platform.master_gb)
+        cost += self._sheet.invocation(float("inf") if master is None else master, latency_s)
         return Template(tuple(stages), latency_s, cost, memory_gb)
 
     def _price(self, need_gb: float, seconds: float) -> float:

@@ -72,8 +72,10 @@ class Vocabulary:
     def special(self, name: str) -> int | None:
         """Token id kept under `tokenizer.ggml.<name>_token_id`."""
         key = f"tokenizer.ggml.{name}_token_id"
-        token: int | None = self.keys.get(key)
-        if token is not None and not 0 <= token < len(self.tokens):
+        token = self.keys.get(key)
+        if token is None:
+            return None
+        if not isinstance(token, int) or not 0 <= token < len(self.tokens):
             raise self.keys.damaged(key, f"an id below {len(self.tokens)}")
         return token
 

@@ -27,6 +27,7 @@ from dovetail.node.protocol import Refused, Withdraw
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
+from dovetail.worker.afar import apply_keys, clock_offset_s
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.grammar_thread import GrammarThread, HeldAsks
 from dovetail.worker.hosting import Profiles
@@ -91,7 +92,9 @@ class Worker:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, config.node.encode())
         self._socket.setsockopt(zmq.LINGER, 1000)
+        apply_keys(self._socket)
         self._socket.connect(config.connect)
+        self._offset_s = clock_offset_s(self._socket) if config.connect.startswith("tcp://") else 0.0
         self._wake = self._context.socket(zmq.PULL)
         self._wake.bind(_WAKE)
         self._waker = self._context.socket(zmq.PUSH)
@@ -110,7 +113,7 @@ class Worker:
             config.memory_bytes or self._device.memory_bytes,
             real_knobs(config.policy),
             self._loader,
-            time.monotonic,
+            self._clock,
             self._log,
             on_pause=self._pause,
             pulse=self._pulse,
@@ -140,8 +143,12 @@ class Worker:
             is_idle = not self._driver.take_turn() and not self._driver.home.is_touched
             if is_idle:  # else it is told while the next iteration runs
                 self._tell()
-            self._tend(time.monotonic())
+            self._tend(self._clock())
         self._close()
+
+    def _clock(self) -> float:
+        """The gateway's."""
+        return time.monotonic() + self._offset_s
 
     def _pause(self) -> None:
         self._receive(wait=False)
@@ -241,7 +248,7 @@ class Worker:
             dues.append(due)
         if not dues:
             return POLL_MS
-        return max(0, min(POLL_MS, int((min(dues) - time.monotonic()) * 1000) + 1))
+        return max(0, min(POLL_MS, int((min(dues) - self._clock()) * 1000) + 1))
 
     def _handle(self, message: messages.ToWorker) -> None:
         match message:
@@ -347,7 +354,7 @@ class Worker:
     # Reports and the end
 
     def _stats(self) -> messages.Stats:
-        return stats_of(self._driver, self._config.node, self._process.memory_info().rss)
+        return stats_of(self._driver, self._config.node, self._process.memory_info().rss, self._offset_s)
 
     def _close(self) -> None:
         self._loader.stop()
@@ -374,7 +381,8 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICER)
 
 
-def stats_of(driver: NodeDriver, node: str, rss_bytes: int) -> messages.Stats:
+def stats_of(driver: NodeDriver, node: str, rss_bytes: int, offset_s: float) -> messages.Stats:
+    """`offset_s`: what the gateway's clock is ahead."""
     instances: dict[str, messages.InstanceStats] = {}
     for id, runner in driver.runners.items():
         instance, name = driver.home.node.instances[id], runner.card.name
@@ -391,5 +399,9 @@ def stats_of(driver: NodeDriver, node: str, rss_bytes: int) -> messages.Stats:
         resize_seconds=driver.resize_s,
         overhead_p50_s=gaps[len(gaps) // 2] if gaps else 0.0,
         overhead_p99_s=gaps[len(gaps) * 99 // 100] if gaps else 0.0,
-        spans=tuple(span for runner in driver.runners.values() for span in runner.take_spans()),
+        spans=tuple(
+            msgspec.structs.replace(span, started_s=span.started_s + offset_s)
+            for runner in driver.runners.values()
+            for span in runner.take_spans()
+        ),
     )

@@ -58,15 +58,15 @@ class OutputBuilder:
                 "type": "response.output_text.done",
                 **where,
                 "text": part.text,
-                "logprobs": _dump_all(part.logprobs),
+                "logprobs": part.logprobs,
             }
-            yield {"type": "response.content_part.done", **where, "part": part.model_dump()}
+            yield {"type": "response.content_part.done", **where, "part": part}
         else:
             yield {"type": "response.reasoning_text.done", **where, "content_index": 0, "text": item.content[0].text}
         yield {
             "type": "response.output_item.done",
             "output_index": self.items.index(item),
-            "item": item.model_dump(),
+            "item": item,
         }
 
     def _add_reasoning(self, text: str) -> Iterator[Event]:
@@ -89,7 +89,7 @@ class OutputBuilder:
         assert isinstance(item, OutputMessage)
         item.content[0].text += text
         item.content[0].logprobs += logprobs
-        told = {"delta": text, "logprobs": _dump_all(logprobs)}
+        told = {"delta": text, "logprobs": logprobs}
         yield {"type": "response.output_text.delta", **self._where(item), "content_index": 0, **told}
 
     def _add_call(self, call: CallDelta) -> Iterator[Event]:
@@ -114,10 +114,6 @@ class OutputBuilder:
 
     def _where(self, item: OutputItem) -> Event:
         return {"item_id": item.id, "output_index": self.items.index(item)}
-
-
-def _dump_all(entries: list[TokenEntry]) -> list[dict[str, Any]]:
-    return [entry.model_dump() for entry in entries]
 
 
 def _id(kind: str) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,13 +19,15 @@ from dovetail.gateway.answers import TokenNames, UsageCount
 from dovetail.gateway.api import Message
 from dovetail.gateway.endpoint import json_response, read_body, request_body, responses
 from dovetail.gateway.replies import Usage
-from dovetail.gateway.respond import EVENTS, SEND_TIMEOUT_S, Taken, accounted, until_disconnect
+from dovetail.gateway.respond import EVENTS, INLINE_REPORTS, Taken, accounted, send_piece, until_disconnect
 from dovetail.gateway.responses.builder import Event, OutputBuilder
 from dovetail.gateway.responses.items import (
     IncompleteDetails,
     InputDetails,
     InputItems,
     OutputDetails,
+    OutputItem,
+    OutputMessage,
     Reasoning,
     ResponseDeleted,
     ResponseError,
@@ -40,6 +41,7 @@ from dovetail.gateway.run import Delta
 from dovetail.gateway.service import Service
 from dovetail.gateway.targets import targets_of
 from dovetail.gateway.translate import Job, chat_job
+from dovetail.gateway.writing import json_pieces
 from dovetail.types import FinishReason
 
 _ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
@@ -141,6 +143,7 @@ class ResponsesResponse(Response):
         self._names = TokenNames(turn.job.model.vocabulary, as_ids=False)
         self._usage = UsageCount(turn.job.num_prompt_tokens)  # the account's, once it runs
         self._finish: FinishReason | None = None
+        self._num_reports = 0  # log-probabilities so far
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with accounted(scope, self._turn.job) as taken:
@@ -148,26 +151,36 @@ class ResponsesResponse(Response):
             if self._turn.body.stream:
                 await until_disconnect(receive, self._send_events(taken, send))
             else:
-                await until_disconnect(receive, self._collect(taken))
-                await json_response(self._kept_record())(scope, receive, send)
+                text = await until_disconnect(receive, self._whole(taken))
+                await Response(text, media_type="application/json")(scope, receive, send)
 
-    async def _collect(self, taken: Taken) -> None:
+    async def _whole(self, taken: Taken) -> bytes:
         async with aclosing(self._events(taken)) as events:
             async for _ in events:
                 pass
+        list(self._builder.close(self._status))
+        return await self._written(await self._kept_record(), self._num_reports)
+
+    async def _written(self, value: Any, num_reports: int) -> bytes:
+        """As JSON; by a thread, where there are so many log-probabilities that the loop would stand still."""
+        if num_reports <= INLINE_REPORTS:
+            return to_json(value, by_alias=False)
+        pieces = json_pieces(value, exclude_unset=False)
+        return await self._service.models.lanes.write.run(lambda: b"".join(pieces))
 
     async def _send_events(self, taken: Taken, send: Send) -> None:
         """The status line waits for the first text, as that of a chat does."""
-        stream = _EventStream(send)
+        stream = _EventStream(send, self._written)
         opening = [self._about(kind, "in_progress") for kind in ("response.created", "response.in_progress")]
         try:
             async with aclosing(self._events(taken)) as events:
                 async for event in events:
                     await stream.send(*opening, event)
                     opening = []
-            record = self._kept_record()
+            closing = [*opening, *self._builder.close(self._status)]
+            record = await self._kept_record()
             kind = "response.completed" if record.status == "completed" else "response.incomplete"
-            await stream.send(*opening, {"type": kind, "response": record.model_dump()})
+            await stream.send(*closing, {"type": kind, "response": record}, num_reports=self._num_reports)
         except RequestError as error:
             if not stream.has_started:
                 raise
@@ -181,14 +194,13 @@ class ResponsesResponse(Response):
         async with aclosing(self._service.run(taken.job, taken.origin)) as deltas:
             async for delta in deltas:
                 self._usage.add(delta)
+                self._num_reports += delta.num_reports
                 parts = reader.feed(delta.text)
                 if delta.finish is not None:
                     self._finish = delta.finish
                     parts.add(reader.flush())
                 for event in self._builder.feed(parts, self._logprobs(delta)):
                     yield event
-        for event in self._builder.close(self._status):
-            yield event
 
     def _logprobs(self, delta: Delta) -> list[Any]:
         return list(self._names.chat(delta.logprobs).content) if self._turn.body.wants_logprobs else []
@@ -200,22 +212,21 @@ class ResponsesResponse(Response):
     def _about(self, kind: str, status: Status) -> Event:
         return {"type": kind, "response": self._record(status).model_dump()}
 
-    def _kept_record(self) -> ResponseRecord:
+    async def _kept_record(self) -> ResponseRecord:
         """The finished response, remembered unless the client does not want it."""
         record = self._record(self._status)
-        record.usage = _usage_of(self._usage.total(), self._reasoning_tokens())
+        record.usage = _usage_of(self._usage.total(), await self._reasoning_tokens())
         if record.store:
-            said = messages_of([Item.model_validate(item.model_dump()) for item in self._builder.items])
+            said = messages_of([Item.model_validate(_plain_item(item)) for item in self._builder.items])
             conversation = (*self._turn.before, *messages_of(self._turn.body.items), *said)
-            size = _size_of(conversation) + len(record.model_dump_json())
+            size = _size_of(conversation) + len(await self._written(record, self._num_reports))
             items = tuple(self._turn.body.items)
             self._store.add(StoredResponse(record, items, conversation, self._turn.owner, size))
         return record
 
-    def _reasoning_tokens(self) -> int:
+    async def _reasoning_tokens(self) -> int:
         thoughts = "".join(item.content[0].text for item in self._builder.items if isinstance(item, Reasoning))
-        tokenizer = self._turn.job.model.tokenizer
-        return len(tokenizer.encode(thoughts, add_special_tokens=False).ids) if thoughts else 0
+        return len(await self._turn.job.model.encode(thoughts, add_special_tokens=False)) if thoughts else 0
 
     def _record(self, status: Status) -> ResponseRecord:
         body = self._turn.body
@@ -242,6 +253,10 @@ class ResponsesResponse(Response):
         )
 
 
+def _plain_item(item: OutputItem) -> dict[str, Any]:
+    return item.model_dump(exclude={"content": {"__all__": {"logprobs"}}} if isinstance(item, OutputMessage) else None)
+
+
 def _plain(value: Any) -> Any:
     if value is None:
         return "auto"
@@ -265,21 +280,20 @@ def _size_of(conversation: Iterable[Message]) -> int:
 class _EventStream:
     """Numbered events; the response begins with the first."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, write: Callable[[Any, int], Awaitable[bytes]]) -> None:
         self._send = send
+        self._write = write
         self._number = 0
         self.has_started = False
 
-    async def send(self, *events: Event) -> None:
+    async def send(self, *events: Event, num_reports: int = 0) -> None:
         if not self.has_started:
             self.has_started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS})
         for event in events:
-            text = json.dumps({"sequence_number": self._number, **event}, ensure_ascii=False)
+            text = await self._write({"sequence_number": self._number, **event}, num_reports)
             self._number += 1
-            body = f"event: {event['type']}\ndata: {text}\n\n".encode()
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await send_piece(self._send, f"event: {event['type']}\ndata: ".encode() + text + b"\n\n")
 
     async def close(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

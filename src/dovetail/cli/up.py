@@ -1,0 +1,176 @@
+"""`up` and `join`: one server over several machines, which Ray holds together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dovetail.cli.serve import ApiKey, OpenToNetwork, Plan, listen_for, override_with, parsed, run_loop, serve_plan
+from dovetail.config import Config, NodeConfig, load_config, parse_size
+from dovetail.errors import ConfigError, DovetailError
+
+if TYPE_CHECKING:
+    from dovetail.cluster.ray_backend import RayNodes
+    from dovetail.gateway.link import Link
+    from dovetail.gateway.remote_workers import Membership
+
+logger = logging.getLogger("dovetail.gateway")
+
+RAY_PORT = 6379
+START_TIMEOUT_S = 60.0
+MAX_ATTEMPTS = 3  # of a machine to join: two that start at once on one machine may take each other's ports
+_POLL_S = 0.2
+
+
+def up(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="As for `serve`; every machine must find them.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="A dovetail.yaml.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on for clients.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="0 = any free one.  [default: 8000]", min=0, max=65535)] = None,
+    cluster_host: Annotated[
+        str, typer.Option(help="This machine's address in the network of the cluster.")
+    ] = "127.0.0.1",
+    cluster_port: Annotated[int, typer.Option(help="Where machines join (Ray).", min=1, max=65535)] = RAY_PORT,
+    ray_address: Annotated[
+        str | None, typer.Option(help="A Ray cluster that is there already; none is started then.", show_default=False)
+    ] = None,
+    head_only: Annotated[bool, typer.Option("--head-only", help="No worker on this machine.")] = False,
+    threads: Annotated[int | None, typer.Option(help="Of the worker here.  [default: every core]", min=0)] = None,
+    memory: Annotated[str | None, typer.Option(help="Of the worker here, as 8GiB.")] = None,
+    api_key: ApiKey = None,
+    open_to_network: OpenToNetwork = False,
+    store: Annotated[Path | None, typer.Option(help="Where models are kept, on every machine.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Say that it is ready in JSON, on one line.")] = False,
+) -> None:
+    """Serve models over several machines. Others come in with `dovetail join`, and go with `dovetail leave`.
+
+    Example: dovetail up --cluster-host 10.0.0.5, and on another machine: dovetail join 10.0.0.5:6379
+    """
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    server = {"host": host, "port": port, "open_to_network": open_to_network or None}
+    node = {"threads": threads, "memory": None if memory is None else parsed(parse_size, memory, "--memory")}
+    ours = override_with(server, node, api_key, store, None)
+
+    def override(settings: Config) -> Config:
+        settings = ours(settings)
+        return settings.model_copy(update={"nodes": ()}) if head_only else settings
+
+    settings = override(load_config(config) if config is not None else Config())
+    plan = Plan(settings, tuple(dict.fromkeys(models or ())), config, override, as_json)
+    listener = listen_for(settings)
+    cluster = RayCluster(cluster_host, cluster_port, ray_address)
+    run_loop(serve_plan(plan, listener, cluster))
+
+
+class RayCluster:
+    """A `serve.OtherMachines`: Ray's head if it is ours, and whoever joins it."""
+
+    def __init__(self, host: str, port: int, address: str | None) -> None:
+        from dovetail.cluster.ray_backend import is_reachable, start_head
+
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  what Ray says, for when it fails
+        if address is None and is_reachable(f"{host}:{port}"):
+            address = f"{host}:{port}"
+            logger.warning("a Ray cluster is at %s already: its machines are taken over, and it stays", address)
+        self._head = start_head(host, port, self._output) if address is None else None
+        self._nodes = _connect(address or f"{host}:{port}", host, self._head, self._output)
+        self._host = host
+        self._membership: Membership | None = None
+
+    def attach(self, link: Link, options: Sequence[str]) -> None:
+        from dovetail.gateway.remote_workers import Membership, WireKeys
+
+        keys = WireKeys()
+        port = link.listen(lambda context: keys.bind(context, f"tcp://{self._host}:*"))
+        link.close_observers.append(keys.close)
+        self._membership = Membership(self._nodes, link, keys, f"tcp://{self._host}:{port}", options)
+
+    def start(self, is_drained: Callable[[str], bool]) -> None:
+        assert self._membership is not None
+        self._membership.is_drained = is_drained
+        self._membership.start()
+
+    async def close(self) -> None:
+        from dovetail.cluster.ray_backend import stop_ray
+
+        if self._membership is not None:
+            await self._membership.close()
+        await asyncio.to_thread(self._nodes.close)
+        if self._head is not None:
+            await asyncio.to_thread(stop_ray, self._head)
+
+
+def _connect(address: str, own_address: str, head: subprocess.Popen[bytes] | None, output: IO[bytes]) -> RayNodes:
+    """As soon as Ray answers."""
+    from dovetail.cluster.ray_backend import RayNodes, is_reachable, stop_ray
+
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not is_reachable(address):
+        if head is not None and head.poll() is not None:
+            raise DovetailError(f"Ray ended with {head.returncode} at {address}: {_last_words(output)}")
+        if time.monotonic() > deadline or head is None:
+            if head is not None:
+                stop_ray(head)
+            raise DovetailError(f"no Ray cluster at {address}")
+        time.sleep(_POLL_S)
+    return RayNodes(address, own_address)
+
+
+def join(
+    address: Annotated[str, typer.Argument(help="Where the head said that machines join, as 10.0.0.5:6379.")],
+    name: Annotated[str | None, typer.Option(help="Of the node.  [default: this machine's]")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="0 = every core.", min=0)] = 0,
+    memory: Annotated[str | None, typer.Option(help="Weights and KV, as 8GiB.  [default: most of it]")] = None,
+    host: Annotated[str | None, typer.Option(help="This machine's address in the network of the cluster.")] = None,
+) -> None:
+    """Serve with this machine, until it leaves (`dovetail leave NODE` at the head) or this command is ended.
+
+    Example: dovetail join 10.0.0.5:6379 --name left --threads 16
+    """
+    from dovetail.cluster.ray_backend import start_member, stop_ray
+
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    values: dict[str, Any] = {"name": name or platform.node(), "device": device, "threads": threads}
+    if memory is not None:
+        values["memory"] = parsed(parse_size, memory, "--memory")
+    try:
+        node = NodeConfig.model_validate(values)
+    except ValueError as error:
+        raise ConfigError(f"join: {error}") from error
+    ended: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda given, _: ended.append(given))
+    typer.echo(f"{node.name} joins {address}; it serves when `dovetail nodes` says that it is up (pid {os.getpid()})")
+    description = node.model_dump(mode="json", exclude_unset=True)
+    for attempt in range(MAX_ATTEMPTS):
+        with tempfile.TemporaryFile() as output:
+            process = start_member(address, description, host, output)
+            while not ended and process.poll() is None:
+                time.sleep(_POLL_S)
+            stop_ray(process)
+            if ended:
+                return
+            why = f"Ray ended with {process.returncode}, for {address}: {_last_words(output)}"
+        logger.warning("attempt %d of %d: %s", attempt + 1, MAX_ATTEMPTS, why)
+    raise DovetailError(why)
+
+
+def _last_words(output: IO[bytes]) -> str:
+    output.seek(0)
+    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-3:]) or "it said nothing"

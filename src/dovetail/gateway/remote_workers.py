@@ -1,0 +1,235 @@
+"""Workers on other machines: who joins and leaves by what Ray says, one watcher per machine, keys for the wire.
+
+Knows Ray only through `cluster.ray_backend`'s plain names, which a test may put something else in place of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import zmq
+from pydantic import ValidationError
+from zmq.auth.thread import ThreadAuthenticator
+
+from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd
+from dovetail.config import NodeConfig
+from dovetail.gateway.link import Link
+from dovetail.gateway.supervisor import STABLE_S, WorkerExit, pause_after, worker_arguments
+from dovetail.messages import Hello
+
+logger = logging.getLogger("dovetail.gateway")
+
+LOOK_S = 0.5  # how often it is looked who is there
+ZAP_DOMAIN = b"dovetail"
+LOST_CODE = 125  # of a worker whose machine is gone
+
+
+class Host(Protocol):
+    """A machine that runs a worker for us."""
+
+    async def describe(self) -> dict[str, Any]: ...
+
+    async def run(self, arguments: Sequence[str], keys: str, hang_timeout_s: float) -> WorkerEnd: ...
+
+    async def stop(self, *, leaves: bool = False) -> None: ...
+
+
+class Members(Protocol):
+    def members(self) -> list[Member]: ...
+
+    def host(self, member: Member) -> Host: ...
+
+
+class WireKeys:
+    """One pair for the gateway, one for all workers: whoever has the second may connect, and reads only what the first
+    has signed. They live as long as the gateway."""
+
+    def __init__(self) -> None:
+        self.public, self._secret = zmq.curve_keypair()
+        self._worker_public, self._worker_secret = zmq.curve_keypair()
+        self._authenticator: ThreadAuthenticator | None = None
+
+    @property
+    def for_workers(self) -> str:
+        return b" ".join((self.public, self._worker_public, self._worker_secret)).decode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Asked by ZeroMQ for every connection."""
+        return key == self._worker_public
+
+    def bind(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN.decode(), credentials_provider=self)
+        socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 500), (zmq.ROUTER_HANDOVER, 1)):
+            socket.setsockopt(option, value)
+        # A machine whose plug was pulled says nothing: the connection ends after this long without a word from it.
+        for option, value in ((zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 5000), (zmq.HEARTBEAT_TTL, 5000)):
+            socket.setsockopt(option, value)
+        socket.zap_domain = ZAP_DOMAIN
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self.public, self._secret
+        socket.bind(address)
+        return socket
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+
+
+class RemoteWorker:
+    """A `link.Watcher`: keeps the worker of one machine running while the machine is there."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        host: Host,
+        arguments: Sequence[str],
+        keys: str,
+        on_exit: Callable[[str, WorkerExit], None],
+    ) -> None:
+        self.starts = 0
+        self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.name = config.name
+        self._config = config
+        self._host = host
+        self._arguments = list(arguments)
+        self._keys = keys
+        self._on_exit = on_exit
+        self._pid: int | None = None
+        self._is_running = False
+        self._resume_at: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """On its own machine; None while it has not said Hello."""
+        return self._pid
+
+    @property
+    def retry_after_s(self) -> float | None:
+        if self._resume_at is None:
+            return None
+        return max(self._resume_at - asyncio.get_running_loop().time(), 0.0) + 1.0
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"remote-{self._config.name}")
+
+    def expects(self, hello: Hello) -> bool:
+        self._pid = hello.pid
+        return self._is_running
+
+    def on_hello(self) -> None:
+        if not self.greeted.done():
+            self.greeted.set_result(None)
+
+    async def stop(self) -> None:
+        """The worker ends, and with it what Ray keeps for it."""
+        await self._end(leaves=False)
+
+    async def leave(self) -> None:
+        """The same, and its machine leaves."""
+        await self._end(leaves=True)
+
+    async def _end(self, *, leaves: bool) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._host.stop(leaves=leaves)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while True:
+            started, self._is_running = loop.time(), True
+            self.starts += 1
+            end = await self._run_once()
+            self._is_running, self._pid = False, None
+            self._on_exit(self._config.name, end)
+            failures = 0 if loop.time() - started > STABLE_S else failures + 1
+            pause_s = pause_after(failures, is_on_requests=bool(end.suspects))
+            if pause_s:
+                self._resume_at = loop.time() + pause_s
+                await asyncio.sleep(pause_s)
+                self._resume_at = None
+
+    async def _run_once(self) -> WorkerExit:
+        try:
+            end = await self._host.run(self._arguments, self._keys, self._config.hang_timeout)
+        except HostLost as error:
+            logger.error("node %s: %s", self._config.name, error)
+            return WorkerExit(LOST_CODE)
+        return WorkerExit(end.code, frozenset(end.suspects), end.hung_s)
+
+
+class Membership:
+    """Machines come and go; each is a node of the link for as long as it is there."""
+
+    def __init__(self, members: Members, link: Link, keys: WireKeys, address: str, options: Sequence[str]) -> None:
+        self.is_drained: Callable[[str], bool] = lambda name: False  # nothing is left on the node, and nothing comes
+        self._members = members
+        self._link = link
+        self._keys = keys
+        self._address = address  # where workers find the gateway
+        self._options = list(options)  # of every worker
+        self._workers: dict[str, RemoteWorker | None] = {}  # by Ray's id; None = it is not used, or has left
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._watch(), name="membership")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self._look(await asyncio.to_thread(self._members.members))
+            except HostLost as error:
+                logger.error("it is not known who is there: %s", error)
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self, members: list[Member]) -> None:
+        there = {one.id: one for one in members}
+        for id, member in there.items():
+            if id not in self._workers:
+                self._workers[id] = await self._join(member)
+        for id, worker in list(self._workers.items()):
+            if id not in there:
+                del self._workers[id]
+                await self._gone(worker)
+            elif worker is not None and worker.name in self._link.leaving and self.is_drained(worker.name):
+                self._workers[id] = None
+                await self._gone(worker)
+
+    async def _join(self, member: Member) -> RemoteWorker | None:
+        host = await asyncio.to_thread(self._members.host, member)
+        try:
+            config = NodeConfig.model_validate(await host.describe())
+        except (HostLost, ValidationError) as error:
+            logger.error("the machine %s cannot be used: %s", member.address, error)
+            return None
+        if config.name in self._link.nodes:
+            logger.error("a node '%s' is there already: the machine %s is not used", config.name, member.address)
+            return None
+        arguments = [*worker_arguments(config, self._address, parent=None), *self._options]
+        worker = RemoteWorker(config, host, arguments, self._keys.for_workers, self._link.on_exit)
+        self._link.add(config, worker)
+        logger.info("node %s has joined from %s", config.name, member.address)
+        return worker
+
+    async def _gone(self, worker: RemoteWorker | None) -> None:
+        """It has left, or its machine is gone."""
+        if worker is None:
+            return
+        await worker.leave()
+        if self._link.nodes[worker.name].hello is not None:  # else its end was told
+            self._link.on_exit(worker.name, WorkerExit(LOST_CODE))
+        self._link.remove(worker.name)
+        logger.info("node %s has left", worker.name)

@@ -1,0 +1,87 @@
+"""Which platforms give WRN50-5 three regions by SLO and WRN50-4 two: `sample_platforms.py [COUNT] [SEED]`.
+
+The thesis publishes no coefficients. Platforms are drawn from wide ranges, and what those that show its frontiers have
+in common is what must have been true of its platform.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+from dovetail.errors import ConfigError
+from dovetail.plan.assumed import assumed_profile, chain_named
+from dovetail.plan.frontier import over_slo, regions, spaced
+from dovetail.plan.platforms import ALIBABA_FC, Platform
+from dovetail.plan.prices import read_sheet
+from dovetail.plan.provision import Provisioner
+
+RATE = 0.05
+SLOS = spaced(0.05, 20, 60)
+SHEET = read_sheet("alibaba-fc")
+CHAINS = {width: chain_named(f"wrn50-{width}") for width in (4, 5)}
+
+
+def draw(random: Random) -> Platform:
+    def between(low: float, high: float) -> float:
+        return math.exp(random.uniform(math.log(low), math.log(high)))
+
+    return replace(
+        ALIBABA_FC,
+        vcpu_flops=between(22e9, 50e9),
+        parallel_share=random.uniform(0.86, 0.98),
+        weight_copies=random.choice([1.0, 1.5, 2.0, 2.5]),
+        runtime_gb=random.choice([0.2, 0.3, 0.4, 0.5]),
+        call_s=random.choice([0.01, 0.015, 0.02, 0.03, 0.04]),
+        pass_bytes_per_s=random.choice([100e6, 200e6, 300e6, 500e6]),
+        gpu_flops=between(1.8e12, 8e12),
+        gpu_call_s=random.uniform(0.01, 0.07),
+        tail=random.uniform(1.05, 1.2),
+        gpu_tail=random.uniform(1.05, 1.25),
+    )
+
+
+def modes(platform: Platform, width: int) -> str:
+    """Such as gpu-cpu-partitioned, by rising SLO."""
+    try:
+        provisioner = Provisioner(assumed_profile(CHAINS[width], platform, SHEET), SHEET, cold_starts=False)
+    except ConfigError:
+        return "no partition is worth it"
+    return "-".join(region.mode for region in regions(over_slo(provisioner, RATE, SLOS)))
+
+
+def gpu_ms(platform: Platform, width: int) -> float:
+    return 1e3 * (CHAINS[width].flops / platform.gpu_flops + platform.gpu_call_s)
+
+
+def main() -> None:
+    count, seed = (int(argument) for argument in [*sys.argv[1:], "200", "0"][:2])
+    random = Random(seed)
+    drawn = [draw(random) for _ in range(count)]
+    three = []
+    for number, platform in enumerate(drawn, 1):
+        if sys.stderr.isatty():
+            print(f"\r{number} of {count}", end="", file=sys.stderr)
+        if modes(platform, 5) == "gpu-cpu-partitioned":
+            three.append((platform, modes(platform, 4)))
+    print(f"{count} platforms; WRN50-5 has its three regions on {len(three)}. There WRN50-4 has:")
+    for shape, times in Counter(shape for _, shape in three).most_common(8):
+        print(f"  {times:4d}  {shape}")
+    both = [platform for platform, shape in three if shape == "gpu-partitioned"]
+    if both:
+        print("Where it has two:")
+        _range("GPU run of WRN50-4, ms", [gpu_ms(platform, 4) for platform in both])
+        _range("GPU run of WRN50-5, ms", [gpu_ms(platform, 5) for platform in both])
+        _range("GFLOP/s of a vCPU", [platform.vcpu_flops / 1e9 for platform in both])
+
+
+def _range(what: str, values: Sequence[float]) -> None:
+    print(f"  {what}: {min(values):.0f} to {max(values):.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The commands of several machines where Ray is not installed, and what does not need it."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import zmq
+
+from dovetail import messages
+from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd, import_ray
+from dovetail.config import NodeConfig
+from dovetail.errors import ConfigError, Overloaded
+from dovetail.gateway.link import Link
+from dovetail.gateway.remote_workers import Membership, WireKeys
+from dovetail.worker.afar import apply_keys, clock_offset_s
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_ray(name: str, *rest: Any, **options: Any) -> Any:
+        if name == "ray":
+            raise ImportError("no ray")
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_ray)
+    with pytest.raises(ConfigError, match=r"dovetail\[cluster\]"):
+        import_ray()
+
+
+class FakeHost:
+    """A machine whose worker lives until the test says otherwise."""
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        self.description = description
+        self.runs: list[list[str]] = []
+        self.ends: asyncio.Queue[WorkerEnd | None] = asyncio.Queue()  # None = the machine is gone
+        self.left: bool | None = None
+
+    async def describe(self) -> dict[str, Any]:
+        return self.description
+
+    async def run(self, arguments: Sequence[str], keys: str, hang_timeout_s: float) -> WorkerEnd:
+        self.runs.append(list(arguments))
+        end = await self.ends.get()
+        if end is None:
+            raise HostLost("gone")
+        return end
+
+    async def stop(self, *, leaves: bool = False) -> None:
+        self.left = leaves
+
+
+class FakeMembers:
+    def __init__(self) -> None:
+        self.hosts: dict[str, FakeHost] = {}
+
+    def members(self) -> list[Member]:
+        return [Member(id, "127.0.0.1") for id in self.hosts]
+
+    def host(self, member: Member) -> FakeHost:
+        return self.hosts[member.id]
+
+
+async def eventually(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_machines_come_go_and_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail.gateway.remote_workers.LOOK_S", 0.01)
+
+    async def run() -> None:
+        link, keys, members = Link(()), WireKeys(), FakeMembers()
+        told: list[str] = []
+        link.join_observers.append(lambda name: told.append(f"+{name}"))
+        link.leave_observers.append(lambda name: told.append(f"-{name}"))
+        link.close_observers.append(keys.close)
+        port = link.listen(lambda context: keys.bind(context, "tcp://127.0.0.1:*"))
+        with pytest.raises(Overloaded, match="no node has joined"):
+            link.check_usable()
+        membership = Membership(members, link, keys, f"tcp://127.0.0.1:{port}", ["--verify", "off"])
+        link.start()
+        membership.start()
+        first = members.hosts["1"] = FakeHost({"name": "left", "threads": 2})
+        members.hosts["2"] = FakeHost({"name": "left"})  # taken
+        members.hosts["3"] = FakeHost({"device": "abacus"})  # nonsense
+        await eventually(lambda: first.runs)
+        assert told == ["+left"]
+        assert first.runs[0][first.runs[0].index("--threads") :][:2] == ["--threads", "2"]
+        first.ends.put_nowait(WorkerEnd(-9, ("request",)))
+        await eventually(lambda: len(first.runs) == 2)  # it is started again
+        first.ends.put_nowait(None)
+        membership.is_drained = lambda name: True
+        link.leaving.add("left")
+        await eventually(lambda: told == ["+left", "-left"])
+        assert first.left, "the machine was told to leave"
+        second = members.hosts["4"] = FakeHost({"name": "right"})
+        await eventually(lambda: second.runs)
+        del members.hosts["4"]  # without a word
+        await eventually(lambda: told[-1] == "-right")
+        await membership.close()
+        await link.close()
+
+    asyncio.run(run())
+
+
+def test_only_who_has_the_keys_is_heard_and_learns_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        link, keys = Link(()), WireKeys()
+        link.close_observers.append(keys.close)
+        port = link.listen(lambda context: keys.bind(context, "tcp://127.0.0.1:*"))
+        link.start()
+
+        class Watcher:
+            starts, pid, retry_after_s = 0, None, None
+            greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def start(self) -> None: ...
+
+            def expects(self, hello: messages.Hello) -> bool:
+                return True
+
+            def on_hello(self) -> None: ...
+
+            async def stop(self) -> None: ...
+
+        link.add(NodeConfig(name="left"), Watcher())
+        monkeypatch.setenv(messages.KEYS_VARIABLE, keys.for_workers)
+        offset_s = await asyncio.to_thread(_ask_clock, port, with_keys=True)
+        assert abs(offset_s) < 1.0, "the same machine, the same clock"
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(_ask_clock, port, with_keys=False)
+        await link.close()
+
+    monkeypatch.setattr("dovetail.worker.afar.CLOCK_TIMEOUT_MS", 1000)
+    asyncio.run(run())
+
+
+def _ask_clock(port: int, *, with_keys: bool) -> float:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, b"left")
+    socket.setsockopt(zmq.LINGER, 0)
+    if with_keys:
+        apply_keys(socket)
+    socket.connect(f"tcp://127.0.0.1:{port}")
+    try:
+        return clock_offset_s(socket)
+    finally:
+        socket.close()
+        context.term()
