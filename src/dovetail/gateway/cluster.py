@@ -40,6 +40,9 @@ class Cluster:
         link.close_observers.append(self._close)
         link.join_observers.append(self._on_join)
         link.leave_observers.append(self._on_leave)
+        for node in link.nodes.values():
+            if node.hello is not None:  # its worker was quicker than this process
+                self.dispatcher.joined(node.name, node.hello)
 
     # Models
 

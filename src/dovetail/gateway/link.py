@@ -21,6 +21,7 @@ import zmq
 
 from dovetail.config import NodeConfig
 from dovetail.errors import Overloaded, RequestError, WorkerLost
+from dovetail.eventlog import clear_logs
 from dovetail.gateway.supervisor import Supervisor, WorkerExit
 from dovetail.messages import (
     ClockAsked,
@@ -188,6 +189,7 @@ class Link:
 
     def start(self) -> None:
         """Needs a running loop. Returns at once; the workers say Hello when they have imported what they need."""
+        clear_logs([node.config.event_log for node in self.nodes.values() if node.config.event_log is not None])
         self._socket.bind(self._address)
         self._loop = asyncio.get_running_loop()
         for socket in self._sockets.values():
