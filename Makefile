@@ -55,10 +55,9 @@ lint: install
 
 # Several machines, held together by Ray in an environment of its own: the head, machines that join, leave and vanish.
 cluster: install
-	test -x build/cluster/bin/python || { $(PYTHON) -m venv build/cluster && \
-	  echo "$(CURDIR)/src" > build/cluster/lib/python3.$$($(PYTHON) -c 'import sys; print(sys.version_info[1])')/site-packages/dovetail.pth && \
-	  $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
-	    >> build/cluster/lib/python3.$$($(PYTHON) -c 'import sys; print(sys.version_info[1])')/site-packages/dovetail.pth; }
+	test -x build/cluster/bin/python || $(PYTHON) -m venv build/cluster
+	{ echo "$(CURDIR)/src"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > \
+	  "$$(build/cluster/bin/python -c 'import site; print(site.getsitepackages()[0])')/dovetail.pth"
 	build/cluster/bin/python -m pip install --quiet --constraint constraints.txt ray==2.51.1
 	build/cluster/bin/python -m pytest -q tests/ray
 
