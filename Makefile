@@ -7,8 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd limited tenants partitioned frontiers cluster \
-  fuzz clean
+.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd tenants limited partitioned \
+  frontiers cluster fuzz clean
 
 install: $(STAMP)
 
@@ -55,10 +55,9 @@ lint: install
 
 # Several machines, held together by Ray in an environment of its own: the head, machines that join, leave and vanish.
 cluster: install
-	test -x build/cluster/bin/python || { $(PYTHON) -m venv build/cluster && \
-	  echo "$(CURDIR)/src" > build/cluster/lib/python3.$$($(PYTHON) -c 'import sys; print(sys.version_info[1])')/site-packages/dovetail.pth && \
-	  $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
-	    >> build/cluster/lib/python3.$$($(PYTHON) -c 'import sys; print(sys.version_info[1])')/site-packages/dovetail.pth; }
+	test -x build/cluster/bin/python || $(PYTHON) -m venv build/cluster
+	{ echo "$(CURDIR)/src"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > \
+	  "$$(build/cluster/bin/python -c 'import site; print(site.getsitepackages()[0])')/dovetail.pth"
 	build/cluster/bin/python -m pip install --quiet --constraint constraints.txt ray==2.51.1
 	build/cluster/bin/python -m pytest -q tests/ray
 
@@ -86,13 +85,13 @@ soak: install
 crowd: install
 	DOVETAIL_STREAMS=50 $(BIN)/python -m pytest -q -s tests/cpu/test_server_hang.py
 
-# 32 models in bursts under a control group's limit of 4 GiB: nothing is killed. Needs the right to make such a group.
-limited: install
-	$(BIN)/python tests/cpu/limited_memory.py 32 4 3
-
 # Whether the time of an answer tells a tenant what another has asked, by a hundred trials.
 tenants: install
 	DOVETAIL_TRIALS=100 $(BIN)/python -m pytest -q -s tests/cpu/test_server_tenants.py
+
+# 32 models in bursts under a control group's limit of 4 GiB: nothing is killed. Needs the right to make such a group.
+limited: install
+	$(BIN)/python tests/cpu/limited_memory.py 32 4 3
 
 # SmolLM2 in 2, 3 and 4 processes beside one: the same text, and the planner's latency model against the clock.
 partitioned: install
@@ -118,7 +117,7 @@ fuzz: install
 	  --json build/fuzz/summary.json
 
 # Everything that can be tried on this machine: half an hour and more.
-check-all: test sanitize levels soak crowd limited tenants partitioned
+check-all: test sanitize levels soak crowd tenants limited partitioned
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

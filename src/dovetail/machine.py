@@ -238,12 +238,6 @@ def hide_argument(text: str) -> None:
         place = arguments.find(secret, place + len(secret))
 
 
-def give_way(pid: int, niceness: int) -> None:
-    """Let a process that was started just now leave the cores to others: from outside, so that importing counts."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + niceness)
-
-
 def trim_memory() -> None:
     """Give freed memory, which the C library keeps for later, back to the system."""
     with suppress(AttributeError, OSError):  # glibc only

@@ -14,8 +14,9 @@ from server_fixture import Server, eventually, running_server
 
 from dovetail.local_token import token_for
 
-NUM_STREAMS = 12
-NUM_TOKENS = 160
+NUM_STREAMS = 6
+NUM_TOKENS = 200
+MAX_ATTEMPTS = 8  # answers may have ended before a node is drained, where others compute
 CONFIG = """
 models: {{llama: {{source: {folder}, dtype: f64, keep_alive: 60s}}}}
 nodes:
@@ -78,25 +79,32 @@ def busiest(server: Server) -> str:
     return found
 
 
-def test_a_node_that_is_drained_hands_its_answers_over_while_they_are_spoken(server: Server) -> None:
-    undisturbed = asyncio.run(read_all(server))
-    moved: list[str] = []
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> list[str]:
+    return asyncio.run(read_all(server))
+
+
+def test_a_node_that_is_drained_hands_its_answers_over_while_they_are_spoken(
+    server: Server, undisturbed: list[str]
+) -> None:
+    drained: list[str] = []
 
     def drain() -> None:
-        moved.append(busiest(server))
-        change(server, moved[0], "drain")
-        eventually(lambda: server.get(f"/api/nodes/{moved[0]}").json()["state"] == "drained", timeout_s=60)
+        drained.append(busiest(server))
+        change(server, drained[-1], "drain")
+        eventually(lambda: server.get(f"/api/nodes/{drained[-1]}").json()["state"] == "drained", timeout_s=60)
 
-    assert asyncio.run(read_all(server, drain)) == undisturbed
-    assert nodes(server)["migrations"] >= 1, "answers moved, they did not merely end"
-    assert change(server, moved[0], "resume")["state"] == "up"
+    for _ in range(MAX_ATTEMPTS):
+        assert asyncio.run(read_all(server, drain)) == undisturbed
+        assert change(server, drained[-1], "resume")["state"] == "up"
+        if nodes(server)["migrations"]:
+            break
+    assert nodes(server)["migrations"], "answers moved, they did not merely end"
     used = [model["blocks_used"] for node in server.status()["nodes"] for model in node["models"]]
     assert sum(used) == 0, "neither source nor destination keeps anything"
 
 
-def test_answers_go_back_and_forth(server: Server) -> None:
-    undisturbed = asyncio.run(read_all(server))
-
+def test_answers_go_back_and_forth(server: Server, undisturbed: list[str]) -> None:
     def there_and_back() -> None:
         for _ in range(3):
             name = busiest(server)

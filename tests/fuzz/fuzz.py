@@ -275,7 +275,7 @@ def environment_of(name: str) -> dict[str, str]:
     from targets import TARGETS
 
     threads = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    plain = {**os.environ, **threads, "RUST_BACKTRACE": "0"}
+    plain = {**os.environ, **threads, "RUST_BACKTRACE": "0", "CUDA_VISIBLE_DEVICES": ""}
     return plain | _sanitizer() if TARGETS[name].wants_sanitizer else plain
 
 
@@ -298,7 +298,8 @@ def _sanitizer() -> dict[str, str]:
     return {
         "DOVETAIL_SANITIZED": kernels,
         "LD_PRELOAD": " ".join(map(_library, ("libasan.so", "libstdc++.so"))),  # it looks for exceptions when it starts
-        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:abort_on_error=1:hard_rss_limit_mb=6144",
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:abort_on_error=1:hard_rss_limit_mb=6144"
+        ":protect_shadow_gap=0",  # which CUDA's libraries map
     }
 
 

@@ -4,6 +4,7 @@ waits until it is delivered, so that a test decides what happens before what, an
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from random import Random
 from typing import Any
 
@@ -29,7 +30,7 @@ MAX_TOKENS = 400
 class Peer:
     """One worker: handles a message as `worker.process` does, tokens told before anything else."""
 
-    def __init__(self, name: str, knobs: Knobs, clock: Clock, models: str, memory: int) -> None:
+    def __init__(self, name: str, knobs: Knobs, clock: Clock, models: str, memory: int, load_s: float = 0.0) -> None:
         self.name = name
         self.inbox: deque[bytes] = deque()
         self.outbox: deque[bytes] = deque()
@@ -40,7 +41,13 @@ class Peer:
         for model in models:
             latency = LiveLatency(make_latency())
             hosting = Hosting(
-                WEIGHT_BYTES, KV_BYTES, latency, block_tokens=BLOCK, max_kv_tokens=MAX_TOKENS, keep_alive_s=60.0
+                WEIGHT_BYTES,
+                KV_BYTES,
+                latency,
+                block_tokens=BLOCK,
+                max_kv_tokens=MAX_TOKENS,
+                keep_alive_s=60.0,
+                load_s=load_s,
             )
             self.driver.register(model, hosting)
         self.tell()
@@ -88,7 +95,16 @@ class Peer:
 
 
 class Fleet:
-    def __init__(self, names: str = "AB", models: str = "m", *, memory: int = 10_000_000, **knobs: Any) -> None:
+    def __init__(
+        self,
+        names: str = "AB",
+        models: str = "m",
+        *,
+        memory: int = 10_000_000,
+        load_s: Mapping[str, float] | None = None,
+        **knobs: Any,
+    ) -> None:
+        self.load_s = load_s or {}  # by node
         self.clock = Clock()
         values = {name: getattr(real_knobs("dovetail"), name) for name in Knobs.__dataclass_fields__}
         self.knobs = Knobs(**{**values, **knobs})
@@ -107,7 +123,8 @@ class Fleet:
         return self.dispatcher.runtime.migrations
 
     def join(self, name: str) -> None:
-        self.peers[name] = Peer(name, self.knobs, self.clock, self.models, self.memory)
+        load_s = self.load_s.get(name, 0.0)
+        self.peers[name] = Peer(name, self.knobs, self.clock, self.models, self.memory, load_s)
         self.dispatcher.joined(name, messages.Hello(name, 1, "virtual", 0.0, DeviceKind.CPU, self.memory))
         self.take()
         while self.peers[name].outbox:  # what it offers

@@ -74,6 +74,27 @@ def test_nobody_else_takes_it_and_it_stays() -> None:
     fleet.check_end()
 
 
+def test_a_model_starts_where_its_weights_are_there_soonest() -> None:
+    fleet = Fleet("ABC", load_s={"A": 4.0, "B": 0.2, "C": 2.0})
+    fleet.submit("r")
+    fleet.run()
+    assert [len(peer.driver.runners) for peer in fleet.peers.values()] == [0, 1, 0]
+    fleet.check_end()
+
+
+def test_an_answer_moves_to_where_the_model_starts_soonest() -> None:
+    fleet = Fleet("ABC", load_s={"A": 4.0, "B": 0.2, "C": 2.0})
+    fleet.submit("r", tokens=60)
+    while len(fleet.text["r"]) < 5:
+        fleet.do(fleet.steps()[0])
+    assert fleet.place("r") == "B"
+    fleet.migrate("r")
+    run_until_moved(fleet)
+    assert fleet.place("r") == "C"
+    fleet.run()
+    fleet.check_end()
+
+
 def steps_of_a_migration() -> int:
     fleet = fleet_under_way()
     fleet.migrate("r")

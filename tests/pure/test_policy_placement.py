@@ -8,6 +8,7 @@ from sim_builders import make_hosting
 
 from dovetail.policy.consolidate import rank_instances, rank_victims
 from dovetail.policy.placement import DeviceKind, can_ever_serve, is_hopeless, rank_nodes
+from dovetail.policy.startup import LoadTimes, rank_by_start, start_s
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,30 @@ def test_only_smaller_neighbours_give_way_the_smallest_first() -> None:
 def test_a_queued_request_is_given_up_when_its_token_is_due() -> None:
     assert not is_hopeless(5.0, 5.0)
     assert is_hopeless(5.0, 5.1)
+
+
+def test_a_load_is_expected_to_take_what_it_took_and_else_what_others_took() -> None:
+    times = LoadTimes()
+    assert times.expected_s("a", "disk", 100) == 0.0, "nothing was seen"
+    times.observe("a", "disk", 100, 2.0)
+    times.observe("a", "host", 100, 0.1)
+    assert times.expected_s("a", "disk", 100) == 2.0
+    assert times.expected_s("b", "disk", 400) == 8.0, "by the bandwidth of the tier"
+    times.observe("a", "disk", 100, 3.0)
+    assert 2.0 < times.expected_s("a", "disk", 100) < 3.0, "corrected by what happened"
+    assert times.expected_s("a", "host", 100) == 0.1
+
+
+def test_a_model_starts_where_it_is_there_soonest_and_packing_decides_among_equals() -> None:
+    full = FakeNode(DeviceKind.CPU, True, 9.0)
+    half = FakeNode(DeviceKind.CPU, True, 5.0)
+    far = FakeNode(DeviceKind.CPU, True, 99.0)
+    gpu = FakeNode(DeviceKind.GPU, True, 1.0)
+    seconds = {full: 0.51, half: 0.58, far: 4.0, gpu: 0.0}
+    assert rank_by_start([gpu, far, half, full], seconds.__getitem__, pack=True) == [full, half, far, gpu]
+    assert rank_by_start([gpu, far, half, full], seconds.__getitem__, pack=False) == [half, full, far, gpu]
+
+
+def test_what_waits_on_the_link_counts_before_a_load() -> None:
+    assert start_s(link_free_s=12.0, load_s=1.5, now=10.0) == 3.5
+    assert start_s(link_free_s=3.0, load_s=1.5, now=10.0) == 1.5

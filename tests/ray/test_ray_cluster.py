@@ -28,7 +28,7 @@ COMMAND = [sys.executable, "-c", "from dovetail.cli.main import main; main()"]
 NUM_TOKENS = 200
 NUM_STREAMS = 50
 NAMES = ("north", "east", "south", "west")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0  # Ray takes its time where others compute
 
 
 def free_port() -> int:
@@ -117,7 +117,9 @@ class Cluster:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
+                    chunk = json.loads(line[6:])
+                    assert "choices" in chunk, chunk
+                    text += chunk["choices"][0]["text"]
                     seen[index] += 1
         return text
 
@@ -199,24 +201,31 @@ def test_a_machine_leaves_while_it_answers_and_nobody_notices(cluster: Cluster, 
 
 def test_every_machine_is_restarted_under_load_and_no_request_fails(cluster: Cluster, undisturbed: list[str]) -> None:
     texts: list[tuple[int, str]] = []
+    failures: list[str] = []
     is_over = threading.Event()
 
     def keep_asking(first: int) -> None:
         index, seen = first, [0] * NUM_STREAMS
         while not is_over.is_set():
-            texts.append((index, cluster.ask(index, seen)))
+            try:
+                texts.append((index, cluster.ask(index, seen)))
+            except (AssertionError, httpx.HTTPError) as error:
+                failures.append(str(error))
             index = (index + 4) % NUM_STREAMS
 
     clients = [threading.Thread(target=keep_asking, args=(first,)) for first in range(4)]
     for client in clients:
         client.start()
-    for name in list(cluster.nodes()):
-        cluster.run("leave", name)
-        eventually(lambda: name not in cluster.nodes())  # noqa: B023
-        cluster.join(name)
-    is_over.set()
-    for client in clients:
-        client.join(TIMEOUT_S)
+    try:
+        for name in list(cluster.nodes()):
+            cluster.run("leave", name)
+            eventually(lambda: name not in cluster.nodes())  # noqa: B023
+            cluster.join(name)
+    finally:
+        is_over.set()
+        for client in clients:
+            client.join(TIMEOUT_S)
+    assert not failures
     assert len(texts) > len(clients), "requests came all the time"
     assert all(text == undisturbed[index] for index, text in texts)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dovetail.plan.function_profile import FunctionProfile
     from dovetail.plan.profiling import Error
 
+GPU_FITTED = "1,2,3,4,6,8,10,12,16,20,24,28,32"  # closely: kernels change from size to size
+GPU_HELD_OUT = "5,7,14,18,22,26,30"
 _STAGE = re.compile(r"(\d+)-(\d+)(?:x(\d+))?")
 
 
@@ -31,8 +33,8 @@ def profile(
         list[str] | None, typer.Option(help="Stages as FIRST-ENDxWORKERS, such as 0-9x2,9-18; again for more.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N: then the GPU's part alone is measured.")] = "cpu",
-    gpu_batches: Annotated[str, typer.Option(help="Batch sizes that are fitted on a GPU.")] = "1,2,4,6,8,12,16,24,32",
-    gpu_held_out: Annotated[str, typer.Option(help="Batch sizes that the GPU's fit is judged by.")] = "3,5,10,14,20",
+    gpu_batches: Annotated[str, typer.Option(help="Batch sizes that are fitted on a GPU.")] = GPU_FITTED,
+    gpu_held_out: Annotated[str, typer.Option(help="Batch sizes that the GPU's fit is judged by.")] = GPU_HELD_OUT,
     limit_s: Annotated[
         float | None, typer.Option("--seconds", help="On a GPU, begin no further round after so many seconds.", min=1)
     ] = None,
@@ -44,7 +46,8 @@ def profile(
 
     Run it while nothing else does. Errors are of sizes that were not fitted.
 
-    Example: dovetail plan profile wrn50-4 --template 0-9x2,9-18 --out wrn50-4.yaml
+    Example: dovetail plan profile wrn50-4 --template 0-14,14-15,15-18 --out wrn50-4.yaml; on a GPU, dovetail plan
+    profile wrn50-4 --device cuda:0 --runs 100 --seconds 60
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

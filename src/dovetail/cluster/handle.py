@@ -33,6 +33,10 @@ class NodeHandle(Protocol):
         """For one more instance."""
 
     @property
+    def link_free_s(self) -> float:
+        """When the loads that were ordered there should be done."""
+
+    @property
     def is_idle(self) -> bool:
         """Nothing can run there."""
 

@@ -77,6 +77,10 @@ class LocalNode:
         return self.runtime.room
 
     @property
+    def link_free_s(self) -> float:
+        return self.runtime.node.residency.link_free_s
+
+    @property
     def is_idle(self) -> bool:
         return self.runtime.is_idle
 

@@ -7,7 +7,7 @@ is `controller`'s.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,6 +23,7 @@ from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Admission, Knobs
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind, rank_nodes
+from dovetail.policy.startup import rank_by_start, start_s
 
 # Bounds on what one decision looks at, so that its time does not grow with the cluster.
 MAX_LOOKS = 32  # nodes looked at, by what is known of them
@@ -91,6 +92,18 @@ class InstanceView:
     on_cpu: bool
 
 
+def rank_starts(nodes: Iterable[NodeHandle], model: str, knobs: Knobs, now: float) -> list[NodeHandle]:
+    """In the order in which they are asked to start an instance of the model."""
+    if not knobs.start_soonest:
+        return rank_nodes(nodes, pack=knobs.reactive)
+
+    def seconds(node: NodeHandle) -> float:
+        offer = node.offer_of(model)
+        return 0.0 if offer is None else start_s(node.link_free_s, offer.load_s, now)
+
+    return rank_by_start(nodes, seconds, pack=knobs.reactive)
+
+
 class Placer:
     def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs) -> None:
         self.nodes: list[NodeHandle] = []
@@ -133,7 +146,7 @@ class Placer:
         for view in self._by_model.get(model, ()):
             return Warmed(model, view.node, {})
         refusals: Counter[str] = Counter()
-        for node in rank_nodes(self.nodes, pack=self.knobs.reactive):
+        for node in rank_starts(self.nodes, model, self.knobs, self.now_s):
             if node.offer_of(model) is not None:
                 answer = yield Ask(node, protocol.Warm(model))
                 if isinstance(answer, Accepted):
@@ -276,7 +289,7 @@ class Placer:
     def places_for(self, request: RequestRecord, source: NodeHandle) -> list[tuple[NodeHandle, int | None]]:
         """Where the request may go on, the best first: instances that are there, and nodes that may start one."""
         views = rank_instances(self._by_model[request.model], reactive=self.knobs.reactive)[:MAX_INSTANCES]
-        nodes = rank_nodes(self._window(request), pack=self.knobs.reactive)
+        nodes = rank_starts(self._window(request), request.model, self.knobs, self.now_s)
         found = [(view.node, view.id) for view in views] + [(node, None) for node in nodes]
         return [(node, instance) for node, instance in found if node is not source and node.up]
 
@@ -318,7 +331,7 @@ class Placer:
         return isinstance(answer, Accepted)
 
     def _start(self, search: Search) -> Asking[Placed | None]:
-        for node in rank_nodes(self._window(search.record), pack=self.knobs.reactive):
+        for node in rank_starts(self._window(search.record), search.work.model, self.knobs, self.now_s):
             placed = yield from self._start_on(node, search, How.START)
             if placed is not None:
                 return placed

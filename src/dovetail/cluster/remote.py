@@ -77,6 +77,10 @@ class RemoteNode:
     def room(self) -> StartRoom:
         return self.view.room if self.view is not None else EMPTY
 
+    @property
+    def link_free_s(self) -> float:
+        return self.view.link_free_s if self.view is not None else 0.0
+
     def offer_of(self, model: str) -> Offer | None:
         return self._offers.get(model)
 

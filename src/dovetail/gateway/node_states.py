@@ -63,6 +63,6 @@ def _node_state(cluster: Cluster, node: NodeLink) -> NodeState:
         unfinished=len(places),
         moving_away=len(runtime.migrations.of_source(handle)),
         memory_bytes=handle.memory_bytes,
-        free_bytes=handle.free_bytes,
+        free_bytes=handle.view.free_bytes if handle.view is not None else handle.memory_bytes,
         models=list(node.instances),
     )

@@ -27,7 +27,15 @@ def view_of(node: Node, version: int, fullness: float, room: protocol.StartRoom)
         if one.state is not State.CLOSING
     )
     return protocol.NodeView(
-        version, node.kind, node.in_use, fullness, ledger.capacity, ledger.available, instances, room
+        version,
+        node.kind,
+        node.in_use,
+        fullness,
+        ledger.capacity,
+        ledger.available,
+        instances,
+        room,
+        node.residency.link_free_s,
     )
 
 
@@ -35,7 +43,19 @@ def offer_of(node: Node, hosting: Hosting) -> protocol.Offer:
     room_tokens = node.admit.most_tokens(hosting) - hosting.block_tokens
     weight_bytes = 0 if hosting.weights_in_place else hosting.weight_bytes
     decode_s = hosting.latency.decode_s(1, USUAL_TOKENS) * node.admit.overestimate
-    return protocol.Offer(room_tokens, weight_bytes, decode_s)
+    return protocol.Offer(room_tokens, weight_bytes, decode_s, hosting.load_s)
+
+
+def load_s(node: Node, question: protocol.Propose, now: float) -> float:
+    """Until the weights would be there for a request that is to be held: nobody waits for it, its load included."""
+    node.residency.now_s = now
+    instance = node.instances.get(question.instance) if question.instance is not None else None
+    if instance is not None:
+        return max(instance.loaded_s - now, 0.0) if instance.state is State.LOADING else 0.0
+    hosting = node.admit.hostings.get(question.request.model)
+    if hosting is None or hosting.weights_in_place:
+        return 0.0
+    return node.residency.loaded_s(hosting) - now
 
 
 def ease_overdue(node: Node, now: float) -> None:

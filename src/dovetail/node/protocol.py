@@ -264,6 +264,7 @@ class NodeView(msgspec.Struct, frozen=True, tag="view"):
     free_bytes: int
     instances: tuple[InstanceView, ...] = ()  # that take work
     room: StartRoom = EMPTY
+    link_free_s: float = 0.0  # when the loads that were ordered should be done
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -272,6 +273,7 @@ class Offer(msgspec.Struct, frozen=True):
     room_tokens: int  # that one request of the model may have, had it the node to itself
     weight_bytes: int = 0  # that a start takes; 0 = they are in place
     decode_s: float = 0.0  # one token of a usual context on an otherwise empty device, overestimated
+    load_s: float = 0.0  # what a start takes until the weights are there, were nothing else loaded; 0 = not known
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered"):

@@ -51,6 +51,11 @@ class Residency:
             for part in ("weights", "kv")
         )
 
+    @property
+    def link_free_s(self) -> float:
+        """When the loads that were ordered should be done."""
+        return self._link_free_s
+
     def loaded_s(self, hosting: Hosting) -> float:
         """When weights that are ordered now should be there."""
         return max(self.now_s, self._link_free_s) + hosting.load_s

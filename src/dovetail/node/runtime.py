@@ -111,7 +111,7 @@ class NodeRuntime:
             self.withdraw(record.id, now)
         work = Work.of(record)
         if question.hold:
-            work.hold_for(question.hold, now)
+            work.hold_for(question.hold, now + answers.load_s(self.node, question, now))
         answer: int | Refusal | None
         if question.instance is None:
             answer = self.node.start(work, now)

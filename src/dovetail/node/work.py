@@ -176,10 +176,11 @@ class Work:
         """What a prefill of it has to compute."""
         return self.input_tokens + self.produced - self.computed
 
-    def hold_for(self, migration: int, now: float) -> None:
-        """It runs elsewhere still, so that its recomputation is as urgent as a first token and no more."""
+    def hold_for(self, migration: int, ready_s: float) -> None:
+        """It runs elsewhere still, so that its recomputation is as urgent as a first token when the weights are there,
+        and no more."""
         self.hold = migration
-        self.first_due_s = max(self.first_due_s, now + self.ttft_s - self.tpot_s * self.produced)
+        self.first_due_s = max(self.first_due_s, ready_s + self.ttft_s - self.tpot_s * self.produced)
 
     def got_token(self, now: float) -> None:
         """Note the time; how many tokens it has is counted elsewhere."""

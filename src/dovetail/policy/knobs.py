@@ -66,6 +66,7 @@ class Knobs:
     free_resize: bool = False  # pools grow and shrink in place, without copying
     reclaim_idle: bool = False  # idle instances give way to a start before their keep-alive is over
     live_moves: bool = False  # L4: who outgrows its node goes on while another one recomputes what it has said
+    start_soonest: bool = False  # L6: a model starts where its weights are there first; else nodes are packed (S11)
     count_loads: bool = False  # a start counts the loads before its own on the link (L6)
     pause: bool = False  # swap out instances that are far ahead of their deadlines, to make room for others
     pause_headroom_s: float = 12.0  # an instance with less is not swapped out

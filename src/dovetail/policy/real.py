@@ -20,6 +20,7 @@ REAL: dict[str, object] = {
     "extend_deadlines": True,
     "retry_on_change": True,
     "live_moves": True,
+    "start_soonest": True,
 }
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from dovetail import errors
+from dovetail.confined import give_way
 from dovetail.errors import DovetailError, SourceError
-from dovetail.machine import give_way
 from dovetail.store.pull_child import Done, Failed, Line, Order, Step
 from dovetail.store.sources import Progress
 from dovetail.types import ModelCard

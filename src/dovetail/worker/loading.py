@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -19,14 +20,13 @@ from dovetail.engine.grammar_library import GrammarLibrary
 from dovetail.errors import DovetailError
 from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
+from dovetail.policy.startup import LoadTimes
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.types import ModelCard
 from dovetail.worker.runner import ModelRunner
-from dovetail.worker.shelf import Shelf
+from dovetail.worker.shelf import Shelf, Tier
 
 log = logging.getLogger("dovetail.worker")
-
-STEP = 0.3  # weight of a new load in the expected time of the next one
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class LoaderThread:
     ) -> None:
         self._grammars = grammars
         self.results: queue.Queue[LoadResult] = queue.Queue()
-        self.expected_s: dict[str, float] = {}  # by model, from the loads seen
+        self.times = LoadTimes()  # of the loads seen
         self._config_of = config_of
         self._wake = wake
         self._device = device
@@ -89,6 +89,14 @@ class LoaderThread:
 
     def load(self, command: StartLoad) -> None:
         self._orders.put(_Order(command.due_s, next(self._serials), command))
+
+    def expected_s(self, card: ModelCard) -> float:
+        """L6: what a load would take, by where the weights are now."""
+        tier: Tier = "disk"
+        if self._shelf is not None:
+            with suppress(DovetailError, OSError):  # what is wrong with them the load itself will say
+                tier = self._shelf.tier_of(card.path)
+        return self.times.expected_s(card.name, tier, card.size_bytes)
 
     def _run(self) -> None:
         while (command := self._orders.get().command) is not None:
@@ -109,8 +117,7 @@ class LoaderThread:
             log.error("%s: loading failed\n%s", name, traceback.format_exc())
             return LoadResult(command.instance, name, None, None, f"{name}: {type(error).__name__}: {error}")
         seconds = time.monotonic() - started
-        before = self.expected_s.get(name, seconds)
-        self.expected_s[name] = before + STEP * (seconds - before)
+        self.times.observe(name, loaded.tier, config.card.size_bytes, seconds)
         return LoadResult(command.instance, name, runner, loaded, "")
 
 

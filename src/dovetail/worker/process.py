@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -39,6 +39,7 @@ log = logging.getLogger("dovetail.worker")
 
 POLL_MS = 1000  # how often an idle worker looks whether its parent lives
 STATS_S = 1.0
+MIN_NEWS = 0.2  # a load that is expected to take this much more or less than was told is told anew
 TEND_S = 0.05  # how often a busy worker looks at what is due by the clock
 NICER = 3  # of the computing threads: half of the weight of others
 LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
@@ -120,6 +121,7 @@ class Worker:
             on_growth=self._fit_pool,
             on_launch=self._tell,
         )
+        self._moved: set[str] = set()  # models whose weights are elsewhere than when a load was last estimated
         self._process = psutil.Process()
         self._running = True
         self._stats_due = 0.0
@@ -162,6 +164,7 @@ class Worker:
         for model in report.gone:
             if model in self._instance_configs:
                 self._send(messages.Reclaimed(model))
+                self._moved.add(model)
             self._stats_due = 0.0
         if report.notices:
             self._send(messages.Said(tuple(report.notices)))
@@ -174,6 +177,8 @@ class Worker:
         if is_busy and now < self._tend_due:
             return
         self._tend_due = now + TEND_S
+        while self._moved:
+            _expect_load(self._driver, self._loader, self._instance_configs.get(self._moved.pop()))
         for runner in self._driver.runners.values():
             if self._tend_idle(runner, now):
                 self._stats_due = now  # the last state of a burst is reported at once
@@ -300,7 +305,7 @@ class Worker:
             block_size=instance_config.block_size,
             max_kv_tokens=instance_config.max_tokens + instance_config.block_size,
             keep_alive_s=message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY,
-            load_s=self._loader.expected_s.get(name, 0.0),
+            load_s=self._loader.expected_s(message.card),
         )
         self._driver.register(name, hosting)
 
@@ -340,6 +345,7 @@ class Worker:
             if is_wanted:
                 self._send(result.loaded)
                 self._stats_due = 0.0
+                self._moved.add(result.model)
             return
         self._driver.load_failed(result.instance)
         if is_wanted:
@@ -405,3 +411,13 @@ def stats_of(driver: NodeDriver, node: str, rss_bytes: int, offset_s: float) -> 
             for span in runner.take_spans()
         ),
     )
+
+
+def _expect_load(driver: NodeDriver, loader: LoaderThread, config: InstanceConfig | None) -> None:
+    """A model was loaded, or has gone: what its next load will take is told anew if that is news."""
+    hosting = driver.hostings.get(config.card.name) if config is not None else None
+    if config is None or hosting is None:
+        return
+    load_s = loader.expected_s(config.card)
+    if abs(load_s - hosting.load_s) > MIN_NEWS * max(load_s, hosting.load_s):
+        driver.register(config.card.name, replace(hosting, load_s=load_s))

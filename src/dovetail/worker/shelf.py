@@ -58,6 +58,16 @@ class Shelf:
         except OutOfMemory:
             return self._mapped(folder, manifest), "disk"
 
+    def tier_of(self, path: str) -> Tier:
+        """Where `open` would find the model's bytes."""
+        folder = Path(path)
+        if not is_stored(folder):
+            return "disk"
+        manifest = read_manifest(folder)
+        if self._holds(manifest) or (not self._for_copies and _is_cached(folder, manifest)):
+            return "host"
+        return "disk"
+
     def _mapped(self, folder: Path, manifest: Manifest) -> Checkpoint:
         if self._verify:
             check_weights(folder, manifest)

@@ -1,0 +1,61 @@
+"""How long it takes until a model is there, by where its weights are and what is loaded before it (L6).
+
+A load takes q + n/b: what waits on the link before it, and its bytes over what that tier gives. Both are corrected by
+every load that was seen; a model that was never loaded from there is judged by what others took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from dovetail.policy.placement import DeviceKind, NodeLoad
+
+STEP = 0.3  # how much a new load counts against what was known
+STEP_S = 0.1  # starts that differ by less are alike: packing decides
+NodeT = TypeVar("NodeT", bound=NodeLoad)
+
+
+class LoadTimes:
+    """Of one device."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, str], float] = {}  # by model and tier
+        self._bytes_per_s: dict[str, float] = {}  # by tier
+
+    def observe(self, model: str, tier: str, num_bytes: int, seconds: float) -> None:
+        key = model, tier
+        self._seconds[key] = _learn(self._seconds.get(key), seconds)
+        if num_bytes and seconds > 0.0:
+            self._bytes_per_s[tier] = _learn(self._bytes_per_s.get(tier), num_bytes / seconds)
+
+    def expected_s(self, model: str, tier: str, num_bytes: int) -> float:
+        """0 where nothing was seen yet."""
+        known = self._seconds.get((model, tier))
+        if known is not None:
+            return known
+        rate = self._bytes_per_s.get(tier)
+        return num_bytes / rate if rate else 0.0
+
+
+def _learn(known: float | None, seen: float) -> float:
+    return seen if known is None else known + STEP * (seen - known)
+
+
+def start_s(link_free_s: float, load_s: float, now: float) -> float:
+    """q + n/b."""
+    return max(link_free_s - now, 0.0) + load_s
+
+
+def rank_by_start(nodes: Iterable[NodeT], start_s: Callable[[NodeT], float], *, pack: bool) -> list[NodeT]:
+    """S11 with L6: CPU before GPU; within a kind where the model is there soonest, and of those as S11 packs."""
+    sign = -1.0 if pack else 1.0
+    return sorted(
+        nodes,
+        key=lambda node: (
+            node.kind is DeviceKind.GPU,
+            int(start_s(node) / STEP_S),
+            pack and not node.in_use,
+            sign * node.fullness,
+        ),
+    )
