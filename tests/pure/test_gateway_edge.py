@@ -137,7 +137,9 @@ def _leave_answers(edge: Edge) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(10)
         client.connect(("127.0.0.1", edge.port))
-        client.sendall(request * 10)  # answers of a megabyte, more than the system's buffers hold
+        for _ in range(12):  # answers of a megabyte, in sum more than the system's buffers hold; one after the other
+            client.sendall(request)
+            time.sleep(0.05)
         port = client.getsockname()[1]
         server = psutil.Process(edge.process.pid)
         eventually(lambda: port not in {each.raddr.port for each in server.net_connections() if each.raddr})
