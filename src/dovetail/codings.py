@@ -69,7 +69,7 @@ class Part(NamedTuple):
     """One of the arrays of scales."""
 
     dtype: np.dtype[Any]
-    count: int  # per row
+    count: int  # type: ignore[assignment]  # per row
     columns: int  # that share one
 
 

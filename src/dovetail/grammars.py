@@ -44,7 +44,7 @@ def grammar_text(grammar: Grammar) -> str:
     """llguidance's own form of a grammar."""
     from llguidance import LLMatcher
 
-    compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    compact: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     with _rust():
         if grammar.kind == "json_object":
             return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=compact))

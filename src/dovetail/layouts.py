@@ -262,7 +262,7 @@ def to_cells(layout: str, shape: tuple[int, int], data: memoryview) -> memoryvie
     """A copy of a matrix that an earlier release wrote row by row (int8, int4), in cells: same codes."""
     making = packer(BY_ROWS[layout], "f32", shape)
     parts = [*making.coded_rows(unpack_codes(layout, shape, data)), *making.finish()]
-    return memoryview(np.concatenate(parts))
+    return np.concatenate(parts).data
 
 
 def _scale_records(coding: Coding, rows: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +16,12 @@ from dovetail.cli.output import human_bytes, print_json
 from dovetail.modelspec import KvKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.progress import Progress, TaskID
     from rich.table import Table
 
-    from dovetail.bench.cold_start import Summary
+    from dovetail.bench.cold_start import ColdStart, Summary
 
 app = typer.Typer(help="Measure this machine and this build.", no_args_is_help=True)
 app.command("many")(many)
@@ -46,7 +50,8 @@ def iterations(
     """
     from rich.progress import Progress
 
-    from dovetail.bench.iterations import BATCHES, PROMPTS, SHAPES, compare
+    from dovetail.bench.iterations import BATCHES, PROMPTS, compare
+    from dovetail.bench.shapes import SHAPES
     from dovetail.engine.dtypes import compute_dtype
     from dovetail.machine import preferred_dtype
     from dovetail.native import levels as levels_here
@@ -114,14 +119,12 @@ def cold_start(
 
     Example: dovetail bench cold-start smollm2-135m-instruct --runs 5
     """
-    from functools import partial
-
     from rich.progress import Progress
 
     from dovetail.bench.cold_start import compare, import_torch_s, start_transformers, start_worker
     from dovetail.store import Catalogue
 
-    starts = [partial(start_worker, Catalogue().get(model))]
+    starts: list[Callable[[], ColdStart]] = [partial(start_worker, Catalogue().get(model))]
     if transformers_folder is not None:
         starts.append(partial(start_transformers, str(transformers_folder)))
     with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
@@ -260,7 +263,7 @@ def mapped_start(
                     runs,
                     folder,
                     dtype,
-                    lambda done, total, at=task: progress.update(at, completed=done, total=total),
+                    partial(_tell, progress, task),
                 )
             )
     if as_json:
@@ -275,6 +278,10 @@ def mapped_start(
             f"{each.model} {each.dtype}", weights, ready, copied, growth, f"{each.first_token_s_median:.3f} s"
         )
     _show(table)
+
+
+def _tell(progress: Progress, task: TaskID, done: int, total: int) -> None:
+    progress.update(task, completed=done, total=total)
 
 
 def _table(*columns: str) -> Table:

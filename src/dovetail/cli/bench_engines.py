@@ -198,13 +198,13 @@ def _show(measured: Report) -> None:
         typer.echo(f"{engine}: {settings}")
     for each in measured.entries:
         if each.agreement is not None and each.engine != OURS:
-            what = f"{each.model}, {each.precision}: {each.engine}"
-            typer.echo(f"same first token as ours, {what}: {each.agreement:.0%}")
+            whose = f"{each.model}, {each.precision}: {each.engine}"
+            typer.echo(f"same first token as ours, {whose}: {each.agreement:.0%}")
     for each in measured.entries:
         if each.score is not None:
-            what = f"{each.engine}, {each.model}, {each.precision} ({each.weights})"
+            whose = f"{each.engine}, {each.model}, {each.precision} ({each.weights})"
             exact = f"KL {each.score.kl:.4f} nats per token, same first token {each.score.same_first:.1%}"
-            typer.echo(f"{what}, against float32 over {each.score.tokens} tokens: {exact}")
+            typer.echo(f"{whose}, against float32 over {each.score.tokens} tokens: {exact}")
     for text in dict.fromkeys(_amx(each) for each in measured.entries):
         typer.echo(f"AMX: {text}")
 

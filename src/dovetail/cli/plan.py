@@ -20,8 +20,6 @@ from dovetail.cli.plan_stages import stages
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
-    import click
-
     from dovetail.plan.apps import Inputs
     from dovetail.plan.billing import Totals
     from dovetail.plan.plan_file import FunctionPlan
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 class FileFirst(TyperGroup):
     """`plan apps.yaml` is `plan file apps.yaml`."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and not args[0].startswith("-") and args[0] not in self.commands:
             args = ["file", *args]
         return super().parse_args(ctx, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +40,7 @@ def list_store(store: Store = None, as_json: AsJson = False) -> None:
 
     catalogue = _catalogue(store)
     rows = describe_entries(catalogue)
-    totals = {
+    totals: dict[str, Any] = {
         "root": str(catalogue.root),
         "blob_bytes": sum(path.stat().st_size for path in catalogue.place.blobs.glob("*/*")),
         "unused_blob_bytes": sum(path.stat().st_size for path in unnamed_blobs(catalogue.place)),
@@ -133,7 +134,7 @@ def describe_entries(catalogue: Catalogue) -> list[dict[str, Any]]:
     """One row per folder of the store."""
     from dovetail.store.publish import references
 
-    named = references(catalogue.place) or {}
+    named = references(catalogue.place) or Counter()
     return [_row(catalogue, entry, named) for entry in catalogue.entries()]
 
 

@@ -13,14 +13,16 @@ import math
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.codings import Array
 from dovetail.engine.dtypes import TORCH_DTYPES
-from dovetail.layouts import BY_ROWS, Array, to_cells, unpack
+from dovetail.layouts import BY_ROWS, to_cells, unpack
 from dovetail.native import Ops
 from dovetail.node.ports import Checkpoint, HostTensor
 
@@ -40,7 +42,7 @@ class Linear:
     """One matrix product, or several side by side where the pieces of a fused matrix lie apart."""
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor] | None, ops: Ops) -> None:
-        self._pieces = list(zip(weights, biases or [None] * len(weights), strict=True))
+        self._pieces = list(zip(weights, biases or repeat(None, len(weights)), strict=True))
         self._linear = ops.linear
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -37,9 +37,9 @@ def _problem(check: Check) -> str:
     except CompileError as error:
         return str(error)
     slowest, steps = _walk(matcher, check.tokenizer.vocab_size)
-    error = str(matcher.get_error()) if matcher.is_error() else ""
-    if error and (not steps or "NoExtension" not in error):  # a dead end after some tokens is that text's own
-        return in_words(error)
+    problem = str(matcher.get_error()) if matcher.is_error() else ""
+    if problem and (not steps or "NoExtension" not in problem):  # a dead end after some tokens is that text's own
+        return in_words(problem)
     return f"it takes {slowest:.2f} s to find what may follow" if slowest > MAX_STEP_S else ""
 
 

@@ -193,7 +193,7 @@ class Link:
         self._socket.bind(self._address)
         self._loop = asyncio.get_running_loop()
         for socket in self._sockets.values():
-            self._loop.add_reader(socket.getsockopt(zmq.FD), self._receive, socket)
+            self._loop.add_reader(_option(socket, zmq.FD), self._receive, socket)
         for supervisor in self.supervisors.values():
             supervisor.start()
 
@@ -207,7 +207,7 @@ class Link:
             observer()
         for socket in self._sockets.values():
             if self._loop is not None:
-                self._loop.remove_reader(socket.getsockopt(zmq.FD))
+                self._loop.remove_reader(_option(socket, zmq.FD))
             socket.close()
         self._loop = None
         self._context.term()
@@ -271,7 +271,7 @@ class Link:
 
     def _look_again(self, socket: zmq.Socket[bytes]) -> None:
         """ZeroMQ's descriptor tells of changes only, and a call may have taken a change in: look whether it did."""
-        if self._loop is not None and socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._loop is not None and _option(socket, zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._receive, socket)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
@@ -319,6 +319,12 @@ class Link:
         lost = WorkerLost(f"the worker '{name}' {end.reason}", end.suspects)
         for observer in self.exit_observers:
             observer(name, lost)
+
+
+def _option(socket: zmq.Socket[bytes], name: int) -> int:
+    value = socket.getsockopt(name)
+    assert isinstance(value, int)
+    return value
 
 
 def _private_directory() -> Path:

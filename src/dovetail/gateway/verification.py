@@ -72,7 +72,7 @@ class Verification:
         now = time.monotonic()
         due = [card for card in cards if now - self._checked.get((card.path, card.created), -RECHECK_S) >= RECHECK_S]
         suspected = [card for card in cards if card.name in self._suspected]
-        return (suspected or due or [None])[0]
+        return next(iter(suspected or due), None)
 
     async def _look_through(self, card: ModelCard) -> None:
         is_urgent = card.name in self._suspected

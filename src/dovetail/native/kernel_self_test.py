@@ -76,7 +76,8 @@ def _is_close(out: Floats, wanted: Doubles, tolerance: float) -> bool:
 
 def _product(x: Floats, weight: Doubles) -> Doubles:
     """In double, and on this thread alone: waking a library's threads would take longer than the check."""
-    return np.einsum("tk,rk->tr", x.astype(np.float64), weight)
+    product: Doubles = np.einsum("tk,rk->tr", x.astype(np.float64), weight)
+    return product
 
 
 def _multiplies(kernels: Any, level: str, stored: str, precision: str, tolerance: float) -> bool:
@@ -97,7 +98,7 @@ def _multiplies(kernels: Any, level: str, stored: str, precision: str, tolerance
 
 def _multiplies_codes(kernels: Any, level: str, layout: str) -> bool:
     random = np.random.default_rng(0)
-    data = memoryview(pack_codes(layout, (_ROWS, _COLUMNS), _codes(layout, random)))
+    data = pack_codes(layout, (_ROWS, _COLUMNS), _codes(layout, random)).data
     weight = unpack(layout, "f32", (_ROWS, _COLUMNS), data).astype(np.float64)
     for tokens in _TOKENS:
         x = random.standard_normal((tokens, _COLUMNS), np.float32)

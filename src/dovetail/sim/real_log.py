@@ -98,8 +98,8 @@ def arrivals(log: RealLog, real: Result) -> list[Arrival]:
     for record in real.records:
         event = asked[real.numbers[record.id]]
         arrival = Arrival(record.arrival_s, record.model, record.input_tokens, record.output_tokens)
-        targets = {"ttft_s": event.get("ttft_s"), "tpot_s": event.get("tpot_s")}
-        found.append(arrival._replace(**targets, is_best_effort=event.get("best_effort", False)))
+        arrival = arrival._replace(ttft_s=event.get("ttft_s"), tpot_s=event.get("tpot_s"))
+        found.append(arrival._replace(is_best_effort=event.get("best_effort", False)))
     return found
 
 
@@ -126,7 +126,7 @@ def hostings(log: RealLog) -> dict[str, Hosting]:
 
 def timings(log: RealLog) -> TurnTimings:
     known = {field.name for field in fields(TurnTimings)}
-    last = next((event for event in reversed(log.events) if event["event"] == "pace"), {})
+    last: dict[str, Any] = next((event for event in reversed(log.events) if event["event"] == "pace"), {})
     return TurnTimings(**{key: value for key, value in last.items() if key in known})
 
 

@@ -229,7 +229,8 @@ def _workloads(base: Setup) -> Runs:
         for size, layout in layouts.items():
             for system in ("slinfer", "dovetail"):
                 setup = replace(base, knobs=policy(system), shape=SHAPES.get(size, base.shape), layout=layout)
-                setup = replace(setup, varied=True, **{kind: path})
+                changes: dict[str, Any] = {kind: path}
+                setup = replace(setup, varied=True, **changes)
                 cell = Cell((workload, size, system), "tuned on" if workload in TUNED_ON else "")
                 yield cell, replace(setup, models=None) if layout else setup
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 from statistics import median
+from typing import Any
 
 from dovetail.eventlog import EventLog
 from dovetail.node.events import StartLoad, StartResize, Turn
@@ -83,6 +84,6 @@ def side_by_side(real: Result, simulated: Sequence[Result]) -> list[dict[str, fl
 
 
 def _row(result: Result) -> dict[str, float]:
-    summary = result.summary()
+    summary: dict[str, Any] = result.summary()
     row = {"requests": summary["requests"], "attainment": round(result.met() / len(result.records), 4)}
     return row | {name: summary[name] for name in ("ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "cold_starts")}

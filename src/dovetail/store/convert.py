@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from dovetail.codings import CODINGS, FORMS, Quantised
+from dovetail.codings import CODINGS, FORMS, Array, Quantised
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.layouts import BY_ROWS, NUMPY, Packer, coding_of, packer, unpack, unpack_codes
 from dovetail.node.ports import HostTensor
@@ -32,7 +32,6 @@ RELEASE_BYTES = 32 * 2**20  # written; with what was read for it, at most four t
 JOURNAL = "journal.json"
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
-Array = np.ndarray[Any, Any]
 
 
 class Source(Protocol):
@@ -161,6 +160,7 @@ class _Share(NamedTuple):
 
 def _slabs(piece: HostTensor, columns: int) -> Iterator[_Slab]:
     dtype, layout, scales = piece.dtype, "plain", None
+    values: Array
     if piece.layout in (*BY_ROWS, *CODINGS):
         layout = BY_ROWS.get(piece.layout, piece.layout)
         values, scales = unpack_codes(piece.layout, (math.prod(piece.shape) // columns, columns), piece.data)

@@ -147,7 +147,8 @@ def _nibbles(data: Array) -> Array:
 
 
 def _five_bits(fifth: Array, data: Array) -> Array:
-    return _nibbles(data) | np.unpackbits(fifth, axis=2, bitorder="little").view(np.int8) << np.int8(4)
+    codes: Array = _nibbles(data) | np.unpackbits(fifth, axis=2, bitorder="little").view(np.int8) << np.int8(4)
+    return codes
 
 
 def _pairs_of_groups(data: Array) -> Array:

@@ -161,9 +161,7 @@ class _Slab(NamedTuple):
             codes, scales = read_blocks(self.data.reshape(-1, self.data.shape[-1]), self.tensor.tensor_type)
             if self.heads:
                 codes, scales = _unpermute(codes, self.heads), tuple(_unpermute(part, self.heads) for part in scales)
-            return HostTensor(
-                "f32", self.shape, memoryview(pack_codes(layout, self.shape, Quantised(codes, scales))), layout
-            )
+            return HostTensor("f32", self.shape, pack_codes(layout, self.shape, Quantised(codes, scales)).data, layout)
         if self.heads:
             return from_array(_unpermute(_dequantize(self.data, self.tensor).reshape(self.shape), self.heads))
         if dtype is not None:
@@ -248,7 +246,7 @@ class _BoundedReader(gguf.GGUFReader):
         return end - orig_offs, [kind, length, *texts], list(range(2, 2 + count)), types
 
     def _texts(self, begin: int, count: int) -> tuple[list[memoryview], int]:
-        view, size, at = memoryview(self._bytes), len(self._bytes), begin
+        view, size, at = self._bytes.data, len(self._bytes), begin
         order: Literal["little", "big"] = "little" if (self.byte_order == "I") == (sys.byteorder == "little") else "big"
         texts = []
         for _ in range(count):

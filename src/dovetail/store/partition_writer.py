@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from dovetail.codings import Array
 from dovetail.errors import DamagedCheckpoint
-from dovetail.layouts import Array
 from dovetail.store.format import CHUNK_BYTES, Partition, partition_digest
 
 _ZEROS = memoryview(bytes(2**16))

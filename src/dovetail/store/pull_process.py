@@ -97,5 +97,6 @@ def _lines_of(child: subprocess.Popen[bytes]) -> Iterator[Line | None]:
 
 def _error(failed: Failed) -> DovetailError:
     kind = getattr(errors, failed.error, None)
-    is_ours = isinstance(kind, type) and issubclass(kind, DovetailError)
-    return kind(failed.message) if is_ours else SourceError(failed.message)
+    if isinstance(kind, type) and issubclass(kind, DovetailError):
+        return kind(failed.message)
+    return SourceError(failed.message)

@@ -98,7 +98,7 @@ class Zeros:
 
 
 def _seconds(function: Callable[[], object], repeat: int = 4) -> float:
-    times = []
+    times: list[float] = []
     for _ in range(repeat):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

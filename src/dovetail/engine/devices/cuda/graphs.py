@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class CapturedSteps:
         self._capturable = capturable
         self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._seen: set[str] = set()
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch's handle of it
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -129,11 +130,11 @@ class DecodeSteps:
         fill_in(self._inputs[0, :bucket], self._chosen)
         tokens, positions, slots, lengths = self._inputs[:, :bucket]
 
-        def attend(qkv: Tensor, blocks: Tensor, shape: AttentionShape) -> Tensor:
+        def attend(qkv: Tensor, cache: Tensor, shape: AttentionShape) -> Tensor:
             size = shape.num_heads * shape.head_dim
             out = torch.empty(bucket, size, dtype=qkv.dtype, device=qkv.device)
             splits = num_splits(bucket, shape, self._num_processors)
-            decode(qkv[:, :size], blocks, self._table, lengths, shape, splits, self._scratch, out)
+            decode(qkv[:, :size], cache, self._table, lengths, shape, splits, self._scratch, out)
             return out
 
         logits = self._model.forward(tokens, positions, slots, self._cache, None, attend)
@@ -212,10 +213,10 @@ class ChunkSteps:
             self._tile_rows[:tiles], self._tile_first[:tiles], fixed[:3].view(1, 3), fixed[4:].view(1, -1)
         )
 
-        def attend(qkv: Tensor, blocks: Tensor, shape: AttentionShape) -> Tensor:
+        def attend(qkv: Tensor, cache: Tensor, shape: AttentionShape) -> Tensor:
             size = shape.num_heads * shape.head_dim
             out = torch.empty(bucket, size, dtype=qkv.dtype, device=qkv.device)
-            prefill(qkv[:, :size], blocks, plan, shape, out)
+            prefill(qkv[:, :size], cache, plan, shape, out)
             return out
 
         logits = self._model.forward(tokens, positions, slots, self._cache, fixed[3:4], attend)
