@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,3 +114,18 @@ def _first_line(process: subprocess.Popen[str]) -> str:
     timer.cancel()
     assert line, f"the server ended with code {process.wait()} before it was ready"
     return line
+
+
+async def one_of_many(client: openai.AsyncOpenAI, index: int, max_tokens: int) -> AsyncIterator[str]:
+    """The pieces of a stream that is like no other, greedy or drawn, and the same in each run."""
+    way: dict[str, Any] = {"temperature": 0} if index % 2 else {"temperature": 1.0, "seed": index}
+    stream = await client.completions.create(
+        model="llama",
+        max_tokens=max_tokens,
+        prompt=f"stream {index} of many",
+        stream=True,
+        extra_body={"ignore_eos": True},
+        **way,
+    )
+    async for chunk in stream:
+        yield "".join(choice.text for choice in chunk.choices)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_fixture import Server, eventually, running_server
+from server_fixture import Server, eventually, one_of_many, running_server
 
 from dovetail.local_token import token_for
 
@@ -47,19 +47,10 @@ def change(server: Server, node: str, verb: str) -> dict[str, Any]:
 
 
 async def read(client: openai.AsyncOpenAI, index: int, seen: list[int]) -> str:
-    way: dict[str, Any] = {"temperature": 0} if index % 2 else {"temperature": 1.0, "seed": index}
-    stream = await client.completions.create(
-        model="llama",
-        max_tokens=NUM_TOKENS,
-        prompt=f"stream {index} of many",
-        stream=True,
-        extra_body={"ignore_eos": True},
-        **way,
-    )
     text = ""
-    async for chunk in stream:
+    async for piece in one_of_many(client, index, NUM_TOKENS):
         seen[index] += 1
-        text += "".join(choice.text for choice in chunk.choices)
+        text += piece
     return text
 
 

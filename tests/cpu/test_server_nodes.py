@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from server_fixture import Server, eventually, running_server
+from server_fixture import Server, eventually, one_of_many, running_server
 
 NUM_STREAMS = 50
 NUM_TOKENS = 120
@@ -42,21 +42,12 @@ def server(tiny_folder: Callable[[str], Path], log: Path) -> Iterator[Server]:
 
 
 async def read(client: openai.AsyncOpenAI, index: int, seen: list[int], back: dict[int, float]) -> str:
-    way: dict[str, Any] = {"temperature": 0} if index % 2 else {"temperature": 1.0, "seed": index}
-    stream = await client.completions.create(
-        model="llama",
-        max_tokens=NUM_TOKENS,
-        prompt=f"stream {index} of many",
-        stream=True,
-        extra_body={"ignore_eos": True},
-        **way,
-    )
     text = ""
-    async for chunk in stream:
+    async for piece in one_of_many(client, index, NUM_TOKENS):
         seen[index] += 1
         if KILLED in back:
             back.setdefault(index, time.monotonic() - back[KILLED])
-        text += "".join(choice.text for choice in chunk.choices)
+        text += piece
     return text
 
 

@@ -167,11 +167,7 @@ class Link:
         self._directory = _private_directory()
         self._address = f"ipc://{self._directory}/gateway.sock"
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits: what is in flight is bounded by max_queue
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes its name over
+        self._socket = router_socket(self._context)
         self.nodes = {config.name: NodeLink(config) for config in nodes}
         self.supervisors: dict[str, Watcher] = {
             config.name: Supervisor(config, self._address, command, self.on_exit, self._directory, pass_fds)
@@ -319,6 +315,16 @@ class Link:
         lost = WorkerLost(f"the worker '{name}' {end.reason}", end.suspects)
         for observer in self.exit_observers:
             observer(name, lost)
+
+
+def router_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """The gateway's end towards workers, not bound yet."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits: what is in flight is bounded by max_queue
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes its name over
+    return socket
 
 
 def _option(socket: zmq.Socket[bytes], name: int) -> int:

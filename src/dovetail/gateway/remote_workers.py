@@ -16,8 +16,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd
 from dovetail.config import NodeConfig
-from dovetail.gateway.link import Link
-from dovetail.gateway.supervisor import STABLE_S, WorkerExit, pause_after, worker_arguments
+from dovetail.gateway.link import Link, router_socket
+from dovetail.gateway.supervisor import STABLE_S, WorkerExit, pause_after, until_restart_s, worker_arguments
 from dovetail.messages import Hello
 
 logger = logging.getLogger("dovetail.gateway")
@@ -64,9 +64,7 @@ class WireKeys:
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN.decode(), credentials_provider=self)
-        socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 500), (zmq.ROUTER_HANDOVER, 1)):
-            socket.setsockopt(option, value)
+        socket = router_socket(context)
         # A machine whose plug was pulled says nothing: the connection ends after this long without a word from it.
         for option, value in ((zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 5000), (zmq.HEARTBEAT_TTL, 5000)):
             socket.setsockopt(option, value)
@@ -112,9 +110,7 @@ class RemoteWorker:
 
     @property
     def retry_after_s(self) -> float | None:
-        if self._resume_at is None:
-            return None
-        return max(self._resume_at - asyncio.get_running_loop().time(), 0.0) + 1.0
+        return until_restart_s(self._resume_at)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"remote-{self._config.name}")

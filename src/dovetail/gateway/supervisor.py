@@ -75,6 +75,13 @@ def pause_after(failures: int, *, is_on_requests: bool) -> float:
     return 0.0 if failures <= quick else min(2.0 ** (failures - quick - 1), MAX_PAUSE_S)
 
 
+def until_restart_s(resume_at: float | None) -> float | None:
+    """From now, by the loop's clock; None if nothing is paused."""
+    if resume_at is None:
+        return None
+    return max(resume_at - asyncio.get_running_loop().time(), 0.0) + 1.0
+
+
 class Supervisor:
     """Keeps one worker running until `stop`."""
 
@@ -111,9 +118,7 @@ class Supervisor:
     @property
     def retry_after_s(self) -> float | None:
         """Seconds until the next start while pausing after failures; None when a worker is up or on its way."""
-        if self._resume_at is None:
-            return None
-        return max(self._resume_at - asyncio.get_running_loop().time(), 0.0) + 1.0
+        return until_restart_s(self._resume_at)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"supervisor-{self._name}")
