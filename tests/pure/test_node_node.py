@@ -43,7 +43,7 @@ def start(node: Node, work: Work, now: float = 0.0) -> int:
 def take_turn(node: Node, now: float, finished: list[Work] | None = None) -> str:
     turn = node.next_turn(now)
     assert turn is not None
-    label = f"{turn.instance.model}:{'prefill' if turn.prefill else 'decode'}"
+    label = f"{turn.instance.model}:{'prefill' if turn.prompts else 'decode'}"
     node.turn_done(now + 0.01, finished or [])
     return label
 
@@ -431,7 +431,7 @@ def _random_step(node: Node, what: int, which: int, number: int, pending: list[C
         turn = node.turn or node.next_turn(now)
         if turn is not None and node.turn is not None:
             running = list(turn.instance.running.values())
-            ends = running[:1] if turn.prefill is None and which % 4 == 0 else []
+            ends = running[:1] if not turn.prompts and which % 4 == 0 else []
             node.turn_done(now, ends)
     elif what < 10 and pending:
         pending.pop(which % len(pending))()

@@ -198,8 +198,10 @@ class LocalCluster:
             _, _, handler, arguments = heappop(self._timers)
             handler(*arguments, now)
         self.settle(now)
-        self.runtime.wake(now)
-        self.settle(now)
+        due_s = self.runtime.next_wake_s()
+        if due_s is not None and due_s <= now:  # a timer of a node's wakes nobody else
+            self.runtime.wake(now)
+            self.settle(now)
 
     def _at(self, at_s: float, handler: Callable[..., None], *arguments: Any) -> None:
         self._serial += 1

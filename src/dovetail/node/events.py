@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from dovetail.node.shares import Share
 from dovetail.node.work import Work
+from dovetail.policy.latency import Latency, prompts_s
 
 if TYPE_CHECKING:
     from dovetail.node.instance import Instance
 
 
 class Turn(NamedTuple):
-    """One iteration of one instance: the prefill of one request, or a decode of its running batch."""
+    """One iteration of one instance: parts of prompts, a token for each request of the running batch, or both."""
 
     instance: Instance
-    prefill: Work | None
+    prompts: tuple[Share, ...] = ()
+    decodes: bool = True
+
+    def seconds(self, latency: Latency) -> float:
+        """What it should take."""
+        running = self.instance.running
+        decode_s = latency.decode_s(len(running), self.instance.tokens) if self.decodes and running else 0.0
+        if not self.prompts:
+            return decode_s
+        return decode_s + prompts_s(latency, [(share.start, share.tokens) for share in self.prompts])
+
+
+class Computed(NamedTuple):
+    """What a device has to say of a turn, beside whose answers have ended."""
+
+    by_request: Mapping[int, int] | None = None  # how many tokens are, of each prompt in it; None = as many as asked
+    is_whole: bool = True  # no more and no less than was asked; a prompt that was partly in the cache teaches nothing
+    was_ahead: bool = False  # the device began with it when the turn before had ended
+
+
+AS_ASKED = Computed()
 
 
 class Victim(NamedTuple):

@@ -34,13 +34,14 @@ class LatencyFeedback:
 
     def observe(self, turn: Turn, took_s: float, gap_s: float, now: float, *, is_beside_load: bool) -> None:
         """A turn that has ended, before its requests are counted on; `gap_s` lay before it."""
-        instance, prefill = turn
+        instance, prompts, decodes = turn
         latency, batch, tokens = instance.hosting.latency, len(instance.running), instance.tokens
-        if prefill is not None:
-            batch, tokens = 0, prefill.known_tokens
-        elif not batch:
-            return  # everyone left during the turn
-        if isinstance(latency, LiveLatency):
+        if not isinstance(latency, LiveLatency) or (prompts and decodes):
+            return  # both at once tell of neither
+        if prompts:
+            batch, tokens = 0, sum(share.tokens for share in prompts)
+            took_s *= latency.prefill_s(tokens) / turn.seconds(latency)  # without what lay before them
+        if batch or prompts:  # else everyone left during the turn
             self.add(Observation(latency, batch, tokens, took_s, gap_s, is_beside_load), now)
 
     def add(self, observation: Observation, now: float) -> None:

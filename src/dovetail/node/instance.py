@@ -12,26 +12,17 @@ from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple
 
+from dovetail.node.shares import Share, left_s, urgent_prefill_s
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, InstanceDemand
 from dovetail.policy.placement import Hosting
+from dovetail.policy.shadow import TurnRule
 
 
 class State(StrEnum):
     LOADING = "loading"
     READY = "ready"
     CLOSING = "closing"  # takes no work, gives its memory back
-
-
-def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
-    """By when a prefill should have its turn. Where silence is bounded nobody may run far ahead, so that a prefill that
-    waits for its deadline would come too late by what it takes itself."""
-    due_s = work.due_s
-    if silence_s == INFINITY:
-        return due_s
-    if work.last_token_s is not None:
-        due_s = min(due_s, work.last_token_s + silence_s)
-    return due_s - prefill_s
 
 
 LOOK_AHEAD_TURNS = 64  # how often it is estimated anew what contexts will grow to
@@ -51,6 +42,7 @@ class Instance:
         "busy_s",
         "clock",
         "deadline_s",
+        "decodes",
         "demand",
         "epoch",
         "grown_s",
@@ -70,7 +62,8 @@ class Instance:
         "ordered_s",
         "overestimate",
         "phase",
-        "prefilling",
+        "prompts",
+        "rule",
         "running",
         "running_due_s",
         "spoke_s",
@@ -79,7 +72,6 @@ class Instance:
         "strictest_s",
         "tokens",
         "tpot_s",
-        "turn_silence_s",
         "turns",
         "urgent_s",
         "waiting",
@@ -92,7 +84,7 @@ class Instance:
         hosting: Hosting,
         overestimate: float,
         phase: Phase,
-        turn_silence_s: float = INFINITY,
+        rule: TurnRule | None = None,
     ) -> None:
         self.id = id
         self.model = model
@@ -103,20 +95,21 @@ class Instance:
         self.waiting: list[Work] = []  # needs a prefill; most urgent first
         self.running: dict[int, Work] = {}
         self.held: dict[int, Work] = {}  # recomputed here, running elsewhere: they wait to be handed over (L4)
-        self.held_tokens = 0  # KV of those and of the waiting ones that were among them, with a block to spare each
+        self.held_tokens = 0  # KV of those and of waiting ones that are partly computed, with a block to spare each
         self.clock = 0  # decode iterations done
         self.tokens = 0  # known tokens of the running batch
         self.kv_tokens = 0  # room in its KV pool
         self.deadline_s = INFINITY  # of its most urgent request
         self.urgent_s = INFINITY  # by when it should have a turn: its deadline, or before an answer is silent too long
-        self.turn_silence_s = turn_silence_s
+        self.rule = rule or TurnRule()
         self.spoke_s = INFINITY  # when its running requests had their last token, the earliest of these times
         self.running_due_s = INFINITY  # of its most urgent running request
         self.tpot_s = INFINITY  # pace of the running batch, the strictest if they differ
         self.strictest_s = INFINITY  # of all its work
         self.mixed_pace = False
         self.in_turn = False
-        self.prefilling: Work | None = None  # in the turn under way
+        self.prompts: tuple[Share, ...] = ()  # in the turn under way
+        self.decodes = False  # so does the running batch
         self.ops: deque[PendingOp] = deque()  # memory operations that wait for the end of a turn or of each other
         self.op_running = False
         self.op_end_s = 0.0  # when the one under way should end
@@ -163,9 +156,9 @@ class Instance:
         return work.first_due_s + work.tpot_s * self.produced(work)
 
     def urgent_prefill_s(self, work: Work) -> float:
-        if self.turn_silence_s == INFINITY:
+        if self.rule.turn_silence_s == INFINITY:
             return work.due_s
-        return urgent_prefill_s(work, self.turn_silence_s, self.prefill_s(work.pending_tokens))
+        return urgent_prefill_s(work, self.rule.turn_silence_s, left_s(self, work, 0))
 
     # Joining and leaving
 
@@ -224,7 +217,7 @@ class Instance:
         self.refresh()
 
     def _join(self, work: Work) -> None:
-        missed = int(self.in_turn)  # one that comes in the middle of an iteration gets no token from it
+        missed = int(self.decodes)  # one that comes in the middle of an iteration gets no token from it
         work.joined_clock = self.clock + missed
         self.running[work.id] = work
         self.tokens += work.known_tokens - missed
@@ -252,7 +245,7 @@ class Instance:
 
     def _set_deadline(self) -> None:
         due = self.running_due_s
-        urgent = min(due, self.spoke_s + self.turn_silence_s)
+        urgent = min(due, self.spoke_s + self.rule.turn_silence_s)
         if self.waiting:
             first = self.waiting[0]
             due = min(due, first.due_s)
@@ -262,14 +255,14 @@ class Instance:
 
     # Turns
 
-    def begin_turn(self, prefill: Work | None) -> None:
+    def begin_turn(self, prompts: tuple[Share, ...], *, decodes: bool) -> None:
         self.in_turn = True
-        self.prefilling = prefill
+        self.prompts, self.decodes = prompts, decodes
         self.demand = None
 
     def end_turn(self) -> None:
         self.in_turn = False
-        self.prefilling = None
+        self.prompts, self.decodes = (), False
         self.demand = None
 
     def decoded(self, now: float) -> None:

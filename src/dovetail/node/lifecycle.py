@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dovetail.node.admission import Admitter, Grant
 from dovetail.node.events import (
     Command,
     Evicted,
+    Finished,
+    HandedOver,
     InstanceClosed,
     InstanceGone,
     InstanceReady,
@@ -46,8 +50,7 @@ class Lifecycle:
 
     def begin(self, model: str, phase: Phase) -> Instance:
         admit = self._admit
-        silence_s = admit.rule.turn_silence_s
-        instance = Instance(self._next_instance, model, admit.hostings[model], admit.overestimate, phase, silence_s)
+        instance = Instance(self._next_instance, model, admit.hostings[model], admit.overestimate, phase, admit.rule)
         self._next_instance += 1
         self._instances[instance.id] = instance
         return instance
@@ -123,6 +126,19 @@ class Lifecycle:
         self._turns.update(instance)
 
     # Ends
+
+    def finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:
+        for work in finished:
+            instance.remove(work)
+            self._admit.timing.answered(instance.model, work.produced)
+            self._outbox.append(Finished(work, instance.id))
+        self.after_leaving(instance, now)
+
+    def hand_over(self, instance: Instance, work: Work, now: float) -> None:
+        """A prefill instance lets go of a request that has its first token."""
+        instance.remove(work)
+        self._outbox.append(HandedOver(work, instance.id, work.known_tokens * instance.hosting.kv_bytes_per_token))
+        self.after_leaving(instance, now)
 
     def evict(self, instance: Instance, work: Work, reason: str) -> None:
         instance.remove(work)

@@ -12,9 +12,7 @@ from dovetail.node.admission import KEEP, Admitter, Grant
 from dovetail.node.events import (
     CaughtUp,
     Command,
-    Finished,
     FirstToken,
-    HandedOver,
     Notice,
     Pausable,
     SetTimer,
@@ -26,6 +24,7 @@ from dovetail.node.lifecycle import Lifecycle
 from dovetail.node.outlook import movable
 from dovetail.node.pools import LOOK_AROUND_TURNS
 from dovetail.node.residency import Residency
+from dovetail.node.shares import advance
 from dovetail.node.turns import Turns
 from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, Refusal
@@ -236,38 +235,37 @@ class Node:
             return None
         self.residency.now_s = now
         while True:
-            chosen = self.turns.choose(now)
-            if chosen is None:
+            turn = self.turns.choose(now)
+            if turn is None:
                 return None
-            prefill = self.turns.next_prefill(chosen, now)
-            if prefill is not None and chosen.is_short(prefill.pending_tokens + 1):
+            chosen, prompts, _ = turn
+            if prompts and chosen.is_short(sum(share.work.pending_tokens + 1 for share in prompts)):
                 if not chosen.running:
-                    self.pools.make_room(chosen, prefill.pending_tokens + 1, now)
+                    self.pools.make_room(chosen, prompts[0].work.pending_tokens + 1, now)
                     continue
-                prefill = None
+                turn = Turn(chosen)
             break
-        turn = Turn(chosen, prefill)
         self.turns.begin(turn, now)
         return turn
 
-    def turn_done(self, now: float, finished: Sequence[Work]) -> None:
-        """The iteration has ended; `finished` got their last token in it."""
+    def turn_done(self, now: float, finished: Sequence[Work], computed: Mapping[int, int] | None = None) -> list[Work]:
+        """The iteration has ended; `finished` got their last token in it. `computed`: how many tokens are, of the
+        prompts that it was spent on; None = as many as was asked. Returns those whose prompt has its token."""
         self.residency.now_s = now
-        instance, prefill = self.turns.end()
+        instance, prompts, decodes = self.turns.end()
         instance.busy_s += now - self.turn_started_s
         instance.turns += 1
-        if prefill is None:
+        if decodes:
             instance.decoded(now)
-        elif prefill in instance.waiting:
-            if prefill.hold:
-                instance.hold(prefill)
-                self.outbox.append(CaughtUp(prefill, instance.id))
-            else:
-                self._prefilled(instance, prefill, now)
+        if computed is None:
+            computed = {share.work.id: share.start + share.tokens for share in prompts}
+        done = [share.work for share in prompts if self._advanced(instance, share.work, computed[share.work.id], now)]
         if finished:
-            self._finish(instance, finished, now)
-        if prefill is not None and instance.phase is Phase.PREFILL and prefill.id in instance.running:
-            self._hand_over(instance, prefill, now)
+            self.lives.finish(instance, finished, now)
+        if instance.phase is Phase.PREFILL:
+            for work in done:
+                if work.id in instance.running:
+                    self.lives.hand_over(instance, work, now)
         if instance.loose_tokens > instance.kv_tokens:
             self.pools.make_room(instance, 0, now)
         if instance.ops or instance.state is State.CLOSING:
@@ -277,8 +275,23 @@ class Node:
             until_s = self.turns.rest(instance, now)
             if instance.batch:
                 self.outbox.append(SetTimer(until_s, instance.id, -1))
-        if prefill is None and self.admit.timing.counts_growth and not instance.clock % LOOK_AROUND_TURNS:
+        if decodes and self.admit.timing.counts_growth and not instance.clock % LOOK_AROUND_TURNS:
             self.pools.look_around()
+        return done
+
+    def _advanced(self, instance: Instance, work: Work, computed: int, now: float) -> bool:
+        """What the turn did to a prompt; True if it is computed and has its token."""
+        if work not in instance.waiting:
+            return False  # it left during the turn
+        if computed < work.known_tokens:
+            advance(instance, work, computed)
+            return False
+        if work.hold:
+            instance.hold(work)
+            self.outbox.append(CaughtUp(work, instance.id))
+            return False
+        self._prefilled(instance, work, now)
+        return True
 
     def _prefilled(self, instance: Instance, work: Work, now: float) -> None:
         if now > work.true_due_s(work.due_s):
@@ -290,19 +303,6 @@ class Node:
                 work.pace_from(now, self.admit.timing.pace_tokens(instance.model))
                 instance.refresh()
             self.outbox.append(FirstToken(work, instance.id, work.grace_s))
-
-    def _finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:
-        for work in finished:
-            instance.remove(work)
-            self.admit.timing.answered(instance.model, work.produced)
-            self.outbox.append(Finished(work, instance.id))
-        self.lives.after_leaving(instance, now)
-
-    def _hand_over(self, instance: Instance, work: Work, now: float) -> None:
-        """A prefill instance lets go of a request that has its first token."""
-        instance.remove(work)
-        self.outbox.append(HandedOver(work, instance.id, work.known_tokens * instance.hosting.kv_bytes_per_token))
-        self.lives.after_leaving(instance, now)
 
     # Memory
 

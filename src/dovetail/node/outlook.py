@@ -4,9 +4,11 @@ way, with the cold start that it may be waiting for.
 
 from __future__ import annotations
 
-from dovetail.node.instance import Instance, State, urgent_prefill_s
+from dovetail.node.instance import Instance, State
+from dovetail.node.shares import at_once_s, splitting_s
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, InstanceDemand, Prefill
+from dovetail.policy.parts import least_s
 
 
 def cold_start_grace_s(work: Work, ordered_s: float, loaded_s: float) -> float:
@@ -30,14 +32,20 @@ def demand_of(
     if demand is None or demand.blocked is not blocked or blocked:
         instance.demand = demand = _look(instance, loaded_s if blocked else None, pace_tokens, free_at_s)
     demand.ready_s = ready_s
-    if instance.in_turn and instance.prefilling is None:
+    if instance.decodes:
         demand.spoke_s = free_at_s
     return demand
 
 
 def _look(instance: Instance, loaded_s: float | None, pace_tokens: float, free_at_s: float) -> InstanceDemand:
-    waiting = [work for work in instance.waiting if work is not instance.prefilling]
-    prefills = [_prefill(instance, work, loaded_s, pace_tokens) for work in waiting]
+    parts = {share.work.id: share for share in instance.prompts}
+    prefills = []
+    for work in instance.waiting:
+        share = parts.get(work.id)
+        if share is None:
+            prefills.append(_prefill(instance, work, work.computed, loaded_s, pace_tokens))
+        elif not share.is_last:
+            prefills.append(_prefill(instance, work, share.start + share.tokens, loaded_s, pace_tokens))
     due, pace = _after_turn(instance, free_at_s, pace_tokens)
     deadline = due
     total_s = 0.0
@@ -61,24 +69,27 @@ def _look(instance: Instance, loaded_s: float | None, pace_tokens: float, free_a
 
 def _after_turn(instance: Instance, free_at_s: float, pace_tokens: float) -> tuple[float, float]:
     """When its running requests are due, and their pace, once the turn under way is over."""
-    due, pace, joins = instance.running_due_s, instance.tpot_s, instance.prefilling
-    if not instance.in_turn:
-        return due, pace
-    if joins is None:
-        return due + pace, pace
+    due, pace = instance.running_due_s, instance.tpot_s
+    if instance.decodes:
+        due += pace
     if instance.phase is Phase.PREFILL:
         return due, pace
-    joins_due = joins.due_s
-    if not joins.produced:
-        joins_due = min(joins_due, free_at_s + joins.safety_s(pace_tokens))
-    return min(due, joins_due + joins.tpot_s), min(pace, joins.tpot_s)
+    for joins in [share.work for share in instance.prompts if share.is_last]:
+        joins_due = joins.due_s
+        if not joins.produced:
+            joins_due = min(joins_due, free_at_s + joins.safety_s(pace_tokens))
+        due, pace = min(due, joins_due + joins.tpot_s), min(pace, joins.tpot_s)
+    return due, pace
 
 
-def _prefill(instance: Instance, work: Work, loaded_s: float | None, pace_tokens: float) -> Prefill:
+def _prefill(instance: Instance, work: Work, start: int, loaded_s: float | None, pace_tokens: float) -> Prefill:
+    """Of what is left from this token on."""
     grace_s = 0.0
     if loaded_s is not None and work.produced == 0:
         grace_s = cold_start_grace_s(work, instance.ordered_s, loaded_s)
-    seconds = instance.prefill_s(work.pending_tokens)
-    urgent_s = urgent_prefill_s(work, instance.turn_silence_s, seconds)
+    seconds, part_s = at_once_s(instance, work, start), 0.0
+    if instance.rule.part_s != INFINITY:
+        part_s = least_s(instance.hosting.latency, start, work.known_tokens - start) * instance.overestimate
+    urgent_s = instance.urgent_prefill_s(work) + grace_s
     safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
-    return Prefill(work.due_s + grace_s, urgent_s + grace_s, seconds, work.tpot_s, safety_s)
+    return Prefill(work.due_s + grace_s, urgent_s, seconds, work.tpot_s, safety_s, part_s, splitting_s(instance))

@@ -250,27 +250,22 @@ class NodeRuntime:
         """Nobody else wants the device: as things are, those whose turn it is decode again after it. A bet for a driver
         that can begin before it is told to; what it was told stays what counts."""
         turn = self.node.turn
-        return turn is not None and turn.prefill is None and self.node.turns.has_only(turn.instance)
+        return turn is not None and not turn.prompts and self.node.turns.has_only(turn.instance)
 
-    def turn_ended(
-        self, now: float, finished: Iterable[int], *, is_whole: bool = True, was_ahead: bool = False
-    ) -> None:
-        """`finished` got their last token in it. `is_whole`: all of it was computed; a prompt that was partly in the
-        cache teaches nothing. `was_ahead`: the device began with it when the turn before had ended."""
+    def turn_ended(self, now: float, finished: Iterable[int], computed: events.Computed = events.AS_ASKED) -> None:
+        """`finished` got their last token in it."""
         turn = self.node.turn
         assert turn is not None, f"{self.name}: no turn under way"
-        if turn.prefill is not None and (turn.prefill.hold or turn.prefill.computed):
-            is_whole = False  # the last token of one that is held is computed when it goes on
-        if is_whole:
-            took_s = now - self.node.turn_started_s + (self.gap_s if was_ahead else 0.0)
+        if computed.is_whole:
+            took_s = now - self.node.turn_started_s + (self.gap_s if computed.was_ahead else 0.0)
             self._feedback.observe(turn, took_s, self.gap_s, now, is_beside_load=bool(self._speech.load_asked_s))
         self._last_end_s = now
-        self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)])
-        if turn.prefill is not None and not turn.prefill.hold:
-            self.mailbox.append(protocol.Prefilled(turn.prefill.id, turn.prefill.grace_s))
+        done = self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)], computed.by_request)
+        for work in done:
+            self.mailbox.append(protocol.Prefilled(work.id, work.grace_s))
         if self.node.outbox:
             self.changed(now)
-        elif turn.prefill is not None and self._dirty is not None:
+        elif done and self._dirty is not None:
             self._dirty.append(self)
 
     # Memory

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dovetail.node.instance import Instance, State, urgent_prefill_s
+from dovetail.node.instance import Instance, State
 from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
+from dovetail.node.shares import urgent_prefill_s
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, validate_closed
 from dovetail.policy.knobs import Knobs, Shadow, TurnOrder
 from dovetail.policy.lengths import AnswerLengths, most_tokens
 from dovetail.policy.memory import OutputMean
+from dovetail.policy.parts import in_parts_s, least_s, split_s
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.shadow import TurnRule, validate
 
@@ -34,7 +36,16 @@ class Timing:
         self.overestimate = knobs.cpu_overestimate if kind is DeviceKind.CPU else knobs.gpu_overestimate
         slack_s = knobs.slack_s if knobs.turns is TurnOrder.DRAIN else None
         silence_s = knobs.slo_scale * knobs.max_silence_s  # held like other SLOs
-        self.rule = TurnRule(slack_s, silence_s, TURN_SILENCE * silence_s, knobs.guard_decodes)
+        self.rule = TurnRule(
+            slack_s,
+            silence_s,
+            TURN_SILENCE * silence_s,
+            knobs.guard_decodes,
+            knobs.part_s,
+            knobs.pack_prompts,
+            knobs.mix_decodes,
+            knobs.smooth_answers,
+        )
         self.counts_growth = knobs.counts_growth and knobs.shadow is Shadow.PLAY  # the closed form is the paper's
         self._hostings = hostings
         self._knobs = knobs
@@ -163,11 +174,16 @@ class Timing:
         if resize_s:
             own.ready_s = max(own.ready_s, free_at_s) + resize_s  # what is remembered of it is set anew with each look
         prefill_s = 0.0 if work.cached else hosting.latency.prefill_s(work.known_tokens) * self.overestimate
-        urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, prefill_s) + grace_s
+        part_s = extra_s = 0.0
+        if not work.cached and self.rule.part_s != INFINITY:
+            part_s = least_s(hosting.latency, 0, work.known_tokens) * self.overestimate
+            extra_s = split_s(hosting.latency) * self.overestimate
+        in_parts = in_parts_s(prefill_s, self.rule.part_s, extra_s)
+        urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, in_parts) + grace_s
         is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
         due_s = work.due_s + grace_s if is_judged else INFINITY
         safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens(work.model))
-        return Candidate(due_s, prefill_s, decode_s, work.tpot_s, urgent_s, safety_s, grown_s), own
+        return Candidate(due_s, prefill_s, decode_s, work.tpot_s, urgent_s, safety_s, part_s, extra_s, grown_s), own
 
     def _decodes(self, target: Instance | None, work: Work) -> tuple[float, float]:
         """One iteration of the target with the work, now and when contexts will have grown."""

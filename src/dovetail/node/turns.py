@@ -1,13 +1,25 @@
-"""Whose turn it is on a device, and when the turn under way should end (S2). What a turn does to its requests is the
-node's.
+"""Whose turn it is on a device, how much of its prompts the turn computes, and when the turn under way should end (S2).
+What a turn does to its requests is the node's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance, State
-from dovetail.node.work import Work
-from dovetail.policy.headroom import choose_turn, guards_decodes
+from dovetail.node.shares import Share, latest_prefill_s, left_s, splitting_s
+from dovetail.policy.headroom import INFINITY, choose_turn, guards_decodes, is_overtaken
+from dovetail.policy.parts import (
+    MOST_PROMPTS,
+    SMOOTH_LIMIT,
+    begins_by_s,
+    is_unhurried,
+    least_s,
+    part_limit_s,
+    saves,
+    tokens_within,
+)
 from dovetail.policy.shadow import TurnRule
 
 # The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
@@ -26,7 +38,7 @@ class Turns:
         self._rest_until: dict[int, float] = {}  # by instance
 
     def begin(self, turn: Turn, now: float) -> None:
-        turn.instance.begin_turn(turn.prefill)
+        turn.instance.begin_turn(turn.prompts, decodes=turn.decodes)
         self.turn, self.started_s, self._ends_s = turn, now, None
 
     def end(self) -> Turn:
@@ -40,27 +52,102 @@ class Turns:
         if self.turn is None:
             return now
         if self._ends_s is None:  # asked for many times in a turn
-            self._ends_s = self.started_s + _expected_s(*self.turn)
+            instance = self.turn.instance
+            self._ends_s = self.started_s + self.turn.seconds(instance.hosting.latency) * instance.overestimate
         return max(now, self._ends_s)
 
-    def next_prefill(self, instance: Instance, now: float) -> Work | None:
-        """The prompt that a turn of the instance would compute; None for a decode."""
-        if not instance.waiting:
-            return None
-        rule, first = self._rule, instance.waiting[0]
-        if not rule.guards_decodes or not instance.running:
-            return first
-        latest_s = min(instance.running_due_s, instance.spoke_s + rule.max_silence_s)
-        prefill_s = instance.prefill_s(first.pending_tokens)
-        waits = guards_decodes(now, prefill_s, instance.urgent_prefill_s(first), latest_s)
-        return None if waits else first
+    # The next one
 
-    def choose(self, now: float) -> Instance | None:
+    def choose(self, now: float) -> Turn | None:
         candidates = self._rested(now) if self.throttle else self._active
+        runnable = candidates
         if self._almost:
             candidates = candidates + [one for one in self._almost if 0.0 <= one.op_end_s - now <= MOMENT_S]
         chosen = choose_turn(candidates, now, self._rule.slack_s)
-        return None if chosen in self._almost else chosen
+        if chosen is None or chosen in self._almost:
+            return None
+        if self._rule.part_s != INFINITY:
+            return self._in_parts(chosen, runnable, now)
+        return self._whole(chosen, now) if chosen.waiting else Turn(chosen)
+
+    def _whole(self, instance: Instance, now: float) -> Turn:
+        """One prompt, or a decode."""
+        first = instance.waiting[0]
+        if self._rule.guards_decodes and instance.running:
+            prefill_s, latest_s = left_s(instance, first, first.computed), self._latest_s(instance)
+            if guards_decodes(now, prefill_s, instance.urgent_prefill_s(first), latest_s):
+                return Turn(instance)
+        return Turn(instance, (Share(first, first.computed, first.pending_tokens),), decodes=False)
+
+    def _in_parts(self, chosen: Instance, runnable: Sequence[Instance], now: float) -> Turn:
+        """As much of the most urgent prompt as can be computed before the running requests of anybody have to go on; a
+        decode of those who would be late even so."""
+        prompter = self._prompter(chosen, runnable)
+        if prompter is None:
+            return Turn(chosen)
+        first, decoding = prompter.waiting[0], [one for one in runnable if one.running]
+        begins_s, strictest = self._begins(decoding, now)
+        if strictest is not None:
+            part_s = least_s(prompter.hosting.latency, first.computed, first.pending_tokens) * prompter.overestimate
+            if is_overtaken(now, part_s, latest_prefill_s(prompter, first), begins_s):
+                return Turn(strictest)
+        split = splitting_s(prompter)
+        seconds = min(part_limit_s(self._rule.part_s, split), begins_s - now)
+        if decoding and self._rule.smooths_answers and self._is_unhurried(prompter, now):
+            round_s = sum(one.decode_s() for one in decoding)
+            quiet = min(decoding, key=lambda one: one.spoke_s)
+            if now - quiet.spoke_s >= round_s:
+                return Turn(quiet)
+            seconds = min(seconds, max(round_s, SMOOTH_LIMIT * split))
+        return self._turn_of_parts(prompter, seconds)
+
+    def _prompter(self, chosen: Instance, runnable: Sequence[Instance]) -> Instance | None:
+        """Whose prompts may be computed now."""
+        if chosen.waiting or not self._rule.smooths_answers:
+            return chosen if chosen.waiting else None
+        waiting = [one for one in runnable if one.waiting]
+        return min(waiting, key=lambda one: one.urgent_prefill_s(one.waiting[0]), default=None)
+
+    def _begins(self, decoding: Sequence[Instance], now: float) -> tuple[float, Instance | None]:
+        """When somebody has to decode, and who comes first; who is late already waits for its turn like anybody."""
+        in_time = [one for one in decoding if self._latest_s(one) >= now]
+        if not in_time:
+            return INFINITY, None
+        begins_s = begins_by_s((self._latest_s(one), one.decode_s()) for one in in_time)
+        return begins_s, min(in_time, key=self._latest_s)
+
+    @staticmethod
+    def _is_unhurried(instance: Instance, now: float) -> bool:
+        first = instance.waiting[0]
+        return is_unhurried(now, left_s(instance, first, first.computed), first.due_s)
+
+    def _turn_of_parts(self, instance: Instance, seconds: float) -> Turn:
+        decodes = self._rule.mixes_decodes and bool(instance.running)
+        if decodes:
+            seconds -= instance.decode_s()
+        return Turn(instance, self._shares(instance, seconds), decodes)
+
+    def _latest_s(self, instance: Instance) -> float:
+        """When its running requests must have their next token."""
+        return min(instance.running_due_s, instance.spoke_s + self._rule.max_silence_s)
+
+    def _shares(self, instance: Instance, seconds: float) -> tuple[Share, ...]:
+        """Of its first prompt, and of those behind it that had better come along."""
+        first, latency = instance.waiting[0], instance.hosting.latency
+        seconds /= instance.overestimate
+        tokens = tokens_within(latency, first.computed, first.pending_tokens, seconds)
+        shares = [Share(first, first.computed, tokens)]
+        if not self._rule.packs_prompts or tokens < first.pending_tokens:
+            return tuple(shares)
+        for work in instance.waiting[1:MOST_PROMPTS]:
+            more = work.pending_tokens
+            if not saves(latency, tokens, more) or latency.prefill_s(tokens + more) > seconds:
+                break
+            if instance.is_short(sum(share.work.pending_tokens + 1 for share in shares) + more + 1):
+                break
+            shares.append(Share(work, work.computed, more))
+            tokens += more
+        return tuple(shares)
 
     def has_only(self, instance: Instance) -> bool:
         """It alone has work that can run, and none of that waits."""
@@ -103,12 +190,3 @@ class Turns:
         self._almost.clear()
         self._rest_until.clear()
         self.turn = None
-
-
-def _expected_s(instance: Instance, prefill: Work | None) -> float:
-    latency = instance.hosting.latency
-    if prefill is not None:
-        duration = latency.prefill_s(prefill.pending_tokens)
-    else:
-        duration = latency.decode_s(len(instance.running), instance.tokens) if instance.running else 0.0
-    return duration * instance.overestimate

@@ -103,7 +103,7 @@ class Work:
         self.silence_s = 0.0  # the longest time between two of its tokens
         self.moves = 0
         self.hold = 0  # the migration for which it is held: it runs elsewhere still, no token is made here; 0 = none
-        self.computed = 0  # of one that is or was held: tokens whose KV blocks are here while it does not run
+        self.computed = 0  # tokens whose KV blocks are here while it does not run: it is held, or its prompt is begun
         self.mean_tokens = 0.0  # what answers of its model are long, as far as the controller knows; 0 = not at all
 
     @classmethod

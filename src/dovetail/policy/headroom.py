@@ -54,6 +54,8 @@ class Prefill(NamedTuple):
     seconds: float
     tpot_s: float  # its pace from then on
     safety_s: float = INFINITY  # later than its pace from its first token on, its tokens may be; more is not kept
+    part_s: float = 0.0  # the smallest part of it
+    split_s: float = 0.0  # what it takes longer with each further part
 
 
 @dataclass(slots=True)
@@ -84,6 +86,8 @@ class Candidate:
     tpot_s: float
     urgent_s: float = INFINITY  # by when it should have its turn, where that is earlier
     safety_s: float = INFINITY  # as of a Prefill
+    part_s: float = 0.0  # likewise
+    split_s: float = 0.0  # likewise
     grown_s: float = 0.0  # one iteration of the instance with it when contexts will have grown
 
 
@@ -126,6 +130,12 @@ def guards_decodes(now: float, prefill_s: float, urgent_s: float, running_due_s:
     """Whether a prompt lets the running requests of its model go first: it would make them late, which they are not
     yet, and has time itself."""
     return now <= running_due_s < now + prefill_s and now < urgent_s
+
+
+def is_overtaken(now: float, part_s: float, latest_s: float, begins_s: float) -> bool:
+    """The same where prompts are computed in parts, for running requests of any model, which have to begin by
+    `begins_s`: not even the smallest part of the prompt is over by then, and the prompt has time until `latest_s`."""
+    return begins_s < now + part_s and now < latest_s
 
 
 def _drain_key(one: Contender) -> tuple[float, float]:

@@ -59,6 +59,12 @@ class Knobs:
     turns: TurnOrder = TurnOrder.DEADLINE
     slack_s: float = 4.0  # DRAIN: headroom below which deadline order rules
     guard_decodes: bool = False  # a prompt waits while it would make running requests of its model late
+    # Prompts are computed in parts: a turn spent on them ends after about so long, and before running requests of any
+    # model would be late. inf: a prompt is one turn.
+    part_s: float = float("inf")
+    pack_prompts: bool = False  # with part_s: several prompts of a model in one iteration where that saves time
+    smooth_answers: bool = False  # with part_s: prompts that have time leave half of the device to answers
+    mix_decodes: bool = False  # with part_s: running requests of the model have a token in the same iteration
     max_silence_s: float = float("inf")  # within an answer: longer ones are no more admitted than late tokens
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
     weights_share: float = 1.0  # of a device's memory that weights may take: what is left lets batches grow

@@ -87,6 +87,17 @@ class Latency(Protocol):
     def decode_s(self, batch: int, total_tokens: int) -> float: ...
 
 
+def prompts_s(latency: Latency, parts: Sequence[tuple[int, int]]) -> float:
+    """One iteration of parts of prompts, (tokens before it, tokens of it) each: what one prompt of so many tokens
+    takes, and what attending to those before costs."""
+    total_s = latency.prefill_s(sum(count for _, count in parts))
+    for start, count in parts:
+        if start:
+            marginal_s = latency.prefill_s(start + count) - latency.prefill_s(start)
+            total_s += max(marginal_s - latency.prefill_s(count), 0.0)
+    return total_s
+
+
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
     """One model on one kind of hardware."""

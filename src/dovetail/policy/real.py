@@ -8,7 +8,8 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.presets import policy
 
 # A pool grows and shrinks in place, so that a small floor costs nothing. Keep-alives are long and memory is what the
-# host has: idle models give way, and starts mind the loads before them.
+# host has: idle models give way, and starts mind the loads before them. Whoever comes while a prompt is computed is
+# looked at soon.
 REAL: dict[str, object] = {
     "floor_tokens": 256,
     "free_resize": True,
@@ -20,6 +21,9 @@ REAL: dict[str, object] = {
     "extend_deadlines": True,
     "retry_on_change": True,
     "live_moves": True,
+    "part_s": 0.1,
+    "pack_prompts": True,
+    "smooth_answers": True,
     "start_soonest": True,
 }
 

@@ -19,7 +19,9 @@ from dovetail.policy.headroom import (
     choose_turn,
     guards_decodes,
     is_overcommitted,
+    is_overtaken,
 )
+from dovetail.policy.parts import begins_by_s, in_parts_s, part_limit_s
 
 # A bound on what one validation costs. It is reached only where prefills wait by the dozen.
 MAX_TURNS = 192
@@ -33,6 +35,10 @@ class TurnRule:
     max_silence_s: float = INFINITY  # within an answer: longer ones count as late
     turn_silence_s: float = INFINITY  # after which a running batch should have its turn
     guards_decodes: bool = False  # a prompt may let running requests of its model go first
+    part_s: float = INFINITY  # prompts are computed in parts of about so long; INFINITY: whole
+    packs_prompts: bool = False  # several of them in one iteration where that saves time: played one by one
+    mixes_decodes: bool = False  # running requests have a token in the same iteration: played one after the other
+    smooths_answers: bool = False  # prompts that have time leave half of the device to answers: not played
 
 
 class _Player:
@@ -40,6 +46,7 @@ class _Player:
 
     __slots__ = (
         "batch",
+        "begun_s",
         "deadline_s",
         "decode_s",
         "due_s",
@@ -65,6 +72,7 @@ class _Player:
         self.ready_s = demand.ready_s
         self.prefills: Sequence[Prefill] = demand.prefills
         self.next = 0  # of the prefills
+        self.begun_s = 0.0  # what of it is done
         self.is_settled = False  # it has had a token since the last prefill of anybody
         self.look_ahead()
 
@@ -89,7 +97,15 @@ class _Player:
         prefill = None
         if candidate.prefill_s:
             urgent_s = min(candidate.deadline_s, candidate.urgent_s)
-            prefill = Prefill(candidate.deadline_s, urgent_s, candidate.prefill_s, candidate.tpot_s, candidate.safety_s)
+            prefill = Prefill(
+                candidate.deadline_s,
+                urgent_s,
+                candidate.prefill_s,
+                candidate.tpot_s,
+                candidate.safety_s,
+                candidate.part_s,
+                candidate.split_s,
+            )
             self.prefills = sorted((*self.prefills, prefill), key=lambda one: one.urgent_s)
         else:
             self._run(candidate.deadline_s, candidate.tpot_s)
@@ -100,12 +116,30 @@ class _Player:
         """Whether a turn of it now is a prefill."""
         if self.next == len(self.prefills):
             return False
+        if self.rule.part_s != INFINITY:
+            return True  # unless somebody overtakes it
         first = self.prefills[self.next]
         return not self.rule.guards_decodes or not guards_decodes(clock, first.seconds, first.urgent_s, self.latest_s)
+
+    @property
+    def left_s(self) -> float:
+        """Of the prefill that is next, in parts."""
+        first = self.prefills[self.next]
+        return in_parts_s(first.seconds - self.begun_s, self.rule.part_s, first.split_s)
+
+    def part_of(self, seconds: float) -> float:
+        """Spend so long on the prefill that is next, and no less than a part of it takes; returns how long."""
+        first = self.prefills[self.next]
+        spent_s = max(seconds, first.part_s)
+        if spent_s < self.left_s:
+            limit_s = part_limit_s(self.rule.part_s, first.split_s)
+            self.begun_s += spent_s - first.split_s * max(1.0, spent_s / limit_s)
+        return spent_s
 
     def prefill(self) -> Prefill:
         done = self.prefills[self.next]
         self.next += 1
+        self.begun_s = 0.0
         return done
 
     def join(self, done: Prefill, clock: float) -> None:
@@ -193,9 +227,18 @@ class _Play:
                     return None
                 clock = min(one.ready_s for one in self._players if one.ready_s > clock)
                 continue
-            if chosen.prefills_next(clock):
+            is_prefill = chosen.prefills_next(clock)
+            until_s = INFINITY
+            if is_prefill and self._rule.part_s != INFINITY:
+                chosen, until_s = self._overtaking(chosen, ready, clock)
+                is_prefill = until_s > 0.0
+            if is_prefill:
+                left_s = chosen.left_s
+                if clock + left_s > until_s and (part_s := chosen.part_of(until_s - clock)) < left_s:
+                    clock += part_s
+                    continue
                 done = chosen.prefill()
-                clock += done.seconds
+                clock += left_s
                 if clock > done.due_s:
                     return Refusal.FIRST_TOKEN_LATE if done is self._awaited else Refusal.NEIGHBOUR_LATE
                 self._prefilled(chosen, done, clock)
@@ -211,6 +254,20 @@ class _Play:
             if not self._waiting and self._is_over(clock):
                 return None
         return None if self._awaited is None else Refusal.FIRST_TOKEN_LATE
+
+    def _overtaking(self, chosen: _Player, ready: Sequence[_Player], clock: float) -> tuple[_Player, float]:
+        """Who computes: the chosen one its prompt, until the time that is returned, or, with 0, somebody who decodes
+        before it."""
+        in_time = [one for one in ready if one.due_s != INFINITY and one.latest_s >= clock]
+        until_s = begins_by_s((one.latest_s, one.decode_s) for one in in_time)
+        first = chosen.prefills[chosen.next]
+        latest_s = first.due_s - chosen.left_s
+        if in_time and is_overtaken(clock, first.part_s, latest_s, until_s):
+            return min(in_time, key=lambda one: one.latest_s), 0.0
+        if self._last_ready_s > clock:  # who gets ready meanwhile is looked at after the part under way
+            first_ready = min(one.ready_s for one in self._players if one.ready_s > clock)
+            until_s = min(until_s, first_ready + self._rule.part_s)
+        return chosen, max(until_s, clock)
 
     def _prefilled(self, player: _Player, done: Prefill, clock: float) -> None:
         player.join(done, clock)

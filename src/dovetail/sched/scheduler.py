@@ -7,7 +7,7 @@ An iteration is a list of (sequence, number of tokens): a chunk of a prompt, or 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -15,6 +15,8 @@ from dovetail.sched.blocks import BlockPool
 from dovetail.sched.sequence import Sequence
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
 from dovetail.types import FinishReason, TokenEvent
+
+NO_QUOTAS: Mapping[int, int] = {}
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
@@ -97,9 +99,9 @@ class Scheduler:
         self._let_go(sequence)
         (self._running if sequence in self._running else self._waiting).remove(sequence)
 
-    def turn_of(self, sequences: Iterable[Sequence]) -> Turn | None:
-        """An iteration of exactly these, each catching up as far as the token budget goes; None if nothing is due or
-        the pool is too small, which whoever sizes it has to prevent."""
+    def turn_of(self, sequences: Iterable[Sequence], quotas: Mapping[int, int] = NO_QUOTAS) -> Turn | None:
+        """An iteration of exactly these, each catching up as far as its quota of tokens (by id; none = no limit) and
+        the budget go; None if nothing is due or the pool is too small, which whoever sizes it has to prevent."""
         assert self._turn is None, "the last turn was not completed"
         rows: list[TurnRow] = []
         budget, size = self._config.max_turn_tokens, self.pool.block_size
@@ -110,7 +112,7 @@ class Scheduler:
             if len(sequence.tokens) - computed == 1 and not sequence.is_held and computed < len(sequence.blocks) * size:
                 count = 1  # most rows of most iterations: a token, and room for it
             else:
-                count = self._catch_up(sequence, budget)
+                count = self._catch_up(sequence, min(budget, quotas.get(sequence.id, budget)))
                 if count == 0:
                     continue
             rows.append(row_of(sequence, count))

@@ -8,7 +8,9 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from dovetail.node.events import StartLoad, StartResize, Turn
+from dovetail.node.instance import Instance
 from dovetail.node.node import Node
+from dovetail.node.shares import Share
 from dovetail.node.work import Work
 from dovetail.sim.durations import Durations
 
@@ -28,16 +30,18 @@ class Device:
         self._ends: dict[int, list[tuple[int, int, int]]] = {}  # instance → heap of (clock, request, joined)
 
     def turn_s(self, turn: Turn) -> float:
-        if turn.prefill is None:
+        if turn.decodes:
             self.decode_turns += 1
             self.decode_tokens += len(turn.instance.running)
         return self.durations.turn_s(self.node, turn) * self.slowdown
 
     def finished(self, turn: Turn) -> list[int]:
         """Who gets the last token in the turn that ends now."""
-        instance, prefill = turn
-        if prefill is not None:
-            return self._after_prefill(turn, prefill)
+        instance = turn.instance
+        done = [share.work.id for share in turn.prompts if self._ends_with_prompt(turn, share)]
+        return done + self._decoded(instance) if turn.decodes else done
+
+    def _decoded(self, instance: Instance) -> list[int]:
         ends = self._ends.get(instance.id)
         done: list[int] = []
         clock = instance.clock + 1
@@ -48,15 +52,16 @@ class Device:
                 done.append(work_id)
         return done
 
-    def _after_prefill(self, turn: Turn, work: Work) -> list[int]:
-        instance = turn.instance
-        if work not in instance.waiting or work.hold:
-            return []
+    def _ends_with_prompt(self, turn: Turn, share: Share) -> bool:
+        """Whether the prompt's token is its last; else it is known when that comes."""
+        instance, work = turn.instance, share.work
+        if work not in instance.waiting or work.hold or not share.is_last:
+            return False
         left = self.outputs[work.id] - work.produced - 1
-        if left <= 0:
-            return [work.id]
-        self._note(instance.id, instance.clock + left, work, instance.clock)
-        return []
+        clock = instance.clock + int(turn.decodes)  # when it joins the running batch
+        if left > 0:
+            self._note(instance.id, clock + left, work, clock)
+        return left <= 0
 
     def entered(self, instance_id: int, work: Work) -> None:
         """One that brings its KV blocks runs without a prefill."""

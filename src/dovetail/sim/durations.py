@@ -47,12 +47,8 @@ class PredictedDurations:
         self._draw = noise.start()
 
     def turn_s(self, node: Node, turn: Turn) -> float:
-        instance, prefill = turn
-        latency = instance.hosting.latency
         self._draw = draw = (self._draw + 1) % NOISE_TABLE
-        if prefill is None:
-            return latency.decode_s(len(instance.running), instance.tokens) * self._noise[draw]
-        return latency.prefill_s(prefill.pending_tokens) * self._noise[draw]
+        return turn.seconds(turn.instance.hosting.latency) * self._noise[draw]
 
     def load_s(self, node: Node, command: StartLoad) -> float:
         return self._transfer.load_s(command.num_bytes)

@@ -50,15 +50,11 @@ class MeasuredDurations:
         self.gap_s = self._timings.mean_gap_s
 
     def turn_s(self, node: Node, turn: Turn) -> float:
-        instance, prefill = turn
-        latency = instance.hosting.latency
+        latency = turn.instance.hosting.latency
         assert isinstance(latency, LiveLatency)
         is_beside_load = any(one.state is State.LOADING for one in node.instances.values())
-        if prefill is not None:
-            tokens = prefill.known_tokens
-            return latency.base.prefill_s(tokens) * self._factor(is_beside_load, True, tokens)
-        batch = len(instance.running)
-        return latency.base.decode_s(batch, instance.tokens) * self._factor(is_beside_load, False, batch)
+        amount = sum(share.tokens for share in turn.prompts) or len(turn.instance.running)
+        return turn.seconds(latency.base) * self._factor(is_beside_load, bool(turn.prompts), amount)
 
     def _factor(self, is_beside_load: bool, is_prefill: bool, amount: int) -> float:
         self._draw = draw = (self._draw + 1) % NOISE_TABLE

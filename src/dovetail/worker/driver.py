@@ -6,7 +6,7 @@ decides nothing, and knows nothing of other nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
@@ -34,8 +34,10 @@ from dovetail.node.speech import Output
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.pulse import Pulse
+from dovetail.sched.scheduler import NO_QUOTAS
 from dovetail.sched.sequence import Sequence, sequences_of
 from dovetail.types import Request, TokenEvent
+from dovetail.worker.prompts import PromptTurn, RequestState
 from dovetail.worker.runner import ModelRunner
 
 COMPILE_S = 60.0  # the first iteration on a GPU may have its kernels compiled
@@ -54,18 +56,6 @@ class Report:
     tokens: dict[str, list[TokenEvent]]  # by model
     gone: list[str]  # models whose memory is free
     notices: list[Notice]  # what the node says of itself, after these tokens
-
-
-@dataclass(eq=False, slots=True)
-class RequestState:
-    """One open choice of one request while it is here."""
-
-    id: int  # by which controller and node know it
-    model: str
-    sequence: Sequence
-    instance: int | None = None  # whose turns it takes part in
-    has_token: bool = False  # its first one was told
-    hold: int = 0  # the migration for which it is held; 0 = none
 
 
 class NodeDriver:
@@ -216,14 +206,14 @@ class NodeDriver:
             return False
         runner = self.runners[turn.instance.id]
         runner.meter.overhead_seconds += self.home.gap_s
-        if turn.prefill is not None:
-            self._expected_s = turn.instance.prefill_s(turn.prefill.pending_tokens)
+        instance = turn.instance
+        self._expected_s = turn.seconds(instance.hosting.latency) * instance.overestimate
+        if turn.prompts:
             if runner.meter.turns == 0 and self.home.kind is not DeviceKind.CPU:
                 self._expected_s += COMPILE_S
-            self._prefill(runner, turn.instance.id, self.states[turn.prefill.id])
+            self._compute_prompts(runner, turn)
         else:
-            self._expected_s = turn.instance.decode_s()
-            self._decode(runner, [self.states[id].sequence for id in turn.instance.running])
+            self._decode(runner, [self.states[id].sequence for id in instance.running])
         return True
 
     def _next_turn(self) -> events.Turn | None:
@@ -232,37 +222,43 @@ class NodeDriver:
         self.carry_out()
         return turn
 
-    def _prefill(self, runner: ModelRunner, instance: int, state: RequestState) -> None:
-        """All of its prompt, in as many iterations as that takes; of one that is held all but its last token."""
-        sequence, computed = state.sequence, runner.meter.tokens
-        num_prompt = len(sequence.tokens)
+    def _compute_prompts(self, runner: ModelRunner, turn: events.Turn) -> None:
+        """In as many iterations as that takes."""
+        parts, before = PromptTurn(turn, self.states, runner), runner.meter.tokens
         finished: list[int] = []
-        while state.instance == instance and not (sequence.is_held and sequence.num_pending == 1):
-            before, known = sequence.num_computed, len(sequence.tokens)
-            finished = self._iterate(runner, [sequence])
-            if finished or len(sequence.tokens) > known:
-                break
-            assert sequence.num_computed > before, f"{runner.card.name}: the KV pool is smaller than the node thinks"
-            self._on_pause()
-        is_whole = runner.meter.tokens - computed == num_prompt  # else part of it was in the cache, or it was given up
-        self._turn_ended(finished, is_whole=is_whole)
+        while batches := parts.batches():
+            for batch in batches:
+                finished += self._iterate(runner, batch, quotas=parts.quotas)
+                parts.take(runner.rows, finished)
+            if parts.is_open:
+                assert runner.rows, f"{runner.card.name}: the KV pool is smaller than the node thinks"
+                self._on_pause()  # after which somebody may have left
+        is_whole = runner.meter.tokens - before == parts.num_tokens  # else some was in the cache, or was given up
+        self._turn_ended(finished, events.Computed(parts.computed, is_whole))
 
     def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> None:
         finished: list[int] = []
         batches = runner.batches(sequences)
         for batch in batches:
             finished += self._iterate(runner, batch, goes_on=len(batches) == 1 and self.home.is_settled)
-        self._turn_ended(finished, is_whole=True, was_ahead=runner.was_ahead)
+        self._turn_ended(finished, events.Computed(was_ahead=runner.was_ahead))
 
-    def _iterate(self, runner: ModelRunner, batch: list[Sequence], *, goes_on: bool = False) -> list[int]:
+    def _iterate(
+        self,
+        runner: ModelRunner,
+        batch: list[Sequence],
+        *,
+        quotas: Mapping[int, int] = NO_QUOTAS,
+        goes_on: bool = False,
+    ) -> list[int]:
         """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
         self._pulse.begin([sequence.request_id for sequence in batch], self._expected_s)
-        completed = runner.iterate(batch, self._on_launch, goes_on=goes_on)
+        completed = runner.iterate(batch, self._on_launch, quotas=quotas, goes_on=goes_on)
         self._pulse.end()
         return self._deliver(runner.card.name, completed.events)
 
-    def _turn_ended(self, finished: list[int], *, is_whole: bool, was_ahead: bool = False) -> None:
-        self.home.turn_ended(self._clock(), finished, is_whole=is_whole, was_ahead=was_ahead)
+    def _turn_ended(self, finished: list[int], computed: events.Computed) -> None:
+        self.home.turn_ended(self._clock(), finished, computed)
         self.carry_out()
 
     def _deliver(self, model: str, token_events: Iterable[TokenEvent]) -> list[int]:

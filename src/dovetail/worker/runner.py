@@ -9,16 +9,16 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from dovetail import messages
 from dovetail.engine.devices import DeviceExecutor
 from dovetail.sched.blocks import BlockPool
-from dovetail.sched.scheduler import Completed, Scheduler, SchedulerConfig
+from dovetail.sched.scheduler import NO_QUOTAS, Completed, Scheduler, SchedulerConfig
 from dovetail.sched.sequence import Sequence
-from dovetail.sched.turn import Turn
+from dovetail.sched.turn import Turn, TurnRow
 from dovetail.types import ModelCard
 
 log = logging.getLogger("dovetail.worker")
@@ -46,6 +46,7 @@ class ModelRunner:
         self.max_batch = config.max_batch
         self._max_turn_tokens = config.max_turn_tokens
         self._ahead: Turn | None = None  # launched after the one under way, on the bet that it will be asked for next
+        self.rows: dict[int, TurnRow] = {}  # by sequence: what the last iteration computed, if there were quotas
         self.was_ahead = False  # the last iteration had been launched before it was asked for
         self._collected_s = 0.0  # when the last one was
         self._spans: deque[messages.TurnSpan] = deque(maxlen=MAX_SPANS)  # iterations that nobody was told of yet
@@ -55,13 +56,15 @@ class ModelRunner:
         sequences: Several[Sequence],
         meanwhile: Callable[[], None] = lambda: None,
         *,
+        quotas: Mapping[int, int] = NO_QUOTAS,
         goes_on: bool = False,
     ) -> Completed:
-        """One iteration of exactly these sequences. Ends that came of it are the caller's to report. `meanwhile` is
-        called when it has been launched: a device that computes by itself does so beside it. `goes_on`: the same
-        sequences are likely to be next; a device that can begins with them before this iteration is looked at, and what
-        it did is dropped if others are."""
-        turn = self._resume(sequences) or self.scheduler.turn_of(sequences)
+        """One iteration of exactly these sequences, of which those with a quota compute no more than that. Ends that
+        came of it are the caller's to report. `meanwhile` is called when it has been launched: a device that computes
+        by itself does so beside it. `goes_on`: the same sequences are likely to be next; a device that can begins with
+        them before this iteration is looked at, and what it did is dropped if others are."""
+        turn = self._resume(sequences) or self.scheduler.turn_of(sequences, quotas)
+        self.rows = {row.sequence: row for row in turn.rows} if turn is not None and quotas else {}
         if turn is None:
             return self.scheduler.take_failed()
         self.is_released = False
@@ -108,17 +111,20 @@ class ModelRunner:
         self._spans.clear()
         return taken
 
-    def batches(self, sequences: Several[Sequence]) -> list[list[Sequence]]:
+    def batches(self, sequences: Several[Sequence], quotas: Mapping[int, int] = NO_QUOTAS) -> list[list[Sequence]]:
         """As many as fit into one iteration together, and those who shall share none."""
         together = [sequence for sequence in sequences if not sequence.is_alone]
         found = [[sequence] for sequence in sequences if sequence.is_alone]
         batch: list[Sequence] = []
         tokens = 0
         for sequence in together:
-            tokens += sequence.num_pending  # one, or a few more of one that was handed over
+            wanted = sequence.num_pending  # one, or a few more of one that was handed over, or a prompt
+            if quotas:
+                wanted = min(wanted, quotas.get(sequence.id, wanted))
+            tokens += wanted
             if batch and (len(batch) == self.max_batch or tokens > self._max_turn_tokens):
                 found.append(batch)
-                batch, tokens = [], sequence.num_pending
+                batch, tokens = [], wanted
             batch.append(sequence)
         return [*found, batch] if batch else found
 

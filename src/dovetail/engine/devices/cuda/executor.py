@@ -246,8 +246,9 @@ class CudaExecutor:
         if self._is_decode(rows):
             return rows, *self._decode.run(rows)
         if self._chunk.can_run(rows):
-            logits, best = self._chunk.run(rows[0])
-            return (rows, logits, best) if rows[0].samples else ([], None, None)
+            sampled = [row for row in rows if row.samples]
+            logits, best = self._chunk.run([*sampled, *(row for row in rows if not row.samples)])
+            return (sampled, logits[: len(sampled)], best[: len(sampled)]) if sampled else ([], None, None)
         batch = build(turn, self._cache.block_size, self.spec.head_dim, self._device.device)
         attend = MixedAttention(batch, self._scratch, self._device.num_processors)
         logits = self._model.forward(

@@ -1,5 +1,5 @@
 """Iterations as CUDA graphs: an iteration of a small model is hundreds of kernels of microseconds, and launching them
-one by one takes longer than computing them. Decode has a graph for each bucket of batch sizes, a chunk of one prompt
+one by one takes longer than computing them. Decode has a graph for each bucket of batch sizes, chunks of prompts have
 one for each bucket of lengths.
 
 A bucket's first iteration runs kernel by kernel (which compiles what is not compiled yet), its second one is captured.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,11 @@ from dovetail.sched.turn import TurnRow
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _LENGTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
+_MOST_CHUNKS = 32  # in one graph
 _MANY_CHANGES = 24  # rows of the block table: beyond, one copy of all is cheaper
 _EAGER_WORK = 6e12  # tokens · parameters: a longer chunk keeps the device busy while its kernels are launched
 
+AnyArray = Any  # a tensor, or an array of the host's
 Outputs = tuple[Tensor, Tensor]  # logits [rows, vocab] and greedy tokens [rows], on the device
 
 
@@ -175,43 +178,54 @@ class DecodeSteps:
 
 
 class ChunkSteps:
-    """Iterations of one chunk of one prompt, with whatever context it has; short ones, or those of a small model."""
+    """Iterations of chunks of one prompt or a few, with whatever context they have; short ones, or those of a small
+    model. One prompt has graphs of its own: several need a table of blocks each, and a head for every one."""
 
     def __init__(self, model: CudaModel, cache: Tensor, steps: CapturedSteps, table_width: int) -> None:
-        self._model, self._cache, self._steps = model, cache, steps
+        self._model, self._cache, self._steps, self._width = model, cache, steps, table_width
         most = _EAGER_WORK / model.spec.num_parameters()
         self._buckets = [size for size in _LENGTHS if size <= most]
+        self._tile = prefill_tile(model.spec.head_dim)
         longest = self._buckets[-1] if self._buckets else 0
-        tile = prefill_tile(model.spec.head_dim)
-        self._tile = tile
-        self._fixed = 4 + table_width  # first row, context, length, sampled row; block table
-        self._host = torch.zeros(3 * longest + self._fixed, dtype=torch.int32, pin_memory=True)
+        self._host = torch.zeros(3 * longest + self._fixed(longest, _MOST_CHUNKS), dtype=torch.int32, pin_memory=True)
         self._inputs = torch.zeros_like(self._host, device=cache.device)
-        self._best = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        tiles = -(-longest // tile)
-        self._tile_rows = torch.zeros(tiles, dtype=torch.int32, device=cache.device)
-        self._tile_first = torch.arange(tiles, dtype=torch.int32, device=cache.device) * tile
+        self._best = torch.zeros(_MOST_CHUNKS, dtype=torch.int32, pin_memory=True)
 
     def can_run(self, rows: Sequence[TurnRow]) -> bool:
-        return len(rows) == 1 and bool(self._buckets) and rows[0].count <= self._buckets[-1]
+        if not self._buckets or len(rows) > _MOST_CHUNKS:
+            return False
+        return sum(row.count for row in rows) <= self._buckets[-1]
 
-    def run(self, row: TurnRow) -> Outputs:
-        """Logits of its last token; valid until the next run."""
-        bucket = next(size for size in self._buckets if size >= row.count)
-        self._fill(row, bucket)
-        logits, chosen = self._steps.run(f"chunk {bucket}", lambda: self._step(bucket))
-        return logits, self._best.copy_(chosen, non_blocking=True)
+    def run(self, rows: Sequence[TurnRow]) -> Outputs:
+        """Logits of each row's last token; valid until the next run."""
+        total = sum(row.count for row in rows)
+        bucket = next(size for size in self._buckets if size >= total)
+        places = 1 if len(rows) == 1 else _MOST_CHUNKS
+        self._fill(rows, bucket, places)
+        logits, chosen = self._steps.run(f"chunk {bucket} {places}", lambda: self._step(bucket, places))
+        best = self._best[:places].copy_(chosen, non_blocking=True)
+        return logits[: len(rows)], best[: len(rows)]
 
-    def _step(self, bucket: int) -> Outputs:
-        used = 3 * bucket + self._fixed
+    def _num_tiles(self, bucket: int, places: int) -> int:
+        return -(-bucket // self._tile) + places - 1
+
+    def _fixed(self, bucket: int, places: int) -> int:
+        """Of each place (first row, context, length), its sampled row and its block table; of each tile two numbers."""
+        return places * (4 + self._width) + 2 * self._num_tiles(bucket, places)
+
+    def _parts(self, inputs: AnyArray, bucket: int, places: int) -> list[AnyArray]:
+        """Tokens, positions, slots; sequences, sampled rows, tables; rows and beginnings of tiles."""
+        tiles = self._num_tiles(bucket, places)
+        sizes = [bucket] * 3 + [3 * places, places, places * self._width, tiles, tiles]
+        ends = list(accumulate(sizes))
+        return [inputs[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def _step(self, bucket: int, places: int) -> Outputs:
+        used = 3 * bucket + self._fixed(bucket, places)
         self._inputs[:used].copy_(self._host[:used], non_blocking=True)
-        inputs = self._inputs
-        tokens, positions, slots = (inputs[at * bucket : (at + 1) * bucket] for at in range(3))
-        fixed = inputs[3 * bucket : used]
-        tiles = -(-bucket // self._tile)
-        plan = PrefillPlan(
-            self._tile_rows[:tiles], self._tile_first[:tiles], fixed[:3].view(1, 3), fixed[4:].view(1, -1)
-        )
+        parts = self._parts(self._inputs, bucket, places)
+        tokens, positions, slots, sequences, sampled, table, tile_rows, tile_first = parts
+        plan = PrefillPlan(tile_rows, tile_first, sequences.view(places, 3), table.view(places, -1))
 
         def attend(qkv: Tensor, cache: Tensor, shape: AttentionShape) -> Tensor:
             size = shape.num_heads * shape.head_dim
@@ -219,20 +233,28 @@ class ChunkSteps:
             prefill(qkv[:, :size], cache, plan, shape, out)
             return out
 
-        logits = self._model.forward(tokens, positions, slots, self._cache, fixed[3:4], attend)
+        logits = self._model.forward(tokens, positions, slots, self._cache, sampled, attend)
         return logits, greedy(logits)
 
-    def _fill(self, row: TurnRow, bucket: int) -> None:
-        page, count = self._cache.shape[3], row.count
+    def _fill(self, rows: Sequence[TurnRow], bucket: int, places: int) -> None:
+        page, first, tile = self._cache.shape[3], 0, 0
         host = self._host.numpy()
-        positions = np.arange(row.start, row.end, dtype=np.int32)
-        blocks = np.asarray(row.blocks, np.int32)
-        host[: 3 * bucket] = 0
-        host[:count] = row.tokens[row.start : row.end]
-        host[bucket : bucket + count] = positions
-        slots = host[2 * bucket : 3 * bucket]
-        slots[:count] = blocks[positions // page] * page + positions % page
-        slots[count:] = -1
-        fixed = host[3 * bucket : 3 * bucket + self._fixed]
-        fixed[:4] = 0, row.start, count, count - 1
-        fixed[4 : 4 + len(blocks)] = blocks
+        host[: 3 * bucket + self._fixed(bucket, places)] = 0
+        parts = self._parts(host, bucket, places)
+        tokens, all_positions, slots, sequences, sampled, table, tile_rows, tile_first = parts
+        slots[:] = -1
+        tile_first[:] = bucket  # beyond every chunk: nothing to do
+        for at, row in enumerate(rows):
+            last = first + row.count
+            positions = np.arange(row.start, row.end, dtype=np.int32)
+            blocks = np.asarray(row.blocks, np.int32)
+            tokens[first:last] = row.tokens[row.start : row.end]
+            all_positions[first:last] = positions
+            slots[first:last] = blocks[positions // page] * page + positions % page
+            sequences[3 * at : 3 * at + 3] = first, row.start, row.count
+            sampled[at] = last - 1
+            table[at * self._width : at * self._width + len(blocks)] = blocks
+            num_tiles = -(-row.count // self._tile)
+            tile_rows[tile : tile + num_tiles] = at
+            tile_first[tile : tile + num_tiles] = np.arange(num_tiles, dtype=np.int32) * self._tile
+            first, tile = last, tile + num_tiles

@@ -1,0 +1,75 @@
+"""How much of a prompt an iteration computes: as much as fits before somebody else is due, and several prompts where
+that saves time. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dovetail.policy.latency import Latency, prompts_s
+
+INFINITY = float("inf")
+FEWEST_TOKENS = 16  # of a part: fewer would cost nearly as much
+STEP_TOKENS = 16  # parts are multiples of it: a KV block
+PACKED_SHARE = 0.9  # of the time that two prompts take one by one: they share an iteration if it takes no longer
+UNHURRIED = 3.0  # times what is left of a prompt: it is due no sooner
+SPLIT_LIMIT, SMOOTH_LIMIT = 8.0, 3.0  # parts take no less than so many times what splitting costs
+MOST_PROMPTS = 32  # in one iteration
+
+
+def tokens_within(latency: Latency, start: int, pending: int, seconds: float) -> int:
+    """How many of the pending tokens of a prompt can be computed in so long, those before `start` being there; no fewer
+    than what a smallest part costs."""
+    if pending <= FEWEST_TOKENS or prompts_s(latency, [(start, pending)]) <= seconds:
+        return pending
+    seconds = max(seconds, prompts_s(latency, [(start, FEWEST_TOKENS)]))
+    fits, exceeds = FEWEST_TOKENS // STEP_TOKENS, -(-pending // STEP_TOKENS)
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        if prompts_s(latency, [(start, middle * STEP_TOKENS)]) <= seconds:
+            fits = middle
+        else:
+            exceeds = middle
+    tokens = fits * STEP_TOKENS
+    return tokens if pending - tokens >= FEWEST_TOKENS else pending
+
+
+def least_s(latency: Latency, start: int, pending: int) -> float:
+    """What the smallest part of a prompt takes."""
+    return prompts_s(latency, [(start, min(FEWEST_TOKENS, pending))])
+
+
+def split_s(latency: Latency) -> float:
+    """What two parts take longer than one."""
+    least = latency.prefill_s(FEWEST_TOKENS)
+    return max(min(2 * least - latency.prefill_s(2 * FEWEST_TOKENS), least / 2), 0.0)
+
+
+def part_limit_s(part_s: float, split: float) -> float:
+    """How long a part is if nobody is due: what splitting costs shall be a small share of it."""
+    return max(part_s, SPLIT_LIMIT * split)
+
+
+def in_parts_s(seconds: float, part_s: float, split: float) -> float:
+    """What takes so long in one piece, in parts."""
+    limit_s = part_limit_s(part_s, split)
+    return seconds if seconds <= limit_s or not split else seconds * limit_s / (limit_s - split)
+
+
+def begins_by_s(decodes: Iterable[tuple[float, float]]) -> float:
+    """When the first of these iterations, (latest end, duration) each, has to begin so that none is late."""
+    begins_s, total_s = INFINITY, 0.0
+    for latest_s, seconds in sorted(decodes):
+        total_s += seconds
+        begins_s = min(begins_s, latest_s - total_s)
+    return begins_s
+
+
+def is_unhurried(now: float, left_s: float, due_s: float) -> bool:
+    """Whether a prompt with so much left has time to share the device with answers that are not due yet."""
+    return now + UNHURRIED * left_s < due_s
+
+
+def saves(latency: Latency, tokens: int, more: int) -> bool:
+    """Whether so many more tokens of another prompt had better be in the same iteration."""
+    return latency.prefill_s(tokens + more) <= PACKED_SHARE * (latency.prefill_s(tokens) + latency.prefill_s(more))
