@@ -165,9 +165,31 @@ def test_logits_of_a_mixed_batch_equal_each_alone(executor: Any, reference: torc
         make_row(i, tokens, len(tokens) - count, count, tables[i])
         for i, (tokens, count) in enumerate(zip(sequences, counts, strict=True))
     )
-    ours = executor.logits(Turn(rows))
-    for i, tokens in enumerate(sequences):
-        assert_close(ours[i], reference_logits(reference, tokens)[-1])
+    for _ in range(3):  # the second and third time by graphs
+        ours = executor.logits(Turn(rows))
+        for i, tokens in enumerate(sequences):
+            assert_close(ours[i], reference_logits(reference, tokens)[-1])
+
+
+def test_parts_of_several_prompts_in_one_iteration_equal_each_alone(executor: Any, reference: torch.nn.Module) -> None:
+    """Some whole, some continued, some left unfinished: those have no token, and the next iteration goes on with them."""
+    lengths, first_ends = [40, 17, 33, 40, 5], [40, 17, 16, 20, 5]
+    tables = [[i * 12 + 11 - j for j in range(12)] for i in range(len(lengths))]
+    sequences = [make_tokens(200 + i, length) for i, length in enumerate(lengths)]
+    expected = [reference_logits(reference, tokens)[-1] for tokens in sequences]
+    for _ in range(3):  # the second and third time by graphs
+        begun = tuple(
+            TurnRow(i, tokens, 0, end, tables[i], len(tokens), GREEDY, samples=end == len(tokens))
+            for i, (tokens, end) in enumerate(zip(sequences, first_ends, strict=True))
+        )
+        ours = executor.logits(Turn(begun))
+        assert sorted(ours) == [0, 1, 4]
+        rest = tuple(make_row(i, sequences[i], first_ends[i], lengths[i] - first_ends[i], tables[i]) for i in (2, 3))
+        ours |= executor.logits(Turn(rest))
+        for i, logits in enumerate(expected):
+            assert_close(ours[i], logits)
+        tokens_of = {row.sequence: row.token for row in executor.run(Turn(begun)).rows}
+        assert tokens_of == {i: int(expected[i].argmax()) for i in (0, 1, 4)}
 
 
 def test_greedy_text_equals_transformers(executor: Any, reference: torch.nn.Module) -> None:
