@@ -172,7 +172,7 @@ def test_logits_of_a_mixed_batch_equal_each_alone(executor: Any, reference: torc
 
 
 def test_parts_of_several_prompts_in_one_iteration_equal_each_alone(executor: Any, reference: torch.nn.Module) -> None:
-    """Some whole, some continued, some left unfinished: those have no token, and the next iteration goes on with them."""
+    """Some whole, some continued, some left unfinished: those have no token, and go on in the next."""
     lengths, first_ends = [40, 17, 33, 40, 5], [40, 17, 16, 20, 5]
     tables = [[i * 12 + 11 - j for j in range(12)] for i in range(len(lengths))]
     sequences = [make_tokens(200 + i, length) for i, length in enumerate(lengths)]
