@@ -95,14 +95,14 @@ def _child_pid() -> int:
 def test_a_killed_function_loses_no_request(partitioned: bool, requests: int) -> None:
     async def run() -> PlanRuntime:
         plan = make_plan_of(App("a", "wrn50-1", 0.5, 2.0), partitioned=partitioned)
-        runtime = PlanRuntime(plan, window_s=1e6)
+        runtime = PlanRuntime.on_this_machine(plan, window_s=1e6)
         await runtime.start()
         try:
             if not partitioned:
                 await check_endpoint(runtime)
             asked = [asyncio.create_task(runtime.submit("a", IMAGE)) for _ in range(requests)]
             await asyncio.sleep(0.1)
-            os.kill(runtime.groups()[0].pids[0], signal.SIGKILL)
+            runtime.groups()[0].instances[0].kill()
             answers = await asyncio.gather(*asked)
         finally:
             await runtime.close()
@@ -133,20 +133,20 @@ async def check_endpoint(runtime: PlanRuntime) -> None:
 def test_a_rate_that_leaves_the_plan_is_planned_again_and_nothing_is_lost() -> None:
     async def run() -> tuple[PlanRuntime, dict[str, Any]]:
         plan = make_plan_of(App("a", "wrn50-1", 0.2, 3.0), App("b", "wrn50-1", 0.01, 4.0))
-        runtime = PlanRuntime(plan, window_s=1.0, threshold=0.5)
+        runtime = PlanRuntime.on_this_machine(plan, window_s=1.0, threshold=0.5)
         await runtime.start()
         driven = Driven()
         try:
             asked = []
             for _ in range(9):
-                driven.sent += 1
+                driven.sent_s.append(asyncio.get_running_loop().time())
                 asked.append(asyncio.create_task(runtime.submit("a", IMAGE)))
                 await asyncio.sleep(0.12)
             async with asyncio.timeout(60):
                 while not runtime.changes:
                     await asyncio.sleep(0.1)
             asked.append(asyncio.create_task(runtime.submit("b", IMAGE)))
-            driven.sent += 1
+            driven.sent_s.append(asyncio.get_running_loop().time())
             driven.answered = len(await asyncio.gather(*asked))
         finally:
             await runtime.close()

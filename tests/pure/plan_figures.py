@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from plan_builders import MODELS, random_apps, shipped
 
 from dovetail.plan.batching import App
+from dovetail.plan.drive import Load
 from dovetail.plan.function_profile import StageSection, read_function_profile
 from dovetail.plan.grouping import HARMONY_BATCH, exact_groups, merged_groups, plan_groups, total_cost_per_s
 from dovetail.plan.plan_file import make_plan
@@ -71,7 +72,7 @@ def beside_harmony_batch(model: str, name: str, least: float, most: float) -> No
     harmony = total_cost_per_s(merged_groups(apps, Provisioner(profile, sheet, HARMONY_BATCH, cold_starts=False)))
     exact = total_cost_per_s(exact_groups(apps, provisioners))
     plan = make_plan(groups, provisioners)
-    found = replay(plan, HOURS * 3600)
+    found = replay(plan, Load(HOURS * 3600)).totals
     modes = ", ".join(sorted({str(group.config.option.mode) for group in groups}))
     memory = [profile.memory_gb, *(_peak_gb(profile.partitions[group.template].stages) for group in plan.groups
                                    if group.template is not None)]  # fmt: skip

@@ -48,6 +48,11 @@ def test_applications_become_a_plan_that_can_be_explained_compared_and_replayed(
     replayed = json.loads(run("replay", str(plan), "--hours", "0.2", "--json"))
     assert replayed["requests"] > 500
     assert replayed["late_share"] < 0.011
+    disturbed = run("replay", str(plan), "--hours", "0.05", "--cores", "40", "--kill", "20", "--change", "search*3@40",
+                    "--window", "10")  # fmt: skip
+    assert "replanned at" in disturbed
+    with pytest.raises(ConfigError, match="--change sarch: no such application; there are search"):
+        run("replay", str(plan), "--change", "sarch*3@40")
 
 
 def test_the_machine_readable_plan_has_every_group(tmp_path: Path) -> None:
@@ -70,6 +75,7 @@ def test_frontiers_and_templates_are_shown() -> None:
     ("text", "complaint"),
     [
         (APPS.replace("rate: 2.0", "rate: 0"), r"apps\.search\.rate"),
+        (APPS.replace("prices: alibaba-fc", "prices: alibaba-fc\nreserve: -1"), "reserve"),
         (APPS.replace("slo: 6s", "slo: soon"), r"apps\.tags\.slo: expected a duration"),
         (APPS.replace("model: wrn50-4", "model: wrn51"), "no function profile 'wrn51'"),
         (APPS.replace("alibaba-fc", "gcp"), "no sheet 'gcp'"),

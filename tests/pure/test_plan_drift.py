@@ -27,6 +27,15 @@ def test_a_rate_that_triples_is_seen_and_the_others_stay_as_planned() -> None:
     assert rates["quiet"] == 0.05
 
 
+def test_the_new_rate_is_that_since_the_change_and_not_the_mean_of_the_window() -> None:
+    watch, random, now = watched(2.0, 2.0, 60.0), Random(1), 60.0
+    while (now := now + random.expovariate(6.0)) < 67.5:
+        watch.observe("a", now)
+    rates = watch.drifted(67.5)
+    assert rates is not None
+    assert rates["a"] > 4.0, "over all of the window it was 3 a second"
+
+
 def test_nothing_is_said_before_a_whole_window_was_seen() -> None:
     assert watched(20.0, 2.0, 20.0).drifted(20.0) is None
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ from dovetail.cli.output import print_json, print_table
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dovetail.plan.drive import Driven, RateChange
+    from dovetail.plan.drive import Driven, Load, RateChange
     from dovetail.plan.plan_file import FunctionPlan
     from dovetail.plan.runtime import PlanRuntime
 
@@ -46,18 +47,23 @@ def apply(
     if read_yaml(plan).get("kind") == "fleet":
         _serve_fleet(plan, port)
         return
+    from dovetail.plan.drive import Load
     from dovetail.plan.plan_file import read_plan
 
-    changes = [_change(text) for text in change or ()]
-    if (changes or kill) and not drive:
+    load = Load(drive, seed, changes=parse_changes(change), kills_s=tuple(kill or ()))
+    if (change or kill) and not drive:
         raise ConfigError("--change and --kill need --drive")
-    found = asyncio.run(_run(read_plan(plan), port, drive, changes, kill or [], window, threshold, seed))
+    found = asyncio.run(_run(read_plan(plan), port, load, window, threshold))
     if found is None:
         return
     if as_json:
         print_json(found)
         return
     _print(found)
+
+
+def parse_changes(texts: list[str] | None) -> tuple[RateChange, ...]:
+    return tuple(_change(text) for text in texts or ())
 
 
 def _change(text: str) -> RateChange:
@@ -69,30 +75,25 @@ def _change(text: str) -> RateChange:
     return RateChange(match[1], float(match[2]), float(match[3]))
 
 
-async def _run(
-    plan: FunctionPlan,
-    port: int,
-    seconds: float,
-    changes: list[RateChange],
-    kills: list[float],
-    window: float,
-    threshold: float,
-    seed: int,
-) -> dict[str, Any] | None:
-    from dovetail.plan.drive import drive, report
+def check_changes(changes: Sequence[RateChange], apps: Iterable[str]) -> None:
+    unknown = [change.app for change in changes if change.app not in apps]
+    if unknown:
+        raise ConfigError(f"--change {unknown[0]}: no such application; there are {', '.join(apps)}")
+
+
+async def _run(plan: FunctionPlan, port: int, load: Load, window: float, threshold: float) -> dict[str, Any] | None:
+    from dovetail.plan.drive import drive, report, sample_image
     from dovetail.plan.runtime import PlanRuntime
 
-    runtime = PlanRuntime(plan, window, threshold)
-    unknown = [change.app for change in changes if change.app not in runtime.apps]
-    if unknown:
-        raise ConfigError(f"--change {unknown[0]}: no such application; there are {', '.join(runtime.apps)}")
+    runtime = PlanRuntime.on_this_machine(plan, window, threshold)
+    check_changes(load.changes, runtime.apps)
     await runtime.start()
-    limits = {group.group.name: group.pids for group in runtime.groups()}
-    print(f"{len(limits)} groups ready, {sum(map(len, limits.values()))} processes", file=sys.stderr)
+    ready = [len(group.instances) for group in runtime.groups()]
+    print(f"{len(ready)} groups ready, {sum(ready)} functions", file=sys.stderr)
     driven: Driven | None = None
     try:
-        if seconds:
-            driven = await drive(runtime, seconds, seed, changes, kills)
+        if load.duration_s:
+            driven = await drive(runtime, load, sample_image(load.seed))
         else:
             await _listen(runtime, port)
     finally:
@@ -117,14 +118,21 @@ def _print(found: dict[str, Any]) -> None:
         for group in found["groups"]
     ]  # fmt: skip
     print_table(("group", "requests", "late", "runs", "starts", "deaths", "billed", "forecast"), rows)
-    for change in found["changes"]:
-        said = change["error"] or f"{change['groups']} groups, ready after {change['seconds']:.1f} s"
-        print(f"replanned at {change['at_s']:.0f} s: {said}")
+    print_changes(found["changes"])
     print(
         f"{found['sent']} sent, {found['answered']} answered, {found['failed']} failed, {found['lost']} lost; "
-        f"{found['late_share']:.2%} late; billed {found['billed']:.4g}, forecast {found['forecast']:.4g} "
-        f"({found['forecast_error']:+.1%}), starts {found['billed_starts']:.4g} besides"
+        f"{found['late_share']:.2%} late ({found['undisturbed_late_share']:.2%} where nothing was disturbed)"
     )
+    print(
+        f"billed {found['billed']:.4g}, forecast {found['forecast']:.4g} ({found['forecast_error']:+.1%}), "
+        f"starts {found['billed_starts']:.4g} besides"
+    )
+
+
+def print_changes(changes: Sequence[dict[str, Any]]) -> None:
+    for change in changes:
+        said = change["error"] or f"{change['groups']} groups, ready after {change['seconds']:.1f} s"
+        print(f"replanned at {change['at_s']:.0f} s: {said}")
 
 
 def _serve_fleet(plan: Path, port: int) -> None:

@@ -81,9 +81,12 @@ def _plan_apps(
 
     inputs = read_apps(file, prices)
     begun = time.perf_counter()
-    provisioners = provisioners_of(inputs.profiles, inputs.sheet, cold_starts=inputs.file.cold_starts)
+    options = inputs.file
+    provisioners = provisioners_of(
+        inputs.profiles, inputs.sheet, cold_starts=options.cold_starts, reserve=options.reserve
+    )
     priced = time.perf_counter()
-    groups = plan_groups(inputs.file.applications(), provisioners)
+    groups = plan_groups(options.applications(), provisioners)
     planned = time.perf_counter()
     times = {"priced_ms": round((priced - begun) * 1e3, 2), "planned_ms": round((planned - priced) * 1e3, 2)}
     plan = make_plan(groups, provisioners)
@@ -256,20 +259,39 @@ def replay_command(
     hours: Annotated[float, typer.Option(help="Virtual time.", min=0.001)] = 1.0,
     seed: int = 0,
     cv: Annotated[float, typer.Option(help="Coefficient of variation of the gaps; 1 = Poisson.", min=0.1)] = 1.0,
+    cores: Annotated[
+        float | None, typer.Option(help="That functions share, as under `apply`.  [default: a platform's]", min=0.1)
+    ] = None,
+    change: Annotated[list[str] | None, typer.Option(help="APP*TIMES@SECONDS, such as search*3@120.")] = None,
+    kill: Annotated[list[float] | None, typer.Option(help="Kill a function at this second.")] = None,
+    window: Annotated[
+        float | None, typer.Option(help="Seconds over which rates are watched.  [default: not watched]", min=1)
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="Share by which a rate may leave the plan.", min=0.05)] = 0.5,
     as_json: JsonOption = False,
 ) -> None:
     """A plan in virtual time: late requests, and what the price sheet bills beside the forecast.
 
-    Example: dovetail plan replay plan.yaml --hours 10
+    Example: dovetail plan replay plan.yaml --hours 10; what `apply` would do on 2 cores: dovetail plan replay plan.yaml
+    --hours 0.2 --cores 2 --kill 150 --change search*3@300 --window 60
     """
+    from dovetail.cli.apply import check_changes, parse_changes, print_changes
+    from dovetail.plan.drive import Load
     from dovetail.plan.plan_file import read_plan
     from dovetail.plan.replay import replay
 
-    found = _replayed(replay(read_plan(plan), hours * 3600, seed, cv))
+    found_plan = read_plan(plan)
+    load = Load(hours * 3600, seed, cv, parse_changes(change), tuple(kill or ()))
+    check_changes(load.changes, [name for group in found_plan.groups for name in group.apps])
+    result = replay(found_plan, load, cores, window, threshold)
+    found = _replayed(result.totals)
+    for key in ("undisturbed_late_share", "changes", "late_requests"):
+        found[key] = result.report[key]
     if as_json:
         print_json(found)
         return
     _print_replay(found)
+    print_changes(found["changes"])
 
 
 def _replayed(result: Totals) -> dict[str, Any]:

@@ -90,6 +90,8 @@ def _print(found: FunctionProfile, errors: list[Error], out: Path | None, as_jso
     print_table(("sizes held out", "error, mean", "error, p99", "measured (predicted)"), rows)
     stages = [f"{max(stage.memory_gb for stage in part.stages):.2f}" for part in found.partitions]
     print(f"memory: {found.memory_gb:.2f} GB in one function; largest stage of each template: {', '.join(stages)} GB")
+    beside = found.beside
+    print(f"while functions have all cores: {beside.mean:.3f} times as long in the mean, {beside.p99:.3f} times at p99")
     print(f"start: {found.cold_start_s.cpu:.2f} s, of a stage {found.cold_start_s.stage:.2f} s")
     if out is not None:
         print(f"wrote {out}")

@@ -25,6 +25,8 @@ class ModelSection(Section):
 class AppsFile(Section):
     prices: str
     cold_starts: bool = True  # whether functions that fall idle are started again, and waited for
+    # The share by which a run on CPUs may be longer than its profiled 99th percentile; None = as the profile measured.
+    reserve: float | None = Field(default=None, ge=0)
     models: dict[str, ModelSection] = Field(default_factory=dict)
     apps: dict[str, AppSection] = Field(min_length=1)
 

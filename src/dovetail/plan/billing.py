@@ -50,6 +50,18 @@ class GroupRates:
         return self._warm * self._together * (self._sheet.rates.idle_share or 0.0) * seconds
 
 
+@dataclass(frozen=True)
+class LateRequest:
+    """Where its time went."""
+
+    app: str
+    arrival_s: float  # by the runtime's clock
+    slo_s: float
+    waited_s: float  # for others to share a batch with
+    queued_s: float  # for a function; after a death, with the run that was lost
+    ran_s: float
+
+
 @dataclass
 class Account:
     """What became of one group's requests, and what they cost."""
@@ -57,18 +69,21 @@ class Account:
     group: str
     forecast_per_request: float
     requests: int = 0
-    late: int = 0
     runs: int = 0
     starts: int = 0
     deaths: int = 0
     cost: float = 0.0  # of runs, and of functions kept warm
     start_cost: float = 0.0
     latencies_s: list[float] = field(default_factory=list, repr=False)
+    late_requests: list[LateRequest] = field(default_factory=list, repr=False)
 
-    def answer(self, latency_s: float, slo_s: float) -> None:
+    def answer(self, latency_s: float) -> None:
         self.requests += 1
-        self.late += latency_s > slo_s
         self.latencies_s.append(latency_s)
+
+    @property
+    def late(self) -> int:
+        return len(self.late_requests)
 
     @property
     def forecast(self) -> float:
@@ -88,6 +103,10 @@ class Totals:
     @property
     def late(self) -> int:
         return sum(group.late for group in self.groups)
+
+    @property
+    def late_requests(self) -> list[LateRequest]:
+        return sorted((late for group in self.groups for late in group.late_requests), key=lambda late: late.arrival_s)
 
     @property
     def late_share(self) -> float:

@@ -37,15 +37,16 @@ def provisioners_of(
     sheet: PriceSheet,
     modes: Sequence[Mode] = ALL_MODES,
     cold_starts: bool = True,
+    reserve: float | None = None,
 ) -> dict[str, Provisioner]:
-    return {model: Provisioner(profile, sheet, modes, cold_starts) for model, profile in profiles.items()}
+    return {model: Provisioner(profile, sheet, modes, cold_starts, reserve) for model, profile in profiles.items()}
 
 
 def alternatives(inputs: Inputs) -> list[Alternative]:
     """Ours first. The exact answer is left out where it would take too long."""
-    apps, cold = inputs.file.applications(), inputs.file.cold_starts
-    ours = provisioners_of(inputs.profiles, inputs.sheet, cold_starts=cold)
-    harmony = provisioners_of(inputs.profiles, inputs.sheet, HARMONY_BATCH, cold)
+    apps, cold, reserve = inputs.file.applications(), inputs.file.cold_starts, inputs.file.reserve
+    ours = provisioners_of(inputs.profiles, inputs.sheet, cold_starts=cold, reserve=reserve)
+    harmony = provisioners_of(inputs.profiles, inputs.sheet, HARMONY_BATCH, cold, reserve)
     found = [
         Alternative("plan", tuple(plan_groups(apps, ours))),
         Alternative("two phases alone", tuple(_two_phases(apps, ours))),

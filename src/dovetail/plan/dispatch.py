@@ -66,17 +66,19 @@ class Batcher:
 
 @dataclass(frozen=True)
 class Placement:
-    """A batch on a function, which must be started first if it is cold."""
+    """A batch on a function that is ready for it."""
 
     function: int
     batch: Batch
-    is_cold: bool
 
 
 class Pool:
     """The functions of one group.
 
-    started = idle + busy;   a batch queues only while busy == limit
+    started = idle + busy + starting;   a batch queues only while nothing is idle
+
+    A batch that finds none idle has one started, and is bound to whichever is ready first: the new one, or one that
+    ends its run before.
     """
 
     def __init__(self, limit: int | None, keep_alive_s: float, keep: int = 0) -> None:
@@ -85,45 +87,55 @@ class Pool:
         self._keep = keep  # functions that stay, however long they are idle
         self._idle: list[tuple[int, float]] = []  # function, since when; the last used is used next
         self._busy: dict[int, Batch] = {}
+        self._starting: set[int] = set()
         self._queue: deque[Batch] = deque()
         self._next = 0
 
     @property
     def num_started(self) -> int:
-        return len(self._idle) + len(self._busy)
+        return len(self._idle) + len(self._busy) + len(self._starting)
 
     @property
     def num_queued(self) -> int:
         return len(self._queue)
 
     @property
+    def first_queued(self) -> Batch | None:
+        return self._queue[0] if self._queue else None
+
+    @property
     def is_quiet(self) -> bool:
         return not self._busy and not self._queue
 
-    def add(self, batch: Batch, now: float) -> Placement | None:
+    def add(self, batch: Batch) -> None:
         self._queue.append(batch)
-        return self.place(now)
 
-    def warm(self, now: float) -> int:
-        """A function that is ready before anybody asks; the caller has started it."""
+    def place(self) -> Placement | None:
+        """The next batch that can run now."""
+        if not self._queue or not self._idle:
+            return None
+        function, _ = self._idle.pop()
+        self._busy[function] = self._queue.popleft()
+        return Placement(function, self._busy[function])
+
+    def start_wanted(self) -> int | None:
+        """A function that the caller starts now, one for each batch that waits; `ready` or `lose` says what became of
+        it."""
+        is_enough = len(self._starting) >= len(self._queue)
+        if is_enough or (self._limit is not None and self.num_started >= self._limit):
+            return None
+        return self.start_ahead()
+
+    def start_ahead(self) -> int:
+        """As `start_wanted`, before anybody waits."""
         self._next += 1
-        self._idle.insert(0, (self._next, now))
+        self._starting.add(self._next)
         return self._next
 
-    def place(self, now: float) -> Placement | None:
-        """The next batch that can run now."""
-        if not self._queue:
-            return None
-        self.expire(now)
-        is_cold = not self._idle
-        if is_cold:
-            if self._limit is not None and self.num_started >= self._limit:
-                return None
-            self._next += 1
-        function = self._next if is_cold else self._idle.pop()[0]
-        batch = self._queue.popleft()
-        self._busy[function] = batch
-        return Placement(function, batch, is_cold)
+    def ready(self, function: int, now: float) -> None:
+        """It has been started."""
+        self._starting.remove(function)
+        self._idle.append((function, now))
 
     def release(self, function: int, now: float) -> None:
         """Its batch is done."""
@@ -131,15 +143,20 @@ class Pool:
         self._idle.append((function, now))
 
     def lose(self, function: int) -> Batch | None:
-        """It died. What it ran comes back first, since it has waited longest."""
+        """It died, or did not start. What it ran comes back first, since it has waited longest."""
         self._idle = [entry for entry in self._idle if entry[0] != function]
+        self._starting.discard(function)
         batch = self._busy.pop(function, None)
         if batch is not None:
             self._queue.appendleft(batch)
         return batch
 
+    def give_up(self, batch: Batch) -> None:
+        """It waits, and will not be run."""
+        self._queue.remove(batch)
+
     def expire(self, now: float) -> list[int]:
-        """Functions that have been idle for longer than the keep-alive."""
+        """Functions that have been idle for longer than the keep-alive; the caller ends them."""
         late = [function for function, since in self._idle if since + self._keep_alive_s < now]
         gone = late[: max(self.num_started - self._keep, 0)]
         self._idle = [entry for entry in self._idle if entry[0] not in gone]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,7 +30,7 @@ def make_app(runtime: PlanRuntime) -> Starlette:
             raise InvalidRequest(
                 f"expected a float32 image of 3 × {IMAGE} × {IMAGE}, {_BYTES:,} bytes; got {len(body):,}"
             )
-        driven.sent += 1
+        driven.sent_s.append(asyncio.get_running_loop().time())
         try:
             answered = await runtime.submit(app, np.frombuffer(body, np.float32).reshape(1, 3, IMAGE, IMAGE))
         except RequestError:

@@ -87,6 +87,13 @@ class ColdStarts(Section):
     stage: float = Field(default=0.0, ge=0)  # of the slowest stage: they start side by side
 
 
+class Beside(Section):
+    """How many times as long a run takes while functions have all vCPUs of the machine."""
+
+    mean: float = Field(default=1.0, gt=0)
+    p99: float = Field(default=1.0, gt=0)
+
+
 class FunctionProfile(Section):
     model: str
     source: str  # measured where, or assumed from what
@@ -96,12 +103,18 @@ class FunctionProfile(Section):
     gpu: GpuSection | None = None
     partitions: tuple[PartitionSection, ...] = ()  # templates to choose from
     cold_start_s: ColdStarts = ColdStarts()
+    beside: Beside = Beside()  # on a CPU; a platform's functions do not disturb each other
 
     @model_validator(mode="after")
     def _from_one(self) -> FunctionProfile:
         if 1 not in self.cpu or any(1 not in partition.stages[0].cpu for partition in self.partitions):
             raise ValueError("cpu: batch size 1 is missing")
         return self
+
+    @property
+    def reserve(self) -> float:
+        """The share by which plans expect a run on a CPU to be longer than its 99th percentile alone on the machine."""
+        return max(self.beside.p99 - 1.0, 0.0)
 
     @property
     def cpu_latency(self) -> CpuLatency:

@@ -116,6 +116,19 @@ class Instance:
         for function in self.functions:
             function.limit.resize(vcpus)
 
+    async def ended(self) -> None:
+        """Returns when one of its processes has ended: it can run no more."""
+        ends = [asyncio.ensure_future(function.ended()) for function in self.functions]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+
+    def kill(self) -> None:
+        """kill -9 of its first process, for whoever tries it out."""
+        self.functions[0].kill()
+
     async def close(self) -> None:
         await asyncio.gather(*(function.close() for function in self.functions))
 

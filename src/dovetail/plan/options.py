@@ -35,7 +35,7 @@ class Option:
     vcpus: tuple[float, ...]  # of the function, or of a worker of each stage
     memory_gb: tuple[float, ...]
     gpu_gb: float
-    p99_s: float  # of a full batch
+    p99_s: float  # of a full batch, with the reserve
     mean_s: tuple[float, ...]  # of a batch of 1, 2, …
     costs: tuple[float, ...]  # of a batch of 1, 2, …: every function of it
     cold_s: float  # start of the functions, when none is warm
@@ -53,8 +53,10 @@ class OptionTable:
     options: tuple[Option, ...]
 
 
-def build_tables(profile: FunctionProfile, sheet: PriceSheet) -> list[OptionTable]:
-    tables = [OptionTable(Mode.CPU, batch, _frontier(_cpu(profile, sheet, batch))) for batch in sorted(profile.cpu)]
+def build_tables(profile: FunctionProfile, sheet: PriceSheet, reserve: float = 0.0) -> list[OptionTable]:
+    """`reserve`: the share by which a run on CPUs may be longer than profiled."""
+    cpu = ((batch, _reserved(_cpu(profile, sheet, batch), reserve)) for batch in sorted(profile.cpu))
+    tables = [OptionTable(Mode.CPU, batch, _frontier(options)) for batch, options in cpu]
     if profile.gpu is not None and sheet.gpu is not None:
         sizes = [batch for batch in GPU_BATCHES if batch <= profile.gpu.max_batch]
         tables += [OptionTable(Mode.GPU, b, _frontier(_gpu(profile, sheet, sheet.gpu, b))) for b in sizes]
@@ -62,8 +64,12 @@ def build_tables(profile: FunctionProfile, sheet: PriceSheet) -> list[OptionTabl
     for batch in sorted({batch for _, template in usable for batch in template.stages[0].cpu}):
         own = [template for template in usable if batch in template[1].stages[0].cpu]
         priced = (option for place, template in own for option in _partitioned(profile, place, template, sheet, batch))
-        tables.append(OptionTable(Mode.PARTITIONED, batch, _frontier(priced)))
+        tables.append(OptionTable(Mode.PARTITIONED, batch, _frontier(_reserved(priced, reserve))))
     return [table for table in tables if table.options]
+
+
+def _reserved(options: Iterable[Option], reserve: float) -> Iterable[Option]:
+    return (replace(option, p99_s=option.p99_s * (1 + reserve)) for option in options) if reserve else options
 
 
 def _frontier(options: Iterable[Option]) -> tuple[Option, ...]:

@@ -25,7 +25,7 @@ class PlannedApp(Section):
 
 
 class Forecast(Section):
-    p99_s: float  # of a full batch's run
+    p99_s: float  # of a full batch's run, with the reserve
     mean_s: float  # of a run of the expected batch
     expected_batch: float = Field(ge=1)
     cold_share: float
@@ -58,6 +58,7 @@ class FunctionPlan(Section):
     kind: str = "functions"
     prices: PriceSheet
     cold_starts: bool
+    reserve: float | None = Field(default=None, ge=0)  # as in the file of applications
     profiles: dict[str, FunctionProfile]  # by model: what the plan was made with
     groups: tuple[PlannedGroup, ...] = Field(min_length=1)
 
@@ -76,7 +77,9 @@ def make_plan(groups: Sequence[Group], provisioners: Mapping[str, Provisioner]) 
     planned = tuple(_planned(f"{group.apps[0].model}-{index}", group) for index, group in enumerate(refined))
     first = next(iter(provisioners.values()))
     profiles = {model: provisioner.profile for model, provisioner in provisioners.items()}
-    return FunctionPlan(prices=first.sheet, cold_starts=first.cold_starts, profiles=profiles, groups=planned)
+    return FunctionPlan(
+        prices=first.sheet, cold_starts=first.cold_starts, reserve=first.reserve, profiles=profiles, groups=planned
+    )
 
 
 def _planned(name: str, group: Group) -> PlannedGroup:

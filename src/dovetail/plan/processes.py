@@ -13,6 +13,8 @@ from dovetail.plan.frames import Answer, Call, FunctionDied, Spec, read, write
 from dovetail.plan.limits import CpuLimit
 
 _STOP_S = 5.0
+# A start has a whole vCPU at least: at half of one it takes twice as long, and somebody may wait for it.
+START_VCPUS = 1.0
 
 
 class FunctionProcess:
@@ -41,7 +43,7 @@ class FunctionProcess:
     async def start(cls, spec: Spec, vcpus: float) -> FunctionProcess:
         """Ready to be called when it returns."""
         started = time.perf_counter()
-        limit = CpuLimit(vcpus)
+        limit = CpuLimit(max(vcpus, START_VCPUS))
         ours, theirs = socket.socketpair()
         command = (sys.executable, "-m", "dovetail.plan.function", str(theirs.fileno()))
         try:
@@ -63,6 +65,7 @@ class FunctionProcess:
         if ready.error:
             await function.close()
             raise EngineFailed(ready.error)
+        limit.resize(vcpus)
         function.start_s = time.perf_counter() - started
         function.memory_bytes, function.hardware = ready.memory_bytes, ready.hardware
         return function
@@ -83,6 +86,13 @@ class FunctionProcess:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise FunctionDied(f"process {self.pid} is gone") from error
 
+    async def ended(self) -> None:
+        await self._process.wait()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
     async def close(self) -> None:
         """It ends when its socket does; if not, it is killed."""
         self._writer.close()
@@ -91,7 +101,6 @@ class FunctionProcess:
         try:
             await asyncio.wait_for(self._process.wait(), _STOP_S)
         except TimeoutError:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            self.kill()
             await self._process.wait()
         self._limit.close()

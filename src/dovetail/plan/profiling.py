@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from dovetail.machine import read_cpu
+from dovetail.machine import read_cpu, usable_cores
 from dovetail.plan.assumed import chain_named
 from dovetail.plan.chains import IMAGE, Chain
 from dovetail.plan.fits import (
@@ -27,6 +27,7 @@ from dovetail.plan.fits import (
     percentile_99,
 )
 from dovetail.plan.function_profile import (
+    Beside,
     ColdStarts,
     CurveSection,
     FunctionProfile,
@@ -88,6 +89,8 @@ async def profile_cpu(model: str, sweep: Sweep, show: Show) -> tuple[FunctionPro
         partitions.append(section)
         errors.append(_partition_error(f"partitioned, template {number}", section, runs, sweep))
         slowest_start_s = max(slowest_start_s, stage_start_s)
+    show("beside others")
+    beside = await _measure_beside(chain, sweep, whole, show)
     profile = FunctionProfile(
         model=model,
         source=f"measured on {read_cpu().model}, {sweep.runs} runs of each size; the 99th percentile is the slowest",
@@ -96,8 +99,37 @@ async def profile_cpu(model: str, sweep: Sweep, show: Show) -> tuple[FunctionPro
         cpu=curves,
         partitions=tuple(partitions),
         cold_start_s=ColdStarts(cpu=start_s, stage=slowest_start_s),
+        beside=beside,
     )
     return profile, errors
+
+
+async def _measure_beside(chain: Chain, sweep: Sweep, alone: Runs, show: Show) -> Beside:
+    """As many functions at once as there are cores for, of the smallest size, against the same alone."""
+    vcpus, batch = min(sweep.sizes), max(sweep.batches)
+    count = int(usable_cores() / vcpus)
+    if count < 2:
+        return Beside()
+    sizes = [StageSize(0, len(chain.layers), 1, vcpus)]
+    instances: list[Instance] = []
+    try:
+        for _ in range(count):
+            instances.append(await Instance.start(chain, sizes))
+            await instances[-1].run(_images(batch))
+        show(f"{count} functions of {vcpus:g} vCPUs")
+        runs = await asyncio.gather(*(_runs_of(instance, batch, sweep.runs) for instance in instances))
+    finally:
+        await asyncio.gather(*(instance.close() for instance in instances))
+    together = [seconds for own in runs for seconds in own]
+    apart = [run.stages[0].workers_s[0] for run in alone[batch, vcpus]]
+    mean = sum(together) / len(together) * len(apart) / sum(apart)
+    return Beside(mean=max(mean, 1.0), p99=max(percentile_99(together) / percentile_99(apart), 1.0))
+
+
+async def _runs_of(instance: Instance, batch: int, count: int) -> list[float]:
+    """Two more than are told of: while others begin or have ended, it has more room than it should."""
+    taken = [(await instance.run(_images(batch))).stages[0].workers_s[0] for _ in range(count + 2)]
+    return taken[1:-1]
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,14 @@ class Provisioner:
         sheet: PriceSheet,
         modes: Sequence[Mode] = ALL_MODES,
         cold_starts: bool = True,
+        reserve: float | None = None,  # None = what the profile measured beside other functions
     ) -> None:
         self.profile = profile
         self.sheet = sheet
         self.cold_starts = cold_starts
-        self._tables = [table for table in build_tables(profile, sheet) if table.mode in modes]
+        self.reserve = reserve
+        tables = build_tables(profile, sheet, profile.reserve if reserve is None else reserve)
+        self._tables = [table for table in tables if table.mode in modes]
         self._latencies = {id(table): [option.p99_s for option in table.options] for table in self._tables}
         self._by_mode = {mode: [table for table in self._tables if table.mode is mode] for mode in modes}
 

@@ -1,26 +1,31 @@
-"""A plan in virtual time: arrivals, the dispatcher's own batches and functions, durations drawn from the profile.
+"""A plan in virtual time: `runtime` and `drive` as they are, and functions that take as long as the profile says.
 
 Says how many requests come late and what the price sheet bills, beside what the plan forecast.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
-from collections.abc import Iterator, Mapping
+import asyncio
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
-from dovetail.plan.billing import Account, GroupRates, Totals
-from dovetail.plan.dispatch import Batch, Batcher, Placement, Pool
-from dovetail.plan.function_profile import FunctionProfile, PartitionSection
+import numpy as np
+
+from dovetail.plan.billing import Totals
+from dovetail.plan.drive import Load, drive, report
+from dovetail.plan.frames import FunctionDied
+from dovetail.plan.function_profile import Beside, FunctionProfile, PartitionSection
+from dovetail.plan.group_runtime import vcpus_at_once
+from dovetail.plan.instances import Array, InstanceRun, StageRun
 from dovetail.plan.latency import CpuLatency, spread_of
 from dovetail.plan.options import Mode
 from dovetail.plan.plan_file import FunctionPlan, PlannedGroup
 from dovetail.plan.prices import PriceSheet
+from dovetail.plan.runtime import PlanRuntime
+from dovetail.plan.virtual import run_virtually
 
-_ARRIVAL, _DUE, _DONE = range(3)
+_NOTHING = np.zeros((1, 0), np.float32)  # an image, as far as virtual time cares
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,14 @@ class RunTimes:
         self._profile = profile
         self._sheet = sheet
         self._random = random
+        self._slowed = Beside()
         self.cold_s = {Mode.CPU: profile.cold_start_s.cpu, Mode.GPU: profile.cold_start_s.gpu}.get(
             group.mode, profile.cold_start_s.stage
         )
 
-    def draw(self, batch: int) -> BatchRun:
+    def draw(self, batch: int, is_full: bool = False) -> BatchRun:
+        """`is_full`: functions have all vCPUs of the machine."""
+        self._slowed = self._profile.beside if is_full else Beside()
         if self._group.template is not None:
             return self._partitioned(self._profile.partitions[self._group.template], batch)
         if self._group.mode is Mode.GPU:
@@ -70,104 +78,97 @@ class RunTimes:
         return BatchRun(total_s, tuple((seconds,) * stage.workers for stage, seconds in workers))
 
     def _cpu_s(self, latency: CpuLatency, batch: int, vcpus: float) -> float:
-        return self._log_normal(latency.mean_s(batch, vcpus), latency.p99_s(batch, vcpus))
+        slowed = self._slowed
+        return self._log_normal(latency.mean_s(batch, vcpus) * slowed.mean, latency.p99_s(batch, vcpus) * slowed.p99)
 
     def _log_normal(self, mean_s: float, p99_s: float) -> float:
         sigma = spread_of(mean_s, p99_s)
         return mean_s * self._random.lognormvariate(-sigma * sigma / 2, sigma)
 
 
-def arrivals(rates: Mapping[str, float], duration_s: float, random: Random, cv: float = 1.0) -> Iterator[
-    tuple[float, str]
-]:  # fmt: skip
-    """By time. Gaps are Gamma with this coefficient of variation; 1 = Poisson."""
-    shape = 1.0 / (cv * cv)
-    streams = [_stream(app, rate, duration_s, random, shape) for app, rate in rates.items()]
-    return heapq.merge(*streams)
+@dataclass
+class SharedCores:
+    """Which running functions share; None = a platform's, which do not."""
+
+    cores: float | None
+    busy: float = 0.0  # vCPUs
+
+    @property
+    def is_full(self) -> bool:
+        return self.cores is not None and self.busy >= self.cores - 1e-9
 
 
-def _stream(app: str, rate: float, duration_s: float, random: Random, shape: float) -> Iterator[tuple[float, str]]:
-    now = random.random() * random.gammavariate(shape, 1 / (shape * rate))
-    while now < duration_s:
-        yield now, app
-        now += random.gammavariate(shape, 1 / (shape * rate))
+class VirtualFunction:
+    """Takes the time that a function would, and computes nothing."""
 
-
-def replay(plan: FunctionPlan, duration_s: float, seed: int = 0, cv: float = 1.0) -> Totals:
-    accounts = []
-    for index, group in enumerate(plan.groups):
-        random = Random(f"{seed}/{index}")
-        times = RunTimes(group, plan.profiles[group.model], plan.prices, random)
-        rates = {name: app.rate for name, app in group.apps.items()}
-        accounts.append(_GroupReplay(plan, group, times).run(arrivals(rates, duration_s, random, cv)))
-    return Totals(tuple(accounts))
-
-
-def _running(group: PlannedGroup) -> int:
-    """Functions at once, in all but rare moments."""
-    mean = group.rate / group.forecast.expected_batch * group.forecast.mean_s
-    return math.ceil(mean + 3 * math.sqrt(mean))
-
-
-class _GroupReplay:
-    """Events in a heap of (time, kind, serial): a total order, so that a seed decides everything."""
-
-    def __init__(self, plan: FunctionPlan, group: PlannedGroup, times: RunTimes) -> None:
-        self._rates = GroupRates(group, plan.profiles[group.model], plan.prices)
-        self._cold_starts = plan.cold_starts
-        self._group = group
+    def __init__(self, times: RunTimes, vcpus: float, shared: SharedCores, start_s: float) -> None:
         self._times = times
-        self._batcher = Batcher(group.batch, {name: app.wait_s for name, app in group.apps.items()})
-        self._pool = Pool(None, plan.prices.keep_alive if plan.cold_starts else float("inf"), group.warm)
-        for _ in range(max(group.warm, _running(group))):  # begins as if it had run for long
-            self._pool.warm(0.0)
-        self._account = Account(group.name, group.forecast.cost_per_request)
-        self._events: list[tuple[float, int, int, object]] = []
-        self._serials = itertools.count()
+        self._vcpus = vcpus
+        self._shared = shared
+        self.start_s = start_s
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._running: asyncio.Future[None] | None = None
 
-    def run(self, stream: Iterator[tuple[float, str]]) -> Account:
-        now = 0.0
-        self._next_arrival(stream)
-        while self._events:
-            now, kind, serial, what = heapq.heappop(self._events)
-            if kind == _ARRIVAL:
-                batch = self._batcher.add(serial, str(what), now, now)
-                due_s = self._batcher.due_s()
-                if batch is None and due_s is not None:
-                    self._push(due_s, _DUE, None)
-                self._next_arrival(stream)
-                self._start(batch, now)
-            elif kind == _DUE:
-                self._start(self._batcher.flush(now), now)
-            else:
-                assert isinstance(what, Placement)
-                self._finish(what, now)
-        self._account.cost += self._rates.kept_warm(now)
-        assert not len(self._batcher)
-        assert self._pool.is_quiet
-        return self._account
+    async def run(self, x: Array) -> InstanceRun:
+        if self._ended.done():
+            raise FunctionDied("it was killed")
+        self._shared.busy += self._vcpus
+        drawn = self._times.draw(len(x), self._shared.is_full)
+        self._running = self._loop.create_future()
+        timer = self._loop.call_later(drawn.seconds, self._running.set_result, None)
+        try:
+            await self._running
+        finally:
+            timer.cancel()
+            self._running = None
+            self._shared.busy -= self._vcpus
+        return InstanceRun(x, drawn.seconds, tuple(StageRun(workers_s, max(workers_s)) for workers_s in drawn.stages))
 
-    def _push(self, time_s: float, kind: int, what: object) -> None:
-        heapq.heappush(self._events, (time_s, kind, next(self._serials), what))
+    async def ended(self) -> None:
+        await asyncio.shield(self._ended)
 
-    def _next_arrival(self, stream: Iterator[tuple[float, str]]) -> None:
-        for time_s, app in itertools.islice(stream, 1):
-            self._push(time_s, _ARRIVAL, app)
+    def kill(self) -> None:
+        self._ended.set_result(None)
+        if self._running is not None:
+            self._running.set_exception(FunctionDied("it was killed"))
 
-    def _start(self, batch: Batch | None, now: float) -> None:
-        placed = self._pool.add(batch, now) if batch is not None else None
-        if placed is None:
-            return
-        run = self._times.draw(len(placed.batch))
-        start_s = self._times.cold_s if placed.is_cold and self._cold_starts else 0.0
-        account = self._account
-        account.runs += 1
-        account.starts += placed.is_cold
-        account.cost += self._rates.run(run.stages, run.seconds)
-        account.start_cost += self._rates.start(start_s)
-        self._push(now + start_s + run.seconds, _DONE, placed)
+    async def close(self) -> None:
+        self._ended.cancel()
 
-    def _finish(self, placed: Placement, now: float) -> None:
-        self._pool.release(placed.function, now)
-        for waiting in placed.batch.requests:
-            self._account.answer(now - waiting.arrival_s, self._group.apps[waiting.app].slo_s)
+
+class VirtualFunctions:
+    """Durations follow from the seed, function by function."""
+
+    def __init__(self, seed: int, cores: float | None) -> None:
+        self._random = Random(seed)
+        self._shared = SharedCores(cores)
+
+    async def start(self, plan: FunctionPlan, group: PlannedGroup, is_ahead: bool) -> VirtualFunction:
+        times = RunTimes(group, plan.profiles[group.model], plan.prices, Random(self._random.random()))
+        start_s = times.cold_s if plan.cold_starts else 0.0
+        await asyncio.sleep(start_s)
+        return VirtualFunction(times, vcpus_at_once(group, plan), self._shared, start_s)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    totals: Totals
+    report: dict[str, Any]  # as of a plan that was carried out
+
+
+def replay(
+    plan: FunctionPlan, load: Load, cores: float | None = None, window_s: float | None = None, threshold: float = 0.5
+) -> Replayed:
+    """`cores`: that functions share, as on a machine; `window_s`: rates are watched, and planned for anew."""
+    return run_virtually(_replay(plan, load, cores, window_s, threshold))
+
+
+async def _replay(
+    plan: FunctionPlan, load: Load, cores: float | None, window_s: float | None, threshold: float
+) -> Replayed:
+    runtime = PlanRuntime(plan, window_s, threshold, VirtualFunctions(load.seed, cores), cores)
+    await runtime.start()
+    driven = await drive(runtime, load, _NOTHING)
+    await runtime.close()
+    return Replayed(Totals(tuple(runtime.accounts())), report(runtime, driven))
