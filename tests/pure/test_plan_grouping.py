@@ -84,9 +84,16 @@ def test_the_share_of_cold_starts_is_that_of_a_simulated_platform(rate: float, b
                 ends.remove((end_s, function))
         batch = batcher.add(number, "a", now, now)
         assert batch is not None
-        placed = pool.add(batch, now)
-        assert placed is not None
-        cold += placed.is_cold
+        pool.expire(now)
+        pool.add(batch)
+        placed = pool.place()
+        if placed is None:
+            cold += 1
+            started = pool.start_wanted()
+            assert started is not None
+            pool.ready(started, now)
+            placed = pool.place()
+            assert placed is not None
         ends.append((now + busy_s, placed.function))
     simulated, predicted = cold / runs, cold_share(rate, busy_s, 60.0)
     assert simulated / 3 - 0.002 < predicted < simulated * 3 + 0.002
