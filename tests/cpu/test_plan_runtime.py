@@ -139,14 +139,14 @@ def test_a_rate_that_leaves_the_plan_is_planned_again_and_nothing_is_lost() -> N
         try:
             asked = []
             for _ in range(9):
-                driven.sent_s.append(asyncio.get_running_loop().time())
+                driven.sent += 1
                 asked.append(asyncio.create_task(runtime.submit("a", IMAGE)))
                 await asyncio.sleep(0.12)
             async with asyncio.timeout(60):
                 while not runtime.changes:
                     await asyncio.sleep(0.1)
             asked.append(asyncio.create_task(runtime.submit("b", IMAGE)))
-            driven.sent_s.append(asyncio.get_running_loop().time())
+            driven.sent += 1
             driven.answered = len(await asyncio.gather(*asked))
         finally:
             await runtime.close()

@@ -5,12 +5,15 @@ The same for a plan in virtual time and for one that runs.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dovetail.plan.function_profile import FunctionProfile
 from dovetail.plan.plan_file import PlannedGroup
 from dovetail.plan.prices import PriceSheet
+
+KEPT = 500_000  # requests of a group, for percentiles and for the report: a plan may run for months
 
 
 class GroupRates:
@@ -74,16 +77,16 @@ class Account:
     deaths: int = 0
     cost: float = 0.0  # of runs, and of functions kept warm
     start_cost: float = 0.0
-    latencies_s: list[float] = field(default_factory=list, repr=False)
-    late_requests: list[LateRequest] = field(default_factory=list, repr=False)
+    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT), repr=False)
+    late_requests: deque[LateRequest] = field(default_factory=lambda: deque(maxlen=KEPT), repr=False)
+    late: int = 0
 
-    def answer(self, latency_s: float) -> None:
+    def answer(self, latency_s: float, late: LateRequest | None) -> None:
         self.requests += 1
         self.latencies_s.append(latency_s)
-
-    @property
-    def late(self) -> int:
-        return len(self.late_requests)
+        if late is not None:
+            self.late += 1
+            self.late_requests.append(late)
 
     @property
     def forecast(self) -> float:

@@ -185,10 +185,9 @@ class GroupRuntime:
         for place, waiting in enumerate(batch.requests):
             opened = self._open.pop(waiting.request)
             latency_s, slo_s = now - opened.arrival_s, self.group.apps[opened.app].slo_s
-            self.account.answer(latency_s)
-            if latency_s > slo_s:
-                times = (batch.formed_s - opened.arrival_s, started_s - batch.formed_s, now - started_s)
-                self.account.late_requests.append(LateRequest(opened.app, opened.arrival_s, slo_s, *times))
+            times = (batch.formed_s - opened.arrival_s, started_s - batch.formed_s, now - started_s)
+            late = LateRequest(opened.app, opened.arrival_s, slo_s, *times) if latency_s > slo_s else None
+            self.account.answer(latency_s, late)
             if not opened.future.done():
                 opened.future.set_result(Answered(output[place : place + 1], latency_s, len(batch)))
 
