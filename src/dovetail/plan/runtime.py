@@ -73,6 +73,7 @@ class PlanRuntime:
         self._groups: dict[str, GroupRuntime] = {}  # by application
         self._finished: list[Account] = []
         self._watch: RateWatch | None = None
+        self._provisioners: dict[str, Provisioner] = {}
         self._replanning: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._finishing: set[asyncio.Task[None]] = set()
@@ -89,6 +90,7 @@ class PlanRuntime:
         self._groups = await self._start_groups(self.plan, is_billed=False)
         self.started_s = _now()
         if self._window_s is not None:
+            self._provisioners = provisioners_for(self.plan)  # now, because pricing would hold up requests later
             self._watch = self._new_watch(self._window_s)
             self._watching = asyncio.get_running_loop().create_task(self._watch_rates(self._window_s))
 
@@ -145,7 +147,7 @@ class PlanRuntime:
         """New groups are ready before the old ones get no more; what those have, they finish."""
         started = _now()
         try:
-            plan = replanned(self.plan, rates)
+            plan = replanned(self.plan, rates, self._provisioners)
             fresh = await self._start_groups(plan, is_billed=True)
         except (Infeasible, EngineFailed, FunctionDied) as error:
             log.warning("no new plan: %s", error)
@@ -165,14 +167,18 @@ class PlanRuntime:
         await group.finish()
 
 
-def replanned(plan: FunctionPlan, rates: Mapping[str, float]) -> FunctionPlan:
-    """The same applications at other rates."""
-    apps = [replace(app, rate=rates[app.name]) for group in plan.groups for app in group.applications()]
-    provisioners = {
+def provisioners_for(plan: FunctionPlan) -> dict[str, Provisioner]:
+    used = {group.model for group in plan.groups}
+    return {
         model: Provisioner(profile, plan.prices, cold_starts=plan.cold_starts, reserve=plan.reserve)
         for model, profile in plan.profiles.items()
-        if any(app.model == model for app in apps)
+        if model in used
     }
+
+
+def replanned(plan: FunctionPlan, rates: Mapping[str, float], provisioners: Mapping[str, Provisioner]) -> FunctionPlan:
+    """The same applications at other rates."""
+    apps = [replace(app, rate=rates[app.name]) for group in plan.groups for app in group.applications()]
     return make_plan(plan_groups(apps, provisioners), provisioners)
 
 
