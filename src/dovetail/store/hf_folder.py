@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
-from dovetail.modelspec import ModelSpec
+from dovetail.modelspec import ModelSpec, rotary_order
 from dovetail.node.ports import HostTensor
-from dovetail.store.arrays import Array, as_array, from_array, to_float32
+from dovetail.store.arrays import Array, as_array, from_array, reordered, to_float32
 from dovetail.store.files import read_json, read_text
 from dovetail.store.hf_config import spec_from_config
 from dovetail.store.hf_names import EMBEDDING, LM_HEADS, PREFIXES, Piece, hf_pieces
@@ -37,7 +37,9 @@ class HfFolder:
         self.spec: ModelSpec = self._settle_tying(spec)
         self._pieces = {name: self._resolve(name, shape) for name, shape in self.spec.tensors()}
         # Gemma's files keep a norm as its distance from 1.
-        self._plus_one = {name for name in self._pieces if self.spec.sandwich_norm and "norm." in name}
+        is_gemma = self.spec.family.startswith("gemma")
+        self._plus_one = {name for name in self._pieces if is_gemma and "norm." in name}
+        self._order = rotary_order(self.spec)
 
     @property
     def in_place(self) -> bool:
@@ -47,7 +49,21 @@ class HfFolder:
         tensors = [self._where[full].tensor(full) for full in self._pieces[name]]
         if name in self._plus_one:
             return [from_array(to_float32(tensor) + np.float32(1.0)) for tensor in tensors]
+        if self._order is not None and ".qkv." in name:
+            return self._in_order(tensors)
         return tensors
+
+    def _in_order(self, tensors: list[HostTensor]) -> list[HostTensor]:
+        """q and k, whole or fused with v, with the rows of each head where the canonical head has them."""
+        spec, found, first = self.spec, [], 0
+        for tensor in tensors:
+            rows = np.arange(tensor.shape[0])
+            turning = min(max((spec.q_size + spec.kv_size - first), 0), len(rows))
+            heads = rows[:turning].reshape(-1, spec.head_dim)
+            rows[:turning] = heads[:, list(self._order or ())].reshape(-1)
+            first += len(rows)
+            found.append(reordered(tensor, rows) if turning else tensor)
+        return found
 
     def tokenizer(self) -> tuple[TokenFields, str]:
         return read_token_fields(self.path), read_text(find_tokenizer(self.path))

@@ -26,6 +26,9 @@ class Keys:
         self._values = values
         self.origin = origin
 
+    def with_changes(self, values: Mapping[str, Any]) -> Keys:
+        return Keys({**self._values, **values}, self.origin)
+
     def get(self, key: str) -> Any:
         return self._values.get(key)
 
