@@ -1,4 +1,5 @@
-"""What a decoder-only model looks like: its shape, the few ways in which families differ, and its canonical tensors.
+"""What a decoder-only model, or an encoder, looks like: its shape, the few ways in which families differ, and its
+canonical tensors.
 
 Knows neither files nor torch. `store` turns HF configs and GGUF metadata into a ModelSpec and serves tensors under
 the canonical names below; `engine` builds a runnable model from the two; `policy` and `sim` take byte and FLOP counts.
@@ -7,6 +8,8 @@ Canonical tensors (i = layer; concatenated pieces lie along the first dimension,
 
     embed.weight              [vocab, hidden]
     positions.weight          [context + position_offset, hidden]      learned positions only
+    token_types.weight        [token_types, hidden]                    encoders with types only
+    embed_norm.*              [hidden]                                 encoders only
     layers.i.attn_norm.*      [hidden]                                 .weight, .bias with norm_bias; pre_norm only
     layers.i.qkv.*            [(heads + 2·kv_heads)·head_dim, hidden]  q, k, v; .bias with qkv_bias
     layers.i.q_norm.weight    [head_dim]                               qk_norm only; [heads·head_dim] with qk_norm_whole
@@ -21,7 +24,7 @@ Canonical tensors (i = layer; concatenated pieces lie along the first dimension,
     layers.i.experts.gate_up.weight [experts, 2·moe_intermediate, hidden]
     layers.i.experts.down.weight    [experts, hidden, moe_intermediate]
     layers.i.post_mlp_norm.weight   [hidden]                           sandwich_norm only
-    final_norm.*              [hidden]
+    final_norm.*              [hidden]                                 unless norm_after
     lm_head.weight            [vocab, hidden]                          unless tied_embeddings
 
 A norm's weight is the multiplier itself: readers add the 1 that Gemma's files leave out. Rotary q and k are in the
@@ -66,6 +69,16 @@ class MoeSpec(msgspec.Struct, frozen=True):
     normalize_weights: bool  # the chosen experts' weights sum to 1
 
 
+class EncoderSpec(msgspec.Struct, frozen=True):
+    """A model that reads a text in both directions and says nothing: its answer is a vector."""
+
+    pooling: Literal["cls", "mean", "last"] = "mean"  # which states make the vector: the first, all, or the last
+    normalize: bool = False  # to length 1
+    token_types: int = 0  # learned vectors for the first and the second text of a pair; 0 = none
+    norm_after: bool = False  # norms of the sums behind attention and the MLP, not before them (BERT)
+    first_norm: bool = True  # the first layer has an attn_norm; ModernBERT's has the embedding's
+
+
 class ModelSpec(msgspec.Struct, frozen=True):
     family: str
     vocab_size: int
@@ -104,6 +117,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     tied_embeddings: bool = False
     moe: MoeSpec | None = None
     dense_layers: tuple[int, ...] = ()  # layers of a MoE model that have a plain MLP
+    encoder: EncoderSpec | None = None  # windows then reach so far to both sides
 
     @property
     def q_size(self) -> int:
@@ -125,6 +139,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return self.moe is not None and layer not in self.dense_layers
 
     def kv_bytes_per_token(self, dtype: str, kv: KvKind = "auto") -> int:
+        """Of an encoder, which keeps neither: what a token takes on its way through a layer."""
+        if self.encoder is not None:
+            return (8 * self.hidden_size + 3 * self.intermediate_size) * DTYPE_BYTES[dtype]
         per_head = self.head_dim + KV_SCALE_BYTES if kv == "int8" else self.head_dim * DTYPE_BYTES[dtype]
         return 2 * self.num_layers * self.num_kv_heads * per_head
 
@@ -139,16 +156,21 @@ class ModelSpec(msgspec.Struct, frozen=True):
         yield "embed.weight", (self.vocab_size, self.hidden_size)
         if self.position_offset is not None:
             yield "positions.weight", (self.context_length + self.position_offset, self.hidden_size)
+        if self.encoder is not None:
+            if self.encoder.token_types:
+                yield "token_types.weight", (self.encoder.token_types, self.hidden_size)
+            yield from self._norm("embed_norm")
         for layer in range(self.num_layers):
             for name, shape in self._layer_tensors(layer):
                 yield f"layers.{layer}.{name}", shape
-        yield from self._norm("final_norm")
+        if self.encoder is None or not self.encoder.norm_after:
+            yield from self._norm("final_norm")
         if not self.tied_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
     def _layer_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden = self.hidden_size
-        if self.pre_norm:
+        if self.pre_norm and (layer > 0 or self.encoder is None or self.encoder.first_norm):
             yield from self._norm("attn_norm")
         yield from _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)
         if self.qk_norm:

@@ -108,6 +108,7 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
     "glm 4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "rope_theta": 10000.0},
     "command r": {"model_type": "cohere", "rope_theta": 8000000.0, "logit_scale": 0.0625, "use_qk_norm": False},
     "command r7b": {"model_type": "cohere2", "sliding_window_pattern": 4, "rope_theta": 50000.0, "head_dim": 128},
+    "modernbert": {"model_type": "modernbert", "global_rope_theta": 80000.0, "global_attn_every_n_layers": 2},
 }
 
 

@@ -85,6 +85,13 @@ class ServedModel:
     def template(self) -> TemplateFacts:
         return TemplateFacts(self.card)
 
+    def require_text(self) -> None:
+        """Raises InvalidRequest where the model says nothing."""
+        if self.card.spec.encoder is not None:
+            raise InvalidRequest(
+                f"model '{self.name}' is an encoder, which makes vectors and no text: ask /v1/embeddings", param="model"
+            )
+
     async def prepare(self) -> None:
         """Read the tokenizer without stopping the event loop."""
         if "words" not in self.__dict__:

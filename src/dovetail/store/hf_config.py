@@ -13,6 +13,7 @@ from typing import Any
 from dovetail.errors import UnsupportedModel
 from dovetail.modelspec import ModelSpec, MoeSpec
 from dovetail.store.hf_defaults import DEFAULTS, SHARED_DEFAULTS
+from dovetail.store.hf_encoders import ENCODERS
 from dovetail.store.hf_families import FAMILIES
 from dovetail.store.hf_rope import parse_rope, rope_from_config
 from dovetail.store.hf_shapes import (
@@ -222,4 +223,5 @@ _BUILDERS: dict[str, Callable[[Keys], ModelSpec]] = {
     "gemma3_text": _gemma3,
     "opt": _opt,
     **FAMILIES,
+    **ENCODERS,
 }

@@ -91,6 +91,18 @@ _COHERE_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rope_theta": 500_000.0,
 }
+_BERT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 30_522,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_SIZES,
     "mistral": _MISTRAL_DEFAULTS,
@@ -182,4 +194,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4": _GLM_DEFAULTS,
     "cohere": _COHERE_DEFAULTS,
     "cohere2": _COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 10_000.0},
+    "bert": _BERT_DEFAULTS,
+    "roberta": _BERT_DEFAULTS | {"vocab_size": 50_265, "pad_token_id": 1},
+    "xlm-roberta": _BERT_DEFAULTS | {"pad_token_id": 1},
+    "modernbert": {
+        "vocab_size": 50_368,
+        "hidden_size": 768,
+        "intermediate_size": 1152,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 12,
+        "hidden_activation": "gelu",
+        "max_position_embeddings": 8192,
+        "norm_eps": 1e-5,
+        "norm_bias": False,
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160_000.0,
+        "local_rope_theta": 10_000.0,
+        "local_attention": 128,
+    },
 }

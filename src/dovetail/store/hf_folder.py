@@ -15,6 +15,7 @@ from dovetail.node.ports import HostTensor
 from dovetail.store.arrays import Array, as_array, from_array, reordered, to_float32
 from dovetail.store.files import read_json, read_text
 from dovetail.store.hf_config import spec_from_config
+from dovetail.store.hf_encoders import ENCODER_PREFIXES, encoder_pieces, encoder_prefix_mark, with_own_pooling
 from dovetail.store.hf_names import EMBEDDING, LM_HEADS, PREFIXES, Piece, hf_pieces
 from dovetail.store.safetensors_file import SafetensorsFile
 from dovetail.store.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
@@ -33,8 +34,8 @@ class HfFolder:
         spec = spec_from_config(config, str(path / "config.json"))
         self._files = _open_weights(path)
         self._where = {name: file for file in self._files for name in file}
-        self._prefix = self._find_prefix()
-        self.spec: ModelSpec = self._settle_tying(spec)
+        self._prefix = self._find_prefix(spec)
+        self.spec: ModelSpec = self._settle_tying(spec) if spec.encoder is None else with_own_pooling(spec, path)
         self._pieces = {name: self._resolve(name, shape) for name, shape in self.spec.tensors()}
         # Gemma's files keep a norm as its distance from 1.
         is_gemma = self.spec.family.startswith("gemma")
@@ -85,9 +86,10 @@ class HfFolder:
         """Storage type of the matrices."""
         return self.pieces("layers.0.out.weight")[0].dtype
 
-    def _find_prefix(self) -> str:
-        for prefix in PREFIXES:
-            if any(name.startswith(f"{prefix}layers.0.") for name in self._where):
+    def _find_prefix(self, spec: ModelSpec) -> str:
+        mark = "layers.0." if spec.encoder is None else encoder_prefix_mark(spec)
+        for prefix in PREFIXES if spec.encoder is None else ENCODER_PREFIXES:
+            if any(name.startswith(prefix + mark) for name in self._where):
                 return prefix
         raise DamagedCheckpoint(f"{self.path}: no tensor of layer 0 (such as model.layers.0.…) in the weights")
 
@@ -109,7 +111,8 @@ class HfFolder:
         """File names of the pieces of one canonical tensor, present and of the right shape."""
         if name == "lm_head.weight":
             return self._checked((Piece(self._lm_head() or LM_HEADS[0], shape),), prefix="")
-        ways = hf_pieces(self.spec, name, shape)
+        pieces = hf_pieces if self.spec.encoder is None else encoder_pieces
+        ways = pieces(self.spec, name, shape)
         for way in ways:
             if self._prefix + way[0].name in self._where:
                 return self._checked(way, self._prefix)

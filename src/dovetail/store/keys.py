@@ -40,6 +40,10 @@ class Keys:
             raise self.damaged(key, f"at most {at_most}")
         return value
 
+    def whole(self, key: str) -> int:
+        """From 0 on."""
+        return 0 if self._values.get(key) == 0 else self.integer(key)
+
     def number(self, key: str) -> float:
         value = self._values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -55,6 +55,8 @@ class _Launched:
 
 def lacking_on_gpu(spec: ModelSpec) -> str | None:
     """What a model needs that the GPU's layers do not compute; None = nothing."""
+    if spec.encoder is not None:
+        return "attention in both directions (an encoder)"
     if spec.parallel_block:
         return "attention and MLP side by side (parallel_block)"
     if not spec.pre_norm:

@@ -1,0 +1,149 @@
+"""Encoders against transformers: vectors of texts in one iteration, in chunks and beside each other, within 1e-4; how
+their folders say what a vector is; and the same through a server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from drive import make_request
+from server_fixture import Server
+from store_builders import stored
+from tiny import TINY_ENCODERS, tiny_encoder
+
+from dovetail.engine.encoder import EncoderExecutor
+from dovetail.engine.executor import ExecutorConfig
+from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
+from dovetail.node.ports import Checkpoint
+from dovetail.sched.blocks import BlockPool
+from dovetail.sched.fcfs import FcfsScheduler
+from dovetail.sched.scheduler import SchedulerConfig
+from dovetail.store import open_checkpoint
+from dovetail.types import TokenEvent
+
+TinyFolder = Callable[[str], Path]
+TOLERANCE = 1e-4
+TEXTS = [[(seed * 31 + 7 * i) % 251 + 2 for i in range(length)] for seed, length in enumerate((40, 3, 160, 33))]
+
+
+def events_of(checkpoint: Checkpoint, *requests: Any, turn_tokens: int = 64) -> dict[str, TokenEvent]:
+    """By request, through the scheduler: a text longer than a turn's tokens comes in chunks."""
+    executor = EncoderExecutor(checkpoint, ExecutorConfig(kv_bytes=1 << 24, block_size=4, dtype="f32"))
+    executor.resize(executor.max_blocks)
+    pool = BlockPool(executor.max_blocks, executor.block_size)
+    scheduler = FcfsScheduler(
+        SchedulerConfig(context_length=executor.spec.context_length, max_batch=8, max_turn_tokens=turn_tokens), pool
+    )
+    for request in requests:
+        scheduler.add(request)
+    found = {}
+    while scheduler.has_work:
+        turn = scheduler.next_turn()
+        completed = scheduler.take_failed() if turn is None else scheduler.complete(executor.run(turn))
+        found |= {event.request_id: event for event in completed.events}
+    pool.check()
+    executor.close()
+    return found
+
+
+def vector(event: TokenEvent) -> np.ndarray[Any, Any]:
+    assert event.error is None
+    return np.frombuffer(event.embedding or b"", dtype=np.float32)
+
+
+def states_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        states: torch.Tensor = model(torch.tensor([tokens])).last_hidden_state[0]
+    return states
+
+
+@pytest.mark.parametrize("name", TINY_ENCODERS)
+def test_vectors_are_those_of_transformers_however_texts_are_cut_and_stored(
+    name: str, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    model = tiny_encoder(name)
+    states = [states_of(model, text) for text in TEXTS]
+    pools: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "cls": lambda all_of: all_of[0],
+        "mean": lambda all_of: all_of.mean(dim=0),
+        "last": lambda all_of: all_of[-1],
+    }
+    requests = [
+        make_request(text, id=f"{pooling} {at}", pooling=pooling) for at, text in enumerate(TEXTS) for pooling in pools
+    ]
+    folder = tiny_folder(name)
+    for checkpoint, tokens in ((open_checkpoint(folder), 48), (stored(folder, tmp_path), 4096)):
+        found = events_of(checkpoint, *requests, turn_tokens=tokens)
+        for pooling, pool in pools.items():
+            for at, wanted in enumerate(states):
+                difference = np.abs(vector(found[f"{pooling} {at}"]) - pool(wanted).numpy()).max()
+                assert difference < TOLERANCE, f"{pooling} of text {at} differs by {difference:.1e}"
+
+
+def test_a_folder_says_what_its_vectors_are(tiny_folder: TinyFolder) -> None:
+    found = {name: open_checkpoint(tiny_folder(name)).spec.encoder for name in TINY_ENCODERS}
+    said = {name: (encoder.pooling, encoder.normalize) for name, encoder in found.items() if encoder is not None}
+    assert said == {"bert": ("cls", True), "xlm_roberta": ("mean", False), "modernbert": ("mean", False)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "content", "text"),
+    [
+        (UnsupportedModel, "1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling_mode = 'max_tokens'"),
+        (UnsupportedModel, "1_Pooling/config.json", {}, "pooling_mode = []"),
+        (UnsupportedModel, "modules.json", [{"type": "x.Dense", "path": "2_Dense"}], "the module Dense"),
+        (DamagedCheckpoint, "modules.json", [{"type": "x.Pooling", "path": "../there"}], "the name of a folder"),
+        (DamagedCheckpoint, "modules.json", {}, "expected a JSON list"),
+    ],
+)
+def test_vectors_that_would_be_others_are_refused(
+    kind: type[CheckpointError], file: str, content: Any, text: str, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bert"
+    shutil.copytree(tiny_folder("bert"), folder)
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(kind) as caught:
+        open_checkpoint(folder)
+    assert text in str(caught.value)
+
+
+def test_a_request_for_text_is_the_requests_own_fault(tiny_folder: TinyFolder) -> None:
+    event = events_of(open_checkpoint(tiny_folder("bert")), make_request([5, 6, 7]))["r"]
+    assert event.unprocessable
+    assert event.error == "an encoder makes vectors, no text"
+
+
+def test_a_server_embeds_with_an_encoder(tiny_server: Server, tiny_folder: TinyFolder) -> None:
+    model, client = tiny_encoder("bert"), tiny_server.client()
+    texts = ["a text", "another, which is longer", "x" * 158]  # the last fills the context
+    tokens = [[257, *text.encode(), 256] for text in texts]
+    unit = [torch.nn.functional.normalize(states_of(model, each)[0], dim=0) for each in tokens]
+    answer = client.embeddings.create(model="bert", input=texts)
+    assert answer.usage.prompt_tokens == sum(map(len, tokens))
+    for item, wanted in zip(answer.data, unit, strict=True):
+        assert np.abs(np.array(item.embedding) - wanted.numpy()).max() < TOLERANCE
+    own = {"pooling": "mean", "normalize": False, "truncate_prompt_tokens": 9}
+    (item,) = client.embeddings.create(model="bert", input=texts[1], extra_body=own).data
+    wanted = states_of(model, [*tokens[1][:8], 256]).mean(dim=0)
+    assert np.abs(np.array(item.embedding) - wanted.numpy()).max() < TOLERANCE
+    with pytest.raises(openai.BadRequestError, match="context is 160 tokens"):
+        client.embeddings.create(model="bert", input="x" * 159)
+
+
+def test_an_encoder_that_is_asked_for_text_says_what_it_is_for(tiny_server: Server) -> None:
+    client = tiny_server.client()
+    for ask in (
+        lambda: client.chat.completions.create(model="bert", messages=[{"role": "user", "content": "hi"}]),
+        lambda: client.completions.create(model="bert", prompt="hi"),
+        lambda: client.responses.create(model="bert", input="hi"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"'bert' is an encoder.*ask /v1/embeddings") as caught:
+            ask()
+        assert caught.value.param == "model"
