@@ -30,7 +30,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     def build(name: str) -> Path:
         folder = root / name
         if not folder.exists():
-            (save_tiny_encoder if name in TINY_ENCODERS else save_tiny)(name, folder)
+            base = name.removesuffix("_scores")
+            if base in TINY_ENCODERS:
+                save_tiny_encoder(base, folder, labels=int(base != name))
+            else:
+                save_tiny(name, folder)
         return folder
 
     return build

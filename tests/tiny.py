@@ -153,20 +153,22 @@ TINY_ENCODERS: dict[str, tuple[str, dict[str, Any], tuple[str, bool] | None]] = 
 }
 
 
-def tiny_encoder(name: str, seed: int = 0) -> Any:
-    from transformers import AutoConfig, AutoModel
+def tiny_encoder(name: str, seed: int = 0, labels: int = 0) -> Any:
+    """Or, with labels, one that classifies; into one class: a cross-encoder."""
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
     model_type, arguments, _ = TINY_ENCODERS[name]
-    config = AutoConfig.for_model(model_type, **arguments)
-    return _drawn(AutoModel.from_config(config, attn_implementation="eager").eval(), seed)
+    config = AutoConfig.for_model(model_type, **arguments, **({"num_labels": labels} if labels else {}))
+    kind = AutoModelForSequenceClassification if labels else AutoModel
+    return _drawn(kind.from_config(config, attn_implementation="eager").eval(), seed)
 
 
-def save_tiny_encoder(name: str, folder: Path, seed: int = 0) -> None:
+def save_tiny_encoder(name: str, folder: Path, seed: int = 0, labels: int = 0) -> None:
     """With a tokenizer that puts its tokens around a text, as those of encoders do."""
-    tiny_encoder(name, seed).save_pretrained(folder)
+    tiny_encoder(name, seed, labels).save_pretrained(folder)
     save_tiny_tokenizer(folder, around=("<|system|>", "<|end|>"))
     pooling = TINY_ENCODERS[name][2]
-    if pooling is None:
+    if pooling is None or labels:
         return
     kinds = ["Transformer", "Pooling", *(["Normalize"] if pooling[1] else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
@@ -227,7 +229,7 @@ def save_tiny_tokenizer(folder: Path, around: tuple[str, str] | None = None) -> 
             single=single, pair=f"{single} $B:1 {around[1]}:1", special_tokens=ids
         )
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|end|>", "bos_token": None}
+    settings = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|end|>", "bos_token": None, "sep_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

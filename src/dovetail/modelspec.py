@@ -25,6 +25,9 @@ Canonical tensors (i = layer; concatenated pieces lie along the first dimension,
     layers.i.experts.down.weight    [experts, hidden, moe_intermediate]
     layers.i.post_mlp_norm.weight   [hidden]                           sandwich_norm only
     final_norm.*              [hidden]                                 unless norm_after
+    score.dense.*             [hidden, hidden]                         encoders that score pairs only, as the next two
+    score.norm.*              [hidden]
+    score.out.*               [1, hidden]
     lm_head.weight            [vocab, hidden]                          unless tied_embeddings
 
 A norm's weight is the multiplier itself: readers add the 1 that Gemma's files leave out. Rotary q and k are in the
@@ -69,6 +72,15 @@ class MoeSpec(msgspec.Struct, frozen=True):
     normalize_weights: bool  # the chosen experts' weights sum to 1
 
 
+class ScoreSpec(msgspec.Struct, frozen=True):
+    """The head of an encoder that reads a query and a document together and says how well they match."""
+
+    pooling: Literal["cls", "mean"] = "cls"  # which states it reads
+    activation: Literal["tanh", "silu", "gelu_tanh", "gelu", "relu"] = "tanh"  # behind its dense layer
+    dense_bias: bool = True
+    norm: bool = False  # behind the activation
+
+
 class EncoderSpec(msgspec.Struct, frozen=True):
     """A model that reads a text in both directions and says nothing: its answer is a vector."""
 
@@ -77,6 +89,8 @@ class EncoderSpec(msgspec.Struct, frozen=True):
     token_types: int = 0  # learned vectors for the first and the second text of a pair; 0 = none
     norm_after: bool = False  # norms of the sums behind attention and the MLP, not before them (BERT)
     first_norm: bool = True  # the first layer has an attn_norm; ModernBERT's has the embedding's
+    separator: int | None = None  # the token behind the first of two texts, where the second has a type of its own
+    score: ScoreSpec | None = None  # it makes no vectors, but scores of pairs
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -165,6 +179,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
                 yield f"layers.{layer}.{name}", shape
         if self.encoder is None or not self.encoder.norm_after:
             yield from self._norm("final_norm")
+        if self.encoder is not None and self.encoder.score is not None:
+            yield from _linear("score.dense", self.hidden_size, self.hidden_size, self.encoder.score.dense_bias)
+            if self.encoder.score.norm:
+                yield from self._norm("score.norm")
+            yield from _linear("score.out", 1, self.hidden_size, True)
         if not self.tied_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 

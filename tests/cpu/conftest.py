@@ -13,8 +13,8 @@ from dovetail.types import ModelCard
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_folder: Callable[[str], Path]) -> Iterator[Server]:
-    """Two tiny random models, for tests in which the text does not matter, and an encoder."""
-    folders = [tiny_folder(name) for name in ("llama", "qwen3", "bert")]
+    """Two tiny random models, for tests in which the text does not matter, and two encoders."""
+    folders = [tiny_folder(name) for name in ("llama", "qwen3", "bert", "bert_scores")]
     with running_server(*folders, "--kv-cache", "4MiB", "--threads", "1") as server:
         yield server
 

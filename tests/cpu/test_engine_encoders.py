@@ -16,7 +16,7 @@ import torch
 from drive import make_request
 from server_fixture import Server
 from store_builders import stored
-from tiny import TINY_ENCODERS, tiny_encoder
+from tiny import TINY_ENCODERS, save_tiny_encoder, tiny_encoder
 
 from dovetail.engine.encoder import EncoderExecutor
 from dovetail.engine.executor import ExecutorConfig
@@ -87,6 +87,33 @@ def test_vectors_are_those_of_transformers_however_texts_are_cut_and_stored(
                 assert difference < TOLERANCE, f"{pooling} of text {at} differs by {difference:.1e}"
 
 
+def scores_of(model: Any, name: str, pairs: list[list[int]]) -> list[float]:
+    """By transformers; a BERT is told which is the second text."""
+    found = []
+    for tokens in pairs:
+        second = tokens.index(256) + 1
+        types = torch.tensor([[int(at >= second) for at in range(len(tokens))]])
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens]), **({"token_type_ids": types} if name == "bert" else {})).logits
+        found.append(float(logits[0, 0]))
+    return found
+
+
+@pytest.mark.parametrize("name", TINY_ENCODERS)
+def test_scores_of_pairs_are_those_of_transformers(name: str, tiny_folder: TinyFolder) -> None:
+    pairs = [[257, *b"which?", 256, *text, 256] for text in (b"this one", b"that one, and so on", b"x" * 90)]
+    requests = [make_request(pair, id=str(at), pooling="score") for at, pair in enumerate(pairs)]
+    found = events_of(open_checkpoint(tiny_folder(f"{name}_scores")), *requests)
+    wanted = scores_of(tiny_encoder(name, labels=1), name, pairs)
+    np.testing.assert_allclose([vector(found[str(at)])[0] for at in range(3)], wanted, atol=TOLERANCE)
+
+
+def test_a_model_of_several_classes_is_refused(tmp_path: Path) -> None:
+    save_tiny_encoder("bert", tmp_path, labels=3)
+    with pytest.raises(UnsupportedModel, match="num_labels = 3"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_folder_says_what_its_vectors_are(tiny_folder: TinyFolder) -> None:
     found = {name: open_checkpoint(tiny_folder(name)).spec.encoder for name in TINY_ENCODERS}
     said = {name: (encoder.pooling, encoder.normalize) for name, encoder in found.items() if encoder is not None}
@@ -147,3 +174,17 @@ def test_an_encoder_that_is_asked_for_text_says_what_it_is_for(tiny_server: Serv
         with pytest.raises(openai.BadRequestError, match=r"'bert' is an encoder.*ask /v1/embeddings") as caught:
             ask()
         assert caught.value.param == "model"
+
+
+def test_a_server_ranks_documents_by_a_cross_encoders_scores(tiny_server: Server) -> None:
+    query, texts = "which?", ["this one", "that one, and so on", "neither"]
+    pairs = [[257, *query.encode(), 256, *text.encode(), 256] for text in texts]
+    logits = np.array(scores_of(tiny_encoder("bert", labels=1), "bert", pairs))
+    body = {"model": "bert_scores", "query": query, "documents": texts}
+    answer = tiny_server.post("/v1/rerank", body).json()
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, pairs))
+    assert [item["index"] for item in answer["results"]] == np.argsort(-logits).tolist()
+    found = {item["index"]: item["relevance_score"] for item in answer["results"]}
+    np.testing.assert_allclose([found[at] for at in range(3)], 1 / (1 + np.exp(-logits)), atol=TOLERANCE)
+    with pytest.raises(openai.BadRequestError, match="compares two texts: ask /v1/rerank"):
+        tiny_server.client().embeddings.create(model="bert_scores", input="hi")

@@ -1,4 +1,5 @@
-"""Encoders (BERT, XLM-RoBERTa, ModernBERT): texts in, one vector each out. No keys and values are kept.
+"""Encoders (BERT, XLM-RoBERTa, ModernBERT): texts in, one vector each out, or a score of a pair of texts. No keys and
+values are kept.
 
 A text may come in chunks, as prompts do; it is read when its last chunk is there, whole, because every token sees all
 others. Products are over all texts of an iteration at once, attention is within each. In torch's own operations.
@@ -18,7 +19,7 @@ from dovetail.engine.model import Mlp, Norm
 from dovetail.engine.native_model import NativeCall
 from dovetail.engine.rope import Rope
 from dovetail.engine.weights import Weights, from_read_only_memory
-from dovetail.modelspec import EncoderSpec, ModelSpec
+from dovetail.modelspec import ModelSpec, ScoreSpec
 from dovetail.native import TORCH
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
@@ -69,6 +70,22 @@ class EncoderLayer:
         return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
 
 
+class ScoreHead:
+    """One number for a pair of texts."""
+
+    def __init__(self, spec: ModelSpec, score: ScoreSpec, weights: Weights) -> None:
+        self._score = score
+        self._dense, self._out = weights.linear("score.dense"), weights.linear("score.out")
+        self._norm = Norm(spec, weights, "score.norm", TORCH) if score.norm else None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        pooled = states.mean(dim=0) if self._score.pooling == "mean" else states[0]
+        inner = self._dense(pooled[None])
+        kind = self._score.activation
+        inner = inner.tanh() if kind == "tanh" else TORCH.activate(inner, kind)
+        return self._out(inner if self._norm is None else self._norm(inner))[0]
+
+
 class EncoderModel:
     def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype) -> None:
         assert spec.encoder is not None
@@ -79,6 +96,9 @@ class EncoderModel:
         self._embed_norm = Norm(spec, weights, "embed_norm", TORCH)
         self._layers = [EncoderLayer(spec, weights, index) for index in range(spec.num_layers)]
         self._final_norm = Norm(spec, weights, "final_norm", TORCH) if weights.has("final_norm.weight") else None
+        score = spec.encoder.score
+        self.score = ScoreHead(spec, score, weights) if score is not None else None
+        self._separator = spec.encoder.separator
         turns = spec.position_offset is None
         self._rope = Rope(spec.rope, spec.head_dim, dtype) if turns else None
         self._rope_local = Rope(spec.rope_local, spec.head_dim, dtype) if turns and spec.rope_local else None
@@ -87,7 +107,7 @@ class EncoderModel:
         """[tokens, hidden] of each text."""
         lengths = [len(text) for text in texts]
         positions = torch.cat([torch.arange(length) for length in lengths])
-        hidden = self._embedded(torch.tensor([token for text in texts for token in text]), positions)
+        hidden = self._embedded([torch.tensor(text) for text in texts], positions)
         everywhere = self._rope.angles(positions) if self._rope else None
         local = self._rope_local.angles(positions) if self._rope_local else None
         for layer in self._layers:
@@ -96,13 +116,20 @@ class EncoderModel:
             hidden = self._final_norm(hidden)
         return list(hidden.split(lengths))
 
-    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden = F.embedding(tokens, self._embed)
+    def _embedded(self, texts: list[Tensor], positions: Tensor) -> Tensor:
+        hidden = F.embedding(torch.cat(texts), self._embed)
         if self._types is not None:
-            hidden = hidden + self._types[0]
+            hidden = hidden + F.embedding(torch.cat([self._types_of(text) for text in texts]), self._types)
         if self._positions is not None and self._spec.position_offset is not None:
             hidden = hidden + F.embedding(positions + self._spec.position_offset, self._positions)
         return self._embed_norm(hidden)
+
+    def _types_of(self, text: Tensor) -> Tensor:
+        """1 for what lies behind the first separator: the second text of a pair."""
+        if self._separator is None:
+            return torch.zeros_like(text)
+        ends = (text == self._separator).long()
+        return (ends.cumsum(0) - ends).clamp(max=1)
 
 
 class EncoderExecutor:
@@ -122,7 +149,6 @@ class EncoderExecutor:
         weights = Weights(checkpoint, dtype, "mapped" if in_place else "resident", TORCH)
         with from_read_only_memory():
             self._model: EncoderModel | None = EncoderModel(spec, weights, dtype)
-        self._encoder: EncoderSpec = spec.encoder
         self.weight_bytes, self.copied_bytes = weights.num_bytes, weights.copied_bytes
         self._block_bytes = spec.kv_bytes_per_token(self.dtype) * config.block_size
         self.max_blocks = max_blocks(config, self._block_bytes)
@@ -163,7 +189,12 @@ class EncoderExecutor:
         kind = row.sampling.pooling
         if kind is None:
             return RowOutcome(row.sequence, token=0, error="an encoder makes vectors, no text", unprocessable=True)
-        pooled = states.mean(dim=0) if kind == "mean" else states[0 if kind == "cls" else -1]
+        if kind == "score":
+            assert self._model is not None
+            assert self._model.score is not None, "the gateway asks for scores of models that have them"
+            pooled = self._model.score(states.to(TORCH_DTYPES[self.dtype])).float()
+        else:
+            pooled = states.mean(dim=0) if kind == "mean" else states[0 if kind == "cls" else -1]
         if not bool(pooled.isfinite().all()):
             return RowOutcome(row.sequence, token=0, error="the model computed a value that is not a number")
         return RowOutcome(row.sequence, token=0, embedding=pooled.contiguous().numpy().tobytes())

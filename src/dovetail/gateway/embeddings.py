@@ -136,7 +136,7 @@ class EmbeddingList(BaseModel):
 
 class RerankResult(BaseModel):
     index: int
-    relevance_score: float = Field(description="cosine of the angle between query and document")
+    relevance_score: float = Field(description="cosine between query and document, or a cross-encoder's score, 0 to 1")
     document: RerankDocument | None = None
 
 
@@ -168,6 +168,8 @@ class EmbeddingEndpoints:
         self._service.check_admission()
         body = await read_body(EmbeddingRequest, request)
         model = self._service.models.get(body.model)
+        if _scores_pairs(model):
+            raise InvalidRequest(f"model '{model.name}' compares two texts: ask /v1/rerank", param="model")
         await model.prepare()
         size = model.card.spec.hidden_size
         if body.dimensions is not None and body.dimensions > size:
@@ -181,9 +183,13 @@ class EmbeddingEndpoints:
         body = await read_body(RerankRequest, request)
         model = self._service.models.get(body.model)
         await model.prepare()
+        if _scores_pairs(model):
+            pairs = [await _encoded_pair(body.query, text, body, model) for text in body.texts]
+            job = await self._job(request, body, model, pairs)
+            return VectorResponse(self._service, job, lambda scores: _ranked(body, job, _sigmoid(scores[:, 0])), size=1)
         prompts = [await _encoded(text, body, model, "documents") for text in (body.query, *body.texts)]
         job = await self._job(request, body, model, prompts)
-        return VectorResponse(self._service, job, lambda vectors: _reranked(body, job, vectors))
+        return VectorResponse(self._service, job, lambda vectors: _ranked(body, job, _nearness(vectors)))
 
     async def _job(
         self, request: Request, body: _PooledBody, model: ServedModel, prompts: Sequence[Sequence[int]]
@@ -191,7 +197,7 @@ class EmbeddingEndpoints:
         slo: Slo = targets_of(request, model)
         context = self._service.context_limit(model)
         most = _longest_text(model, context)
-        pooling = _pooling(body, model)
+        pooling: Pooling | Literal["score"] = "score" if _scores_pairs(model) else _pooling(body, model)
         sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, pooling=pooling)
         job_id = uuid.uuid4().hex
         requests = []
@@ -231,6 +237,18 @@ async def _encoded(item: str | list[int], body: _PooledBody, model: ServedModel,
     return await model.encode_prompt(item)
 
 
+async def _encoded_pair(query: str, text: str, body: RerankRequest, model: ServedModel) -> list[int]:
+    if body.truncate_prompt_tokens is None:
+        check_text_fits(text, model, "documents")
+    check_text_fits(query, model, "query")
+    return await model.encode_pair(query, text)
+
+
+def _scores_pairs(model: ServedModel) -> bool:
+    encoder = model.card.spec.encoder
+    return encoder is not None and encoder.score is not None
+
+
 def _longest_text(model: ServedModel, context: int) -> int:
     """A decoder's answer takes a place behind the text, an encoder's does not."""
     return context if model.card.spec.encoder is not None else context - 1
@@ -261,8 +279,9 @@ class VectorResponse(Response):
     """Runs the job, a few prompts at a time, and answers with what becomes of its vectors, piece by piece: thousands of
     them are megabytes of numbers, which nobody else has to wait for."""
 
-    def __init__(self, service: Service, job: Job, pieces: Pieces) -> None:
+    def __init__(self, service: Service, job: Job, pieces: Pieces, size: int | None = None) -> None:
         super().__init__()
+        self._size = size or job.model.card.spec.hidden_size  # numbers of a vector
         self._service = service
         self._job = job
         self._pieces = pieces
@@ -279,7 +298,7 @@ class VectorResponse(Response):
 
     async def _vectors(self, job: Job, origin: Origin) -> Vectors:
         requests = job.requests
-        found = np.empty((len(requests), job.model.card.spec.hidden_size), dtype=np.float32)
+        found = np.empty((len(requests), self._size), dtype=np.float32)
         for first in range(0, len(requests), _BATCH):
             part = replace(job, requests=requests[first : first + _BATCH])
             async with aclosing(self._service.run(part, origin)) as deltas:
@@ -320,10 +339,20 @@ def _written(vector: Vectors, form: str | None) -> list[float] | str:
     return numbers
 
 
-def _reranked(body: RerankRequest, job: Job, vectors: Vectors) -> Iterator[bytes]:
+def _nearness(vectors: Vectors) -> Vectors:
+    """Of the first to each of the others: cosines."""
+    query, step = _unit(vectors[:1])[0], max(1, _PIECE_NUMBERS // vectors.shape[1])
+    return np.concatenate([_unit(vectors[at : at + step]) @ query for at in range(1, len(vectors), step)])
+
+
+def _sigmoid(scores: Vectors) -> Vectors:
+    shares: Vectors = 1.0 / (1.0 + np.exp(-np.clip(scores.astype(np.float64), -700, 700)))
+    return shares
+
+
+def _ranked(body: RerankRequest, job: Job, scores: Vectors) -> Iterator[bytes]:
     """A Reranked."""
-    query, texts, step = _unit(vectors[:1])[0], body.texts, max(1, _PIECE_NUMBERS // vectors.shape[1])
-    scores = np.concatenate([_unit(vectors[at : at + step]) @ query for at in range(1, len(vectors), step)])
+    texts = body.texts
     order = np.argsort(-scores, kind="stable")[: body.top_n or None].tolist()
     with_text = body.return_documents is not False
     results = [

@@ -211,5 +211,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "global_rope_theta": 160_000.0,
         "local_rope_theta": 10_000.0,
         "local_attention": 128,
+        "classifier_pooling": "cls",
+        "classifier_activation": "gelu",
     },
 }

@@ -10,12 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
-from dovetail.modelspec import EncoderSpec, ModelSpec
+from dovetail.modelspec import EncoderSpec, ModelSpec, ScoreSpec
 from dovetail.store.files import read_json, read_json_list
 from dovetail.store.hf_names import Piece
 from dovetail.store.hf_rope import parse_rope
 from dovetail.store.hf_shapes import activation, num_layers, windows_of_types
 from dovetail.store.keys import Keys
+from dovetail.store.tokenizer_files import separator_of
 
 Pooling = Literal["cls", "mean", "last"]
 
@@ -31,6 +32,11 @@ _BERT_LAYER = {
     "mlp_norm": "output.LayerNorm",
     "up": "intermediate.dense",
     "down": "output.dense",
+}
+_SCORES = {  # their names have no prefix, but for BERT's pooler
+    "bert": {"score.dense": "bert.pooler.dense", "score.out": "classifier"},
+    "xlm_roberta": {"score.dense": "classifier.dense", "score.out": "classifier.out_proj"},
+    "modernbert": {"score.dense": "head.dense", "score.norm": "head.norm", "score.out": "classifier"},
 }
 _BERT_TOP = {
     "embed": "embeddings.word_embeddings",
@@ -72,7 +78,9 @@ def _learned(keys: Keys, offset: int) -> dict[str, Any]:
         "out_bias": True,
         "mlp_bias": True,
         "position_offset": offset,
-        "encoder": EncoderSpec(token_types=keys.integer("type_vocab_size"), norm_after=True),
+        "encoder": EncoderSpec(
+            token_types=keys.integer("type_vocab_size"), norm_after=True, score=_score(keys, ScoreSpec())
+        ),
     }
 
 
@@ -98,8 +106,26 @@ def _modernbert(keys: Keys) -> ModelSpec:
         rope=parse_rope({"rope_theta": keys.get("global_rope_theta")} | scaling | full, keys),
         rope_local=parse_rope({"rope_theta": keys.get("local_rope_theta")} | scaling | local, keys),
         windows=windows_of_types(reach, types),
-        encoder=EncoderSpec(first_norm=False),
+        encoder=EncoderSpec(first_norm=False, score=_score(keys, _modern_score(keys))),
     )
+
+
+def _modern_score(keys: Keys) -> ScoreSpec:
+    pooling = keys.get("classifier_pooling")
+    if pooling not in ("cls", "mean"):
+        raise keys.unsupported("classifier_pooling", pooling)
+    return ScoreSpec(pooling, activation(keys, "classifier_activation"), keys.flag("classifier_bias"), norm=True)
+
+
+def _score(keys: Keys, head: ScoreSpec) -> ScoreSpec | None:
+    """Of a model that was made to classify, if into one class only: a reranker."""
+    names = keys.sequence("architectures")
+    if not any(isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names):
+        return None
+    labels = keys.get("num_labels") or len(keys.mapping("id2label")) or 2
+    if labels != 1:
+        raise keys.unsupported("num_labels", labels)
+    return head
 
 
 def _shape(keys: Keys) -> dict[str, Any]:
@@ -135,7 +161,7 @@ def encoder_prefix_mark(spec: ModelSpec) -> str:
 def encoder_pieces(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> list[tuple[Piece, ...]]:
     modern = spec.family == "modernbert"
     if not name.startswith("layers."):
-        module, kind = name.split(".")
+        module, kind = name.rsplit(".", 1)
         return _spelled((_MODERN_TOP if modern else _BERT_TOP)[module], kind, shape)
     _, layer, part = name.split(".", 2)
     module, kind = part.rsplit(".", 1)
@@ -155,9 +181,19 @@ def _spelled(module: str, kind: str, shape: tuple[int, ...]) -> list[tuple[Piece
     return ways
 
 
+def score_piece(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Piece:
+    """By its whole name in the file."""
+    module, kind = name.rsplit(".", 1)
+    return Piece(f"{_SCORES[spec.family][module]}.{kind}", shape)
+
+
 def with_own_pooling(spec: ModelSpec, folder: Path) -> ModelSpec:
     """As sentence-transformers would: without files of its own, the mean of all states as they are."""
     assert spec.encoder is not None
+    if spec.encoder.score is not None:
+        has_types = spec.family == "bert" and spec.encoder.token_types > 1  # RoBERTa's tokenizers know one type only
+        separator = separator_of(folder) if has_types else None
+        return msgspec.structs.replace(spec, encoder=msgspec.structs.replace(spec.encoder, separator=separator))
     if not (folder / MODULES).is_file():
         return spec
     encoder = spec.encoder

@@ -15,7 +15,13 @@ from dovetail.node.ports import HostTensor
 from dovetail.store.arrays import Array, as_array, from_array, reordered, to_float32
 from dovetail.store.files import read_json, read_text
 from dovetail.store.hf_config import spec_from_config
-from dovetail.store.hf_encoders import ENCODER_PREFIXES, encoder_pieces, encoder_prefix_mark, with_own_pooling
+from dovetail.store.hf_encoders import (
+    ENCODER_PREFIXES,
+    encoder_pieces,
+    encoder_prefix_mark,
+    score_piece,
+    with_own_pooling,
+)
 from dovetail.store.hf_names import EMBEDDING, LM_HEADS, PREFIXES, Piece, hf_pieces
 from dovetail.store.safetensors_file import SafetensorsFile
 from dovetail.store.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
@@ -111,6 +117,8 @@ class HfFolder:
         """File names of the pieces of one canonical tensor, present and of the right shape."""
         if name == "lm_head.weight":
             return self._checked((Piece(self._lm_head() or LM_HEADS[0], shape),), prefix="")
+        if name.startswith("score."):
+            return self._checked((score_piece(self.spec, name, shape),), prefix="")
         pieces = hf_pieces if self.spec.encoder is None else encoder_pieces
         ways = pieces(self.spec, name, shape)
         for way in ways:
