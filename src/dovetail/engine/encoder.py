@@ -1,8 +1,8 @@
 """Encoders (BERT, XLM-RoBERTa, ModernBERT): texts in, one vector each out, or a score of a pair of texts. No keys and
 values are kept.
 
-A text may come in chunks, as prompts do; it is read when its last chunk is there, whole, because every token sees all
-others. Products are over all texts of an iteration at once, attention is within each. In torch's own operations.
+A text is read whole, because every token sees all others; where it comes in chunks, with the last of them. Products are
+over all texts of an iteration at once, attention is within each. In torch's own operations.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_batch: int = 64  # sequences in one turn
     max_turn_tokens: int = 512  # tokens in one turn
     max_tokens: int = 0  # longest sequence that the pool could be grown for; 0 = what it holds now
+    whole_prompts: bool = False  # never in chunks, and beyond max_turn_tokens rather: an encoder reads a text at once
 
 
 class Completed(msgspec.Struct, frozen=True):
@@ -109,6 +110,10 @@ class Scheduler:
             if budget == 0 or len(rows) == self._config.max_batch:
                 break
             computed = sequence.num_computed
+            if self._config.whole_prompts and len(sequence.tokens) - computed > budget:
+                if rows:
+                    continue
+                budget = len(sequence.tokens)
             if len(sequence.tokens) - computed == 1 and not sequence.is_held and computed < len(sequence.blocks) * size:
                 count = 1  # most rows of most iterations: a token, and room for it
             else:
