@@ -25,7 +25,8 @@ from dovetail.node.ports import Checkpoint
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.fcfs import FcfsScheduler
 from dovetail.sched.scheduler import SchedulerConfig
-from dovetail.store import open_checkpoint
+from dovetail.store import Catalogue, open_checkpoint
+from dovetail.store.format import MANIFEST
 from dovetail.types import TokenEvent
 
 TinyFolder = Callable[[str], Path]
@@ -118,6 +119,18 @@ def test_a_folder_says_what_its_vectors_are(tiny_folder: TinyFolder) -> None:
     found = {name: open_checkpoint(tiny_folder(name)).spec.encoder for name in TINY_ENCODERS}
     said = {name: (encoder.pooling, encoder.normalize) for name, encoder in found.items() if encoder is not None}
     assert said == {"bert": ("cls", True), "xlm_roberta": ("mean", False), "modernbert": ("mean", False)}
+
+
+def test_an_encoder_is_kept_in_the_type_that_it_is_computed_in(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    catalogue, source = Catalogue(tmp_path), str(tiny_folder("modernbert"))
+    card = catalogue.pull(source)
+    assert card.dtype == "f32"  # whatever the processor multiplies fastest
+    executor = EncoderExecutor(open_checkpoint(Path(card.path)), ExecutorConfig(kv_bytes=1 << 24))
+    assert (executor.dtype, executor.copied_bytes) == ("f32", 0)
+    executor.close()
+    written = (Path(card.path) / MANIFEST).stat().st_mtime_ns
+    catalogue.pull(source)
+    assert (Path(card.path) / MANIFEST).stat().st_mtime_ns == written  # it is what was asked for
 
 
 @pytest.mark.parametrize(

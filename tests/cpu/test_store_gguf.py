@@ -183,7 +183,7 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    expect(UnsupportedModel, tmp_path / "m.gguf", "architecture 'mamba' is not supported")
+    expect(UnsupportedModel, tmp_path / "m.gguf", "'mamba' is not supported; the nearest that is: 'granite'")
 
 
 def test_a_part_of_a_split_model_is_refused(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ class EncoderExecutor:
         assert spec.encoder is not None
         self.spec = spec
         self.level = TORCH.level
-        self.dtype = compute_dtype(config.dtype, checkpoint.pieces("embed.weight")[0].dtype)
+        self.dtype = compute_dtype(config.dtype, "f32")
         dtype = TORCH_DTYPES[self.dtype]
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
         weights = Weights(checkpoint, dtype, "mapped" if in_place else "resident", TORCH)

@@ -18,14 +18,16 @@ from dovetail.native import Ops
 class Norm:
     def __init__(self, spec: ModelSpec, weights: Weights, name: str, ops: Ops) -> None:
         self._weight = weights.norm(f"{name}.weight")
-        self._is_rms = spec.norm == "rms"
-        self._bias = weights.norm(f"{name}.bias") if weights.has(f"{name}.bias") else torch.zeros_like(self._weight)
+        self._bias: Tensor | None = None  # an RMS norm
+        if spec.norm == "layer":
+            has_bias = weights.has(f"{name}.bias")
+            self._bias = weights.norm(f"{name}.bias") if has_bias else torch.zeros_like(self._weight)
         self._eps = spec.norm_eps
         self._in_float32 = spec.norm_in_float32
         self._ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._is_rms:
+        if self._bias is None:
             return self._ops.rms_norm(x, self._weight, self._eps, self._in_float32)
         return self._ops.layer_norm(x, self._weight, self._bias, self._eps)
 

@@ -21,11 +21,17 @@ from dovetail.store.kin import nearest
 # llama.cpp knows these models by their number of layers, and gives them a scale of hidden/heads instead of head_dim.
 _GEMMA2_27B_LAYERS = 46
 _GEMMA3_27B_LAYERS = 62
+_ENCODERS = ("bert", "t5encoder", "eurobert")  # in the names of all of them
 
 
 def spec_from_metadata(model: GgufModel) -> ModelSpec:
     builder = _BUILDERS.get(model.architecture)
     if builder is None:
+        if any(word in model.architecture for word in _ENCODERS):
+            raise UnsupportedModel(
+                f"{model.all.origin}: architecture {model.architecture!r} is not supported; "
+                "encoders are read from folders of safetensors"
+            )
         known, kin = ", ".join(sorted(_BUILDERS)), nearest(model.architecture, _BUILDERS)
         raise UnsupportedModel(
             f"{model.all.origin}: architecture {model.architecture!r} is not supported; "
