@@ -101,7 +101,8 @@ def test_texts_of_an_encoder_are_never_cut_and_fill_an_iteration_as_far_as_they_
         scheduler.enter(sequence)
     seen = []
     while scheduler.has_work:
-        turn = scheduler.turn_of([each for each in sequences if each.num_computed == 0 and not each.was_admitted])
+        waiting = [each for each in sequences if not each.was_admitted]
+        turn = scheduler.turn_of(waiting, {each.id: 3 for each in waiting})
         assert turn is not None
         assert all(row.samples and row.start == 0 for row in turn.rows)
         seen.append([row.sequence for row in turn.rows])
