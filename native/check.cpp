@@ -70,7 +70,9 @@ class Source {
 
 constexpr int kBlockSize = 16, kBlocks = 96, kLayers = 2;
 
-enum class Kind { plain, gated, experts };  // experts: in the first layer, which all tokens go through
+// experts: in the first layer, which all tokens go through; beside: attention and the MLP read the same rows; behind:
+// norms are behind attention and the MLP only, and over all heads of q and k
+enum class Kind { plain, gated, experts, beside, behind };
 
 DType plain_type(Precision precision) {
     return precision == Precision::bf16 ? DType::bf16 : precision == Precision::f16 ? DType::f16 : DType::f32;
@@ -90,6 +92,12 @@ void add_experts(Layer& layer, Precision precision, DType type, Source& source) 
     }
 }
 
+void add_norms_behind(Layer& layer, Source& source) {
+    layer.attn_norm = layer.mlp_norm = {};
+    layer.post_attn_norm.weight = source.floats(72), layer.post_mlp_norm.weight = source.floats(72);
+    layer.q_norm.weight = source.floats(192), layer.k_norm.weight = source.floats(64);
+}
+
 std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precision precision, DType type, Kind kind,
                                     Source& source) {
     const bool plain = kind == Kind::plain;
@@ -99,6 +107,8 @@ std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precisi
     shape.attention_softcap = plain ? 0.0f : 30.0f, shape.final_softcap = plain ? 0.0f : 20.0f;
     shape.gated_mlp = !plain, shape.activation = plain ? Activation::relu : Activation::gelu_tanh;
     shape.precision = precision;
+    shape.parallel_block = kind == Kind::beside, shape.qk_norm_whole = kind == Kind::behind;
+    shape.logit_scale = kind == Kind::beside ? 0.5f : 1.0f;
     if (kind == Kind::experts) {
         shape.num_experts = 7, shape.experts_per_token = 3, shape.expert_size = 20;
         shape.normalize_shares = precision == Precision::f32;
@@ -111,7 +121,8 @@ std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precisi
     for (int i = 0; i < kLayers; ++i) {
         Layer& layer = model->layers.emplace_back();
         layer.attn_norm.weight = source.floats(72), layer.mlp_norm.weight = source.floats(72);
-        if (!plain) layer.post_attn_norm.weight = source.floats(72), layer.q_norm.weight = source.floats(32);
+        if (kind == Kind::behind) add_norms_behind(layer, source);
+        else if (!plain) layer.post_attn_norm.weight = source.floats(72), layer.q_norm.weight = source.floats(32);
         if (plain) layer.mlp_norm.bias = source.floats(72);
         layer.qkv.pieces = {source.matrix(192, 72, type), source.matrix(64, 72, type), source.matrix(64, 72, type)};
         layer.qkv.bias = source.floats(320);
@@ -166,7 +177,7 @@ void check(const Kernels& kernels, Precision precision, DType weights, Kind kind
 void check_level(const Kernels& kernels) {
     check_floats(kernels);
     check_products(kernels);
-    for (const Kind kind : {Kind::plain, Kind::gated, Kind::experts}) {
+    for (const Kind kind : {Kind::plain, Kind::gated, Kind::experts, Kind::beside, Kind::behind}) {
         check(kernels, Precision::f32, DType::f32, kind, DType::f32);
         check(kernels, Precision::bf16, DType::bf16, kind, DType::bf16);
         check(kernels, Precision::f32, DType::bf16, kind, DType::f32);

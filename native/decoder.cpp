@@ -79,7 +79,11 @@ void Decoder::check() const {
     for (size_t i = 0; i < layers.size(); ++i) {
         const Layer& layer = layers[i];
         const std::string prefix = "layers." + std::to_string(i) + ".";
-        need(layer.attn_norm.weight && layer.mlp_norm.weight, prefix + "norms are missing");
+        const bool before = layer.attn_norm.weight && (layer.mlp_norm.weight || shape.parallel_block);
+        const bool after = layer.post_attn_norm.weight && layer.post_mlp_norm.weight;
+        need(before || after, prefix + "norms are missing");
+        need(!shape.qk_norm_whole || (layer.q_norm.weight && layer.k_norm.weight), prefix + "q_norm or k_norm is missing");
+        need(!shape.parallel_block || layer.router.pieces.empty(), prefix + "experts are beside attention");
         need(layer.window >= 0, prefix + "window is " + std::to_string(layer.window));
         check_linear(layer.qkv, shape.q_size() + 2 * shape.kv_size(), shape.hidden_size, shape.precision, prefix + "qkv");
         check_linear(layer.out, shape.hidden_size, shape.q_size(), shape.precision, prefix + "out");

@@ -28,7 +28,7 @@ struct Stack {  // one matrix per expert, all of one shape: in one piece, or eac
 };
 
 struct Norm {
-    const float* weight = nullptr;  // null: there is no such norm
+    const float* weight = nullptr;  // null: there is no such norm, rows are read as they are
     const float* bias = nullptr;    // a layer norm if there is one, else an RMS norm
 };
 
@@ -42,17 +42,20 @@ struct Layer {
 };
 
 struct Rope {
-    std::vector<float> frequencies;  // [head_dim / 2]; empty: no rotation
-    float scale = 1.0f;
+    std::vector<float> frequencies;  // [head_dim / 2]; empty: no rotation; 0: that pair stays
+    float scale = 1.0f;              // of the pairs that turn
 };
 
 struct Shape {
     int64_t vocab_size = 0, hidden_size = 0, num_heads = 0, num_kv_heads = 0, head_dim = 0, intermediate_size = 0;
     float norm_eps = 0.0f, embed_scale = 1.0f, attention_scale = 1.0f;
     float attention_softcap = 0.0f, final_softcap = 0.0f;  // 0 = none
+    float logit_scale = 1.0f;
     int64_t position_offset = -1;                          // rows before learned position 0; -1 = none learned
     Activation activation = Activation::silu;
     bool gated_mlp = true;
+    bool qk_norm_whole = false;   // over all heads of a token at once
+    bool parallel_block = false;  // attention and the MLP read the same rows, through attn_norm
     int64_t num_experts = 0, experts_per_token = 0, expert_size = 0;  // size: of an expert's inner rows
     bool normalize_shares = false;  // the shares of a token's experts add up to 1
     Precision precision = Precision::f32;

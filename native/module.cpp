@@ -187,9 +187,10 @@ class Model {
 
     void add_norm(Norm& norm, const std::string& name, const std::vector<Array>& pieces) {
         const Shape& shape = decoder_.shape;
-        const bool of_head = name.ends_with(".q_norm.weight") || name.ends_with(".k_norm.weight");
+        const bool of_q = name.ends_with(".q_norm.weight"), of_k = name.ends_with(".k_norm.weight");
+        const int64_t heads = shape.qk_norm_whole ? (of_q ? shape.num_heads : shape.num_kv_heads) : 1;
         if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32 ||
-            static_cast<int64_t>(pieces[0].size()) != (of_head ? shape.head_dim : shape.hidden_size))
+            static_cast<int64_t>(pieces[0].size()) != (of_q || of_k ? heads * shape.head_dim : shape.hidden_size))
             throw std::invalid_argument(name + ": a norm is one float32 tensor, with a number for each dimension");
         const float* data = static_cast<const float*>(pieces[0].data());
         (name.ends_with(".bias") ? norm.bias : norm.weight) = data;
@@ -313,6 +314,9 @@ NB_MODULE(_kernels, module) {
         .def_rw("final_softcap", &Shape::final_softcap)
         .def_rw("position_offset", &Shape::position_offset)
         .def_rw("gated_mlp", &Shape::gated_mlp)
+        .def_rw("logit_scale", &Shape::logit_scale)
+        .def_rw("qk_norm_whole", &Shape::qk_norm_whole)
+        .def_rw("parallel_block", &Shape::parallel_block)
         .def_rw("num_experts", &Shape::num_experts)
         .def_rw("experts_per_token", &Shape::experts_per_token)
         .def_rw("expert_size", &Shape::expert_size)

@@ -75,6 +75,7 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     // What is never needed at the same time shares its place: attention writes when the norm before it has been read, and
     // the MLP's inner part when attention is over.
     normed_ = attended_ = carver.take<float>(tokens * std::max(shape_.hidden_size, shape_.q_size()));
+    if (shape_.parallel_block) attended_ = carver.take<float>(tokens * shape_.q_size());  // the MLP comes in between
     const int64_t inner_floats = std::max(tokens * shape_.intermediate_size, slots * shape_.expert_size);
     qkv_ = inner_ = carver.take<float>(std::max(tokens * (shape_.q_size() + 2 * shape_.kv_size()), inner_floats));
     const auto norms_update = [](const Layer& layer) { return layer.post_attn_norm.weight || layer.post_mlp_norm.weight; };
@@ -109,9 +110,11 @@ void Decoder::Step::run(Team::Member& member) {
         rotate_and_store(member, layer, i);
         attend(member, layer, i);
         if (i + 1 == model_.layers.size()) keep_sampled(member);
+        if (shape_.parallel_block) mlp(member, layer, layer.attn_norm);  // before attention changes what it reads
         prepare(member, attended_, layer.out);
         update(member, layer.out, layer.post_attn_norm, attended_);
-        layer.router.pieces.empty() ? mlp(member, layer) : mix_experts(member, layer);
+        if (shape_.parallel_block) continue;
+        layer.router.pieces.empty() ? mlp(member, layer, layer.mlp_norm) : mix_experts(member, layer);
     }
     logits(member);
 }
@@ -150,13 +153,16 @@ void Decoder::Step::angles_of(const Rope& rope, int64_t position, float* out) co
     const int64_t half = static_cast<int64_t>(rope.frequencies.size());
     for (int64_t i = 0; i < half; ++i) {
         const float angle = static_cast<float>(position) * rope.frequencies[i];
-        out[i] = std::cos(angle) * rope.scale;
-        out[half + i] = std::sin(angle) * rope.scale;
+        const float scale = rope.frequencies[i] == 0.0f ? 1.0f : rope.scale;
+        out[i] = std::cos(angle) * scale;
+        out[half + i] = std::sin(angle) * scale;
     }
 }
 
 void Decoder::Step::norm_row(const Norm& norm, const float* x, int64_t count, float* out) const {
-    if (norm.bias)
+    if (!norm.weight)
+        std::copy_n(x, count, out);
+    else if (norm.bias)
         kernels_.layer_norm(x, norm.weight, norm.bias, shape_.norm_eps, count, out);
     else
         kernels_.rms_norm(x, norm.weight, shape_.norm_eps, count, out);
@@ -221,8 +227,8 @@ void Decoder::Step::linear(Team::Member& member, const Linear& weights, const fl
     });
 }
 
-void Decoder::Step::mlp(Team::Member& member, const Layer& layer) {
-    normalize(member, layer.mlp_norm, layer.up);
+void Decoder::Step::mlp(Team::Member& member, const Layer& layer, const Norm& norm) {
+    normalize(member, norm, layer.up);
     inner_mlp(member, layer);
     prepare(member, inner_, layer.down);
     update(member, layer.down, layer.post_mlp_norm, inner_);
@@ -298,6 +304,8 @@ void Decoder::Step::logits(Team::Member& member) {
     linear(member, model_.head, normed_, iteration_.logits, false);
     member.loop(tokens_, [&](int64_t t) {
         float* row = iteration_.logits + t * shape_.vocab_size;
+        if (const float scale = shape_.logit_scale; scale != 1.0f)
+            for (int64_t i = 0; i < shape_.vocab_size; ++i) row[i] *= scale;
         if (const float cap = shape_.final_softcap; cap > 0.0f)
             for (int64_t i = 0; i < shape_.vocab_size; ++i) row[i] = std::tanh(row[i] / cap) * cap;
         iteration_.best[t] = static_cast<int32_t>(kernels_.argmax(row, shape_.vocab_size));

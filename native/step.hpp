@@ -68,7 +68,7 @@ struct Decoder::Step {
     void normalize(Team::Member&, const Norm&, const Linear& next);
     void prepare(Team::Member&, const float* x, const Linear& next);
     void linear(Team::Member&, const Linear&, const float* x, float* out, bool add);
-    void mlp(Team::Member&, const Layer&);
+    void mlp(Team::Member&, const Layer&, const Norm&);
     void inner_mlp(Team::Member&, const Layer&);
     void multiply_gated(Team::Member&, const Gated&);
     void mix_experts(Team::Member&, const Layer&);

@@ -63,9 +63,13 @@ void Decoder::Step::rotate_and_store(Team::Member& member, const Layer& layer, i
     each_stretch(member, Precision::f32, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
             float* row = qkv_ + t * stride;
+            if (shape_.qk_norm_whole) {
+                norm_row(layer.q_norm, row, shape_.q_size(), row);
+                norm_row(layer.k_norm, row + shape_.q_size(), shape_.kv_size(), row + shape_.q_size());
+            }
             for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head) {
                 const Norm& norm = head < shape_.num_heads ? layer.q_norm : layer.k_norm;
-                if (norm.weight) norm_row(norm, row + head * d, d, row + head * d);
+                if (norm.weight && !shape_.qk_norm_whole) norm_row(norm, row + head * d, d, row + head * d);
                 if (!rope.frequencies.empty())
                     kernels_.rotate(row + head * d, angles + t * d, angles + t * d + d / 2, d);
             }

@@ -23,14 +23,18 @@ def pytest_report_header() -> list[str]:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """tiny_folder("qwen3") is the folder of that tiny model, written once per run."""
-    from tiny import save_tiny
+    from tiny import TINY_ENCODERS, save_tiny, save_tiny_encoder
 
     root = tmp_path_factory.mktemp("tiny")
 
     def build(name: str) -> Path:
         folder = root / name
         if not folder.exists():
-            save_tiny(name, folder)
+            base = name.removesuffix("_scores")
+            if base in TINY_ENCODERS:
+                save_tiny_encoder(base, folder, labels=int(base != name))
+            else:
+                save_tiny(name, folder)
         return folder
 
     return build

@@ -40,6 +40,12 @@ _GEMMA: dict[str, Any] = _WIDE_HEADS | {
     "query_pre_attn_scalar": 24,
     "tie_word_embeddings": True,
 }
+_MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
 
 
 def _rope(kind: str, **values: Any) -> dict[str, Any]:
@@ -82,7 +88,97 @@ TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    # A head of 8 turns in 6 dimensions; every sequence is longer than the original context, so that the long factors
+    # are the ones in use.
+    "phi3": (
+        "phi3",
+        _GQA
+        | {"original_max_position_embeddings": 4}
+        | _rope("longrope", short_factor=[1.0] * 3, long_factor=[1.5, 2.5, 4.0], partial_rotary_factor=0.75),
+    ),
+    "smollm3": ("smollm3", _GQA | {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", _GQA),
+    "olmo3": (
+        "olmo3",
+        _GQA
+        | {
+            "sliding_window": 12,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": _rope("yarn", factor=4.0, original_max_position_embeddings=64)["rope_parameters"],
+                "sliding_attention": _rope("default")["rope_parameters"],
+            },
+        },
+    ),
+    "granite": ("granite", _GQA | _MULTIPLIERS),
+    "granite_hybrid": (
+        "granitemoehybrid",
+        _GQA
+        | _MULTIPLIERS
+        | {
+            "num_hidden_layers": 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 88,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,
+        },
+    ),
+    "starcoder2": ("starcoder2", _GQA | {"sliding_window": 12}),
+    "glm4": ("glm4", _WIDE_HEADS | {"attention_bias": True}),
+    "cohere": ("cohere", _GQA | {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "cohere2": ("cohere2", _WIDE_HEADS | {"sliding_window": 12, "sliding_window_pattern": 2, "logit_scale": 0.25}),
 }
+
+_ENCODER: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "intermediate_size": 88,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# Name -> (model_type, arguments, what sentence-transformers would do with the states: pooling, normalise).
+TINY_ENCODERS: dict[str, tuple[str, dict[str, Any], tuple[str, bool] | None]] = {
+    "bert": ("bert", _ENCODER | {"max_position_embeddings": 160}, ("cls_token", True)),
+    "xlm_roberta": ("xlm-roberta", _ENCODER | {"max_position_embeddings": 162}, ("mean_tokens", False)),
+    "modernbert": (
+        "modernbert",
+        _ENCODER | {"max_position_embeddings": 160, "local_attention": 12, "cls_token_id": None, "sep_token_id": None},
+        None,
+    ),
+}
+
+
+def tiny_encoder(name: str, seed: int = 0, labels: int = 0) -> Any:
+    """Or, with labels, one that classifies; into one class: a cross-encoder."""
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+    model_type, arguments, _ = TINY_ENCODERS[name]
+    config = AutoConfig.for_model(model_type, **arguments, **({"num_labels": labels} if labels else {}))
+    kind = AutoModelForSequenceClassification if labels else AutoModel
+    return _drawn(kind.from_config(config, attn_implementation="eager").eval(), seed)
+
+
+def save_tiny_encoder(name: str, folder: Path, seed: int = 0, labels: int = 0) -> None:
+    """With a tokenizer that puts its tokens around a text, as those of encoders do."""
+    tiny_encoder(name, seed, labels).save_pretrained(folder)
+    save_tiny_tokenizer(folder, around=("<|system|>", "<|end|>"))
+    pooling = TINY_ENCODERS[name][2]
+    if pooling is None or labels:
+        return
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if pooling[1] else [])]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    modules = [
+        {"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in zip(kinds, paths, strict=False)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    flags = {f"pooling_mode_{mode}": mode == pooling[0] for mode in ("cls_token", "mean_tokens", "max_tokens")}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **flags}))
 
 
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -92,7 +188,14 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
 
     model_type, arguments = TINY_CONFIGS[name]
     config = AutoConfig.for_model(model_type, **(_COMMON | arguments | changes))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    return _drawn(
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval(), seed
+    )
+
+
+def _drawn(model: Any, seed: int) -> Any:
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -108,9 +211,10 @@ def save_tiny(name: str, folder: Path, seed: int = 0, **changes: Any) -> None:
     save_tiny_tokenizer(folder)
 
 
-def save_tiny_tokenizer(folder: Path) -> None:
-    """One token per byte, ids 0..255 in byte order, then the special tokens of CHAT_TEMPLATE."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+def save_tiny_tokenizer(folder: Path, around: tuple[str, str] | None = None) -> None:
+    """One token per byte, ids 0..255 in byte order, then the special tokens of CHAT_TEMPLATE; every text is put between
+    the two of them that are given as `around`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     alphabet = _byte_characters()
     tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(alphabet)}, merges=[]))
@@ -118,8 +222,14 @@ def save_tiny_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    if around is not None:
+        ids = [(text, tokenizer.token_to_id(text)) for text in around]
+        single = f"{around[0]} $A {around[1]}"
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, pair=f"{single} $B:1 {around[1]}:1", special_tokens=ids
+        )
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|end|>", "bos_token": None}
+    settings = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|end|>", "bos_token": None, "sep_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

@@ -24,7 +24,18 @@ ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "cohere": gguf.MODEL_ARCH.COMMAND_R,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
 }
+# What the converter brings into the order of its own rotation; the others' rows stay as HF has them.
+PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3, gguf.MODEL_ARCH.GRANITE)
 
 
 def save_tiny_gguf(
@@ -67,12 +78,27 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, add in (
+        ("rms_norm_eps", writer.add_layer_norm_rms_eps),
+        ("norm_epsilon", writer.add_layer_norm_eps),
+        ("layer_norm_eps", writer.add_layer_norm_eps),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale),
+    ):
+        if getattr(config, key, None) is not None:
+            add(getattr(config, key))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if rope.get("rope_type") == "longrope":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -80,7 +106,7 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-    if config.model_type == "gemma3_text":
+    if config.model_type in ("gemma3_text", "olmo3"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if getattr(config, "num_local_experts", None):
         writer.add_expert_count(config.num_local_experts)
@@ -107,7 +133,7 @@ def _tensors(model: Any, architecture: gguf.MODEL_ARCH) -> dict[str, np.ndarray[
         if hf_name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         value = parameter.numpy()
-        if architecture == gguf.MODEL_ARCH.LLAMA and (".q_proj." in hf_name or ".k_proj." in hf_name):
+        if architecture in PERMUTED and (".q_proj." in hf_name or ".k_proj." in hf_name):
             heads = config.num_attention_heads if ".q_proj." in hf_name else config.num_key_value_heads
             value = permuted(value, heads)
         if config.model_type.startswith("gemma") and "norm" in hf_name:
@@ -117,6 +143,10 @@ def _tensors(model: Any, architecture: gguf.MODEL_ARCH) -> dict[str, np.ndarray[
         frequencies = model.model.rotary_emb.inv_freq.numpy()
         plain = config.rope_parameters["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
         found["rope_freqs.weight"] = (plain / frequencies).astype(np.float32)
+    if config.rope_parameters.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
+            found[f"rope_factors_{length}.weight"] = factors
     return found
 
 

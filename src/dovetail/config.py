@@ -96,7 +96,9 @@ class ModelConfig(_Section):
     kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8
     layout: Literal["auto", "plain", "int8", "int4", "gguf"] = "auto"  # when pulled; auto = GGUF's blocks as they are
     aliases: tuple[str, ...] = ()
-    pooling: Literal["last", "mean"] = "last"  # of its embeddings: the last token's state, or the mean of all
+    # Of its embeddings: the last token's state, the mean of all, or (encoders) the first's; None = the model's own,
+    # which for decoders is the last.
+    pooling: Literal["last", "mean", "cls"] | None = None
     default_max_tokens: int | None = Field(default=None, ge=1)  # None = the server's
 
 

@@ -1,4 +1,5 @@
-"""What a decoder-only model looks like: its shape, the few ways in which families differ, and its canonical tensors.
+"""What a decoder-only model, or an encoder, looks like: its shape, the few ways in which families differ, and its
+canonical tensors.
 
 Knows neither files nor torch. `store` turns HF configs and GGUF metadata into a ModelSpec and serves tensors under
 the canonical names below; `engine` builds a runnable model from the two; `policy` and `sim` take byte and FLOP counts.
@@ -7,13 +8,15 @@ Canonical tensors (i = layer; concatenated pieces lie along the first dimension,
 
     embed.weight              [vocab, hidden]
     positions.weight          [context + position_offset, hidden]      learned positions only
-    layers.i.attn_norm.*      [hidden]                                 .weight, and .bias with norm == "layer"
+    token_types.weight        [token_types, hidden]                    encoders with types only
+    embed_norm.*              [hidden]                                 encoders only
+    layers.i.attn_norm.*      [hidden]                                 .weight, .bias with norm_bias; pre_norm only
     layers.i.qkv.*            [(heads + 2·kv_heads)·head_dim, hidden]  q, k, v; .bias with qkv_bias
-    layers.i.q_norm.weight    [head_dim]                               qk_norm only
-    layers.i.k_norm.weight    [head_dim]
+    layers.i.q_norm.weight    [head_dim]                               qk_norm only; [heads·head_dim] with qk_norm_whole
+    layers.i.k_norm.weight    [head_dim]                               [kv_heads·head_dim] with qk_norm_whole
     layers.i.out.*            [hidden, heads·head_dim]                 .bias with out_bias
     layers.i.post_attn_norm.weight  [hidden]                           sandwich_norm only
-    layers.i.mlp_norm.*       [hidden]
+    layers.i.mlp_norm.*       [hidden]                                 pre_norm, unless parallel_block
     layers.i.gate_up.weight   [2·intermediate, hidden]                 gate, up; gated_mlp
     layers.i.up.*             [intermediate, hidden]                   otherwise; .bias with mlp_bias
     layers.i.down.*           [hidden, intermediate]
@@ -21,11 +24,15 @@ Canonical tensors (i = layer; concatenated pieces lie along the first dimension,
     layers.i.experts.gate_up.weight [experts, 2·moe_intermediate, hidden]
     layers.i.experts.down.weight    [experts, hidden, moe_intermediate]
     layers.i.post_mlp_norm.weight   [hidden]                           sandwich_norm only
-    final_norm.*              [hidden]
+    final_norm.*              [hidden]                                 unless norm_after
+    score.dense.*             [hidden, hidden]                         encoders that score pairs only, as the next two
+    score.norm.*              [hidden]
+    score.out.*               [1, hidden]
     lm_head.weight            [vocab, hidden]                          unless tied_embeddings
 
 A norm's weight is the multiplier itself: readers add the 1 that Gemma's files leave out. Rotary q and k are in the
-half-rotated order of HF (the two halves of a head are the pair), whatever the file had.
+half-rotated order of HF (the two halves of a head are the pair), whatever the file had: `rotary_order` says where its
+rows go. Of a head that turns in part only, the last pairs of both halves are those that stay.
 """
 
 from __future__ import annotations
@@ -45,14 +52,16 @@ class RopeSpec(msgspec.Struct, frozen=True):
     """Rotary positions. `kind` names the scaling; each uses the fields it needs."""
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope", "none"] = "default"  # none: nothing turns
     factor: float = 1.0
+    factors: tuple[float, ...] = ()  # longrope: each frequency is divided by its own
+    rotary_dims: int = 0  # of a head, how many dimensions turn; 0 = all
     original_context: int = 0  # llama3, yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None = 0.1·ln(factor) + 1
+    attention_factor: float | None = None  # longrope; yarn, where None = 0.1·ln(factor) + 1
     truncate: bool = True  # yarn
 
 
@@ -61,6 +70,27 @@ class MoeSpec(msgspec.Struct, frozen=True):
     experts_per_token: int
     intermediate_size: int
     normalize_weights: bool  # the chosen experts' weights sum to 1
+
+
+class ScoreSpec(msgspec.Struct, frozen=True):
+    """The head of an encoder that reads a query and a document together and says how well they match."""
+
+    pooling: Literal["cls", "mean"] = "cls"  # which states it reads
+    activation: Literal["tanh", "silu", "gelu_tanh", "gelu", "relu"] = "tanh"  # behind its dense layer
+    dense_bias: bool = True
+    norm: bool = False  # behind the activation
+
+
+class EncoderSpec(msgspec.Struct, frozen=True):
+    """A model that reads a text in both directions and says nothing: its answer is a vector."""
+
+    pooling: Literal["cls", "mean", "last"] = "mean"  # which states make the vector: the first, all, or the last
+    normalize: bool = False  # to length 1
+    token_types: int = 0  # learned vectors for the first and the second text of a pair; 0 = none
+    norm_after: bool = False  # norms of the sums behind attention and the MLP, not before them (BERT)
+    first_norm: bool = True  # the first layer has an attn_norm; ModernBERT's has the embedding's
+    separator: int | None = None  # the token behind the first of two texts, where the second has a type of its own
+    score: ScoreSpec | None = None  # it makes no vectors, but scores of pairs
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -75,6 +105,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     context_length: int
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
+    norm_bias: bool = True  # of layer norms
     norm_in_float32: bool = False  # multiply by the weight before rounding to the compute type (Gemma)
     activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
     gated_mlp: bool = True
@@ -82,18 +113,25 @@ class ModelSpec(msgspec.Struct, frozen=True):
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sandwich_norm: bool = False  # norms after attention and after the MLP as well (Gemma)
+    qk_norm_whole: bool = False  # over all heads of a token at once (OLMo 2)
+    pre_norm: bool = True  # norms before attention and before the MLP
+    sandwich_norm: bool = False  # norms after attention and after the MLP as well (Gemma), or instead (OLMo 2)
+    parallel_block: bool = False  # attention and the MLP read the same norm of the same rows (Cohere)
     position_offset: int | None = None  # learned positions, shifted by this many rows (OPT: 2); None = rotary
     rope: RopeSpec = RopeSpec()
-    rope_local: RopeSpec | None = None  # layers with a window use this one instead (Gemma 3)
+    rope_local: RopeSpec | None = None  # some layers use this one instead: those with a window (Gemma 3), unless
+    rope_local_layers: tuple[int, ...] = ()  # says which (SmolLM3)
+    pairs_side_by_side: bool = False  # in files, a pair's two dimensions are neighbours; readers bring them in order
     windows: tuple[int, ...] = ()  # per layer, attention reaches this many tokens back, 0 = all; empty = all layers 0
     embed_scale: float = 1.0
     attention_scale: float | None = None  # None = 1/sqrt(head_dim)
     attention_softcap: float | None = None
     final_softcap: float | None = None
+    logit_scale: float = 1.0
     tied_embeddings: bool = False
     moe: MoeSpec | None = None
     dense_layers: tuple[int, ...] = ()  # layers of a MoE model that have a plain MLP
+    encoder: EncoderSpec | None = None  # windows then reach so far to both sides
 
     @property
     def q_size(self) -> int:
@@ -106,10 +144,18 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
 
+    def has_local_rope(self, layer: int) -> bool:
+        if self.rope_local is None or self.position_offset is not None:
+            return False
+        return layer in self.rope_local_layers if self.rope_local_layers else self.window(layer) > 0
+
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.dense_layers
 
     def kv_bytes_per_token(self, dtype: str, kv: KvKind = "auto") -> int:
+        """Of an encoder, which keeps neither: what a token takes on its way through a layer."""
+        if self.encoder is not None:
+            return (8 * self.hidden_size + 3 * self.intermediate_size) * DTYPE_BYTES[dtype]
         per_head = self.head_dim + KV_SCALE_BYTES if kv == "int8" else self.head_dim * DTYPE_BYTES[dtype]
         return 2 * self.num_layers * self.num_kv_heads * per_head
 
@@ -124,24 +170,36 @@ class ModelSpec(msgspec.Struct, frozen=True):
         yield "embed.weight", (self.vocab_size, self.hidden_size)
         if self.position_offset is not None:
             yield "positions.weight", (self.context_length + self.position_offset, self.hidden_size)
+        if self.encoder is not None:
+            if self.encoder.token_types:
+                yield "token_types.weight", (self.encoder.token_types, self.hidden_size)
+            yield from self._norm("embed_norm")
         for layer in range(self.num_layers):
             for name, shape in self._layer_tensors(layer):
                 yield f"layers.{layer}.{name}", shape
-        yield from self._norm("final_norm")
+        if self.encoder is None or not self.encoder.norm_after:
+            yield from self._norm("final_norm")
+        if self.encoder is not None and self.encoder.score is not None:
+            yield from _linear("score.dense", self.hidden_size, self.hidden_size, self.encoder.score.dense_bias)
+            if self.encoder.score.norm:
+                yield from self._norm("score.norm")
+            yield from _linear("score.out", 1, self.hidden_size, True)
         if not self.tied_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
     def _layer_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden = self.hidden_size
-        yield from self._norm("attn_norm")
+        if self.pre_norm and (layer > 0 or self.encoder is None or self.encoder.first_norm):
+            yield from self._norm("attn_norm")
         yield from _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)
         if self.qk_norm:
-            yield "q_norm.weight", (self.head_dim,)
-            yield "k_norm.weight", (self.head_dim,)
+            yield "q_norm.weight", (self.q_size if self.qk_norm_whole else self.head_dim,)
+            yield "k_norm.weight", (self.kv_size if self.qk_norm_whole else self.head_dim,)
         yield from _linear("out", hidden, self.q_size, self.out_bias)
         if self.sandwich_norm:
             yield "post_attn_norm.weight", (hidden,)
-        yield from self._norm("mlp_norm")
+        if self.pre_norm and not self.parallel_block:
+            yield from self._norm("mlp_norm")
         yield from self._mlp_tensors(layer)
         if self.sandwich_norm:
             yield "post_mlp_norm.weight", (hidden,)
@@ -162,8 +220,21 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     def _norm(self, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{name}.weight", (self.hidden_size,)
-        if self.norm == "layer":
+        if self.norm == "layer" and self.norm_bias:
             yield f"{name}.bias", (self.hidden_size,)
+
+
+def rotary_order(spec: ModelSpec) -> tuple[int, ...] | None:
+    """For each row of a canonical q or k head, which row of the head in the file it is; None = the same."""
+    half = spec.head_dim // 2
+    turning = (spec.rope.rotary_dims or spec.head_dim) // 2  # pairs
+    if spec.position_offset is not None or (turning == half and not spec.pairs_side_by_side):
+        return None
+    second = 1 if spec.pairs_side_by_side else turning
+    firsts = [pair * (2 if spec.pairs_side_by_side else 1) for pair in range(turning)]
+    still = range(2 * turning, spec.head_dim)
+    rest = half - turning
+    return (*firsts, *still[:rest], *(first + second for first in firsts), *still[rest:])
 
 
 # Far beyond any model, and small enough that no product of two, times the tokens of an iteration, leaves 64 bits.
@@ -184,6 +255,7 @@ _RANGES = {
     "attention_scale": (-1e6, 1e6),
     "attention_softcap": (0.0, 1e6),
     "final_softcap": (0.0, 1e6),
+    "logit_scale": (-1e6, 1e6),
 }
 _MOE_RANGES = {
     "num_experts": (1, MANY_LAYERS),
@@ -207,6 +279,7 @@ def spec_problem(spec: ModelSpec) -> str | None:
     found = _outside(spec, _RANGES, "")
     for name, rope in (("rope", spec.rope), ("rope_local", spec.rope_local)):
         found = found or (None if rope is None else _rope_problem(rope, name))
+        found = found or (None if rope is None else _turning_problem(rope, name, spec.head_dim))
     if found is None and spec.moe is not None:
         found = _moe_problem(spec.moe)
     return found or _shape_problem(spec)
@@ -221,8 +294,12 @@ def _shape_problem(spec: ModelSpec) -> str | None:
         return f"windows: expected one for each of {spec.num_layers} layers, got {len(spec.windows)}"
     if not all(0 <= window <= _LONG for window in spec.windows):
         return f"windows: expected whole numbers from 0 to {_LONG}, got {min(spec.windows)} to {max(spec.windows)}"
-    if not all(0 <= layer < spec.num_layers for layer in spec.dense_layers):
-        return f"dense_layers: expected numbers of the {spec.num_layers} layers, got {list(spec.dense_layers)[:8]}"
+    for key in ("dense_layers", "rope_local_layers"):
+        layers = getattr(spec, key)
+        if not all(0 <= layer < spec.num_layers for layer in layers):
+            return f"{key}: expected numbers of the {spec.num_layers} layers, got {list(layers)[:8]}"
+    if not spec.pre_norm and (spec.parallel_block or not spec.sandwich_norm):
+        return "pre_norm: expected norms after attention and after the MLP where there are none before"
     return None
 
 
@@ -242,6 +319,17 @@ def _rope_problem(rope: RopeSpec, name: str) -> str | None:
     if found is None and rope.kind == "yarn" and rope.theta <= 1.0:
         return f"{name}.theta: expected a number above 1 with yarn, got {rope.theta}"
     return found
+
+
+def _turning_problem(rope: RopeSpec, name: str, head_dim: int) -> str | None:
+    if rope.rotary_dims % 2 or not 0 <= rope.rotary_dims <= head_dim:
+        return f"{name}.rotary_dims: expected an even number up to head_dim = {head_dim}, got {rope.rotary_dims}"
+    pairs = (rope.rotary_dims or head_dim) // 2
+    if rope.kind == "longrope" and len(rope.factors) != pairs:
+        return f"{name}.factors: expected one for each of {pairs} pairs, got {len(rope.factors)}"
+    if not all(math.isfinite(factor) and factor > 0 for factor in rope.factors):
+        return f"{name}.factors: expected numbers above 0"
+    return None
 
 
 def _outside(

@@ -78,8 +78,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output never has
     thinking: ThinkingLimit | None = None
     prompt_logprobs: int | None = None  # the same for the prompt's own tokens
-    # The answer is no text but the prompt's state behind the final norm: of its last token, or the mean of all.
-    pooling: Literal["last", "mean"] | None = None
+    # The answer is no text but the prompt's state behind the final norm: of its last token, or the mean of all, or (of
+    # an encoder) of its first; or the score of an encoder that compares the two texts of a prompt.
+    pooling: Literal["last", "mean", "cls", "score"] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -88,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     @property
     def reads_whole_prompt(self) -> bool:
         """What is in the prefix cache must be computed again, because more than its keys and values is wanted."""
-        return self.prompt_logprobs is not None or self.pooling == "mean"
+        return self.prompt_logprobs is not None or self.pooling in ("mean", "cls", "score")
 
     @property
     def has_penalties(self) -> bool:

@@ -13,8 +13,9 @@ from dovetail.types import ModelCard
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_folder: Callable[[str], Path]) -> Iterator[Server]:
-    """Two tiny random models, for tests in which the text does not matter."""
-    with running_server(tiny_folder("llama"), tiny_folder("qwen3"), "--kv-cache", "4MiB", "--threads", "1") as server:
+    """Two tiny random models, for tests in which the text does not matter, and two encoders."""
+    folders = [tiny_folder(name) for name in ("llama", "qwen3", "bert", "bert_scores")]
+    with running_server(*folders, "--kv-cache", "4MiB", "--threads", "1") as server:
         yield server
 
 

@@ -53,7 +53,10 @@ def check_activations() -> None:
 
 
 def check_rotation(heads: int, kv_heads: int, size: int, norm: bool) -> None:
-    rope, positions = Rope(RopeSpec(), size, torch.float32), torch.tensor([0, 5, 9, 30, 31])
+    # Half of a head stays as it is, and is not scaled either.
+    half = {"rotary_dims": size // 2, "factors": (1.5,) * (size // 4), "attention_factor": 1.2}
+    spec = RopeSpec() if norm else RopeSpec(kind="longrope", **half)
+    rope, positions = Rope(spec, size, torch.float32), torch.tensor([0, 5, 9, 30, 31])
     qkv, cache = torch.randn(TOKENS, (heads + 2 * kv_heads) * size), torch.zeros(6, 3, 2, PAGE, kv_heads, size)
     slots, weights = torch.tensor([3, 20, 40, 95, -1]), (torch.rand(size), torch.rand(size))
     q, k, v = qkv.clone().view(TOKENS, -1, size).split((heads, kv_heads, kv_heads), dim=1)
@@ -61,7 +64,7 @@ def check_rotation(heads: int, kv_heads: int, size: int, norm: bool) -> None:
         q, k = (torch_ops.rms_norm(x, w, 1e-6, False) for x, w in zip((q, k), weights, strict=True))
     q, k = (torch_ops.rotate(x, *rope.angles(positions)) for x in (q, k))
     layer, norms = cache[:, 1], weights if norm else None
-    elementwise.rotate_and_write(qkv, positions, slots, layer, rope.frequencies, 1.0, norms, 1e-6, False, heads)
+    elementwise.rotate_and_write(qkv, positions, slots, layer, rope.frequencies, rope.scale, norms, 1e-6, False, heads)
     close(qkv[:, : heads * size], q.reshape(TOKENS, -1), "queries")
     places = layer.permute(1, 0, 2, 3, 4).reshape(2, -1, kv_heads, size)
     for at, slot in enumerate(slots.tolist()[:-1]):

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from drive import Engine, logits_of, make_executor, make_request, make_row
 from tiny import TINY_CONFIGS, VOCAB_SIZE
 
+from dovetail.engine.executor import CpuExecutor
 from dovetail.native import levels
 from dovetail.sched.turn import Turn
 
@@ -34,46 +36,66 @@ def level(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+class Reference:
+    """What transformers says, each thing computed once for all levels of kernels."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._model.eval().generation_config.eos_token_id = None  # 64 tokens, whatever they are
+        self.logits = cache(self._logits)
+        self.greedy = cache(self._greedy)
+
+    def _logits(self, tokens: tuple[int, ...]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self._model(torch.tensor([tokens])).logits[0].float()
+
+    def _greedy(self, prompt: tuple[int, ...]) -> list[int]:
+        with torch.inference_mode():
+            whole = self._model.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, pad_token_id=0)
+        return whole[0, len(prompt) :].tolist()
+
+
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None  # 64 tokens, whatever they are
-    return model
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
 
 
-def reference_logits(reference: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return reference(torch.tensor([tokens])).logits[0].float()
+@pytest.fixture(scope="module")
+def executor(folder: Path, level: str) -> Iterator[CpuExecutor]:
+    made = make_executor(folder, level=level)
+    assert made.level == level
+    yield made
+    made.close()
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, where: str = "") -> None:
     difference = (ours - theirs).abs().max().item()
-    assert difference < TOLERANCE, f"logits differ by {difference:.2e}"
+    assert difference < TOLERANCE, f"logits differ by {difference:.2e} {where}"
 
 
-@pytest.mark.parametrize(
-    "chunks",
-    [[LENGTH], [1] * LENGTH, [7, 20, 13], [16, 16, 8], [39, 1], [30] + [1] * 10],
-    ids=["whole", "token by token", "odd chunks", "even chunks", "one decode", "ten decodes"],
-)
-def test_logits_equal_transformers_in_any_chunking(
-    folder: Path, reference: torch.nn.Module, level: str, chunks: list[int]
-) -> None:
+CHUNKS = {
+    "whole": [LENGTH],
+    "token by token": [1] * LENGTH,
+    "odd chunks": [7, 20, 13],
+    "even chunks": [16, 16, 8],
+    "one decode": [39, 1],
+    "ten decodes": [30] + [1] * 10,
+}
+
+
+def test_logits_equal_transformers_in_any_chunking(reference: Reference, executor: CpuExecutor) -> None:
     tokens = make_tokens(1)
-    theirs = reference_logits(reference, tokens)
-    ends = [sum(chunks[: i + 1]) - 1 for i in range(len(chunks))]
-    executor = make_executor(folder, level=level)
-    assert executor.level == level
-    for end, ours in zip(ends, logits_of(executor, tokens, chunks), strict=True):
-        assert_close(ours, theirs[end])
-    executor.close()
+    theirs = reference.logits(tuple(tokens))
+    for name, chunks in CHUNKS.items():
+        ends = [sum(chunks[: i + 1]) - 1 for i in range(len(chunks))]
+        for end, ours in zip(ends, logits_of(executor, tokens, chunks), strict=True):
+            assert_close(ours, theirs[end], f"at {end}, {name}")
 
 
-def test_logits_of_a_mixed_batch_equal_each_alone(folder: Path, reference: torch.nn.Module, level: str) -> None:
+def test_logits_of_a_mixed_batch_equal_each_alone(reference: Reference, executor: CpuExecutor) -> None:
     """Prefills, chunks and decodes of different lengths in one iteration, on scattered blocks."""
-    executor = make_executor(folder, level=level)
     lengths, counts = [40, 23, 23, 9, 1, 31], [1, 1, 5, 9, 1, 1]
     tables = [[i * 12 + 11 - j for j in range(12)] for i in range(len(lengths))]
     sequences = [make_tokens(100 + i, length) for i, length in enumerate(lengths)]
@@ -86,18 +108,15 @@ def test_logits_of_a_mixed_batch_equal_each_alone(folder: Path, reference: torch
     )
     ours = executor.logits(Turn(rows))
     for i, tokens in enumerate(sequences):
-        assert_close(ours[i], reference_logits(reference, tokens)[-1])
-    executor.close()
+        assert_close(ours[i], reference.logits(tuple(tokens))[-1])
 
 
 @pytest.mark.parametrize("kind", ["resident", "mapped"])
-def test_greedy_text_equals_transformers(folder: Path, reference: torch.nn.Module, level: str, kind: str) -> None:
+def test_greedy_text_equals_transformers(folder: Path, reference: Reference, level: str, kind: str) -> None:
     prompts = [make_tokens(7, 5), make_tokens(8, 33), make_tokens(9, 70)]
     executor = make_executor(folder, weights=kind, level=level)
     requests = [make_request(prompt, id=str(i), max_tokens=64) for i, prompt in enumerate(prompts)]
     ours = Engine(executor, max_turn_tokens=24).run(*requests)
     for i, prompt in enumerate(prompts):
-        with torch.inference_mode():
-            whole = reference.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, pad_token_id=0)
-        assert ours[str(i), 0] == whole[0, len(prompt) :].tolist()
+        assert ours[str(i), 0] == reference.greedy(tuple(prompt))
     executor.close()

@@ -45,6 +45,10 @@ BAD: list[tuple[str, str, Any]] = [
     ("llama_llama3", "rope.high_freq_factor", 1.0),
     ("llama_yarn", "rope.beta_fast", 0.0),
     ("qwen3_moe", "dense_layers", [-1]),
+    ("phi3", "rope.factors", [1.0]),
+    ("phi3", "rope.rotary_dims", 7),
+    ("smollm3", "rope_local_layers", [3]),
+    ("cohere", "logit_scale", 1e300),
 ]
 
 

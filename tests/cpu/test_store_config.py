@@ -75,7 +75,45 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 1024,
     },
     "opt": {"model_type": "opt", "ffn_dim": 3072, "word_embed_proj_dim": 768, "_remove_final_layer_norm": False},
+    "phi 3.5": {
+        "model_type": "phi3",
+        "max_position_embeddings": 131072,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.05] * 48, "long_factor": [2.5] * 48},
+        "sliding_window": 262144,
+    },
+    "phi 4 mini, which turns in part": {
+        "model_type": "phi3",
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.5] * 48},
+    },
+    "smollm 3": {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0] * 9, "rope_theta": 5000000.0},
+    "olmo 3": {
+        "model_type": "olmo3",
+        "max_position_embeddings": 65536,
+        "rope_theta": 500000,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+    },
+    "granite 3": {"model_type": "granite", "residual_multiplier": 0.22, "logits_scaling": 8.0, "rope_theta": 1e7},
+    "granite 4": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "layer_types": ["attention"] * 32,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 8192,
+    },
+    "starcoder 2": {"model_type": "starcoder2", "rope_theta": 999999.4420358813, "sliding_window": 4096},
+    "glm 4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "rope_theta": 10000.0},
+    "command r": {"model_type": "cohere", "rope_theta": 8000000.0, "logit_scale": 0.0625, "use_qk_norm": False},
+    "command r7b": {"model_type": "cohere2", "sliding_window_pattern": 4, "rope_theta": 50000.0, "head_dim": 128},
+    "modernbert": {"model_type": "modernbert", "global_rope_theta": 80000.0, "global_attn_every_n_layers": 2},
 }
+
+
+# What is silent about this means experts and state spaces, which are refused.
+DENSE = {"granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 32}}
 
 
 def through_transformers(config: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +126,7 @@ def through_transformers(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model_type", DEFAULTS)
 def test_a_key_left_out_means_what_transformers_takes_it_to_mean(model_type: str) -> None:
-    bare = {"model_type": model_type}
+    bare = {"model_type": model_type, **DENSE.get(model_type, {})}
     assert spec_from_config(bare) == spec_from_config(through_transformers(bare))
 
 
@@ -130,11 +168,15 @@ def test_every_tiny_config_survives_the_round_trip_of_its_record() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "bert"}, "model_type 'bert' is not supported"),
+    ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; the nearest that is: 'opt'"),
+    ({"model_type": "qwen2_5_vl_text"}, "'qwen2_5_vl_text' is not supported; the nearest that is: 'qwen2'"),
+    ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm = True"),
+    ({"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["mamba"] * 32}, "'mamba'"),
+    ({"model_type": "granitemoehybrid"}, "num_local_experts = 8"),
     ({}, "model_type 'None' is not supported"),
     ({"model_type": "llama", "hidden_act": "mish"}, "hidden_act = 'mish'"),
     ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
-    ({"model_type": "llama", "rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
+    ({"model_type": "llama", "rope_parameters": {"rope_type": "proportional"}}, "rope_type = 'proportional'"),
     ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     ({"model_type": "llama", "head_dim": 33}, "head_dim = 33"),
     ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq)"),
@@ -150,6 +192,7 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama", "rms_norm_eps": None}, "rms_norm_eps: expected a number, got None"),
     ({"model_type": "llama", "rope_scaling": {"type": "linear"}}, "factor: expected a number, got nothing"),
     ({"model_type": "llama", "num_key_value_heads": 5}, "num_key_value_heads: expected a divisor"),
+    ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "short_factor: expected a list of numbers above 0"),
     ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok: expected at most 8"),
     ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types: expected 26 entries"),
 ]

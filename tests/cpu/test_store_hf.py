@@ -29,6 +29,35 @@ def whole(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarr
     return flat.reshape(shape)
 
 
+# Families that keep other parts than Llama does, or elsewhere. Rows of q and k that change places are the engine's to
+# test, against logits.
+OTHERS: dict[str, dict[str, str]] = {
+    "phi3": {"gate_up.weight": "mlp.gate_up_proj.weight", "mlp_norm.weight": "post_attention_layernorm.weight"},
+    "olmo2": {
+        "k_norm.weight": "self_attn.k_norm.weight",
+        "post_attn_norm.weight": "post_attention_layernorm.weight",
+        "post_mlp_norm.weight": "post_feedforward_layernorm.weight",
+    },
+    "granite_hybrid": {
+        "gate_up.weight": "shared_mlp.input_linear.weight",
+        "down.weight": "shared_mlp.output_linear.weight",
+    },
+    "starcoder2": {
+        "up.bias": "mlp.c_fc.bias",
+        "down.weight": "mlp.c_proj.weight",
+        "attn_norm.bias": "input_layernorm.bias",
+    },
+    "glm4": {
+        "gate_up.weight": "mlp.gate_up_proj.weight",
+        "post_attn_norm.weight": "post_self_attn_layernorm.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+        "post_mlp_norm.weight": "post_mlp_layernorm.weight",
+    },
+    "cohere": {"attn_norm.weight": "input_layernorm.weight", "out.weight": "self_attn.o_proj.weight"},
+}
+OTHERS |= {"olmo3": OTHERS["olmo2"], "cohere2": OTHERS["cohere"]}
+
+
 def layer_parameters(spec: ModelSpec, state: dict[str, Any], layer: int) -> dict[str, Any]:
     """Canonical tensors of one layer, fused from a transformers state dict by a second, independent reading."""
     prefix = next(name.split("layers.0.")[0] for name in state if "layers.0." in name)
@@ -37,6 +66,8 @@ def layer_parameters(spec: ModelSpec, state: dict[str, Any], layer: int) -> dict
     def take(*names: str) -> Any:
         return np.concatenate([state[f"{prefix}layers.{layer}.{name}"].numpy() for name in names])
 
+    if spec.family in OTHERS:
+        return {canonical: take(name) for canonical, name in OTHERS[spec.family].items()}
     for kind in ("weight", "bias"):
         if kind == "weight" or spec.qkv_bias:
             ours[f"qkv.{kind}"] = take(*(f"self_attn.{part}_proj.{kind}" for part in "qkv"))

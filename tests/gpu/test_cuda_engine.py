@@ -13,7 +13,7 @@ from tiny import TINY_CONFIGS, VOCAB_SIZE
 
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import ExecutorConfig
-from dovetail.errors import OutOfMemory
+from dovetail.errors import OutOfMemory, UnsupportedModel
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.store import open_checkpoint
 from dovetail.types import SamplingParams
@@ -34,7 +34,19 @@ def device() -> Any:
     return CudaDevice("cuda:0")
 
 
-@pytest.fixture(params=sorted(TINY_CONFIGS), scope="module")
+# Families that run on CPUs only, and what of them the GPU's layers lack.
+REFUSED = {"olmo2": "pre_norm", "olmo3": "pre_norm", "cohere": "parallel_block", "cohere2": "parallel_block"}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_family_that_needs_what_a_gpu_lacks_is_refused_by_name(
+    name: str, device: Any, tiny_folder: Callable[[str], Path]
+) -> None:
+    with pytest.raises(UnsupportedModel, match=f"family {name}.*{REFUSED[name]}"):
+        make_executor(tiny_folder(name), device)
+
+
+@pytest.fixture(params=sorted(TINY_CONFIGS.keys() - REFUSED.keys()), scope="module")
 def folder(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path]) -> Path:
     return tiny_folder(request.param)
 

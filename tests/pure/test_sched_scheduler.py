@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.fcfs import FcfsScheduler
-from dovetail.sched.scheduler import SchedulerConfig
-from dovetail.sched.sequence import mix64
+from dovetail.sched.scheduler import Scheduler, SchedulerConfig
+from dovetail.sched.sequence import Sequence, mix64
 from dovetail.sched.turn import Outcome, RowOutcome, Turn
 from dovetail.types import FinishReason, Request, SamplingParams, TokenEvent
 
@@ -87,6 +87,28 @@ def test_a_long_prompt_is_computed_in_chunks_within_the_budget() -> None:
         counts.append(turn.num_tokens)
         scheduler.complete(memory.run(turn))
     assert counts == [6, 6, 6, 2, 1]
+
+
+def test_texts_of_an_encoder_are_never_cut_and_fill_an_iteration_as_far_as_they_fit() -> None:
+    pool = BlockPool(64, SIZE)
+    scheduler = Scheduler(SchedulerConfig(context_length=100, max_turn_tokens=16, whole_prompts=True), pool)
+    sampling = SamplingParams(max_tokens=1, seed=0, pooling="mean")
+    sequences = [
+        Sequence(at, str(at), 0, list(range(at, at + length)), length, sampling)
+        for at, length in enumerate((40, 7, 12, 9))
+    ]
+    for sequence in sequences:
+        scheduler.enter(sequence)
+    seen = []
+    while scheduler.has_work:
+        waiting = [each for each in sequences if not each.was_admitted]
+        turn = scheduler.turn_of(waiting, {each.id: 3 for each in waiting})
+        assert turn is not None
+        assert all(row.samples and row.start == 0 for row in turn.rows)
+        seen.append([row.sequence for row in turn.rows])
+        scheduler.complete(Outcome(tuple(RowOutcome(row.sequence, 0, embedding=b"") for row in turn.rows)))
+    assert seen == [[0], [1, 3], [2]]  # the first alone, although it is longer than an iteration
+    pool.check()
 
 
 def test_decodes_are_not_held_up_by_a_long_prompt() -> None:

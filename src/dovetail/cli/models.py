@@ -15,6 +15,7 @@ import typer
 from dovetail.cli.output import human_age, human_bytes, human_count, print_json, print_table
 
 if TYPE_CHECKING:
+    from dovetail.modelspec import ModelSpec
     from dovetail.store.catalogue import Catalogue, Entry
     from dovetail.types import ModelCard
 
@@ -228,8 +229,6 @@ def tier(cached: float) -> str:
 
 
 def _print_details(catalogue: Catalogue, entry: Entry, card: ModelCard) -> None:
-    from dovetail.config import DEFAULT_MAX_TOKENS
-
     spec = card.spec
     heads = f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide"
     experts = "" if spec.moe is None else f", {spec.moe.experts_per_token} of {spec.moe.num_experts} experts"
@@ -242,13 +241,12 @@ def _print_details(catalogue: Catalogue, entry: Entry, card: ModelCard) -> None:
             "heads": heads,
             "vocabulary": str(spec.vocab_size),
             "context": str(spec.context_length),
-            "chat answers": f"{min(DEFAULT_MAX_TOKENS, spec.context_length)} tokens at most where neither the request"
-            " (max_tokens) nor the server (default_max_tokens) says otherwise",
+            **_what_it_makes(spec),
             "type": card.dtype,
             "layout": f"{card.layout} in {card.partitions} partition{'s' if card.partitions > 1 else ''}",
             "size": human_bytes(card.size_bytes),
             "tier": tier(cached_fraction(catalogue, entry)),
-            "KV cache": f"{human_bytes(spec.kv_bytes_per_token(card.dtype))} per token in {card.dtype}",
+            **_what_a_token_takes(card),
             "chat template": "yes" if card.chat_template else "no",
             "end tokens": ", ".join(map(str, card.eos_token_ids)) or "none",
             "source": card.source,
@@ -256,6 +254,24 @@ def _print_details(catalogue: Catalogue, entry: Entry, card: ModelCard) -> None:
             "path": card.path,
         }
     )
+
+
+def _what_it_makes(spec: ModelSpec) -> dict[str, str]:
+    from dovetail.config import DEFAULT_MAX_TOKENS
+
+    if spec.encoder is None:
+        most = min(DEFAULT_MAX_TOKENS, spec.context_length)
+        says = f"{most} tokens at most where neither the request (max_tokens) nor the server (default_max_tokens) says"
+        return {"chat answers": f"{says} otherwise"}
+    if spec.encoder.score is not None:
+        return {"encoder": "scores of pairs of texts (/v1/rerank)"}
+    unit = ", unit vectors" if spec.encoder.normalize else ""
+    return {"encoder": f"vectors of {spec.hidden_size} (/v1/embeddings), pooling {spec.encoder.pooling}{unit}"}
+
+
+def _what_a_token_takes(card: ModelCard) -> dict[str, str]:
+    taken = f"{human_bytes(card.spec.kv_bytes_per_token(card.dtype))} per token in {card.dtype}"
+    return {"KV cache" if card.spec.encoder is None else "activations": taken}
 
 
 def _print_adapter(entry: Entry) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail.cli.output import print_json
+from dovetail.errors import ConfigError
 from dovetail.modelspec import KvKind
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def _profile(
     from dovetail.worker.loading import InstanceConfig, build_runner
     from dovetail.worker.profiling import Profiler
 
+    if card.spec.encoder is not None:
+        raise ConfigError(f"{card.name} is an encoder: it has no decodes to measure; a node learns its pace as it runs")
     opened = open_device(device, threads)
     kind = opened.compute_dtype(dtype, card.dtype or "f32")
     longest = min(max_tokens, card.spec.context_length)

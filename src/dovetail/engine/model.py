@@ -18,7 +18,10 @@ from dovetail.native import Ops
 class Norm:
     def __init__(self, spec: ModelSpec, weights: Weights, name: str, ops: Ops) -> None:
         self._weight = weights.norm(f"{name}.weight")
-        self._bias = weights.norm(f"{name}.bias") if weights.has(f"{name}.bias") else None
+        self._bias: Tensor | None = None  # an RMS norm
+        if spec.norm == "layer":
+            has_bias = weights.has(f"{name}.bias")
+            self._bias = weights.norm(f"{name}.bias") if has_bias else torch.zeros_like(self._weight)
         self._eps = spec.norm_eps
         self._in_float32 = spec.norm_in_float32
         self._ops = ops
@@ -78,29 +81,40 @@ class DecoderLayer:
         prefix = f"layers.{index}"
         self.index = index
         self.window = spec.window(index)
-        self.local_rope = self.window > 0 and spec.rope_local is not None
+        self.local_rope = spec.has_local_rope(index)
         self._spec = spec
         self._ops = ops
-        self._attn_norm = Norm(spec, weights, f"{prefix}.attn_norm", ops)
+        self._attn_norm = Norm(spec, weights, f"{prefix}.attn_norm", ops) if spec.pre_norm else None
         self._qkv = weights.linear(f"{prefix}.qkv")
         self._q_norm = Norm(spec, weights, f"{prefix}.q_norm", ops) if spec.qk_norm else None
         self._k_norm = Norm(spec, weights, f"{prefix}.k_norm", ops) if spec.qk_norm else None
         self._out = weights.linear(f"{prefix}.out")
         self._post_attn_norm = Norm(spec, weights, f"{prefix}.post_attn_norm", ops) if spec.sandwich_norm else None
-        self._mlp_norm = Norm(spec, weights, f"{prefix}.mlp_norm", ops)
+        own = spec.pre_norm and not spec.parallel_block
+        self._mlp_norm = Norm(spec, weights, f"{prefix}.mlp_norm", ops) if own else self._attn_norm
         self._mlp = (MoeMlp if spec.is_moe_layer(index) else Mlp)(spec, weights, prefix, ops)
         self._post_mlp_norm = Norm(spec, weights, f"{prefix}.post_mlp_norm", ops) if spec.sandwich_norm else None
 
     def qkv(self, hidden: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [rows, heads, d], k and v [rows, kv_heads, d], normed and rotated."""
         spec = self._spec
-        fused = self._qkv(self._attn_norm(hidden)).view(len(hidden), -1, spec.head_dim)
+        fused = self._qkv(hidden if self._attn_norm is None else self._attn_norm(hidden))
+        if spec.qk_norm_whole and self._q_norm is not None and self._k_norm is not None:
+            q, k, v = fused.split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
+            fused = torch.cat((self._q_norm(q), self._k_norm(k), v), dim=-1)
+        fused = fused.view(len(hidden), -1, spec.head_dim)
         q, k, v = fused.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-        if self._q_norm is not None and self._k_norm is not None:
+        if not spec.qk_norm_whole and self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
         if angles is not None:
             q, k = self._ops.rotate(q, *angles), self._ops.rotate(k, *angles)
         return q, k, v
+
+    def after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """Both updates of the residual stream; a parallel block's MLP reads it as attention did."""
+        if self._spec.parallel_block:
+            return self.proj(attended, self.mlp(hidden))
+        return self.mlp(self.proj(attended, hidden))
 
     def proj(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Attention's output [rows, heads·d] back onto the residual stream [rows, hidden]."""
@@ -108,7 +122,7 @@ class DecoderLayer:
         return hidden + (self._post_attn_norm(update) if self._post_attn_norm else update)
 
     def mlp(self, hidden: Tensor) -> Tensor:
-        update = self._mlp(self._mlp_norm(hidden))
+        update = self._mlp(hidden if self._mlp_norm is None else self._mlp_norm(hidden))
         return hidden + (self._post_mlp_norm(update) if self._post_mlp_norm else update)
 
 
@@ -145,10 +159,16 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] in float32, for the rows that sample."""
-        logits = self._head(self.states(hidden))
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        cap = self.spec.final_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return finish_logits(self.spec, self._head(self.states(hidden)))
+
+
+def finish_logits(spec: ModelSpec, logits: Tensor) -> Tensor:
+    """What follows the head, in float32 at least."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if spec.logit_scale != 1.0:
+        logits = logits * spec.logit_scale
+    cap = spec.final_softcap
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class Angles:

@@ -54,8 +54,7 @@ class NativeModel:
         for name, _ in spec.tensors():
             self._add(weights, name)
         for layer in range(spec.num_layers):
-            window = spec.window(layer)
-            self._model.set_layer(layer, window, window > 0 and spec.rope_local is not None)
+            self._model.set_layer(layer, spec.window(layer), spec.has_local_rope(layer))
         if spec.position_offset is None:
             self._set_rope(Rope(spec.rope, spec.head_dim, torch.float32), local=False)
             if spec.rope_local is not None:
@@ -71,6 +70,9 @@ class NativeModel:
                 self._model.add_quantised(each, *matrix)
             if quantised is None:
                 self._model.add(each, pieces)
+        if self.spec.norm == "layer" and not self.spec.norm_bias and name.endswith("norm.weight"):
+            # A bias is how the kernels know a layer norm.
+            self._model.add(name.removesuffix("weight") + "bias", [torch.zeros_like(pieces[0])])
 
     def _set_rope(self, rope: Rope, local: bool) -> None:
         self._model.set_rope(rope.frequencies.tolist(), rope.scale, local)
@@ -118,6 +120,9 @@ def _shape(spec: ModelSpec, kernels: Any, precision: str) -> Any:
     same = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     for name in (*same, "norm_eps", "embed_scale", "activation", "gated_mlp"):
         setattr(shape, name, getattr(spec, name))
+    for name, usual in (("logit_scale", 1.0), ("qk_norm_whole", False), ("parallel_block", False)):
+        if getattr(spec, name) != usual:
+            setattr(shape, name, getattr(spec, name))
     shape.attention_scale = spec.attention_scale if spec.attention_scale is not None else spec.head_dim**-0.5
     shape.attention_softcap = spec.attention_softcap or 0.0
     shape.final_softcap = spec.final_softcap or 0.0

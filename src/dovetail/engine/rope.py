@@ -1,4 +1,4 @@
-"""Rotary position angles, with the scalings that the families use (linear, Llama 3, YaRN)."""
+"""Rotary position angles, with the scalings that the families use (linear, Llama 3, YaRN, LongRoPE)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,32 @@ class Rope:
 
     def __init__(self, spec: RopeSpec, head_dim: int, dtype: torch.dtype) -> None:
         precision = torch.float64 if dtype == torch.float64 else torch.float32
-        exponents = torch.arange(0, head_dim, 2, dtype=precision) / head_dim
-        frequencies = 1.0 / (spec.theta**exponents)  # [head_dim / 2]
+        turning = spec.rotary_dims or head_dim
+        exponents = torch.arange(0, turning, 2, dtype=precision) / turning
+        frequencies = 1.0 / (spec.theta**exponents)  # [turning / 2]
         self._dtype = dtype
-        self.scale = 1.0
+        self.scale = 1.0  # of what turns; the rest of a head stays as it is
         if spec.kind == "linear":
             frequencies = frequencies / spec.factor
         elif spec.kind == "llama3":
             frequencies = _llama3(frequencies, spec)
         elif spec.kind == "yarn":
-            frequencies = _yarn(frequencies, spec, head_dim)
+            frequencies = _yarn(frequencies, spec, turning)
             factor = spec.attention_factor
             self.scale = factor if factor is not None else 0.1 * math.log(max(spec.factor, 1.0)) + 1.0
-        self.frequencies = frequencies
+        elif spec.kind == "longrope":
+            frequencies = frequencies / torch.tensor(spec.factors, dtype=precision)
+            self.scale = 1.0 if spec.attention_factor is None else spec.attention_factor
+        elif spec.kind == "none":
+            frequencies = torch.zeros_like(frequencies)
+        # [head_dim / 2]; a frequency of 0: the pair stays
+        self.frequencies = torch.nn.functional.pad(frequencies, (0, (head_dim - turning) // 2))
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, each [tokens, 1, head_dim / 2], ready to multiply [tokens, heads, head_dim / 2]."""
         angles = positions.to(self.frequencies.dtype)[:, None] * self.frequencies
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        scale = torch.where(self.frequencies == 0, 1.0, self.scale)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
 
 

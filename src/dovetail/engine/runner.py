@@ -45,6 +45,5 @@ class TorchModel:
             blocks = cache.layer(layer.index)
             ops.write_kv(blocks, k, v, batch.slot_blocks, batch.slot_offsets)
             attended = ops.attend(q, blocks, batch.groups, scale, layer.window, spec.attention_softcap)
-            hidden = layer.proj(attended, hidden)
-            hidden = layer.mlp(hidden)
+            hidden = layer.after_attention(attended, hidden)
         return batch, hidden

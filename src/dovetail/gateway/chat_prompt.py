@@ -27,6 +27,7 @@ class ChatPrompt:
 
 
 async def chat_prompt(body: ChatRequest, model: ServedModel) -> ChatPrompt:
+    model.require_text()
     await model.prepare()
     wanted = wanted_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     text = await _render(body, model, wanted)

@@ -1,6 +1,6 @@
 """Embeddings and reranking: prompts whose answer is a vector, served in turn with everything else.
 
-A vector is the model's state behind its final norm: of the last token, or the mean over all.
+A vector is the model's state behind its final norm: of the last token, the mean over all, or an encoder's first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BATCH = 32  # prompts that wait in the node's queue at the same time, so that o
 _PIECE_NUMBERS = 8192  # of vectors: written in two milliseconds
 _ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
 
-Pooling = Literal["last", "mean"]
+Pooling = Literal["last", "mean", "cls"]
 Vectors = np.ndarray[Any, Any]
 Pieces = Callable[[Vectors], Iterator[bytes]]
 Text = Annotated[str, Field(min_length=1)]
@@ -81,7 +81,9 @@ class EmbeddingRequest(_PooledBody):
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1, description="the first so many, made a unit vector again")
-    normalize: bool | None = Field(default=None, description="unit vectors, unless false")
+    normalize: bool | None = Field(
+        default=None, description="unit vectors; unless given, as the encoder has it, else on"
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> EmbeddingRequest:
@@ -134,7 +136,7 @@ class EmbeddingList(BaseModel):
 
 class RerankResult(BaseModel):
     index: int
-    relevance_score: float = Field(description="cosine of the angle between query and document")
+    relevance_score: float = Field(description="cosine between query and document, or a cross-encoder's score, 0 to 1")
     document: RerankDocument | None = None
 
 
@@ -166,6 +168,8 @@ class EmbeddingEndpoints:
         self._service.check_admission()
         body = await read_body(EmbeddingRequest, request)
         model = self._service.models.get(body.model)
+        if _scores_pairs(model):
+            raise InvalidRequest(f"model '{model.name}' compares two texts: ask /v1/rerank", param="model")
         await model.prepare()
         size = model.card.spec.hidden_size
         if body.dimensions is not None and body.dimensions > size:
@@ -179,24 +183,30 @@ class EmbeddingEndpoints:
         body = await read_body(RerankRequest, request)
         model = self._service.models.get(body.model)
         await model.prepare()
+        if _scores_pairs(model):
+            pairs = [await _encoded_pair(body.query, text, body, model) for text in body.texts]
+            job = await self._job(request, body, model, pairs)
+            return VectorResponse(self._service, job, lambda scores: _ranked(body, job, _sigmoid(scores[:, 0])), size=1)
         prompts = [await _encoded(text, body, model, "documents") for text in (body.query, *body.texts)]
         job = await self._job(request, body, model, prompts)
-        return VectorResponse(self._service, job, lambda vectors: _reranked(body, job, vectors))
+        return VectorResponse(self._service, job, lambda vectors: _ranked(body, job, _nearness(vectors)))
 
     async def _job(
         self, request: Request, body: _PooledBody, model: ServedModel, prompts: Sequence[Sequence[int]]
     ) -> Job:
         slo: Slo = targets_of(request, model)
         context = self._service.context_limit(model)
-        pooling = body.pooling or model.config.pooling
+        most = _longest_text(model, context)
+        pooling: Pooling | Literal["score"] = "score" if _scores_pairs(model) else _pooling(body, model)
         sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, pooling=pooling)
         job_id = uuid.uuid4().hex
         requests = []
         for index, prompt in enumerate(prompts):
             if index % _BATCH == 0:
                 await asyncio.sleep(0)  # others come in between
-            kept = _truncated(prompt, body.truncate_prompt_tokens, context - 1)
-            token_limit(len(kept), 1, 1, context, "input")
+            kept = _truncated(prompt, body.truncate_prompt_tokens, most, model)
+            if not 0 < len(kept) <= most:
+                token_limit(len(kept), None, 1, context, "input")  # says what is wrong
             requests.append(
                 EngineRequest(
                     id=f"{job_id}-{index}",
@@ -227,21 +237,51 @@ async def _encoded(item: str | list[int], body: _PooledBody, model: ServedModel,
     return await model.encode_prompt(item)
 
 
-def _truncated(prompt: Sequence[int], keep: int | None, most: int) -> Sequence[int]:
-    """The beginning of a text says what it is about; a chat keeps its end instead."""
+async def _encoded_pair(query: str, text: str, body: RerankRequest, model: ServedModel) -> list[int]:
+    if body.truncate_prompt_tokens is None:
+        check_text_fits(text, model, "documents")
+    check_text_fits(query, model, "query")
+    return await model.encode_pair(query, text)
+
+
+def _scores_pairs(model: ServedModel) -> bool:
+    encoder = model.card.spec.encoder
+    return encoder is not None and encoder.score is not None
+
+
+def _longest_text(model: ServedModel, context: int) -> int:
+    """A decoder's answer takes a place behind the text, an encoder's does not."""
+    return context if model.card.spec.encoder is not None else context - 1
+
+
+def _pooling(body: _PooledBody, model: ServedModel) -> Pooling:
+    encoder = model.card.spec.encoder
+    wanted = body.pooling or model.config.pooling or ("last" if encoder is None else encoder.pooling)
+    if wanted == "cls" and encoder is None:
+        raise InvalidRequest("pooling: cls is for encoders; this model has last and mean", param="pooling")
+    return wanted
+
+
+def _truncated(prompt: Sequence[int], keep: int | None, most: int, model: ServedModel) -> Sequence[int]:
+    """The beginning of a text says what it is about; a chat keeps its end instead. What an encoder's tokenizer put at
+    the end of a text stays there."""
     if keep is None:
         return prompt
     if keep == 0:
         raise InvalidRequest("truncate_prompt_tokens is at least 1, or -1", param="truncate_prompt_tokens")
-    return prompt[: most if keep == -1 else keep]
+    count = most if keep == -1 else keep
+    if model.card.spec.encoder is not None and 1 < count < len(prompt):
+        return [*prompt[: count - 1], prompt[-1]]
+    return prompt[:count]
 
 
 class VectorResponse(Response):
     """Runs the job, a few prompts at a time, and answers with what becomes of its vectors, piece by piece: thousands of
     them are megabytes of numbers, which nobody else has to wait for."""
 
-    def __init__(self, service: Service, job: Job, pieces: Pieces) -> None:
+    def __init__(self, service: Service, job: Job, pieces: Pieces, size: int | None = None) -> None:
         super().__init__()
+        self._size = size or job.model.card.spec.hidden_size  # numbers of a vector
         self._service = service
         self._job = job
         self._pieces = pieces
@@ -258,7 +298,7 @@ class VectorResponse(Response):
 
     async def _vectors(self, job: Job, origin: Origin) -> Vectors:
         requests = job.requests
-        found = np.empty((len(requests), job.model.card.spec.hidden_size), dtype=np.float32)
+        found = np.empty((len(requests), self._size), dtype=np.float32)
         for first in range(0, len(requests), _BATCH):
             part = replace(job, requests=requests[first : first + _BATCH])
             async with aclosing(self._service.run(part, origin)) as deltas:
@@ -276,12 +316,14 @@ def _unit(vectors: Vectors) -> Vectors:
 
 def _embeddings(body: EmbeddingRequest, job: Job, vectors: Vectors) -> Iterator[bytes]:
     """An EmbeddingList."""
+    encoder = job.model.card.spec.encoder
+    normalize = body.normalize if body.normalize is not None else encoder is None or encoder.normalize
     rest = EmbeddingList(data=[], model=job.model.name, usage=_usage(job)).model_dump_json(exclude={"data"})
     yield rest[:-1].encode() + b',"data":['
     step = max(1, _PIECE_NUMBERS // vectors.shape[1])
     for first in range(0, len(vectors), step):
         part = vectors[first : first + step, : body.dimensions]
-        part = part if body.normalize is False else _unit(part)
+        part = _unit(part) if normalize else part
         data = [
             {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
             for index, vector in enumerate(part, start=first)
@@ -297,10 +339,20 @@ def _written(vector: Vectors, form: str | None) -> list[float] | str:
     return numbers
 
 
-def _reranked(body: RerankRequest, job: Job, vectors: Vectors) -> Iterator[bytes]:
+def _nearness(vectors: Vectors) -> Vectors:
+    """Of the first to each of the others: cosines."""
+    query, step = _unit(vectors[:1])[0], max(1, _PIECE_NUMBERS // vectors.shape[1])
+    return np.concatenate([_unit(vectors[at : at + step]) @ query for at in range(1, len(vectors), step)])
+
+
+def _sigmoid(scores: Vectors) -> Vectors:
+    shares: Vectors = 1.0 / (1.0 + np.exp(-np.clip(scores.astype(np.float64), -700, 700)))
+    return shares
+
+
+def _ranked(body: RerankRequest, job: Job, scores: Vectors) -> Iterator[bytes]:
     """A Reranked."""
-    query, texts, step = _unit(vectors[:1])[0], body.texts, max(1, _PIECE_NUMBERS // vectors.shape[1])
-    scores = np.concatenate([_unit(vectors[at : at + step]) @ query for at in range(1, len(vectors), step)])
+    texts = body.texts
     order = np.argsort(-scores, kind="stable")[: body.top_n or None].tolist()
     with_text = body.return_documents is not False
     results = [

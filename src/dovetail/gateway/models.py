@@ -85,6 +85,13 @@ class ServedModel:
     def template(self) -> TemplateFacts:
         return TemplateFacts(self.card)
 
+    def require_text(self) -> None:
+        """Raises InvalidRequest where the model says nothing."""
+        if self.card.spec.encoder is not None:
+            raise InvalidRequest(
+                f"model '{self.name}' is an encoder, which makes vectors and no text: ask /v1/embeddings", param="model"
+            )
+
     async def prepare(self) -> None:
         """Read the tokenizer without stopping the event loop."""
         if "words" not in self.__dict__:
@@ -99,6 +106,19 @@ class ServedModel:
     async def encode_prompt(self, text: str) -> list[int]:
         """A plain completion prompt, with the tokens that the model expects before any text."""
         return self._with_bos(await self.encode(text, add_special_tokens=True))
+
+    async def encode_pair(self, first: str, second: str) -> list[int]:
+        """Two texts that are read together, with the tokens that the model expects around and between them."""
+
+        def work() -> list[int]:
+            with tokenizer_call(f"the tokenizer of '{self.name}' failed"):
+                return self.tokenizer.encode_batch([(first, second)], add_special_tokens=True)[0].ids
+
+        size = len(first) + len(second)
+        if size <= _INLINE_CHARS:
+            await asyncio.sleep(0)
+            return work()
+        return await self.lanes.run(size, work)
 
     async def encode_all(self, texts: Sequence[str], *, as_prompts: bool) -> list[list[int]]:
         """Of many texts, in one piece of work, however short each is."""

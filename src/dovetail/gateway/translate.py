@@ -84,6 +84,7 @@ async def completion_job(body: CompletionRequest, model: ServedModel, job_id: st
 
 
 async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
+    model.require_text()
     await model.prepare()
     prompt: Sequence[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if isinstance(prompt[0], int):

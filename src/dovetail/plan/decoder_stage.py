@@ -17,7 +17,7 @@ from torch import Tensor
 from dovetail.engine.batch import Batch, build_batch
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
-from dovetail.engine.model import Angles, DecoderLayer, Norm
+from dovetail.engine.model import Angles, DecoderLayer, Norm, finish_logits
 from dovetail.engine.rope import Rope
 from dovetail.engine.sampler import sample
 from dovetail.engine.weights import Linear, Weights, from_read_only_memory
@@ -101,7 +101,7 @@ class DecoderStage:
             blocks = self._cache.layer(layer.index - self._first_layer)
             TORCH.write_kv(blocks, k, v, batch.slot_blocks, batch.slot_offsets)
             attended = TORCH.attend(q, blocks, batch.groups, scale, layer.window, model.attention_softcap)
-            hidden = layer.mlp(layer.proj(attended, hidden))
+            hidden = layer.after_attention(attended, hidden)
         return hidden.contiguous()
 
     def _tokens(self, batch: Batch, hidden: Tensor) -> tuple[int, ...]:
@@ -110,9 +110,7 @@ class DecoderStage:
             return ()
         assert self._head is not None
         assert self._final_norm is not None
-        logits = self._head(self._final_norm(hidden[batch.sampled_at])).float()
-        cap = self._model.final_softcap
-        logits = logits if cap is None else torch.tanh(logits / cap) * cap
+        logits = finish_logits(self._model, self._head(self._final_norm(hidden[batch.sampled_at])))
         outcomes = sample(logits, batch.sampled, self._grammars)
         chosen = {outcome.sequence: outcome.token for outcome in outcomes}
         return tuple(chosen[sequence] for sequence in sorted(chosen))

@@ -24,6 +24,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_batch: int = 64  # sequences in one turn
     max_turn_tokens: int = 512  # tokens in one turn
     max_tokens: int = 0  # longest sequence that the pool could be grown for; 0 = what it holds now
+    whole_prompts: bool = False  # never in chunks, rather beyond budget and quotas: an encoder reads a text at once
 
 
 class Completed(msgspec.Struct, frozen=True):
@@ -109,10 +110,15 @@ class Scheduler:
             if budget == 0 or len(rows) == self._config.max_batch:
                 break
             computed = sequence.num_computed
+            if self._config.whole_prompts and len(sequence.tokens) - computed > budget:
+                if rows:
+                    continue
+                budget = len(sequence.tokens)
             if len(sequence.tokens) - computed == 1 and not sequence.is_held and computed < len(sequence.blocks) * size:
                 count = 1  # most rows of most iterations: a token, and room for it
             else:
-                count = self._catch_up(sequence, min(budget, quotas.get(sequence.id, budget)))
+                quota = budget if self._config.whole_prompts else quotas.get(sequence.id, budget)
+                count = self._catch_up(sequence, min(budget, quota))
                 if count == 0:
                     continue
             rows.append(row_of(sequence, count))

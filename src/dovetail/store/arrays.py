@@ -27,6 +27,11 @@ def from_array(array: Array, dtype: str | None = None) -> HostTensor:
     return HostTensor(name, array.shape, data)
 
 
+def reordered(tensor: HostTensor, rows: Array) -> HostTensor:
+    """A plain tensor with its rows in another order."""
+    return from_array(as_array(tensor)[rows], tensor.dtype)
+
+
 def to_float32(tensor: HostTensor) -> npt.NDArray[np.float32]:
     return unpack(tensor.layout, tensor.dtype, tensor.shape, tensor.data)
 

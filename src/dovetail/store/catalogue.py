@@ -180,7 +180,8 @@ def _has_form(entry: Entry, pull: Pull) -> bool:
     if entry.manifest is not None and any(tensor.layout in OUTDATED for tensor in entry.manifest.tensors):
         return False  # quantised by an earlier release, in an order that must be copied, or with one scale per row
     if entry.card is not None:
-        return pull.form.allows(Form(entry.card.dtype, entry.card.layout, entry.card.partitions))
+        is_encoder = entry.card.spec.encoder is not None
+        return pull.form.allows(Form(entry.card.dtype, entry.card.layout, entry.card.partitions), is_encoder)
     assert entry.manifest is not None
     return pull.form.is_whole_and_plain and (pull.keep_dtype or entry.manifest.dtype == pull.form.dtype)
 

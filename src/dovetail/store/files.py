@@ -34,14 +34,25 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     """A JSON object from a file; empty where the file is optional and absent."""
     if not required and not path.exists():
         return {}
-    text = read_bytes(path)
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path}: not valid JSON: {error}") from error
+    value = _decoded(path)
     if not isinstance(value, dict):
         raise DamagedCheckpoint(f"{path}: expected a JSON object")
     return value
+
+
+def read_json_list(path: Path) -> list[Any]:
+    value = _decoded(path)
+    if not isinstance(value, list):
+        raise DamagedCheckpoint(f"{path}: expected a JSON list")
+    return value
+
+
+def _decoded(path: Path) -> Any:
+    text = read_bytes(path)
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path}: not valid JSON: {error}") from error
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -28,8 +28,9 @@ from dovetail.store.arrange import is_packed
 from dovetail.store.arrays import from_array
 from dovetail.store.format import release_pages
 from dovetail.store.gguf_codes import layout_of, read_blocks
-from dovetail.store.gguf_config import GgufModel, spec_from_metadata
+from dovetail.store.gguf_config import spec_from_metadata
 from dovetail.store.gguf_names import Part, gguf_parts
+from dovetail.store.gguf_shapes import ROPE_FACTORS, GgufModel
 from dovetail.store.gguf_tokenizer import Vocabulary, build_tokenizer, token_fields
 from dovetail.store.keys import Keys
 from dovetail.store.tokenizer_files import TokenFields
@@ -103,10 +104,10 @@ class GgufFile:
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None:
             # Say that the architecture is unknown rather than that a tensor is missing where both hold.
-            spec_from_metadata(GgufModel(self.keys, self._tensors, 1, None))
+            spec_from_metadata(GgufModel(self.keys, self._tensors, 1, {}))
             raise DamagedCheckpoint(f"{self.path}: tensor token_embd.weight is missing")
-        factors = self._tensors.get("rope_freqs.weight")
-        values = None if factors is None else [float(value) for value in factors.data]
+        factors = {name: self._tensors[name].data for name in ROPE_FACTORS if name in self._tensors}
+        values = {name: [float(value) for value in data.reshape(-1)] for name, data in factors.items()}
         return GgufModel(self.keys, self._tensors, _shape(embedding)[0], values)
 
     def _resolve(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
@@ -139,31 +140,31 @@ class GgufFile:
         """The part cut into runs of rows; where rows change places, these are whole heads."""
         tensor = self._tensors[part.tensor]
         data = tensor.data if part.expert is None else tensor.data[part.expert]
+        data = data[part.first : part.first + part.piece_shape[0]]
         rows = data.shape[0]
         bytes_per_row = 4 * int(np.prod(part.piece_shape[1:], dtype=np.int64))
-        unit = rows // part.heads if part.heads else 1
+        unit = len(part.order) or 1
         step = unit * max(1, _PIECE_BYTES // (bytes_per_row * unit))
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            heads = (stop - start) // unit if part.heads else 0
-            yield _Slab(tensor, data[start:stop], (stop - start, *part.piece_shape[1:]), heads)
+            yield _Slab(tensor, data[start:stop], (stop - start, *part.piece_shape[1:]), part.order)
 
 
 class _Slab(NamedTuple):
     tensor: gguf.ReaderTensor
     data: npt.NDArray[Any]  # in the file
     shape: tuple[int, ...]
-    heads: int  # 0 = the order of the rows stays
+    order: tuple[int, ...]  # of the rows of each head; empty = as they are
 
     def load(self) -> HostTensor:
         dtype = _IN_PLACE.get(self.tensor.tensor_type)
         if (layout := layout_of(self.tensor.tensor_type)) is not None and len(self.shape) == 2:
             codes, scales = read_blocks(self.data.reshape(-1, self.data.shape[-1]), self.tensor.tensor_type)
-            if self.heads:
-                codes, scales = _unpermute(codes, self.heads), tuple(_unpermute(part, self.heads) for part in scales)
+            if self.order:
+                codes, scales = _in_order(codes, self.order), tuple(_in_order(part, self.order) for part in scales)
             return HostTensor("f32", self.shape, pack_codes(layout, self.shape, Quantised(codes, scales)).data, layout)
-        if self.heads:
-            return from_array(_unpermute(_dequantize(self.data, self.tensor).reshape(self.shape), self.heads))
+        if self.order:
+            return from_array(_in_order(_dequantize(self.data, self.tensor).reshape(self.shape), self.order))
         if dtype is not None:
             return HostTensor(dtype, self.shape, memoryview(self.data.reshape(-1).view(np.uint8).data))
         return from_array(_dequantize(self.data, self.tensor).reshape(self.shape))
@@ -297,7 +298,8 @@ def _dequantize(data: npt.NDArray[Any], tensor: gguf.ReaderTensor) -> npt.NDArra
     return found.astype(np.float32, copy=False)
 
 
-def _unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
-    """llama.cpp keeps the two numbers of a rotary pair side by side; ours are half a head apart."""
-    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
+def _in_order(rows: npt.NDArray[Any], order: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Within each head. Where llama.cpp keeps the two numbers of a rotary pair side by side, ours are half a head
+    apart."""
+    heads = rows.reshape(-1, len(order), *rows.shape[1:])
+    return heads[:, list(order)].reshape(rows.shape)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dovetail.modelspec import ModelSpec
+import msgspec
+
+from dovetail.modelspec import ModelSpec, rotary_order
 
 
 class Part(NamedTuple):
     tensor: str
     shape: tuple[int, ...]  # of the whole tensor in the file
     expert: int | None = None  # of a stack of experts, only this one
-    heads: int = 0  # rows are permuted within this many heads; 0 = as they are
+    order: tuple[int, ...] = ()  # of the rows of each head, by their places in the file; empty = as they are
+    first: int = 0  # of a fused tensor, from this row on
+    rows: int | None = None  # so many of them; None = all
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
-        return self.shape if self.expert is None else self.shape[1:]
+        shape = self.shape if self.expert is None else self.shape[1:]
+        return shape if self.rows is None else (self.rows, *shape[1:])
 
+
+# Architectures whose files keep the two rows of a rotary pair side by side.
+_SIDE_BY_SIDE = ("llama", "smollm3", "granite", "glm4", "command-r", "cohere2")
+_FUSED_GATE_UP = ("phi3", "glm4")  # under the name of `up`
 
 _TOP = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -26,6 +35,7 @@ _LAYER = {
     "k_norm": "attn_k_norm",
     "post_attn_norm": "post_attention_norm",
     "mlp_norm": "ffn_norm",
+    "up": "ffn_up",
     "down": "ffn_down",
     "post_mlp_norm": "post_ffw_norm",
     "router": "ffn_gate_inp",
@@ -43,22 +53,28 @@ def gguf_parts(spec: ModelSpec, architecture: str, name: str, shape: tuple[int, 
     if module.startswith("experts."):
         return _expert_parts(spec, prefix, module)
     if module == "qkv":
-        permuted = architecture == "llama"
-        rows = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads, "attn_v": spec.num_kv_heads}
-        return [
-            tuple(
-                Part(
-                    f"{prefix}{part}.{kind}",
-                    (heads * spec.head_dim, *shape[1:]),
-                    heads=heads if permuted and part != "attn_v" else 0,
-                )
-                for part, heads in rows.items()
-            )
-        ]
+        return _qkv_parts(spec, architecture, prefix, kind, shape)
+    if module == "gate_up" and architecture in _FUSED_GATE_UP:
+        return [(Part(f"{prefix}ffn_up.{kind}", shape),)]
     if module == "gate_up":
         half = (spec.intermediate_size, *shape[1:])
         return [tuple(Part(f"{prefix}{part}.{kind}", half) for part in ("ffn_gate", "ffn_up"))]
     return [(Part(f"{prefix}{_LAYER[module]}.{kind}", shape),)]
+
+
+def _qkv_parts(
+    spec: ModelSpec, architecture: str, prefix: str, kind: str, shape: tuple[int, ...]
+) -> list[tuple[Part, ...]]:
+    """One matrix each, or (Phi-3, and GLM-4 as some convert it) one for all."""
+    in_file = msgspec.structs.replace(spec, pairs_side_by_side=architecture in _SIDE_BY_SIDE)
+    turned = rotary_order(in_file) or ()
+    sizes = {"attn_q": (spec.q_size, turned), "attn_k": (spec.kv_size, turned), "attn_v": (spec.kv_size, ())}
+    apart = tuple(Part(f"{prefix}{part}.{kind}", (rows, *shape[1:]), order=o) for part, (rows, o) in sizes.items())
+    fused, first = [], 0
+    for rows, order in sizes.values():
+        fused.append(Part(f"{prefix}attn_qkv.{kind}", shape, order=order, first=first, rows=rows))
+        first += rows
+    return [apart, tuple(fused)]
 
 
 def _expert_parts(spec: ModelSpec, prefix: str, module: str) -> list[tuple[Part, ...]]:

@@ -24,6 +24,8 @@ def rope_from_metadata(keys: Keys, architecture: str, default_theta: float, *, l
     legacy = keys.get(f"{prefix}scale_linear")  # written before there were types
     if local or (kind in (None, "none") and legacy in (None, 1.0)):
         return RopeSpec(theta=theta)
+    if kind == "longrope":  # its factors are tensors
+        return RopeSpec(theta=theta)
     factor = keys.number(f"{prefix}scale_linear" if kind is None else f"{prefix}scaling.factor")
     if kind in (None, "linear"):
         return RopeSpec(theta=theta, kind="linear", factor=factor)

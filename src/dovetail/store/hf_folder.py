@@ -10,11 +10,18 @@ import msgspec
 import numpy as np
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
-from dovetail.modelspec import ModelSpec
+from dovetail.modelspec import ModelSpec, rotary_order
 from dovetail.node.ports import HostTensor
-from dovetail.store.arrays import Array, as_array, from_array, to_float32
+from dovetail.store.arrays import Array, as_array, from_array, reordered, to_float32
 from dovetail.store.files import read_json, read_text
 from dovetail.store.hf_config import spec_from_config
+from dovetail.store.hf_encoders import (
+    ENCODER_PREFIXES,
+    encoder_pieces,
+    encoder_prefix_mark,
+    score_piece,
+    with_own_pooling,
+)
 from dovetail.store.hf_names import EMBEDDING, LM_HEADS, PREFIXES, Piece, hf_pieces
 from dovetail.store.safetensors_file import SafetensorsFile
 from dovetail.store.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
@@ -33,11 +40,13 @@ class HfFolder:
         spec = spec_from_config(config, str(path / "config.json"))
         self._files = _open_weights(path)
         self._where = {name: file for file in self._files for name in file}
-        self._prefix = self._find_prefix()
-        self.spec: ModelSpec = self._settle_tying(spec)
+        self._prefix = self._find_prefix(spec)
+        self.spec: ModelSpec = self._settle_tying(spec) if spec.encoder is None else with_own_pooling(spec, path)
         self._pieces = {name: self._resolve(name, shape) for name, shape in self.spec.tensors()}
         # Gemma's files keep a norm as its distance from 1.
-        self._plus_one = {name for name in self._pieces if self.spec.sandwich_norm and "norm." in name}
+        is_gemma = self.spec.family.startswith("gemma")
+        self._plus_one = {name for name in self._pieces if is_gemma and "norm." in name}
+        self._order = rotary_order(self.spec)
 
     @property
     def in_place(self) -> bool:
@@ -47,7 +56,21 @@ class HfFolder:
         tensors = [self._where[full].tensor(full) for full in self._pieces[name]]
         if name in self._plus_one:
             return [from_array(to_float32(tensor) + np.float32(1.0)) for tensor in tensors]
+        if self._order is not None and ".qkv." in name:
+            return self._in_order(tensors)
         return tensors
+
+    def _in_order(self, tensors: list[HostTensor]) -> list[HostTensor]:
+        """q and k, whole or fused with v, with the rows of each head where the canonical head has them."""
+        spec, found, first = self.spec, [], 0
+        for tensor in tensors:
+            rows = np.arange(tensor.shape[0])
+            turning = min(max((spec.q_size + spec.kv_size - first), 0), len(rows))
+            heads = rows[:turning].reshape(-1, spec.head_dim)
+            rows[:turning] = heads[:, list(self._order or ())].reshape(-1)
+            first += len(rows)
+            found.append(reordered(tensor, rows) if turning else tensor)
+        return found
 
     def tokenizer(self) -> tuple[TokenFields, str]:
         return read_token_fields(self.path), read_text(find_tokenizer(self.path))
@@ -69,9 +92,10 @@ class HfFolder:
         """Storage type of the matrices."""
         return self.pieces("layers.0.out.weight")[0].dtype
 
-    def _find_prefix(self) -> str:
-        for prefix in PREFIXES:
-            if any(name.startswith(f"{prefix}layers.0.") for name in self._where):
+    def _find_prefix(self, spec: ModelSpec) -> str:
+        mark = "layers.0." if spec.encoder is None else encoder_prefix_mark(spec)
+        for prefix in PREFIXES if spec.encoder is None else ENCODER_PREFIXES:
+            if any(name.startswith(prefix + mark) for name in self._where):
                 return prefix
         raise DamagedCheckpoint(f"{self.path}: no tensor of layer 0 (such as model.layers.0.…) in the weights")
 
@@ -93,7 +117,10 @@ class HfFolder:
         """File names of the pieces of one canonical tensor, present and of the right shape."""
         if name == "lm_head.weight":
             return self._checked((Piece(self._lm_head() or LM_HEADS[0], shape),), prefix="")
-        ways = hf_pieces(self.spec, name, shape)
+        if name.startswith("score."):
+            return self._checked((score_piece(self.spec, name, shape),), prefix="")
+        pieces = hf_pieces if self.spec.encoder is None else encoder_pieces
+        ways = pieces(self.spec, name, shape)
         for way in ways:
             if self._prefix + way[0].name in self._where:
                 return self._checked(way, self._prefix)

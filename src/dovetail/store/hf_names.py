@@ -35,12 +35,37 @@ _LAYER_GEMMA = _LAYER | {
     "mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
+_LAYER_OLMO = _LAYER | {
+    "post_attn_norm": "post_attention_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+_LAYER_GLM4 = _LAYER | {
+    "post_attn_norm": "post_self_attn_layernorm",
+    "post_mlp_norm": "post_mlp_layernorm",
+}
 _LAYER_OPT = {
     "attn_norm": "self_attn_layer_norm",
     "out": "self_attn.out_proj",
     "mlp_norm": "final_layer_norm",
     "up": "fc1",
     "down": "fc2",
+}
+_LAYERS = {
+    "gemma2": _LAYER_GEMMA,
+    "gemma3": _LAYER_GEMMA,
+    "olmo2": _LAYER_OLMO,
+    "olmo3": _LAYER_OLMO,
+    "glm4": _LAYER_GLM4,
+    "starcoder2": _LAYER | {"up": "mlp.c_fc", "down": "mlp.c_proj"},
+    "granite_hybrid": _LAYER | {"down": "shared_mlp.output_linear"},
+    "opt": _LAYER_OPT,
+}
+# Families whose files keep q, k and v, or gate and up, in one tensor.
+_FUSED = {
+    "phi3": {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
+    "glm": {"gate_up": "mlp.gate_up_proj"},
+    "glm4": {"gate_up": "mlp.gate_up_proj"},
+    "granite_hybrid": {"gate_up": "shared_mlp.input_linear"},
 }
 
 # Where the experts live in a layer, and what an expert calls its gate, up and down matrix.
@@ -61,19 +86,15 @@ def hf_pieces(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> list[tuple[
     module, kind = part.rsplit(".", 1)
     if module == "router" or module.startswith("experts."):
         return _expert_pieces(spec, prefix, module, shape)
+    if (fused := _FUSED.get(spec.family, {}).get(module)) is not None:
+        return [(Piece(f"{prefix}{fused}.{kind}", shape),)]
     if module == "qkv":
         sizes = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         return [tuple(Piece(f"{prefix}self_attn.{part}.{kind}", (rows, *shape[1:])) for part, rows in sizes.items())]
     if module == "gate_up":
         rows = spec.intermediate_size
         return [tuple(Piece(f"{prefix}mlp.{part}.{kind}", (rows, *shape[1:])) for part in ("gate_proj", "up_proj"))]
-    return [(Piece(f"{prefix}{_layer_names(spec)[module]}.{kind}", shape),)]
-
-
-def _layer_names(spec: ModelSpec) -> dict[str, str]:
-    if spec.family == "opt":
-        return _LAYER_OPT
-    return _LAYER_GEMMA if spec.sandwich_norm else _LAYER
+    return [(Piece(f"{prefix}{_LAYERS.get(spec.family, _LAYER)[module]}.{kind}", shape),)]
 
 
 def _expert_pieces(spec: ModelSpec, prefix: str, module: str, shape: tuple[int, ...]) -> list[tuple[Piece, ...]]:

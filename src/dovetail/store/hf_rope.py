@@ -6,18 +6,29 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from dovetail.modelspec import RopeSpec
 from dovetail.store.keys import Keys
 
 
-def rope_from_config(keys: Keys) -> RopeSpec:
-    """`rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
+def rope_from_config(keys: Keys, head_dim: int | None = None) -> RopeSpec:
+    """`rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5). With `head_dim`, of a
+    family whose heads may turn in part only."""
     values = keys.mapping("rope_scaling") or keys.mapping("rope_parameters")
     if any(isinstance(value, dict) for value in values.values()):
         raise keys.unsupported("rope_parameters", "one per layer type")
     theta = 10_000.0 if keys.get("rope_theta") is None else keys.number("rope_theta")
     outer = {name: keys.get(name) for name in ("partial_rotary_factor",) if keys.get(name) is not None}
-    return parse_rope({"rope_theta": theta} | outer | values, keys)
+    merged = {"rope_theta": theta} | outer | values
+    if head_dim is None:
+        return parse_rope(merged, keys)
+    share = Keys({"partial_rotary_factor": 1.0} | merged, f"{keys.origin}: rope").positive("partial_rotary_factor")
+    dims = int(head_dim * share)
+    if share > 1.0 or dims < 2 or dims % 2:
+        raise keys.unsupported("partial_rotary_factor", share)
+    rope = parse_rope(merged | {"partial_rotary_factor": None}, keys)
+    return rope if dims == head_dim else msgspec.structs.replace(rope, rotary_dims=dims)
 
 
 def parse_rope(values: Mapping[str, Any], keys: Keys) -> RopeSpec:
@@ -41,6 +52,8 @@ def parse_rope(values: Mapping[str, Any], keys: Keys) -> RopeSpec:
         )
     if kind == "yarn":
         return _parse_yarn(rope, theta, context, keys)
+    if kind == "longrope":
+        return _parse_longrope(rope, theta, context, keys)
     raise rope.unsupported("rope_type", kind)
 
 
@@ -64,6 +77,24 @@ def _parse_yarn(rope: Keys, theta: float, context: int, keys: Keys) -> RopeSpec:
         beta_slow=rope.number("beta_slow") if rope.get("beta_slow") else 1.0,
         attention_factor=_yarn_attention_factor(rope, factor),
         truncate=rope.get("truncate") is not False,
+    )
+
+
+def _parse_longrope(rope: Keys, theta: float, context: int, keys: Keys) -> RopeSpec:
+    """transformers changes from the short to the long factors when a sequence outgrows the original context, and makes
+    its keys anew. Keys that many requests share have one rotation: the one of the context that is served."""
+    longest = keys.integer("max_position_embeddings")
+    factor = rope.positive("factor") if rope.get("factor") is not None else longest / context
+    usual = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 and context > 1 else 1.0
+    key = "long_factor" if longest > context else "short_factor"
+    factors = rope.sequence(key)
+    if not factors or not all(isinstance(each, int | float) and each > 0 for each in factors):
+        raise rope.damaged(key, "a list of numbers above 0")
+    return RopeSpec(
+        theta=theta,
+        kind="longrope",
+        factors=tuple(float(each) for each in factors),
+        attention_factor=usual if rope.get("attention_factor") is None else rope.number("attention_factor"),
     )
 
 

@@ -26,6 +26,9 @@ class Keys:
         self._values = values
         self.origin = origin
 
+    def with_changes(self, values: Mapping[str, Any]) -> Keys:
+        return Keys({**self._values, **values}, self.origin)
+
     def get(self, key: str) -> Any:
         return self._values.get(key)
 
@@ -36,6 +39,10 @@ class Keys:
         if value > at_most:
             raise self.damaged(key, f"at most {at_most}")
         return value
+
+    def whole(self, key: str) -> int:
+        """From 0 on."""
+        return 0 if self._values.get(key) == 0 else self.integer(key)
 
     def number(self, key: str) -> float:
         value = self._values.get(key)

@@ -26,6 +26,7 @@ Written = list[tuple[Path, Partition]]
 
 
 AUTO = "auto"
+ENCODER_DTYPE = "f32"  # what torch computes encoders in: kept so, their weights are used where they lie
 AUTO_LAYOUTS = ("plain", GGUF, "int8", "int4")  # what it can mean, the last two of a store that has them
 
 
@@ -42,17 +43,19 @@ class Form(NamedTuple):
 
     def settled(self, source: ModelFiles) -> Form:
         """With `auto` decided: floats stay floats, GGUF's blocks stay as they are, and so does what a store keeps."""
-        form = self._replace(dtype=kept_dtype(source.dtype)) if self.dtype == AUTO else self
+        kept = ENCODER_DTYPE if source.spec.encoder is not None else kept_dtype(source.dtype)
+        form = self._replace(dtype=kept) if self.dtype == AUTO else self
         if form.layout != AUTO:
             return form
         if source.dtype in NUMPY:
             return form._replace(layout="plain")
         return form._replace(layout=source.dtype if source.dtype in LAYOUTS else "int8")
 
-    def allows(self, other: Form) -> bool:
+    def allows(self, other: Form, is_encoder: bool = False) -> bool:
         """Whether `other`, which is settled, may be what this one comes to. What `auto` makes of a source is known once
         it is opened; whatever it can mean is what somebody may have wanted of it."""
-        dtypes = (preferred_dtype(), kept_dtype("bf16")) if self.dtype == AUTO else (self.dtype,)
+        auto = (ENCODER_DTYPE,) if is_encoder else (preferred_dtype(), kept_dtype("bf16"))
+        dtypes = auto if self.dtype == AUTO else (self.dtype,)
         layouts = AUTO_LAYOUTS if self.layout == AUTO else (self.layout,)
         return other.dtype in dtypes and other.layout in layouts and other.ranks == self.ranks
 

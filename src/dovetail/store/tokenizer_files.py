@@ -85,6 +85,17 @@ def read_token_fields(folder: Path) -> TokenFields:
     )
 
 
+def separator_of(folder: Path) -> int:
+    """The token that a tokenizer puts between two texts."""
+    settings = read_json(folder / "tokenizer_config.json", required=False)
+    special = read_json(folder / "special_tokens_map.json", required=False)
+    text = _token_text(settings.get("sep_token") or special.get("sep_token")) or "[SEP]"
+    found = [token.id for token in _added_tokens(find_tokenizer(folder)) if token.content == text]
+    if not found:
+        raise DamagedCheckpoint(f"{folder}: tokenizer.json has no token {text!r}, which is to stand between two texts")
+    return found[0]
+
+
 def _token_text(value: Any) -> str | None:
     """A special token is written as its text or as an object that holds it."""
     if isinstance(value, dict):

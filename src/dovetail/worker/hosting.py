@@ -46,6 +46,8 @@ def kept_as(card: ModelCard, dtype: str, device: Device) -> str:
     """How the weights lie in memory when the model is served: as they are stored where the kernels read them so, else
     in the type that is computed in."""
     stored = card.dtype if card.layout == "plain" else card.layout
+    if card.spec.encoder is not None:  # torch's own operations read no other
+        return dtype
     return stored if device.serves_as_stored(dtype, stored) else dtype
 
 

@@ -149,7 +149,8 @@ def build_runner(
             library=grammars,
         ),
     )
-    limits = SchedulerConfig(context, config.max_batch, config.max_turn_tokens, config.max_tokens)
+    whole = card.spec.encoder is not None
+    limits = SchedulerConfig(context, config.max_batch, config.max_turn_tokens, config.max_tokens, whole)
     runner = ModelRunner(card, executor, limits, config.block_size)
     return runner, messages.Loaded(
         model=card.name,

@@ -311,7 +311,8 @@ class Worker:
 
     def _instance_config(self, message: messages.Load) -> InstanceConfig:
         config, spec = self._config, message.card.spec
-        dtype = self._device.compute_dtype(message.dtype, message.card.dtype or "f32")
+        stored = "f32" if spec.encoder is not None else message.card.dtype or "f32"
+        dtype = self._device.compute_dtype(message.dtype, stored)
         max_batch = config.max_batch or self._device.max_batch
         block_bytes = spec.kv_bytes_per_token(dtype, message.kv) * config.block_size
         room = max(

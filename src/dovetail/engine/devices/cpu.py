@@ -11,6 +11,7 @@ import torch
 
 from dovetail.engine.devices import Peaks
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
+from dovetail.engine.encoder import EncoderExecutor
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig, serves_as_stored
 from dovetail.engine.native_model import can_run
 from dovetail.layouts import CELLS, GGUF, packed_bytes
@@ -38,8 +39,9 @@ class CpuDevice:
     def serves_as_stored(self, dtype: str, form: str) -> bool:
         return serves_as_stored(dtype, form)
 
-    def executor(self, checkpoint: Checkpoint, config: ExecutorConfig) -> CpuExecutor:
-        executor = CpuExecutor(checkpoint, config)
+    def executor(self, checkpoint: Checkpoint, config: ExecutorConfig) -> CpuExecutor | EncoderExecutor:
+        make = CpuExecutor if checkpoint.spec.encoder is None else EncoderExecutor
+        executor = make(checkpoint, config)
         checkpoint.close()
         return executor
 

@@ -146,9 +146,11 @@ def _rotate_and_write_kernel(
         rotated_second = rotated_second.to(dtype).to(tl.float32)
     if ROPE:
         position = tl.load(positions + token).to(tl.float32)
-        angle = position * tl.load(frequencies + columns, mask=columns < HEAD_DIM // 2, other=0.0)
-        cos = (tl.cos(angle) * rope_scale)[None, :]
-        sin = (tl.sin(angle) * rope_scale)[None, :]
+        frequency = tl.load(frequencies + columns, mask=columns < HEAD_DIM // 2, other=0.0)
+        angle = position * frequency
+        scale = tl.where(frequency == 0.0, 1.0, rope_scale)  # a pair that does not turn stays as it is
+        cos = (tl.cos(angle) * scale)[None, :]
+        sin = (tl.sin(angle) * scale)[None, :]
         turned = rotated_first * cos - rotated_second * sin
         rotated_second = rotated_second * cos + rotated_first * sin
         rotated_first = turned

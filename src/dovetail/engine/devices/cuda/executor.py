@@ -27,7 +27,8 @@ from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.prompt_reader import PIECE_TOKENS, PromptReader, reads_prompt
 from dovetail.engine.sampler import sample
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, UnsupportedModel
+from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
 from dovetail.types import SamplingParams
@@ -52,6 +53,17 @@ class _Launched:
     is_decode: bool  # by `DecodeSteps`
 
 
+def lacking_on_gpu(spec: ModelSpec) -> str | None:
+    """What a model needs that the GPU's layers do not compute; None = nothing."""
+    if spec.encoder is not None:
+        return "attention in both directions (an encoder)"
+    if spec.parallel_block:
+        return "attention and MLP side by side (parallel_block)"
+    if not spec.pre_norm:
+        return "a layer with norms behind attention and MLP only (pre_norm = false)"
+    return "a norm over all heads of q and k at once (qk_norm_whole)" if spec.qk_norm_whole else None
+
+
 class CudaExecutor:
     is_pipelined = True
 
@@ -60,6 +72,9 @@ class CudaExecutor:
         if config.kv == "int8":
             raise ConfigError("kv: int8 is for CPUs; a GPU keeps keys and values in the type that it computes in")
         spec = checkpoint.spec
+        lacking = lacking_on_gpu(spec)
+        if lacking is not None:
+            raise UnsupportedModel(f"the family {spec.family} runs on CPUs only: {lacking} is not there on GPUs yet")
         self.spec = spec
         self.level = "cuda"
         self.dtype = gpu_dtype(config.dtype, checkpoint.pieces("embed.weight")[0].dtype)

@@ -42,17 +42,17 @@ class CudaLayer:
         prefix = f"layers.{index}"
         self._spec = spec
         self.window = spec.window(index)
-        self.local_rope = self.window > 0 and spec.rope_local is not None
+        self.local_rope = spec.has_local_rope(index)
         scale = spec.attention_scale if spec.attention_scale is not None else spec.head_dim**-0.5
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.attention = AttentionShape(*heads, scale, spec.attention_softcap, self.window)
-        self._attn_norm = _norm(weights, f"{prefix}.attn_norm")
+        self._attn_norm = _norm(spec, weights, f"{prefix}.attn_norm")
         self._qkv = _matrix_and_bias(weights, f"{prefix}.qkv")
         q_norm, k_norm = weights.find(f"{prefix}.q_norm.weight"), weights.find(f"{prefix}.k_norm.weight")
         self._qk_norms = (q_norm, k_norm) if q_norm is not None and k_norm is not None else None
         self._out = _matrix_and_bias(weights, f"{prefix}.out")
         self._post_attn = weights.find(f"{prefix}.post_attn_norm.weight")
-        self._mlp_norm = _norm(weights, f"{prefix}.mlp_norm")
+        self._mlp_norm = _norm(spec, weights, f"{prefix}.mlp_norm")
         self._mlp = (_Experts if spec.is_moe_layer(index) else _Mlp)(spec, weights, prefix)
         self._post_mlp = weights.find(f"{prefix}.post_mlp_norm.weight")
 
@@ -95,7 +95,7 @@ class CudaModel:
         self._embed = weights.matrix("embed.weight")
         self._positions = weights.matrix("positions.weight") if weights.has("positions.weight") else None
         self.layers = [CudaLayer(spec, weights, index) for index in range(spec.num_layers)]
-        self._final_norm = _norm(weights, "final_norm")
+        self._final_norm = _norm(spec, weights, "final_norm")
         self._head = self._embed if spec.tied_embeddings else weights.matrix("lm_head.weight")
         uses_rope = spec.position_offset is None
         self._rope = DeviceRope(spec.rope if uses_rope else None, spec.head_dim, device)
@@ -139,6 +139,8 @@ class CudaModel:
 
     def head(self, states: Tensor) -> Tensor:
         logits = linear(states, self._head, None)
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
         if self.spec.final_softcap is not None:
             logits = torch.tanh(logits / self.spec.final_softcap) * self.spec.final_softcap
         return logits
@@ -185,8 +187,10 @@ def _matrix_and_bias(weights: DeviceWeights, name: str) -> tuple[Tensor | CodedM
     return weights.matrix(f"{name}.weight"), weights.find(f"{name}.bias")
 
 
-def _norm(weights: DeviceWeights, name: str) -> tuple[Tensor, Tensor | None]:
-    return weights.get(f"{name}.weight"), weights.find(f"{name}.bias")
+def _norm(spec: ModelSpec, weights: DeviceWeights, name: str) -> tuple[Tensor, Tensor | None]:
+    """A bias is how the kernel knows a layer norm."""
+    weight, bias = weights.get(f"{name}.weight"), weights.find(f"{name}.bias")
+    return weight, torch.zeros_like(weight) if bias is None and spec.norm == "layer" else bias
 
 
 def _look_up(which: Tensor, matrix: Tensor | CodedMatrix, dtype: torch.dtype) -> Tensor:
