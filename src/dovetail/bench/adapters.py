@@ -6,6 +6,9 @@ stand for merged models. Adapters are random, for every matrix of every layer.
 
 from __future__ import annotations
 
+import hashlib
+import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +17,26 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from dovetail.bench.fleet import Fleet, FleetModel
+from dovetail.bench.fleet import STEP, FleetModel, Report, check_distinct
 from dovetail.bench.many import Outcome, Step, run_one
 from dovetail.bench.safetensors_writer import write_safetensors
 from dovetail.bench.servers import Contender, Settings, dovetail, running, with_adapters
 from dovetail.modelspec import ModelSpec
 from dovetail.sim.trace import Arrival
-from dovetail.store import open_checkpoint
+from dovetail.store import Catalogue, open_checkpoint
 from dovetail.store.adapter_parts import open_adapter, places_of
+from dovetail.store.format import (
+    MANIFEST,
+    Partition,
+    blob_path,
+    encode_manifest,
+    is_stored,
+    partition_digest,
+    partition_files,
+    read_card,
+    read_manifest,
+    store_root,
+)
 from dovetail.types import ModelCard
 
 STRENGTH = 0.05  # of a random adapter's second matrix
@@ -66,21 +81,60 @@ def write_adapter(folder: Path, spec: ModelSpec, rank: int, seed: int) -> Path:
 
 
 def _draw(shapes: Sequence[tuple[int, ...]], seed: int) -> Iterator[bytes]:
-    generator = np.random.default_rng(seed)
+    """Many numbers, again and again: drawing each would take longer than all the rest."""
+    some = np.random.default_rng(seed).standard_normal(max(map(math.prod, shapes)), np.float32)
     for index, shape in enumerate(shapes):
         scale = shape[1] ** -0.5 if index % 2 == 0 else STRENGTH
-        yield (generator.standard_normal(shape, np.float32) * np.float32(scale)).astype("<f2").tobytes()
+        values = np.roll(some, index)[: math.prod(shape)] * np.float32(scale)
+        yield values.astype("<f2").tobytes()
 
 
-def make_adapters(fleet: Fleet, base: ModelCard, names: Sequence[str], ranks: tuple[int, int]) -> dict[str, str]:
+def make_adapters(
+    catalogue: Catalogue, folder: Path, base: ModelCard, names: Sequence[str], ranks: tuple[int, int], report: Report
+) -> dict[str, str]:
     """One for each name, in the store; ranks from the first to the second and again."""
     span = ranks[1] - ranks[0] + 1
     found = {}
     for index, name in enumerate(names):
         rank = ranks[0] + index % span
-        folder = write_adapter(fleet.folder / "adapters" / f"{name}-r{rank}", base.spec, rank, index)
-        found[name] = fleet.catalogue.take(str(folder), name=f"adapter-{name}-r{rank}").name
+        report(f"making the adapter {name}", index, len(names))
+        written = write_adapter(folder / f"{name}-r{rank}", base.spec, rank, index)
+        found[name] = catalogue.take(str(written), name=f"adapter-{name}-r{rank}").name
     return found
+
+
+def make_copies(catalogue: Catalogue, base: ModelCard, count: int, report: Report) -> list[FleetModel]:
+    """Models of the base's form and cost that are no two the same file: each has another final norm."""
+    models = []
+    for number in range(count):
+        report(f"making model {number}", number, count)
+        folder = catalogue.place.folder(f"copy-{number:02d}")
+        if not is_stored(folder):
+            _copy_stored(Path(base.path), folder, number)
+        card = read_card(folder, folder.name)
+        models.append(FleetModel(card, partition_files(folder)[0][0]))
+    check_distinct(models)
+    return models
+
+
+def _copy_stored(base: Path, folder: Path, number: int) -> None:
+    manifest = read_manifest(base)
+    ((path, partition),) = partition_files(base, manifest)
+    data = bytearray(path.read_bytes())
+    norm = next(entry for entry in manifest.tensors if entry.name == "final_norm.weight")
+    values = np.frombuffer(data, "<f4", norm.size // 4, norm.offset)
+    values *= np.float32(1 + STEP * (number + 1))
+    size = partition.chunk_bytes
+    chunks = tuple(hashlib.sha256(data[at : at + size]).hexdigest() for at in range(0, len(data), size))
+    digest = partition_digest(len(data), size, chunks)
+    blob = blob_path(store_root(folder), digest)
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    blob.write_bytes(data)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in manifest.files:
+        shutil.copyfile(base / name, folder / name)
+    other = msgspec.structs.replace(manifest, partitions=(Partition(digest, len(data), size, chunks),))
+    (folder / MANIFEST).write_bytes(encode_manifest(other))
 
 
 def compete(

@@ -63,7 +63,7 @@ class Fleet:
     def make(self, copies: int, shapes: int, report: Report = lambda what, done, total: None) -> list[FleetModel]:
         """`copies` of the base and `shapes` random models of half a billion parameters."""
         (self.folder / "gguf").mkdir(parents=True, exist_ok=True)
-        base = self.base_file()
+        base = self._base()
         changed = find_changed(base)  # reading a GGUF's index takes seconds: once for all
         writers: dict[str, Callable[[Path], None]] = {}
         for index in range(copies):
@@ -85,7 +85,7 @@ class Fleet:
             building.replace(path)
         return FleetModel(self.catalogue.pull(str(path), name=name), path)
 
-    def base_file(self) -> Path:
+    def _base(self) -> Path:
         path = self.folder / "base.gguf"
         if not path.exists():
             with fetch(self.base) as fetched:

@@ -34,9 +34,10 @@ def adapters(
     contenders: Annotated[str, typer.Option(help=f"Which of {ALL}, in this order; empty = steps only.")] = ALL,
     share: Annotated[float, typer.Option(help="Of the merged models that fit into memory.", min=0.01, max=1.0)] = 1 / 3,
     keep_alive: Annotated[float, typer.Option(help="Seconds that an idle model stays.", min=0.0)] = 30.0,
-    base: Annotated[str | None, typer.Option(help="A GGUF file.  [default: SmolLM2-135M-Instruct]")] = None,
+    base: Annotated[str | None, typer.Option(help="A source for `pull`.  [default: SmolLM2-135M-Instruct]")] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Where models and logs are kept.  [default: bench/many under $DOVETAIL_HOME]")
+        Path | None,
+        typer.Option(help="Of models and logs.  [default: bench/adapters under $DOVETAIL_HOME]"),
     ] = None,
     prepare: Annotated[bool, typer.Option("--prepare", help="Write models and adapters, measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
@@ -47,25 +48,26 @@ def adapters(
 
     Example: dovetail bench adapters --adapters 64 --minutes 1.5 --rate 1.5
     """
-    from dovetail.bench.adapters import AdapterContest, compete, make_adapters, measure_steps
-    from dovetail.bench.fleet import DEMO, Fleet
+    from dovetail.bench.adapters import AdapterContest, compete, make_adapters, make_copies, measure_steps
+    from dovetail.bench.fleet import DEMO
     from dovetail.bench.load import Mix, arrivals_of
     from dovetail.bench.servers import Settings
     from dovetail.machine import default_root
+    from dovetail.store import Catalogue
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server which is being measured ends too
     names = [name for name in contenders.split(",") if name]
     if set(names) - set(ALL.split(",")):
         raise ConfigError(f"--contenders {contenders}: expected some of {ALL}")
-    place = folder or default_root() / "bench" / "many"
+    place = folder or default_root() / "bench" / "adapters"
     place.mkdir(parents=True, exist_ok=True)
     ranks = _range(rank, "--rank")
     mix = Mix(minutes, rate, zipf, cv, _range(input_tokens, "--input"), _range(output_tokens, "--output"), seed)
     with _bar(enabled=not as_json and sys.stderr.isatty()) as step:
-        fleet = Fleet(place, base or DEMO)
-        models = by_popularity(fleet.make(count, 0, step), seed)
-        card = fleet.catalogue.pull(str(fleet.base_file()), name="base")
-        made = make_adapters(fleet, card, [model.name for model in models], ranks)
+        catalogue = Catalogue(place / "store")
+        card = catalogue.pull(base or DEMO, name="base")
+        models = by_popularity(make_copies(catalogue, card, count, step), seed)
+        made = make_adapters(catalogue, place / "adapters", card, [model.name for model in models], ranks, step)
         if prepare:
             return
         arrivals = arrivals_of(mix, len(models))
