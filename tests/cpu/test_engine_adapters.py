@@ -47,8 +47,11 @@ def logits_by_key(executor: CpuExecutor, order: list[str]) -> dict[str, torch.Te
     return {key: found[index] for index, key in enumerate(order)}
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("family", ["llama", "llama_bias", "qwen3", "gemma2", "opt", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "level"),
+    [("llama", level) for level in LEVELS]
+    + [(family, LEVELS[-1] if LEVELS else "") for family in ("llama_bias", "gemma2", "opt", "qwen3_moe")],
+)
 def test_rows_of_several_adapters_have_the_logits_of_merged_models(
     family: str, level: str, tiny_folder: TinyFolder, tmp_path: Path
 ) -> None:

@@ -67,7 +67,8 @@ def adapters(
         catalogue = Catalogue(place / "store")
         card = catalogue.pull(base or DEMO, name="base")
         models = by_popularity(make_copies(catalogue, card, count, step), seed)
-        made = make_adapters(catalogue, place / "adapters", card, [model.name for model in models], ranks, step)
+        names_of = sorted(model.name for model in models)
+        made = make_adapters(catalogue, place / "adapters", card, names_of, ranks, step)
         if prepare:
             return
         arrivals = arrivals_of(mix, len(models))

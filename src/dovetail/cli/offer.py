@@ -14,6 +14,7 @@ import msgspec
 
 from dovetail.config import Config, ModelConfig, StoreConfig, load_config
 from dovetail.errors import ConfigError, DovetailError, InvalidRequest, ModelNotFound
+from dovetail.gateway.adapter_desk import NOT_ON_THIS_DEVICE
 from dovetail.gateway.models import FixedCatalogue, NamedAdapter, Offer
 from dovetail.store import Catalogue, describe
 from dovetail.store.adapter_parts import declared_base, describe_adapter
@@ -90,8 +91,15 @@ def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Fi
             cards.append(card)
         else:
             missing.append(name)
+    _check_devices(config)
     adapters = [adapter for card in cards for adapter in _adapters_of(catalogue, card, configs.get(card.name))]
     return Offer(FixedCatalogue(cards), configs, tuple(preload), tuple(missing), tuple(adapters))
+
+
+def _check_devices(config: Config) -> None:
+    adapted = [name for name, model in config.models.items() if model.adapters]
+    if adapted and all(node.device != "cpu" for node in config.nodes):
+        raise ConfigError(f"models.{adapted[0]}.adapters: {NOT_ON_THIS_DEVICE}")
 
 
 def _adapters_of(catalogue: Catalogue, card: ModelCard, config: ModelConfig | None) -> Iterator[NamedAdapter]:
@@ -108,12 +116,10 @@ def find_adapter(catalogue: Catalogue, source: str, name: str, card: ModelCard) 
 
 
 def _adapter_folder(catalogue: Catalogue, source: str) -> Path:
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
     try:
-        return catalogue.existing(source)
-    except (ModelNotFound, InvalidRequest) as error:
+        path = Path(source).expanduser()
+        return path if path.is_dir() else catalogue.existing(source)
+    except (ModelNotFound, InvalidRequest, ValueError, RuntimeError) as error:  # the last two: no path at all
         raise ModelNotFound(
             f"{source}: neither a folder with {ADAPTER_CONFIG} nor an adapter that was pulled; "
             "`dovetail pull SOURCE` fetches one, `dovetail list` shows what is here"

@@ -18,6 +18,8 @@ from dovetail.gateway.service import Service
 from dovetail.messages import DropAdapter
 from dovetail.types import AdapterRef, ModelCard
 
+NOT_ON_THIS_DEVICE = "adapters are not served on this device yet: they take a node with device: cpu"
+
 
 class AdapterStore(Protocol):
     """Both raise DovetailError or OSError, with file and tensor, for what is no adapter or not one of this model."""
@@ -114,9 +116,7 @@ class AdapterDesk:
 
     def _check_devices(self) -> None:
         if all(node.config.device != "cpu" for node in self._service.link.nodes.values()):
-            raise InvalidRequest(
-                "adapters are not served on this device yet: they take a node with device: cpu", code="unsupported"
-            )
+            raise InvalidRequest(NOT_ON_THIS_DEVICE, code="unsupported_device")
 
 
 def no_change_of(adapter: NamedAdapter) -> Conflict:
