@@ -22,6 +22,7 @@ from dovetail.bench.many import Outcome, Step, run_one
 from dovetail.bench.safetensors_writer import write_safetensors
 from dovetail.bench.servers import Contender, Settings, dovetail, running, with_adapters
 from dovetail.modelspec import ModelSpec
+from dovetail.sched.turn import Turn
 from dovetail.sim.trace import Arrival
 from dovetail.store import Catalogue, open_checkpoint
 from dovetail.store.adapter_parts import open_adapter, places_of
@@ -187,7 +188,7 @@ def measure_steps(
         for _ in range(rounds + 1):  # one after another: what else the machine does meets all alike
             for count, rows in turns.items():
                 started = time.perf_counter()
-                executor.run(type(decode(1))(rows))
+                executor.run(Turn(rows))
                 times[count].append(time.perf_counter() - started)
         medians = {count: statistics.median(each[1:]) for count, each in times.items()}
         found += [StepTime(batch, count, CONTEXT, took, took / medians[0]) for count, took in medians.items()]
