@@ -19,6 +19,7 @@ from server_fixture import Server, eventually, running_server
 from tiny_adapters import merge, save_adapter, write_adapter
 
 from dovetail.native import levels
+from dovetail.store import Catalogue
 
 pytestmark = pytest.mark.skipif(len(levels()) == 1, reason="the native kernels were not built")
 ADMIN, USER = ({"authorization": f"Bearer sk-{who}"} for who in ("boss", "user"))
@@ -55,7 +56,9 @@ class Adapted(NamedTuple):
 def adapted(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     folder, base = tmp_path_factory.mktemp("adapted"), tiny_folder("llama")
     adapters = {name: save_adapter(folder / name, base, seed=seed, rank=8) for seed, name in enumerate("abcd")}
-    models: dict[str, Any] = {"llama": {"source": str(base), "adapters": {name: str(adapters[name]) for name in "ab"}}}
+    pulled = Catalogue(folder / "store").take(str(adapters["b"]), name="b-pulled")  # comes through the host pool
+    offered = {"a": str(adapters["a"]), "b": pulled.name}
+    models: dict[str, Any] = {"llama": {"source": str(base), "adapters": offered}}
     for name in "abc":
         models[f"merged-{name}"] = {"source": str(merge(base, adapters[name], folder / f"merged-{name}"))}
     for model in models.values():

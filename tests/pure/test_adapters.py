@@ -9,10 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from dovetail import messages
+from dovetail.cluster.dispatch import Choice
 from dovetail.config import parse_config
 from dovetail.errors import ConfigError, UnsupportedModel
 from dovetail.modelspec import ModelSpec, MoeSpec
 from dovetail.node.instance import Instance
+from dovetail.node.protocol import Warm
 from dovetail.node.residency import Residency
 from dovetail.policy.latency import TransferModel
 from dovetail.sched.blocks import BlockPool
@@ -56,6 +59,10 @@ def test_every_choice_and_what_is_left_of_a_request_keeps_its_adapter() -> None:
     first, second = sequences_of(request, 3)
     assert first.adapter == second.adapter == A.key
     assert first.root == second.root
+    elsewhere = Choice(0, request, 1, [6, 7, 8]).body  # what another node is given
+    assert (elsewhere.adapter, elsewhere.generated) == (A, (None, (6, 7, 8)))
+    ask = messages.Ask(1, Warm("m"), elsewhere)
+    assert messages.decode_for_worker(messages.encode(ask)) == ask
 
 
 def test_an_adapter_counts_in_the_ledger_until_it_goes() -> None:
