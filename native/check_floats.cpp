@@ -108,6 +108,26 @@ void check_case(const Kernels& kernels, const FloatCase& kind, int64_t rows, int
     }
 }
 
+// What ranks add to outputs, in one stretch and in two: bit for bit one multiply-add after another.
+void check_ranks(const Kernels& kernels, const FloatCase& kind, int64_t rank, int64_t count, std::mt19937& random) {
+    constexpr int64_t kTokens = 3;
+    const FloatMatrix rows(kind, rank, count, random);
+    std::normal_distribution<float> normal;
+    std::vector<float> x(kTokens * rank), exact(kTokens * count);
+    for (std::vector<float>* values : {&x, &exact})
+        for (float& value : *values) value = normal(random);
+    std::vector<float> out = exact;
+    for (int64_t t = 0; t < kTokens; ++t)
+        for (int64_t r = 0; r < rank; ++r)
+            for (int64_t i = 0; i < count; ++i)
+                exact[t * count + i] = std::fma(rows.wide[r * count + i], x[t * rank + r], exact[t * count + i]);
+    const int64_t cut = count / 3;
+    for (const auto& [begin, end] : {std::pair{int64_t{0}, cut}, std::pair{cut, count}})
+        kernels.add_ranks({static_cast<const char*>(rows.matrix.data) + begin * size_of(kind.type), kind.type, rank, count,
+                           end - begin, x.data(), rank, kTokens, out.data() + begin, count});
+    if (out != exact) fail(kernels, kind, rows.matrix, kTokens, "ranks are added wrong");
+}
+
 }  // namespace
 
 void check_floats(const Kernels& kernels) {
@@ -115,4 +135,7 @@ void check_floats(const Kernels& kernels) {
     for (const FloatCase& kind : kCases)
         for (const auto& [rows, columns] : {std::pair{64, 64}, {17, 96}, {1, 33}, {33, 1}, {21, 70}, {19, 1100}, {9, 2111}})
             check_case(kernels, kind, rows, columns, random);
+    for (const FloatCase& kind : kCases)
+        for (const auto& [rank, count] : {std::pair{1, 1}, {8, 64}, {16, 300}, {3, 129}})
+            check_ranks(kernels, kind, rank, count, random);
 }

@@ -2,6 +2,7 @@
 // families by the few ways in which they differ; weights are used where they lie and never copied.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -41,6 +42,24 @@ struct Layer {
     bool local_rope = false;
 };
 
+enum class Projection : uint8_t { qkv, out, up, down };
+constexpr int64_t kMostParts = 3;  // of a projection: q, k and v
+
+struct LowRank {  // what an adapter adds to some outputs of a projection: scale·(x·firstᵀ)·second
+    Matrix first;     // [rank, columns of the projection]
+    Matrix second;    // [rank, outputs]
+    int64_t row = 0;  // of the projection, where the outputs begin
+};
+
+struct Adapter {
+    float scale = 1.0f;
+    std::vector<std::array<std::vector<LowRank>, 4>> layers;  // by projection
+
+    const std::vector<LowRank>& parts(int64_t layer, Projection projection) const {
+        return layers[layer][static_cast<size_t>(projection)];
+    }
+};
+
 struct Rope {
     std::vector<float> frequencies;  // [head_dim / 2]; empty: no rotation; 0: that pair stays
     float scale = 1.0f;              // of the pairs that turn
@@ -75,6 +94,7 @@ struct Sequence {  // `count` tokens from position `start` on, on top of what th
     int64_t start = 0, count = 0;
     const int32_t* blocks = nullptr;
     bool samples = false;
+    const Adapter* adapter = nullptr;  // null: the model as it is
 };
 
 struct Iteration {

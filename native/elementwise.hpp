@@ -128,6 +128,45 @@ void load_row(const void* row, DType type, int64_t count, float scale, bool add,
     }
 }
 
+// kVectors of one token's outputs, kept in registers over all ranks
+template <int kVectors, class T>
+inline void add_ranks_to(const Ranks& r, const T* rows, const float* x, float* out) {
+    Vec sums[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[v] = load(out + v * kWidth);
+    for (int64_t rank = 0; rank < r.rank; ++rank, rows += r.row_stride) {
+        const Vec factor = splat(x[rank]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) sums[v] = fma(load(rows + v * kWidth), factor, sums[v]);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) store(out + v * kWidth, sums[v]);
+}
+
+template <class T>
+inline void add_ranks_as(const Ranks& r) {
+    constexpr int kVectors = 8;
+    const T* rows = static_cast<const T*>(r.rows);
+    for (int64_t t = 0; t < r.tokens; ++t) {
+        const float* x = r.x + t * r.x_stride;
+        float* out = r.out + t * r.out_stride;
+        int64_t i = 0;
+        for (; i + kVectors * kWidth <= r.count; i += kVectors * kWidth) add_ranks_to<kVectors>(r, rows + i, x, out + i);
+        for (; i + kWidth <= r.count; i += kWidth) add_ranks_to<1>(r, rows + i, x, out + i);
+        for (; i < r.count; ++i)
+            for (int64_t rank = 0; rank < r.rank; ++rank)
+                out[i] = __builtin_fmaf(widen(rows[rank * r.row_stride + i]), x[rank], out[i]);
+    }
+}
+
+void add_ranks(const Ranks& r) {
+    switch (r.type) {
+        case DType::f32: return add_ranks_as<float>(r);
+        case DType::f16: return add_ranks_as<f16>(r);
+        default: return add_ranks_as<bf16>(r);
+    }
+}
+
 // Not a number if any of them is not finite
 inline float largest_magnitude(const float* x, int64_t count) {
     Vec most = splat(0.0f), poison = splat(0.0f);

@@ -49,6 +49,16 @@ struct Product {  // out[t][r] = (add ? out[t][r] : 0) + x[t]·weight[r] + bias[
     float* scratch;  // product_scratch(columns) floats of the calling thread, 64-byte aligned
 };
 
+struct Ranks {  // out[t][i] += sum over r of x[t][r]·rows[r][i], one after the other: what a low-rank update adds
+    const void* rows;  // of the first i
+    DType type;
+    int64_t rank, row_stride, count;
+    const float* x;
+    int64_t x_stride, tokens;
+    float* out;
+    int64_t out_stride;
+};
+
 static inline int64_t product_scratch(int64_t columns) { return 8 * columns + 12288; }
 
 // How quantised matrices lie is told in cells.hpp: in cells of so many rows and bytes, columns of int8 filled up to 64.
@@ -108,6 +118,7 @@ struct Kernels {
     void (*load_row)(const void* row, DType, int64_t count, float scale, bool add, float* out);
     // As int8: the codes, then their scale, which is not a number if any of x is not finite.
     void (*store_row)(const float* x, int64_t count, DType, void* row);
+    void (*add_ranks)(const Ranks&);
     // Index of the largest; -1 if any is not a number.
     int64_t (*argmax)(const float* x, int64_t count);
 };

@@ -22,8 +22,8 @@ namespace {
 #include "dot_int4.hpp"
 #include "products.hpp"
 
-constexpr Kernels kKernels{LEVEL_NAME, prepared_bytes, prepare, multiply, rms_norm, layer_norm, activate,
-                           gate,       rotate,         attend,  load_row, store_row, argmax};
+constexpr Kernels kKernels{LEVEL_NAME, prepared_bytes, prepare, multiply, rms_norm,  layer_norm, activate,
+                           gate,       rotate,         attend,  load_row, store_row, add_ranks,  argmax};
 
 }  // namespace
 

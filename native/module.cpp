@@ -2,10 +2,13 @@
 // cross as DLPack; no copy is made, and what is held is kept alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <map>
+#include <optional>
 #include <stdexcept>
 
 #include "decoder.hpp"
@@ -134,9 +137,34 @@ class Model {
 
     void check() const { decoder_.check(); }
 
+    void add_adapter(int id, float scale) {
+        HeldAdapter& held = adapters_[id] = {};
+        held.adapter.scale = scale;
+        held.adapter.layers.resize(decoder_.layers.size());
+    }
+
+    void remove_adapter(int id) { adapters_.erase(id); }
+
+    // To the outputs of `name` from `row` on: first [rank, columns], second [rank, outputs].
+    void add_low_rank(int id, const std::string& name, int64_t row, Array first, Array second) {
+        const Linear& linear = linear_of(name);
+        const LowRank part{matrix_of(first), matrix_of(second), row};
+        if (linear.pieces.empty()) throw std::invalid_argument(name + ": the layer has no such matrix");
+        if (part.first.columns != linear.columns() || part.first.rows != part.second.rows || part.first.rows < 1 || row < 0 ||
+            row + part.second.columns > linear.rows())
+            throw std::invalid_argument(name + ": the adapter's matrices do not fit");
+        HeldAdapter& held = adapters_.at(id);
+        std::vector<LowRank>& parts = parts_of(held.adapter, name);
+        if (static_cast<int64_t>(parts.size()) == kMostParts) throw std::invalid_argument(name + ": has too many parts");
+        parts.push_back(part);
+        held.arrays.push_back(first);
+        held.arrays.push_back(second);
+    }
+
     void forward(Integers tokens, Integers starts, Integers counts, Integers table_offsets, Integers tables,
-                 Integers samples, Array cache, Output<float> logits, Output<int32_t> best) {
-        Iteration iteration = iteration_of(tokens, starts, counts, table_offsets, tables, samples, cache);
+                 Integers samples, Array cache, Output<float> logits, Output<int32_t> best,
+                 std::optional<Integers> adapters) {
+        Iteration iteration = iteration_of(tokens, starts, counts, table_offsets, tables, samples, cache, adapters);
         const int64_t sampling = num_sampling(iteration);
         if (static_cast<int64_t>(logits.size()) != sampling * decoder_.shape.vocab_size ||
             static_cast<int64_t>(best.size()) != sampling)
@@ -149,8 +177,8 @@ class Model {
 
     // The same, but what the logits would be made of.
     void states(Integers tokens, Integers starts, Integers counts, Integers table_offsets, Integers tables,
-                Integers samples, Array cache, Output<float> states) {
-        Iteration iteration = iteration_of(tokens, starts, counts, table_offsets, tables, samples, cache);
+                Integers samples, Array cache, Output<float> states, std::optional<Integers> adapters) {
+        Iteration iteration = iteration_of(tokens, starts, counts, table_offsets, tables, samples, cache, adapters);
         if (static_cast<int64_t>(states.size()) != num_sampling(iteration) * decoder_.shape.hidden_size)
             throw std::invalid_argument("one row of states per sampling sequence");
         iteration.states = states.data();
@@ -161,14 +189,16 @@ class Model {
   private:
     Iteration iteration_of(const Integers& tokens, const Integers& starts, const Integers& counts,
                            const Integers& table_offsets, const Integers& tables, const Integers& samples,
-                           const Array& cache) const {
+                           const Array& cache, const std::optional<Integers>& adapters) const {
         Iteration iteration;
+        if (adapters && adapters->size() != starts.size()) throw std::invalid_argument("one adapter, or -1, per sequence");
         iteration.tokens = tokens.data();
         iteration.cache = cache_of(cache);
         int64_t total = 0;
         for (size_t i = 0; i < starts.size(); ++i) {
             const int64_t end = i + 1 < table_offsets.size() ? table_offsets(i + 1) : tables.size();
             Sequence sequence{starts(i), counts(i), tables.data() + table_offsets(i), samples(i) != 0};
+            if (adapters && (*adapters)(i) >= 0) sequence.adapter = &adapters_.at((*adapters)(i)).adapter;
             check_sequence(sequence, iteration.cache, end - table_offsets(i));
             iteration.sequences.push_back(sequence);
             total += sequence.count;
@@ -222,6 +252,16 @@ class Model {
         throw std::invalid_argument("unknown tensor " + name);
     }
 
+    std::vector<LowRank>& parts_of(Adapter& adapter, const std::string& name) {
+        const auto [layer, part] = place_of(name);
+        const Projection projection = part == "qkv"    ? Projection::qkv
+                                      : part == "out"  ? Projection::out
+                                      : part == "down" ? Projection::down
+                                                       : Projection::up;
+        if (part == "router") throw std::invalid_argument(name + ": a router has no adapter");
+        return adapter.layers.at(layer - decoder_.layers.data())[static_cast<size_t>(projection)];
+    }
+
     std::vector<Matrix>& pieces_of(const std::string& name) {
         if (name.ends_with(".experts.gate_up.weight")) return place_of(name).first->experts_up.pieces;
         if (name.ends_with(".experts.down.weight")) return place_of(name).first->experts_down.pieces;
@@ -263,8 +303,14 @@ class Model {
             throw std::invalid_argument("there is no learned position " + std::to_string(end - 1));
     }
 
+    struct HeldAdapter {
+        Adapter adapter;
+        std::vector<Array> arrays;
+    };
+
     Decoder decoder_;
     std::vector<Array> held_;
+    std::map<int, HeldAdapter> adapters_;
 };
 
 // Of `rows` of the logits: values and tokens [rows, width], and the sum of all exponentials
@@ -332,8 +378,15 @@ NB_MODULE(_kernels, module) {
         .def("set_layer", &Model::set_layer)
         .def("set_rope", &Model::set_rope)
         .def("check", &Model::check)
-        .def("forward", &Model::forward)
-        .def("states", &Model::states);
+        .def("add_adapter", &Model::add_adapter)
+        .def("add_low_rank", &Model::add_low_rank)
+        .def("remove_adapter", &Model::remove_adapter)
+        .def("forward", &Model::forward, nb::arg("tokens"), nb::arg("starts"), nb::arg("counts"),
+             nb::arg("table_offsets"), nb::arg("tables"), nb::arg("samples"), nb::arg("cache"), nb::arg("logits"),
+             nb::arg("best"), nb::arg("adapters") = nb::none())
+        .def("states", &Model::states, nb::arg("tokens"), nb::arg("starts"), nb::arg("counts"),
+             nb::arg("table_offsets"), nb::arg("tables"), nb::arg("samples"), nb::arg("cache"), nb::arg("states"),
+             nb::arg("adapters") = nb::none());
     module.def("candidates", &candidates);
     add_single_kernels(module);
 }

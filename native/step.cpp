@@ -52,6 +52,7 @@ Decoder::Step::Step(Decoder& model, const Iteration& iteration)
         if (sequence.samples) sampled_at_.push_back(tokens_ - 1);
     }
     plan_attention();
+    plan_adapters();
     if (shape_.num_experts > 0) {
         chosen_.resize(tokens_ * shape_.experts_per_token);
         slot_of_.resize(tokens_ * shape_.experts_per_token);
@@ -95,6 +96,7 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
         shares_ = carver.take<float>(tokens * shape_.experts_per_token);
         grouped_ = carver.take<float>(slots * shape_.hidden_size);
     }
+    reduced_ = carver.take<float>(kMostParts * tokens * max_rank_);
     largest_ = carver.take<float>(num_parts_);
     total_ = carver.take<float>(num_parts_);
     scratch_ = carver.take<float>(scratch_floats_ * model_.team_->size());
@@ -103,18 +105,18 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
 
 void Decoder::Step::run(Team::Member& member) {
     embed(member);
-    for (size_t i = 0; i < model_.layers.size(); ++i) {
+    for (int64_t i = 0; i < static_cast<int64_t>(model_.layers.size()); ++i) {
         const Layer& layer = model_.layers[i];
         normalize(member, layer.attn_norm, layer.qkv);
-        linear(member, layer.qkv, normed_, qkv_, false);
+        linear(member, layer.qkv, normed_, qkv_, false, {i, Projection::qkv});
         rotate_and_store(member, layer, i);
         attend(member, layer, i);
-        if (i + 1 == model_.layers.size()) keep_sampled(member);
-        if (shape_.parallel_block) mlp(member, layer, layer.attn_norm);  // before attention changes what it reads
+        if (i + 1 == static_cast<int64_t>(model_.layers.size())) keep_sampled(member);
+        if (shape_.parallel_block) mlp(member, layer, layer.attn_norm, i);  // before attention changes what it reads
         prepare(member, attended_, layer.out);
-        update(member, layer.out, layer.post_attn_norm, attended_);
+        update(member, layer.out, layer.post_attn_norm, attended_, {i, Projection::out});
         if (shape_.parallel_block) continue;
-        layer.router.pieces.empty() ? mlp(member, layer, layer.mlp_norm) : mix_experts(member, layer);
+        layer.router.pieces.empty() ? mlp(member, layer, layer.mlp_norm, i) : mix_experts(member, layer);
     }
     logits(member);
 }
@@ -212,7 +214,9 @@ int64_t Decoder::Step::token_block(int64_t columns, Precision precision) const {
     return std::max<int64_t>(fits / 48 * 48, 48);  // 48: whole tiles of every kernel
 }
 
-void Decoder::Step::linear(Team::Member& member, const Linear& weights, const float* x, float* out, bool add) {
+void Decoder::Step::linear(Team::Member& member, const Linear& weights, const float* x, float* out, bool add,
+                           Spot spot) {
+    reduce(member, spot, x);
     const int64_t rows = weights.rows(), columns = weights.columns();
     const Precision precision = precision_of(weights.pieces);
     const int64_t per_chunk = chunk_rows(rows, tokens_), block = token_block(columns, precision);
@@ -224,17 +228,19 @@ void Decoder::Step::linear(Team::Member& member, const Linear& weights, const fl
         kernels_.multiply({part.piece, part.begin, part.end, prepared, begin, end, precision,
                            weights.bias ? weights.bias + part.first : nullptr, add, out + begin * rows + part.first,
                            rows, scratch(member)});
+        add_adapted(spot, begin, end, part.first, part.end - part.begin, out + begin * rows + part.first, rows);
     });
 }
 
-void Decoder::Step::mlp(Team::Member& member, const Layer& layer, const Norm& norm) {
+void Decoder::Step::mlp(Team::Member& member, const Layer& layer, const Norm& norm, int64_t index) {
     normalize(member, norm, layer.up);
-    inner_mlp(member, layer);
+    inner_mlp(member, layer, index);
     prepare(member, inner_, layer.down);
-    update(member, layer.down, layer.post_mlp_norm, inner_);
+    update(member, layer.down, layer.post_mlp_norm, inner_, {index, Projection::down});
 }
 
-void Decoder::Step::inner_mlp(Team::Member& member, const Layer& layer) {
+void Decoder::Step::inner_mlp(Team::Member& member, const Layer& layer, int64_t index) {
+    reduce(member, {index, Projection::up}, normed_);
     const int64_t inner = shape_.intermediate_size;
     const Precision precision = precision_of(layer.up.pieces);
     const int64_t per_chunk = chunk_rows(inner, tokens_), block = token_block(shape_.hidden_size, precision);
@@ -247,7 +253,7 @@ void Decoder::Step::inner_mlp(Team::Member& member, const Layer& layer) {
         const int64_t row = task % chunks * per_chunk, begin = task / chunks * block;
         multiply_gated(member, {&layer.up.pieces.front(), row, bias ? bias + row : nullptr, second, shift + row,
                                 bias ? bias + inner + row : nullptr, std::min(per_chunk, inner - row), prepared, begin,
-                                std::min(begin + block, tokens_), precision, inner_ + begin * inner + row, inner});
+                                std::min(begin + block, tokens_), precision, inner_ + begin * inner + row, inner, index});
     });
 }
 
@@ -260,6 +266,11 @@ void Decoder::Step::multiply_gated(Team::Member& member, const Gated& g) {
     if (g.up)
         kernels_.multiply({g.up, g.up_row, g.up_row + g.rows, g.x, g.begin, g.end, g.precision, g.up_bias, false, up,
                            g.rows, own});
+    if (g.layer >= 0) {
+        const Spot spot{g.layer, Projection::up};
+        add_adapted(spot, g.begin, g.end, g.gate_row, g.rows, gate, g.rows);
+        if (g.up) add_adapted(spot, g.begin, g.end, shape_.intermediate_size + g.gate_row, g.rows, up, g.rows);
+    }
     for (int64_t t = 0; t < g.end - g.begin; ++t) {
         float* out = g.out + t * g.out_stride;
         if (g.up)
@@ -270,9 +281,9 @@ void Decoder::Step::multiply_gated(Team::Member& member, const Gated& g) {
 }
 
 // Back onto the residual stream, through a norm of its own where the family has one.
-void Decoder::Step::update(Team::Member& member, const Linear& weights, const Norm& post, const float* x) {
-    if (!post.weight) return linear(member, weights, x, hidden_, true);
-    linear(member, weights, x, update_, false);
+void Decoder::Step::update(Team::Member& member, const Linear& weights, const Norm& post, const float* x, Spot spot) {
+    if (!post.weight) return linear(member, weights, x, hidden_, true, spot);
+    linear(member, weights, x, update_, false, spot);
     each_stretch(member, Precision::f32, [&](int64_t begin, int64_t end) {
         const int64_t columns = shape_.hidden_size;
         for (int64_t t = begin; t < end; ++t) {
@@ -293,7 +304,10 @@ void Decoder::Step::keep_sampled(Team::Member& member) {
             std::copy_n(attended_ + from * shape_.q_size(), shape_.q_size(), attended_ + i * shape_.q_size());
         }
     });
-    member.loop(1, [&](int64_t) { tokens_ = kept; });
+    member.loop(1, [&](int64_t) {
+        tokens_ = kept;
+        adapted_.swap(adapted_sampled_);
+    });
 }
 
 void Decoder::Step::logits(Team::Member& member) {
@@ -301,7 +315,7 @@ void Decoder::Step::logits(Team::Member& member) {
     if (iteration_.states)
         member.loop(1, [&](int64_t) { std::copy_n(normed_, tokens_ * shape_.hidden_size, iteration_.states); });
     if (!iteration_.logits) return;
-    linear(member, model_.head, normed_, iteration_.logits, false);
+    linear(member, model_.head, normed_, iteration_.logits, false, {});
     member.loop(tokens_, [&](int64_t t) {
         float* row = iteration_.logits + t * shape_.vocab_size;
         if (const float scale = shape_.logit_scale; scale != 1.0f)

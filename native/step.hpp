@@ -23,6 +23,16 @@ struct Decoder::Step {
 
     void run(Team::Member& member);
 
+    struct Spot {  // a projection of a layer: what adapters know it by
+        int64_t layer = -1;  // none of them has anything for it
+        Projection projection = Projection::qkv;
+    };
+
+    struct Adapted {  // tokens of one adapter that are multiplied together
+        const Adapter* adapter;
+        int64_t begin, end;
+    };
+
     struct Gated {  // rows of an MLP's inner part for some tokens: activation(gate)·up, or activation(gate) without up
         const Matrix* gate;
         int64_t gate_row;
@@ -36,6 +46,7 @@ struct Decoder::Step {
         Precision precision;
         float* out;  // of (begin, first row)
         int64_t out_stride;
+        int64_t layer = -1;  // whose adapters have a say
     };
 
     struct Group {  // tokens of one expert that are multiplied together
@@ -67,9 +78,12 @@ struct Decoder::Step {
     void embed(Team::Member&);
     void normalize(Team::Member&, const Norm&, const Linear& next);
     void prepare(Team::Member&, const float* x, const Linear& next);
-    void linear(Team::Member&, const Linear&, const float* x, float* out, bool add);
-    void mlp(Team::Member&, const Layer&, const Norm&);
-    void inner_mlp(Team::Member&, const Layer&);
+    void linear(Team::Member&, const Linear&, const float* x, float* out, bool add, Spot);
+    void mlp(Team::Member&, const Layer&, const Norm&, int64_t index);
+    void inner_mlp(Team::Member&, const Layer&, int64_t index);
+    void plan_adapters();
+    void reduce(Team::Member&, Spot, const float* x);
+    void add_adapted(Spot, int64_t begin, int64_t end, int64_t row, int64_t rows, float* out, int64_t stride) const;
     void multiply_gated(Team::Member&, const Gated&);
     void mix_experts(Team::Member&, const Layer&);
     void route(Team::Member&, const Layer&);
@@ -81,7 +95,7 @@ struct Decoder::Step {
     void inner_experts(Team::Member&, const Stack&);
     void outer_experts(Team::Member&, const Stack&);
     void combine(Team::Member&, const Norm& post);
-    void update(Team::Member&, const Linear&, const Norm& post, const float* x);
+    void update(Team::Member&, const Linear&, const Norm& post, const float* x, Spot);
     void rotate_and_store(Team::Member&, const Layer&, int64_t index);
     void attend(Team::Member&, const Layer&, int64_t index);
     void merge(const Merge&);
@@ -106,6 +120,8 @@ struct Decoder::Step {
     std::vector<int64_t> sampled_at_, position_, slot_;  // slot: block·block_size + offset
     std::vector<Unit> units_;
     std::vector<Merge> merges_;
+    std::vector<Adapted> adapted_, adapted_sampled_;  // of the rows on their way, and of those that sample
+    int64_t max_rank_ = 0;
     std::vector<Group> groups_;          // of this layer, by expert
     std::vector<int64_t> source_, slot_of_;  // token of a slot; slot of a token's n-th expert
     std::vector<int64_t> chosen_;        // experts of each token, the largest share first
@@ -117,6 +133,7 @@ struct Decoder::Step {
     float *scores_ = nullptr, *shares_ = nullptr;  // of the router: [token][expert], and of those chosen
     float* grouped_ = nullptr;                     // [slot][hidden]: what goes into the experts, then what comes out
     float *largest_ = nullptr, *total_ = nullptr, *sums_ = nullptr;
+    float* reduced_ = nullptr;  // [part][token][max_rank]: a projection's input times the first matrices of adapters
     void* prepared_ = nullptr;
 };
 

@@ -34,7 +34,7 @@ int64_t Decoder::Step::max_slots(int64_t tokens) const {
 
 void Decoder::Step::mix_experts(Team::Member& member, const Layer& layer) {
     normalize(member, layer.mlp_norm, layer.router);
-    linear(member, layer.router, normed_, scores_, false);
+    linear(member, layer.router, normed_, scores_, false, {});
     route(member, layer);
     gather(member, layer.experts_up);
     inner_experts(member, layer.experts_up);

@@ -69,6 +69,9 @@ Switch = Annotated[
 ]
 
 
+_ADAPTER_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+
+
 def _check_distinct(what: str, names: Iterable[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -96,6 +99,7 @@ class ModelConfig(_Section):
     kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8
     layout: Literal["auto", "plain", "int8", "int4", "gguf"] = "auto"  # when pulled; auto = GGUF's blocks as they are
     aliases: tuple[str, ...] = ()
+    adapters: dict[str, str] = {}  # LoRA adapters, each a model of this name: a PEFT folder, or one that was pulled
     # Of its embeddings: the last token's state, the mean of all, or (encoders) the first's; None = the model's own,
     # which for decoders is the last.
     pooling: Literal["last", "mean", "cls"] | None = None
@@ -138,6 +142,7 @@ class NodeConfig(_Section):
     event_log: Path | None = None  # every decision, in the simulator's format
     max_batch: int = Field(default=0, ge=0)  # sequences in one iteration; 0 = 64, on a GPU 256
     max_turn_tokens: int = Field(default=0, ge=0)  # tokens in one iteration, a prefill's chunk; 0 = 512, on a GPU 8192
+    max_adapters: int = Field(default=0, ge=0)  # LoRA adapters in one iteration; 0 = any number
     block_size: int = Field(default=16, ge=1)
     # A worker that does nothing for this long, and four times what its iteration should take, is killed; 0 = never.
     hang_timeout: Duration = Field(default=30.0, ge=0)
@@ -195,7 +200,11 @@ def _distinct_nodes(nodes: tuple[NodeConfig, ...]) -> tuple[NodeConfig, ...]:
 
 
 def _distinct_names(models: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
-    _check_distinct("the name or alias", [*models, *(alias for model in models.values() for alias in model.aliases)])
+    further = [name for model in models.values() for name in (*model.aliases, *model.adapters)]
+    _check_distinct("the name or alias", [*models, *further])
+    for name in (adapter for model in models.values() for adapter in model.adapters):
+        if not _ADAPTER_NAME.match(name):
+            raise ValueError(f"the adapter {name!r} needs a name of letters, digits, '.', '_' and '-'")
     return models
 
 

@@ -37,6 +37,12 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
     model: str
 
 
+class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
+    """Nobody may ask for this adapter any more: free it when the requests that name it are over."""
+
+    key: str
+
+
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """A question of the node protocol; Reply has the same number. Times in it are on the gateway's monotonic clock."""
 
@@ -171,7 +177,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     spans: tuple[TurnSpan, ...] = ()  # iterations since the last message; the latest, if there were very many
 
 
-ToWorker = Load | Unload | Ask | Command | ClockTold | Shutdown
+ToWorker = Load | Unload | DropAdapter | Ask | Command | ClockTold | Shutdown
 ToGateway = ClockAsked | Hello | Loaded | LoadFailed | Unloaded | Reclaimed | Reply | Said | Tokens | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -96,6 +96,18 @@ class SamplingParams(msgspec.Struct, frozen=True):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class AdapterRef(msgspec.Struct, frozen=True):
+    """A LoRA adapter of a model, as requests name it: whoever computes them reads it from where it lies."""
+
+    name: str  # what clients call it
+    path: str  # folder, in PEFT's form or the store's
+    digest: str  # of its content: read again under the same name it is another
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}@{self.digest}"
+
+
 class Request(msgspec.Struct, frozen=True):
     """One prompt, `num_choices` answers, as the worker sees it: tokens only, no text."""
 
@@ -112,7 +124,9 @@ class Request(msgspec.Struct, frozen=True):
     # It took part in an iteration that ended a worker: until it has made ISOLATED_TOKENS its iterations are its own, so
     # that one that is fatal again ends nobody else's work and says whose fault it is.
     isolated: bool = False
-    # Prefixes are shared among requests of one salt only: by it the gateway keeps tenants apart. Empty = no salt.
+    adapter: AdapterRef | None = None  # on top of the model; None = the model as it is
+    # Prefixes are shared among requests of one adapter and one salt only: by the salt the gateway keeps tenants apart.
+    # Empty = no salt.
     cache_salt: str = ""
 
     @property

@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from dovetail.config import Config, ModelConfig, NodeConfig
-from dovetail.errors import ModelNotFound, SourceError
+from dovetail.errors import ModelNotFound, SourceError, UnsupportedModel
 from dovetail.gateway.admin import Admin, ConfigFile
 from dovetail.gateway.link import Link
 from dovetail.gateway.metrics import Metrics
@@ -22,7 +22,7 @@ from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.settings import Settings
 from dovetail.modelspec import ModelSpec
-from dovetail.types import ModelCard
+from dovetail.types import AdapterRef, ModelCard
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n{% endfor %}"
@@ -95,6 +95,14 @@ class FakeStore:
         if source not in self.cards:
             raise ModelNotFound(f"{source}: neither a model that is here nor a folder, file or source")
         return msgspec.structs.replace(self.cards[source], name=name)
+
+    def find_adapter(self, source: str, name: str, card: ModelCard) -> AdapterRef:
+        if source == "bad":
+            raise UnsupportedModel("bad/adapter_model.safetensors: lm_head.lora_A.weight is for no matrix")
+        return AdapterRef(name, source, "1")
+
+    def adapter_base(self, source: str) -> str:
+        return source
 
     def pull(self, source: str, name: str, layout: str, progress: Callable[[str, int, int], None]) -> ModelCard:
         progress("download", 25, 100)

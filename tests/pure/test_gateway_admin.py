@@ -17,8 +17,8 @@ from dovetail.config import Config, parse_config
 from dovetail.errors import ConfigError, ModelNotFound
 from dovetail.gateway.admin import Admin
 from dovetail.gateway.app import make_app
-from dovetail.gateway.models import FixedCatalogue, Offer
-from dovetail.types import ModelCard
+from dovetail.gateway.models import FixedCatalogue, NamedAdapter, Offer
+from dovetail.types import AdapterRef, ModelCard
 
 TEXT = {"model": "fake", "prompt": "ab", "max_tokens": 4}
 LOCAL = {"authorization": f"Bearer {LOCAL_TOKEN}"}
@@ -43,7 +43,12 @@ class FakeFile:
         missing = tuple(config.models.keys() - there.keys())
         preload = tuple(name for name, model in config.models.items() if model.preload)
         cards = [make_card(self.folder, name) for name in there]
-        return Offer(FixedCatalogue(cards), config.models, preload, missing)
+        adapters = [
+            NamedAdapter(name, AdapterRef(one, source, "1"), source, 0, in_file=True)
+            for name, model in there.items()
+            for one, source in model.adapters.items()
+        ]
+        return Offer(FixedCatalogue(cards), config.models, preload, missing, tuple(adapters))
 
 
 def on_admin(

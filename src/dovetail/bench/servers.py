@@ -27,6 +27,7 @@ from dovetail.bench.llama_cpp import set_up_python, set_up_server
 from dovetail.bench.peers import PeerUnavailable, Report, set_up
 from dovetail.errors import DovetailError
 from dovetail.machine import has_fast_bf16, preferred_dtype
+from dovetail.types import ModelCard
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
@@ -113,6 +114,31 @@ def dovetail(models: Sequence[FleetModel], settings: Settings, policy: str = "do
     return Contender(
         name, models[0].card.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes, note=note
     )
+
+
+def with_adapters(
+    models: Sequence[FleetModel], settings: Settings, base: ModelCard, adapters: dict[str, str], *, at_once: int = 0
+) -> Contender:
+    """One model with an adapter for each of `models`, under its name and within the same memory. `at_once`: so many in
+    one iteration; 0 = any number."""
+    name = "adapters" if at_once == 0 else f"adapters, {at_once} at a time"
+    stem = f"adapters-{at_once}"
+    event_log = settings.folder / f"{stem}.events.jsonl"
+    memory_bytes = budget_bytes(models, settings.share)
+    node = {"name": NODE, "threads": settings.cores, "memory": memory_bytes, "max_adapters": at_once}
+    offered = {"source": base.name, "keep_alive": settings.keep_alive_s, "adapters": adapters}
+    store = {"path": str(Path(base.path).parents[1]), "host_pool": memory_bytes}
+    config = {
+        "models": {base.name: offered},
+        "nodes": [node | {"event_log": str(event_log)}],
+        "store": store | {"host_keep_alive": settings.host_keep_alive_s},
+        "server": {"max_queue": 4096},
+    }
+    path = settings.folder / f"{stem}.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    port = free_port()
+    command = (*_OURS, "serve", "--config", str(path), "--port", str(port), "--json")
+    return Contender(name, base.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes)
 
 
 def llama_python(models: Sequence[FleetModel], settings: Settings, report: Report) -> Contender:

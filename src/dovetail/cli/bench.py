@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dovetail.cli.bench_abuse import abuse
+from dovetail.cli.bench_adapters import adapters
 from dovetail.cli.bench_engines import engines
 from dovetail.cli.bench_many import many
 from dovetail.cli.output import human_bytes, print_json
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from dovetail.bench.cold_start import ColdStart, Summary
 
 app = typer.Typer(help="Measure this machine and this build.", no_args_is_help=True)
+app.command("adapters")(adapters)
 app.command("many")(many)
 app.command("engines")(engines)
 app.command("abuse")(abuse)

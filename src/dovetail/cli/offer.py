@@ -14,8 +14,11 @@ import msgspec
 
 from dovetail.config import Config, ModelConfig, StoreConfig, load_config
 from dovetail.errors import ConfigError, DovetailError, InvalidRequest, ModelNotFound
-from dovetail.gateway.models import FixedCatalogue, Offer
+from dovetail.gateway.adapter_desk import NOT_ON_THIS_DEVICE
+from dovetail.gateway.models import FixedCatalogue, NamedAdapter, Offer
 from dovetail.store import Catalogue, describe
+from dovetail.store.adapter_parts import declared_base, describe_adapter
+from dovetail.store.adapters import CONFIG as ADAPTER_CONFIG
 from dovetail.store.checking import Finding, check_pieces, quarantine
 from dovetail.store.collect import collect
 from dovetail.store.format import is_stored, read_manifest
@@ -24,7 +27,7 @@ from dovetail.store.pooled import pooled_keys
 from dovetail.store.pull_process import PullBounds, pull_in_process
 from dovetail.store.sources import full_source, is_remote
 from dovetail.store.watched import WatchedCatalogue
-from dovetail.types import ModelCard
+from dovetail.types import AdapterRef, ModelCard
 
 log = logging.getLogger("dovetail.gateway")
 
@@ -88,7 +91,39 @@ def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Fi
             cards.append(card)
         else:
             missing.append(name)
-    return Offer(FixedCatalogue(cards), configs, tuple(preload), tuple(missing))
+    _check_devices(config)
+    adapters = [adapter for card in cards for adapter in _adapters_of(catalogue, card, configs.get(card.name))]
+    return Offer(FixedCatalogue(cards), configs, tuple(preload), tuple(missing), tuple(adapters))
+
+
+def _check_devices(config: Config) -> None:
+    adapted = [name for name, model in config.models.items() if model.adapters]
+    if adapted and all(node.device != "cpu" for node in config.nodes):
+        raise ConfigError(f"models.{adapted[0]}.adapters: {NOT_ON_THIS_DEVICE}")
+
+
+def _adapters_of(catalogue: Catalogue, card: ModelCard, config: ModelConfig | None) -> Iterator[NamedAdapter]:
+    for name, source in config.adapters.items() if config is not None else ():
+        try:
+            ref = find_adapter(catalogue, source, name, card)
+        except (DovetailError, OSError) as error:
+            raise ConfigError(f"models.{card.name}.adapters.{name}: {error}") from error
+        yield NamedAdapter(card.name, ref, source, int(time.time()), in_file=True)
+
+
+def find_adapter(catalogue: Catalogue, source: str, name: str, card: ModelCard) -> AdapterRef:
+    return describe_adapter(_adapter_folder(catalogue, source), name, card.spec)
+
+
+def _adapter_folder(catalogue: Catalogue, source: str) -> Path:
+    try:
+        path = Path(source).expanduser()
+        return path if path.is_dir() else catalogue.existing(source)
+    except (ModelNotFound, InvalidRequest, ValueError, RuntimeError) as error:  # the last two: no path at all
+        raise ModelNotFound(
+            f"{source}: neither a folder with {ADAPTER_CONFIG} nor an adapter that was pulled; "
+            "`dovetail pull SOURCE` fetches one, `dovetail list` shows what is here"
+        ) from error
 
 
 class LocalStore:
@@ -102,6 +137,12 @@ class LocalStore:
 
     def find(self, source: str, name: str) -> ModelCard | None:
         return find_local(self._catalogue, source, name)
+
+    def find_adapter(self, source: str, name: str, card: ModelCard) -> AdapterRef:
+        return find_adapter(self._catalogue, source, name, card)
+
+    def adapter_base(self, source: str) -> str:
+        return declared_base(_adapter_folder(self._catalogue, source))
 
     def pull(self, source: str, name: str, layout: str, progress: Callable[[str, int, int], None]) -> ModelCard:
         return pull_in_process(self._catalogue.root, source, name, layout, progress, bounds=self._bounds)

@@ -375,7 +375,7 @@ def _make_admin(plan: Plan, link: Link, offer: Offer, pool: HostPool | None) -> 
     from dovetail.gateway.service import Limits, Service
     from dovetail.gateway.settings import Settings
 
-    models = Models(offer.catalogue, offer.configs)
+    models = Models(offer.catalogue, offer.configs, offer.adapters)
     service = Service(link, models, Metrics(), Limits.of(plan.config.server))
     settings = Settings(plan.config, str(plan.file) if plan.file is not None else None)
     file = ConfigFile(plan.file, plan.override, plan.wanted) if plan.file is not None else None

@@ -255,4 +255,5 @@ def _submission_of(request: Request, arrival_s: float) -> Submission:
         request.slo.tpot_s,
         request.service_class is ServiceClass.BEST_EFFORT,
         request.sampling.max_tokens,
+        request.adapter.name if request.adapter is not None else "",
     )

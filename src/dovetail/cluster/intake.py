@@ -25,6 +25,7 @@ class Submission:
     tpot_s: float | None = None
     is_best_effort: bool = False
     asked_tokens: int = 0  # longest answer of a choice; for the log
+    adapter: str = ""  # name of the adapter on top of the model; empty = none
 
     @property
     def is_strict(self) -> bool:
@@ -51,6 +52,7 @@ def _work_of(
         tpot_s = slo_scale * (rule.tpot_s if tpot_s is None else tpot_s)
     work = Work(id, submission.model, submission.input_tokens, submission.arrival_s, ttft_s, tpot_s, slo_scale)
     work.group = group
+    work.adapter = submission.adapter
     work.is_strict = submission.is_strict
     work.produced = produced
     if produced:  # its client waits in the middle of a text: the next token is as urgent as a first one

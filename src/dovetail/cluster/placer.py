@@ -104,6 +104,17 @@ def rank_starts(nodes: Iterable[NodeHandle], model: str, knobs: Knobs, now: floa
     return rank_by_start(nodes, seconds, pack=knobs.reactive)
 
 
+def views_for(request: Work | RequestRecord, views: list[InstanceView]) -> list[InstanceView]:
+    """Those instances of its model that can compute it: adapters are the CPUs' so far."""
+    return [view for view in views if view.on_cpu] if request.adapter else views
+
+
+def is_overcommitted(node: NodeHandle, request: RequestRecord) -> bool:
+    """One iteration of everybody there takes longer than some request allows already, without this one."""
+    room = node.room
+    return room.pace_s > min(request.tpot_s, room.strictest_s)
+
+
 class Placer:
     def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs) -> None:
         self.nodes: list[NodeHandle] = []
@@ -205,7 +216,7 @@ class Placer:
             if view.node.name in search.avoided:
                 search.refusals[Refusal.MEMORY] += 1
                 continue
-            if self._is_overcommitted(view.node, search.record):
+            if is_overcommitted(view.node, search.record):
                 search.refusals[Refusal.DECODE_OVERCOMMITTED] += 1  # it would say the same
                 search.crowded.append(view)
                 continue
@@ -216,12 +227,6 @@ class Placer:
             if isinstance(answer, Refused) and answer.reason in MENDABLE:
                 search.crowded.append(view)
         return None
-
-    @staticmethod
-    def _is_overcommitted(node: NodeHandle, request: RequestRecord) -> bool:
-        """One iteration of everybody there takes longer than some request allows already, without this one."""
-        room = node.room
-        return room.pace_s > min(request.tpot_s, room.strictest_s)
 
     def _propose(self, search: Search, node: NodeHandle, instance: int | None) -> Asking[protocol.Answer]:
         if search.is_over:  # since somebody else was last asked
@@ -236,7 +241,7 @@ class Placer:
         return answer
 
     def _candidates(self, work: Work) -> list[InstanceView]:
-        views = [view for view in self._by_model[work.model] if view.phase is work.phase]
+        views = [view for view in views_for(work, self._by_model[work.model]) if view.phase is work.phase]
         if not self.knobs.round_robin or len(views) < 2:
             return rank_instances(views, reactive=self.knobs.reactive)[:MAX_INSTANCES]
         turn = self._turn_of[work.model] % len(views)
@@ -288,7 +293,9 @@ class Placer:
 
     def places_for(self, request: RequestRecord, source: NodeHandle) -> list[tuple[NodeHandle, int | None]]:
         """Where the request may go on, the best first: instances that are there, and nodes that may start one."""
-        views = rank_instances(self._by_model[request.model], reactive=self.knobs.reactive)[:MAX_INSTANCES]
+        views = rank_instances(views_for(request, self._by_model[request.model]), reactive=self.knobs.reactive)[
+            :MAX_INSTANCES
+        ]
         nodes = rank_starts(self._window(request), request.model, self.knobs, self.now_s)
         found = [(view.node, view.id) for view in views] + [(node, None) for node in nodes]
         return [(node, instance) for node, instance in found if node is not source and node.up]
@@ -313,7 +320,7 @@ class Placer:
     def _other_place(self, request: RequestRecord, taken: set[str], search: Search) -> Asking[NodeHandle | None]:
         """A node that would take it and is not taken; it is taken then."""
         found: list[tuple[NodeHandle, int | None]] = []
-        found += [(view.node, view.id) for view in self._by_model[request.model][:MAX_INSTANCES]]
+        found += [(view.node, view.id) for view in views_for(request, self._by_model[request.model])[:MAX_INSTANCES]]
         found += [(node, None) for node in self._window(request, MAX_MOVE_LOOKS)]
         for node, instance in found:
             if node.name not in taken and (yield from self._would_take(node, request, instance, search)):
@@ -340,12 +347,13 @@ class Placer:
     def _window(self, request: RequestRecord, looks: int = MAX_LOOKS) -> Sequence[NodeHandle]:
         """All nodes of a small cluster; of a large one some from all over it that seem to have room for an instance,
         others with every call."""
-        count = len(self.nodes)
+        nodes = [node for node in self.nodes if node.kind is DeviceKind.CPU] if request.adapter else self.nodes
+        count = len(nodes)
         if count <= MAX_CANDIDATES:
-            return self.nodes
+            return nodes
         self._cursor = start = (self._cursor + 1) % count
         looks = min(count, looks)
-        seen = [self.nodes[(start + step * count // looks) % count] for step in range(looks)]
+        seen = [nodes[(start + step * count // looks) % count] for step in range(looks)]
         if self.knobs.admission is not Admission.SHADOW:
             return seen[:: -(len(seen) // -MAX_CANDIDATES)]
         roomy = [node for node in seen if self._has_room(node, request)]

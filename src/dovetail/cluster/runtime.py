@@ -283,6 +283,8 @@ class Runtime:
         facts: dict[str, Any] = {"input": work.input_tokens, "at": round(work.arrival_s, 6)}
         if submission.asked_tokens:
             facts["asked"] = submission.asked_tokens
+        if submission.adapter:
+            facts["adapter"] = submission.adapter
         if submission.is_best_effort:
             facts["best_effort"] = True
         elif submission.is_strict:

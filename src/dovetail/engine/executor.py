@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from dovetail.engine.adapters import AdapterMatrices
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
@@ -23,7 +24,7 @@ from dovetail.engine.prompt_reader import PromptReader, reads_prompt
 from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
 from dovetail.engine.weights import Kind, Weights, from_read_only_memory
-from dovetail.errors import ConfigError, OutOfMemory
+from dovetail.errors import ConfigError, OutOfMemory, UnsupportedModel
 from dovetail.layouts import BY_ROWS, CELLS, GGUF
 from dovetail.modelspec import KvKind, ModelSpec
 from dovetail.native import TORCH, Ops, select
@@ -60,6 +61,7 @@ class CpuExecutor:
         self.level = ops.level
         self._kernels = ops.kernels
         self._launched: Turn | None = None
+        self._broken: dict[str, str] = {}  # adapters that rows cannot be computed with, and why
         if config.kv == "int8" and ops.kernels is None:
             raise ConfigError(f"kv: int8 needs native kernels, and torch's level is what runs {self.dtype} here")
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
@@ -95,6 +97,17 @@ class CpuExecutor:
     def collect(self) -> Outcome:
         turn, self._launched = self._launched, None
         assert turn is not None, "nothing was launched"
+        if self._broken and any(row.adapter in self._broken for row in turn.rows):
+            return self._without_broken(turn)
+        return self._collect(turn)
+
+    def _without_broken(self, turn: Turn) -> Outcome:
+        failed = [row for row in turn.rows if row.adapter in self._broken]
+        outcomes = [RowOutcome(row.sequence, 0, error=self._broken[row.adapter]) for row in failed if row.samples]
+        rest = tuple(row for row in turn.rows if row.adapter not in self._broken)
+        return Outcome((*outcomes, *(self._collect(Turn(rest)).rows if rest else ())))
+
+    def _collect(self, turn: Turn) -> Outcome:
         reading = [row for row in turn.rows if reads_prompt(row)]
         with torch.inference_mode():
             if not reading:
@@ -116,6 +129,23 @@ class CpuExecutor:
         with torch.inference_mode():
             sampled, logits, _ = self._forward(turn)
             return {row.sequence: logits[at] for at, row in enumerate(sampled)}
+
+    def add_adapter(self, key: str, adapter: AdapterMatrices | None, problem: str = "") -> None:
+        """From now on rows may name it; what it takes is the caller's to count. Rows that name one that there is a
+        problem with, or that cannot be computed with here, fail with that."""
+        try:
+            if adapter is None or not isinstance(self._model, NativeModel):
+                raise UnsupportedModel(
+                    problem or f"adapters need native kernels; {self.level} computes this model here"
+                )
+            self._model.add_adapter(key, adapter)
+        except UnsupportedModel as error:
+            self._broken[key] = str(error)
+
+    def remove_adapter(self, key: str) -> None:
+        self._broken.pop(key, None)
+        if isinstance(self._model, NativeModel) and self._model.has_adapter(key):
+            self._model.remove_adapter(key)
 
     def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
         assert num_blocks <= self.max_blocks

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dovetail.codings import CODINGS
+from dovetail.engine.adapters import AdapterMatrices
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.prompt_reader import PIECE_TOKENS, single_tokens
 from dovetail.engine.rope import Rope
@@ -48,6 +49,8 @@ class NativeModel:
         except ValueError as error:  # which says what does not fit what
             raise UnsupportedModel(f"the kernels cannot compute this model: {error}") from error
         self.call: NativeCall = self._model.forward  # of every iteration; who measures puts something around it
+        self._adapters: dict[str, int] = {}  # by key: the number by which the kernels know it
+        self._next_adapter = 0
 
     def _fill(self, weights: Weights) -> None:
         spec = self.spec
@@ -77,24 +80,56 @@ class NativeModel:
     def _set_rope(self, rope: Rope, local: bool) -> None:
         self._model.set_rope(rope.frequencies.tolist(), rope.scale, local)
 
+    def add_adapter(self, key: str, adapter: AdapterMatrices) -> None:
+        number = self._next_adapter
+        self._next_adapter += 1
+        self._model.add_adapter(number, adapter.scaling)
+        try:
+            for part in adapter.parts:
+                self._model.add_low_rank(number, part.tensor, part.row, part.first, part.second)
+        except ValueError as error:
+            self._model.remove_adapter(number)
+            raise UnsupportedModel(f"the kernels cannot compute this adapter: {error}") from error
+        self._adapters[key] = number
+
+    def remove_adapter(self, key: str) -> None:
+        self._model.remove_adapter(self._adapters.pop(key))
+
+    def has_adapter(self, key: str) -> bool:
+        return key in self._adapters
+
     def forward(self, turn: Turn, cache: KVCache) -> tuple[list[TurnRow], Tensor, list[int]]:
         """Computes keys and values of every token of the turn; returns the rows that sample, their logits, and where
         the largest of each row is (-1 if one is not a number)."""
-        sampled = [row for row in turn.rows if row.samples]
+        rows = _by_adapter(turn.rows)
+        sampled = [row for row in rows if row.samples]
         logits = torch.empty(len(sampled), self.spec.vocab_size)
         best = torch.empty(len(sampled), dtype=torch.int32)
-        self.call(*_arguments(turn.rows, cache), logits, best)
+        self.call(*_arguments(rows, cache), logits, best, **self._adapters_of(rows))
         return sampled, logits, best.tolist()
 
     def states(self, row: TurnRow, cache: KVCache) -> Tensor:
         found = torch.empty(row.count, self.spec.hidden_size)
-        self._model.states(*_arguments(tuple(single_tokens(row)), cache), found)
+        rows = tuple(single_tokens(row))
+        self._model.states(*_arguments(rows, cache), found, **self._adapters_of(rows))
         return found
+
+    def _adapters_of(self, rows: tuple[TurnRow, ...]) -> dict[str, Any]:
+        """An argument only where some row has an adapter."""
+        if not any(row.adapter for row in rows):
+            return {}
+        numbers = [self._adapters[row.adapter] if row.adapter else -1 for row in rows]
+        return {"adapters": np.array(numbers, dtype=np.int32)}
 
     def all_logits(self, row: TurnRow, cache: KVCache) -> Iterator[Tensor]:
         rows = tuple(single_tokens(row))
         for first in range(0, len(rows), PIECE_TOKENS):
             yield self.forward(Turn(rows[first : first + PIECE_TOKENS]), cache)[1]
+
+
+def _by_adapter(rows: tuple[TurnRow, ...]) -> tuple[TurnRow, ...]:
+    """Rows of one adapter lie together, so that they are multiplied together."""
+    return tuple(sorted(rows, key=lambda row: row.adapter)) if any(row.adapter for row in rows) else rows
 
 
 def _arguments(rows: tuple[TurnRow, ...], cache: KVCache) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from dovetail.errors import (
     ModelNotFound,
     RequestError,
 )
+from dovetail.gateway.adapter_desk import AdapterDesk, AdapterStore, no_change_of
 from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.models import Entry, Offer
@@ -37,7 +38,7 @@ from dovetail.types import ModelCard
 logger = logging.getLogger("dovetail.gateway")
 
 
-class Store(Puller, Protocol):
+class Store(Puller, AdapterStore, Protocol):
     """Where models come from."""
 
     def find(self, source: str, name: str) -> ModelCard | None:
@@ -79,6 +80,7 @@ class Admin:
         self._store = store
         self._file = file
         self._changing = asyncio.Lock()  # one change at a time: each looks before it acts
+        self._adapters = AdapterDesk(service, store, self._check_free)
         self._tasks: set[asyncio.Task[None]] = set()
         self._preload = tuple(preload)
         self._verification: Verification | None = None
@@ -97,7 +99,20 @@ class Admin:
                 card = await asyncio.to_thread(self._store.find, config.source, name)
             except (DovetailError, OSError) as error:
                 raise InvalidRequest(f"source: {error}", param="source") from error
+            adapters = await self._adapters.check(card, config, in_file=False) if card is not None else []
             self._offer(name, config, card, in_file=False)
+            for adapter in adapters:
+                self._models.add_adapter(adapter)
+
+    async def add_adapter(self, name: str, source: str, base: str | None, *, in_place: bool) -> None:
+        async with self._changing:
+            adapter = await self._adapters.add(name, source, base, in_place=in_place)
+            logger.info("%s is an adapter of %s from now on", name, adapter.base)
+
+    async def remove_adapter(self, name: str) -> None:
+        async with self._changing:
+            adapter = self._adapters.remove(name)
+            logger.info("%s is no adapter of %s any more", name, adapter.base)
 
     async def change(self, name: str, changes: dict[str, Any]) -> None:
         async with self._changing:
@@ -117,6 +132,9 @@ class Admin:
     async def remove(self, name: str, *, force: bool) -> int:
         """No new requests; the running ones finish, or end with an error. Returns how many there were."""
         async with self._changing:
+            if self._models.adapter(name) is not None:
+                self._adapters.remove(name)
+                return 0
             name = self._known(name)
             self.pulls.cancel(name)
             self._models.remove(name)
@@ -124,7 +142,8 @@ class Admin:
 
     async def load(self, name: str) -> None:
         """Returns when it is ready."""
-        await self.service.preload([self._known(name)])
+        adapter = self._models.adapter(name)
+        await self.service.preload([self._known(name) if adapter is None else adapter.base])
 
     def unload(self, name: str, *, force: bool) -> int:
         """Its memory is free; the next request loads it again. Returns how many requests it ended."""
@@ -194,7 +213,7 @@ class Admin:
         arriving = self._models.arriving()
         self.settings.accept(config)
         self.service.limits = Limits.of(config.server)
-        self._models.replace(offer.catalogue, offer.configs)
+        self._adapters.drop(self._models.replace(offer.catalogue, offer.configs, offer.adapters))
         for name in offer.missing:
             self._keep_pulling(name, offer.configs[name], arriving.get(name))
         for name in arriving.keys() - self._models.arriving().keys():
@@ -233,8 +252,19 @@ class Admin:
                 entry.pull.error = str(error)
                 logger.error("%s could not be pulled: %s", name, error)
                 return
+        if entry.card is not None and entry.pull is not None:
+            await self._add_adapters(entry.card, entry)
         if entry.card is not None and entry.config.preload:
             await self._load_all([name])
+
+    async def _add_adapters(self, card: ModelCard, entry: Entry) -> None:
+        """A model has come, which they can be compared with."""
+        async with self._changing:
+            try:
+                for adapter in await self._adapters.check(card, entry.config, in_file=entry.in_file):
+                    self._models.add_adapter(adapter)
+            except RequestError as error:
+                logger.error("%s: %s", card.name, error.message)
 
     async def _load_all(self, names: Iterable[str]) -> None:
         for name in names:
@@ -274,6 +304,8 @@ class Admin:
 
     def _known(self, name: str) -> str:
         name = self._models.resolve(name)
+        if (adapter := self._models.adapter(name)) is not None:
+            raise no_change_of(adapter)
         if name not in self._models.arriving():
             self._models.get(name)  # raises ModelNotFound
         return name

@@ -66,6 +66,7 @@ class ModelState(BaseModel):
     name: str
     aliases: list[str]
     source: str
+    parent: str | None = Field(default=None, description="of an adapter: the model that it is for")
     state: State
     tier: Tier = Field(description="where its weights are")
     node: str | None = Field(default=None, description="where it is loaded")

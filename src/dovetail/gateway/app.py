@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dovetail
 from dovetail.errors import EngineFailed, RequestError
+from dovetail.gateway.adapter_routes import LoadAdapter, UnloadAdapter, make_adapter_router
 from dovetail.gateway.admin import Admin
 from dovetail.gateway.admin_api import AddModel, ChangeModel
 from dovetail.gateway.admin_routes import make_admin_router
@@ -50,6 +51,8 @@ _BODIES: tuple[type[Any], ...] = (
     ResponsesRequest,
     AddModel,
     ChangeModel,
+    LoadAdapter,
+    UnloadAdapter,
 )
 
 
@@ -64,6 +67,7 @@ def make_app(admin: Admin) -> ASGIApp:
     service.link.observers.append(turns.observe)
     app.include_router(make_console_router(turns))
     app.include_router(make_admin_router(admin))
+    app.include_router(make_adapter_router(admin))
     app.include_router(make_node_router(service.cluster))
     app.add_middleware(Boundary)
     app.add_exception_handler(RequestError, _on_request_error)

@@ -210,7 +210,8 @@ class EmbeddingEndpoints:
             requests.append(
                 EngineRequest(
                     id=f"{job_id}-{index}",
-                    model=model.name,
+                    model=model.host,
+                    adapter=model.adapter_ref,
                     prompt=checked_tokens(kept, model, "input"),
                     sampling=sampling,
                     slo=slo,

@@ -22,9 +22,14 @@ _OPEN_PATHS = PROBES | {"/openapi.json", "/", "/ui", "/docs"}
 _PAGE_PREFIX = "/ui/"
 _METRICS_PATH = "/metrics"
 _ADMIN_PREFIX = "/api/"
+_ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # where others expect them
 _LOCAL_SECRETS = frozenset({"/api/config"})  # sources and paths may hold what is not for everyone
 _FAILURES_PER_MINUTE = 20  # of one address; then only keys that it has used before are looked at
 _REMEMBERED = 4096  # addresses with failures, and pairs of address and good key
+
+
+def is_of_admin(path: str) -> bool:
+    return path.startswith(_ADMIN_PREFIX) or path in _ADMIN_PATHS
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Keys:
     def check(self, scope: Scope) -> Caller:
         """Who calls, if they may do what they ask for. Takes a call that asks the models from their quota."""
         path, method = scope["path"], scope["method"]
-        is_admin_path = path.startswith(_ADMIN_PREFIX)
+        is_admin_path = is_of_admin(path)
         is_open = path in _OPEN_PATHS or path.startswith(_PAGE_PREFIX)
         caller = self._identify(scope, must=not is_open)
         if is_admin_path and not caller.is_admin:
@@ -90,8 +95,9 @@ class Keys:
 
     def _check_admin(self, path: str, method: str, caller: Caller) -> None:
         if caller.account is not None:
+            what = path if path in _ADMIN_PATHS else _ADMIN_PREFIX
             raise PermissionDenied(
-                f"the key '{caller.account.name}' may not use {_ADMIN_PREFIX}; a key with admin: true may",
+                f"the key '{caller.account.name}' may not use {what}; a key with admin: true may",
                 code="admin_required",
             )
         if method not in ("GET", "HEAD") or path in _LOCAL_SECRETS:

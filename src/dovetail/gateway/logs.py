@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from starlette.types import Scope
 
-from dovetail.gateway.keys import Caller
+from dovetail.gateway.keys import Caller, is_of_admin
 
 logger = logging.getLogger("dovetail.audit")
 
@@ -73,7 +73,7 @@ class AuditLog:
 
 
 def is_administration(scope: Scope) -> bool:
-    return scope["path"].startswith("/api/") and scope["method"] not in ("GET", "HEAD", "OPTIONS")
+    return is_of_admin(scope["path"]) and scope["method"] not in ("GET", "HEAD", "OPTIONS")
 
 
 def _who(scope: Scope) -> dict[str, Any]:

@@ -17,9 +17,7 @@ from dovetail.types import ModelCard
 def model_states(admin: Admin, models: Sequence[ServedModel]) -> list[ModelState]:
     """Of these, and of those that are on their way."""
     in_host = admin.in_host_memory([model.card for model in models])
-    there = [
-        _described(admin.service, one.name, one.config, one.card, None, one.card.name in in_host) for one in models
-    ]
+    there = [_of_model(admin.service, one, in_host=one.card.name in in_host) for one in models]
     return [*there, *(model_state(admin, name) for name in admin.service.models.arriving())]
 
 
@@ -32,7 +30,17 @@ def model_state(admin: Admin, name: str) -> ModelState:
         return _described(service, name, entry.config, None, pull, in_host=False)
     model = service.models.get(name)
     in_host = bool(admin.in_host_memory([model.card]))
-    return _described(service, name, model.config, model.card, None, in_host)
+    return _of_model(service, model, in_host=in_host)
+
+
+def _of_model(service: Service, model: ServedModel, *, in_host: bool) -> ModelState:
+    """An adapter is where its model is; what is counted of its requests is its own."""
+    state = _described(service, model.name, model.config, model.card, None, in_host)
+    if model.adapter is None:
+        return state
+    base = _described(service, model.host, model.config, model.card, None, in_host)
+    same = {"state": base.state, "tier": base.tier, "node": base.node}
+    return state.model_copy(update=same | {"parent": model.host, "source": model.adapter.source, "size_bytes": 0})
 
 
 def _described(

@@ -6,7 +6,7 @@ Where cards come from is the catalogue's matter, which is handed in; where weigh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ from dovetail.gateway.foreign import tokenizer_call
 from dovetail.gateway.lanes import TextLanes
 from dovetail.gateway.pulls import Pull
 from dovetail.gateway.words import Words, words_of
-from dovetail.types import ModelCard
+from dovetail.types import AdapterRef, ModelCard
 
 # Shorter texts take less time to tokenise than a thread takes to start on them.
 _INLINE_CHARS = 4096
@@ -56,20 +56,56 @@ class FixedCatalogue:
         return self._cards[name]
 
 
-class ServedModel:
-    """One model as the gateway knows it."""
+@dataclass(frozen=True)
+class NamedAdapter:
+    """An adapter on offer, as a model of its own name."""
 
-    def __init__(self, card: ModelCard, config: ModelConfig, lanes: TextLanes) -> None:
-        self.card = card
-        self.config = config
-        self.lanes = lanes
+    base: str  # name of the model that it is for
+    ref: AdapterRef
+    source: str  # as it was asked for
+    created: int  # Unix seconds, when it was
+    in_file: bool = False  # named by the configuration file, which may take it back
 
     @property
     def name(self) -> str:
+        return self.ref.name
+
+
+class ServedModel:
+    """One model as the gateway knows it, or a model with an adapter."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        config: ModelConfig,
+        lanes: TextLanes,
+        adapter: NamedAdapter | None = None,
+        base: ServedModel | None = None,
+    ) -> None:
+        self.card = card
+        self.config = config
+        self.lanes = lanes
+        self.adapter = adapter  # on top of `base`, whose card and words these are
+        self._base = base
+
+    @property
+    def name(self) -> str:
+        """What clients call it, and what is counted under it."""
+        return self.card.name if self.adapter is None else self.adapter.name
+
+    @property
+    def host(self) -> str:
+        """What nodes know it by: requests of a model and of its adapters are computed together."""
         return self.card.name
+
+    @property
+    def adapter_ref(self) -> AdapterRef | None:
+        return None if self.adapter is None else self.adapter.ref
 
     @cached_property
     def words(self) -> Words:
+        if self._base is not None:
+            return self._base.words
         with tokenizer_call(f"the tokenizer of '{self.name}' cannot be read"):
             return words_of(Path(self.card.tokenizer_file).read_bytes(), self.card.tokenizer_digest)
 
@@ -157,6 +193,7 @@ class Offer:
     configs: Mapping[str, ModelConfig]
     preload: tuple[str, ...] = ()  # loaded before the server says that it is ready
     missing: tuple[str, ...] = ()  # to be pulled
+    adapters: tuple[NamedAdapter, ...] = ()  # of models that are there
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -178,8 +215,14 @@ class Models:
     named); entries are what joined since; hidden is what was removed since. Config: the file's, then what was changed
     through the API, which lasts until the file is read again."""
 
-    def __init__(self, catalogue: Catalogue, configs: Mapping[str, ModelConfig] | None = None) -> None:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        configs: Mapping[str, ModelConfig] | None = None,
+        adapters: Iterable[NamedAdapter] = (),
+    ) -> None:
         self.lanes = TextLanes()
+        self._adapters = {adapter.name: adapter for adapter in adapters}
         self._catalogue = catalogue
         self._configs = dict(configs or {})
         self._entries: dict[str, Entry] = {}
@@ -189,7 +232,10 @@ class Models:
         self._collect_aliases()
 
     def get(self, name: str) -> ServedModel:
-        card = self._card(self.resolve(name))
+        name = self.resolve(name)
+        if name in self._adapters:
+            return self._adapted(self._adapters[name])
+        card = self._card(name)
         config = self.config_of(card.name, card)
         served = self._served.get(card.name)
         if served is None or served.card != card:  # pulled again since
@@ -197,10 +243,22 @@ class Models:
         served.config = config
         return served
 
+    def _adapted(self, adapter: NamedAdapter) -> ServedModel:
+        base = self.get(adapter.base)
+        config = base.config.model_copy(update={"aliases": (), "adapters": {}})
+        served = self._served.get(adapter.name)
+        if served is None or served.card != base.card or served.adapter != adapter:
+            served = self._served[adapter.name] = ServedModel(base.card, config, self.lanes, adapter, base)
+        served.config = config
+        return served
+
     def forget_words(self, name: str) -> bool:
-        """Until somebody asks for the model again. False if it had none."""
-        served = self._served.get(name)
-        return served is not None and served.__dict__.pop("words", None) is not None
+        """Until somebody asks for the model, or an adapter of it, again. False if it had none."""
+        for served in self._served.values():
+            if served.adapter is not None and served.host == name:
+                served.__dict__.pop("words", None)
+        served_model = self._served.get(name)
+        return served_model is not None and served_model.__dict__.pop("words", None) is not None
 
     def all(self) -> list[ServedModel]:
         """Those that can be asked for."""
@@ -210,7 +268,7 @@ class Models:
         except OSError as error:
             raise EngineFailed(f"the store cannot be read: {error}", code="store_unavailable") from error
         found = []
-        for name in (*added, *filter(self._is_plain, offered)):
+        for name in (*added, *filter(self._is_plain, offered), *self._adapters):
             with suppress(ModelNotFound):  # deleted this very moment
                 found.append(self.get(name))
         return found
@@ -234,7 +292,7 @@ class Models:
         entry = self._entries.get(name)
         if entry is not None and entry.pull is not None and entry.pull.error is not None:
             return False  # it never came; whoever tries again may have the name
-        if self.resolve(name) != name or entry is not None:
+        if self.resolve(name) != name or entry is not None or name in self._adapters:
             return True
         try:
             self._card(name)
@@ -244,7 +302,21 @@ class Models:
             return True
         return True
 
+    def adapter(self, name: str) -> NamedAdapter | None:
+        return self._adapters.get(name)
+
+    def adapters_of(self, base: str) -> list[NamedAdapter]:
+        return [adapter for adapter in self._adapters.values() if adapter.base == base]
+
     # Changes while the server runs
+
+    def add_adapter(self, adapter: NamedAdapter) -> None:
+        """Another one of the same name gives way."""
+        self._adapters[adapter.name] = adapter
+
+    def remove_adapter(self, name: str) -> NamedAdapter:
+        self._served.pop(name, None)
+        return self._adapters.pop(name)
 
     def add(self, name: str, entry: Entry) -> None:
         self._entries[name] = entry
@@ -264,11 +336,19 @@ class Models:
         self._entries.pop(name, None)
         self._configs.pop(name, None)
         self._served.pop(name, None)
+        for adapter in self.adapters_of(name):
+            self.remove_adapter(adapter.name)
         self._hidden.add(name)
         self._collect_aliases()
 
-    def replace(self, catalogue: Catalogue, configs: Mapping[str, ModelConfig]) -> None:
-        """What the configuration file says now. What joined through the API stays, unless the file names it too."""
+    def replace(
+        self, catalogue: Catalogue, configs: Mapping[str, ModelConfig], adapters: Iterable[NamedAdapter] = ()
+    ) -> list[NamedAdapter]:
+        """What the configuration file says now. What joined through the API stays, unless the file names it too.
+        Returns the adapters that went."""
+        before = list(self._adapters.values())
+        kept = {adapter.name: adapter for adapter in before if not adapter.in_file}
+        self._adapters = kept | {adapter.name: adapter for adapter in adapters}
         self._catalogue = catalogue
         self._configs = dict(configs)
         self._entries = {
@@ -276,6 +356,8 @@ class Models:
         }
         self._hidden -= set(configs)
         self._collect_aliases()
+        there = {adapter.ref for adapter in self._adapters.values()}
+        return [adapter for adapter in before if adapter.ref not in there]
 
     def _collect_aliases(self) -> None:
         configs = {name: config for name, config in self._configs.items() if self._is_plain(name)}

@@ -161,6 +161,7 @@ class ModelInfo(BaseModel):
     owned_by: str = "dovetail"
     max_model_len: int
     root: str = Field(description="the model that answers; differs from `id` for an alias")
+    parent: str | None = Field(default=None, description="of an adapter: the model that it is for")
     default_sampling_params: dict[str, float] = Field(description="what its authors recommend, used unless told")
 
 

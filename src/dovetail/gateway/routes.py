@@ -258,11 +258,13 @@ def _tokenizer_info(model: ServedModel) -> TokenizerInfo:
 def _model_info(name: str, model: ServedModel) -> ModelInfo:
     """Under its own name or an alias; `root` is the model that answers."""
     card = model.card
+    adapter = model.adapter
     return ModelInfo(
         id=name,
-        created=card.created,
+        created=card.created if adapter is None else adapter.created,
         max_model_len=card.spec.context_length,
-        root=card.name,
+        root=model.name,
+        parent=None if adapter is None else adapter.base,
         default_sampling_params={
             key: value for key, value in msgspec.structs.asdict(card.defaults).items() if value is not None
         },

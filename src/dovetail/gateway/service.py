@@ -98,7 +98,7 @@ class Service:
     def context_limit(self, model: ServedModel) -> int:
         """Tokens that prompt and answer may have: the model's context, or the KV pool where that is known smaller."""
         context = model.card.spec.context_length
-        loaded = (node.loaded.get(model.name) for node in self.link.nodes.values())
+        loaded = (node.loaded.get(model.host) for node in self.link.nodes.values())
         pools = [one.kv_capacity_tokens for one in loaded if one is not None and one.kv_capacity_tokens]
         return min(context, max(pools)) if pools else context
 
@@ -123,7 +123,7 @@ class Service:
 
     async def _preload(self, model: ServedModel) -> None:
         hosted = await self._current(model)
-        self.cluster.warm(model.name)
+        self.cluster.warm(model.host)
         await asyncio.gather(model.prepare(), asyncio.shield(hosted.ready))
 
     async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[Delta, None]:
@@ -171,7 +171,8 @@ class Service:
     async def _hosted_again(self, run: Run, lost: WorkerLost, deadline: float) -> HostedModel:
         model = run.job.model
         while True:
-            if self.models.get(model.name).card != model.card:
+            now = self.models.get(model.name)
+            if now.card != model.card or now.adapter != model.adapter:
                 raise EngineFailed(f"{lost.message}, and '{model.name}' is another model since", code="worker_lost")
             try:
                 self.link.check_usable()
@@ -193,15 +194,15 @@ class Service:
             while (old := self._outdated(model)) is not None:
                 await old.idle.wait()
                 if self._outdated(model) is old and not old.is_wanted:
-                    self.cluster.unload(model.name)
+                    self.cluster.unload(model.host)
             hosted = self.cluster.offer(_load_of(model, model.card))
             self.link.check_usable()
             await hosted.wait_until_known()
-            if self.cluster.models.get(model.name) is hosted:  # else it was unloaded meanwhile
+            if self.cluster.models.get(model.host) is hosted:  # else it was unloaded meanwhile
                 return hosted
 
     def _outdated(self, model: ServedModel) -> HostedModel | None:
-        hosted = self.cluster.models.get(model.name)
+        hosted = self.cluster.models.get(model.host)
         return hosted if hosted is not None and hosted.card != model.card else None
 
     def _begin(self, count: int, key: str) -> None:

@@ -42,6 +42,7 @@ def worker_arguments(config: NodeConfig, address: str, parent: int | None) -> li
         "threads": config.threads,
         "max-batch": config.max_batch,
         "max-turn-tokens": config.max_turn_tokens,
+        "max-adapters": config.max_adapters,
         "block-size": config.block_size,
         "kv-bytes": config.kv_cache,
         "memory-bytes": config.memory,

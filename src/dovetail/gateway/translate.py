@@ -140,7 +140,8 @@ async def _job(
     requests = tuple(
         Request(
             id=job_id if len(prompts) == 1 else f"{job_id}-{index}",
-            model=model.name,
+            model=model.host,
+            adapter=model.adapter_ref,
             prompt=checked_tokens(prompt, model, param),
             sampling=_with_limit(sampling, limit),
             num_choices=body.num_choices,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from dovetail.modelspec import ModelSpec
@@ -56,5 +56,25 @@ class Checkpoint(Protocol):
 
     def pieces(self, name: str) -> Sequence[HostTensor]:
         """The tensor `name` as one or more pieces which, concatenated along dimension 0, reshape to its shape."""
+
+    def close(self) -> None: ...
+
+
+class LowRankPart(NamedTuple):
+    """What an adapter adds to the rows of one matrix of the model: scaling · second · first."""
+
+    tensor: str  # canonical name of the matrix
+    row: int  # of it, where the part begins
+    first: HostTensor  # [rank, columns]
+    second: HostTensor  # [rows, rank]
+
+
+class AdapterWeights(Protocol):
+    """A LoRA adapter, compared with the model that it is for."""
+
+    @property
+    def scaling(self) -> float: ...
+
+    def parts(self) -> Iterator[LowRankPart]: ...
 
     def close(self) -> None: ...

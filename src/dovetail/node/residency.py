@@ -104,6 +104,25 @@ class Residency:
         self._queue(self.ledger.issue((instance.id, "kv"), 0))
         self._queue(self.ledger.issue((instance.id, "weights"), 0))
 
+    # Adapters: each has an account of its own, whose operations are over as soon as they are counted.
+
+    def keep_adapter(self, number: int, num_bytes: int) -> bool:
+        """False if there is no room for it now."""
+        if max(self.ledger.planned, self.ledger.held) + num_bytes > self.ledger.capacity:
+            return False
+        self._settle_adapter(number, num_bytes)
+        return True
+
+    def drop_adapter(self, number: int) -> None:
+        """Its memory is free: growths may have waited for it."""
+        self._settle_adapter(number, 0)
+
+    def _settle_adapter(self, number: int, num_bytes: int) -> None:
+        assert number > 0
+        account = (-number, "adapter")
+        for _ in self.ledger.issue(account, num_bytes):  # nothing, where it has no bytes
+            self._queue(self.ledger.done(account))
+
     def done(self, instance: Instance, part: Part) -> None:
         """The device reports the end of the instance's operation."""
         assert instance.op_running

@@ -43,12 +43,14 @@ class RequestRecord(msgspec.Struct, frozen=True, array_like=True):
     silence_s: float  # the longest time between two of its tokens
     moves: int
     mean_tokens: float  # what answers of its model are long, as far as the controller knows; 0 = not at all
+    adapter: str = ""  # name of the adapter on top of the model; empty = none
 
 
 class Work:
     """`produced` is exact while the work is not in a running batch; inside one the instance's clock adds to it."""
 
     __slots__ = (
+        "adapter",
         "arrival_s",
         "cached",
         "computed",
@@ -104,6 +106,7 @@ class Work:
         self.moves = 0
         self.hold = 0  # the migration for which it is held: it runs elsewhere still, no token is made here; 0 = none
         self.computed = 0  # tokens whose KV blocks are here while it does not run: it is held, or its prompt is begun
+        self.adapter = ""  # on top of the model; empty = none
         self.mean_tokens = 0.0  # what answers of its model are long, as far as the controller knows; 0 = not at all
 
     @classmethod
@@ -118,6 +121,7 @@ class Work:
             record.slo_scale,
         )
         work.group = record.group
+        work.adapter = record.adapter
         work.take(record)
         return work
 
@@ -160,6 +164,7 @@ class Work:
             self.silence_s,
             self.moves,
             self.mean_tokens,
+            self.adapter,
         )
 
     @property

@@ -17,8 +17,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 # Of a block's content and of all that comes before it. A sequence's first block has a root as its parent: the salt of
-# its request, so that equal text is a prefix only for those who have the same salt, or ROOT_KEY without one.
-PrefixKey = int | str
+# its request, so that equal text is a prefix only for those who have the same salt, or ROOT_KEY without one; with an
+# adapter, that and the salt.
+PrefixKey = int | str | tuple[str, str]
 ROOT_KEY: PrefixKey = 0
 
 

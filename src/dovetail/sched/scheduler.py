@@ -144,8 +144,9 @@ class Scheduler:
                 if blocks is None:
                     return None
                 sequence.blocks.extend(blocks)
+            table, sampling = sequence.blocks, row.sampling
             rows.append(
-                TurnRow(row.sequence, row.tokens, row.end, 1, sequence.blocks, row.num_prompt, row.sampling, True)
+                TurnRow(row.sequence, row.tokens, row.end, 1, table, row.num_prompt, sampling, True, row.adapter)
             )
         return Turn(tuple(rows)) if rows else None
 
@@ -329,7 +330,8 @@ class Scheduler:
 def row_of(sequence: Sequence, count: int) -> TurnRow:
     tokens, start = sequence.tokens, sequence.num_computed
     samples = start + count == len(tokens)
-    return TurnRow(sequence.id, tokens, start, count, sequence.blocks, sequence.num_prompt, sequence.sampling, samples)
+    prompt, sampling = sequence.num_prompt, sequence.sampling
+    return TurnRow(sequence.id, tokens, start, count, sequence.blocks, prompt, sampling, samples, sequence.adapter)
 
 
 def end_event(sequence: Sequence, reason: FinishReason, error: str | None) -> TokenEvent:

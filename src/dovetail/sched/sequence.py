@@ -39,7 +39,8 @@ class Sequence:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     num_sealed: int = 0  # leading blocks offered for reuse
-    root: PrefixKey = ROOT_KEY  # the salt of its request: whose prefixes it may use
+    adapter: str = ""  # key of its adapter; empty = the model as it is
+    root: PrefixKey = ROOT_KEY  # adapter and salt of its request: whose prefixes it may use
     last_key: PrefixKey = ROOT_KEY  # of the last sealed block, set at admission
     longest: int = 0  # tokens that its answer may have, set at admission
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
@@ -85,7 +86,15 @@ def sequences_of(request: Request, first_id: int) -> list[Sequence]:
                 sampling=msgspec.structs.replace(sampling, seed=seed),
                 leader=made[0] if made else None,
                 alone_below=len(tokens) + ISOLATED_TOKENS if request.isolated else 0,
-                root=request.cache_salt or ROOT_KEY,
+                adapter=request.adapter.key if request.adapter is not None else "",
+                root=_root_of(request),
             )
         )
     return made
+
+
+def _root_of(request: Request) -> PrefixKey:
+    """Keys and values of an adapter's prompt are no other's, whatever the text and the salt."""
+    if request.adapter is None:
+        return request.cache_salt or ROOT_KEY
+    return (request.adapter.key, request.cache_salt)

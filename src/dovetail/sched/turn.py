@@ -22,6 +22,7 @@ class TurnRow(msgspec.Struct, frozen=True, gc=False):
     num_prompt: int  # prompt length; what follows in tokens was generated
     sampling: SamplingParams
     samples: bool  # start + count == len(tokens): this row yields the next token
+    adapter: str = ""  # key of the adapter that it is computed with; empty = the model as it is
 
     @property
     def end(self) -> int:

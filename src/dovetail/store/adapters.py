@@ -23,6 +23,22 @@ from dovetail.store.safetensors_file import SafetensorsFile
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+# Each makes something else of the model than W + scaling · B·A, the same for every target.
+_VARIANTS = (
+    "use_dora",
+    "use_qalora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+)
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq")  # begin with changing W
 
 
 class StoredAdapter(StoredTensors):
@@ -76,10 +92,11 @@ def is_adapter_folder(path: Path) -> bool:
 def read_adapter_config(path: Path) -> Adapter:
     keys = Keys(read_json(path / CONFIG), str(path / CONFIG))
     keys.require("peft_type", "LORA")
-    keys.require("use_dora", False)
-    for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):  # tensors or scales of their own for some modules
+    for key in _VARIANTS:
         if keys.get(key):
             raise keys.unsupported(key, keys.get(key))
+    if isinstance(start := keys.get("init_lora_weights"), str) and start.startswith(_OTHER_BASE):
+        raise keys.unsupported("init_lora_weights", start)
     rank, alpha = keys.integer("r", at_most=2**16), keys.positive("lora_alpha")
     targets = keys.get("target_modules")
     if not (isinstance(targets, str) or (isinstance(targets, list) and all(isinstance(name, str) for name in targets))):

@@ -74,10 +74,12 @@ def open_pooled(
         return model
 
 
-def open_pooled_adapter(folder: Path, loader: Loader, *, priority: int = 0, verify: bool = False) -> PooledAdapter:
+def open_pooled_adapter(
+    folder: Path, loader: Loader, *, priority: int = 0, verify: bool = False, room_wait_s: float = float("inf")
+) -> PooledAdapter:
     with ExitStack() as undo:
         manifest = read_manifest(folder)
-        tickets = _load(folder, manifest, loader, priority, float("inf"), verify, undo)
+        tickets = _load(folder, manifest, loader, priority, room_wait_s, verify, undo)
         adapter = PooledAdapter(folder, manifest, tickets)
         undo.callback(adapter.close)
         adapter.wait()

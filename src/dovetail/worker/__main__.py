@@ -27,6 +27,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="0 = every core that it may use")
     parser.add_argument("--max-batch", type=int, default=0, help="0 = what suits the device")
     parser.add_argument("--max-turn-tokens", type=int, default=0, help="0 = what suits the device")
+    parser.add_argument("--max-adapters", type=int, default=0, help="in one iteration; 0 = any number")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--kv-bytes", type=int, default=0, help="most per model; 0 = what the node has")
     parser.add_argument("--memory-bytes", type=int, default=0, help="weights and KV; 0 = three quarters of the machine")

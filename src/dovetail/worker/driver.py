@@ -73,6 +73,7 @@ class NodeDriver:
         on_growth: Callable[[int], object] = lambda _: None,
         on_said: Callable[[], None] = lambda: None,
         on_launch: Callable[[], None] = lambda: None,
+        on_adapter: Callable[[ModelRunner, str], None] = lambda runner, key: None,
     ) -> None:
         self.hostings: dict[str, Hosting] = {}
         self.home = NodeRuntime(Node(name, kind, memory_bytes, self.hostings, knobs), log=log)
@@ -89,6 +90,7 @@ class NodeDriver:
         self._on_launch = (
             on_launch  # called when an iteration has begun: what came of the last one may be told beside it
         )
+        self._on_adapter = on_adapter  # called before a sequence with an adapter enters
         self._on_said = on_said  # called around each thing that is carried out: what the node says may be passed on
         self._by_choice: dict[tuple[str, int], RequestState] = {}
         self._sizes: dict[int, int] = {}  # blocks of instances that are still loading
@@ -112,6 +114,11 @@ class NodeDriver:
         self.home.close_model(model, self._clock())
         self.carry_out()
         self.hostings.pop(model, None)
+
+    def adapters_changed(self) -> None:
+        """What they take of the node's memory has."""
+        self.home.changed(self._clock())
+        self.carry_out()
 
     def relieve(self) -> int:
         """The host is short of memory: give idle pages back, then close the longest idle instance."""
@@ -302,6 +309,8 @@ class NodeDriver:
         if isinstance(said, events.Enter):
             state = self.states[said.work.id]
             state.instance = said.instance
+            if state.sequence.adapter:
+                self._on_adapter(self.runners[said.instance], state.sequence.adapter)
             self.runners[said.instance].scheduler.enter(state.sequence)
         elif isinstance(said, events.Leave):
             state = self.states[said.work.id]

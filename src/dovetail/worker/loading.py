@@ -41,6 +41,7 @@ class InstanceConfig:
     max_turn_tokens: int
     max_tokens: int  # longest sequence that the node can hold
     kv: KvKind = "auto"
+    max_adapters: int = 0  # in one iteration; 0 = any number
     verify: bool = False  # compare weights that are mapped without a pool with their checksums
 
 
@@ -151,7 +152,7 @@ def build_runner(
     )
     whole = card.spec.encoder is not None
     limits = SchedulerConfig(context, config.max_batch, config.max_turn_tokens, config.max_tokens, whole)
-    runner = ModelRunner(card, executor, limits, config.block_size)
+    runner = ModelRunner(card, executor, limits, config.block_size, config.max_adapters)
     return runner, messages.Loaded(
         model=card.name,
         dtype=executor.dtype,

@@ -25,8 +25,10 @@ from dovetail.eventlog import open_log
 from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
 from dovetail.node.protocol import Refused, Withdraw
 from dovetail.policy.headroom import INFINITY, Refusal
+from dovetail.policy.placement import DeviceKind
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
+from dovetail.worker.adapters import AdapterRack
 from dovetail.worker.afar import apply_keys, clock_offset_s
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.grammar_thread import GrammarThread, HeldAsks
@@ -44,7 +46,8 @@ TEND_S = 0.05  # how often a busy worker looks at what is due by the clock
 NICER = 3  # of the computing threads: half of the weight of others
 LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
 _WAKE = "inproc://wake"
-_GRAMMAR = b"grammar"  # what wakes: a grammar that was compiled, or else a model that was loaded
+# What wakes: a grammar that was compiled, an adapter that was read, or else a model that was loaded
+_GRAMMAR, _ADAPTER = b"grammar", b"adapter"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class WorkerConfig:
     readers: int
     parent: int
     verify: str = "off"  # load: weights are compared with their checksums when they are loaded
+    max_adapters: int = 0  # in one iteration; 0 = any number
     pulse: str = ""  # file that whoever started this process watches; empty = nobody does
 
 
@@ -102,6 +106,8 @@ class Worker:
         self._waker.connect(_WAKE)
         self._grammar_waker = self._context.socket(zmq.PUSH)
         self._grammar_waker.connect(_WAKE)
+        self._adapter_waker = self._context.socket(zmq.PUSH)
+        self._adapter_waker.connect(_WAKE)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -120,7 +126,9 @@ class Worker:
             pulse=self._pulse,
             on_growth=self._fit_pool,
             on_launch=self._tell,
+            on_adapter=lambda runner, key: self._adapters.bind(runner, key),
         )
+        self._adapters = AdapterRack(self._driver, self._shelf, lambda: self._adapter_waker.send(_ADAPTER))
         self._moved: set[str] = set()  # models whose weights are elsewhere than when a load was last estimated
         self._process = psutil.Process()
         self._running = True
@@ -177,10 +185,11 @@ class Worker:
         if is_busy and now < self._tend_due:
             return
         self._tend_due = now + TEND_S
+        self._adapters.tend()
         while self._moved:
             _expect_load(self._driver, self._loader, self._instance_configs.get(self._moved.pop()))
         for runner in self._driver.runners.values():
-            if self._tend_idle(runner, now):
+            if _tend_idle(runner, now, self._config.idle_release_s):
                 self._stats_due = now  # the last state of a burst is reported at once
         if is_busy and self._stats_due == INFINITY:  # and so is its start
             self._stats_due = now
@@ -196,20 +205,6 @@ class Worker:
             log.warning("the gateway is gone, leaving")
             self._running = False
 
-    def _tend_idle(self, runner: ModelRunner, now: float) -> bool:
-        """Notice when an instance falls idle (by its last token or by an abort) and when it has been for long enough
-        to give its pages back; True if one of the two was now."""
-        if runner.scheduler.has_work or runner.is_released:
-            runner.idle_since = None
-            return False
-        if runner.idle_since is None:
-            runner.idle_since = now
-            return True
-        if now - runner.idle_since < self._config.idle_release_s:
-            return False
-        runner.release_pages()
-        return True
-
     def _fit_pool(self, free_bytes: int) -> None:
         """One ledger for weights, KV and the host pool: models between uses have what is left of it."""
         if self._shelf is not None:
@@ -220,7 +215,8 @@ class Worker:
         available = memory_bytes()[1]
         if available >= self.total_bytes * LOW_MEMORY_SHARE:
             return
-        dropped = self._shelf.drop_unused() if self._shelf is not None else 0
+        dropped = self._adapters.drop_idle()
+        dropped += self._shelf.drop_unused() if self._shelf is not None else 0
         closed = 0 if dropped else self._driver.relieve()
         left, given = available >> 20, dropped >> 20
         log.warning("the host has %d MB left; %d MB of the pool dropped, %d idle models closed", left, given, closed)
@@ -233,8 +229,11 @@ class Worker:
         if ready:  # tokens go out before any word that counts them
             self._tell()
         if self._wake in ready:
-            if self._wake.recv() == _GRAMMAR:
+            woken_by = self._wake.recv()
+            if woken_by == _GRAMMAR:
                 self._take_compiled()
+            elif woken_by == _ADAPTER:
+                self._take_adapter()
             else:
                 self._take_load(self._loader.results.get_nowait())
         while self._socket in ready:
@@ -262,11 +261,14 @@ class Worker:
             case messages.Command(order, tokens):
                 if isinstance(order, Withdraw):
                     self._held.withdraw(order.request)
+                    self._adapters.withdraw(order.request)
                 self._driver.obey(order, tokens)
             case messages.Load():
                 self._register(message)
             case messages.Unload(model):
                 self._unload(model)
+            case messages.DropAdapter(key):
+                self._adapters.doom(key)
             case messages.Shutdown():
                 self._running = False
 
@@ -275,12 +277,29 @@ class Worker:
         request = message.request
         config = self._instance_configs.get(request.model) if request is not None else None
         if config is None or not self._held.hold(message, config.card):
+            self._propose(message)
+
+    def _propose(self, message: messages.Ask) -> None:
+        """Its grammar is there; if it has an adapter, it is answered when that is."""
+        request = message.request
+        config = self._instance_configs.get(request.model) if request is not None else None
+        if request is not None and request.adapter is not None and self._device.kind is not DeviceKind.CPU:
+            self._send(messages.Reply(message.number, Refused(Refusal.CLOSED)))
+        elif config is None or not self._adapters.hold(message, config.card):
             self._answer(message)
+
+    def _take_adapter(self) -> None:
+        for message, refusal in self._adapters.take():
+            if refusal is None:
+                self._answer(message)
+                self._driver.carry_out()
+            else:
+                self._send(messages.Reply(message.number, Refused(refusal)))
 
     def _take_compiled(self) -> None:
         for message, is_wanted in self._held.take():
             if is_wanted:
-                self._answer(message)
+                self._propose(message)
                 self._driver.carry_out()
             else:
                 self._send(messages.Reply(message.number, Refused(Refusal.CLOSED)))
@@ -297,7 +316,9 @@ class Worker:
             known = None
         if known is not None and self._driver.instances_of(name):  # what is ready keeps its form
             message = msgspec.structs.replace(message, dtype=known.dtype, kv=known.kv)
-        instance_config = self._instance_configs[name] = self._instance_config(message)
+        instance_config = self._instance_configs[name] = _instance_config(
+            message, self._config, self._device, self._driver.home.node.residency.ledger.capacity, self._profiles
+        )
         hosting = self._profiles.hosting(
             message.card,
             instance_config.dtype,
@@ -308,29 +329,6 @@ class Worker:
             load_s=self._loader.expected_s(message.card),
         )
         self._driver.register(name, hosting)
-
-    def _instance_config(self, message: messages.Load) -> InstanceConfig:
-        config, spec = self._config, message.card.spec
-        stored = "f32" if spec.encoder is not None else message.card.dtype or "f32"
-        dtype = self._device.compute_dtype(message.dtype, stored)
-        max_batch = config.max_batch or self._device.max_batch
-        block_bytes = spec.kv_bytes_per_token(dtype, message.kv) * config.block_size
-        room = max(
-            self._driver.home.node.residency.ledger.capacity - self._profiles.weight_bytes(message.card, dtype), 0
-        )
-        kv_bytes = min(message.kv_bytes or config.kv_bytes or room, room)
-        blocks = min(kv_bytes // block_bytes, -(-max_batch * spec.context_length // config.block_size) + 1)
-        return InstanceConfig(
-            card=message.card,
-            dtype=dtype,
-            kv_bytes=blocks * block_bytes,
-            block_size=config.block_size,
-            max_batch=max_batch,
-            max_turn_tokens=config.max_turn_tokens or self._device.max_turn_tokens,
-            max_tokens=max(blocks - 1, 0) * config.block_size,  # a sequence always has a block to spare
-            kv=message.kv,
-            verify=config.verify == "load",
-        )
 
     def _unload(self, model: str) -> None:
         self._instance_configs.pop(model, None)
@@ -411,6 +409,47 @@ def stats_of(driver: NodeDriver, node: str, rss_bytes: int, offset_s: float) -> 
             for runner in driver.runners.values()
             for span in runner.take_spans()
         ),
+    )
+
+
+def _tend_idle(runner: ModelRunner, now: float, release_s: float) -> bool:
+    """Notice when an instance falls idle (by its last token or by an abort) and when it has been for long enough to
+    give its pages back; True if one of the two was now."""
+    if runner.scheduler.has_work or runner.is_released:
+        runner.idle_since = None
+        return False
+    if runner.idle_since is None:
+        runner.idle_since = now
+        return True
+    if now - runner.idle_since < release_s:
+        return False
+    runner.release_pages()
+    return True
+
+
+def _instance_config(
+    message: messages.Load, config: WorkerConfig, device: Device, capacity: int, profiles: Profiles
+) -> InstanceConfig:
+    """`capacity`: of the node's memory."""
+    spec = message.card.spec
+    stored = "f32" if message.card.spec.encoder is not None else message.card.dtype or "f32"
+    dtype = device.compute_dtype(message.dtype, stored)
+    max_batch = config.max_batch or device.max_batch
+    block_bytes = spec.kv_bytes_per_token(dtype, message.kv) * config.block_size
+    room = max(capacity - profiles.weight_bytes(message.card, dtype), 0)
+    kv_bytes = min(message.kv_bytes or config.kv_bytes or room, room)
+    blocks = min(kv_bytes // block_bytes, -(-max_batch * spec.context_length // config.block_size) + 1)
+    return InstanceConfig(
+        card=message.card,
+        dtype=dtype,
+        kv_bytes=blocks * block_bytes,
+        block_size=config.block_size,
+        max_batch=max_batch,
+        max_turn_tokens=config.max_turn_tokens or device.max_turn_tokens,
+        max_tokens=max(blocks - 1, 0) * config.block_size,  # a sequence always has a block to spare
+        kv=message.kv,
+        verify=config.verify == "load",
+        max_adapters=config.max_adapters,
     )
 
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from dovetail import messages
-from dovetail.engine.devices import DeviceExecutor
+from dovetail.engine.adapters import AdapterMatrices
+from dovetail.engine.devices import Adaptable, DeviceExecutor
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.scheduler import NO_QUOTAS, Completed, Scheduler, SchedulerConfig
 from dovetail.sched.sequence import Sequence
@@ -36,7 +37,14 @@ class Meter:
 
 
 class ModelRunner:
-    def __init__(self, card: ModelCard, executor: DeviceExecutor, config: SchedulerConfig, block_size: int) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        executor: DeviceExecutor,
+        config: SchedulerConfig,
+        block_size: int,
+        max_adapters: int = 0,
+    ) -> None:
         self.card = card
         self.executor = executor
         self.scheduler = Scheduler(config, BlockPool(0, block_size))
@@ -44,11 +52,13 @@ class ModelRunner:
         self.idle_since: float | None = None  # None = busy, or its pages are released already
         self.is_released = True  # no KV page has been written since they were last given back
         self.max_batch = config.max_batch
+        self._max_adapters = max_adapters or config.max_batch
         self._max_turn_tokens = config.max_turn_tokens
         self._ahead: Turn | None = None  # launched after the one under way, on the bet that it will be asked for next
         self.rows: dict[int, TurnRow] = {}  # by sequence: what the last iteration computed, if there were quotas
         self.was_ahead = False  # the last iteration had been launched before it was asked for
         self._collected_s = 0.0  # when the last one was
+        self._adapters: set[str] = set()  # keys of those that the executor has
         self._spans: deque[messages.TurnSpan] = deque(maxlen=MAX_SPANS)  # iterations that nobody was told of yet
 
     def iterate(
@@ -114,6 +124,8 @@ class ModelRunner:
     def batches(self, sequences: Several[Sequence], quotas: Mapping[int, int] = NO_QUOTAS) -> list[list[Sequence]]:
         """As many as fit into one iteration together, and those who shall share none."""
         together = [sequence for sequence in sequences if not sequence.is_alone]
+        if self._max_adapters < self.max_batch:
+            together.sort(key=lambda sequence: sequence.adapter)
         found = [[sequence] for sequence in sequences if sequence.is_alone]
         batch: list[Sequence] = []
         tokens = 0
@@ -122,16 +134,36 @@ class ModelRunner:
             if quotas:
                 wanted = min(wanted, quotas.get(sequence.id, wanted))
             tokens += wanted
-            if batch and (len(batch) == self.max_batch or tokens > self._max_turn_tokens):
+            is_full = len(batch) == self.max_batch or tokens > self._max_turn_tokens
+            if batch and (is_full or self._has_all_adapters(batch, sequence)):
                 found.append(batch)
                 batch, tokens = [], wanted
             batch.append(sequence)
         return [*found, batch] if batch else found
 
+    def _has_all_adapters(self, batch: Several[Sequence], further: Sequence) -> bool:
+        """One more would be of one adapter too many."""
+        if self._max_adapters >= self.max_batch:
+            return False
+        return len({sequence.adapter for sequence in (*batch, further)}) > self._max_adapters
+
     def resize(self, num_blocks: int) -> None:
         self._discard()
         moves = self.scheduler.resize(num_blocks)
         self.executor.resize(num_blocks, moves)
+
+    def bind_adapter(self, key: str, matrices: AdapterMatrices | None, problem: str) -> None:
+        """Its sequences may name the adapter from now on; without matrices they fail with the problem."""
+        if key not in self._adapters:
+            assert isinstance(self.executor, Adaptable), "its node has refused the request"
+            self.executor.add_adapter(key, matrices, problem)
+            self._adapters.add(key)
+
+    def drop_adapter(self, key: str) -> None:
+        if key in self._adapters:
+            assert isinstance(self.executor, Adaptable)
+            self._adapters.remove(key)
+            self.executor.remove_adapter(key)
 
     def drop(self, sequence: Sequence) -> None:
         """It goes elsewhere or nowhere: free its blocks and what the executor keeps for it."""

@@ -7,14 +7,16 @@ from typing import Literal
 
 from dovetail.engine.devices import Device
 from dovetail.errors import OutOfMemory
+from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
 from dovetail.store import open_checkpoint
+from dovetail.store.adapter_parts import ModelAdapter, open_adapter
 from dovetail.store.checking import check_weights
 from dovetail.store.format import Manifest, StoredModel, is_stored, partition_files, read_manifest
 from dovetail.store.loader import Loader, LoaderConfig
 from dovetail.store.pool import HostPool
-from dovetail.store.pooled import open_pooled, pooled_keys
+from dovetail.store.pooled import open_pooled, open_pooled_adapter, pooled_keys
 from dovetail.store.reader import cached_share
 
 Tier = Literal["host", "disk"]
@@ -57,6 +59,15 @@ class Shelf:
             return model, tier
         except OutOfMemory:
             return self._mapped(folder, manifest), "disk"
+
+    def open_adapter(self, path: Path, spec: ModelSpec) -> ModelAdapter:
+        """By the pool where it is in the store's form and there is room."""
+        if not is_stored(path):
+            return open_adapter(path, spec)
+        try:
+            return open_adapter(path, spec, open_pooled_adapter(path, self._loader, room_wait_s=ROOM_WAIT_S))
+        except OutOfMemory:
+            return open_adapter(path, spec)
 
     def tier_of(self, path: str) -> Tier:
         """Where `open` would find the model's bytes."""

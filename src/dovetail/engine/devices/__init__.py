@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
 from dovetail.sched.turn import Outcome, Turn
 
 if TYPE_CHECKING:  # without torch, which the pure half must not need
+    from dovetail.engine.adapters import AdapterMatrices
     from dovetail.engine.executor import ExecutorConfig
 
 
@@ -56,6 +57,16 @@ class DeviceExecutor(Protocol):
     def forget(self, sequence: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """An executor that computes rows with LoRA adapters."""
+
+    def add_adapter(self, key: str, adapter: AdapterMatrices | None, problem: str = "") -> None:
+        """From now on rows may name it; without matrices they fail with the problem."""
+
+    def remove_adapter(self, key: str) -> None: ...
 
 
 class Device(Protocol):

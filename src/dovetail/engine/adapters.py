@@ -1,0 +1,52 @@
+"""LoRA adapters as the kernels take them: both matrices of each part in memory of their own, the second transposed.
+
+Made once per adapter, by any thread; an executor of the model binds them and computes rows with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dovetail.engine.dtypes import TORCH_DTYPES
+from dovetail.engine.weights import from_read_only_memory
+from dovetail.node.ports import AdapterWeights, HostTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    tensor: str  # of the model
+    row: int
+    first: Tensor  # [rank, columns]
+    second: Tensor  # [rank, rows]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.numel() * each.itemsize for each in (self.first, self.second))
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterMatrices:
+    scaling: float
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+def read_matrices(weights: AdapterWeights) -> AdapterMatrices:
+    """Copies: what they are read from may go."""
+    parts = []
+    with from_read_only_memory():
+        for tensor, row, first, second in weights.parts():
+            parts.append(Part(tensor, row, _tensor(first).clone(), _tensor(second).t().contiguous()))
+    return AdapterMatrices(weights.scaling, tuple(parts))
+
+
+def _tensor(stored: HostTensor) -> Tensor:
+    assert stored.layout == "plain"
+    assert stored.dtype in TORCH_DTYPES, "whoever opened it has looked"
+    return torch.frombuffer(stored.data, dtype=TORCH_DTYPES[stored.dtype]).view(stored.shape)

@@ -1,0 +1,124 @@
+"""Adapters in a worker's memory: counted before they are used, idle ones first to go, nobody's while they are named."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_adapters import save_adapter
+
+from dovetail.cluster.intake import Submission, works_of
+from dovetail.messages import Ask
+from dovetail.node.protocol import Propose
+from dovetail.policy.headroom import Refusal, SloRule
+from dovetail.policy.placement import DeviceKind
+from dovetail.policy.real import real_knobs
+from dovetail.sched.sequence import sequences_of
+from dovetail.store import describe
+from dovetail.types import AdapterRef, ModelCard, Request, SamplingParams
+from dovetail.worker.adapters import AdapterRack
+from dovetail.worker.driver import NodeDriver, RequestState
+
+BYTES = 4 * 3 * 4 * (2 * (48 + 48) + 2 * (48 + 16) + 3 * (48 + 88))  # rank 4, three layers, float32
+
+
+class Rack:
+    """One in a node with room for `room` adapters, whose reads are waited for."""
+
+    def __init__(self, folder: Path, base: Path, room: float) -> None:
+        self.card: ModelCard = describe(base, "llama")
+        loads: Any = None  # nothing is loaded here
+        self.driver = NodeDriver("n", DeviceKind.CPU, int(room * BYTES), real_knobs("dovetail"), loads, lambda: 0.0)
+        self.woken: queue.Queue[None] = queue.Queue()
+        self.rack = AdapterRack(self.driver, None, lambda: self.woken.put(None))
+        self.refs = {}
+        for seed, name in enumerate("abc"):
+            self.refs[name] = AdapterRef(name, str(save_adapter(folder / name, base, seed=seed)), "1")
+        self._number = 0
+
+    def ask(self, name: str) -> Ask:
+        self._number += 1
+        sampling = SamplingParams(max_tokens=1, seed=0)
+        request = Request(f"r{self._number}", "llama", (1, 2), sampling, adapter=self.refs[name])
+        (work,) = works_of(Submission("llama", 2, 0.0), self._number, 0.0, SloRule(), 1.0)
+        return Ask(self._number, Propose(work.record()), request)
+
+    def read(self, *asks: Ask) -> list[Refusal | None]:
+        assert [self.rack.hold(ask, self.card) for ask in asks] == [True] * len(asks)
+        self.woken.get(timeout=30)
+        answers = self.rack.take()
+        assert [ask for ask, _ in answers] == list(asks)
+        return [refusal for _, refusal in answers]
+
+    def is_there(self, name: str) -> bool:
+        return self.refs[name].key in self.rack._entries
+
+    def use(self, ask: Ask) -> None:
+        """The request is here from now on."""
+        assert ask.request is not None
+        (sequence,) = sequences_of(ask.request, ask.number)
+        self.driver.states[ask.number] = RequestState(ask.number, "llama", sequence)
+
+    @property
+    def planned(self) -> int:
+        return self.driver.home.node.residency.ledger.planned
+
+
+@pytest.fixture
+def make_rack(tiny_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[float], Rack]:
+    return lambda room: Rack(tmp_path, tiny_folder("llama"), room)
+
+
+def test_an_adapter_is_read_once_for_all_who_wait_and_counted_until_it_goes(make_rack: Callable[[float], Rack]) -> None:
+    rack = make_rack(10)
+    first, second = rack.ask("a"), rack.ask("a")
+    assert rack.read(first, second) == [None, None]
+    assert rack.planned == rack.rack.num_bytes == BYTES
+    assert not rack.rack.hold(rack.ask("a"), rack.card)
+    rack.use(first)
+    rack.rack.doom(rack.refs["a"].key)
+    assert rack.is_there("a")  # a request still names it
+    rack.driver.states.clear()
+    rack.rack.tend()
+    assert not rack.is_there("a")
+    assert rack.planned == 0
+
+
+def test_idle_adapters_give_way_and_those_in_use_do_not(make_rack: Callable[[float], Rack]) -> None:
+    rack = make_rack(2.5)
+    used = rack.ask("a")
+    assert rack.read(used) == [None]
+    rack.use(used)
+    assert rack.read(rack.ask("b")) == [None]
+    last = rack.ask("c")
+    assert rack.read(last) == [None]
+    assert [rack.is_there(name) for name in "abc"] == [True, False, True]
+    rack.use(last)
+    assert rack.read(rack.ask("b")) == [Refusal.MEMORY]
+    assert rack.planned == 2 * BYTES
+
+
+def test_a_proposal_that_was_withdrawn_meanwhile_is_refused(make_rack: Callable[[float], Rack]) -> None:
+    rack = make_rack(10)
+    gone, wanted = rack.ask("a"), rack.ask("a")
+    for ask in (gone, wanted):
+        assert rack.rack.hold(ask, rack.card)
+    rack.rack.withdraw(gone.number)
+    rack.woken.get(timeout=30)
+    assert [refusal for _, refusal in rack.rack.take()] == [Refusal.CLOSED, None]
+
+
+def test_what_cannot_be_read_takes_no_memory_and_is_tried_again_later(make_rack: Callable[[float], Rack]) -> None:
+    rack = make_rack(10)
+    path = Path(rack.refs["a"].path) / "adapter_model.safetensors"
+    weights = path.read_bytes()
+    path.write_bytes(weights[:-100])
+    assert rack.read(rack.ask("a")) == [None]  # its requests fail with what is wrong
+    assert rack.planned == 0
+    rack.rack.tend()
+    path.write_bytes(weights)
+    assert rack.read(rack.ask("a")) == [None]
+    assert rack.planned == BYTES
