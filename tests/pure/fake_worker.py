@@ -1,7 +1,8 @@
 """A worker without a model, for tests of the gateway: speaks the real messages, answers with the prompt's own tokens.
 
 A prompt [a, b, c] is answered a, b, c, a, b, … one token per choice and tick. The model "broken" fails to load unless
-its source is "good", the model "slow" takes a second. In a prompt, CRASH ends the process without a word, FAIL fails
+its source is "good", the model "slow" takes a second to answer, the model "cold"
+a while to load after it has. In a prompt, CRASH ends the process without a word, FAIL fails
 the request and BUSY has it refused. An embedding has eight numbers: how many tokens leave which remainder.
 """
 
@@ -22,6 +23,7 @@ from dovetail.messages import (
     Load,
     Loaded,
     LoadFailed,
+    Loading,
     LoadTimes,
     Reclaimed,
     Reply,
@@ -55,6 +57,7 @@ from dovetail.types import FinishReason, ModelCard, Request, TokenEvent, TokenLo
 
 CRASH, FAIL, BUSY = 7, 8, 9
 TICK_S = 0.001
+COLD_S = 0.4
 
 
 class FakeWorker:
@@ -113,7 +116,10 @@ class FakeWorker:
             assert request is not None
             if CRASH in request.prompt:
                 os._exit(9)
-            self.socket.send(encode(Reply(message.number, Accepted(self.start(record.model)))))
+            if record.model == "cold" and "cold" not in self.instances:
+                self.start_cold(message.number)
+            else:
+                self.socket.send(encode(Reply(message.number, Accepted(self.start(record.model)))))
             if record.model in self.instances:
                 self.open[record.id] = (request, record, record.produced)
 
@@ -132,6 +138,13 @@ class FakeWorker:
         self.socket.send(encode(Loaded(name, "f32", 4096, 1, False, LoadTimes(0.0, 0.0))))
         self.say()
         return self.num_instances
+
+    def start_cold(self, number: int) -> None:
+        """It takes the request and then loads, a quarter at first."""
+        self.socket.send(encode(Reply(number, Accepted(self.num_instances + 1))))
+        self.socket.send(encode(Loading("cold", 250, 1000)))
+        time.sleep(COLD_S)
+        self.start("cold")
 
     def close(self, name: str) -> None:
         instance = self.instances.pop(name, None)
@@ -190,7 +203,8 @@ class FakeWorker:
         if made == 0 and choice == 0 and (count := request.sampling.prompt_logprobs) is not None:
             first = (TokenLogprob(0, -0.1), TokenLogprob(1, -0.2))[:count]
             read = tuple(TokenLogprobs(-0.25, first, 7) for _ in request.prompt[1:])
-        return TokenEvent(request.id, choice, token, finish, logprobs, prompt_logprobs=read)
+        grace_s = COLD_S if request.model == "cold" and made == 0 else 0.0
+        return TokenEvent(request.id, choice, token, finish, logprobs, prompt_logprobs=read, grace_s=grace_s)
 
     def send_stats(self) -> None:
         used = len(self.open)

@@ -24,7 +24,7 @@ from dovetail.gateway.service import Service
 from dovetail.gateway.slo import SloWatch
 from dovetail.gateway.text_reply import TextReply
 from dovetail.gateway.translate import completion_job
-from dovetail.types import Request, SamplingParams, Slo
+from dovetail.types import ModelCard, Request, SamplingParams, Slo
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEXT = {"model": "fake", "prompt": "hi ", "max_tokens": 6}
@@ -39,9 +39,9 @@ KEYS = AuthConfig(
 Test = Callable[[httpx.AsyncClient, Service], Awaitable[None]]
 
 
-def on_app(folder: Path, test: Test, *, auth: AuthConfig | None = None, **server: Any) -> None:
+def on_app(folder: Path, test: Test, *cards: ModelCard, auth: AuthConfig | None = None, **server: Any) -> None:
     async def run() -> None:
-        async with running_service(folder) as service:
+        async with running_service(folder, *cards) as service:
             await service.link.supervisors["cpu-0"].greeted
             service.is_ready = True
             app = make_app(make_admin(service, Config(server=ServerConfig(**server), auth=auth or AuthConfig())))
