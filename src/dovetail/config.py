@@ -118,6 +118,7 @@ class ServerConfig(_Section):
     open_to_network: bool = False  # listen beyond this machine although there are no keys
     access_log: Path | None = None  # a JSON line per request, without prompts; "-" = standard error
     audit_log: Path | None = None  # a JSON line per act of administration; they are in the log in any case
+    traces: str | None = None  # OpenTelemetry: a collector's OTLP address, as http://127.0.0.1:4318/v1/traces
     # Of a chat without max_tokens, within the context; a model may have its own.
     default_max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=1)
     drain_timeout: Duration = 120.0  # how long SIGTERM waits for streams

@@ -162,6 +162,7 @@ class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
     started_s: float  # monotonic clock of the machine
     seconds: float
     tokens: int
+    traced: tuple[str, ...] = ()  # requests that took part and whose turns somebody wants to see
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):

@@ -113,6 +113,7 @@ class Request(msgspec.Struct, frozen=True):
     isolated: bool = False
     # Prefixes are shared among requests of one salt only: by it the gateway keeps tenants apart. Empty = no salt.
     cache_salt: str = ""
+    traced: bool = False  # its turns are reported with its id
 
     @property
     def open_choices(self) -> tuple[int, ...]:

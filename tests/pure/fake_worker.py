@@ -31,6 +31,7 @@ from dovetail.messages import (
     Shutdown,
     Stats,
     Tokens,
+    TurnSpan,
     Unload,
     Unloaded,
     decode_for_worker,
@@ -72,6 +73,7 @@ class FakeWorker:
         self.num_instances = 0
         self.version = 0
         self.keep_alive_s = -1.0  # of the last model; 0 = let go of them when nothing is open
+        self.spans: list[TurnSpan] = []
         self.open: dict[int, tuple[Request, RequestRecord, int]] = {}  # tokens made so far
 
     def run(self) -> None:
@@ -165,6 +167,8 @@ class FakeWorker:
     def tick(self) -> None:
         events: list[TokenEvent] = []
         said: list[Notice] = []
+        traced = tuple(request.id for request, _, _ in self.open.values() if request.traced)
+        self.spans.append(TurnSpan("fake", time.monotonic(), TICK_S / 2, len(self.open), traced))
         for id, (request, record, made) in list(self.open.items()):
             event = self.next_event(request, made)
             events.append(event)
@@ -209,7 +213,8 @@ class FakeWorker:
     def send_stats(self) -> None:
         used = len(self.open)
         stats = tuple(InstanceStats(name, used, 0, 64, used, 0, 0, 0, 0, 0, 1, 1, 0.1, 0.1) for name in self.instances)
-        self.socket.send(encode(Stats(self.node, 1, stats)))
+        spans, self.spans = tuple(self.spans), []
+        self.socket.send(encode(Stats(self.node, 1, stats, spans=spans)))
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ from dovetail.gateway.respond import problem_response
 from dovetail.gateway.responses.endpoints import make_responses_router
 from dovetail.gateway.responses.request import ResponsesRequest
 from dovetail.gateway.routes import make_router
+from dovetail.gateway.tracing import TracedRequests, Tracing
 from dovetail.gateway.turn_history import TurnWatch
 from dovetail.gateway.waits import HEADERS as WAIT_HEADERS
 
@@ -103,7 +104,13 @@ def _with_middlewares(app: FastAPI, admin: Admin) -> ASGIApp:
     layers = OriginGate(Auth(layers, settings.keys), lambda: settings.origin_rules)
     if server.allowed_origins:
         layers = CORSMiddleware(layers, server.allowed_origins, ("GET", "POST"), ("*",), expose_headers=WAIT_HEADERS)
-    return RequestIds(Boundary(layers), on_status, on_end)
+    layers = Boundary(layers)
+    if server.traces is not None:
+        tracing = Tracing.to(server.traces)
+        admin.service.link.observers.append(tracing.observe)
+        admin.service.link.close_observers.append(tracing.close)
+        layers = TracedRequests(layers, tracing)
+    return RequestIds(layers, on_status, on_end)
 
 
 class Boundary:

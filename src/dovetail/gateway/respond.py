@@ -28,6 +28,7 @@ from dovetail.gateway.replies import ErrorBody, ErrorDetail
 from dovetail.gateway.run import Origin, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.text_reply import TextReply
+from dovetail.gateway.tracing import RequestTrace
 from dovetail.gateway.translate import Job, with_tenant
 from dovetail.gateway.waits import HeldStream, headers_of
 from dovetail.gateway.writing import json_pieces
@@ -81,14 +82,19 @@ def accounted(scope: Scope, job: Job) -> Iterator[Taken]:
     state = scope.get("state", {})
     account: Account | None = getattr(state.get("caller"), "account", None)
     limit = account.max_unfinished if account is not None else None
-    origin = Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit)
-    job = with_tenant(job, origin.key)
+    trace: RequestTrace | None = state.get("trace")
+    origin = Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit, trace)
+    job = with_tenant(job, origin.key, traced=trace is not None)
     if account is not None:
         account.charge(job.num_answers, job.num_prompt_tokens, time.monotonic())
     usage = UsageCount(job.num_prompt_tokens)
+    if trace is not None:
+        trace.watch(job)
     try:
         yield Taken(job, origin, usage)
     finally:
+        if trace is not None:
+            trace.unwatch(job, usage)
         said = usage.total()
         state["usage"] = {"model": job.model.name, "answers": job.num_answers}
         state["usage"] |= {"prompt_tokens": said.prompt_tokens, "completion_tokens": said.completion_tokens}

@@ -19,6 +19,7 @@ from dovetail.gateway.link import Arrival, Inbox
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.slo import Outcome, SloWatch
 from dovetail.gateway.stopper import Stopper
+from dovetail.gateway.tracing import RequestTrace
 from dovetail.gateway.translate import Job
 from dovetail.types import ISOLATED_TOKENS, FinishReason, Request, TokenEvent, TokenLogprobs
 
@@ -63,6 +64,7 @@ class Origin:
     arrived_s: float  # at the socket, on the monotonic clock: templates and tokenising count
     key: str = ""  # name of the API key; empty = nobody else has one
     max_unfinished: int | None = None  # answers of this key at a time; None = its share of the queue
+    trace: RequestTrace | None = None
 
 
 class Run:
@@ -83,6 +85,7 @@ class Run:
         self._generated = metrics.generation_tokens.labels(job.model.name)
         self._inter_token = metrics.inter_token.labels(job.model.name)
         self._arrival = origin.arrived_s
+        self._trace = origin.trace
         self._choices: dict[tuple[str, int], _Choice] = {}
         for order, request in enumerate(job.requests):
             for number in range(request.num_choices):
@@ -217,6 +220,8 @@ class Run:
                 self._has_spoken = True
                 placed_s = self._inbox.placed_s or now
                 self._waits = Waits(placed_s - self._arrival, grace_s, now - self._arrival)
+                if self._trace is not None:
+                    self._trace.spoke(self._arrival, self._waits)
             choice.first_token_at = now
             watch.excuse(grace_s)  # once: a restart in the middle of a text is no excuse
             self._metrics.observe_ttft(self.job.model.name, now - self._arrival)

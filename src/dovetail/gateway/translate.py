@@ -56,11 +56,12 @@ class Job:
         return sum(request.num_choices for request in self.requests)
 
 
-def with_tenant(job: Job, tenant: str) -> Job:
+def with_tenant(job: Job, tenant: str, *, traced: bool = False) -> Job:
     """The job as one of this tenant: it finds prefixes of its own requests only, and of those with the same salt where
     a request names one. Without either all share."""
     requests = tuple(
-        msgspec.structs.replace(request, cache_salt=_salt(tenant, request.cache_salt)) for request in job.requests
+        msgspec.structs.replace(request, cache_salt=_salt(tenant, request.cache_salt), traced=traced)
+        for request in job.requests
     )
     return dataclasses.replace(job, requests=requests)
 
