@@ -39,8 +39,10 @@ def free_port() -> int:
 
 @contextmanager
 def served(line: str, port: int, folder: Path) -> Iterator[Iterator[str]]:
-    """The README's line for the server; what it prints."""
-    command = [*COMMAND, *shlex.split(line)[1:], "--port", str(port)]
+    """The README's line for the server, on a port that is free and with answers that are short; what it prints."""
+    config = folder / "short.yaml"
+    config.write_text("server: {default_max_tokens: 32}")
+    command = [*COMMAND, *shlex.split(line)[1:], "--port", str(port), "--config", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:
         try:
             assert server.stdout is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import logging
 import os
 import shutil
@@ -15,9 +17,10 @@ import pytest
 from gateway_builders import LOCAL_TOKEN
 from test_gateway_http import TEXT, check_error, on_app
 
-from dovetail.cli import visit
+from dovetail.cli import chat, visit
 from dovetail.cli.completion import VARIABLE
 from dovetail.cli.init import configuration
+from dovetail.cli.wait_bar import WaitBar, in_words
 from dovetail.config import load_config
 from dovetail.gateway.service import Service
 
@@ -101,6 +104,40 @@ def test_the_log_is_for_administrators_and_tells_of_loads_and_requests_without_t
             check_error(await client.get(f"/api/logs?{query}", headers=admin), 400, query.partition("=")[0])
 
     on_app(tmp_path, test)
+
+
+def test_a_chat_shows_what_a_held_stream_waits_for_and_then_its_text_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(chat.WaitBar, "show", lambda self, standing: shown.append(in_words(standing)))
+    stream = (
+        ': dovetail {"state":"queued","position":2}\n\n'
+        ': dovetail {"state":"loading","done_bytes":5,"total_bytes":9}\n\n'
+        'data: {"choices":[{"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    )
+    backend = chat.RemoteChat("http://here", "m")
+    backend._is_calm = True
+    backend._client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, text=stream)))
+    text, last = asyncio.run(chat._print_answer(backend, chat.Conversation(None, {})))
+    assert shown == ["queued, number 2", "loading"]
+    assert (text, last.finish, capsys.readouterr().out) == ("hi", "stop", "hi\n")
+
+
+def test_a_bar_says_how_far_a_load_has_come_and_goes_with_the_first_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with WaitBar(enabled=True) as bar:
+        bar.show({"state": "loading", "done_bytes": 5_000_000, "total_bytes": 10_000_000})
+        bar.clear()
+    assert "loading" in screen.getvalue()
+    assert "5.0/10.0 MB" in screen.getvalue()
+    quiet = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", quiet)
+    with WaitBar() as bar:  # not a terminal
+        bar.show({"state": "starting"})
+    assert quiet.getvalue() == ""
 
 
 def test_open_shows_the_view_that_was_asked_for_and_says_where_without_a_browser(
