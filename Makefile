@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install install-locked lock sbom serve test check-all lint sanitize levels soak crowd tenants limited partitioned \
+.PHONY: install install-locked lock docs sbom serve test check-all lint sanitize levels soak crowd tenants limited partitioned \
   frontiers cluster fuzz clean
 
 install: $(STAMP)
@@ -32,6 +32,13 @@ install-locked:
 # The digests of constraints.txt, after a change to it.
 lock:
 	$(PYTHON) tools/lock.py
+
+# The documentation as a site in dist/site, by mkdocs in an environment of its own. A link that leads nowhere fails.
+docs:
+	test -x build/docs/bin/mkdocs || { $(PYTHON) -m venv build/docs && \
+	  build/docs/bin/python -m pip install --quiet mkdocs==1.6.1 mkdocs-material==9.8.1; }
+	build/docs/bin/mkdocs build --quiet --strict --site-dir dist/site
+	@echo dist/site/index.html
 
 # What is installed, as a CycloneDX bill of materials, by CycloneDX's own tool in an environment of its own.
 sbom: install

@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 RANKS = [
     {"codings", "machine"},
     {"errors", "modelspec", "layouts", "pulse", "confined"},
-    {"types", "local_token"},
+    {"types", "local_token", "plots"},
     {"config", "eventlog", "grammars"},
     {"policy", "sched"},
     {"profiles"},

@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+)
 
 from dovetail.errors import ConfigError
 from dovetail.machine import default_root
 from dovetail.modelspec import KvKind
 from dovetail.types import ServiceClass
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORECASE)
+_SIZE = TypeAdapter(ByteSize)
 _DURATION = re.compile(r"^\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*$")
 _SECONDS = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DEFAULT_MAX_TOKENS = 2048  # of a chat that names no limit: a model that does not stop would fill its whole context
@@ -28,15 +38,11 @@ _ENV = re.compile(r"\$\{env\.([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def parse_size(value: object) -> int:
-    """Bytes from 2147483648, "2GiB", "2GB" or "512M"."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.match(value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(f"expected a size such as 512MiB or 2GB, got {value!r}")
-    number, prefix, binary = match.groups()
-    base = 1024 if binary else 1000
-    return int(float(number) * base ** "KMGT".find(prefix.upper()) * base) if prefix else int(float(number))
+    """Bytes from 2147483648, "2GiB", "2GB" or "512M"; units as pydantic's ByteSize has them."""
+    try:
+        return int(_SIZE.validate_python(value, strict=not isinstance(value, str)))
+    except ValidationError:
+        raise ValueError(f"expected a size such as 512MiB or 2GB, got {value!r}") from None
 
 
 def parse_duration(value: object) -> float:
@@ -124,6 +130,7 @@ class ServerConfig(_Section):
     open_to_network: bool = False  # listen beyond this machine although there are no keys
     access_log: Path | None = None  # a JSON line per request, without prompts; "-" = standard error
     audit_log: Path | None = None  # a JSON line per act of administration; they are in the log in any case
+    traces: str | None = None  # OpenTelemetry: a collector's OTLP address, as http://127.0.0.1:4318/v1/traces
     # Of a chat without max_tokens, within the context; a model may have its own.
     default_max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=1)
     drain_timeout: Duration = 120.0  # how long SIGTERM waits for streams

@@ -99,6 +99,14 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     tier: Literal["host", "disk"] = "disk"  # where the weights were before
 
 
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """How far a load has come, a few times a second while it runs."""
+
+    model: str
+    done_bytes: int  # of its weights in memory, from the front
+    total_bytes: int
+
+
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
     model: str
     error: str
@@ -160,6 +168,7 @@ class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
     started_s: float  # monotonic clock of the machine
     seconds: float
     tokens: int
+    traced: tuple[str, ...] = ()  # requests that took part and whose turns somebody wants to see
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
@@ -178,7 +187,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 
 
 ToWorker = Load | Unload | DropAdapter | Ask | Command | ClockTold | Shutdown
-ToGateway = ClockAsked | Hello | Loaded | LoadFailed | Unloaded | Reclaimed | Reply | Said | Tokens | Stats
+ToGateway = ClockAsked | Hello | Loading | Loaded | LoadFailed | Unloaded | Reclaimed | Reply | Said | Tokens | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

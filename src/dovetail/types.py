@@ -128,6 +128,7 @@ class Request(msgspec.Struct, frozen=True):
     # Prefixes are shared among requests of one adapter and one salt only: by the salt the gateway keeps tenants apart.
     # Empty = no salt.
     cache_salt: str = ""
+    traced: bool = False  # its turns are reported with its id
 
     @property
     def open_choices(self) -> tuple[int, ...]:

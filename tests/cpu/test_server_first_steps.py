@@ -1,27 +1,113 @@
-"""What a newcomer does first: start the server, paste the line that it prints."""
+"""What a newcomer does first, as README has it: serve, ask, chat in the page, add a model of one's own, call it."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import shutil
+import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
 
 import pytest
+from browser import find_browser, running_browser
 from server_fixture import COMMAND, STOP_TIMEOUT_S
+from tiny_gguf import save_tiny_gguf
 
 from dovetail.types import ModelCard
 
+README = Path(__file__).parents[2] / "README.md"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
-def test_the_line_that_the_server_prints_gets_an_answer(smollm2: ModelCard) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
-    command = [*COMMAND, "serve", smollm2.name, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+
+def blocks() -> list[str]:
+    """Code of the section, in order. It names the port that is the default; here it is a free one."""
+    section = README.read_text().partition("## First steps\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```\w*\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def served(line: str, port: int, folder: Path) -> Iterator[Iterator[str]]:
+    """The README's line for the server, on a port that is free and with answers that are short; what it prints."""
+    config = folder / "short.yaml"
+    config.write_text("server: {default_max_tokens: 32}")
+    command = [*COMMAND, *shlex.split(line)[1:], "--port", str(port), "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:
         try:
             assert server.stdout is not None
-            line = next(text.strip() for text in server.stdout if text.strip().startswith("curl "))
-            answer = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=120, check=True).stdout
+            yield iter(server.stdout)
         finally:
             server.terminate()
             assert server.wait(STOP_TIMEOUT_S) == 0
-    assert json.loads(answer)["choices"][0]["message"]["content"] == "The capital of Germany is Berlin."
+
+
+def run(line: str, folder: Path, url: str) -> str:
+    environment = {**os.environ, "DOVETAIL_URL": url, "BROWSER": "true"}
+    command = [*COMMAND, *shlex.split(line)[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environment)
+    assert done.returncode == 0, f"{line}: {done.stderr}"
+    return done.stdout.strip()
+
+
+def chat_in_the_page(url: str, profile: Path) -> str:
+    browser = find_browser()
+    if browser is None:
+        return "no Chromium here"
+    with running_browser(browser, profile) as running:
+        page = running.page(url)
+        page.wait("document.querySelector('#model')?.value")
+        page.js("document.querySelector('#prompt').value = 'Please name the capital of Germany.'")
+        page.js("document.querySelector('#ask').requestSubmit()")
+        page.wait("document.querySelector('.assistant .note')?.textContent.includes('first token')")
+        return str(page.js("document.querySelector('.assistant .text').textContent"))
+
+
+def test_the_first_steps_of_the_readme_work_as_they_are_written(smollm2: ModelCard, tmp_path: Path) -> None:
+    serve, commands, program = blocks()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    save_tiny_gguf("llama", tmp_path / "my-model.gguf", adjust=lambda writer: writer.add_chat_template(TEMPLATE))
+    with served(serve, port, tmp_path) as printed:
+        line = next(text.strip() for text in printed if text.strip().startswith("curl "))
+        if shutil.which("curl") is not None:
+            answer = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=120, check=True).stdout
+            assert json.loads(answer)["choices"][0]["message"]["content"] == "The capital of Germany is Berlin."
+        ask, visit, add = commands.splitlines()
+        assert len(run(ask, tmp_path, url)) > 20
+        address = run(visit, tmp_path, url)
+        assert chat_in_the_page(address, tmp_path / "profile")
+        assert run(add, tmp_path, url) == f"mine is served at {url}"
+        said = StringIO()
+        with redirect_stdout(said):
+            exec(program.replace("http://127.0.0.1:8000", url), {})
+        assert said.getvalue().strip()
+
+
+@pytest.fixture(autouse=True)
+def _own_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, smollm2: ModelCard) -> None:
+    """The model that is added does not stay: it goes into a store of its own, where the demo model is at hand too."""
+    from dovetail.machine import default_root
+
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("blobs", "models"):
+        shutil.copytree(default_root() / name, home / name, copy_function=_link)
+    monkeypatch.setenv("DOVETAIL_HOME", str(home))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)

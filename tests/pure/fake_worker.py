@@ -1,7 +1,8 @@
 """A worker without a model, for tests of the gateway: speaks the real messages, answers with the prompt's own tokens.
 
 A prompt [a, b, c] is answered a, b, c, a, b, … one token per choice and tick. The model "broken" fails to load unless
-its source is "good", the model "slow" takes a second. In a prompt, CRASH ends the process without a word, FAIL fails
+its source is "good", the model "slow" takes a second to answer, the model "cold"
+a while to load after it has. In a prompt, CRASH ends the process without a word, FAIL fails
 the request and BUSY has it refused. An embedding has eight numbers: how many tokens leave which remainder.
 """
 
@@ -22,6 +23,7 @@ from dovetail.messages import (
     Load,
     Loaded,
     LoadFailed,
+    Loading,
     LoadTimes,
     Reclaimed,
     Reply,
@@ -29,6 +31,7 @@ from dovetail.messages import (
     Shutdown,
     Stats,
     Tokens,
+    TurnSpan,
     Unload,
     Unloaded,
     decode_for_worker,
@@ -55,6 +58,7 @@ from dovetail.types import FinishReason, ModelCard, Request, TokenEvent, TokenLo
 
 CRASH, FAIL, BUSY = 7, 8, 9
 TICK_S = 0.001
+COLD_S = 0.4
 
 
 class FakeWorker:
@@ -69,6 +73,7 @@ class FakeWorker:
         self.num_instances = 0
         self.version = 0
         self.keep_alive_s = -1.0  # of the last model; 0 = let go of them when nothing is open
+        self.spans: list[TurnSpan] = []
         self.open: dict[int, tuple[Request, RequestRecord, int]] = {}  # tokens made so far
 
     def run(self) -> None:
@@ -113,7 +118,10 @@ class FakeWorker:
             assert request is not None
             if CRASH in request.prompt:
                 os._exit(9)
-            self.socket.send(encode(Reply(message.number, Accepted(self.start(record.model)))))
+            if record.model == "cold" and "cold" not in self.instances:
+                self.start_cold(message.number)
+            else:
+                self.socket.send(encode(Reply(message.number, Accepted(self.start(record.model)))))
             if record.model in self.instances:
                 self.open[record.id] = (request, record, record.produced)
 
@@ -132,6 +140,13 @@ class FakeWorker:
         self.socket.send(encode(Loaded(name, "f32", 4096, 1, False, LoadTimes(0.0, 0.0))))
         self.say()
         return self.num_instances
+
+    def start_cold(self, number: int) -> None:
+        """It takes the request and then loads, a quarter at first."""
+        self.socket.send(encode(Reply(number, Accepted(self.num_instances + 1))))
+        self.socket.send(encode(Loading("cold", 250, 1000)))
+        time.sleep(COLD_S)
+        self.start("cold")
 
     def close(self, name: str) -> None:
         instance = self.instances.pop(name, None)
@@ -152,6 +167,8 @@ class FakeWorker:
     def tick(self) -> None:
         events: list[TokenEvent] = []
         said: list[Notice] = []
+        traced = tuple(request.id for request, _, _ in self.open.values() if request.traced)
+        self.spans.append(TurnSpan("fake", time.monotonic(), TICK_S / 2, len(self.open), traced))
         for id, (request, record, made) in list(self.open.items()):
             event = self.next_event(request, made)
             events.append(event)
@@ -190,12 +207,14 @@ class FakeWorker:
         if made == 0 and choice == 0 and (count := request.sampling.prompt_logprobs) is not None:
             first = (TokenLogprob(0, -0.1), TokenLogprob(1, -0.2))[:count]
             read = tuple(TokenLogprobs(-0.25, first, 7) for _ in request.prompt[1:])
-        return TokenEvent(request.id, choice, token, finish, logprobs, prompt_logprobs=read)
+        grace_s = COLD_S if request.model == "cold" and made == 0 else 0.0
+        return TokenEvent(request.id, choice, token, finish, logprobs, prompt_logprobs=read, grace_s=grace_s)
 
     def send_stats(self) -> None:
         used = len(self.open)
         stats = tuple(InstanceStats(name, used, 0, 64, used, 0, 0, 0, 0, 0, 1, 1, 0.1, 0.1) for name in self.instances)
-        self.socket.send(encode(Stats(self.node, 1, stats)))
+        spans, self.spans = tuple(self.spans), []
+        self.socket.send(encode(Stats(self.node, 1, stats, spans=spans)))
 
 
 def main() -> None:

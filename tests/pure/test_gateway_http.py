@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from dovetail.gateway.service import Service
 from dovetail.gateway.slo import SloWatch
 from dovetail.gateway.text_reply import TextReply
 from dovetail.gateway.translate import completion_job
-from dovetail.types import Request, SamplingParams, Slo
+from dovetail.types import ModelCard, Request, SamplingParams, Slo
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEXT = {"model": "fake", "prompt": "hi ", "max_tokens": 6}
+PARTS = ("bucket", "sum", "count")  # of a histogram
 JSON = {"content-type": "application/json"}
 KEYS = AuthConfig(
     keys=(
@@ -39,9 +41,9 @@ KEYS = AuthConfig(
 Test = Callable[[httpx.AsyncClient, Service], Awaitable[None]]
 
 
-def on_app(folder: Path, test: Test, *, auth: AuthConfig | None = None, **server: Any) -> None:
+def on_app(folder: Path, test: Test, *cards: ModelCard, auth: AuthConfig | None = None, **server: Any) -> None:
     async def run() -> None:
-        async with running_service(folder) as service:
+        async with running_service(folder, *cards) as service:
             await service.link.supervisors["cpu-0"].greeted
             service.is_ready = True
             app = make_app(make_admin(service, Config(server=ServerConfig(**server), auth=auth or AuthConfig())))
@@ -513,3 +515,26 @@ def test_many_prompts_at_once_are_read_as_each_by_itself(tmp_path: Path) -> None
             assert [each["text"] for each in many["choices"]] == [each["choices"][0]["text"] for each in alone]
 
     on_app(tmp_path, test)
+
+
+def test_every_metric_and_label_of_the_dashboard_is_one_that_the_server_has(tmp_path: Path) -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "deploy" / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [item["query"]["query"] for item in dashboard["templating"]["list"] if item["type"] == "query"]
+    used = {name for query in queries for name in re.findall(r"dovetail:\w+", query)}
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        await client.post("/v1/completions", json=TEXT)
+        kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", service.metrics.render().decode(), re.MULTILINE))
+        offered = {name for name, kind in kinds.items() if kind != "histogram"}
+        offered |= {f"{name}_{part}" for name, kind in kinds.items() if kind == "histogram" for part in PARTS}
+        assert used <= offered, used - offered
+
+    on_app(tmp_path, test)
+    known = {"le", "model_name", "node", "tier", "outcome", "status", "finished_reason"}
+    groups = [labels for query in queries for labels in re.findall(r"by \(([^)]*)\)", query)]
+    grouped = {label for labels in groups for label in labels.split(", ")}
+    assert grouped <= known
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places)

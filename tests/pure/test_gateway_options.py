@@ -86,6 +86,16 @@ def test_words_and_tokens_that_are_barred_reach_the_worker_as_tokens(
     on_app(tmp_path, test)
 
 
+def test_every_wrong_key_of_a_bias_is_named_and_how_many_tokens_there_are(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        response = await client.post("/v1/completions", json=TEXT | {"logit_bias": {"one": 1, "5": 1, "99999": 1}})
+        message = check_error(response, 400, "logit_bias")["message"]
+        assert all(part in message for part in ("'one'", "'99999'", "300"))
+        assert "'5'" not in message
+
+    on_app(tmp_path, test)
+
+
 def test_a_prompt_is_cut_to_its_end_where_the_caller_says_so(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         body = TEXT | {"prompt": "x" * 600 + "ab", "max_tokens": 4}  # the context has 512
@@ -98,6 +108,9 @@ def test_a_prompt_is_cut_to_its_end_where_the_caller_says_so(tmp_path: Path) -> 
                 assert response.json()["usage"]["prompt_tokens"] == prompt_tokens
         response = await client.post("/v1/completions", json=body | {"truncate_prompt_tokens": 2})
         assert response.json()["choices"][0]["text"] == "abab"
+        right = {"truncate_prompt_tokens": 2, "truncation_side": "right"}
+        response = await client.post("/v1/completions", json=body | right)
+        assert response.json()["choices"][0]["text"] == "xxxx"
         check_error(await client.post("/v1/completions", json=body | {"truncate_prompt_tokens": 0}), 400)
 
     on_app(tmp_path, test)
@@ -233,7 +246,9 @@ def test_log_probabilities_of_the_prompt_come_by_token(tmp_path: Path) -> None:
         assert second["0"]["rank"] == 1
         chat = (await client.post("/v1/chat/completions", json=CHAT | {"prompt_logprobs": 0})).json()
         assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
-        assert "prompt_logprobs" not in (await client.post("/v1/chat/completions", json=CHAT)).json()
+        # Where there are none that is said too: clients of vLLM look at it.
+        assert (await client.post("/v1/chat/completions", json=CHAT)).json()["prompt_logprobs"] is None
+        assert (await client.post("/v1/completions", json=TEXT)).json()["choices"][0]["prompt_logprobs"] is None
 
     on_app(tmp_path, test)
 

@@ -39,6 +39,7 @@ def run(*arguments: str) -> str:
 
 
 def test_applications_become_a_plan_that_can_be_explained_compared_and_replayed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     (tmp_path / "apps.yaml").write_text(APPS)
     plan, plot = tmp_path / "plan.yaml", tmp_path / "frontier.svg"
     said = run(str(tmp_path / "apps.yaml"), "--explain", "--compare", "--out", str(plan), "--plot", str(plot))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from sim_builders import CONVERSATION, PROFILE, make_node, make_work, needs_shared, serve_memory
 from typer.testing import CliRunner
 
+from dovetail import plots
 from dovetail.cli.sim import app, knobs_of
 from dovetail.errors import ConfigError
 from dovetail.eventlog import EventLog
@@ -204,14 +207,28 @@ def test_a_request_can_be_explained(files: tuple[Path, Path]) -> None:
 
 
 def test_a_report_is_one_file_that_fetches_nothing(files: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     results: list[Result] = [run(make_setup(files, name)) for name in ("slinfer", "dovetail")]
     path = tmp_path / "report.html"
     write_report(path, results)
     text = path.read_text()
     for part in ("TTFT", "SLO attainment", "GPU nodes in use", "GPU memory", "Batch size", "Who held which device"):
         assert part in text
-    assert "http" not in text
+    fetched = re.findall(r"""(?:src|href)\s*=\s*["']?(?!#)[^"'#\s>]+|url\((?!#)""", text)
+    assert not fetched
     assert "<script" not in text
+
+
+def test_without_matplotlib_a_report_is_refused_before_anything_is_simulated(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = tmp_path / "report.html"
+    with pytest.raises(ConfigError, match=r"pip install 'dovetail\[plots\]'"):
+        write_report(report, [run(make_setup(files, "dovetail"))])
+    with pytest.raises(ConfigError, match="matplotlib"):
+        plots.require()
+    assert not report.exists()
 
 
 # The command line

@@ -36,6 +36,17 @@ def test_models_take_turns_token_by_token() -> None:
     assert all(rig.tokens(name) == expected(name, tokens=20) for name in "ab")
 
 
+def test_turns_name_the_traced_requests_that_took_part_and_no_others() -> None:
+    rig = Rig()
+    rig.submit("seen", "a", prompt=5, tokens=4, traced=True)
+    rig.submit("other", "a", prompt=5, tokens=9)
+    rig.run()
+    (runner,) = rig.driver.runners.values()
+    turns = [span.traced for span in runner.take_spans()]
+    assert turns.count(("seen",)) == 4
+    assert set(turns) == {("seen",), ()}
+
+
 def test_a_prompt_longer_than_a_turn_is_computed_in_chunks() -> None:
     rig = Rig()
     rig.submit("long", "a", prompt=100, tokens=3)

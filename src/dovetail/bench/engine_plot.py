@@ -1,36 +1,49 @@
-"""The rows of `bench engines` as a picture: SVG, written as text, so that nothing need be installed for it."""
+"""The rows of `bench engines` as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from xml.sax.saxutils import escape
 
 from dovetail.bench.engine_figures import OURS, Row
+from dovetail.plots import new_figure, plain_axes, svg_of
 
-_LABELS, _BARS, _ROW, _GAP = 230, 430, 16, 12
 _COLOURS = {OURS: "#c2410c", "llama.cpp": "#2563eb", "transformers": "#7c3aed", "openvino-genai": "#059669"}
 _OTHER = "#6b7280"
+_ROW_INCHES = 0.2
 
 
 def draw(rows: Sequence[Row], title: str) -> str:
     """A bar per engine and cell: how many times as fast as the best peer, with quartiles; the milliseconds beside it.
     The dashed line is the best peer."""
-    most = max([row.ratio_high or 1.0 for row in rows] + [1.0])
-    scale = _BARS / most
-    parts: list[str] = []
-    y = 50
+    figure = new_figure(9, 1.2 + _ROW_INCHES * (len(rows) + 2 * len(_cells(rows))))
+    axes = plain_axes(figure)
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel("times as fast as the best peer (median, quartiles)")
+    labels: dict[float, str] = {}
+    y = 0.0
     for cell, group in _cells(rows).items():
-        parts.append(_text(10, y, cell, "bold"))
-        y += _GAP + 4
+        labels[y] = cell
         for row in group:
-            parts += _bar(row, y, scale)
-            y += _ROW
-        y += _GAP
-    line = _LABELS + scale
-    dashes = f'<line x1="{line:.1f}" y1="40" x2="{line:.1f}" y2="{y}" stroke="#111" stroke-dasharray="4 3"/>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LABELS + _BARS + 190}" height="{y + 10}"'
-    frame = f'{head} font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-    return "\n".join([frame, _text(10, 24, title, "bold"), *parts, dashes, "</svg>\n"])
+            y += 1
+            labels[y] = f"{row.engine} {row.weights}"
+            _bar(axes, row, y)
+        y += 2
+    axes.axvline(1.0, color="#111111", linestyle="--", linewidth=1)
+    axes.set_yticks(list(labels), list(labels.values()))
+    axes.set_ylim(max(y, 1.0), -1.0)
+    axes.set_xlim(left=0.0)
+    axes.grid(visible=False, axis="y")
+    return svg_of(figure)
+
+
+def _bar(axes, row: Row, y: float) -> None:  # type: ignore[no-untyped-def]
+    ratio = row.ratio_to_best_peer
+    width = 1.0 if ratio is None else ratio
+    low, high = (width if value is None else value for value in (row.ratio_low, row.ratio_high))
+    spread = [[max(width - low, 0.0)], [max(high - width, 0.0)]]
+    axes.barh([y], [width], height=0.7, color=_COLOURS.get(row.engine, _OTHER), xerr=spread, gid=f"bar-{y:g}")
+    said = f"{row.median_ms:.4g} ms" + ("" if ratio is None else f" ({ratio:.2f}×)")
+    axes.annotate(said, (max(width, high), y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
 def _cells(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -39,21 +52,3 @@ def _cells(rows: Sequence[Row]) -> dict[str, list[Row]]:
         batch = f", batch {row.batch}" if row.metric == "tpot" else ""
         cells.setdefault(f"{row.model}, {row.precision}: {row.metric}{batch}", []).append(row)
     return cells
-
-
-def _bar(row: Row, y: int, scale: float) -> list[str]:
-    ratio, middle = row.ratio_to_best_peer, y - 4
-    width = scale * (ratio if ratio is not None else 1.0)
-    low, high = (_LABELS + scale * (value if value is not None else 1.0) for value in (row.ratio_low, row.ratio_high))
-    colour = _COLOURS.get(row.engine, _OTHER)
-    said = f"{row.median_ms:.4g} ms" + (f" ({ratio:.2f}×)" if ratio is not None else "")
-    return [
-        _text(20, y, f"{row.engine} {row.weights}"),
-        f'<rect x="{_LABELS}" y="{y - 10}" width="{width:.1f}" height="11" fill="{colour}"/>',
-        f'<line x1="{low:.1f}" y1="{middle}" x2="{high:.1f}" y2="{middle}" stroke="#111" stroke-width="2"/>',
-        _text(int(max(_LABELS + width, high)) + 6, y, said),
-    ]
-
-
-def _text(x: int, y: int, text: str, weight: str = "normal") -> str:
-    return f'<text x="{x}" y="{y}" font-weight="{weight}">{escape(text)}</text>'

@@ -172,9 +172,12 @@ def _keep(results: Path, measured: Report) -> None:
         except msgspec.DecodeError as error:
             raise ConfigError(f"--output: {path} is not a result of this bench ({error})") from error
     path.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=2))
-    (results / PLOT).write_text(
-        draw(measured.rows, f"{measured.machine}, {measured.threads} threads: times the best peer")
-    )
+    try:
+        picture = draw(measured.rows, f"{measured.machine}, {measured.threads} threads: times the best peer")
+    except ConfigError as missing:  # the figures are worth more than the picture
+        typer.echo(str(missing), err=True)
+    else:
+        (results / PLOT).write_text(picture)
 
 
 def _show(measured: Report) -> None:

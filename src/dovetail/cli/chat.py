@@ -15,16 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from urllib.parse import quote
 
+import msgspec
 import typer
 
+from dovetail.cli.completion import local_models
 from dovetail.cli.output import print_json
 from dovetail.cli.ps import DEFAULT_URL, Url, error_message, key_header
+from dovetail.cli.wait_bar import WaitBar
 from dovetail.config import Config
 from dovetail.errors import InvalidRequest, RequestError
 
 if TYPE_CHECKING:
     from dovetail.gateway.service import Service
 
+_LOOK_S = 0.1  # how often a bar is moved
+_MARK = ": dovetail "  # begins a comment in a stream that says what the answer waits for
 CALM_TEMPERATURE = 0.7  # where neither the user nor the model's authors say: at 1.0 small models ramble
 _HELP = "/clear forgets the conversation, /bye leaves (so does Ctrl-D), Ctrl-C stops an answer."
 
@@ -50,12 +55,13 @@ class Piece:
     text: str = ""
     finish: str | None = None
     num_tokens: int = 0
+    standing: dict[str, Any] | None = None  # before the first text: what it waits for
 
 
 class Backend(Protocol):
     """Something that answers conversations."""
 
-    async def open(self) -> None: ...
+    async def open(self, bar: WaitBar) -> None: ...
 
     def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]: ...
 
@@ -63,7 +69,12 @@ class Backend(Protocol):
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="A name from `dovetail list`, a folder, or a source as for `pull`.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A name from `dovetail list`, a folder, or a source as for `pull`.", autocompletion=local_models
+        ),
+    ],
     prompt: Annotated[
         str | None, typer.Argument(help="Answer this and leave; read from standard input where that is piped.")
     ] = None,
@@ -96,7 +107,8 @@ def run(
     backend: Backend = RemoteChat(url, model) if _serves(url, model) else LocalChat(model, store)
     with asyncio.Runner() as runner:
         try:
-            runner.run(backend.open())
+            with WaitBar() as bar:
+                runner.run(backend.open(bar))
             if prompt is None:
                 _converse(runner, backend, conversation)
             else:
@@ -170,13 +182,18 @@ def _take_turn(runner: asyncio.Runner, backend: Backend, conversation: Conversat
 async def _print_answer(backend: Backend, conversation: Conversation, *, quiet: bool = False) -> tuple[str, Piece]:
     total, pieces = Piece(), []
     async with aclosing(backend.answer(conversation)) as answer:
-        async for piece in answer:
-            pieces.append(piece.text)
-            total.finish = piece.finish or total.finish
-            total.num_tokens += piece.num_tokens
-            if not quiet:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
+        with WaitBar() as bar:
+            async for piece in answer:
+                if piece.standing is not None:
+                    bar.show(piece.standing)
+                    continue
+                bar.clear()
+                pieces.append(piece.text)
+                total.finish = piece.finish or total.finish
+                total.num_tokens += piece.num_tokens
+                if not quiet:
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
     if not quiet:
         print()
     return "".join(pieces), total
@@ -191,7 +208,7 @@ class LocalChat:
         self._config = config.model_copy(update={"store": config.store.model_copy(update={"path": store})})
         self._service: Service | None = None
 
-    async def open(self) -> None:
+    async def open(self, bar: WaitBar) -> None:
         from dovetail.cli.offer import make_offer
         from dovetail.gateway.link import Link
         from dovetail.gateway.supervisor import worker_command
@@ -205,9 +222,21 @@ class LocalChat:
 
         models = Models(offer.catalogue, offer.configs)
         self._service = Service(self._link, models, Metrics(), Limits(max_queue=1))
-        await self._service.start(offer.preload)
         self._model = offer.names[0]
+        watcher = asyncio.create_task(self._watch(self._service, bar))
+        try:
+            await self._service.start(offer.preload)
+        finally:
+            watcher.cancel()
         self._is_calm = models.get(self._model).card.defaults.temperature is not None
+
+    async def _watch(self, service: Service, bar: WaitBar) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            (node,) = service.link.nodes.values()
+            loading = node.loading.get(self._model)
+            state = {"state": "starting" if node.hello is None else "loading"}
+            bar.show(state if loading is None else state | msgspec.structs.asdict(loading))
 
     async def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]:
         from dovetail.gateway.api import ChatRequest, parse_body
@@ -243,7 +272,7 @@ class RemoteChat:
         self._url = url.rstrip("/")
         self._model = model
 
-    async def open(self) -> None:
+    async def open(self, bar: WaitBar) -> None:
         import httpx
 
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(10, read=600), headers=key_header(self._url))
@@ -264,6 +293,8 @@ class RemoteChat:
                     await response.aread()
                     raise RequestError(error_message(response))
                 async for line in response.aiter_lines():
+                    if line.startswith(_MARK):
+                        yield Piece(standing=json.loads(line.removeprefix(_MARK)))
                     data = line.removeprefix("data: ")
                     if line.startswith("data: ") and data != "[DONE]":
                         yield _piece(json.loads(data))

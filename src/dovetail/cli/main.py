@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from dovetail import __version__
+from dovetail.cli import completion
 from dovetail.errors import DovetailError
 
 
@@ -44,6 +45,10 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("dovetail.cli.plan", "app", "What serving should cost: functions or nodes for given SLOs."),
     "apply": Command("dovetail.cli.apply", "apply", "Run a plan on this machine."),
     "bench": Command("dovetail.cli.bench", "app", "Measure this machine and this build."),
+    "init": Command("dovetail.cli.init", "init", "Write a commented dovetail.yaml."),
+    "open": Command("dovetail.cli.visit", "open_page", "Open the page of a running server in the browser."),
+    "logs": Command("dovetail.cli.visit", "logs", "Show what a running server has logged."),
+    "completion": Command("dovetail.cli.completion", "completion", "Print what makes a shell complete commands."),
     "doctor": Command("dovetail.cli.doctor", "doctor", "Look at this machine: what it has, what follows from it."),
 }
 
@@ -57,8 +62,11 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    typed = completion.words_before_cursor()
+    if typed is not None:  # a shell asks what could follow
+        completion.prepare()
     try:
-        build_app(_command_in(arguments))(args=arguments, prog_name="dovetail")
+        build_app(_command_in(arguments if typed is None else typed))(args=arguments, prog_name=completion.PROGRAM)
     except DovetailError as error:
         _fail(str(error), debug)
     except KeyboardInterrupt:

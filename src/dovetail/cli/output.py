@@ -27,6 +27,10 @@ def print_json(value: Any) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
+def json_line(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
 def human_bytes(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:

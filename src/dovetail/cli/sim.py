@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dovetail import plots
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.eventlog import EventLog
 from dovetail.policy.knobs import Knobs
@@ -133,6 +134,8 @@ def run(
     config: Annotated[Path | None, typer.Option(help="YAML with nodes and models, instead of the options")] = None,
 ) -> None:
     """One trace, one policy. Example: dovetail sim run --trace t.csv --profile p.json --config cluster.yaml --json"""
+    if report is not None:
+        plots.require()
     setup = Setup(
         trace=trace,
         profile=profile,
@@ -240,6 +243,8 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="runs of each setting, from --seed on, counted as one")] = 1,
 ) -> None:
     """Several policies or settings side by side, one table."""
+    if report is not None:
+        plots.require()
     rows: list[tuple[Cell, Result]] = []
     for cell, setup in sweep(name, trace, profile, shape, models, seed, limit):
         if policy and setup.knobs.name not in policy:

@@ -17,7 +17,7 @@ from dovetail.cluster.decisions import Moving
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.placer import Search
 from dovetail.cluster.seeker import TOO_LATE, Seeker
-from dovetail.cluster.waiting import CHANGED_S
+from dovetail.cluster.waiting import CHANGED_S, urgency
 from dovetail.node import protocol
 from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.knobs import Knobs
@@ -96,6 +96,10 @@ class Controller(Seeker):
     @property
     def num_queued(self) -> int:
         return len(self.room) + len(self.moving) + len(self.seeking)
+
+    def queued(self) -> list[Work]:
+        """Those who ask for a place, in the order in which they may."""
+        return sorted([*self.room, *(search.work for search in self.seeking.values())], key=urgency)
 
     # Time
 

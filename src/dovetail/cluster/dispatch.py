@@ -60,6 +60,8 @@ class Dispatcher:
         self.nodes = {name: self._node(name, kind) for name, kind in nodes.items()}
         self.runtime = Runtime(list(self.nodes.values()), knobs, log=log)
         self.runtime.progress = self._progress
+        self.runtime.on_placed = self._placed
+        self.on_placed: Callable[[str, float], None] = lambda request_id, now: None
         self.events: list[TokenEvent] = []  # of requests that ended without a node's doing
         self.warmed: list[Warmed] = []
         self.refused = 0  # requests whose targets could not be kept
@@ -96,6 +98,19 @@ class Dispatcher:
         """Every open choice of the request has one."""
         found = (self._by_key[request_id, number].id for number in self._open.get(request_id, ()))
         return all(id in self.runtime.places for id in found)
+
+    def place_of(self, request_id: str) -> str | None:
+        """The node of its first choice that has one."""
+        found = (self._by_key[request_id, number].id for number in self._open.get(request_id, ()))
+        return next((self.runtime.places[id][0].name for id in found if id in self.runtime.places), None)
+
+    def positions(self) -> dict[str, int]:
+        """Of the requests without a place, the next to get one first: 1, 2, …"""
+        waiting = (self._choices[work.id].request.id for work in self.runtime.controller.queued())
+        return {request_id: at for at, request_id in enumerate(dict.fromkeys(waiting), start=1)}
+
+    def _placed(self, id: int, now: float) -> None:
+        self.on_placed(self._choices[id].request.id, now)
 
     def _body_of(self, id: int) -> Request:
         return self._choices[id].body

@@ -37,6 +37,7 @@ class Runtime:
         self.drains: dict[str, Drain] = {}  # by node
         self._rule = rule or SloRule()
         self._log = log
+        self.on_placed: Callable[[int, float], None] = lambda id, now: None  # whoever tells how long requests waited
         self.next_id = 0  # of the first choice of the next request
 
     @property
@@ -271,6 +272,7 @@ class Runtime:
             self._log.decision(now, decision)
         if isinstance(decision, Placed | Migrated):
             self.places[decision.work.id] = decision.node, decision.instance
+            self.on_placed(decision.work.id, now)
             if isinstance(decision, Migrated):
                 self.controller.prefilled(decision.work.id, 0.0, now)  # where it goes on its prompt is computed
         elif isinstance(decision, Moving):

@@ -25,6 +25,11 @@ EXPIRY_S = 0.001  # after a token was due
 Why = TypeVar("Why")
 
 
+def urgency(work: Work) -> tuple[bool, float, int]:
+    """The smallest asks first: who is in the middle of a text, then whose token is due first."""
+    return not work.produced, work.due_s, work.id
+
+
 class WaitingRoom(Generic[Why]):
     def __init__(self, retry_s: float, *, on_change: bool = True) -> None:
         self.refusals: dict[int, Why] = {}  # by request: why it got no place when it last asked
@@ -108,7 +113,7 @@ class WaitingRoom(Generic[Why]):
             limit, self._last_full_s = MAX_FAILURES, now
         self._last_pass_s, self._has_changed = now, False
         failures: Counter[str] = Counter()
-        for work in sorted(self._works.values(), key=lambda one: (not one.produced, one.due_s, one.id)):
+        for work in sorted(self._works.values(), key=urgency):
             if work.id not in self._works or failures[work.model] >= MAX_FAILURES_OF_MODEL:
                 continue  # it went with another's end, or others of its model asked in vain
             yield work

@@ -57,6 +57,20 @@ class PullState(BaseModel):
     error: str | None = None
 
 
+class LogLine(BaseModel):
+    number: int
+    time: float = Field(description="Unix seconds")
+    level: str
+    logger: str
+    message: str
+
+
+class LogLines(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[LogLine]
+    last: int = Field(description="number of the newest line, for `after` of the next request")
+
+
 class PullList(BaseModel):
     object: Literal["list"] = "list"
     data: list[PullState]

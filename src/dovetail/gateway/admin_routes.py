@@ -7,6 +7,7 @@ whoever has the token of this machine may change.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,20 +21,22 @@ from dovetail.gateway.admin_api import (
     ChangeModel,
     ConfigState,
     Ended,
+    LogLines,
     ModelState,
     ModelStates,
     PullList,
     PullState,
 )
 from dovetail.gateway.endpoint import Responses, json_response, read_body, request_body, responses
+from dovetail.gateway.log_ring import CAPACITY, LogRing
 from dovetail.gateway.model_states import model_state, model_states, pull_state
 
 _ERRORS = (400, 401, 403)
 _BODY_ERRORS = (*_ERRORS, 409, 413, 415)
 
 
-def make_admin_router(admin: Admin) -> APIRouter:
-    endpoints = AdminEndpoints(admin)
+def make_admin_router(admin: Admin, ring: LogRing) -> APIRouter:
+    endpoints = AdminEndpoints(admin, ring)
     router = APIRouter(prefix="/api")
 
     def route(method: str, path: str, handler: Any, answers: Responses, body: type[BaseModel] | None = None) -> None:
@@ -59,12 +62,22 @@ def make_admin_router(admin: Admin) -> APIRouter:
     route("GET", "/pulls", endpoints.list_pulls, responses(PullList, (401,)))
     route("GET", "/config", endpoints.show_config, responses(ConfigState, (401, 403)))
     route("POST", "/config/reload", endpoints.reload, responses(ConfigState, _ERRORS))
+    route("GET", "/logs", endpoints.show_logs, responses(LogLines, (400, 401, 403)))
     return router
 
 
 class AdminEndpoints:
-    def __init__(self, admin: Admin) -> None:
+    def __init__(self, admin: Admin, ring: LogRing) -> None:
         self._admin = admin
+        self._ring = ring
+
+    async def show_logs(self, request: Request) -> Response:
+        """The last lines of the log: ?level=warning, ?limit=100, and ?after=NUMBER for what is new."""
+        level = request.query_params.get("level", "info").upper()
+        if level not in logging.getLevelNamesMapping():
+            raise InvalidRequest("level is debug, info, warning or error", param="level")
+        after, limit = _number(request, "after", 0), _number(request, "limit", CAPACITY)
+        return json_response(self._ring.lines(after=after, limit=limit, level=logging.getLevelNamesMapping()[level]))
 
     async def list_models(self, request: Request) -> Response:
         """Every model: where it is, what it holds, how well it does."""
@@ -141,6 +154,13 @@ def _shown_pull(pull: PullState, request: Request) -> PullState:
     if request.state.caller.is_admin:
         return pull
     return pull.model_copy(update={"source": "", "error": pull.error and "the log says why"})
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise InvalidRequest(f"{name} is a number", param=name)
+    return int(text)
 
 
 def _flag(request: Request, name: str) -> bool:

@@ -23,7 +23,8 @@ from dovetail.gateway.replies import (
     TopLogprob,
     Usage,
 )
-from dovetail.gateway.run import Delta, count_reports
+from dovetail.gateway.run import Delta, Waits, count_reports
+from dovetail.gateway.waits import wait_times
 from dovetail.types import FinishReason, TokenLogprob, TokenLogprobs
 
 _MIN_LOGPROB = -9999.0  # JSON has no -inf
@@ -88,19 +89,23 @@ class UsageCount:
         self._prompt = num_prompt_tokens
         self._completion = 0
         self._cached = 0
+        self.waits: Waits | None = None  # where only the usage can still tell
 
     def add(self, delta: Delta) -> None:
         self._completion += len(delta.tokens)
         self._cached += delta.cached_tokens
 
     def total(self) -> Usage:
-        return Usage(
+        usage = Usage(
             prompt_tokens=self._prompt,
             completion_tokens=self._completion,
             total_tokens=self._prompt + self._completion,
             # Every choice of a prompt reports what it took; together they cannot have saved more than the prompt.
             prompt_tokens_details=CachedTokens(cached_tokens=min(self._cached, self._prompt)),
         )
+        if self.waits is not None:
+            usage.dovetail = wait_times(self.waits)
+        return usage
 
 
 _ANY_TEXT = "\ue000 any text \ue000"

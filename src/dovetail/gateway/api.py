@@ -109,7 +109,10 @@ class GenerationBody(StrictBody):
     allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=4096)
     bad_words: list[BadWord] | None = Field(default=None, max_length=1024)
     truncate_prompt_tokens: int | None = Field(
-        default=None, ge=-1, le=_MAX_LIMIT, description="keep the last so many; -1 = what fits the context"
+        default=None, ge=-1, le=_MAX_LIMIT, description="keep so many; -1 = what fits the context"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="where it is cut; left unless told"
     )
     add_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)

@@ -28,7 +28,8 @@ from dovetail.gateway.admin_routes import make_admin_router
 from dovetail.gateway.api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from dovetail.gateway.console import make_console_router
 from dovetail.gateway.embeddings import EmbeddingRequest, RerankRequest, make_embedding_router
-from dovetail.gateway.logs import AuditLog, JsonLines, access_record, is_administration
+from dovetail.gateway.log_ring import LogRing
+from dovetail.gateway.logs import AuditLog, JsonLines, access_record, is_administration, is_generation, request_line
 from dovetail.gateway.middleware import Auth, BodyLimit, BodyMemory, RequestIds
 from dovetail.gateway.node_routes import make_node_router
 from dovetail.gateway.origins import OriginGate
@@ -37,9 +38,12 @@ from dovetail.gateway.respond import problem_response
 from dovetail.gateway.responses.endpoints import make_responses_router
 from dovetail.gateway.responses.request import ResponsesRequest
 from dovetail.gateway.routes import make_router
+from dovetail.gateway.tracing import TracedRequests, Tracing
 from dovetail.gateway.turn_history import TurnWatch
+from dovetail.gateway.waits import HEADERS as WAIT_HEADERS
 
 logger = logging.getLogger("dovetail.gateway")
+requests = logging.getLogger("dovetail.requests")
 
 _BODIES: tuple[type[Any], ...] = (
     ChatRequest,
@@ -66,7 +70,10 @@ def make_app(admin: Admin) -> ASGIApp:
     turns = TurnWatch()
     service.link.observers.append(turns.observe)
     app.include_router(make_console_router(turns))
-    app.include_router(make_admin_router(admin))
+    ring = LogRing()
+    logging.getLogger("dovetail").addHandler(ring)
+    service.link.close_observers.append(lambda: logging.getLogger("dovetail").removeHandler(ring))
+    app.include_router(make_admin_router(admin, ring))
     app.include_router(make_adapter_router(admin))
     app.include_router(make_node_router(service.cluster))
     app.add_middleware(Boundary)
@@ -89,15 +96,25 @@ def _with_middlewares(app: FastAPI, admin: Admin) -> ASGIApp:
             audit.write(scope, status)
 
     def on_end(scope: Scope, status: int, sent: int) -> None:
-        if access.is_open:
-            access.write(access_record(scope, status, sent, time.monotonic()))
+        is_logged = requests.isEnabledFor(logging.INFO) and is_generation(scope)
+        if access.is_open or is_logged:
+            record = access_record(scope, status, sent, time.monotonic())
+            access.write(record)
+            if is_logged:
+                requests.info("%s", request_line(record))
 
     memory = BodyMemory(lambda: settings.config.server.max_body_memory)
     layers: ASGIApp = BodyLimit(app, lambda: settings.max_body_bytes, memory)
     layers = OriginGate(Auth(layers, settings.keys), lambda: settings.origin_rules)
     if server.allowed_origins:
-        layers = CORSMiddleware(layers, server.allowed_origins, ("GET", "POST"), ("*",))
-    return RequestIds(Boundary(layers), on_status, on_end)
+        layers = CORSMiddleware(layers, server.allowed_origins, ("GET", "POST"), ("*",), expose_headers=WAIT_HEADERS)
+    layers = Boundary(layers)
+    if server.traces is not None:
+        tracing = Tracing.to(server.traces)
+        admin.service.link.observers.append(tracing.observe)
+        admin.service.link.close_observers.append(tracing.close)
+        layers = TracedRequests(layers, tracing)
+    return RequestIds(layers, on_status, on_end)
 
 
 class Boundary:

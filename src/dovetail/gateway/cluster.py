@@ -15,12 +15,14 @@ from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed, RequestError, WorkerLost
 from dovetail.eventlog import open_logs
 from dovetail.gateway.hosted import HostedModel
-from dovetail.gateway.link import Arrival, Inbox, Link
+from dovetail.gateway.link import Arrival, Inbox, Link, NodeLink
 from dovetail.messages import Hello, Load, Loaded, LoadFailed, Reclaimed, Reply, Said, ToGateway, Tokens, Unload
 from dovetail.node.protocol import Offered
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.real import real_knobs
 from dovetail.types import Request, TokenEvent
+
+POSITIONS_S = 0.25  # how old the order of those who wait may be when it is told
 
 
 class Cluster:
@@ -34,6 +36,8 @@ class Cluster:
         )
         self.models: dict[str, HostedModel] = {}
         self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
+        self.dispatcher.on_placed = self._on_placed
+        self._positions: tuple[float, dict[str, int]] = (float("-inf"), {})  # when it was looked, and who was where
         self._timer: asyncio.TimerHandle | None = None
         link.observers.append(self._on_message)
         link.exit_observers.append(self._on_exit)
@@ -141,6 +145,25 @@ class Cluster:
         is_same = request_id in self.inboxes and self.inboxes[request_id][0] is inbox
         if is_same and not self.dispatcher.has_place(request_id):
             self._fail(request_id, error)
+
+    def _on_placed(self, request_id: str, now: float) -> None:
+        entry = self.inboxes.get(request_id)
+        if entry is not None and entry[0].placed_s is None:
+            entry[0].placed_s = now
+
+    # For whoever watches
+
+    def node_of(self, request_id: str) -> NodeLink | None:
+        """Where it has its place."""
+        name = self.dispatcher.place_of(request_id)
+        return None if name is None else self.link.nodes[name]
+
+    def position_of(self, request_id: str) -> int:
+        """Among those without a place, 1 = the next. Counted once for all who ask within a moment."""
+        now = time.monotonic()
+        if now - self._positions[0] > POSITIONS_S:
+            self._positions = now, self.dispatcher.positions()
+        return self._positions[1].get(request_id, len(self._positions[1]) + 1)
 
     # Nodes
 

@@ -23,7 +23,7 @@ _PAGE_PREFIX = "/ui/"
 _METRICS_PATH = "/metrics"
 _ADMIN_PREFIX = "/api/"
 _ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # where others expect them
-_LOCAL_SECRETS = frozenset({"/api/config"})  # sources and paths may hold what is not for everyone
+_LOCAL_SECRETS = frozenset({"/api/config", "/api/logs"})  # sources and paths may hold what is not for everyone
 _FAILURES_PER_MINUTE = 20  # of one address; then only keys that it has used before are looked at
 _REMEMBERED = 4096  # addresses with failures, and pairs of address and good key
 

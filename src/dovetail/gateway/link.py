@@ -29,6 +29,7 @@ from dovetail.messages import (
     Hello,
     Loaded,
     LoadFailed,
+    Loading,
     Reclaimed,
     Said,
     Shutdown,
@@ -60,6 +61,7 @@ class Inbox:
         self._arrivals: list[Arrival] = []
         self._error: RequestError | None = None
         self._arrived = asyncio.Event()
+        self.placed_s: float | None = None  # when the first of them got a place on a node
 
     def put(self, arrival: Arrival) -> None:
         self._arrivals.append(arrival)
@@ -91,6 +93,7 @@ class NodeLink:
         self.stats: Stats | None = None
         self.view: NodeView | None = None
         self.loaded: dict[str, Loaded] = {}  # models that have an instance which is ready
+        self.loading: dict[str, Loading] = {}  # models on their way, as far as the worker has said
         self._unloading: Counter[str] = Counter()  # Unload messages that the worker has not confirmed
 
     @property
@@ -101,6 +104,7 @@ class NodeLink:
 
     def unload(self, model: str) -> None:
         self.loaded.pop(model, None)
+        self.loading.pop(model, None)
         self._unloading[model] += 1
 
     def is_current(self, model: str) -> bool:
@@ -113,10 +117,13 @@ class NodeLink:
         if isinstance(message, Loaded | LoadFailed | Reclaimed):
             if not self.is_current(message.model):
                 return False
+            self.loading.pop(message.model, None)
             if isinstance(message, Loaded):
                 self.loaded[message.model] = message
             else:
                 self.loaded.pop(message.model, None)
+        elif isinstance(message, Loading):
+            self.loading[message.model] = message
         elif isinstance(message, Stats):
             self.stats = message
         elif isinstance(message, Unloaded):
@@ -131,6 +138,7 @@ class NodeLink:
         """The worker is gone, and with it its models."""
         self.hello = self.stats = self.view = None
         self.loaded.clear()
+        self.loading.clear()
         self._unloading.clear()
 
 
@@ -305,6 +313,11 @@ class Link:
             node.hello = message
         elif node.hello is None or not node.take(message):
             return
+        if isinstance(message, Loaded):
+            seconds = message.times.open_s + message.times.build_s
+            logger.info("%s: %s is loaded, from %s, in %.2f s", node.name, message.model, message.tier, seconds)
+        elif isinstance(message, Reclaimed):
+            logger.info("%s: %s has left memory", node.name, message.model)
         for observer in self.observers:
             observer(node.name, message)
 

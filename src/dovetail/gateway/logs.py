@@ -57,6 +57,16 @@ def access_record(scope: Scope, status: int, sent: int, now: float) -> dict[str,
     }
 
 
+def request_line(record: dict[str, Any]) -> str:
+    """The same for people, in one line."""
+    parts = [f"{record['path']} {record['status'] or 'client left'}"]
+    if "model" in record:
+        parts.append(f"{record['model']} {record['prompt_tokens']}+{record['completion_tokens']} tokens")
+    if record["first_byte_s"] is not None:
+        parts.append(f"first byte {record['first_byte_s']:.3f} s")
+    return ", ".join([*parts, f"{record['seconds']:.3f} s, id {record['id']}"])
+
+
 class AuditLog:
     """Who did what to the server, and what came of it; also what was refused."""
 
@@ -74,6 +84,10 @@ class AuditLog:
 
 def is_administration(scope: Scope) -> bool:
     return is_of_admin(scope["path"]) and scope["method"] not in ("GET", "HEAD", "OPTIONS")
+
+
+def is_generation(scope: Scope) -> bool:
+    return bool(scope["path"].startswith("/v1/")) and scope["method"] == "POST"
 
 
 def _who(scope: Scope) -> dict[str, Any]:

@@ -24,11 +24,22 @@ class CachedTokens(BaseModel):
     cached_tokens: int = 0
 
 
+class WaitTimes(BaseModel):
+    """Before the first token, in milliseconds."""
+
+    queue_ms: float
+    load_ms: float
+    first_token_ms: float
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    dovetail: WaitTimes | None = Field(
+        default=None, description="what a held stream waited for, which its headers could not say any more"
+    )
 
 
 class TopLogprob(BaseModel):

@@ -25,10 +25,12 @@ from dovetail.gateway.accounts import Account
 from dovetail.gateway.answers import Answer, UsageCount
 from dovetail.gateway.chat_reply import ChatReply
 from dovetail.gateway.replies import ErrorBody, ErrorDetail
-from dovetail.gateway.run import Origin
+from dovetail.gateway.run import Origin, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.text_reply import TextReply
+from dovetail.gateway.tracing import RequestTrace
 from dovetail.gateway.translate import Job, with_tenant
+from dovetail.gateway.waits import HeldStream, headers_of
 from dovetail.gateway.writing import json_pieces
 
 Result = TypeVar("Result")
@@ -80,14 +82,19 @@ def accounted(scope: Scope, job: Job) -> Iterator[Taken]:
     state = scope.get("state", {})
     account: Account | None = getattr(state.get("caller"), "account", None)
     limit = account.max_unfinished if account is not None else None
-    origin = Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit)
-    job = with_tenant(job, origin.key)
+    trace: RequestTrace | None = state.get("trace")
+    origin = Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit, trace)
+    job = with_tenant(job, origin.key, traced=trace is not None)
     if account is not None:
         account.charge(job.num_answers, job.num_prompt_tokens, time.monotonic())
     usage = UsageCount(job.num_prompt_tokens)
+    if trace is not None:
+        trace.watch(job)
     try:
         yield Taken(job, origin, usage)
     finally:
+        if trace is not None:
+            trace.unwatch(job, usage)
         said = usage.total()
         state["usage"] = {"model": job.model.name, "answers": job.num_answers}
         state["usage"] |= {"prompt_tokens": said.prompt_tokens, "completion_tokens": said.completion_tokens}
@@ -114,14 +121,17 @@ class GenerationResponse(Response):
 
     async def _send_whole(self, send: Send, origin: Origin, usage: UsageCount) -> None:
         answers = [Answer() for request in self._job.requests for _ in range(request.num_choices)]
+        waits: Waits | None = None
         async with aclosing(self._service.run(self._job, origin)) as deltas:
             async for delta in deltas:
+                waits = waits or delta.waits
                 delta = self._reply.shown(delta)
                 answers[delta.index].add(delta)
                 usage.add(delta)
         body = await self._written(answers, usage)
         length = [(b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": _JSON + length})
+        headers = _JSON + length + headers_of(waits)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _written(self, answers: Sequence[Answer], usage: UsageCount) -> bytes:
@@ -141,29 +151,46 @@ class GenerationResponse(Response):
         return await self._service.models.lanes.write.run(work)
 
     async def _send_events(self, send: Send, origin: Origin, usage: UsageCount) -> None:
-        has_started = False
+        stream = EventStream(send)
+        held = HeldStream(lambda: self._service.standing(self._job), stream.send)
         try:
-            async with aclosing(self._service.run(self._job, origin)) as deltas:
+            async with aclosing(held.over(self._service.run(self._job, origin))) as deltas:
                 async for delta in deltas:
-                    if not has_started:
-                        has_started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                    if delta.waits is not None:
+                        await stream.start(delta.waits)
+                        usage.waits = delta.waits if held.has_spoken else None
                     delta = self._reply.shown(delta)
                     usage.add(delta)
                     chunk = await self._json(delta.num_reports, partial(self._reply.chunk, delta, usage))
                     if chunk is not None:
-                        await _send_event(send, chunk)
+                        await stream.send_event(chunk)
             if self._include_usage:
-                await _send_event(send, await self._json(0, lambda: self._reply.usage_chunk(usage.total())) or b"")
+                await stream.send_event(await self._json(0, lambda: self._reply.usage_chunk(usage.total())) or b"")
         except RequestError as error:
-            if not has_started:
+            if not stream.has_started:
                 raise
-            await _send_event(send, problem_body(error).encode())
-        await _send_event(send, b"[DONE]", more=False)
+            await stream.send_event(problem_body(error).encode())
+        await stream.send_event(b"[DONE]", more=False)
 
 
-async def _send_event(send: Send, data: bytes, *, more: bool = True) -> None:
-    await send_piece(send, b"data: " + data + b"\n\n", more=more)
+class EventStream:
+    """Server-sent events; the status line goes out with the first word."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_started = False
+
+    async def start(self, waits: Waits | None = None) -> None:
+        if not self.has_started:
+            self.has_started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS + headers_of(waits)})
+
+    async def send_event(self, data: bytes, *, more: bool = True) -> None:
+        await self.send(b"data: " + data + b"\n\n", more=more)
+
+    async def send(self, piece: bytes, *, more: bool = True) -> None:
+        await self.start()
+        await send_piece(self._send, piece, more=more)
 
 
 async def send_piece(send: Send, body: bytes, *, more: bool = True) -> None:

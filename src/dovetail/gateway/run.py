@@ -19,8 +19,17 @@ from dovetail.gateway.link import Arrival, Inbox
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.slo import Outcome, SloWatch
 from dovetail.gateway.stopper import Stopper
+from dovetail.gateway.tracing import RequestTrace
 from dovetail.gateway.translate import Job
 from dovetail.types import ISOLATED_TOKENS, FinishReason, Request, TokenEvent, TokenLogprobs
+
+
+class Waits(msgspec.Struct, frozen=True):
+    """What a job waited for before its first token, in seconds."""
+
+    queue: float  # from its arrival until a node took it
+    load: float  # for weights
+    first_token: float  # from its arrival: both of the above, its turn and its prompt
 
 
 @dataclass(slots=True)
@@ -36,6 +45,7 @@ class Delta:
     embedding: bytes | None = None  # float32; then there is no text
     finish: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended it
+    waits: Waits | None = None  # on the first of the job
 
     @property
     def num_reports(self) -> int:
@@ -54,6 +64,7 @@ class Origin:
     arrived_s: float  # at the socket, on the monotonic clock: templates and tokenising count
     key: str = ""  # name of the API key; empty = nobody else has one
     max_unfinished: int | None = None  # answers of this key at a time; None = its share of the queue
+    trace: RequestTrace | None = None
 
 
 class Run:
@@ -65,6 +76,8 @@ class Run:
         self.resumptions = 0  # after deaths that this job may be to blame for
         self._isolated: set[str] = set()  # requests that a worker died on, until they have gone on for a while
         self._inbox = Inbox()
+        self._has_spoken = False
+        self._waits: Waits | None = None  # until it is told
         self._hosted: HostedModel | None = None
         self._was_submitted = False
         self._metrics = metrics
@@ -72,6 +85,7 @@ class Run:
         self._generated = metrics.generation_tokens.labels(job.model.name)
         self._inter_token = metrics.inter_token.labels(job.model.name)
         self._arrival = origin.arrived_s
+        self._trace = origin.trace
         self._choices: dict[tuple[str, int], _Choice] = {}
         for order, request in enumerate(job.requests):
             for number in range(request.num_choices):
@@ -155,6 +169,8 @@ class Run:
                 self._close(key, by_worker=event.finish is not None)
         deltas = [delta for choice in touched.values() if (delta := choice.take()) is not None]
         self._generated.inc(sum(len(delta.tokens) for delta in deltas))
+        if deltas and self._waits is not None:
+            deltas[0].waits, self._waits = self._waits, None
         return deltas
 
     def complete(self) -> None:
@@ -200,6 +216,12 @@ class Run:
     def _observe_token(self, choice: _Choice, now: float, grace_s: float) -> None:
         watch = self._slo[choice.order]
         if choice.last_token_at is None:
+            if not self._has_spoken:
+                self._has_spoken = True
+                placed_s = self._inbox.placed_s or now
+                self._waits = Waits(placed_s - self._arrival, grace_s, now - self._arrival)
+                if self._trace is not None:
+                    self._trace.spoke(self._arrival, self._waits)
             choice.first_token_at = now
             watch.excuse(grace_s)  # once: a restart in the middle of a text is no excuse
             self._metrics.observe_ttft(self.job.model.name, now - self._arrival)

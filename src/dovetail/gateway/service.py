@@ -22,8 +22,9 @@ from dovetail.gateway.models import Models, ServedModel
 from dovetail.gateway.run import Delta, Origin, Run
 from dovetail.gateway.templates import templates
 from dovetail.gateway.translate import Job
+from dovetail.gateway.waits import Standing
 from dovetail.messages import Load
-from dovetail.types import ModelCard
+from dovetail.types import ModelCard, Slo
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,21 @@ class Service:
         finally:
             run.abort_rest()
             self._end(count, origin.key)
+
+    def standing(self, job: Job) -> Standing | None:
+        """What a job that has not spoken waits for. None while a refusal may still come, which has a status line of
+        its own: of targets that were asked for that is until there is a place."""
+        request = job.requests[0]
+        if request.id not in self.cluster.inboxes:
+            return Standing("starting")
+        node = self.cluster.node_of(request.id)
+        if node is None:
+            return None if request.slo != Slo() else Standing("queued", self.cluster.position_of(request.id))
+        if request.model in node.loaded:
+            return Standing("computing")
+        loading = node.loading.get(request.model)
+        total = job.model.card.size_bytes
+        return Standing("loading", done_bytes=loading.done_bytes if loading is not None else 0, total_bytes=total)
 
     async def _resume(self, run: Run, lost: WorkerLost) -> None:
         """Submit the rest of a job. A client in the middle of a text waits no longer than the limit; one who has seen

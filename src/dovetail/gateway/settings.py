@@ -14,7 +14,8 @@ from dovetail.gateway.listen import check_exposure
 from dovetail.gateway.origins import OriginRules
 
 # Sockets and processes are made of these once.
-_FIXED_SERVER = ("host", "port", "max_connections", "header_timeout", "allowed_origins", "access_log", "audit_log")
+_FIXED_SERVER: tuple[str, ...] = ("host", "port", "max_connections", "header_timeout", "allowed_origins")
+_FIXED_SERVER += ("access_log", "audit_log", "traces")
 _FIXED = (*(f"server.{key}" for key in _FIXED_SERVER), "nodes", "store")
 
 

@@ -105,6 +105,7 @@ class TextReply:
             logprobs=self._logprobs(at, answer.logprobs, read),
             finish_reason=finish_of(answer.finish) or "stop",
             stop_reason=answer.stop_reason,
+            prompt_logprobs=None,
         )
         self._add_ids(choice, answer.tokens, with_prompt=True, order=order)
         if self._options.with_prompt_logprobs:

@@ -56,11 +56,12 @@ class Job:
         return sum(request.num_choices for request in self.requests)
 
 
-def with_tenant(job: Job, tenant: str) -> Job:
+def with_tenant(job: Job, tenant: str, *, traced: bool = False) -> Job:
     """The job as one of this tenant: it finds prefixes of its own requests only, and of those with the same salt where
     a request names one. Without either all share."""
     requests = tuple(
-        msgspec.structs.replace(request, cache_salt=_salt(tenant, request.cache_salt)) for request in job.requests
+        msgspec.structs.replace(request, cache_salt=_salt(tenant, request.cache_salt), traced=traced)
+        for request in job.requests
     )
     return dataclasses.replace(job, requests=requests)
 
@@ -178,7 +179,8 @@ def _check_reports(body: ChatRequest | CompletionRequest, prompts: Sequence[Sequ
 
 
 def _truncated(body: ChatRequest | CompletionRequest, prompt: Sequence[int], context: int) -> Sequence[int]:
-    """The end of the prompt, where the caller would rather lose its beginning than be refused."""
+    """What is left of the prompt, where the caller would rather lose a part of it than be refused: its end, unless
+    told."""
     keep = body.truncate_prompt_tokens
     if keep is None:
         return prompt
@@ -186,7 +188,7 @@ def _truncated(body: ChatRequest | CompletionRequest, prompt: Sequence[int], con
         raise InvalidRequest("truncate_prompt_tokens is at least 1, or -1", param="truncate_prompt_tokens")
     if keep == -1:
         keep = max(context - (body.wanted_tokens or 1), 1)
-    return prompt[-keep:]
+    return prompt[:keep] if body.truncation_side == "right" else prompt[-keep:]
 
 
 def token_limit(num_prompt: int, wanted: int | None, default: int, context: int, param: str) -> int:
@@ -252,12 +254,15 @@ def _first(*values: Value | None) -> Value:
 
 
 def _logit_bias(bias: Mapping[str, float], model: ServedModel) -> dict[int, float]:
-    result = {}
-    for key, value in bias.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < model.card.spec.vocab_size):
-            raise InvalidRequest(f"logit_bias: '{key[:40]}' is not a token id of this model", param="logit_bias")
-        result[int(key)] = value
-    return result
+    size = model.card.spec.vocab_size
+    wrong = [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < size)]
+    if wrong:
+        listed = ", ".join(f"'{key[:40]}'" for key in wrong[:8])
+        raise InvalidRequest(
+            f"logit_bias: {listed}: not among the {size} token ids of this model, which begin with 0",
+            param="logit_bias",
+        )
+    return {int(key): value for key, value in bias.items()}
 
 
 def _allowed_tokens(body: GenerationBody, model: ServedModel) -> tuple[int, ...]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from dovetail.plan.batching import App, demand_of
 from dovetail.plan.options import Mode
 from dovetail.plan.provision import Config, Provisioner
+from dovetail.plots import new_figure, plain_axes, svg_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 STEPS = 60
 COLOURS = {Mode.CPU: "#2563eb", Mode.GPU: "#c2410c", Mode.PARTITIONED: "#059669"}
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 460, 260, 70, 36, 44
 
 
 @dataclass(frozen=True)
@@ -73,48 +76,28 @@ def regions(steps: Iterable[Step]) -> list[Region]:
 
 def draw(title: str, panels: Sequence[tuple[str, Sequence[Step]]]) -> str:
     """One panel for each sweep, x by ratios; a dashed line where the mode changes."""
-    width = len(panels) * _WIDTH + 20
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{_HEIGHT + 60}"'
-    frame = f'{head} font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-    parts = [frame, _text(10, 20, title, "bold")]
-    for index, (label, steps) in enumerate(panels):
-        parts += _panel(index * _WIDTH, label, [step for step in steps if step.config is not None])
-    for index, (mode, colour) in enumerate(COLOURS.items()):
-        x = 70 + 120 * index
-        parts += [f'<circle cx="{x}" cy="{_HEIGHT + 42}" r="4" fill="{colour}"/>', _text(x + 8, _HEIGHT + 46, mode)]
-    return "\n".join([*parts, "</svg>\n"])
+    figure = new_figure(5 * len(panels), 3.6)
+    figure.suptitle(title, fontweight="bold")
+    for index, (label, steps) in enumerate(panels, start=1):
+        axes = plain_axes(figure, 1, len(panels), index)
+        axes.set_xlabel(label)
+        axes.set_ylabel("cost of a million requests")
+        _panel(axes, [step for step in steps if step.config is not None])
+    return svg_of(figure)
 
 
-def _panel(left: float, label: str, steps: Sequence[Step]) -> list[str]:
+def _panel(axes: Axes, steps: Sequence[Step]) -> None:
     if not steps:
-        return [_text(left + _LEFT, _TOP + 40, f"{label}: nothing keeps the SLO")]
-    costs = [step.config.cost_per_request for step in steps if step.config is not None]
-    low, high, most = steps[0].x, steps[-1].x, max(costs) * 1.1
-
-    def place(x: float, cost: float) -> tuple[float, float]:
-        ratio = math.log(x / low) / max(math.log(high / low), 1e-9)
-        return left + _LEFT + ratio * (_WIDTH - _LEFT - 20), _HEIGHT - _BOTTOM - cost / most * (
-            _HEIGHT - _BOTTOM - _TOP
-        )
-
-    bottom, right = _HEIGHT - _BOTTOM, left + _WIDTH - 20
-    parts = [f'<path d="M{left + _LEFT},{_TOP}V{bottom}H{right}" fill="none" stroke="#999"/>']
-    parts.append(_text(left + _LEFT, bottom + 34, label))
-    for part in range(5):
-        x, cost = low * (high / low) ** (part / 4), most * part / 4
-        across, down = place(x, cost)
-        parts += [_text(across - 10, bottom + 16, f"{x:.3g}"), _text(left + 10, down + 4, f"{cost:.2g}")]
-    for before, step, cost in zip([None, *steps], steps, costs, strict=False):
-        across, down = place(step.x, cost)
-        if before is not None and before.mode is not step.mode:
-            parts.append(
-                f'<line x1="{across:.1f}" y1="{_TOP}" x2="{across:.1f}" y2="{bottom}" stroke="#111" '
-                'stroke-dasharray="4 3"/>'
-            )
-        assert step.mode is not None
-        parts.append(f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{COLOURS[step.mode]}"/>')
-    return parts
-
-
-def _text(x: float, y: float, text: str, weight: str = "normal") -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" font-weight="{weight}">{escape(text)}</text>'
+        axes.text(0.5, 0.5, "nothing keeps the SLO", transform=axes.transAxes, ha="center")
+        return
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    for before, step in pairwise(steps):
+        if before.mode is not step.mode:
+            axes.axvline(step.x, color="#111111", linestyle="--", linewidth=1)
+    for mode, colour in COLOURS.items():
+        own = [(step.x, 1e6 * step.config.cost_per_request) for step in steps if step.config and step.mode is mode]
+        if own:
+            axes.plot(*zip(*own, strict=True), "o", markersize=4, color=colour, label=str(mode))
+    axes.set_ylim(bottom=0.0)
+    axes.legend(frameon=False)

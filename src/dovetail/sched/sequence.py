@@ -47,6 +47,7 @@ class Sequence:
     was_admitted: bool = False
     alone_below: int = 0  # with fewer tokens than this it shares no iteration
     is_held: bool = False  # it runs elsewhere still: everything but its last token is computed, and nothing is sampled
+    is_traced: bool = False  # its turns are told one by one
     aborted: bool = False  # gone while its turn was running; its blocks are freed when the turn is complete
 
     @property
@@ -88,6 +89,7 @@ def sequences_of(request: Request, first_id: int) -> list[Sequence]:
                 alone_below=len(tokens) + ISOLATED_TOKENS if request.isolated else 0,
                 adapter=request.adapter.key if request.adapter is not None else "",
                 root=_root_of(request),
+                is_traced=request.traced,
             )
         )
     return made

@@ -88,6 +88,11 @@ class Ticket:
     def is_admitted(self) -> bool:
         return self._admitted.is_set()
 
+    @property
+    def arrived_bytes(self) -> int:
+        """How much of it is in memory, from the front."""
+        return 0 if self._lease is None else self._lease.arrived_bytes
+
     def wait(self, upto_bytes: int | None = None, timeout_s: float = float("inf")) -> bool:
         """Until the first `upto_bytes` are in memory (None: all); False if the time was up. Raises what went wrong."""
         deadline = time.monotonic() + timeout_s

@@ -4,7 +4,7 @@ them. The thin place where the format and the tiers meet (L1, L3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -61,13 +61,16 @@ def open_pooled(
     verify: bool = False,
     whole: bool = True,
     manifest: Manifest | None = None,
+    on_place: Callable[[Sequence[Ticket]], None] = lambda _: None,
 ) -> PooledModel:
     """Load a model of the store into the pool, unless it is there. With `whole` false it returns as soon as there is
-    room for it: `wait` for a tensor before it is used. `verify` checks every chunk against the manifest as it comes."""
+    room for it: `wait` for a tensor before it is used. `verify` checks every chunk against the manifest as it comes.
+    `on_place` is called when there is room: how much has arrived is the tickets' to say."""
     with ExitStack() as undo:
         manifest = manifest or read_manifest(folder)
         model = PooledModel(folder, manifest, _load(folder, manifest, loader, priority, room_wait_s, verify, undo))
         undo.callback(model.close)  # its views too: an error's traceback keeps the model for a while
+        on_place(model.tickets)
         if whole:
             model.wait()
         undo.pop_all()

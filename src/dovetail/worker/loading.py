@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
 from dovetail.policy.startup import LoadTimes
 from dovetail.sched.scheduler import SchedulerConfig
+from dovetail.store.loader import Ticket
 from dovetail.types import ModelCard
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf, Tier
@@ -53,6 +54,18 @@ class LoadResult(NamedTuple):
     error: str
 
 
+class _Current(NamedTuple):
+    """What is being loaded. Replaced as a whole, so that the other thread sees one state or the next."""
+
+    card: ModelCard
+    tickets: tuple[Ticket, ...] = ()
+
+    @property
+    def progress(self) -> messages.Loading:
+        done = sum(ticket.arrived_bytes for ticket in self.tickets)
+        return messages.Loading(self.card.name, done, self.card.size_bytes)
+
+
 @dataclass(order=True)
 class _Order:
     due_s: float
@@ -80,6 +93,7 @@ class LoaderThread:
         self._shelf = shelf
         self._orders: queue.PriorityQueue[_Order] = queue.PriorityQueue()
         self._serials = itertools.count()
+        self._current: _Current | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="loader")
 
     def start(self) -> None:
@@ -90,6 +104,11 @@ class LoaderThread:
 
     def load(self, command: StartLoad) -> None:
         self._orders.put(_Order(command.due_s, next(self._serials), command))
+
+    def progress(self) -> messages.Loading | None:
+        """Of the load that runs now, from any thread."""
+        current = self._current
+        return None if current is None else current.progress
 
     def expected_s(self, card: ModelCard) -> float:
         """L6: what a load would take, by where the weights are now."""
@@ -110,20 +129,31 @@ class LoaderThread:
         config = self._config_of(name)
         if config is None:
             return LoadResult(command.instance, name, None, None, "the model was unloaded")
+        self._current = _Current(config.card)
         try:
-            runner, loaded = build_runner(config, self._device, self._shelf, self._grammars)
+            runner, loaded = build_runner(config, self._device, self._shelf, self._grammars, self._watch)
         except DovetailError as error:
             return LoadResult(command.instance, name, None, None, str(error))
         except Exception as error:  # whatever a checkpoint can do wrong, the worker lives on
             log.error("%s: loading failed\n%s", name, traceback.format_exc())
             return LoadResult(command.instance, name, None, None, f"{name}: {type(error).__name__}: {error}")
+        finally:
+            self._current = None
         seconds = time.monotonic() - started
         self.times.observe(name, loaded.tier, config.card.size_bytes, seconds)
         return LoadResult(command.instance, name, runner, loaded, "")
 
+    def _watch(self, tickets: Sequence[Ticket]) -> None:
+        assert self._current is not None
+        self._current = self._current._replace(tickets=tuple(tickets))
+
 
 def build_runner(
-    config: InstanceConfig, device: Device, shelf: Shelf | None = None, grammars: GrammarLibrary | None = None
+    config: InstanceConfig,
+    device: Device,
+    shelf: Shelf | None = None,
+    grammars: GrammarLibrary | None = None,
+    on_place: Callable[[Sequence[Ticket]], None] = lambda _: None,
 ) -> tuple[ModelRunner, messages.Loaded]:
     from dovetail.engine.executor import ExecutorConfig
     from dovetail.store import open_checkpoint
@@ -134,7 +164,7 @@ def build_runner(
     started = time.monotonic()
     if shelf is None and config.verify and is_stored(Path(card.path)):
         check_weights(Path(card.path), read_manifest(Path(card.path)))
-    checkpoint, tier = shelf.open(card.path) if shelf is not None else (open_checkpoint(card.path), "disk")
+    checkpoint, tier = shelf.open(card.path, on_place) if shelf is not None else (open_checkpoint(card.path), "disk")
     opened = time.monotonic()
     context = checkpoint.spec.context_length
     executor = device.executor(

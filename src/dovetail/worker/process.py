@@ -41,6 +41,7 @@ log = logging.getLogger("dovetail.worker")
 
 POLL_MS = 1000  # how often an idle worker looks whether its parent lives
 STATS_S = 1.0
+PROGRESS_S = 0.25  # how often a load that runs is spoken of
 MIN_NEWS = 0.2  # a load that is expected to take this much more or less than was told is told anew
 TEND_S = 0.05  # how often a busy worker looks at what is due by the clock
 NICER = 3  # of the computing threads: half of the weight of others
@@ -135,6 +136,7 @@ class Worker:
         self._stats_due = 0.0
         self._pressure_due = 0.0
         self._tend_due = 0.0
+        self._progress_due = 0.0
 
     # The loop
 
@@ -186,6 +188,7 @@ class Worker:
             return
         self._tend_due = now + TEND_S
         self._adapters.tend()
+        self._tell_progress(now)
         while self._moved:
             _expect_load(self._driver, self._loader, self._instance_configs.get(self._moved.pop()))
         for runner in self._driver.runners.values():
@@ -204,6 +207,13 @@ class Worker:
         if self._config.parent and os.getppid() != self._config.parent:
             log.warning("the gateway is gone, leaving")
             self._running = False
+
+    def _tell_progress(self, now: float) -> None:
+        if now < self._progress_due or (progress := self._loader.progress()) is None:
+            return
+        self._progress_due = now + PROGRESS_S
+        if progress.model in self._instance_configs:
+            self._send(progress)
 
     def _fit_pool(self, free_bytes: int) -> None:
         """One ledger for weights, KV and the host pool: models between uses have what is left of it."""
@@ -250,6 +260,8 @@ class Worker:
         due = self._driver.next_due_s()
         if due is not None:
             dues.append(due)
+        if self._loader.progress() is not None:
+            dues.append(self._progress_due)
         if not dues:
             return POLL_MS
         return max(0, min(POLL_MS, int((min(dues) - self._clock()) * 1000) + 1))
@@ -384,6 +396,21 @@ def _give_way() -> None:
     load (started before, so that they are not meant) and to the gateway. Both need little and are waited for."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICER)
+
+
+def _tend_idle(runner: ModelRunner, now: float, release_s: float) -> bool:
+    """Notice when an instance falls idle (by its last token or by an abort) and when it has been for long enough to
+    give its pages back; True if one of the two was now."""
+    if runner.scheduler.has_work or runner.is_released:
+        runner.idle_since = None
+        return False
+    if runner.idle_since is None:
+        runner.idle_since = now
+        return True
+    if now - runner.idle_since < release_s:
+        return False
+    runner.release_pages()
+    return True
 
 
 def stats_of(driver: NodeDriver, node: str, rss_bytes: int, offset_s: float) -> messages.Stats:

@@ -95,7 +95,8 @@ class ModelRunner:
         self.meter.turns += 1
         self.meter.tokens += turn.num_tokens
         self.meter.seconds += seconds
-        self._spans.append(messages.TurnSpan(self.card.name, started, seconds, turn.num_tokens))
+        traced = tuple(one.request_id for one in sequences if one.is_traced)
+        self._spans.append(messages.TurnSpan(self.card.name, started, seconds, turn.num_tokens, traced))
         return self._forget(self.scheduler.complete(outcome))
 
     def _launch_next(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from dovetail.store import open_checkpoint
 from dovetail.store.adapter_parts import ModelAdapter, open_adapter
 from dovetail.store.checking import check_weights
 from dovetail.store.format import Manifest, StoredModel, is_stored, partition_files, read_manifest
-from dovetail.store.loader import Loader, LoaderConfig
+from dovetail.store.loader import Loader, LoaderConfig, Ticket
 from dovetail.store.pool import HostPool
 from dovetail.store.pooled import open_pooled, open_pooled_adapter, pooled_keys
 from dovetail.store.reader import cached_share
@@ -42,7 +43,7 @@ class Shelf:
         config = LoaderConfig(direct_io=direct_io, readers=readers)  # type: ignore[arg-type]
         return cls(pool, Loader(pool, config), copies, verify)
 
-    def open(self, path: str) -> tuple[Checkpoint, Tier]:
+    def open(self, path: str, on_place: Callable[[Sequence[Ticket]], None] = lambda _: None) -> tuple[Checkpoint, Tier]:
         """The model, and where its bytes were. What the page cache holds already is mapped from there: a copy in the
         pool would cost more than it saves. So is what is not in the store's form, or finds no room."""
         folder = Path(path)
@@ -54,8 +55,15 @@ class Shelf:
             return self._mapped(folder, manifest), "host"
         try:
             wait_s, whole = ROOM_WAIT_S, not self._for_copies
-            verify = self._verify
-            model = open_pooled(folder, self._loader, room_wait_s=wait_s, whole=whole, manifest=manifest, verify=verify)
+            model = open_pooled(
+                folder,
+                self._loader,
+                room_wait_s=wait_s,
+                verify=self._verify,
+                whole=whole,
+                manifest=manifest,
+                on_place=on_place,
+            )
             return model, tier
         except OutOfMemory:
             return self._mapped(folder, manifest), "disk"

@@ -56,6 +56,12 @@ function part(node, name) {
   return made;
 }
 
+function waitInWords({ state, position, done_bytes, total_bytes }) {
+  if (state === "queued") return `queued, number ${position}`;
+  if (state === "loading") return `loading ${done_bytes ? `${bytes(done_bytes)} of ` : ""}${bytes(total_bytes)}`;
+  return { starting: "starting a worker", computing: "reading the prompt" }[state] || "";
+}
+
 async function send(text) {
   conversation.push({ role: "user", content: text });
   bubble("user", text);
@@ -65,9 +71,10 @@ async function send(text) {
   answering = new AbortController();
   $("send").textContent = "Stop";
   let answer = "", first = null, usage = null;
+  const showWait = (standing) => (part(node, "note").textContent = waitInWords(standing));
   try {
     const request = { model: $("model").value, messages: conversation, stream: true, stream_options: { include_usage: true } };
-    for await (const event of events("/v1/chat/completions", request, answering.signal)) {
+    for await (const event of events("/v1/chat/completions", request, answering.signal, showWait)) {
       usage = event.usage || usage;
       const delta = event.choices[0]?.delta || {};
       if (delta.reasoning_content) part(node, "thought").textContent += delta.reasoning_content;

@@ -22,7 +22,9 @@ export async function ask(method, path, body) {
   return (await checked(response)).json();
 }
 
-export async function* events(path, body, signal) {
+const MARK = ": dovetail "; // a comment that says what the answer waits for
+
+export async function* events(path, body, signal, onWait) {
   const response = await checked(await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal }));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -32,6 +34,7 @@ export async function* events(path, body, signal) {
     const lines = (rest + value).split("\n\n");
     rest = lines.pop();
     for (const line of lines) {
+      if (line.startsWith(MARK)) onWait(JSON.parse(line.slice(MARK.length)));
       if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
       const event = JSON.parse(line.slice(6));
       if (event.error) throw new Error(event.error.message);

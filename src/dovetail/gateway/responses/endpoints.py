@@ -19,7 +19,7 @@ from dovetail.gateway.answers import TokenNames, UsageCount
 from dovetail.gateway.api import Message
 from dovetail.gateway.endpoint import json_response, read_body, request_body, responses
 from dovetail.gateway.replies import Usage
-from dovetail.gateway.respond import EVENTS, INLINE_REPORTS, Taken, accounted, send_piece, until_disconnect
+from dovetail.gateway.respond import INLINE_REPORTS, EventStream, Taken, accounted, until_disconnect
 from dovetail.gateway.responses.builder import Event, OutputBuilder
 from dovetail.gateway.responses.items import (
     IncompleteDetails,
@@ -37,10 +37,11 @@ from dovetail.gateway.responses.items import (
 )
 from dovetail.gateway.responses.request import Item, ResponsesRequest, chat_of, messages_of
 from dovetail.gateway.responses.store import ResponseStore, StoredResponse
-from dovetail.gateway.run import Delta
+from dovetail.gateway.run import Delta, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.targets import targets_of
 from dovetail.gateway.translate import Job, chat_job
+from dovetail.gateway.waits import HeldStream, headers_of
 from dovetail.gateway.writing import json_pieces
 from dovetail.types import FinishReason
 
@@ -144,6 +145,7 @@ class ResponsesResponse(Response):
         self._usage = UsageCount(turn.job.num_prompt_tokens)  # the account's, once it runs
         self._finish: FinishReason | None = None
         self._num_reports = 0  # log-probabilities so far
+        self._waits: Waits | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with accounted(scope, self._turn.job) as taken:
@@ -152,7 +154,8 @@ class ResponsesResponse(Response):
                 await until_disconnect(receive, self._send_events(taken, send))
             else:
                 text = await until_disconnect(receive, self._whole(taken))
-                await Response(text, media_type="application/json")(scope, receive, send)
+                headers = {key.decode(): value.decode() for key, value in headers_of(self._waits)}
+                await Response(text, headers=headers, media_type="application/json")(scope, receive, send)
 
     async def _whole(self, taken: Taken) -> bytes:
         async with aclosing(self._events(taken)) as events:
@@ -170,11 +173,13 @@ class ResponsesResponse(Response):
 
     async def _send_events(self, taken: Taken, send: Send) -> None:
         """The status line waits for the first text, as that of a chat does."""
-        stream = _EventStream(send, self._written)
+        stream = _NumberedEvents(EventStream(send), self._written)
+        held = HeldStream(lambda: self._service.standing(taken.job), stream.out.send)
         opening = [self._about(kind, "in_progress") for kind in ("response.created", "response.in_progress")]
         try:
-            async with aclosing(self._events(taken)) as events:
+            async with aclosing(self._events(taken, held)) as events:
                 async for event in events:
+                    await stream.out.start(self._waits)
                     await stream.send(*opening, event)
                     opening = []
             closing = [*opening, *self._builder.close(self._status)]
@@ -182,17 +187,19 @@ class ResponsesResponse(Response):
             kind = "response.completed" if record.status == "completed" else "response.incomplete"
             await stream.send(*closing, {"type": kind, "response": record}, num_reports=self._num_reports)
         except RequestError as error:
-            if not stream.has_started:
+            if not stream.out.has_started:
                 raise
             failed = self._record("failed")
             failed.error = ResponseError(code=error.code or error.kind, message=error.message)
             await stream.send({"type": "response.failed", "response": failed.model_dump()})
         await stream.close()
 
-    async def _events(self, taken: Taken) -> AsyncGenerator[Event, None]:
+    async def _events(self, taken: Taken, held: HeldStream | None = None) -> AsyncGenerator[Event, None]:
         reader = taken.job.make_reader()
-        async with aclosing(self._service.run(taken.job, taken.origin)) as deltas:
+        run = self._service.run(taken.job, taken.origin)
+        async with aclosing(held.over(run) if held is not None else run) as deltas:
             async for delta in deltas:
+                self._waits = self._waits or delta.waits
                 self._usage.add(delta)
                 self._num_reports += delta.num_reports
                 parts = reader.feed(delta.text)
@@ -277,23 +284,17 @@ def _size_of(conversation: Iterable[Message]) -> int:
     return sum(len(message.text) + 100 for message in conversation)
 
 
-class _EventStream:
-    """Numbered events; the response begins with the first."""
-
-    def __init__(self, send: Send, write: Callable[[Any, int], Awaitable[bytes]]) -> None:
-        self._send = send
+class _NumberedEvents:
+    def __init__(self, out: EventStream, write: Callable[[Any, int], Awaitable[bytes]]) -> None:
+        self.out = out
         self._write = write
         self._number = 0
-        self.has_started = False
 
     async def send(self, *events: Event, num_reports: int = 0) -> None:
-        if not self.has_started:
-            self.has_started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS})
         for event in events:
             text = await self._write({"sequence_number": self._number, **event}, num_reports)
             self._number += 1
-            await send_piece(self._send, f"event: {event['type']}\ndata: ".encode() + text + b"\n\n")
+            await self.out.send(f"event: {event['type']}\ndata: ".encode() + text + b"\n\n")
 
     async def close(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self.out.send(b"", more=False)

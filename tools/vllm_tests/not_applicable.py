@@ -1,0 +1,25 @@
+"""Cases that say nothing about a server of text models, with the reason; the first pattern that fits counts."""
+
+from __future__ import annotations
+
+ADAPTER = "needs an adapter of a model that is not served"
+SKILL = "needs what a larger model says; the one that is served has 135M parameters"
+TOKENS = "counts tokens by the tokenizer or the template of another model"
+THINKS = "needs a model that thinks aloud"
+WORDS = "compares words of an error message; ours names the parameter in its own"
+PATHS = "a path of vLLM's own, which neither OpenAI nor other servers have"
+GPT_OSS = "the format of gpt-oss, and tools that the server calls"
+
+RULES: list[tuple[str, str]] = [
+    (r"\[.*lora.*\]", ADAPTER),
+    (r"test_harmony|test_parsable_context|test_mcp_tools", GPT_OSS),
+    (r"prompt_embeds", "prompts as embeddings are not there"),
+    (r"test_online_vision|test_lora_resolvers|test_tensorizer", "not about text, or about vLLM's own loading"),
+    (r"test_batched_chat|invocations|kv_transfer", PATHS),
+    (r"test_chat.py::test_single_chat_session", TOKENS),
+    (r"test_chat.py::(test_more_than_one|test_response_format_json_schema|test_complex_message)", SKILL),
+    (r"test_chat.py::test_long_seed", WORDS),
+    (r"test_chat_echo.py::test_(prompt|top)_logprobs", "all log-probabilities of the vocabulary, which are megabytes"),
+    (r"test_include_reasoning|test_thinking_token_budget.py|reasoning_tokens|reasoning_item", THINKS),
+    (r"test_tool_calls.py|test_parallel_tool_calls.py", SKILL),
+]
