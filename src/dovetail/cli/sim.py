@@ -25,7 +25,7 @@ from dovetail.profiles.files import preset_errors, read_profile
 from dovetail.profiles.hardware import PRESETS
 from dovetail.sim import real_log, serverlessllm, twin
 from dovetail.sim import replay as replaying
-from dovetail.sim.cost import measure_decisions
+from dovetail.sim.cost import measure_decisions, measure_placement
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain, explain_log
 from dovetail.sim.layout import Layout, read_layout
@@ -338,6 +338,18 @@ def cost(
     """Processor time of scheduling decisions of the dovetail policy, by number of nodes."""
     rows = [measure_decisions(profile, count, load=load) for count in nodes or [8, 64, 512]]
     _print_rows(rows, as_json)
+
+
+@app.command()
+def placements(
+    servers: Annotated[list[int] | None, typer.Option(help="machines of four GPUs each")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Processor time of placements by startup time (the serverlessllm policy), by number of machines.
+
+    Example: dovetail sim placements --servers 1000
+    """
+    _print_rows([measure_placement(count) for count in servers or [10, 100, 1000]], as_json)
 
 
 @app.command()

@@ -32,7 +32,7 @@ class Displacements:
     def begin(self, plan: Displace) -> None:
         assert plan.work.id not in self._by_request, f"others make way for request {plan.work.id} already"
         displacement = self._by_request[plan.work.id] = _Displacement(plan)
-        for move in plan.moves if plan.work.id in self._controller.displacing else ():
+        for move in plan.moves if self._is_wanted(plan) else ():
             wanted = self._controller.placer.node_of(move.destination) if move.destination is not None else None
             for request in move.requests if wanted is not None else ():
                 if self._is_there(plan, move.instance, request):
@@ -46,7 +46,7 @@ class Displacements:
 
     def _step(self, displacement: _Displacement) -> None:
         plan = displacement.plan
-        if plan.work.id not in self._controller.displacing:  # it has found a place, or has ended
+        if not self._is_wanted(plan):
             self._end(displacement)
             return
         for move in plan.moves:
@@ -63,6 +63,11 @@ class Displacements:
             self.evicted += len(there)
             plan.node.order(protocol.Preempt(move.instance, "makes_way"), self._controller.decisions.now_s)
             self._controller.placer.forget(plan.node, move.instance)
+
+    def _is_wanted(self, plan: Displace) -> bool:
+        """Whoever they make way for has not found a place by itself, and has not ended or given up waiting for them."""
+        id, controller = plan.work.id, self._controller
+        return id in controller.displacing and (id in controller.room or id in controller.seeking)
 
     def _is_there(self, plan: Displace, instance: int, request: int) -> bool:
         return self._places.get(request) == (plan.node, instance)

@@ -53,6 +53,7 @@ class Search:
     is_over: bool = False  # nobody wants the request any more
     num_checked: int = 0  # nodes asked whether they would take what gives way
     last_refusal: Refusal | None = None
+    is_full: bool = False  # no device is free, where models have devices to themselves
     _record: RequestRecord | None = None
 
     @property

@@ -148,7 +148,9 @@ def start_or_make_way(placer: Placer, search: Search) -> Asking[Placed | Displac
     crowded = 0
     search.num_checked = 0
     model, starts = search.work.model, placer.starts
-    for node in starts.rank(placer.window(search.record), model, placer.now_s):
+    nodes = starts.rank(placer.window(search.record), model, placer.now_s)
+    search.is_full = not placer.knobs.sharing and all(node.in_use for node in nodes)
+    for node in nodes:
         seconds = starts.seconds(node, model, placer.now_s)
         if best is not None and best.start_s <= seconds:
             break
@@ -179,11 +181,7 @@ def may_displace(placer: Placer, search: Search, node: NodeHandle) -> bool:
         return False
     if placer.knobs.make_way is MakeWay.PREEMPT:
         return not search.work.moves
-    return not _all_taken(placer)  # else there is nowhere to go
-
-
-def _all_taken(placer: Placer) -> bool:
-    return not placer.knobs.sharing and all(one.in_use for one in placer.nodes)
+    return not search.is_full  # else there is nowhere to go
 
 
 def _displace(placer: Placer, search: Search, node: NodeHandle, seconds: float) -> Asking[Displace | None]:
@@ -195,7 +193,7 @@ def _displace(placer: Placer, search: Search, node: NodeHandle, seconds: float) 
     for one in found.values():
         if placer.knobs.make_way is MakeWay.PREEMPT and any(request.moves for request in one.requests):
             continue  # nobody is evicted twice
-        if placer.knobs.make_way is MakeWay.PREEMPT and _all_taken(placer):
+        if placer.knobs.make_way is MakeWay.PREEMPT and search.is_full:
             places = NOWHERE
         else:
             places = yield from _destinations(placer, search, node, one)

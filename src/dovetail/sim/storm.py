@@ -14,6 +14,7 @@ from dovetail.policy.knobs import Knobs, MakeWay
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.presets import POLICIES
+from dovetail.policy.real import REAL
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
@@ -82,6 +83,8 @@ def _draw_knobs(rng: Random) -> Knobs:
     knobs = POLICIES[rng.choice(list(POLICIES))]
     if knobs.name in ("slinfer", "sllm+c+s") and rng.random() < 0.25:
         knobs = replace(knobs, disaggregate=True)
+    elif rng.random() < 0.3:
+        knobs = replace(knobs, **REAL)  # type: ignore[arg-type]
     if knobs.whole_node_kv:
         return knobs
     return replace(
