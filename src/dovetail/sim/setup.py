@@ -16,7 +16,7 @@ from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.profiles.files import DEFAULT_PRESETS, MEASURED, Profile, read_profile
 from dovetail.profiles.hardware import PRESETS, Shape, hosting_of
-from dovetail.profiles.storage import Storage, Tier
+from dovetail.profiles.storage import STORAGES, Storage, Tier
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
@@ -144,7 +144,10 @@ def _groups_of_layout(
         slots = max((hosting.slots for hosting in hostings.values()), default=1)
         total_gib = None if node.memory is None else node.memory / GIB
         memory = memory_gib(kind, slots, setup.knobs, node.hardware, total_gib)
-        groups.append(NodeGroup(node.name, kind, node.count, catalogue, memory, node.hardware))
+        storage = None if node.storage is None else STORAGES[node.storage]
+        groups.append(
+            NodeGroup(node.name, kind, node.count, catalogue, memory, node.hardware, storage, node.per_machine)
+        )
     return groups, [arrival for arrival in arrivals if arrival.model in sections]
 
 
