@@ -8,8 +8,9 @@ from sim_builders import make_hosting, make_node, make_work, serve_all
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Decision, How, Moving, Placed, Queued, Refused
 from dovetail.cluster.local import LocalNode
-from dovetail.cluster.placer import MAX_CANDIDATES, Search
+from dovetail.cluster.placer import Search
 from dovetail.cluster.seeker import MAX_RETURNS
+from dovetail.cluster.starting import MAX_CANDIDATES
 from dovetail.node.node import Node
 from dovetail.node.protocol import Evicted
 from dovetail.node.runtime import NodeRuntime
@@ -271,7 +272,7 @@ def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
 def submit_to(controller: Controller, index: int) -> None:
     """Start an instance on this node."""
     search = Search(make_work(index))
-    controller.decisions.begin(controller.placer._start_on(handle_of(controller, index), search, How.START))  # type: ignore[arg-type]
+    controller.decisions.begin(controller.placer.start_on(handle_of(controller, index), search, How.START))  # type: ignore[arg-type]
 
 
 def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_their_model_is_placed() -> None:
@@ -296,8 +297,8 @@ def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_thei
 def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:
     controller = make_cluster(*[make_node(name=f"gpu-{index}") for index in range(200)])
     record = make_work().record()
-    assert len(controller.placer._window(record)) <= MAX_CANDIDATES
-    seen = {node.name for _ in range(200) for node in controller.placer._window(record)}
+    assert len(controller.placer.window(record)) <= MAX_CANDIDATES
+    seen = {node.name for _ in range(200) for node in controller.placer.window(record)}
     assert len(seen) == 200
 
 
@@ -306,11 +307,11 @@ def test_in_a_large_cluster_nodes_that_seem_full_are_not_asked() -> None:
     controller = make_cluster(*nodes)
     for node in nodes[:38]:
         assert isinstance(node.start(make_work(model="b"), 0.0), int)
-    window = controller.placer._window(make_work(1).record())
+    window = controller.placer.window(make_work(1).record())
     assert {node.name for node in window} == {"gpu-38", "gpu-39"}
     for node in nodes[38:]:
         node.start(make_work(model="b"), 0.0)
-    assert controller.placer._window(make_work(1).record()), "somebody says why there is no place"
+    assert controller.placer.window(make_work(1).record()), "somebody says why there is no place"
 
 
 def test_what_was_evicted_for_want_of_memory_does_not_come_back_at_once() -> None:

@@ -130,7 +130,8 @@ def test_whoever_dies_between_any_two_steps_the_answer_ends_right_and_once(who: 
 @given(st.integers(0, 2**32))
 def test_random_interleavings_with_deaths_and_cancellations_end_every_request_right(seed: int) -> None:
     rng = Random(seed)
-    fleet = Fleet("ABC", "mn", memory=rng.choice((3_200_000, 10_000_000)))
+    load_s = {name: rng.choice((0.0, 0.2, 4.0)) for name in "ABC"}
+    fleet = Fleet("ABC", "mn", memory=rng.choice((1_600_000, 3_200_000, 10_000_000)), load_s=load_s)
     for number in range(rng.randrange(1, 7)):
         fleet.submit(f"r{number}", rng.choice("mn"), rng.randrange(1, 60), rng.randrange(1, 60))
     for _ in range(rng.randrange(20, 400)):

@@ -16,6 +16,7 @@ from dovetail.policy.headroom import Refusal
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.presets import policy
+from dovetail.profiles.storage import Tier
 from dovetail.sim.layout import read_layout
 from dovetail.sim.replay import replay
 from dovetail.sim.setup import Setup, build
@@ -68,6 +69,19 @@ def test_nodes_of_several_kinds_and_models_of_several_sizes_come_from_one_file(f
     assert nodes["big-0"].residency.ledger.capacity > 100 * GIB > nodes["old-0"].residency.ledger.capacity
     result = simulation.run()
     assert result.met() == len(result.records)
+
+
+def test_nodes_of_one_machine_share_its_tiers(files: tuple[Path, Path, Path]) -> None:
+    nodes = "  - {name: rack, device: gpu, count: 4, hardware: a40-48g, storage: sllm-cluster, per_machine: 2}"
+    files[2].write_text(f"nodes:\n{nodes}\nmodels:\n  usual: {{shape: tiny, share: 8}}\n")
+    simulation = build(make_setup(files, "serverlessllm"))
+    simulation.run()
+    machines = {device.machine for device in simulation.devices if device.machine is not None}
+    assert len(machines) == 2
+    assert sum(machine.loads[Tier.MEMORY] for machine in machines) > 0
+    files[2].write_text(files[2].read_text().replace("sllm-cluster", "shelf"))
+    with pytest.raises(ConfigError, match=r"line 2: nodes\.0\.storage: 'shelf' is unknown"):
+        read_layout(files[2])
 
 
 def test_a_faster_link_loads_faster(files: tuple[Path, Path, Path]) -> None:

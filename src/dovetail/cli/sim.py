@@ -24,9 +24,9 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.presets import POLICIES, policy
 from dovetail.profiles.files import preset_errors, read_profile
 from dovetail.profiles.hardware import PRESETS
-from dovetail.sim import real_log, twin
+from dovetail.sim import real_log, serverlessllm, twin
 from dovetail.sim import replay as replaying
-from dovetail.sim.cost import measure_decisions
+from dovetail.sim.cost import measure_decisions, measure_placement
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain, explain_log
 from dovetail.sim.layout import Layout, read_layout
@@ -342,6 +342,44 @@ def cost(
 ) -> None:
     """Processor time of scheduling decisions of the dovetail policy, by number of nodes."""
     rows = [measure_decisions(profile, count, load=load) for count in nodes or [8, 64, 512]]
+    _print_rows(rows, as_json)
+
+
+@app.command()
+def placements(
+    servers: Annotated[list[int] | None, typer.Option(help="machines of four GPUs each")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Processor time of placements by startup time (the serverlessllm policy), by number of machines.
+
+    Example: dovetail sim placements --servers 1000
+    """
+    _print_rows([measure_placement(count) for count in servers or [10, 100, 1000]], as_json)
+
+
+@app.command()
+def figures(
+    paper: Annotated[str, typer.Argument(help="serverlessllm")] = "serverlessllm",
+    figure: Annotated[str | None, typer.Option(help=", ".join(serverlessllm.FIGURES))] = None,
+    system: Annotated[list[str] | None, typer.Option(help="only these systems; may be repeated")] = None,
+    cv: Annotated[float, typer.Option(help="coefficient of variation of the gaps between arrivals")] = 8.0,
+    span: Annotated[float, typer.Option(help="seconds of arrivals")] = serverlessllm.SPAN_S,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each setting, counted as one")] = 1,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Figures of a paper simulated on its test bed, beside its numbers (Fig 8 to 12 of ServerlessLLM).
+
+    Example: dovetail sim figures serverlessllm --figure 8 --cv 2
+    """
+    if paper != "serverlessllm" or figure not in (None, *serverlessllm.FIGURES):
+        known = ", ".join(serverlessllm.FIGURES)
+        raise ConfigError(f"figures {paper} {figure or ''}: expected serverlessllm, and one of {known} for --figure")
+    rows = []
+    for cell in serverlessllm.cells(figure, cv):
+        if not system or cell.system in system:
+            rows.append(serverlessllm.run_cell(cell, range(seeds), span))
+            if not as_json:
+                typer.echo(" ".join(map(str, rows[-1].values())), err=True)
     _print_rows(rows, as_json)
 
 

@@ -79,6 +79,7 @@ class Controller(Seeker):
 
     def _forget(self, work_id: int) -> None:
         self._owed.pop(work_id, None)
+        self.displacing.pop(work_id, None)
         search = self.seeking.pop(work_id, None)
         if search is not None:
             search.is_over = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from dovetail.cluster.handle import NodeHandle
 from dovetail.node.work import Work
@@ -74,6 +75,27 @@ class Migrated:
     reason: str
 
 
+class DisplacedInstance(NamedTuple):
+    instance: int
+    requests: tuple[int, ...]  # none = it is idle
+    destination: str | None  # the node where they go on, live; None = they are evicted
+
+
+@dataclass(frozen=True, slots=True)
+class Displace:
+    """L7: it waits until these have left a node, where it then starts sooner than anywhere else."""
+
+    work: Work
+    node: NodeHandle
+    start_s: float  # until its weights should be there, everything included
+    moves: tuple[DisplacedInstance, ...]
+
+    @property
+    def instances(self) -> set[tuple[str, int]]:
+        """Those who make way, each with its node."""
+        return {(self.node.name, move.instance) for move in self.moves}
+
+
 @dataclass(frozen=True, slots=True)
 class Warmed:
     """The model has an instance that nobody asked for, or cannot have one."""
@@ -83,4 +105,4 @@ class Warmed:
     refusals: dict[str, int]
 
 
-Decision = Warmed | Migrated | Placed | Queued | Extended | Refused | Moving
+Decision = Warmed | Migrated | Displace | Placed | Queued | Extended | Refused | Moving

@@ -17,6 +17,10 @@ class NodeHandle(Protocol):
     def name(self) -> str: ...
 
     @property
+    def host(self) -> str:
+        """The machine: what is read from its disk for one of its devices, those for the others wait for."""
+
+    @property
     def kind(self) -> DeviceKind: ...
 
     @property

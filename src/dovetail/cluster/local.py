@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from dovetail.cluster.asking import SILENT, SILENT_S
+from dovetail.cluster.asking import LOST, SILENT, SILENT_S
 from dovetail.cluster.decisions import Refused, Warmed
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.runtime import Runtime
@@ -34,7 +34,7 @@ from dovetail.node.protocol import (
 from dovetail.node.protocol import Refused as Refuses
 from dovetail.node.runtime import NodeRuntime
 from dovetail.node.speech import Output as NodeOutput
-from dovetail.node.work import Work
+from dovetail.node.work import RequestRecord, Work
 from dovetail.policy.headroom import Refusal, SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
@@ -47,22 +47,32 @@ class LocalNode:
     """A `cluster.handle.NodeHandle` of a node in this process."""
 
     def __init__(
-        self, runtime: NodeRuntime, ask_late: Callable[[LocalNode, Question, float], int] | None = None
+        self,
+        runtime: NodeRuntime,
+        ask_late: Callable[[LocalNode, Question, float], int] | None = None,
+        order_late: Callable[[LocalNode, Order, float], None] | None = None,
     ) -> None:
         self.runtime = runtime
+        self._order_late = order_late
         self._ask_late = ask_late  # of a node with faults: returns the number under which the answer comes, or does not
-        self.name = runtime.name
+        self.name = self.host = runtime.name
         self.kind: DeviceKind = runtime.kind
         self.is_draining = False
         self.lag_s = 0.0  # what the node says of itself is heard this late
         self.said_s = 0.0  # when the last of it is
+        self.order_lag_s = 0.0  # questions and orders reach it this late
+        self.heard_s = 0.0  # when the last of them does
+        self.life = 0  # counts how often it was lost: what was on its way to it then is lost too
+        self.is_cut = False  # nothing passes either way
+        self.is_given_up = False  # and that was noticed
+        self.is_away = False  # it has left
         self.is_mute = False  # of what it is asked and answers, nothing arrives
         self.silent_until_s = 0.0
         self._offers: dict[int, tuple[Hosting, Offer]] = {}  # by identity: many models share one
 
     @property
     def up(self) -> bool:
-        return self.runtime.up
+        return self.runtime.up and not self.is_given_up
 
     @property
     def in_use(self) -> bool:
@@ -96,14 +106,31 @@ class LocalNode:
     def ask(self, question: Question, now: float) -> Answer | int:
         if self.is_draining and isinstance(question, Propose | Check | Warm):
             return Refuses(Refusal.CLOSED)
+        if self.is_given_up:
+            return LOST
         if now < self.silent_until_s:
             return SILENT
-        if self._ask_late is None or not (self.is_mute or self.lag_s or self.said_s > now):
+        late = self.is_mute or self.is_cut or self.lag_s or self.said_s > now or self.is_deaf(now)
+        if self._ask_late is None or not late:
             return self.runtime.answer(question, now)
         return self._ask_late(self, question, now)
 
     def order(self, order: Order, now: float) -> None:
-        self.runtime.obey(order, now)
+        if self.is_cut:
+            return
+        if self._order_late is not None and self.is_deaf(now):
+            self._order_late(self, order, now)
+        else:
+            self.runtime.obey(order, now)
+
+    def is_deaf(self, now: float) -> bool:
+        """What is said to it now arrives later, in order."""
+        return self.order_lag_s > 0.0 or self.heard_s > now
+
+    def forget_underway(self) -> None:
+        """It is gone, and what was on its way to it and from it."""
+        self.life += 1
+        self.heard_s = self.said_s = 0.0
 
     def fell_silent(self, now: float) -> None:
         self.silent_until_s = now + SILENT_S
@@ -117,7 +144,7 @@ class LocalCluster:
         self.touched: dict[str, NodeRuntime] = {}  # nodes where something happened since their turn was last chosen
         self._dirty: list[NodeRuntime] = []
         self.nodes = [NodeRuntime(node, self._dirty, log) for node in nodes]
-        self.handles = {node.name: LocalNode(node, self._ask_late) for node in self.nodes}
+        self.handles = {node.name: LocalNode(node, self._ask_late, self._order_late) for node in self.nodes}
         self.runtime = Runtime(list(self.handles.values()), knobs, rule=rule, log=log)
         self.runtime.progress = self._progress
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -151,6 +178,43 @@ class LocalCluster:
 
     def drain(self, name: str, now: float) -> None:
         self.runtime.drain(self.handles[name], now)
+        self.settle(now)
+
+    # Partitions, and nodes that leave and join
+
+    def cut(self, name: str) -> dict[int, RequestRecord]:
+        """From now on nothing passes; returns how far the requests there have come, as they were heard of."""
+        handle = self.handles[name]
+        handle.is_cut = True
+        handle.forget_underway()
+        there = [id for id, (node, _) in self.runtime.places.items() if node is handle]
+        heard = {id: handle.runtime.progress(id) for id in there}
+        node = handle.runtime
+        return {id: node.work_of(id).as_of(tokens).record() for id, tokens in heard.items() if tokens is not None}
+
+    def given_up(self, name: str, heard: dict[int, RequestRecord], now: float) -> None:
+        """It was noticed that nothing comes from there."""
+        self.handles[name].is_given_up = True
+        self.runtime.lost(self.handles[name], now, heard)
+        self.settle(now)
+
+    def heal(self, name: str, now: float) -> None:
+        self.handles[name].is_cut = self.handles[name].is_given_up = False
+        self.runtime.joined()
+        self.settle(now)
+
+    def leave(self, node: NodeRuntime, works: Sequence[Work], now: float) -> None:
+        """It is gone for good, with whatever is left there."""
+        handle = self.handles[node.name]
+        handle.is_away = True
+        self.lost(node, works, now)
+        self.runtime.remove(handle)
+
+    def join(self, name: str, now: float) -> None:
+        handle = self.handles[name]
+        handle.is_away = handle.is_draining = False
+        self.runtime.add(handle)
+        self.runtime.joined()
         self.settle(now)
 
     def _progress(self, id: int) -> int | None:
@@ -251,18 +315,47 @@ class LocalCluster:
         lets_go = isinstance(question, Release | TakeBack)
         if handle.is_mute and (number % 2 or lets_go):
             return number
+        if handle.is_cut:
+            return number
+        if handle.is_deaf(now):
+            self._reach(handle, self._ask_now, handle, handle.life, number, question, now=now)
+        else:
+            self._ask_now(handle, handle.life, number, question, now)
+        return number
+
+    def _ask_now(self, handle: LocalNode, life: int, number: int, question: Question, now: float) -> None:
+        if handle.life != life or handle.is_cut:
+            return
         answer = handle.runtime.answer(question, now)
         if not handle.is_mute:
             self._deliver(handle, self._answer, handle, number, answer, now=now)
-        return number
+
+    def _order_late(self, handle: LocalNode, order: Order, now: float) -> None:
+        self._reach(handle, self._order_now, handle, handle.life, order, now=now)
+
+    def _order_now(self, handle: LocalNode, life: int, order: Order, now: float) -> None:
+        if handle.life == life and not handle.is_cut:
+            handle.runtime.obey(order, now)
+
+    def _reach(self, handle: LocalNode, handler: Callable[..., None], *arguments: Any, now: float) -> None:
+        handle.heard_s = max(handle.heard_s, now + handle.order_lag_s)  # late, but in order
+        self._at(handle.heard_s, handler, *arguments)
 
     def _answer(self, handle: LocalNode, number: int, answer: Answer, now: float) -> None:
         handle.silent_until_s = 0.0
         self.runtime.answered(number, answer, now)
 
     def _deliver(self, node: LocalNode, handler: Callable[..., None], *arguments: Any, now: float) -> None:
+        if node.is_cut:
+            return
         if node.lag_s or node.said_s > now:
             node.said_s = max(node.said_s, now + node.lag_s)  # late, but in order
-            self._at(node.said_s, handler, *arguments)
+            self._at(node.said_s, self._deliver_late, node, node.life, handler, arguments)
         else:
+            handler(*arguments, now)
+
+    def _deliver_late(
+        self, node: LocalNode, life: int, handler: Callable[..., None], arguments: tuple[Any, ...], now: float
+    ) -> None:
+        if node.life == life:  # else its connection broke meanwhile
             handler(*arguments, now)

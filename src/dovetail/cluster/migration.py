@@ -42,6 +42,7 @@ class Migration:
     id: int  # of the request
     source: NodeHandle
     reason: str
+    wanted: NodeHandle | None = None  # is asked first
     step: Step = Step.CHOOSING
     destination: NodeHandle | None = None  # holds a copy, or is about to
     instance: int = -1
@@ -76,11 +77,11 @@ class Migrations:
 
     # Beginning
 
-    def begin(self, request: int, reason: str) -> bool:
+    def begin(self, request: int, reason: str, wanted: NodeHandle | None = None) -> bool:
         """Somebody else shall go on with a request that has a place. False: it moves already, or has ended."""
         if request in self._by_request or self.progress(request) is None:
             return False
-        migration = Migration(next(self._numbers), request, self._places[request][0], reason)
+        migration = Migration(next(self._numbers), request, self._places[request][0], reason, wanted)
         self._by_request[request] = migration
         self._controller.decisions.begin(self._choose(migration))
         return True
@@ -88,7 +89,7 @@ class Migrations:
     def _choose(self, migration: Migration) -> Asking[None]:
         """Ask one after another to hold a copy."""
         known = self._controller.works[migration.id].record()
-        for node, instance in self._controller.placer.places_for(known, migration.source)[:MAX_ASKED]:
+        for node, instance in self._controller.placer.places_for(known, migration.source, migration.wanted)[:MAX_ASKED]:
             record = self._record(migration)
             if record is None:
                 break

@@ -7,28 +7,25 @@ is `controller`'s.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from dovetail.cluster.asking import Ask, Asking
-from dovetail.cluster.decisions import How, Placed, Warmed
+from dovetail.cluster.decisions import Displace, How, Placed, Warmed
 from dovetail.cluster.handle import NodeHandle
+from dovetail.cluster.starting import MAX_LOOKS, StartOrder, start, start_or_make_way
 from dovetail.node import protocol
 from dovetail.node.protocol import Accepted, Pausable, Refused, Victim
 from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.consolidate import rank_instances
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import Admission, Knobs
+from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB
-from dovetail.policy.placement import DeviceKind, rank_nodes
-from dovetail.policy.startup import rank_by_start, start_s
+from dovetail.policy.placement import DeviceKind
 
 # Bounds on what one decision looks at, so that its time does not grow with the cluster.
-MAX_LOOKS = 32  # nodes looked at, by what is known of them
-MAX_CANDIDATES = 16  # of these: nodes asked for a start, or where a preempted request could go
-MAX_DOUBTFUL = 4  # the same, where none of those looked at seems to have room
 MAX_INSTANCES = 3  # instances of the model asked to take a request
 MAX_MOVE_LOOKS = 12  # the same, for what gives way
 MAX_MOVES = 6  # nodes and instances asked, all in all, whether they would take what gives way to a request
@@ -55,6 +52,8 @@ class Search:
     could_serve: bool = False  # one of them would keep the targets, undisturbed
     is_over: bool = False  # nobody wants the request any more
     num_checked: int = 0  # nodes asked whether they would take what gives way
+    last_refusal: Refusal | None = None
+    is_full: bool = False  # no device is free, where models have devices to themselves
     _record: RequestRecord | None = None
 
     @property
@@ -74,6 +73,7 @@ class Search:
 
     def note(self, refused: Refused) -> None:
         self.refusals[refused.reason] += 1
+        self.last_refusal = refused.reason
         if refused.prefill_s is not None:
             self.prefill_s = min(self.prefill_s, refused.prefill_s)
             self.decode_s = min(self.decode_s, refused.decode_s)
@@ -90,18 +90,6 @@ class InstanceView:
     phase: Phase
     batch: int
     on_cpu: bool
-
-
-def rank_starts(nodes: Iterable[NodeHandle], model: str, knobs: Knobs, now: float) -> list[NodeHandle]:
-    """In the order in which they are asked to start an instance of the model."""
-    if not knobs.start_soonest:
-        return rank_nodes(nodes, pack=knobs.reactive)
-
-    def seconds(node: NodeHandle) -> float:
-        offer = node.offer_of(model)
-        return 0.0 if offer is None else start_s(node.link_free_s, offer.load_s, now)
-
-    return rank_by_start(nodes, seconds, pack=knobs.reactive)
 
 
 def views_for(request: Work | RequestRecord, views: list[InstanceView]) -> list[InstanceView]:
@@ -125,7 +113,8 @@ class Placer:
         self._instances: dict[tuple[str, int], InstanceView] = {}  # (node, instance)
         self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
         self._turn_of: Counter[str] = Counter()  # round robin, by model
-        self._cursor = 0  # where the next window of candidate nodes begins
+        self.starts = StartOrder(knobs)
+        self.leaving: set[tuple[str, int]] = set()  # (node, instance): somebody else is to have their place (L7)
 
     def add_node(self, node: NodeHandle) -> None:
         if self.knobs.use_cpu or node.kind is not DeviceKind.CPU:
@@ -134,30 +123,38 @@ class Placer:
     def remove_node(self, node: NodeHandle) -> None:
         """It is gone for good."""
         self.forget_node(node)
+        self.starts.forget(node)
         if node in self.nodes:
             self.nodes.remove(node)
 
-    def seek(self, search: Search, *, demand: int, num_parked: int) -> Asking[Placed | None]:
+    def window(self, request: RequestRecord, looks: int = MAX_LOOKS) -> Sequence[NodeHandle]:
+        nodes = [node for node in self.nodes if node.kind is DeviceKind.CPU] if request.adapter else self.nodes
+        return self.starts.window(nodes, request, looks)
+
+    def node_of(self, name: str) -> NodeHandle | None:
+        return next((node for node in self.nodes if node.name == name), None)
+
+    def seek(self, search: Search, *, demand: int, num_parked: int) -> Asking[Placed | Displace | None]:
         """`demand` requests of its model are without a place, `num_parked` models are swapped out."""
         may_pause = self.knobs.pause and num_parked < self.knobs.pause_models
         placed = yield from self.join(search)
         placed = placed or (yield from self._preempt(search, may_pause))
-        placed = placed or (yield from self._start(search))
-        if placed is None and may_pause:
-            placed = yield from self._pause(search, demand)
-        return placed
+        found = placed or (yield from start_or_make_way(self, search))
+        if found is None and may_pause:
+            found = yield from self._pause(search, demand)
+        return found
 
     def come_back(self, search: Search) -> Asking[Placed | None]:
         """A place without making room for it."""
         placed = yield from self.join(search)
-        return placed or (yield from self._start(search))
+        return placed or (yield from start(self, search))
 
     def warm(self, model: str) -> Asking[Warmed]:
         """An instance of the model, where a start would be tried first; one that is there will do."""
         for view in self._by_model.get(model, ()):
             return Warmed(model, view.node, {})
         refusals: Counter[str] = Counter()
-        for node in rank_starts(self.nodes, model, self.knobs, self.now_s):
+        for node in self.starts.rank(self.nodes, model, self.now_s):
             if node.offer_of(model) is not None:
                 answer = yield Ask(node, protocol.Warm(model))
                 if isinstance(answer, Accepted):
@@ -242,6 +239,8 @@ class Placer:
 
     def _candidates(self, work: Work) -> list[InstanceView]:
         views = [view for view in views_for(work, self._by_model[work.model]) if view.phase is work.phase]
+        if self.leaving:
+            views = [view for view in views if (view.node.name, view.id) not in self.leaving]
         if not self.knobs.round_robin or len(views) < 2:
             return rank_instances(views, reactive=self.knobs.reactive)[:MAX_INSTANCES]
         turn = self._turn_of[work.model] % len(views)
@@ -291,13 +290,16 @@ class Placer:
         answer = yield Ask(node, protocol.Warm(request.model))
         return node if isinstance(answer, Accepted) else None
 
-    def places_for(self, request: RequestRecord, source: NodeHandle) -> list[tuple[NodeHandle, int | None]]:
+    def places_for(
+        self, request: RequestRecord, source: NodeHandle, wanted: NodeHandle | None = None
+    ) -> list[tuple[NodeHandle, int | None]]:
         """Where the request may go on, the best first: instances that are there, and nodes that may start one."""
-        views = rank_instances(views_for(request, self._by_model[request.model]), reactive=self.knobs.reactive)[
-            :MAX_INSTANCES
-        ]
-        nodes = rank_starts(self._window(request), request.model, self.knobs, self.now_s)
+        views = views_for(request, self._by_model[request.model])
+        views = rank_instances(views, reactive=self.knobs.reactive)[:MAX_INSTANCES]
+        nodes = self.starts.rank(self.window(request), request.model, self.now_s)
         found = [(view.node, view.id) for view in views] + [(node, None) for node in nodes]
+        if wanted is not None:
+            found = [*((view.node, view.id) for view in views if view.node is wanted), (wanted, None), *found]
         return [(node, instance) for node, instance in found if node is not source and node.up]
 
     def joined(self, node: NodeHandle, instance_id: int, request: RequestRecord) -> None:
@@ -307,6 +309,7 @@ class Placer:
             view.batch += 1
         else:
             self.add_instance(node, instance_id, request.model, request.phase, batch=1)
+            self.starts.started(node, request.model, self.now_s)
 
     def _can_move(self, victim: Victim, source: NodeHandle, search: Search) -> Asking[bool]:
         """Every request of the victim would be accepted somewhere else, each on a node of its own: that a node accepts
@@ -321,7 +324,7 @@ class Placer:
         """A node that would take it and is not taken; it is taken then."""
         found: list[tuple[NodeHandle, int | None]] = []
         found += [(view.node, view.id) for view in views_for(request, self._by_model[request.model])[:MAX_INSTANCES]]
-        found += [(node, None) for node in self._window(request, MAX_MOVE_LOOKS)]
+        found += [(node, None) for node in self.window(request, MAX_MOVE_LOOKS)]
         for node, instance in found:
             if node.name not in taken and (yield from self._would_take(node, request, instance, search)):
                 taken.add(node.name)
@@ -337,41 +340,7 @@ class Placer:
         answer = yield Ask(node, protocol.Check(request, instance))
         return isinstance(answer, Accepted)
 
-    def _start(self, search: Search) -> Asking[Placed | None]:
-        for node in rank_starts(self._window(search.record), search.work.model, self.knobs, self.now_s):
-            placed = yield from self._start_on(node, search, How.START)
-            if placed is not None:
-                return placed
-        return None
-
-    def _window(self, request: RequestRecord, looks: int = MAX_LOOKS) -> Sequence[NodeHandle]:
-        """All nodes of a small cluster; of a large one some from all over it that seem to have room for an instance,
-        others with every call."""
-        nodes = [node for node in self.nodes if node.kind is DeviceKind.CPU] if request.adapter else self.nodes
-        count = len(nodes)
-        if count <= MAX_CANDIDATES:
-            return nodes
-        self._cursor = start = (self._cursor + 1) % count
-        looks = min(count, looks)
-        seen = [nodes[(start + step * count // looks) % count] for step in range(looks)]
-        if self.knobs.admission is not Admission.SHADOW:
-            return seen[:: -(len(seen) // -MAX_CANDIDATES)]
-        roomy = [node for node in seen if self._has_room(node, request)]
-        if not roomy:
-            return seen[:: -(len(seen) // -MAX_DOUBTFUL)]
-        return roomy[:: -(len(roomy) // -MAX_CANDIDATES)]
-
-    def _has_room(self, node: NodeHandle, request: RequestRecord) -> bool:
-        """By what it last said: memory for the weights, and time for one more decode in every round."""
-        offer = node.offer_of(request.model)
-        if offer is None or not node.up:
-            return False
-        room = node.room
-        if offer.weight_bytes > room.weight_bytes:
-            return False
-        return room.pace_s + offer.decode_s <= min(request.tpot_s, room.strictest_s) or not room.pace_s
-
-    def _start_on(self, node: NodeHandle, search: Search, how: How) -> Asking[Placed | None]:
+    def start_on(self, node: NodeHandle, search: Search, how: How) -> Asking[Placed | None]:
         work = search.work
         if node.name in search.avoided:
             search.refusals[Refusal.MEMORY] += 1
@@ -383,6 +352,7 @@ class Placer:
         if not isinstance(answer, Accepted):
             return None
         self.add_instance(node, answer.instance, work.model, work.phase, batch=1)
+        self.starts.started(node, work.model, self.now_s)
         return Placed(work, node, answer.instance, how)
 
     def _has_instance(self, node: NodeHandle, work: Work) -> bool:
@@ -393,7 +363,7 @@ class Placer:
         """Swap out the instance with the longest headroom, if that makes room for an instance of the work's model."""
         urgent = search.work.due_s - self.now_s <= self.knobs.pause_last_s
         best: tuple[float, NodeHandle, int] | None = None
-        for node in self._window(search.record):
+        for node in self.window(search.record):
             if node.kind is DeviceKind.GPU:
                 answer = yield Ask(node, protocol.FindPausable(search.record))
                 for option in answer.found if isinstance(answer, protocol.Pausables) else ():
@@ -406,7 +376,7 @@ class Placer:
         _, node, instance = best
         node.order(protocol.Preempt(instance, "paused"), self.now_s)
         self.forget(node, instance)
-        return (yield from self._start_on(node, search, How.PAUSE))
+        return (yield from self.start_on(node, search, How.PAUSE))
 
     def _pays(self, option: Pausable, demand: int, urgent: bool) -> bool:
         """A swap costs two loads: it pays for a larger batch, or at the last moment for light weights."""

@@ -42,7 +42,7 @@ class RemoteNode:
         tokens_of: Callable[[int], list[int]],
         numbers: Iterator[int],
     ) -> None:
-        self.name = name
+        self.name = self.host = name
         self.kind = kind
         self.up = False
         self.is_draining = False

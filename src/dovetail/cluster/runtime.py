@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Decision, Migrated, Moving, Placed, Refused, Warmed
+from dovetail.cluster.decisions import Decision, Displace, Migrated, Moving, Placed, Refused, Warmed
+from dovetail.cluster.displacing import Displacements
 from dovetail.cluster.drain import Drain
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.intake import Submission, works_of
@@ -34,6 +35,7 @@ class Runtime:
         self.outbox: deque[Refused | Warmed] = deque()
         self.places: dict[int, tuple[NodeHandle, int]] = {}  # by request: node and instance
         self.migrations = Migrations(self.controller, self.places)
+        self.displacements = Displacements(self.controller, self.migrations, self.places)
         self.drains: dict[str, Drain] = {}  # by node
         self._rule = rule or SloRule()
         self._log = log
@@ -144,9 +146,13 @@ class Runtime:
         elif isinstance(notice, protocol.InstanceReady):
             controller.ready(node, notice.model, now)
         elif isinstance(notice, protocol.Offered):
+            controller.placer.starts.offered(node, notice.model, notice.offer)
             controller.changed()
         elif isinstance(notice, protocol.InstanceClosed | protocol.InstanceGone):
             is_gone = isinstance(notice, protocol.InstanceGone)
+            if is_gone:
+                controller.at(now)
+                self.displacements.gone(node, notice.instance)
             controller.closed(node, notice.instance, now, is_gone=is_gone)
         elif isinstance(notice, protocol.NodeView):
             controller.placer.saw(node, notice)
@@ -200,6 +206,7 @@ class Runtime:
         """It was noticed that the node is gone. `records` say how far its requests had come, where that is known."""
         self.controller.at(now)
         self.migrations.lost(node)
+        self.displacements.lost(node)
         ids = [id for id, (place, _) in self.places.items() if place is node]
         for id in ids:
             del self.places[id]
@@ -250,19 +257,22 @@ class Runtime:
     # What the controller says
 
     def _settle(self, now: float) -> None:
-        if self.drains:
-            self._step_drains(now)
-        while self.controller.outbox:
-            decisions, self.controller.outbox = self.controller.outbox, []
-            for decision in decisions:
-                self._decide(decision, now)
-            if not self.controller.outbox:
-                self._step_drains(now)
+        """Decisions first: who moves where is looked at when everybody is where it was decided."""
+        is_settled = False
+        while not is_settled:
+            while self.controller.outbox:
+                decisions, self.controller.outbox = self.controller.outbox, []
+                for decision in decisions:
+                    self._decide(decision, now)
+            if self.drains or self.displacements:
+                self._step_moves(now)
+            is_settled = not self.controller.outbox
 
-    def _step_drains(self, now: float) -> None:
+    def _step_moves(self, now: float) -> None:
         self.controller.at(now)
         for drain in self.drains.values():
             drain.step(now)
+        self.displacements.step()
 
     def _decide(self, decision: Decision, now: float) -> None:
         if isinstance(decision, Warmed):
@@ -275,6 +285,8 @@ class Runtime:
             self.on_placed(decision.work.id, now)
             if isinstance(decision, Migrated):
                 self.controller.prefilled(decision.work.id, 0.0, now)  # where it goes on its prompt is computed
+        elif isinstance(decision, Displace):
+            self.displacements.begin(decision)
         elif isinstance(decision, Moving):
             self.places.pop(decision.work.id, None)
         elif isinstance(decision, Refused):

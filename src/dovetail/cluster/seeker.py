@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from dovetail.cluster.asking import Ask, Asking, Decisions
-from dovetail.cluster.decisions import Decision, Extended, Moving, Placed, Queued, Refused
+from dovetail.cluster.decisions import Decision, Displace, Extended, Moving, Placed, Queued, Refused
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.placer import MAX_INSTANCES, Placer, Search, Unwanted
 from dovetail.cluster.swapped import SwappedOut
@@ -28,6 +28,7 @@ MAX_RETURNS = 24  # instances asked, all in all, to take back swapped-out reques
 MAX_TAKEN_BACK = 16  # long answers, for one newcomer
 KEPT_ENDS = 16
 PREPARE_AGAIN_S = 10.0  # a cold start in vain costs others their memory: not many for one model
+DISPLACE_S, DISPLACE_FACTOR = 5.0, 3.0  # longer than this, and so many times what was estimated, nobody waits for L7
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 # Refusals that go away with later deadlines.
 TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE, Refusal.LINK}
@@ -55,6 +56,7 @@ class Seeker:
         self.room: WaitingRoom[Search] = WaitingRoom(knobs.retry_s, on_change=knobs.retry_on_change)
         self.seeking: dict[int, Search] = {}  # a node was asked and has not answered yet
         self.moving: dict[int, Work] = {}  # between places, until a time of their own
+        self.displacing: dict[int, float] = {}  # by request: others make way for it (L7); it waits until then
         self.parked = SwappedOut()
         self.followers: dict[int, list[Work]] = {}  # by leader: choices that wait until the prompt is computed once
         self._timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
@@ -91,10 +93,15 @@ class Seeker:
 
     def _place(self, search: Search) -> Asking[None]:
         work = search.work
+        placed: Placed | Displace | None
         for is_extended in (False, True):
             demand = 1 + self.room.by_model[work.model]
             try:
-                placed = yield from self.placer.seek(search, demand=demand, num_parked=self.parked.num_models)
+                if self._now < self.displacing.get(work.id, 0.0):
+                    placed = yield from self.placer.join(search)
+                else:
+                    self.displacing.pop(work.id, None)
+                    placed = yield from self.placer.seek(search, demand=demand, num_parked=self.parked.num_models)
             except Unwanted:
                 return
             if search.is_over:
@@ -105,7 +112,10 @@ class Seeker:
             self._extend(work, search.prefill_s, search.decode_s)
             search = self.seeking[work.id] = Search(work, search.avoided)
         del self.seeking[work.id]
-        if placed is not None:
+        if isinstance(placed, Displace):
+            self._wait_for(placed, search)
+        elif placed is not None:
+            self.displacing.pop(work.id, None)
             self._owed.pop(work.id, None)
             self.outbox.append(placed)
             self._reunite(work.model)
@@ -116,6 +126,22 @@ class Seeker:
         else:
             self.room.enter(work, search, self._now)
             self.outbox.append(Queued(work, dict(search.refusals)))
+
+    def _wait_for(self, plan: Displace, search: Search) -> None:
+        """L7: others make way for it, and it starts in their place."""
+        self.room.enter(plan.work, search, self._now)
+        self.placer.leaving |= plan.instances
+        self.displacing[plan.work.id] = self._now + max(DISPLACE_S, DISPLACE_FACTOR * plan.start_s)
+        self.outbox.append(plan)
+
+    def displaced(self, work: Work, *, is_free: bool) -> None:
+        """Those who made way for it are gone, or cannot go."""
+        self.displacing.pop(work.id, None)
+        if not is_free:
+            self.room.changed()
+        elif work.id in self.room:
+            self.room.leave(work.id)
+            self._seek(work)
 
     def _is_lenient(self, work: Work) -> bool:
         """Better late than never: it did not ask for its targets, or its client has read a part of it."""
@@ -199,6 +225,7 @@ class Seeker:
         is_never = reason == "hardware" and not search.could_serve
         retry_after_s = None if is_never else self._retry_after_s()
         self._owed.pop(work.id, None)
+        self.displacing.pop(work.id, None)
         self._lengths.ended(work.id)
         for one in (work, *self.followers.pop(work.id, ())):
             self.outbox.append(Refused(one, reason, dict(search.refusals), retry_after_s))

@@ -238,12 +238,16 @@ class Admitter:
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
         if weights and weights > self._weights_room():
             return Refusal.MEMORY
-        required = self.required(hosting, work.model, [(work.input_tokens, work.produced)])
-        if hosting.max_kv_tokens is not None and required > (most := self.most_tokens(hosting)):
-            required = max(most, self._bare(hosting, work))  # alone it gets what there is: its answer may be short
+        required = self._required_for_start(hosting, work)
         room = self.room(hosting, 0, weights)
         granted = granted_tokens(required, self.recommended(hosting, required), room)
         return Refusal.MEMORY if granted is None else Grant(granted)
+
+    def _required_for_start(self, hosting: Hosting, work: Work) -> int:
+        required = self.required(hosting, work.model, [(work.input_tokens, work.produced)])
+        if hosting.max_kv_tokens is not None and required > (most := self.most_tokens(hosting)):
+            required = max(most, self._bare(hosting, work))  # alone it gets what there is: its answer may be short
+        return required
 
     def _weights_room(self) -> int:
         """What the weights of one more instance may take. With more of them too little of the device would be left for
@@ -253,6 +257,18 @@ class Admitter:
             return ledger.available
         resident = sum(one.hosting.weight_bytes for one in self._instances.values())
         return min(ledger.available, int(share * ledger.capacity) - resident)
+
+    def missing_bytes(self, hosting: Hosting, work: Work) -> int:
+        """L7: what would have to come free for a start of the work's model; 0 = memory is not what it lacks."""
+        ledger = self._residency.ledger
+        weights = 0 if hosting.weights_in_place else hosting.weight_bytes
+        if self.knobs.whole_node_kv:
+            return max(ledger.capacity // min(self.knobs.shares, hosting.slots) - ledger.available, 0)
+        required = self._required_for_start(hosting, work)
+        missing = weights + required * hosting.kv_bytes_per_token - ledger.available
+        if weights:
+            missing = max(missing, weights - self._weights_room())
+        return max(missing, 1 if self._slots(hosting) is not None else 0)
 
     def _memory_gap(self, instance: Instance, work: Work) -> int:
         required = self.required(

@@ -7,9 +7,10 @@ from __future__ import annotations
 from dovetail.node import protocol
 from dovetail.node.instance import State
 from dovetail.node.node import Node
+from dovetail.node.outlook import movable
 from dovetail.node.work import SLACK, Work
 from dovetail.policy.fairness import Running, who_gives_way
-from dovetail.policy.headroom import Refusal
+from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.latency import Latency
 from dovetail.policy.placement import Hosting
 from dovetail.profiles.live import LiveLatency
@@ -43,7 +44,15 @@ def offer_of(node: Node, hosting: Hosting) -> protocol.Offer:
     room_tokens = node.admit.most_tokens(hosting) - hosting.block_tokens
     weight_bytes = 0 if hosting.weights_in_place else hosting.weight_bytes
     decode_s = hosting.latency.decode_s(1, USUAL_TOKENS) * node.admit.overestimate
-    return protocol.Offer(room_tokens, weight_bytes, decode_s, hosting.load_s)
+    token_s, resume_s = _recompute(hosting.latency)
+    return protocol.Offer(room_tokens, weight_bytes, decode_s, hosting.load_s, hosting.disk_s, token_s, resume_s)
+
+
+def _recompute(latency: Latency) -> tuple[float, float]:
+    """L6: seconds for each token, and on top, of computing what was said elsewhere: a line through two lengths."""
+    usual_s, double_s = latency.prefill_s(USUAL_TOKENS), latency.prefill_s(2 * USUAL_TOKENS)
+    token_s = max(double_s - usual_s, 0.0) / USUAL_TOKENS
+    return token_s, max(usual_s - USUAL_TOKENS * token_s, 0.0)
 
 
 def load_s(node: Node, question: protocol.Propose, now: float) -> float:
@@ -109,7 +118,9 @@ def refused(node: Node, refusal: Refusal, work: Work) -> protocol.Refused:
 
 
 def look(
-    node: Node, question: protocol.Check | protocol.FindVictims | protocol.FindPausable | protocol.Ease, now: float
+    node: Node,
+    question: protocol.Check | protocol.FindVictims | protocol.FindPausable | protocol.FindGuests | protocol.Ease,
+    now: float,
 ) -> protocol.Answer:
     if isinstance(question, protocol.Check):
         return check(node, question, now)
@@ -117,6 +128,8 @@ def look(
         return find_victims(node, question, now)
     if isinstance(question, protocol.FindPausable):
         return find_pausable(node, question, now)
+    if isinstance(question, protocol.FindGuests):
+        return find_guests(node, question)
     return ease(node, question, now)
 
 
@@ -137,6 +150,27 @@ def find_victims(node: Node, question: protocol.FindVictims, now: float) -> prot
 def find_pausable(node: Node, question: protocol.FindPausable, now: float) -> protocol.Pausables:
     found = node.pausable_for(Work.of(question.request), now)
     return protocol.Pausables(tuple(protocol.Pausable(*one) for one in found))
+
+
+def find_guests(node: Node, question: protocol.FindGuests) -> protocol.Guests:
+    """L7. Whoever still waits for a first token is not disturbed, nor is who is held for a migration."""
+    work = Work.of(question.request)
+    hosting = node.admit.hostings.get(work.model)
+    if hosting is None or not node.up:
+        return protocol.Guests()
+    missing = node.admit.missing_bytes(hosting, work)
+    settled = [one for one in node.instances.values() if one.state is State.READY and not one.waiting and not one.held]
+    settled = [one for one in settled if one.hosting.keep_alive_s != INFINITY]
+    guests = [
+        protocol.Guest(
+            one.id,
+            one.model,
+            node.residency.planned_bytes(one),
+            tuple(work.record() for work in movable(one)),
+        )
+        for one in settled
+    ]
+    return protocol.Guests(missing, tuple(guests) if missing else ())
 
 
 def ease(node: Node, question: protocol.Ease, now: float) -> protocol.Eased:

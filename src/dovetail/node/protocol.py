@@ -44,6 +44,12 @@ class FindPausable(msgspec.Struct, frozen=True, tag="find_pausable"):
     request: RequestRecord
 
 
+class FindGuests(msgspec.Struct, frozen=True, tag="find_guests"):
+    """L7: who would have to go so that an instance for the request could start?"""
+
+    request: RequestRecord
+
+
 class Ease(msgspec.Struct, frozen=True, tag="ease"):
     """Let everybody who did not ask for targets go at a pace at which there is time for this request too."""
 
@@ -66,7 +72,7 @@ class Warm(msgspec.Struct, frozen=True, tag="warm"):
     model: str
 
 
-Question = Propose | Warm | Release | Check | FindVictims | FindPausable | Ease | TakeBack
+Question = Propose | Warm | Release | Check | FindVictims | FindPausable | FindGuests | Ease | TakeBack
 
 # Answers
 
@@ -109,6 +115,20 @@ class Pausables(msgspec.Struct, frozen=True, tag="pausables"):
     found: tuple[Pausable, ...] = ()  # the longest headroom first
 
 
+class Guest(msgspec.Struct, frozen=True):
+    """An instance that could go: nobody on it waits for a first token."""
+
+    instance: int
+    model: str
+    frees_bytes: int
+    requests: tuple[RequestRecord, ...]  # as they would go elsewhere; none = it is idle
+
+
+class Guests(msgspec.Struct, frozen=True, tag="guests"):
+    missing_bytes: int = 0  # that a start needs beyond what is free; 0 = nobody has to go
+    found: tuple[Guest, ...] = ()
+
+
 class Eased(msgspec.Struct, frozen=True, tag="eased"):
     pace_s: float = 0.0  # of a token, from now on
 
@@ -122,7 +142,7 @@ class TookBack(msgspec.Struct, frozen=True, tag="took_back"):
     decode_s: float = 0.0
 
 
-Answer = Accepted | Refused | Victims | Pausables | Eased | TookBack
+Answer = Accepted | Refused | Victims | Pausables | Guests | Eased | TookBack
 
 # Orders
 
@@ -274,6 +294,9 @@ class Offer(msgspec.Struct, frozen=True):
     weight_bytes: int = 0  # that a start takes; 0 = they are in place
     decode_s: float = 0.0  # one token of a usual context on an otherwise empty device, overestimated
     load_s: float = 0.0  # what a start takes until the weights are there, were nothing else loaded; 0 = not known
+    disk_s: float = 0.0  # for so much of it the disk or network of the machine is busy, which its devices share
+    token_s: float = 0.0  # L6: recomputing n tokens of an answer that moves here takes token_s · n + resume_s
+    resume_s: float = 0.0
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered"):

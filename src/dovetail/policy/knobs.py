@@ -19,6 +19,14 @@ class Shadow(StrEnum):
     CLOSED = "closed"  # S4 summed up in closed form, loading instances left out
 
 
+class MakeWay(StrEnum):
+    """What may be done to those who run where a model would start soonest."""
+
+    NEVER = "never"
+    MIGRATE = "migrate"  # L7: they go on elsewhere, live, if the start is sooner with that than anywhere else
+    PREEMPT = "preempt"  # Shepherd*: they are evicted and begin anew elsewhere
+
+
 class TurnOrder(StrEnum):
     DEADLINE = "deadline"  # S2: the shortest headroom runs
     DRAIN = "drain"  # while everyone has slack, the instance that will free its memory soonest runs
@@ -73,6 +81,9 @@ class Knobs:
     reclaim_idle: bool = False  # idle instances give way to a start before their keep-alive is over
     live_moves: bool = False  # L4: who outgrows its node goes on while another one recomputes what it has said
     start_soonest: bool = False  # L6: a model starts where its weights are there first; else nodes are packed (S11)
+    start_random: bool = False  # a model starts on any node that takes it (the usual serverless scheduler)
+    start_waits: bool = False  # with start_soonest: it waits for the node where that is, and starts nowhere else
+    make_way: MakeWay = MakeWay.NEVER  # with start_soonest: others are moved away, or evicted, for a sooner start
     count_loads: bool = False  # a start counts the loads before its own on the link (L6)
     pause: bool = False  # swap out instances that are far ahead of their deadlines, to make room for others
     pause_headroom_s: float = 12.0  # an instance with less is not swapped out

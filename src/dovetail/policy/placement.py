@@ -31,6 +31,7 @@ class Hosting:
     concurrency: int = 1  # limit of the ServerlessLLM baselines, whole node
     half_concurrency: int = 1  # the same with half a node
     load_s: float = 0.0  # bringing the weights onto the device
+    disk_s: float = 0.0  # for so much of it the disk or network of the machine is busy, which its devices share
     weights_in_place: bool = False  # served from host memory: no load, no share of the ledger
     max_kv_tokens: int | None = None  # its KV pool is never made larger
     keep_alive_s: float | None = None  # of its own; None = the policy's, infinite = never unloaded

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.policy.knobs import Admission, Knobs, TurnOrder
+from dovetail.policy.knobs import Admission, Knobs, MakeWay, TurnOrder
 
 SLINFER = Knobs(name="slinfer")
 SLLM_C = Knobs(
@@ -19,6 +19,20 @@ SLLM_C = Knobs(
 )
 SLLM = replace(SLLM_C, name="sllm", use_cpu=False)
 SLLM_CS = replace(SLLM_C, name="sllm+c+s", sharing=True, shares=2)
+# ServerlessLLM's own evaluation: a model has a GPU to itself, and the schedulers differ in where one starts (L6, L7).
+SERVERLESSLLM = replace(
+    SLLM,
+    name="serverlessllm",
+    slo_scale=1.0,
+    round_robin=False,
+    free_resize=True,
+    retry_on_change=True,
+    start_soonest=True,
+    make_way=MakeWay.MIGRATE,
+)
+SHEPHERD = replace(SERVERLESSLLM, name="shepherd*", make_way=MakeWay.PREEMPT)
+LOCALITY = replace(SERVERLESSLLM, name="locality", make_way=MakeWay.NEVER, start_waits=True)
+RANDOM = replace(SERVERLESSLLM, name="random", start_soonest=False, start_random=True, make_way=MakeWay.NEVER)
 # Each improvement over SLINFER by name, so that its share can be shown.
 IMPROVEMENTS: dict[str, dict[str, object]] = {
     "in-place resize": {"free_resize": True},
@@ -32,7 +46,13 @@ DOVETAIL = replace(SLINFER, name="dovetail")
 for _changes in IMPROVEMENTS.values():
     DOVETAIL = replace(DOVETAIL, **_changes)  # type: ignore[arg-type]
 
-POLICIES = {knobs.name: knobs for knobs in (SLINFER, SLLM, SLLM_C, SLLM_CS, DOVETAIL)}
+POLICIES = {
+    knobs.name: knobs
+    for knobs in (
+        *(SLINFER, SLLM, SLLM_C, SLLM_CS, DOVETAIL),
+        *(SERVERLESSLLM, SHEPHERD, LOCALITY, RANDOM),
+    )
+}
 
 # Switches that --set understands beside any field of Knobs.
 ABLATIONS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.knobs import Knobs, MakeWay
 from dovetail.policy.presets import policy
 
 # A pool grows and shrinks in place, so that a small floor costs nothing. Keep-alives are long and memory is what the
@@ -25,6 +25,7 @@ REAL: dict[str, object] = {
     "pack_prompts": True,
     "smooth_answers": True,
     "start_soonest": True,
+    "make_way": MakeWay.MIGRATE,
 }
 
 

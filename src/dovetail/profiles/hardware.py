@@ -54,6 +54,11 @@ PRESETS = {
             )
             for part, slices in ((1, 1), (2, 2), (3, 4), (4, 4))
         ),
+        # ServerlessLLM's two test beds, by data sheet with the A100's efficiencies; memory less what the runtime takes.
+        replace(GPU, name="a40-48g", flops=149.7e12, bandwidth=696e9, memory_gib=44.0, load_gib_per_s=23.3),
+        # Two of them as one device: its evaluation splits what is too large for one (OPT-30B).
+        replace(GPU, name="a40-48g-pair", flops=299.4e12, bandwidth=1.392e12, memory_gib=88.0, load_gib_per_s=46.6),
+        replace(GPU, name="a5000-24g", flops=111e12, bandwidth=768e9, memory_gib=22.5, load_gib_per_s=23.3),
         replace(XEON, name="xeon-8c-amx", flops=105e12 / 4, bandwidth=200e9, memory_gib=64.0),
         replace(XEON, name="xeon-16c-amx", flops=105e12 / 2, bandwidth=290e9, memory_gib=128.0),
         XEON,

@@ -14,19 +14,23 @@ from dovetail.node.events import Turn
 from dovetail.node.node import Node
 from dovetail.node.work import Work
 from dovetail.policy.knobs import Knobs
-from dovetail.policy.placement import DeviceKind
-from dovetail.policy.presets import DOVETAIL
+from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
+from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.presets import DOVETAIL, SERVERLESSLLM
 from dovetail.profiles.files import read_profile
+from dovetail.profiles.storage import SLLM_CLUSTER
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise
 from dovetail.sim.metrics import percentile
-from dovetail.sim.setup import make_devices, uniform_groups
+from dovetail.sim.setup import NodeGroup, make_devices, uniform_groups
 from dovetail.sim.trace import Arrival
 from dovetail.sim.workload import Workload, generate
 
 REQUESTS_PER_NODE = 40
 MODELS_PER_NODE = 16
+PLACEMENTS_PER_SERVER = 8
+RATE_PER_SERVER = 0.25  # requests/s
 RATE_PER_NODE = 0.65  # requests/s: the load of the 128-model trace on 8 nodes
 
 
@@ -82,6 +86,52 @@ def measure_decisions(
         "admission_p99_us": round(1e6 * percentile(admissions, 0.99), 1),
         "turn_p50_us": round(1e6 * percentile(turns, 0.50), 2),
         "turn_p99_us": round(1e6 * percentile(turns, 0.99), 2),
+    }
+
+
+def measure_placement(servers: int, seed: int = 0) -> dict[str, Any]:
+    """L6, L7 on machines of four GPUs each, of which about two thirds are taken. Tokens take long, so that there are
+    few of them beside the decisions."""
+    count, models = PLACEMENTS_PER_SERVER * servers, 2 * servers
+    arrivals = [
+        arrival._replace(ttft_s=300.0, tpot_s=60.0)
+        for arrival in generate(Workload(count, models, RATE_PER_SERVER * servers, zipf=0.9, cv=2.0), seed, ((128, 4),))
+    ]
+    slow = LatencyModel(Curve([(1, 1.0), (2048, 2.0)]), Surface([(512, Curve([(1, 1.0), (2, 1.0)]))]))
+    hosting = Hosting(int(12.4 * GIB), 512 * 1024, slow, load_s=1.0, keep_alive_s=2.0)
+    catalogue = dict.fromkeys(map(str, range(models)), hosting)
+    knobs = SERVERLESSLLM
+    group = NodeGroup("gpu", DeviceKind.GPU, 4 * servers, catalogue, 44.0, "a40-48g", SLLM_CLUSTER, per_machine=4)
+    devices = make_devices([group], arrivals, knobs, Noise(Random(seed), 0.05))
+    simulation = Simulation(devices, knobs, arrivals)
+    simulation.keep_samples = False
+    controller = simulation.cluster.runtime.controller
+    times_s, queues = [], []
+    submit = controller.submit
+
+    def timed(works: Sequence[Work], now: float) -> None:
+        queues.append(len(controller.room))
+        started = time.thread_time()
+        submit(works, now)
+        times_s.append(time.thread_time() - started)
+
+    controller.submit = timed  # type: ignore[method-assign]
+    gc.collect()
+    gc.freeze()
+    simulation.run()
+    gc.unfreeze()
+    ranked = sorted(times_s)
+    runtime = simulation.cluster.runtime
+    return {
+        "servers": servers,
+        "GPUs": 4 * servers,
+        "models": models,
+        "decisions": len(ranked),
+        "queued_mean": round(sum(queues) / len(queues), 1),
+        "made_way": runtime.displacements.completed,
+        "decision_p50_us": round(1e6 * percentile(ranked, 0.50), 1),
+        "decision_p99_us": round(1e6 * percentile(ranked, 0.99), 1),
+        "decisions_per_s": round(len(ranked) / sum(ranked)),
     }
 
 

@@ -13,6 +13,7 @@ from dovetail.node.node import Node
 from dovetail.node.shares import Share
 from dovetail.node.work import Work
 from dovetail.sim.durations import Durations
+from dovetail.sim.tiers import Machine
 
 
 class Device:
@@ -27,6 +28,7 @@ class Device:
         self.decode_turns = 0
         self.decode_tokens = 0
         self.link_free_s = 0.0
+        self.machine: Machine | None = None  # where its weights come from; None = one rate for all
         self._ends: dict[int, list[tuple[int, int, int]]] = {}  # instance → heap of (clock, request, joined)
 
     def turn_s(self, turn: Turn) -> float:
@@ -84,6 +86,15 @@ class Device:
         self.epoch += 1
         self.link_free_s = 0.0
         self._ends.clear()
+
+    def load_end_s(self, command: StartLoad, now: float) -> float:
+        """One link, one load at a time."""
+        if self.machine is not None:
+            end_s = self.machine.begin_load(command.model, self.link_free_s, now, self.slowdown)
+        else:
+            end_s = max(now, self.link_free_s) + self.load_s(command)
+        self.link_free_s = end_s
+        return end_s
 
     def load_s(self, command: StartLoad) -> float:
         return self.durations.load_s(self.node, command) * self.slowdown

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -22,15 +23,13 @@ from dovetail.policy.headroom import INFINITY, SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
 from dovetail.sim.device import Device
-from dovetail.sim.faults import Fault, FaultKind
+from dovetail.sim.faults import Fault
 from dovetail.sim.metrics import Fate, Record, Result
 from dovetail.sim.sampling import Sampler
+from dovetail.sim.striking import MEMORY, REQUEST, SAMPLE, TIMER, TURN, Striker
 from dovetail.sim.trace import Arrival
 
-# Priorities of events at the same instant: memory first, then turns, then timers, then requests, then samples.
-MEMORY, TURN, TIMER, REQUEST, SAMPLE = range(5)
 SAMPLE_EVERY_S = 1.0
-DETECT_S = 0.5  # until the controller knows that a node is gone
 
 
 class Simulation:
@@ -61,13 +60,17 @@ class Simulation:
         self.on_sample: Callable[[float], None] | None = None
         self.cluster = LocalCluster([device.node for device in self.devices], knobs, rule=self.rule, log=log)
         self._device_of = {device.node.name: device for device in self.devices}
-        self._node_of = {id(device): node for device, node in zip(self.devices, self.cluster.nodes, strict=True)}
+        self.node_of = {id(device): node for device, node in zip(self.devices, self.cluster.nodes, strict=True)}
+        for device in self.devices:
+            if device.machine is not None:
+                self.cluster.handles[device.node.name].host = device.machine.name
         self.result = Result(knobs.name, self.records, [], [d.node.name for d in self.devices], self.horizon_s)
         self.result.rule = self.rule
         self._heap: list[tuple[float, int, int, Callable[..., None], Any]] = []
         self._serial = 0
         self._wake_s = INFINITY  # when the runtime will be woken
         self._sampler = Sampler(self.devices)
+        self._striker = Striker(self)
         self._on_one_thread = on_one_thread
         self._unheard: list[tuple[Callable[..., None], Any]] = []  # what happened during the turn of the one thread
         self._is_hearing = False  # it takes that in: no turn begins before it has heard everything
@@ -84,8 +87,8 @@ class Simulation:
     def run(self) -> Result:
         self._announce(0)
         for fault in self.faults:
-            self._push(fault.at_s, MEMORY, self._strike, fault)
-        self._push(0.0, SAMPLE, self._sample, None)
+            self.push(fault.at_s, MEMORY, self._striker.strike, fault)
+        self.push(0.0, SAMPLE, self._sample, None)
         heap = self._heap
         while heap:
             now, priority, _, handler, argument = heappop(heap)
@@ -100,7 +103,7 @@ class Simulation:
             self.result.decode_tokens += device.decode_tokens
         return self.result
 
-    def _push(self, time_s: float, priority: int, handler: Callable[..., None], argument: Any) -> None:
+    def push(self, time_s: float, priority: int, handler: Callable[..., None], argument: Any) -> None:
         self._serial = serial = self._serial + 1
         heappush(self._heap, (time_s, priority, serial, handler, argument))
 
@@ -108,7 +111,7 @@ class Simulation:
         """The next arrival; a node that may hear of several at once needs all of them in the heap."""
         last = len(self.arrivals) if self._on_one_thread else index + 1
         for number in range(index, min(last, len(self.arrivals))):
-            self._push(self.arrivals[number].arrival_s, REQUEST, self._arrive, number)
+            self.push(self.arrivals[number].arrival_s, REQUEST, self._arrive, number)
 
     # Events
 
@@ -118,7 +121,7 @@ class Simulation:
             self._announce(index + 1)
         self.open += len(arrival.produced)
         self.cluster.submit(submission_of(arrival), now)
-        self._settle(now)
+        self.settle(now)
 
     def _wake(self, now: float, wake_s: float) -> None:
         if wake_s != self._wake_s:
@@ -127,16 +130,16 @@ class Simulation:
         due_s = self.cluster.next_wake_s()
         if due_s is not None and due_s <= now:  # else it woke by itself to choose a turn
             self.cluster.wake(now)
-        self._settle(now)
+        self.settle(now)
 
     def _turn_end(self, now: float, key: tuple[Device, int]) -> None:
         device, epoch = key
         if epoch != device.epoch:
             return
         if now < device.stalled_until_s:
-            self._push(device.stalled_until_s, TURN, self._turn_end, key)
+            self.push(device.stalled_until_s, TURN, self._turn_end, key)
             return
-        cluster, turn, node = self.cluster, device.node.turn, self._node_of[id(device)]
+        cluster, turn, node = self.cluster, device.node.turn, self.node_of[id(device)]
         assert turn is not None
         cluster.turn_ended(node, now, device.finished(turn))
         if cluster.outbox:
@@ -144,7 +147,7 @@ class Simulation:
         if self._on_one_thread:
             self._hear_all(now)
         if device.durations.gap_s:
-            self._push(now + device.durations.gap_s, TURN, self._choose, key)
+            self.push(now + device.durations.gap_s, TURN, self._choose, key)
         else:
             self._choose(now, key)
 
@@ -164,18 +167,18 @@ class Simulation:
 
     def _choose(self, now: float, key: tuple[Device, int]) -> None:
         """The device is free again."""
-        node = self._node_of[id(key[0])]
+        node = self.node_of[id(key[0])]
         self.cluster.touched[node.name] = node
-        self._settle(now)
+        self.settle(now)
 
     def _op_end(self, now: float, key: tuple[Device, int, Callable[..., None], int]) -> None:
         device, epoch, event, instance = key
         if now < device.stalled_until_s:
-            self._push(device.stalled_until_s, MEMORY, self._op_end, key)
+            self.push(device.stalled_until_s, MEMORY, self._op_end, key)
         elif epoch == device.epoch:
             event(instance, now)
             self.cluster.settle(now)
-            self._settle(now)
+            self.settle(now)
 
     def _sample(self, now: float, _: None) -> None:
         if self.keep_samples:
@@ -184,11 +187,11 @@ class Simulation:
         if self.on_sample is not None:
             self.on_sample(now)
         if now + SAMPLE_EVERY_S <= self.horizon_s or self.open:
-            self._push(now + SAMPLE_EVERY_S, SAMPLE, self._sample, None)
+            self.push(now + SAMPLE_EVERY_S, SAMPLE, self._sample, None)
 
     # Carrying out what the runtime says
 
-    def _settle(self, now: float) -> None:
+    def settle(self, now: float) -> None:
         """Carry everything out, then start turns on the nodes that changed."""
         cluster = self.cluster
         if cluster.outbox:
@@ -200,11 +203,11 @@ class Simulation:
                 self._carry_out_all(now)
             if turn is not None:
                 device = self._device_of[node.name]
-                self._push(now + device.turn_s(turn), TURN, self._turn_end, (device, device.epoch))
+                self.push(now + device.turn_s(turn), TURN, self._turn_end, (device, device.epoch))
         wake_s = cluster.next_wake_s()
         if wake_s is not None and wake_s < self._wake_s:
             self._wake_s = wake_s
-            self._push(max(wake_s, now), TIMER, self._wake, wake_s)
+            self.push(max(wake_s, now), TIMER, self._wake, wake_s)
 
     def _carry_out_all(self, now: float) -> None:
         outbox = self.cluster.outbox
@@ -220,8 +223,11 @@ class Simulation:
         device = self._device_of[node.name]
         if isinstance(said, events.Enter):
             device.entered(said.instance, said.work)
+            self._entered(device, said.work, now)
         elif isinstance(said, events.Resumed):
             device.resumed(said.instance, said.work)
+            if said.work.last_token_s is not None:
+                self.records[said.work.id].paused_s += now - said.work.last_token_s
         elif isinstance(said, events.StartResize):
             duration = device.resize_s(said)
             if node.kind is DeviceKind.GPU:
@@ -237,21 +243,43 @@ class Simulation:
 
     def _op(self, device: Device, now: float, duration: float, event: Callable[..., None], instance: int) -> None:
         if duration > 0.0 or now < device.stalled_until_s:
-            self._push(now + duration, MEMORY, self._op_end, (device, device.epoch, event, instance))
+            self.push(now + duration, MEMORY, self._op_end, (device, device.epoch, event, instance))
         else:
             event(instance, now)  # over before the next turn is chosen
 
     def _load(self, device: Device, node: NodeRuntime, said: events.StartLoad, now: float) -> None:
-        end = max(now, device.link_free_s) + device.load_s(said)  # one link, one load at a time
-        device.link_free_s = end
+        end = device.load_end_s(said, now)
         self.result.cold_starts += 1
-        event = node.load_ended
+        event: Callable[..., None] = node.load_ended
+        if device.machine is not None:
+            event = partial(self._arrived, device, said.model)
         if device.failing_loads:
             device.failing_loads -= 1
             event = node.load_failed
-        self._push(end, MEMORY, self._op_end, (device, device.epoch, event, said.instance))
+        self.push(end, MEMORY, self._op_end, (device, device.epoch, event, said.instance))
+
+    def _arrived(self, device: Device, model: str, instance: int, now: float) -> None:
+        """A load has ended: the weights are in its machine's tiers too, and what went for them is not any more."""
+        machine = device.machine
+        assert machine is not None
+        self.node_of[id(device)].load_ended(instance, now)
+        changed = machine.loaded(model)
+        for one in self.devices if changed else ():
+            for each in changed if one.machine is machine and one.node.up else ():
+                self.node_of[id(one)].offer(each, now)
 
     # Records
+
+    def _entered(self, device: Device, work: Work, now: float) -> None:
+        """It can be computed. Before that it waited for its start, or had been interrupted since its last token."""
+        record = self.records[work.id]
+        if work.hold:
+            return  # it goes on elsewhere meanwhile
+        if work.last_token_s is None:
+            record.started_s = now
+        else:
+            latency = device.node.admit.hostings[work.model].latency
+            record.paused_s += now - work.last_token_s + latency.prefill_s(work.pending_tokens)
 
     def _record(self, device: Device, said: Output, now: float) -> None:
         if isinstance(said, events.FirstToken):
@@ -278,61 +306,6 @@ class Simulation:
         record.moves = work.moves
         record.silence_s = work.silence_s
         self.open -= 1
-
-    # Faults
-
-    def _strike(self, now: float, fault: Fault) -> None:
-        device = self.devices[fault.node]
-        if self.log is not None:
-            self.log.write(now, "fault", node=device.node.name, kind=fault.kind.value)
-        if fault.kind is FaultKind.DIE:
-            self._die(device, fault, now)
-        elif fault.kind is FaultKind.STALL:
-            device.stalled_until_s = max(device.stalled_until_s, now + fault.duration_s)
-        elif fault.kind is FaultKind.SLOW:
-            device.slowdown = fault.factor
-            self._push(now + fault.duration_s, MEMORY, self._calm, device)
-        elif fault.kind is FaultKind.LOAD_FAILS:
-            device.failing_loads += 1
-        elif fault.kind is FaultKind.MOVE:
-            self.cluster.move_all(device.node.name, now)
-            self._settle(now)
-        elif fault.kind is FaultKind.DRAIN:
-            self.cluster.drain(device.node.name, now)
-            self._settle(now)
-            self._push(now + fault.duration_s, MEMORY, self._undrain, device)
-        else:
-            handle = self.cluster.handles[device.node.name]
-            if fault.kind is FaultKind.LATE:
-                handle.lag_s = fault.factor
-            else:
-                handle.is_mute = True
-            self._push(now + fault.duration_s, MEMORY, self._calm, device)
-
-    def _calm(self, now: float, device: Device) -> None:
-        device.slowdown = 1.0
-        handle = self.cluster.handles[device.node.name]
-        handle.lag_s, handle.is_mute = 0.0, False
-
-    def _undrain(self, now: float, device: Device) -> None:
-        self.cluster.runtime.undrain(self.cluster.handles[device.node.name])
-        self._settle(now)
-
-    def _die(self, device: Device, fault: Fault, now: float) -> None:
-        if not device.node.up:
-            return
-        device.die()
-        lost = self._node_of[id(device)].fail()
-        self._push(now + DETECT_S, REQUEST, self._lost, (device, lost))
-        self._push(now + DETECT_S + fault.duration_s, MEMORY, self._recover, device)
-
-    def _lost(self, now: float, key: tuple[Device, list[Work]]) -> None:
-        device, works = key
-        self.cluster.lost(self._node_of[id(device)], works, now)
-        self._settle(now)
-
-    def _recover(self, now: float, device: Device) -> None:
-        device.node.recover()
 
 
 def submission_of(arrival: Arrival) -> Submission:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dovetail.config import Size, describe
 from dovetail.errors import ConfigError
+from dovetail.profiles.storage import STORAGES
 
 NEIGHBOURS = 8  # shares are out of this many models of the trace that follow each other
 Device = Literal["cpu", "gpu"]
@@ -31,7 +32,18 @@ class NodeSection(_Section):
     device: Device
     count: int = Field(default=1, ge=1)
     hardware: str | None = None  # a name in the profile or a preset; default: the profile's first of the kind
+    storage: str | None = (
+        None  # where weights lie, a name in profiles.storage; default: a load takes what the link does
+    )
+    per_machine: int = Field(default=1, ge=1)  # with storage: so many of the nodes share one
     memory: Size | None = None  # default: the preset's, or the paper's 78 GiB (GPU) and 256 GiB (CPU)
+
+    @field_validator("storage")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name is not None and name not in STORAGES:
+            raise ValueError(f"{name!r} is unknown, expected one of {', '.join(STORAGES)}")
+        return name
 
 
 class ModelSection(_Section):

@@ -36,6 +36,8 @@ class Record:
     silence_s: float = 0.0  # the longest time between two of its tokens
     moves: int = 0
     on_gpu: bool = False
+    started_s: float | None = None  # when its model was there and had a place for it
+    paused_s: float = 0.0  # that its answer was interrupted by preemptions and moves, recomputation included
 
     @property
     def ttft_s(self) -> float:
@@ -46,6 +48,13 @@ class Record:
     def tpot_s(self) -> float:
         assert self.first_token_s is not None
         return (self.end_s - self.first_token_s) / max(self.output_tokens - 1, 1)
+
+    def startup_s(self, timeout_s: float) -> float:
+        """As ServerlessLLM counts it: until the model is there, and interruptions on top. Without a start: the time
+        after which its client gives up."""
+        if self.started_s is None:
+            return timeout_s
+        return self.started_s - self.arrival_s + self.paused_s
 
     def meets(self, rule: SloRule) -> bool:
         """TTFT within the SLO plus grace, and mean TPOT within the SLO."""

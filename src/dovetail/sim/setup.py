@@ -16,12 +16,14 @@ from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.profiles.files import DEFAULT_PRESETS, MEASURED, Profile, read_profile
 from dovetail.profiles.hardware import PRESETS, Shape, hosting_of
+from dovetail.profiles.storage import STORAGES, Storage, Tier
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.faults import draw_faults
 from dovetail.sim.layout import Layout, ModelSection, NodeSection, line_of
 from dovetail.sim.metrics import Result
+from dovetail.sim.tiers import Machine
 from dovetail.sim.trace import Arrival, first_line_of, keep_models, read_trace
 from dovetail.sim.workload import read_clients, read_lengths, rearrange, with_clients, with_lengths
 
@@ -65,6 +67,9 @@ class NodeGroup:
     catalogue: Mapping[str, Hosting]  # by the trace's number of the model
     memory_gib: float
     hardware: str | None = None
+    storage: Storage | None = None  # where weights lie; None = a load takes the same wherever they are
+    per_machine: int = 1  # with `storage`: nodes that share one
+    is_stocked: bool = True  # with `storage`: its disk has the models from the start
 
 
 def build(setup: Setup, log: EventLog | None = None) -> Simulation:
@@ -139,7 +144,10 @@ def _groups_of_layout(
         slots = max((hosting.slots for hosting in hostings.values()), default=1)
         total_gib = None if node.memory is None else node.memory / GIB
         memory = memory_gib(kind, slots, setup.knobs, node.hardware, total_gib)
-        groups.append(NodeGroup(node.name, kind, node.count, catalogue, memory, node.hardware))
+        storage = None if node.storage is None else STORAGES[node.storage]
+        groups.append(
+            NodeGroup(node.name, kind, node.count, catalogue, memory, node.hardware, storage, node.per_machine)
+        )
     return groups, [arrival for arrival in arrivals if arrival.model in sections]
 
 
@@ -193,12 +201,34 @@ def make_devices(
     for group in groups:
         transfer = _transfer(group, knobs)
         memory = int(group.memory_gib * GIB)
+        machines = _machines(group)
         for index in range(group.count):
+            machine = machines[index // group.per_machine] if machines else None
+            catalogue = group.catalogue if machine is None else machine.hostings
             first = len(devices) * INSTANCE_IDS
             name = f"{group.name}-{index}"
-            node = node_type(name, group.kind, memory, group.catalogue, knobs, first_instance=first)
+            node = node_type(name, group.kind, memory, catalogue, knobs, first_instance=first)
             devices.append(Device(node, outputs, PredictedDurations(transfer, noise)))
+            devices[-1].machine = machine
     return devices
+
+
+def _machines(group: NodeGroup) -> list[Machine]:
+    """Each of several devices, whose weights come from its tiers."""
+    storage = group.storage
+    if storage is None:
+        return []
+    variants = {id(hosting): _by_tier(storage, hosting) for hosting in group.catalogue.values()}
+    by_tier = {model: variants[id(hosting)] for model, hosting in group.catalogue.items()}
+    count = -(group.count // -group.per_machine)
+    names = (f"{group.name}-machine-{index}" for index in range(count))
+    return [Machine(name, storage, by_tier, is_stocked=group.is_stocked) for name in names]
+
+
+def _by_tier(storage: Storage, hosting: Hosting) -> dict[Tier, Hosting]:
+    size = hosting.weight_bytes
+    loads = {tier: (storage.load_s(tier, size), storage.shared_s(tier, size)) for tier in Tier}
+    return {tier: replace(hosting, load_s=load_s, disk_s=disk_s) for tier, (load_s, disk_s) in loads.items()}
 
 
 def _transfer(group: NodeGroup, knobs: Knobs) -> TransferModel:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from random import Random
 
 from dovetail.node.node import Node
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.knobs import Knobs, MakeWay
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.presets import POLICIES
+from dovetail.policy.real import REAL
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
@@ -35,7 +36,7 @@ def run_storm(seeds: Iterable[int], tick: Callable[[], None] = lambda: None) -> 
     for seed in seeds:
         try:
             run_one(seed)
-        except (AssertionError, KeyError, ValueError) as error:
+        except (AssertionError, LookupError, ValueError, ArithmeticError, AttributeError) as error:
             failures.append((seed, f"{type(error).__name__}: {error}"))
         tick()
     return failures
@@ -67,11 +68,14 @@ def build_storm(seed: int) -> Simulation:
     for index in range(rng.randrange(1, 5)):
         kind = rng.choice((DeviceKind.CPU, DeviceKind.GPU)) if index and knobs.use_cpu else DeviceKind.GPU
         memory = int(rng.uniform(14, 60) * GIB)
-        catalogue = {str(model): _draw_hosting(Random(seed + model), kind) for model in range(workload.models)}
+        catalogue = {
+            str(model): replace(_draw_hosting(Random(seed + model), kind), load_s=rng.uniform(0.0, 3.0))
+            for model in range(workload.models)
+        }
         node = Node(f"{kind.value}-{index}", kind, memory, catalogue, knobs, first_instance=index * INSTANCE_IDS)
         devices.append(Device(node, outputs, PredictedDurations(transfer, noise)))
     horizon_s = arrivals[-1].arrival_s
-    faults = draw_faults(rng, rng.randrange(0, 9), len(devices), horizon_s + 10)
+    faults = draw_faults(rng, rng.randrange(0, 13), len(devices), horizon_s + 10)
     return Simulation(devices, knobs, arrivals, horizon_s=horizon_s, faults=faults)
 
 
@@ -79,6 +83,8 @@ def _draw_knobs(rng: Random) -> Knobs:
     knobs = POLICIES[rng.choice(list(POLICIES))]
     if knobs.name in ("slinfer", "sllm+c+s") and rng.random() < 0.25:
         knobs = replace(knobs, disaggregate=True)
+    elif rng.random() < 0.3:
+        knobs = replace(knobs, **REAL)  # type: ignore[arg-type]
     if knobs.whole_node_kv:
         return knobs
     return replace(
@@ -87,6 +93,8 @@ def _draw_knobs(rng: Random) -> Knobs:
         floor_tokens=rng.choice((0, 512, 4096)),
         proactive=rng.random() < 0.8,
         live_moves=rng.random() < 0.5,
+        start_soonest=rng.random() < 0.5,
+        make_way=rng.choice(list(MakeWay)),
         keep_alive_s=rng.choice((0.0, 1.0, 5.0)),
         pause_headroom_s=rng.choice((1.0, 4.0, 12.0)),
         pause_last_s=rng.choice((0.3, 5.0)),
@@ -140,6 +148,9 @@ def check_end(simulation: Simulation) -> None:
     assert not controller.num_queued, "the controller still queues requests"
     assert not controller.parked, "the controller still has swapped-out requests"
     assert not len(simulation.cluster.runtime.migrations), "requests are still moving"
+    assert not len(simulation.cluster.runtime.displacements), "somebody still makes way"
+    assert not controller.placer.leaving, "instances are still kept from others"
+    assert not controller.displacing, "somebody still waits for others to make way"
     assert not simulation.cluster.runtime.works, "the runtime still knows requests"
     for device in simulation.devices:
         ledger = device.node.residency.ledger

@@ -1,0 +1,132 @@
+"""Faults as they strike a simulation, and how they end. What becomes of the requests, the runtime decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dovetail.node.work import RequestRecord, Work
+from dovetail.sim.device import Device
+from dovetail.sim.faults import Fault, FaultKind
+
+if TYPE_CHECKING:
+    from dovetail.sim.driver import Simulation
+
+# Priorities of events at the same instant: memory first, then turns, then timers, then requests, then samples.
+MEMORY, TURN, TIMER, REQUEST, SAMPLE = range(5)
+DETECT_S = 0.5  # until the controller knows that a node is gone
+
+
+class Striker:
+    def __init__(self, simulation: Simulation) -> None:
+        self._sim = simulation
+
+    def strike(self, now: float, fault: Fault) -> None:
+        sim, device = self._sim, self._sim.devices[fault.node]
+        if sim.log is not None:
+            sim.log.write(now, "fault", node=device.node.name, kind=fault.kind.value)
+        if fault.kind is FaultKind.STALL:
+            device.stalled_until_s = max(device.stalled_until_s, now + fault.duration_s)
+        elif fault.kind is FaultKind.SLOW:
+            device.slowdown = fault.factor
+            sim.push(now + fault.duration_s, MEMORY, self._calm, device)
+        elif fault.kind is FaultKind.LOAD_FAILS:
+            device.failing_loads += 1
+        elif fault.kind is FaultKind.MOVE:
+            sim.cluster.move_all(device.node.name, now)
+            sim.settle(now)
+        elif fault.kind in (FaultKind.LATE, FaultKind.DEAF, FaultKind.MUTE):
+            self._disturb(device, fault, now)
+        else:
+            self._take_away(device, fault, now)
+
+    def _disturb(self, device: Device, fault: Fault, now: float) -> None:
+        """What is said to the node, or what it says."""
+        handle = self._sim.cluster.handles[device.node.name]
+        if fault.kind is FaultKind.LATE:
+            handle.lag_s = fault.factor
+        elif fault.kind is FaultKind.DEAF:
+            handle.order_lag_s = fault.factor
+        else:
+            handle.is_mute = True
+        self._sim.push(now + fault.duration_s, MEMORY, self._calm, device)
+
+    def _calm(self, now: float, device: Device) -> None:
+        device.slowdown = 1.0
+        handle = self._sim.cluster.handles[device.node.name]
+        handle.lag_s, handle.order_lag_s, handle.is_mute = 0.0, 0.0, False
+
+    def _take_away(self, device: Device, fault: Fault, now: float) -> None:
+        """The node, for a while."""
+        sim, handle = self._sim, self._sim.cluster.handles[device.node.name]
+        if not device.node.up or handle.is_cut or handle.is_away:
+            return  # it is away already
+        if fault.kind is FaultKind.DIE:
+            self._die(device, fault.duration_s, now)
+        elif fault.kind is FaultKind.PARTITION:
+            heard = sim.cluster.cut(device.node.name)
+            sim.push(now + DETECT_S, REQUEST, self._given_up, (device, heard))
+            sim.push(now + DETECT_S + fault.duration_s, MEMORY, self._heal, device)
+        else:
+            sim.cluster.drain(device.node.name, now)
+            sim.settle(now)
+            end, arguments = (
+                (self._leave, (device, fault)) if fault.kind is FaultKind.LEAVE else (self._undrain, device)
+            )
+            sim.push(now + fault.duration_s, MEMORY, end, arguments)
+
+    # Deaths
+
+    def _die(self, device: Device, duration_s: float, now: float) -> None:
+        device.die()
+        lost = self._sim.node_of[id(device)].fail()
+        self._sim.cluster.handles[device.node.name].forget_underway()
+        self._sim.push(now + DETECT_S, REQUEST, self._lost, (device, lost))
+        self._sim.push(now + DETECT_S + duration_s, MEMORY, self._recover, device)
+
+    def _lost(self, now: float, key: tuple[Device, list[Work]]) -> None:
+        device, works = key
+        self._sim.cluster.lost(self._sim.node_of[id(device)], works, now)
+        self._sim.settle(now)
+
+    def _recover(self, now: float, device: Device) -> None:
+        device.node.recover()
+
+    # Partitions
+
+    def _given_up(self, now: float, key: tuple[Device, dict[int, RequestRecord]]) -> None:
+        """The controller has heard nothing for a while: requests go on elsewhere from what had been heard of them."""
+        device, heard = key
+        self._sim.cluster.given_up(device.node.name, heard, now)
+        self._sim.settle(now)
+
+    def _heal(self, now: float, device: Device) -> None:
+        """The node hears that it was given up, and begins anew."""
+        device.die()
+        self._sim.node_of[id(device)].fail()
+        device.node.recover()
+        self._sim.cluster.heal(device.node.name, now)
+        self._sim.settle(now)
+
+    # Leaving and joining
+
+    def _undrain(self, now: float, device: Device) -> None:
+        self._sim.cluster.runtime.undrain(self._sim.cluster.handles[device.node.name])
+        self._sim.settle(now)
+
+    def _leave(self, now: float, key: tuple[Device, Fault]) -> None:
+        device, fault = key
+        handle = self._sim.cluster.handles[device.node.name]
+        if not device.node.up or handle.is_cut:
+            self._undrain(now, device)
+            return
+        device.die()
+        works = self._sim.node_of[id(device)].fail()
+        handle.forget_underway()
+        self._sim.cluster.leave(self._sim.node_of[id(device)], works, now)
+        self._sim.settle(now)
+        self._sim.push(now + fault.duration_s, MEMORY, self._join, device)
+
+    def _join(self, now: float, device: Device) -> None:
+        device.node.recover()
+        self._sim.cluster.join(device.node.name, now)
+        self._sim.settle(now)
