@@ -439,21 +439,6 @@ def stats_of(driver: NodeDriver, node: str, rss_bytes: int, offset_s: float) -> 
     )
 
 
-def _tend_idle(runner: ModelRunner, now: float, release_s: float) -> bool:
-    """Notice when an instance falls idle (by its last token or by an abort) and when it has been for long enough to
-    give its pages back; True if one of the two was now."""
-    if runner.scheduler.has_work or runner.is_released:
-        runner.idle_since = None
-        return False
-    if runner.idle_since is None:
-        runner.idle_since = now
-        return True
-    if now - runner.idle_since < release_s:
-        return False
-    runner.release_pages()
-    return True
-
-
 def _instance_config(
     message: messages.Load, config: WorkerConfig, device: Device, capacity: int, profiles: Profiles
 ) -> InstanceConfig:
