@@ -208,7 +208,9 @@ class NodeDriver:
 
     def take_turn(self) -> bool:
         """Compute the next iteration, if there is one to compute; else there may be one now if the node was touched."""
-        turn = self._next_turn()
+        self.run_timers()
+        turn = self.home.next_turn(self._clock())
+        self.carry_out()
         if turn is None:
             return False
         runner = self.runners[turn.instance.id]
@@ -218,18 +220,14 @@ class NodeDriver:
         if turn.prompts:
             if runner.meter.turns == 0 and self.home.kind is not DeviceKind.CPU:
                 self._expected_s += COMPILE_S
-            self._compute_prompts(runner, turn)
+            finished, computed = self._compute_prompts(runner, turn)
         else:
-            self._decode(runner, [self.states[id].sequence for id in instance.running])
+            finished, computed = self._decode(runner, [self.states[id].sequence for id in instance.running])
+        self.home.turn_ended(self._clock(), finished, computed)
+        self.carry_out()
         return True
 
-    def _next_turn(self) -> events.Turn | None:
-        self.run_timers()
-        turn = self.home.next_turn(self._clock())
-        self.carry_out()
-        return turn
-
-    def _compute_prompts(self, runner: ModelRunner, turn: events.Turn) -> None:
+    def _compute_prompts(self, runner: ModelRunner, turn: events.Turn) -> tuple[list[int], events.Computed]:
         """In as many iterations as that takes."""
         parts, before = PromptTurn(turn, self.states, runner), runner.meter.tokens
         finished: list[int] = []
@@ -241,14 +239,14 @@ class NodeDriver:
                 assert runner.rows, f"{runner.card.name}: the KV pool is smaller than the node thinks"
                 self._on_pause()  # after which somebody may have left
         is_whole = runner.meter.tokens - before == parts.num_tokens  # else some was in the cache, or was given up
-        self._turn_ended(finished, events.Computed(parts.computed, is_whole))
+        return finished, events.Computed(parts.computed, is_whole)
 
-    def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> None:
+    def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> tuple[list[int], events.Computed]:
         finished: list[int] = []
         batches = runner.batches(sequences)
         for batch in batches:
             finished += self._iterate(runner, batch, goes_on=len(batches) == 1 and self.home.is_settled)
-        self._turn_ended(finished, events.Computed(was_ahead=runner.was_ahead))
+        return finished, events.Computed(was_ahead=runner.was_ahead)
 
     def _iterate(
         self,
@@ -263,10 +261,6 @@ class NodeDriver:
         completed = runner.iterate(batch, self._on_launch, quotas=quotas, goes_on=goes_on)
         self._pulse.end()
         return self._deliver(runner.card.name, completed.events)
-
-    def _turn_ended(self, finished: list[int], computed: events.Computed) -> None:
-        self.home.turn_ended(self._clock(), finished, computed)
-        self.carry_out()
 
     def _deliver(self, model: str, token_events: Iterable[TokenEvent]) -> list[int]:
         """Tell the tokens; returns the choices that have ended with them."""

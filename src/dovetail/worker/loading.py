@@ -29,6 +29,8 @@ from dovetail.worker.shelf import Shelf, Tier
 
 log = logging.getLogger("dovetail.worker")
 
+PROGRESS_S = 0.25  # how often a load that runs is spoken of
+
 
 @dataclass(frozen=True)
 class InstanceConfig:
@@ -87,6 +89,7 @@ class LoaderThread:
         self._grammars = grammars
         self.results: queue.Queue[LoadResult] = queue.Queue()
         self.times = LoadTimes()  # of the loads seen
+        self.progress_due_s = 0.0  # when a load that runs is spoken of next
         self._config_of = config_of
         self._wake = wake
         self._device = device
@@ -105,10 +108,17 @@ class LoaderThread:
     def load(self, command: StartLoad) -> None:
         self._orders.put(_Order(command.due_s, next(self._serials), command))
 
-    def progress(self) -> messages.Loading | None:
-        """Of the load that runs now, from any thread."""
+    @property
+    def is_loading(self) -> bool:
+        return self._current is not None
+
+    def take_progress(self, now: float) -> messages.Loading | None:
+        """Of the load that runs now, if it was not spoken of a moment ago."""
         current = self._current
-        return None if current is None else current.progress
+        if current is None or now < self.progress_due_s:
+            return None
+        self.progress_due_s = now + PROGRESS_S
+        return current.progress
 
     def expected_s(self, card: ModelCard) -> float:
         """L6: what a load would take, by where the weights are now."""

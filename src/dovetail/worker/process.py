@@ -41,7 +41,6 @@ log = logging.getLogger("dovetail.worker")
 
 POLL_MS = 1000  # how often an idle worker looks whether its parent lives
 STATS_S = 1.0
-PROGRESS_S = 0.25  # how often a load that runs is spoken of
 MIN_NEWS = 0.2  # a load that is expected to take this much more or less than was told is told anew
 TEND_S = 0.05  # how often a busy worker looks at what is due by the clock
 NICER = 3  # of the computing threads: half of the weight of others
@@ -136,7 +135,6 @@ class Worker:
         self._stats_due = 0.0
         self._pressure_due = 0.0
         self._tend_due = 0.0
-        self._progress_due = 0.0
 
     # The loop
 
@@ -188,7 +186,9 @@ class Worker:
             return
         self._tend_due = now + TEND_S
         self._adapters.tend()
-        self._tell_progress(now)
+        progress = self._loader.take_progress(now)
+        if progress is not None and progress.model in self._instance_configs:
+            self._send(progress)
         while self._moved:
             _expect_load(self._driver, self._loader, self._instance_configs.get(self._moved.pop()))
         for runner in self._driver.runners.values():
@@ -207,13 +207,6 @@ class Worker:
         if self._config.parent and os.getppid() != self._config.parent:
             log.warning("the gateway is gone, leaving")
             self._running = False
-
-    def _tell_progress(self, now: float) -> None:
-        if now < self._progress_due or (progress := self._loader.progress()) is None:
-            return
-        self._progress_due = now + PROGRESS_S
-        if progress.model in self._instance_configs:
-            self._send(progress)
 
     def _fit_pool(self, free_bytes: int) -> None:
         """One ledger for weights, KV and the host pool: models between uses have what is left of it."""
@@ -260,8 +253,8 @@ class Worker:
         due = self._driver.next_due_s()
         if due is not None:
             dues.append(due)
-        if self._loader.progress() is not None:
-            dues.append(self._progress_due)
+        if self._loader.is_loading:
+            dues.append(self._loader.progress_due_s)
         if not dues:
             return POLL_MS
         return max(0, min(POLL_MS, int((min(dues) - self._clock()) * 1000) + 1))
