@@ -52,8 +52,10 @@ sbom: install
 serve: install
 	$(BIN)/dovetail serve $(MODEL) --host $(HOST) --port $(PORT)
 
+# What needs no engine runs on every core at once; the rest measures memory, threads and servers, and has the cores alone.
 test: install lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile tests/pure tests/test_tidy.py
+	$(BIN)/python -m pytest --ignore tests/pure --ignore tests/test_tidy.py
 
 lint: install
 	$(BIN)/ruff check src tests
