@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "fc1", "fc2")
-ATTENTION = LINEAR[:5]
+LINEAR = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "gate_up_proj")
+LINEAR += ("down_proj", "fc1", "fc2", "c_fc", "c_proj")
+ATTENTION = LINEAR[:6]
 
 
 def save_adapter(

@@ -23,6 +23,7 @@ from dovetail.types import AdapterRef
 TinyFolder = Callable[[str], Path]
 LEVELS = levels()[1:]
 pytestmark = pytest.mark.skipif(not LEVELS, reason="the native kernels were not built")
+FAMILIES = ("llama_bias", "gemma2", "opt", "qwen3_moe", "phi3", "cohere", "glm4")  # the last three turn rows of q and k
 PROMPTS = {"": 19, "a": 3, "b": 70, "c": 1}  # tokens, by adapter
 
 
@@ -50,7 +51,10 @@ def logits_by_key(executor: CpuExecutor, order: list[str]) -> dict[str, torch.Te
 @pytest.mark.parametrize(
     ("family", "level"),
     [("llama", level) for level in LEVELS]
-    + [(family, LEVELS[-1] if LEVELS else "") for family in ("llama_bias", "gemma2", "opt", "qwen3_moe")],
+    + [
+        (family, LEVELS[-1] if LEVELS else "")
+        for family in ("llama_bias", "gemma2", "opt", "qwen3_moe", "phi3", "cohere", "glm4")
+    ],
 )
 def test_rows_of_several_adapters_have_the_logits_of_merged_models(
     family: str, level: str, tiny_folder: TinyFolder, tmp_path: Path

@@ -113,7 +113,10 @@ class Load:
         names: Sequence[str],
         prompts: Mapping[str, Prompts],
         on_end: Callable[[Answer], None] = lambda _: None,
+        *,
+        sends_targets: bool = True,
     ) -> None:
+        self._sends_targets = sends_targets  # else the server serves late rather than refuses
         self._url = url
         self._names = names
         self._prompts = prompts
@@ -151,7 +154,7 @@ class Load:
         self._on_end(answer)
 
     async def _receive(self, client: httpx.AsyncClient, answer: Answer, body: bytes) -> None:
-        headers = JSON | _targets(answer)
+        headers = JSON | (_targets(answer) if self._sends_targets else {})
         async with client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
             answer.status = response.status_code
             if response.status_code != 200:

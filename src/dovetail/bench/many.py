@@ -123,7 +123,13 @@ def run_one(
         done.append(answer)
         step(contender.name, len(done), len(arrivals))
 
-    load = Load(server.url, [model.name for model in models], prompts_for(models, seed), on_end)
+    load = Load(
+        server.url,
+        [model.name for model in models],
+        prompts_for(models, seed),
+        on_end,
+        sends_targets=settings.sends_targets,
+    )
     with TreeSampler(server.pid) as sampler:
         answers = asyncio.run(load.run(arrivals))
     starts = read_starts(contender.event_log) if contender.event_log is not None else []

@@ -53,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True):
     install: bool = True
     host_keep_alive_s: float = 30.0  # of models in host memory
     nodes: int = 1  # of ours, on this machine: they share cores and memory
+    sends_targets: bool = True  # with each request; else servers serve late rather than refuse
 
 
 class Contender(msgspec.Struct, frozen=True):

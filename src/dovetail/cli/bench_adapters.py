@@ -39,6 +39,7 @@ def adapters(
         Path | None,
         typer.Option(help="Of models and logs.  [default: bench/adapters under $DOVETAIL_HOME]"),
     ] = None,
+    targets: Annotated[bool, typer.Option(help="Send targets, so that what cannot be in time is refused.")] = False,
     prepare: Annotated[bool, typer.Option("--prepare", help="Write models and adapters, measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -72,7 +73,7 @@ def adapters(
         if prepare:
             return
         arrivals = arrivals_of(mix, len(models))
-        settings = Settings(place, usable_cores(), share, keep_alive)
+        settings = Settings(place, usable_cores(), share, keep_alive, sends_targets=targets)
         steps, each = measure_steps(card, [Path(card.path).parent / name for name in made.values()], BATCHES)
         outcomes = compete(models, card, made, arrivals, settings, seed, step, names)
     contest = AdapterContest(count, *ranks, each * count, settings.cores, len(arrivals), steps, outcomes)

@@ -14,6 +14,7 @@ from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor, LowRankPart
 from dovetail.store.adapters import CONFIG, WEIGHTS, PeftFolder, StoredAdapter, is_adapter_folder, read_adapter_config
+from dovetail.store.arrays import reordered, rows_in_file
 from dovetail.store.format import MANIFEST, Adapter, is_stored, read_manifest
 from dovetail.store.hf_names import PREFIXES, hf_pieces
 from dovetail.types import AdapterRef
@@ -46,6 +47,7 @@ class ModelAdapter:
     """A node.ports.AdapterWeights: an adapter that fits this model."""
 
     def __init__(self, tensors: AdapterTensors, names: Sequence[str], spec: ModelSpec, origin: Path) -> None:
+        self._spec = spec
         self._tensors = tensors
         self._places = adapted_places(names, spec, origin)
         for name, place in self._places.items():
@@ -61,7 +63,11 @@ class ModelAdapter:
 
     def parts(self) -> Iterator[LowRankPart]:
         for name, place in self._places.items():
-            yield LowRankPart(place.tensor, place.row, self._tensor(name + FIRST), self._tensor(name + SECOND))
+            second = self._tensor(name + SECOND)
+            if place.tensor.endswith(".qkv.weight"):  # whose rows the model may keep in another order
+                rows = rows_in_file(self._spec, place.row, place.rows)
+                second = second if rows is None else reordered(second, rows)
+            yield LowRankPart(place.tensor, place.row, self._tensor(name + FIRST), second)
 
     def close(self) -> None:
         self._tensors.close()
@@ -121,6 +127,8 @@ def _digest(path: Path) -> str:
 
 def adapted_places(names: Sequence[str], spec: ModelSpec, origin: Path) -> dict[str, Place]:
     """By the adapter's name of a layer, in the order of `names`."""
+    if spec.encoder is not None:
+        raise UnsupportedModel(f"{origin}: adapters are served for decoders, and {spec.family} is an encoder")
     known = places_of(spec)
     found: dict[str, Place] = {}
     for name in names:

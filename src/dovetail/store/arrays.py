@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dovetail.layouts import NUMPY, narrow, unpack
+from dovetail.modelspec import ModelSpec, rotary_order
 from dovetail.node.ports import HostTensor
 
 Array = npt.NDArray[Any]
@@ -30,6 +31,18 @@ def from_array(array: Array, dtype: str | None = None) -> HostTensor:
 def reordered(tensor: HostTensor, rows: Array) -> HostTensor:
     """A plain tensor with its rows in another order."""
     return from_array(as_array(tensor)[rows], tensor.dtype)
+
+
+def rows_in_file(spec: ModelSpec, first: int, count: int) -> Array | None:
+    """Of a piece of q, k and v that begins at row `first` of the three: for each canonical row the piece's row as
+    transformers keeps it. None = the same."""
+    order = rotary_order(spec)
+    turning = min(max(spec.q_size + spec.kv_size - first, 0), count)
+    if order is None or turning == 0:
+        return None
+    rows = np.arange(count)
+    rows[:turning] = rows[:turning].reshape(-1, spec.head_dim)[:, list(order)].reshape(-1)
+    return rows
 
 
 def to_float32(tensor: HostTensor) -> npt.NDArray[np.float32]:

@@ -12,7 +12,7 @@ import numpy as np
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import ModelSpec, rotary_order
 from dovetail.node.ports import HostTensor
-from dovetail.store.arrays import Array, as_array, from_array, reordered, to_float32
+from dovetail.store.arrays import Array, as_array, from_array, reordered, rows_in_file, to_float32
 from dovetail.store.files import read_json, read_text
 from dovetail.store.hf_config import spec_from_config
 from dovetail.store.hf_encoders import (
@@ -62,14 +62,11 @@ class HfFolder:
 
     def _in_order(self, tensors: list[HostTensor]) -> list[HostTensor]:
         """q and k, whole or fused with v, with the rows of each head where the canonical head has them."""
-        spec, found, first = self.spec, [], 0
+        found, first = [], 0
         for tensor in tensors:
-            rows = np.arange(tensor.shape[0])
-            turning = min(max((spec.q_size + spec.kv_size - first), 0), len(rows))
-            heads = rows[:turning].reshape(-1, spec.head_dim)
-            rows[:turning] = heads[:, list(self._order or ())].reshape(-1)
-            first += len(rows)
-            found.append(reordered(tensor, rows) if turning else tensor)
+            rows = rows_in_file(self.spec, first, tensor.shape[0])
+            first += tensor.shape[0]
+            found.append(tensor if rows is None else reordered(tensor, rows))
         return found
 
     def tokenizer(self) -> tuple[TokenFields, str]:
