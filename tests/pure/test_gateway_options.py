@@ -132,6 +132,7 @@ def test_token_ids_come_with_the_text_whole_and_streamed(tmp_path: Path, path: s
         assert streamed == choice["token_ids"]
         plain = (await client.post(path, json=body | {"return_token_ids": False})).json()
         assert "token_ids" not in plain["choices"][0]
+        assert (plain["choices"][0] if path == "/v1/completions" else plain)["prompt_token_ids"] is None
 
     on_app(tmp_path, test)
 
@@ -221,6 +222,8 @@ def test_an_echo_has_log_probabilities_as_the_rest_of_the_text_has(tmp_path: Pat
         assert whole["text"] == "é-xé-"
         assert logprobs["token_logprobs"] == [None, -0.25, -0.25, -0.25, -0.5, -0.5, -0.5]
         assert logprobs["top_logprobs"][0] is None
+        written = zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True)
+        assert all(next(iter(top)) == token for token, top in written)  # the token itself first, as vLLM has it
         assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 3, 4]
         chunks = events(await client.post("/v1/completions", json=body | {"stream": True}))
         for name, values in logprobs.items():

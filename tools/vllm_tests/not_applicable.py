@@ -1,4 +1,5 @@
-"""Cases that say nothing about a server of text models, with the reason; the first pattern that fits counts."""
+"""Cases that say nothing about a server of text models, and those that fail by decision, with the reason; the first
+pattern that fits counts."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ TOKENS = "counts tokens by the tokenizer or the template of another model"
 THINKS = "needs a model that thinks aloud"
 WORDS = "compares words of an error message; ours names the parameter in its own"
 PATHS = "a path of vLLM's own, which neither OpenAI nor other servers have"
+WIDTH = "compares with the vectors of another model"
 GPT_OSS = "the format of gpt-oss, and tools that the server calls"
 
 RULES: list[tuple[str, str]] = [
@@ -15,11 +17,25 @@ RULES: list[tuple[str, str]] = [
     (r"test_harmony|test_parsable_context|test_mcp_tools", GPT_OSS),
     (r"prompt_embeds", "prompts as embeddings are not there"),
     (r"test_online_vision|test_lora_resolvers|test_tensorizer", "not about text, or about vLLM's own loading"),
-    (r"test_batched_chat|invocations|kv_transfer", PATHS),
+    (r"test_batched_chat|invocations|kv_transfer|test_server_load", PATHS),
+    (r"test_check_models|embed/test_online.py::test_basic", "the model has a name of its own here, theirs is an alias"),
+    (r"embed/test_online.py::test_(completion_request|base64_embedding|truncate_prompt)|test_online_long_text", WIDTH),
+    (r"embed/test_online.py::test_(negative_token_ids|params_not_supported)", WORDS),
+    (r"embed/test_online.py::test_pooling", PATHS),
+    (r"test_return_token_ids.py::test_(chat_completion_with_tool_use|comparison_with)", SKILL),
+    (r"test_request_cancellation", "asks for more tokens than the context of the model has"),
     (r"test_chat.py::test_single_chat_session", TOKENS),
     (r"test_chat.py::(test_more_than_one|test_response_format_json_schema|test_complex_message)", SKILL),
     (r"test_chat.py::test_long_seed", WORDS),
     (r"test_chat_echo.py::test_(prompt|top)_logprobs", "all log-probabilities of the vocabulary, which are megabytes"),
     (r"test_include_reasoning|test_thinking_token_budget.py|reasoning_tokens|reasoning_item", THINKS),
     (r"test_tool_calls.py|test_parallel_tool_calls.py", SKILL),
+]
+
+# What fails by decision: the reason stands beside the failure.
+DIFFERENT: list[tuple[str, str]] = [
+    (
+        r"test_tokenize_chat_with_tools",
+        "a template that drops tools: here the model is told of them in a system message",
+    ),
 ]

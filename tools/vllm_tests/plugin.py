@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from vllm_tests import standins
-from vllm_tests.not_applicable import RULES
+from vllm_tests.not_applicable import DIFFERENT, RULES
 from vllm_tests.server import OurServer
 
 FOREIGN = ("vllm", "anthropic", "tensorizer", "openai_harmony")
@@ -60,7 +60,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.when == "call" or not report.passed:
         outcome = {"passed": "passed", "failed": "failed", "skipped": "not applicable"}[report.outcome]
         if item.nodeid not in _cases or _cases[item.nodeid]["outcome"] == "passed":
-            reason = "" if report.passed else _reason(report.longrepr)
+            decided = next((why for pattern, why in DIFFERENT if re.search(pattern, item.nodeid)), None)
+            reason = "" if report.passed else decided or _reason(report.longrepr)
             _cases[item.nodeid] = {"id": item.nodeid, "outcome": outcome, "reason": reason}
     return report
 

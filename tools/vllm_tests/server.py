@@ -23,6 +23,7 @@ TESTED = os.environ.get("DOVETAIL_TESTED_MODEL", "smollm2-135m-instruct")
 # What a test starts its server with and this one cannot be told; the cases are about that.
 NOT_THERE = {
     "--enable-prompt-embeds": "prompts as embeddings",
+    "--return-tokens-as-token-ids": "an option of the request (return_tokens_as_token_ids), not of the server",
     "--root-path": "a root path (a proxy's)",
     "--enable-force-include-usage": "usage that the operator forces upon clients",
     "--enable-return-routed-experts": "which experts a token went to",
@@ -86,7 +87,7 @@ class RemoteOpenAIServer:
 
     def _set_aliases(self, names: list[str]) -> None:
         aliases = [name for name in dict.fromkeys(names) if name != TESTED]
-        answer = OurServer.admin("PATCH", f"/api/models/{TESTED}", {"aliases": aliases, "default_max_tokens": 128})
+        answer = OurServer.admin("PATCH", f"/api/models/{TESTED}", {"aliases": aliases, "default_max_tokens": 512})
         assert answer.status_code == 200, answer.text
 
     def url_for(self, *parts: str) -> str:

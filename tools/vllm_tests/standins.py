@@ -88,12 +88,12 @@ _KNOWN: dict[str, Any] = {
 
 
 def find(module: str, name: str) -> Any:
-    if name.startswith(("__", "pytest_")):
-        raise AttributeError(name)
-    if module == "vllm.version" and name == "__version__":
+    if (module, name) == ("vllm.version", "__version__"):
         import dovetail
 
         return dovetail.__version__
+    if name.startswith(("__", "pytest_")):
+        raise AttributeError(name)
     if name.endswith("Error"):
         return type(name, (Exception,), {})
     return _KNOWN.get(name) or _Unusable(name, (), {})

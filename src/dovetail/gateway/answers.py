@@ -191,11 +191,12 @@ class TokenNames:
         )
 
     def _alternatives(self, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
-        """The likeliest by their text and, as OpenAI has it, always the chosen one: it may be one more than asked for.
-        Of several halves of a character, which look alike, the likeliest stays."""
+        """The chosen one, first as vLLM has it and always as OpenAI has it, and the likeliest by their text: it may be
+        one more than asked for. Of several halves of a character, which look alike, the likeliest stays."""
         found: dict[str, float] = {}
-        for top in (*logprobs.top, TokenLogprob(token, logprobs.chosen)):
-            found.setdefault(self.of(top.token), finite(top.logprob))
+        for each in (TokenLogprob(token, logprobs.chosen), *logprobs.top):
+            name, value = self.of(each.token), finite(each.logprob)
+            found[name] = max(found.get(name, value), value)
         return found
 
 

@@ -138,7 +138,8 @@ class ChatReply:
             model=self._job.model.name,
             choices=[self._whole_choice(index, answer) for index, answer in enumerate(answers)],
             usage=usage,
-            prompt_logprobs=None,  # said where there are none, too: clients of vLLM look at it
+            prompt_logprobs=None,  # these are said where there are none, too: clients of vLLM look at them
+            prompt_token_ids=None,
         )
         if self._options.with_token_ids:
             completion.prompt_token_ids = list(self._job.requests[0].prompt)

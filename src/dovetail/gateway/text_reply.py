@@ -105,7 +105,8 @@ class TextReply:
             logprobs=self._logprobs(at, answer.logprobs, read),
             finish_reason=finish_of(answer.finish) or "stop",
             stop_reason=answer.stop_reason,
-            prompt_logprobs=None,
+            prompt_logprobs=None,  # these are said where there are none, too: clients of vLLM look at them
+            prompt_token_ids=None,
         )
         self._add_ids(choice, answer.tokens, with_prompt=True, order=order)
         if self._options.with_prompt_logprobs:
