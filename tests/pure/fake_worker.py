@@ -12,6 +12,7 @@ import argparse
 import os
 import time
 from array import array
+from pathlib import Path
 
 import zmq
 
@@ -74,6 +75,7 @@ class FakeWorker:
         self.version = 0
         self.keep_alive_s = -1.0  # of the last model; 0 = let go of them when nothing is open
         self.spans: list[TurnSpan] = []
+        self.cold_s = 0.0  # that the model "cold" took to load
         self.open: dict[int, tuple[Request, RequestRecord, int]] = {}  # tokens made so far
 
     def run(self) -> None:
@@ -131,7 +133,7 @@ class FakeWorker:
             return self.instances[name]
         self.num_instances += 1
         if name == "slow":
-            time.sleep(1.0)
+            self.take_time(name, 1.0)
         if name == "broken" and self.models[name].source != "good":
             del self.models[name]
             self.socket.send(encode(LoadFailed(name, "the weights are truncated")))
@@ -145,8 +147,19 @@ class FakeWorker:
         """It takes the request and then loads, a quarter at first."""
         self.socket.send(encode(Reply(number, Accepted(self.num_instances + 1))))
         self.socket.send(encode(Loading("cold", 250, 1000)))
-        time.sleep(COLD_S)
+        began = time.monotonic()
+        self.take_time("cold", COLD_S)
+        self.cold_s = time.monotonic() - began
         self.start("cold")
+
+    def take_time(self, name: str, seconds: float) -> None:
+        """So long; or, where the model's folder has a file `wait`, until that has gone."""
+        gate = Path(self.models[name].path) / "wait"
+        if not gate.exists():
+            time.sleep(seconds)
+        deadline = time.monotonic() + 30
+        while gate.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def close(self, name: str) -> None:
         instance = self.instances.pop(name, None)
@@ -207,7 +220,7 @@ class FakeWorker:
         if made == 0 and choice == 0 and (count := request.sampling.prompt_logprobs) is not None:
             first = (TokenLogprob(0, -0.1), TokenLogprob(1, -0.2))[:count]
             read = tuple(TokenLogprobs(-0.25, first, 7) for _ in request.prompt[1:])
-        grace_s = COLD_S if request.model == "cold" and made == 0 else 0.0
+        grace_s = self.cold_s if request.model == "cold" and made == 0 else 0.0
         return TokenEvent(request.id, choice, token, finish, logprobs, prompt_logprobs=read, grace_s=grace_s)
 
     def send_stats(self) -> None:
