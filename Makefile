@@ -96,7 +96,7 @@ crowd: install
 
 # Whether the time of an answer tells a tenant what another has asked, by a hundred trials.
 tenants: install
-	DOVETAIL_TRIALS=100 $(BIN)/python -m pytest -q -s tests/cpu/test_server_tenants.py
+	DOVETAIL_TRIALS=100 $(BIN)/python -m pytest -q -s --timeout 1800 tests/cpu/test_server_tenants.py
 
 # 32 models in bursts under a control group's limit of 4 GiB: nothing is killed. Needs the right to make such a group.
 limited: install
