@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from fleet_builders import Fleet
@@ -60,6 +61,13 @@ def test_tiers_that_work_one_after_another_take_the_sum() -> None:
     assert SLLM_CLUSTER.load_s(Tier.REMOTE, 10**10) == 8.0
     slow = Storage("slow", 0, 0, 10e9, 5e9, 1e9, is_pipelined=False)
     assert slow.load_s(Tier.REMOTE, 10**10) == 11.0
+
+
+def test_a_network_that_each_has_to_itself_makes_nobody_wait() -> None:
+    alone = replace(STORAGE, is_queued=False)
+    machine = Machine("m", alone, dict.fromkeys("ab", _by_tier(alone, make_hosting(10.0))), is_stocked=False)
+    assert machine.begin_load("a", 0.0, 0.0) == machine.begin_load("b", 0.0, 0.0) == 10.0
+    assert machine.hostings["a"].disk_s == 0.0
 
 
 @pytest.mark.parametrize("system", ["serverlessllm", "shepherd*", "random", "locality"])
