@@ -328,6 +328,10 @@ def test_fault_storms_violate_no_invariant() -> None:
     assert run_storm(range(150)) == []
 
 
+def test_an_answer_that_is_taken_back_for_a_newcomer_moves_no_more() -> None:
+    run_one(200084)  # the copy had caught up with a request that had no place any more
+
+
 def test_a_storm_repeats_itself() -> None:
     first, second = run_one(7), run_one(7)
     assert [(r.fate, r.end_s) for r in first.records] == [(r.fate, r.end_s) for r in second.records]
