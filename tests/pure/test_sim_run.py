@@ -325,7 +325,11 @@ def test_every_sweep_has_runs(name: str) -> None:
 
 
 def test_fault_storms_violate_no_invariant() -> None:
-    assert run_storm(range(150)) == []
+    assert run_storm(range(90)) == []
+
+
+def test_an_answer_that_is_taken_back_for_a_newcomer_moves_no_more() -> None:
+    run_one(200084)  # the copy had caught up with a request that had no place any more
 
 
 def test_a_storm_repeats_itself() -> None:

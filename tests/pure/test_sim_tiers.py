@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import cast
 
 import pytest
 from fleet_builders import Fleet
-from sim_builders import make_hosting
+from sim_builders import make_hosting, make_work
 from typer.testing import CliRunner
 
 from dovetail.cli.sim import app
-from dovetail.policy.knobs import MakeWay
+from dovetail.cluster.asking import Asking
+from dovetail.cluster.decisions import Displace
+from dovetail.cluster.placer import Search
+from dovetail.cluster.starting import _displace
 from dovetail.policy.placement import Hosting
 from dovetail.profiles.storage import SLLM_CLUSTER, Storage, Tier
 from dovetail.sim.metrics import Fate
@@ -62,6 +67,13 @@ def test_tiers_that_work_one_after_another_take_the_sum() -> None:
     assert slow.load_s(Tier.REMOTE, 10**10) == 11.0
 
 
+def test_a_network_that_each_has_to_itself_makes_nobody_wait() -> None:
+    alone = replace(STORAGE, is_queued=False)
+    machine = Machine("m", alone, dict.fromkeys("ab", _by_tier(alone, make_hosting(10.0))), is_stocked=False)
+    assert machine.begin_load("a", 0.0, 0.0) == machine.begin_load("b", 0.0, 0.0) == 10.0
+    assert machine.hostings["a"].disk_s == 0.0
+
+
 @pytest.mark.parametrize("system", ["serverlessllm", "shepherd*", "random", "locality"])
 def test_every_scheduler_serves_everything_and_is_the_same_with_the_same_seed(system: str) -> None:
     cell = Cell("8", system, rps=1.4, cv=2.0)
@@ -104,17 +116,42 @@ def set_load(fleet: Fleet, node: str, model: str, load_s: float) -> None:
         fleet.receive(node)
 
 
-def test_an_answer_moves_away_so_that_another_model_starts_where_its_weights_are() -> None:
+def make_full_fleet() -> Fleet:
     """Figure 3 of the paper: node A has the weights of n in memory and answers with m, whose weights are also at B."""
-    fleet = Fleet("AB", "mn", memory=1_500_000, make_way=MakeWay.MIGRATE, extend_deadlines=False)
+    fleet = Fleet("AB", "mn", memory=1_500_000, extend_deadlines=False)
     for node, model, load_s in (("A", "m", 0.1), ("A", "n", 0.1), ("B", "m", 0.2), ("B", "n", 9.0)):
         set_load(fleet, node, model, load_s)
     fleet.submit("r", "m", prompt=20, tokens=120)
     while len(fleet.text["r"]) < 5:
         fleet.do(fleet.steps()[0])
     assert fleet.place("r") == "A"
+    return fleet
+
+
+def test_an_answer_moves_away_so_that_another_model_starts_where_its_weights_are() -> None:
+    fleet = make_full_fleet()
     fleet.submit("s", "n", prompt=20, tokens=10)
     fleet.run()
     assert fleet.migrations.completed == 1
     assert fleet.dispatcher.runtime.displacements.completed == 1
     fleet.check_end()
+
+
+def finish(asking: Asking[Displace | None], fleet: Fleet) -> Displace | None:
+    """Its questions are answered at once."""
+    ask = next(asking)
+    while True:
+        try:
+            ask = asking.send(fleet.peers[ask.node.name].driver.ask(ask.question))
+        except StopIteration as end:
+            return cast(Displace | None, end.value)
+
+
+@pytest.mark.parametrize(("ttft_s", "waits"), [(0.1, False), (5.0, True)])
+def test_whoever_asked_for_targets_waits_for_others_only_within_them(ttft_s: float, waits: bool) -> None:
+    fleet = make_full_fleet()
+    search = Search(make_work(99, "n", 20, arrival_s=fleet.clock.now, ttft_s=ttft_s))
+    placer = fleet.dispatcher.runtime.controller.placer
+    placer.now_s = fleet.clock.now
+    plan = finish(_displace(placer, search, placer.nodes[0], 0.1), fleet)
+    assert (plan is not None) is waits

@@ -289,6 +289,7 @@ class Runtime:
             self.displacements.begin(decision)
         elif isinstance(decision, Moving):
             self.places.pop(decision.work.id, None)
+            self.migrations.over(decision.work.id)  # it was taken back for somebody else meanwhile
         elif isinstance(decision, Refused):
             self._end(decision.work, "refused", decision.reason, now)
             self.outbox.append(decision)

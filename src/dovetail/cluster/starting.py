@@ -199,8 +199,8 @@ def _displace(placer: Placer, search: Search, node: NodeHandle, seconds: float) 
             places = yield from _destinations(placer, search, node, one)
         guests.append(Guest(one.instance, one.frees_bytes, places))
     plan = who_moves_where(guests, answer.missing_bytes)
-    if plan is None:
-        return None
+    if plan is None or placer.now_s + plan.seconds > search.until_s:
+        return None  # it would be refused while it waits for them
     moves = tuple(_displaced(placer.knobs, move, found[move.instance]) for move in plan.moves)
     return Displace(search.work, node, plan.seconds + seconds, moves)
 

@@ -27,6 +27,7 @@ class Storage:
     link_bytes_per_s: float  # host memory to one device
     disk_bytes_per_s: float
     network_bytes_per_s: float  # from the object store
+    is_queued: bool = True  # loads from disk and network wait for each other; else each has all of it to itself
     is_pipelined: bool = True  # tiers work at the same time: the slowest counts; else one after another
 
     def load_s(self, tier: Tier, num_bytes: int) -> float:
@@ -41,7 +42,7 @@ class Storage:
 
     def shared_s(self, tier: Tier, num_bytes: int) -> float:
         """Of that, what keeps the machine's one path to disk and network busy."""
-        return 0.0 if tier is Tier.MEMORY else self.load_s(tier, num_bytes)
+        return self.load_s(tier, num_bytes) if self.is_queued and tier is not Tier.MEMORY else 0.0
 
 
 # Test bed (ii): 512 GB of memory, one PCIe 4.0 NVMe SSD of 2 TB, 10 Gbit/s. Of the memory 160 GB keep weights: "only

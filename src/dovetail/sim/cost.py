@@ -29,8 +29,8 @@ from dovetail.sim.workload import Workload, generate
 
 REQUESTS_PER_NODE = 40
 MODELS_PER_NODE = 16
-PLACEMENTS_PER_SERVER = 8
-RATE_PER_SERVER = 0.25  # requests/s
+PLACEMENTS_PER_SERVER = 3
+RATE_PER_SERVER = 0.5  # requests/s
 RATE_PER_NODE = 0.65  # requests/s: the load of the 128-model trace on 8 nodes
 
 
@@ -90,8 +90,8 @@ def measure_decisions(
 
 
 def measure_placement(servers: int, seed: int = 0) -> dict[str, Any]:
-    """L6, L7 on machines of four GPUs each, of which about two thirds are taken. Tokens take long, so that there are
-    few of them beside the decisions."""
+    """L6, L7 on machines of four GPUs each, of which three quarters are taken in the end. Tokens take long, so that
+    there are few of them beside the decisions."""
     count, models = PLACEMENTS_PER_SERVER * servers, 2 * servers
     arrivals = [
         arrival._replace(ttft_s=300.0, tpot_s=60.0)

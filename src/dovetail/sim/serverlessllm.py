@@ -68,7 +68,15 @@ class System:
 
 # Safetensors from the page cache after a download, and cold from an SSD: 12.1 s in the paper for 13.3 GB, of which the
 # network takes 10.6; and 3.6 times slower than ServerlessLLM's loader where two SSDs give 12 GB/s.
-RAY = replace(SLLM_CLUSTER, name="ray", memory_bytes=0, disk_bytes=0, link_bytes_per_s=9 * GB, is_pipelined=False)
+RAY = replace(
+    SLLM_CLUSTER,
+    name="ray",
+    memory_bytes=0,
+    disk_bytes=0,
+    link_bytes_per_s=9 * GB,
+    is_queued=False,  # "assuming an exclusively occupied network"
+    is_pipelined=False,
+)
 RAY_CACHE = replace(RAY, name="ray+cache", disk_bytes=int(160 * GB), disk_bytes_per_s=3.3 * GB)
 KSERVE = replace(RAY, name="kserve", network_bytes_per_s=SLLM_SERVER.network_bytes_per_s)
 SYSTEMS = {

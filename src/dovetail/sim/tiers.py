@@ -74,7 +74,7 @@ class Machine:
         if tier is Tier.MEMORY:
             self._memory.use(model, size)
             return max(link_free_s, now) + link_s
-        began_s = max(self._path_free_s, link_free_s, now)
+        began_s = max(self._path_free_s if self.storage.is_queued else now, link_free_s, now)
         self._path_free_s = end_s = began_s + self.storage.load_s(tier, size) * slowdown
         self._arriving[model] = end_s
         return end_s
