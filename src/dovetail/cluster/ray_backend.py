@@ -160,7 +160,7 @@ class RayNodes:
             "lifetime": "detached",
             "resources": {RESOURCE: 1},
             "num_cpus": 0,
-            "max_concurrency": 4,
+            "max_concurrency": 64,  # each gateway that was killed leaves a call behind, until the worker ends
             "max_restarts": -1,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(member.id, soft=False),
         }

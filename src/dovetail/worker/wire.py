@@ -15,6 +15,7 @@ from dovetail import messages
 from dovetail.worker.afar import apply_keys, clock_offset_s, take_keys
 
 FIRST_TIMEOUT_S = 30.0  # for the gateway that has started this process
+CLOCK_TIMEOUT_S = 2.0  # a gateway that does not know this node yet does not answer
 LINGER_MS = 1000
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
@@ -52,7 +53,7 @@ class Wire:
             return False
         if self._address.startswith("tcp://"):
             try:
-                self.offset_s = clock_offset_s(self._socket, max(until - time.monotonic(), 0.1))
+                self.offset_s = clock_offset_s(self._socket, max(until - time.monotonic(), CLOCK_TIMEOUT_S))
             except TimeoutError:
                 return False
         return True
