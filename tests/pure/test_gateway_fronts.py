@@ -59,7 +59,7 @@ def on_both(folder: Path, test: Callable[[Service, Service], Awaitable[None]]) -
             await asyncio.wait_for(test(leader, front), 60)
             await eventually(lambda: not leader.cluster.inboxes)
             for service in (leader, front):
-                assert not service.cluster.dispatcher.runtime.works
+                await eventually(lambda works=service.cluster.dispatcher.runtime.works: not works)
 
     asyncio.run(run())
 
