@@ -62,13 +62,16 @@ lint: install
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 
-# Several machines, held together by Ray in an environment of its own: the head, machines that join, leave and vanish.
+# Several machines, held together by Ray in an environment of its own: the head, machines that join, leave and vanish;
+# and, without Ray, machines that cannot be reached for a while, and JOINS of them that come and go under load.
+JOINS ?= 100
 cluster: install
 	test -x build/cluster/bin/python || $(PYTHON) -m venv build/cluster
 	{ echo "$(CURDIR)/src"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > \
 	  "$$(build/cluster/bin/python -c 'import site; print(site.getsitepackages()[0])')/dovetail.pth"
 	build/cluster/bin/python -m pip install --quiet --constraint constraints.txt ray==2.51.1
 	build/cluster/bin/python -m pytest -q tests/ray
+	DOVETAIL_JOINS=$(JOINS) build/cluster/bin/python -m pytest -q -s tests/cpu/cluster_live.py
 
 # The native kernels and the barrier of their threads under AddressSanitizer and ThreadSanitizer, the barrier also without,
 # for millions of rounds; needs CMake and a C++ compiler only.

@@ -174,7 +174,8 @@ def test_no_file_is_an_orphan() -> None:
     """A module that nothing imports is dead, unless it is an entry point."""
     commands = {command.module for command in COMMANDS.values()}  # imported by name, when asked for
     entry_points = {"dovetail.cli.main", "dovetail.worker.__main__", "dovetail.__main__"} | commands
-    entry_points |= {"dovetail.bench.engine_ours", "dovetail.plan.function"}  # a child process of its own
+    # Child processes of their own.
+    entry_points |= {"dovetail.bench.engine_ours", "dovetail.bench.ray_serve_app", "dovetail.plan.function"}
     imported = {name for path in [*FILES, *(ROOT / "tests").rglob("*.py")] for _, name in imports(path)}
     for path in FILES:
         module = "dovetail." + relative(path).removesuffix(".py").replace("/", ".")

@@ -137,6 +137,10 @@ class ServerConfig(_Section):
     # A request whose worker dies goes on, from the tokens that it has, on the worker that takes its place.
     max_resumptions: int = Field(default=2, ge=0)  # of one request; one more death is an error
     resume_timeout: Duration = Field(default=4.0, ge=0)  # how long a stream waits for the new worker before an error
+    # Folder of what survives a server that is killed: its workers wait for the next one, with their models, and are
+    # found by what is written here. None = they end with it.
+    state: Path | None = None
+    outlive: Duration = Field(default=60.0, gt=0)  # how long they wait
 
 
 class NodeConfig(_Section):

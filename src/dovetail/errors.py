@@ -131,9 +131,10 @@ class EngineFailed(RequestError):
 
 
 class WorkerLost(EngineFailed):
-    def __init__(self, message: str, suspects: frozenset[str] = frozenset()) -> None:
+    def __init__(self, message: str, suspects: frozenset[str] = frozenset(), *, is_cut: bool = False) -> None:
         super().__init__(message)
         self.suspects = suspects  # requests of the iteration that it died in; empty = it died between two
+        self.is_cut = is_cut  # it lives, but cannot be reached: no request is to blame
 
 
 class Overloaded(RequestError):

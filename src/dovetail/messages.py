@@ -58,6 +58,10 @@ class Command(msgspec.Struct, frozen=True, tag="command"):
     tokens: tuple[int, ...] = ()  # with CatchUp: those that the request has got since
 
 
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Says nothing: whether it can be sent is what counts."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Free everything and exit."""
 
@@ -74,7 +78,7 @@ class ClockTold(msgspec.Struct, frozen=True, tag="clock_told"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a worker: it is there and can take a Load."""
+    """First message of a worker on each connection: it is there, owes nothing, and can take a Load."""
 
     node: str
     pid: int
@@ -82,6 +86,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     import_s: float  # from process start until torch was imported
     kind: DeviceKind = DeviceKind.CPU
     memory_bytes: int = 0  # for weights and KV
+    models: tuple[str, ...] = ()  # that it knows from before: it has come back to a gateway, with its models
 
 
 class LoadTimes(msgspec.Struct, frozen=True):
@@ -97,6 +102,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     mapped: bool  # weights are used in place in the checkpoint's pages
     times: LoadTimes
     tier: Literal["host", "disk"] = "disk"  # where the weights were before
+    again: bool = False  # to a gateway that has not heard of it: it was loaded long ago
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -186,7 +192,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     spans: tuple[TurnSpan, ...] = ()  # iterations since the last message; the latest, if there were very many
 
 
-ToWorker = Load | Unload | DropAdapter | Ask | Command | ClockTold | Shutdown
+ToWorker = Load | Unload | DropAdapter | Ask | Command | ClockTold | Probe | Shutdown
 ToGateway = ClockAsked | Hello | Loading | Loaded | LoadFailed | Unloaded | Reclaimed | Reply | Said | Tokens | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -73,10 +73,10 @@ def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None
 
 @contextmanager
 def running_server(
-    *arguments: str | Path, environment: dict[str, str] | None = None, log: Path | None = None
+    *arguments: str | Path, environment: dict[str, str] | None = None, log: Path | None = None, verb: str = "serve"
 ) -> Iterator[Server]:
     """`dovetail serve …` on a free port; ended by SIGTERM, or killed when that does not help."""
-    command = [*COMMAND, "serve", *map(str, arguments), "--port", "0", "--json"]
+    command = [*COMMAND, verb, *map(str, arguments), "--port", "0", "--json"]
     errors = log.open("w") if log is not None else None
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(environment or {})}

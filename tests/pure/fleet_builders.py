@@ -22,6 +22,7 @@ from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.types import ModelCard, Request, SamplingParams, TokenEvent
 from dovetail.worker.driver import NodeDriver
+from dovetail.worker.rejoin import say_again, withdraw_all
 from dovetail.worker.runner import ModelRunner
 
 MAX_TOKENS = 400
@@ -176,6 +177,43 @@ class Fleet:
             for id in sorted(lost):
                 if id not in self.ended:
                     self._submit(id)
+
+    def cut(self, name: str) -> None:
+        """The connection breaks: what is under way is lost, the worker gives up what it was asked for and comes back
+        with its models, and whoever waits for its tokens submits what is left."""
+        peer = self.peers.pop(name)
+        lost = self.dispatcher.lost(name, self.clock.now)
+        self.take()
+        self._come_back(peer)
+        for id in sorted(lost):
+            if id not in self.ended:
+                self._submit(id)
+
+    def _come_back(self, peer: Peer) -> None:
+        peer.inbox.clear()
+        peer.outbox.clear()
+        withdraw_all(peer.driver)
+        self.peers[peer.name] = peer
+        hello = messages.Hello(peer.name, 1, "virtual", 0.0, DeviceKind.CPU, self.memory, tuple(self.models))
+        self.dispatcher.joined(peer.name, hello)
+        for model in self.models:  # as the gateway tells of it
+            say_again(peer.driver)
+            peer.driver.register(model, peer.driver.hostings[model])
+        peer.tell()
+        self.take()
+
+    def kill_controller(self) -> None:
+        """Another takes its place and knows nothing; the workers outlive it, and whoever has the clients submits what
+        is left."""
+        names = list(self.peers)
+        self.dispatcher = Dispatcher(dict.fromkeys(names, DeviceKind.CPU), self.knobs, self._send)
+        for name in names:
+            self._come_back(self.peers[name])
+            while self.peers[name].outbox:
+                self.receive(name)
+        for id in self.requests:
+            if id not in self.ended:
+                self._submit(id)
 
     def choice(self, id: str) -> int:
         return self.dispatcher._by_key[id, 0].id

@@ -16,7 +16,7 @@ from dovetail.config import NodeConfig
 from dovetail.errors import ConfigError, Overloaded
 from dovetail.gateway.link import Link
 from dovetail.gateway.remote_workers import Membership, WireKeys
-from dovetail.worker.afar import apply_keys, clock_offset_s
+from dovetail.worker.afar import apply_keys, clock_offset_s, take_keys
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,6 @@ def test_only_who_has_the_keys_is_heard_and_learns_the_clock(monkeypatch: pytest
             await asyncio.to_thread(_ask_clock, port, with_keys=False)
         await link.close()
 
-    monkeypatch.setattr("dovetail.worker.afar.CLOCK_TIMEOUT_MS", 1000)
     asyncio.run(run())
 
 
@@ -148,10 +147,10 @@ def _ask_clock(port: int, *, with_keys: bool) -> float:
     socket.setsockopt(zmq.IDENTITY, b"left")
     socket.setsockopt(zmq.LINGER, 0)
     if with_keys:
-        apply_keys(socket)
+        apply_keys(socket, take_keys())
     socket.connect(f"tcp://127.0.0.1:{port}")
     try:
-        return clock_offset_s(socket)
+        return clock_offset_s(socket, 1.0)
     finally:
         socket.close()
         context.term()

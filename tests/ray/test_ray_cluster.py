@@ -61,7 +61,8 @@ class Cluster:
 
     def up(self) -> subprocess.Popen[bytes]:
         ports = ["--port", str(self.port), "--cluster-port", self.address.rpartition(":")[2]]
-        self.head = self.start("up", "--config", str(self.config), "--head-only", *ports, "--json")
+        state = ["--state", str(self.folder / "state")]
+        self.head = self.start("up", "--config", str(self.config), "--head-only", *ports, *state, "--json")
         eventually(self.is_healthy)
         return self.head
 
@@ -231,12 +232,14 @@ def test_every_machine_is_restarted_under_load_and_no_request_fails(cluster: Clu
 
 
 def test_a_head_that_is_killed_finds_its_machines_again(cluster: Cluster, undisturbed: list[str]) -> None:
-    there = cluster.nodes().keys()
+    there = {name: node["pid"] for name, node in cluster.nodes().items()}
     cluster.kill_head()
     cluster.up()
     eventually(
-        lambda: cluster.nodes().keys() == there and all(one["state"] == "up" for one in cluster.nodes().values())
+        lambda: cluster.nodes().keys() == there.keys() and all(one["state"] == "up" for one in cluster.nodes().values())
     )
+    assert {name: node["pid"] for name, node in cluster.nodes().items()} == there, "no worker was started"
+    assert any(node["models"] for node in cluster.nodes().values()), "and their models are there"
     assert cluster.ask_all(NUM_STREAMS) == undisturbed
 
 

@@ -36,6 +36,8 @@ class Figures(msgspec.Struct, frozen=True):
     ttft_p99_s: float
     tpot_p50_s: float  # mean of each request, after its first token
     tpot_p99_s: float
+    first_ttft_p50_s: float  # of the first request of each model, which starts it
+    first_ttft_max_s: float
     tokens: int
     seconds: float  # first arrival to last end
     attained_per_core_minute: float
@@ -69,6 +71,14 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ranked[min(int(share * len(ranked)), len(ranked) - 1)] if ranked else 0.0
 
 
+def first_ttfts(answers: Sequence[Answer]) -> list[float]:
+    """Of the first request of each model, if it was answered."""
+    first: dict[str, Answer] = {}
+    for answer in sorted(answers, key=lambda one: one.arrival_s):
+        first.setdefault(answer.model, answer)
+    return [ttft_s(answer) for answer in first.values() if answer.is_finished]
+
+
 def summarise(answers: Sequence[Answer], cores: int, grace: Grace = no_grace, rule: SloRule = RULE) -> Figures:
     finished = [answer for answer in answers if answer.is_finished]
     refused = sum(answer.is_refused for answer in answers)
@@ -76,6 +86,7 @@ def summarise(answers: Sequence[Answer], cores: int, grace: Grace = no_grace, ru
     graced = sum(meets(answer, rule, grace(answer)) for answer in answers)
     ttfts = [ttft_s(answer) for answer in finished]
     tpots = [pace for answer in finished if (pace := tpot_s(answer)) is not None]
+    firsts = first_ttfts(answers)
     first = min((answer.arrival_s for answer in answers), default=0.0)
     seconds = max((answer.end_s for answer in answers), default=0.0) - first
     count = max(len(answers), 1)
@@ -92,6 +103,8 @@ def summarise(answers: Sequence[Answer], cores: int, grace: Grace = no_grace, ru
         ttft_p99_s=percentile(ttfts, 0.99),
         tpot_p50_s=percentile(tpots, 0.5),
         tpot_p99_s=percentile(tpots, 0.99),
+        first_ttft_p50_s=percentile(firsts, 0.5),
+        first_ttft_max_s=max(firsts, default=0.0),
         tokens=sum(answer.num_tokens for answer in answers),
         seconds=seconds,
         attained_per_core_minute=attained / cores / max(seconds / 60, 1e-9),

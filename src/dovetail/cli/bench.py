@@ -226,6 +226,32 @@ def migrate(
     )
 
 
+@app.command("fronts")
+def fronts(
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`, or an HF folder.")],
+    streams: Annotated[int, typer.Option(help="Clients that read at once.", min=1)] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Of each answer.", min=8)] = 200,
+    runs: Annotated[int, typer.Option(help="Of each way; the fastest counts.", min=1)] = 3,
+    store: Annotated[str, typer.Option(help="Folder of the store.  [default: the usual one]", show_default=False)] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Streams through one gateway and through two: tokens a second, and what a token costs each process.
+
+    Example: dovetail bench fronts smollm2-135m-instruct --streams 64
+    """
+    from dovetail.bench.fronts import measure
+
+    ways = measure(model, streams, max_tokens, runs, store)
+    if as_json:
+        print_json(ways)
+        return
+    table = _table("through", "tokens/s", "leader", "front", "worker")
+    for way in ways:
+        costs = (f"{cost:.0f} us" for cost in (way.leader_us, way.front_us, way.worker_us))
+        table.add_row(way.through, f"{way.tokens_per_s:.0f}", *costs)
+    _show(table)
+
+
 def _print(summaries: list[Summary], plain_s: float) -> None:
     table = _table("engine", "import", "load", "first token", "total (spread)")
     for each in summaries:

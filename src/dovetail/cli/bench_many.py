@@ -191,6 +191,10 @@ def _print_outcomes(contest: Contest) -> None:
         ("  with grace", lambda one: f"{one.figures.attainment_with_grace:.1%}" if one.has_grace else "not told"),
         ("  per core and minute", lambda one: f"{one.figures.attained_per_core_minute:.2f}"),
         ("TTFT p50 / p99", lambda one: f"{one.figures.ttft_p50_s:.2f} / {one.figures.ttft_p99_s:.2f} s"),
+        (
+            "TTFT, first of a model",
+            lambda one: f"{one.figures.first_ttft_p50_s:.2f} / {one.figures.first_ttft_max_s:.2f} s",
+        ),
         ("TPOT p50 / p99", lambda one: f"{1e3 * one.figures.tpot_p50_s:.0f} / {1e3 * one.figures.tpot_p99_s:.0f} ms"),
         ("refused, errors", lambda one: f"{one.figures.refused}, {one.figures.errors}"),
         ("cold starts", _cold_starts_text),

@@ -27,6 +27,7 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "serve": Command("dovetail.cli.serve", "serve", "Serve models over an OpenAI-compatible HTTP API."),
+    "front": Command("dovetail.cli.front", "front", "One more gateway for a server on this machine."),
     "up": Command("dovetail.cli.up", "up", "Serve over several machines, this one being the head."),
     "join": Command("dovetail.cli.up", "join", "Serve with this machine in somebody else's cluster."),
     "run": Command("dovetail.cli.chat", "run", "Chat with a model in the terminal."),

@@ -24,9 +24,11 @@ from dovetail.machine import hide_argument, memory_bytes, process_age_s, usable_
 if TYPE_CHECKING:
     import socket
 
+    from dovetail.cluster.durable import Durable
     from dovetail.gateway.admin import Admin
     from dovetail.gateway.link import Link
     from dovetail.gateway.models import Offer
+    from dovetail.gateway.recovery import Recovery
     from dovetail.store.pool import HostPool
 
 PROMPT = "Please name the capital of Germany."  # no token of the answer hangs on a near tie, in any precision
@@ -46,6 +48,14 @@ ApiKey = Annotated[
 ]
 OpenToNetwork = Annotated[
     bool, typer.Option("--open-to-network", help="Listen beyond this machine although there are no keys.")
+]
+
+StateFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder: a server that is killed and started again with it finds its workers, with their models.",
+        show_default=False,
+    ),
 ]
 
 
@@ -96,6 +106,7 @@ def serve(
     log_level: Annotated[
         LogLevel, typer.Option(help="Of what is written to standard error; info has a line for each request.")
     ] = LogLevel.INFO,
+    state: StateFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say that it is ready in JSON, on one line.")] = False,
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
@@ -115,6 +126,7 @@ def serve(
         "host": host,
         "port": port,
         "max_queue": max_queue,
+        "state": state,
         "open_to_network": open_to_network or None,
         "drain_timeout": None if drain_timeout is None else parsed(parse_duration, drain_timeout, "--drain-timeout"),
     }
@@ -248,7 +260,7 @@ def _leave() -> Never:
 class OtherMachines(Protocol):
     """Whoever brings workers of other machines in (`cli.up`)."""
 
-    def attach(self, link: Link, options: Sequence[str]) -> None:
+    def attach(self, link: Link, options: Sequence[str], durable: Durable | None) -> None:
         """Before the link is started; `options` of every worker."""
 
     def start(self, is_drained: Callable[[str], bool]) -> None: ...
@@ -257,7 +269,10 @@ class OtherMachines(Protocol):
 
 
 async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines | None = None) -> None:
+    from dovetail.cluster.durable import Durable
+    from dovetail.gateway.fronts import Fronts
     from dovetail.gateway.link import Link
+    from dovetail.gateway.recovery import Recovery
     from dovetail.gateway.supervisor import worker_command
 
     task = asyncio.current_task()
@@ -266,37 +281,61 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
     loop.add_signal_handler(signal.SIGTERM, task.cancel)  # until the HTTP server takes over
     heeds_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # else it was started by nohup
     loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the file is being read anyway
-    pool = _make_pool(plan.config.store)
+    durable = Durable(plan.config.server.state) if plan.config.server.state is not None else None
+    pool = _make_pool(plan.config.store, durable)
     link = Link(
         plan.config.nodes,
         worker_command(*_worker_options(plan.config, pool)),
         pass_fds=[pool.file] if pool is not None else [],
+        durable=durable,
+        outlive_s=plan.config.server.outlive,
     )
     if others is not None:
-        others.attach(link, _worker_options(plan.config, None))
+        others.attach(link, _worker_options(plan.config, None), durable)
     link.start()
+    fronts: Fronts | None = None
     try:
         # In threads, so that the workers are started meanwhile.
         offer = await asyncio.to_thread(_make_offer, plan)
         await asyncio.to_thread(_import_http)
-        await _serve_http(plan, link, offer, listener, heeds_hangup, pool, others)
+        admin = _make_admin(plan, link, offer, pool, durable)
+        recovery = Recovery(durable, admin.service.cluster) if durable is not None else None
+        await admin.recover()
+        if durable is not None:
+            fronts = Fronts(durable.folder / "fronts", admin.service)
+            fronts.start()
+        await _serve_http(plan, admin, offer, listener, heeds_hangup, others, recovery)
     except asyncio.CancelledError:
         raise SystemExit(0) from None
     finally:
         listener.close()
+        if fronts is not None:
+            await fronts.close()  # before the workers go: their clients wait for the next server
         await link.close()
         if others is not None:
             await others.close()
         if pool is not None:
             pool.close()
+        if durable is not None:
+            durable.close()
 
 
-def _make_pool(store: StoreConfig) -> HostPool | None:
-    """Host memory for models between uses. It is this process's and the workers', and gone when they are."""
+def _make_pool(store: StoreConfig, durable: Durable | None) -> HostPool | None:
+    """Host memory for models between uses. It is this process's and the workers', and gone when they are: workers that
+    are there from before have it still."""
+    from dovetail.gateway.adopted import WorkerRecords
     from dovetail.store.pool import CHUNK_BYTES, HostPool, pool_bytes
 
     size = pool_bytes(store.host_pool)
-    return HostPool.create(size) if size >= CHUNK_BYTES else None
+    if size < CHUNK_BYTES:
+        return None
+    file = WorkerRecords(durable).host_pool() if durable is not None else None
+    if file is None:
+        return HostPool.create(size)
+    try:
+        return HostPool(file)
+    finally:
+        os.close(file)
 
 
 def _worker_options(config: Config, pool: HostPool | None) -> list[str]:
@@ -324,19 +363,18 @@ def _import_http() -> None:
 
 async def _serve_http(
     plan: Plan,
-    link: Link,
+    admin: Admin,
     offer: Offer,
     listener: socket.socket,
     heeds_hangup: bool,
-    pool: HostPool | None,
     others: OtherMachines | None,
+    recovery: Recovery | None,
 ) -> None:
     from dovetail.gateway.app import make_app
     from dovetail.gateway.listen import base_url
     from dovetail.gateway.server import HttpServer, has_terminal
     from dovetail.local_token import remove_token
 
-    admin = _make_admin(plan, link, offer, pool)
     service = admin.service
     if others is not None:
         others.start(service.cluster.is_drained)
@@ -351,6 +389,8 @@ async def _serve_http(
         if starting.done():
             starting.result()
             settle_down()
+            if recovery is not None:
+                admin.load_again(recovery.ready_before)
             _announce(address, offer.names, has_keys=bool(plan.config.auth.keys), as_json=plan.as_json)
             await serving
     finally:
@@ -378,11 +418,12 @@ def _offer_token(admin: Admin, port: int) -> None:
         logger.warning("%s cannot be written (%s); without keys nobody changes this server", token_file(port), error)
 
 
-def _make_admin(plan: Plan, link: Link, offer: Offer, pool: HostPool | None) -> Admin:
+def _make_admin(plan: Plan, link: Link, offer: Offer, pool: HostPool | None, durable: Durable | None) -> Admin:
     from dovetail.cli.offer import ConfigFile, LocalStore
     from dovetail.gateway.admin import Admin
     from dovetail.gateway.metrics import Metrics
     from dovetail.gateway.models import Models
+    from dovetail.gateway.recovery import Changes
     from dovetail.gateway.service import Limits, Service
     from dovetail.gateway.settings import Settings
 
@@ -391,7 +432,8 @@ def _make_admin(plan: Plan, link: Link, offer: Offer, pool: HostPool | None) -> 
     settings = Settings(plan.config, str(plan.file) if plan.file is not None else None)
     file = ConfigFile(plan.file, plan.override, plan.wanted) if plan.file is not None else None
     store = LocalStore(plan.config.store, pool)
-    admin = Admin(service, settings, store, file, offer.preload)
+    changes = Changes(durable) if durable is not None else None
+    admin = Admin(service, settings, store, file, offer.preload, changes)
     if plan.config.store.verify == "background":
         admin.look_for_damage(store)
     return admin

@@ -16,11 +16,22 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.cli.serve import ApiKey, OpenToNetwork, Plan, listen_for, override_with, parsed, run_loop, serve_plan
+from dovetail.cli.serve import (
+    ApiKey,
+    OpenToNetwork,
+    Plan,
+    StateFolder,
+    listen_for,
+    override_with,
+    parsed,
+    run_loop,
+    serve_plan,
+)
 from dovetail.config import Config, NodeConfig, load_config, parse_size
 from dovetail.errors import ConfigError, DovetailError
 
 if TYPE_CHECKING:
+    from dovetail.cluster.durable import Durable
     from dovetail.cluster.ray_backend import RayNodes
     from dovetail.gateway.link import Link
     from dovetail.gateway.remote_workers import Membership
@@ -53,6 +64,7 @@ def up(
     api_key: ApiKey = None,
     open_to_network: OpenToNetwork = False,
     store: Annotated[Path | None, typer.Option(help="Where models are kept, on every machine.")] = None,
+    state: StateFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say that it is ready in JSON, on one line.")] = False,
 ) -> None:
     """Serve models over several machines. Others come in with `dovetail join`, and go with `dovetail leave`.
@@ -61,12 +73,12 @@ def up(
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    server = {"host": host, "port": port, "open_to_network": open_to_network or None}
+    server = {"host": host, "port": port, "open_to_network": open_to_network or None, "state": state}
     node = {"threads": threads, "memory": None if memory is None else parsed(parse_size, memory, "--memory")}
     ours = override_with(server, node, api_key, store, None)
 
     def override(settings: Config) -> Config:
-        settings = ours(settings)
+        settings = _with_state(ours(settings), cluster_port)
         return settings.model_copy(update={"nodes": ()}) if head_only else settings
 
     settings = override(load_config(config) if config is not None else Config())
@@ -74,6 +86,14 @@ def up(
     listener = listen_for(settings)
     cluster = RayCluster(cluster_host, cluster_port, ray_address)
     run_loop(serve_plan(plan, listener, cluster))
+
+
+def _with_state(config: Config, port: int) -> Config:
+    """A head keeps its state even if nobody says where: the machines that joined outlive it."""
+    if config.server.state is not None:
+        return config
+    folder = config.store.profiles.parent / f"up-{port}"
+    return config.model_copy(update={"server": config.server.model_copy(update={"state": folder})})
 
 
 class RayCluster:
@@ -91,11 +111,12 @@ class RayCluster:
         self._host = host
         self._membership: Membership | None = None
 
-    def attach(self, link: Link, options: Sequence[str]) -> None:
-        from dovetail.gateway.remote_workers import Membership, WireKeys
+    def attach(self, link: Link, options: Sequence[str], durable: Durable | None) -> None:
+        from dovetail.gateway.remote_workers import Membership, WireKeys, listen_as_before
 
-        keys = WireKeys()
-        port = link.listen(lambda context: keys.bind(context, f"tcp://{self._host}:*"))
+        assert durable is not None
+        keys = WireKeys.kept(durable)
+        port = listen_as_before(link, keys, self._host, durable)
         link.close_observers.append(keys.close)
         self._membership = Membership(self._nodes, link, keys, f"tcp://{self._host}:{port}", options)
 

@@ -24,10 +24,15 @@ from dovetail.cluster.decisions import Migrated, Moving
 from dovetail.cluster.handle import NodeHandle
 from dovetail.node import protocol
 from dovetail.node.work import Phase, RequestRecord
+from dovetail.policy.headroom import INFINITY
 
 MAX_ASKED = 8  # nodes and instances that are asked to hold one request
 SMALL_GAP = 4  # tokens: the destination computes so few within its next iteration
 MAX_ROUNDS = 12  # each shrinks the gap; one that does not is the last
+# A destination that has not caught up by then is given up: so long for a round, and so many times what it said that
+# the model takes to load.
+ROUND_S = 30.0
+LOADS = 4.0
 
 
 class Step(StrEnum):
@@ -49,6 +54,7 @@ class Migration:
     known: int = 0  # tokens that the destination was told of
     gap: int = 0  # tokens that it was behind after the last round
     rounds: int = 0
+    until_s: float = INFINITY  # the destination has caught up by then, or is given up
     is_over: bool = False  # whoever waits for an answer takes back what comes of it
 
 
@@ -101,6 +107,8 @@ class Migrations:
                 return
             if isinstance(answer, protocol.Accepted):
                 migration.instance, migration.step = answer.instance, Step.COMPUTING
+                offer = node.offer_of(record.model)
+                self._begin_round(migration, LOADS * offer.load_s if offer is not None else 0.0)
                 self._controller.placer.joined(node, answer.instance, record)
                 return
         migration.destination = None
@@ -116,11 +124,28 @@ class Migrations:
 
     # Rounds
 
+    def _begin_round(self, migration: Migration, load_s: float = 0.0) -> None:
+        migration.until_s = self._controller.decisions.now_s + ROUND_S + load_s
+
+    def next_expiry_s(self) -> float | None:
+        """When `expire` has something to do."""
+        computing = [one.until_s for one in self._by_request.values() if one.step is Step.COMPUTING]
+        return min(computing, default=None)
+
+    def expire(self, now: float) -> None:
+        """Copies that are not there in time are taken back. The source has noticed nothing."""
+        for migration in list(self._by_request.values()):
+            if migration.step is Step.COMPUTING and migration.until_s <= now:
+                assert migration.destination is not None
+                migration.destination.fell_silent(now)
+                self._end(migration)
+
     def caught_up(self, node: NodeHandle, notice: protocol.CaughtUp) -> None:
         migration = self._by_request.get(notice.request)
         if migration is None or migration.number != notice.hold or migration.step is not Step.COMPUTING:
             return  # of one that is over
-        assert migration.destination is node
+        if migration.destination is not node:
+            return  # it was silent for so long that somebody else was asked; it hears of that next
         record = self._record(migration)
         if record is None:
             self._end(migration)
@@ -132,6 +157,7 @@ class Migrations:
             migration.step = Step.RELEASING
             self._controller.decisions.begin(self._release(migration))
         else:
+            self._begin_round(migration)
             self._send_tokens(migration, record)
 
     def _send_tokens(self, migration: Migration, record: RequestRecord, *, is_last: bool = False) -> None:
@@ -198,7 +224,7 @@ class Migrations:
     def given_up(self, node: NodeHandle, request: int, hold: int) -> None:
         """The destination has let go of the copy."""
         migration = self._by_request.get(request)
-        if migration is not None and migration.number == hold:
+        if migration is not None and migration.number == hold and migration.destination is node:
             self._copy_lost(migration)
 
     def lost(self, node: NodeHandle) -> None:

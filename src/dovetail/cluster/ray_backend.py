@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -159,7 +160,7 @@ class RayNodes:
             "lifetime": "detached",
             "resources": {RESOURCE: 1},
             "num_cpus": 0,
-            "max_concurrency": 4,
+            "max_concurrency": 64,  # each gateway that was killed leaves a call behind, until the worker ends
             "max_restarts": -1,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(member.id, soft=False),
         }
@@ -202,6 +203,8 @@ class WorkerHost:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._order: tuple[list[str], str] | None = None  # arguments and keys of the worker that runs
+        self._end: Future[WorkerEnd] = Future()  # its
         self._lock = threading.Lock()  # one worker at a time
 
     def describe(self) -> dict[str, Any]:
@@ -209,9 +212,20 @@ class WorkerHost:
         return described
 
     def run(self, arguments: list[str], keys: str, hang_timeout_s: float) -> WorkerEnd:
-        """Asked again by a gateway that was started anew, the worker of the old one ends first."""
+        """Asked again by a gateway that was started anew, the worker that is there stays if the new one wants the same
+        of it; else it ends first."""
+        process = self._process
+        if process is not None and process.poll() is None and self._order == (arguments, keys):
+            return self._end.result()
         self._end_process()
-        with self._lock, tempfile.TemporaryDirectory(prefix="dovetail-") as folder:
+        with self._lock:
+            self._order, self._end = (arguments, keys), Future()
+            end = self._run(arguments, keys, hang_timeout_s)
+            self._end.set_result(end)
+            return end
+
+    def _run(self, arguments: list[str], keys: str, hang_timeout_s: float) -> WorkerEnd:
+        with tempfile.TemporaryDirectory(prefix="dovetail-") as folder:
             file = Path(folder) / "pulse"
             pulse = Pulse.create(file)
             command = [sys.executable, "-m", "dovetail.worker", *arguments]

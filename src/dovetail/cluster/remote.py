@@ -59,6 +59,7 @@ class RemoteNode:
         self._sending = -1  # number of the question that is on its way out
         self._early: Answer | None = None
         self._proposed: dict[int, int] = {}  # by number of the question: the request that it was asked to take
+        self._copies: dict[int, int] = {}  # the same of those that it was asked to hold a copy of
 
     @property
     def proposed(self) -> list[int]:
@@ -97,8 +98,8 @@ class RemoteNode:
                 return Refused(Refusal.HARDWARE)
             request = self._body_of(question.request.id)
         number = next(self._numbers)
-        if isinstance(question, Propose) and not question.hold:
-            self._proposed[number] = question.request.id
+        if isinstance(question, Propose):
+            (self._copies if question.hold else self._proposed)[number] = question.request.id
         self._sending = number
         self._send(Ask(number, question, request))
         self._sending = -1
@@ -106,9 +107,11 @@ class RemoteNode:
         return number if early is None else early
 
     def order(self, order: Order, now: float) -> None:
-        if isinstance(order, Withdraw) and order.request in self._proposed.values():
-            self._proposed = {number: one for number, one in self._proposed.items() if one != order.request}
-            self.given_up.add(order.request)
+        if isinstance(order, Withdraw):
+            if order.hold is None and order.request in self._proposed.values():  # not only a copy of it
+                self._proposed = {number: one for number, one in self._proposed.items() if one != order.request}
+                self.given_up.add(order.request)
+            self._copies = {number: one for number, one in self._copies.items() if one != order.request}
         if not self.up:
             return
         tokens: tuple[int, ...] = ()
@@ -135,11 +138,13 @@ class RemoteNode:
     def lost(self) -> None:
         self.up, self.is_idle, self.view = False, False, None
         self._proposed.clear()
+        self._copies.clear()
         self.given_up.clear()
 
     def answered(self, number: int, answer: Answer) -> bool:
         """False: whoever asked gets it from `ask`, because the wire was quicker than the question's sender."""
-        self.given_up.discard(self._proposed.pop(number, -1))  # it has heard by now that it had been given up
+        for asked in (self._proposed, self._copies):
+            self.given_up.discard(asked.pop(number, -1))  # it has heard by now that it had been given up
         if number != self._sending:
             return True
         self._early = answer

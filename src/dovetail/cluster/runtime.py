@@ -247,11 +247,16 @@ class Runtime:
 
     def next_wake_s(self) -> float | None:
         """When `wake` has something to do."""
-        dues = [self.controller.next_wake_s(), *(drain.next_s for drain in self.drains.values())]
+        dues = [
+            self.controller.next_wake_s(),
+            self.migrations.next_expiry_s(),
+            *(drain.next_s for drain in self.drains.values()),
+        ]
         return min((due_s for due_s in dues if due_s is not None), default=None)
 
     def wake(self, now: float) -> None:
         self.controller.wake(now)
+        self.migrations.expire(now)
         self._settle(now)
 
     # What the controller says

@@ -28,6 +28,7 @@ from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.models import Entry, Offer
 from dovetail.gateway.pulls import Puller, Pulls
+from dovetail.gateway.recovery import Changes
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.settings import Settings
 from dovetail.gateway.verification import Checks, Verification
@@ -72,8 +73,10 @@ class Admin:
         store: Store,
         file: ConfigFile | None = None,
         preload: Sequence[str] = (),
+        changes: Changes | None = None,
     ) -> None:
         self.service = service
+        self._changes = changes  # kept for a server that is started after this one
         self.settings = settings
         self.pulls = Pulls(store)
         self._models = service.models
@@ -103,6 +106,7 @@ class Admin:
             self._offer(name, config, card, in_file=False)
             for adapter in adapters:
                 self._models.add_adapter(adapter)
+            self._note(name, config)
 
     async def add_adapter(self, name: str, source: str, base: str | None, *, in_place: bool) -> None:
         async with self._changing:
@@ -128,6 +132,7 @@ class Admin:
             self._check_free(alias for alias in config.aliases if alias not in before.aliases)
             self._models.configure(name, config)
             self.service.reconfigure(name)
+            self._note(name, config)
 
     async def remove(self, name: str, *, force: bool) -> int:
         """No new requests; the running ones finish, or end with an error. Returns how many there were."""
@@ -138,7 +143,30 @@ class Admin:
             name = self._known(name)
             self.pulls.cancel(name)
             self._models.remove(name)
+            self._note(name, None)
             return self._retire(name, force=force)
+
+    async def recover(self) -> None:
+        """What was changed before the server was started again holds, as far as it still can."""
+        for name, config in self._changes.all().items() if self._changes is not None else ():
+            try:
+                if config is None:
+                    await self.remove(name, force=False)
+                elif self._models.is_taken(name):
+                    self._models.configure(name, config)
+                else:
+                    await self.add(name, config)
+            except RequestError as error:
+                logger.warning("%s is not as it was before: %s", name, error.message)
+
+    def load_again(self, names: Iterable[str]) -> None:
+        """Those that were ready before the server was started again, without anybody waiting for them."""
+        known = [name for name in names if self._models.is_taken(name) and name not in self._models.arriving()]
+        self._spawn(self._load_all(known))
+
+    def _note(self, name: str, config: ModelConfig | None) -> None:
+        if self._changes is not None:
+            self._changes.note(name, config)
 
     async def load(self, name: str) -> None:
         """Returns when it is ready."""
@@ -214,6 +242,8 @@ class Admin:
         self.settings.accept(config)
         self.service.limits = Limits.of(config.server)
         self._adapters.drop(self._models.replace(offer.catalogue, offer.configs, offer.adapters))
+        if self._changes is not None:
+            self._changes.forget(offer.configs)
         for name in offer.missing:
             self._keep_pulling(name, offer.configs[name], arriving.get(name))
         for name in arriving.keys() - self._models.arriving().keys():

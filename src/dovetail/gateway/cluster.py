@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from dovetail.cluster.decisions import Warmed
 from dovetail.cluster.dispatch import Dispatcher
@@ -26,10 +27,11 @@ POSITIONS_S = 0.25  # how old the order of those who wait may be when it is told
 
 
 class Cluster:
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, find: Callable[[str], Load | None] = lambda _: None) -> None:
         configs = [node.config for node in link.nodes.values()]
         kinds = {one.name: _kind_of(one) for one in configs}
         self.link = link
+        self._find = find  # a model that is on offer, by its name
         self.log = open_logs([one.event_log for one in configs if one.event_log is not None])
         self.dispatcher = Dispatcher(
             kinds, real_knobs(configs[0].policy if configs else "dovetail"), link.send, self.log
@@ -38,6 +40,7 @@ class Cluster:
         self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
         self.dispatcher.on_placed = self._on_placed
         self._positions: tuple[float, dict[str, int]] = (float("-inf"), {})  # when it was looked, and who was where
+        self.on_drain: Callable[[str, str], None] = lambda node, how: None  # "drain", "leave", or "" = no longer
         self._timer: asyncio.TimerHandle | None = None
         link.observers.append(self._on_message)
         link.exit_observers.append(self._on_exit)
@@ -46,7 +49,7 @@ class Cluster:
         link.leave_observers.append(self._on_leave)
         for node in link.nodes.values():
             if node.hello is not None:  # its worker was quicker than this process
-                self.dispatcher.joined(node.name, node.hello)
+                self._greet(node.name, node.hello)
 
     # Models
 
@@ -170,6 +173,7 @@ class Cluster:
     def drain(self, name: str) -> None:
         """Nothing new goes there; what it answers goes on elsewhere."""
         self.dispatcher.drain(name, time.monotonic())
+        self.on_drain(name, "leave" if name in self.link.leaving else "drain")
         self._settle()
 
     def leave(self, name: str) -> None:
@@ -184,6 +188,7 @@ class Cluster:
     def undrain(self, name: str) -> None:
         self.link.leaving.discard(name)
         self.dispatcher.undrain(name, time.monotonic())
+        self.on_drain(name, "")
         self._settle()
 
     def _on_join(self, name: str) -> None:
@@ -201,9 +206,7 @@ class Cluster:
             if isinstance(message, Said):
                 self._note_offers(node, message)
         elif isinstance(message, Hello):
-            self.dispatcher.joined(node, message)
-            for hosted in self.models.values():
-                self._tell(node, hosted)
+            self._greet(node, message)
         elif isinstance(message, Loaded):
             if message.model in self.models:
                 self.models[message.model].became_ready(message)
@@ -212,6 +215,19 @@ class Cluster:
         elif isinstance(message, LoadFailed):
             self._load_failed(node, message)
         self._settle()
+
+    def _greet(self, node: str, hello: Hello) -> None:
+        """What its worker has from before is used if it is on offer, else it goes."""
+        self.dispatcher.joined(node, hello)
+        for hosted in list(self.models.values()):
+            self._tell(node, hosted)
+        for name in hello.models:
+            load = self._find(name)
+            if name not in self.models and load is not None:
+                self.offer(load)
+            elif name not in self.models:
+                self.link.nodes[node].unload(name)
+                self.link.send(node, Unload(name))
 
     def _note_offers(self, node: str, message: Said) -> None:
         for notice in message.notices:

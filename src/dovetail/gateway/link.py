@@ -19,9 +19,11 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 import zmq
 
+from dovetail.cluster.durable import Durable
 from dovetail.config import NodeConfig
 from dovetail.errors import Overloaded, RequestError, WorkerLost
 from dovetail.eventlog import clear_logs
+from dovetail.gateway.adopted import WorkerRecords
 from dovetail.gateway.supervisor import Supervisor, WorkerExit
 from dovetail.messages import (
     ClockAsked,
@@ -30,6 +32,7 @@ from dovetail.messages import (
     Loaded,
     LoadFailed,
     Loading,
+    Probe,
     Reclaimed,
     Said,
     Shutdown,
@@ -46,6 +49,8 @@ from dovetail.types import TokenEvent
 logger = logging.getLogger("dovetail.gateway")
 
 MAX_FRAMES = 64  # taken in at once
+PROBE_S = 1.0
+DOUBT_S = 1.0  # a worker that cannot be reached may have ended: whoever watches it is given this long to say so
 _MAX_DIRECTORY_CHARS = 80  # the address of a Unix socket has at most 107, on some systems 103
 
 
@@ -170,15 +175,26 @@ class Link:
     """All nodes behind one socket."""
 
     def __init__(
-        self, nodes: Sequence[NodeConfig], command: Sequence[str] | None = None, pass_fds: Sequence[int] = ()
+        self,
+        nodes: Sequence[NodeConfig],
+        command: Sequence[str] | None = None,
+        pass_fds: Sequence[int] = (),
+        durable: Durable | None = None,
+        outlive_s: float = 0.0,
     ) -> None:
-        self._directory = _private_directory()
+        self._is_private = durable is None
+        self._directory = _private_directory() if durable is None else durable.folder
+        records = None if durable is None else WorkerRecords(durable)
+        if records is not None:
+            records.end_others([config.name for config in nodes])
         self._address = f"ipc://{self._directory}/gateway.sock"
         self._context = zmq.Context()
         self._socket = router_socket(self._context)
         self.nodes = {config.name: NodeLink(config) for config in nodes}
         self.supervisors: dict[str, Watcher] = {
-            config.name: Supervisor(config, self._address, command, self.on_exit, self._directory, pass_fds)
+            config.name: Supervisor(
+                config, self._address, command, self.on_exit, self._directory, pass_fds, records, outlive_s
+            )
             for config in nodes
         }
         self._sockets = {"local": self._socket}
@@ -189,6 +205,7 @@ class Link:
         self.observers: list[Observer] = []
         self.exit_observers: list[Callable[[str, WorkerLost], None]] = []
         self.close_observers: list[Callable[[], None]] = []
+        self._doubted: set[str] = set()  # nodes that could not be reached a moment ago
         self._loop: asyncio.AbstractEventLoop | None = None  # while it is open
 
     def start(self) -> None:
@@ -200,6 +217,8 @@ class Link:
             self._loop.add_reader(_option(socket, zmq.FD), self._receive, socket)
         for supervisor in self.supervisors.values():
             supervisor.start()
+        if "remote" in self._sockets:
+            self._probe()
 
     async def close(self) -> None:
         """Shutdown message, then terminate, then kill; the directory goes last."""
@@ -215,14 +234,16 @@ class Link:
             socket.close()
         self._loop = None
         self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._is_private:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     # Workers on other machines
 
     def listen(self, make: Callable[[zmq.Context[zmq.Socket[bytes]]], zmq.Socket[bytes]]) -> int:
-        """On one more socket, before `start`; returns its port."""
+        """On one more socket, before `start`; returns its port, 0 if it has none."""
         socket = self._sockets["remote"] = make(self._context)
-        return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        return int(port) if port.isdigit() else 0
 
     def add(self, config: NodeConfig, watcher: Watcher) -> None:
         """A machine has joined."""
@@ -270,7 +291,12 @@ class Link:
         self._send(self._socket_of.get(node, self._socket), node, message)
 
     def _send(self, socket: zmq.Socket[bytes], node: str, message: ToWorker) -> None:
-        socket.send_multipart([node.encode(), encode(message)], zmq.NOBLOCK)
+        try:
+            socket.send_multipart([node.encode(), encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._missed(node)
         self._look_again(socket)
 
     def _look_again(self, socket: zmq.Socket[bytes]) -> None:
@@ -309,6 +335,8 @@ class Link:
         if isinstance(message, Hello):
             if not self.supervisors[node.name].expects(message):
                 return
+            if node.hello is not None:  # it has come back before anybody missed it
+                self._cut(node.name)
             self.supervisors[node.name].on_hello()
             node.hello = message
         elif node.hello is None or not node.take(message):
@@ -320,6 +348,35 @@ class Link:
             logger.info("%s: %s has left memory", node.name, message.model)
         for observer in self.observers:
             observer(node.name, message)
+
+    # Workers that live but cannot be reached
+
+    def _probe(self) -> None:
+        """A send to whoever ZeroMQ has no connection with fails: that is how a broken one is noticed in silence."""
+        if self._loop is not None:
+            for name in self._socket_of:
+                self.send(name, Probe())
+            self._loop.call_later(PROBE_S, self._probe)
+
+    def _missed(self, name: str) -> None:
+        """It may have ended, and whoever watches it knows why: it is given time to say so."""
+        node = self.nodes[name]
+        if self._loop is not None and name in self._socket_of and name not in self._doubted:
+            self._doubted.add(name)
+            self._loop.call_later(DOUBT_S, self._give_up, node, node.hello)
+
+    def _give_up(self, node: NodeLink, hello: Hello | None) -> None:
+        self._doubted.discard(node.name)
+        if hello is not None and node.hello is hello and self.nodes.get(node.name) is node:
+            self._cut(node.name)
+
+    def _cut(self, name: str) -> None:
+        """What it was asked for goes on elsewhere; it comes back with Hello."""
+        logger.error("worker %s cannot be reached", name)
+        self.nodes[name].reset()
+        lost = WorkerLost(f"the worker '{name}' cannot be reached", is_cut=True)
+        for observer in self.exit_observers:
+            observer(name, lost)
 
     def on_exit(self, name: str, end: WorkerExit) -> None:
         during = f" while it computed {len(end.suspects)} requests" if end.suspects else ""
@@ -336,8 +393,35 @@ def router_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits: what is in flight is bounded by max_queue
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what finds nobody is an error
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes its name over
     return socket
+
+
+class Frames:
+    """Has `receive` called in the running loop for as long as it finds something in a socket."""
+
+    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[], bool]) -> None:
+        self._socket = socket
+        self._receive = receive
+        self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        self._loop.add_reader(_option(socket, zmq.FD), self._take)
+
+    def look_again(self) -> None:
+        """ZeroMQ's descriptor tells of changes only, and a send may have taken a change in."""
+        if self._loop is not None and _option(self._socket, zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._take)
+
+    def _take(self) -> None:
+        for _ in range(MAX_FRAMES):
+            if self._loop is None or not self._receive():
+                return
+        self.look_again()
+
+    def stop(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(_option(self._socket, zmq.FD))
+            self._loop = None
 
 
 def _option(socket: zmq.Socket[bytes], name: int) -> int:

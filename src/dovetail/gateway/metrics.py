@@ -150,12 +150,12 @@ class Metrics:
             self.resizes.labels(node).set(message.resizes)
             for instance in message.instances:
                 self._observe_instance(node, instance)
-        elif isinstance(message, Loaded):
+        elif isinstance(message, Loaded) and not message.again:
             self.load_seconds.labels(message.model).observe(message.times.open_s + message.times.build_s)
 
-    def forget_node(self, node: str) -> None:
-        """Its worker ended: nothing runs there, and the next one counts from zero."""
-        self.restarts.labels(node).inc()
+    def forget_node(self, node: str, *, has_ended: bool = True) -> None:
+        """Its worker ended: nothing runs there, and the next one counts from zero. Or it cannot be reached."""
+        self.restarts.labels(node).inc(has_ended)
         for key in [key for key in self._seen if key[0] == node]:
             del self._seen[key]
             self._set_gauges(key[1])

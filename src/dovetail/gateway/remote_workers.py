@@ -14,6 +14,7 @@ import zmq
 from pydantic import ValidationError
 from zmq.auth.thread import ThreadAuthenticator
 
+from dovetail.cluster.durable import Durable
 from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd
 from dovetail.config import NodeConfig
 from dovetail.gateway.link import Link, router_socket
@@ -23,6 +24,8 @@ from dovetail.messages import Hello
 logger = logging.getLogger("dovetail.gateway")
 
 LOOK_S = 0.5  # how often it is looked who is there
+WIRE = "wire"  # of facts that are kept
+OUTLIVE_S = 60.0  # how long a worker waits for its gateway, out of reach or started anew
 ZAP_DOMAIN = b"dovetail"
 LOST_CODE = 125  # of a worker whose machine is gone
 
@@ -45,12 +48,19 @@ class Members(Protocol):
 
 class WireKeys:
     """One pair for the gateway, one for all workers: whoever has the second may connect, and reads only what the first
-    has signed. They live as long as the gateway."""
+    has signed. They live as long as the server's state, so that workers that outlive a gateway find the next one."""
 
-    def __init__(self) -> None:
-        self.public, self._secret = zmq.curve_keypair()
-        self._worker_public, self._worker_secret = zmq.curve_keypair()
+    def __init__(self, keys: tuple[bytes, ...] | None = None) -> None:
+        self._keys = keys or (*zmq.curve_keypair(), *zmq.curve_keypair())
+        self.public, self._secret, self._worker_public, self._worker_secret = self._keys
         self._authenticator: ThreadAuthenticator | None = None
+
+    @classmethod
+    def kept(cls, durable: Durable) -> WireKeys:
+        before = durable.get(WIRE, "keys")
+        keys = cls(None if before is None else tuple(key.encode() for key in before))
+        durable.put(WIRE, "keys", [key.decode() for key in keys._keys])
+        return keys
 
     @property
     def for_workers(self) -> str:
@@ -71,12 +81,29 @@ class WireKeys:
         socket.zap_domain = ZAP_DOMAIN
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self._secret
-        socket.bind(address)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError:
+            socket.close()
+            self.close()
+            raise
         return socket
 
     def close(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
+            self._authenticator = None
+
+
+def listen_as_before(link: Link, keys: WireKeys, host: str, durable: Durable) -> int:
+    """Where the last gateway did, so that its workers find this one, if nobody else is there; returns the port."""
+    before = durable.get(WIRE, "port")
+    try:
+        port = link.listen(lambda context: keys.bind(context, f"tcp://{host}:{before or '*'}"))
+    except zmq.ZMQError:
+        port = link.listen(lambda context: keys.bind(context, f"tcp://{host}:*"))
+    durable.put(WIRE, "port", port)
+    return port
 
 
 class RemoteWorker:
@@ -215,6 +242,7 @@ class Membership:
             logger.error("a node '%s' is there already: the machine %s is not used", config.name, member.address)
             return None
         arguments = [*worker_arguments(config, self._address, parent=None), *self._options]
+        arguments += ["--outlive", str(OUTLIVE_S)]
         worker = RemoteWorker(config, host, arguments, self._keys.for_workers, self._link.on_exit)
         self._link.add(config, worker)
         logger.info("node %s has joined from %s", config.name, member.address)

@@ -46,8 +46,8 @@ class Service:
 
     def __init__(self, link: Link, models: Models, metrics: Metrics, limits: Limits) -> None:
         self.link = link
-        self.cluster = Cluster(link)
         self.models = models
+        self.cluster = Cluster(link, self._load_by_name)
         self.metrics = metrics
         self.limits = limits
         self.is_draining = False
@@ -57,7 +57,7 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         link.observers.append(metrics.observe_message)
-        link.exit_observers.append(lambda node, lost: metrics.forget_node(node))
+        link.exit_observers.append(lambda node, lost: metrics.forget_node(node, has_ended=not lost.is_cut))
 
     @property
     def unfinished(self) -> int:
@@ -123,7 +123,7 @@ class Service:
         await asyncio.gather(*(self._preload(model) for model in models))
 
     async def _preload(self, model: ServedModel) -> None:
-        hosted = await self._current(model)
+        hosted = await self.hosted(model)
         self.cluster.warm(model.host)
         await asyncio.gather(model.prepare(), asyncio.shield(hosted.ready))
 
@@ -135,7 +135,7 @@ class Service:
         run = Run(job, self.metrics, origin)
         self._begin(count, origin.key)
         try:
-            run.submit(self.cluster, await self._current(job.model))
+            run.submit(self.cluster, await self.hosted(job.model))
             while run.open:
                 try:
                     deltas = await run.next()
@@ -173,7 +173,7 @@ class Service:
         deadline = asyncio.get_running_loop().time() + self.limits.resume_timeout_s
         if run.is_guilty(lost.suspects):
             raise EngineFailed(f"{lost.message} twice on this request, the second time on it alone", code="worker_lost")
-        if run.is_concerned(lost.suspects):
+        if not lost.is_cut and run.is_concerned(lost.suspects):
             if run.resumptions == self.limits.max_resumptions:
                 again = f" again, after {run.resumptions} attempts to go on" if run.resumptions else ""
                 raise EngineFailed(f"{lost.message}{again}", code="worker_lost")
@@ -203,7 +203,7 @@ class Service:
         message = f"{lost.message} and was not back within {seconds:g} s"
         return Overloaded(message, code="worker_restarting", retry_after_s=max(seconds, 1.0))
 
-    async def _current(self, model: ServedModel) -> HostedModel:
+    async def hosted(self, model: ServedModel) -> HostedModel:
         """The model as it is now, when the nodes have said whether they offer it. One that was pulled again is served
         when the answers of the old one are finished: a prompt in the new one's tokens means nothing to the old."""
         while True:
@@ -216,6 +216,14 @@ class Service:
             await hosted.wait_until_known()
             if self.cluster.models.get(model.host) is hosted:  # else it was unloaded meanwhile
                 return hosted
+
+    def _load_by_name(self, name: str) -> Load | None:
+        """Of a model that a worker has from before; None: it is not on offer."""
+        try:
+            model = self.models.get(name)
+        except RequestError:
+            return None
+        return _load_of(model, model.card)
 
     def _outdated(self, model: ServedModel) -> HostedModel | None:
         hosted = self.cluster.models.get(model.host)

@@ -15,7 +15,7 @@ from dovetail.gateway.origins import OriginRules
 
 # Sockets and processes are made of these once.
 _FIXED_SERVER: tuple[str, ...] = ("host", "port", "max_connections", "header_timeout", "allowed_origins")
-_FIXED_SERVER += ("access_log", "audit_log", "traces")
+_FIXED_SERVER += ("access_log", "audit_log", "traces", "state", "outlive")
 _FIXED = (*(f"server.{key}" for key in _FIXED_SERVER), "nodes", "store")
 
 

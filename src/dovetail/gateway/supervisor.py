@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed
+from dovetail.gateway.adopted import AdoptedProcess, WorkerRecords
 from dovetail.machine import major_faults
 from dovetail.messages import Hello
 from dovetail.pulse import LOOK_S, HangWatch, Pulse
@@ -94,15 +95,21 @@ class Supervisor:
         on_exit: Callable[[str, WorkerExit], None],
         directory: Path,
         pass_fds: Sequence[int] = (),
+        records: WorkerRecords | None = None,
+        outlive_s: float = 0.0,
     ) -> None:
         self._name = config.name
         self._pulse_file = directory / f"pulse-{config.name.encode().hex()}"
-        self._argv = [*(command or worker_command()), *worker_arguments(config, address, os.getpid())]
+        parent = os.getpid() if records is None else None  # else it may outlive this process
+        self._argv = [*(command or worker_command()), *worker_arguments(config, address, parent)]
         self._argv += ["--pulse", str(self._pulse_file)]
+        if records is not None:
+            self._argv += ["--outlive", str(outlive_s)]
+        self._records = records
         self._hang_timeout_s = config.hang_timeout
         self._on_exit = on_exit
         self._pass_fds = tuple(pass_fds)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | AdoptedProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._hello = asyncio.Event()
         self._resume_at: float | None = None
@@ -138,6 +145,8 @@ class Supervisor:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._records is not None:
+            self._records.ended(self._name)
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -169,20 +178,13 @@ class Supervisor:
     async def _run_once(self) -> WorkerExit:
         self._hello.clear()
         self.starts += 1
-        pulse = Pulse.create(self._pulse_file)
         watch: asyncio.Task[float] | None = None
-        # Its own session: a Ctrl-C in the terminal is for the gateway, which drains and then ends the worker.
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=_STDERR,
-                start_new_session=True,
-                pass_fds=self._pass_fds,
-            )
+            pulse = self._adopt() or await self._spawn()
         except OSError as error:
             logger.error("worker %s cannot be started: %s", self._name, error)
             return WorkerExit(127)
+        assert self._process is not None
         exit_wait = asyncio.create_task(self._process.wait())
         hello_wait = asyncio.create_task(self._hello.wait())
         await asyncio.wait({exit_wait, hello_wait}, timeout=HELLO_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -199,9 +201,33 @@ class Supervisor:
             watch.cancel()
         suspects = pulse.in_iteration()
         pulse.close()
+        if self._records is not None:
+            self._records.ended(self._name)
         return WorkerExit(code, suspects, hung_s)
 
-    async def _watch(self, process: asyncio.subprocess.Process, pulse: Pulse) -> float:
+    def _adopt(self) -> Pulse | None:
+        """A worker that has outlived another gateway is taken over, with what it has loaded."""
+        self._process = self._records.adopt(self._name, self._argv) if self._records is not None else None
+        if self._process is None:
+            return None
+        logger.info("worker %s (pid %d) is there from before", self._name, self._process.pid)
+        return Pulse(self._pulse_file)
+
+    async def _spawn(self) -> Pulse:
+        pulse = Pulse.create(self._pulse_file)
+        # Its own session: a Ctrl-C in the terminal is for the gateway, which drains and then ends the worker.
+        self._process = await asyncio.create_subprocess_exec(
+            *self._argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=_STDERR,
+            start_new_session=True,
+            pass_fds=self._pass_fds,
+        )
+        if self._records is not None:
+            self._records.started(self._name, self._process.pid, self._argv)
+        return pulse
+
+    async def _watch(self, process: asyncio.subprocess.Process | AdoptedProcess, pulse: Pulse) -> float:
         """Kill a worker that does nothing; returns for how long it did."""
         loop = asyncio.get_running_loop()
         watch = HangWatch(self._hang_timeout_s, loop.time())

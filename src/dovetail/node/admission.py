@@ -224,9 +224,18 @@ class Admitter:
         """What it needs for its next token: whole blocks, and one to spare."""
         return (-((work.known_tokens + 1) // -hosting.block_tokens) + 1) * hosting.block_tokens
 
+    def _at_most(self, hosting: Hosting, work: Work, required: int) -> int:
+        """Alone it gets what there is: its answer may be short."""
+        if hosting.max_kv_tokens is None or required <= (most := self.most_tokens(hosting)):
+            return required
+        return max(most, self._bare(hosting, work))
+
     def _memory(self, instance: Instance, work: Work) -> Grant | Refusal:
         hosting = instance.hosting
-        required = self.required(hosting, work.model, [*instance.lengths(), (work.input_tokens, work.produced)])
+        others = instance.lengths()
+        required = self.required(hosting, work.model, [*others, (work.input_tokens, work.produced)])
+        if not others:
+            required = self._at_most(hosting, work, required)
         current = self._residency.planned_kv_tokens(instance)
         if required <= current:
             return KEEP
@@ -245,9 +254,7 @@ class Admitter:
 
     def _required_for_start(self, hosting: Hosting, work: Work) -> int:
         required = self.required(hosting, work.model, [(work.input_tokens, work.produced)])
-        if hosting.max_kv_tokens is not None and required > (most := self.most_tokens(hosting)):
-            required = max(most, self._bare(hosting, work))  # alone it gets what there is: its answer may be short
-        return required
+        return self._at_most(hosting, work, required)
 
     def _weights_room(self) -> int:
         """What the weights of one more instance may take. With more of them too little of the device would be left for

@@ -42,6 +42,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--verify", default="off", choices=["load", "off"], help="compare weights with their checksums")
     parser.add_argument("--pulse", default="", help="file in which it shows that it lives")
     parser.add_argument("--parent", type=int, default=0, help="leave when this process is gone")
+    parser.add_argument("--outlive", type=float, default=0.0, help="seconds to wait for a gateway that comes back")
     return parser.parse_args(arguments)
 
 

@@ -80,16 +80,12 @@ class NodeDriver:
         self.runners: dict[int, ModelRunner] = {}  # by instance
         self.states: dict[int, RequestState] = {}
         self.report = Report({}, [], [])
-        self.resizes = 0
-        self.resize_s = 0.0
-        self._loads = loads
-        self._clock = clock
+        self.resizes, self.resize_s = 0, 0.0
+        self._loads, self._clock = loads, clock
         self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
         self._pulse = pulse or Pulse()
         self._on_growth = on_growth  # called with what the ledger has left, before more of it is used
-        self._on_launch = (
-            on_launch  # called when an iteration has begun: what came of the last one may be told beside it
-        )
+        self._on_launch = on_launch  # called when an iteration has begun: what came of the last may be told beside it
         self._on_adapter = on_adapter  # called before a sequence with an adapter enters
         self._on_said = on_said  # called around each thing that is carried out: what the node says may be passed on
         self._by_choice: dict[tuple[str, int], RequestState] = {}

@@ -91,6 +91,11 @@ class HeldAsks:
             if isinstance(message.question, Propose) and message.question.request.id == request:
                 self._withdrawn.add(message.number)
 
+    def clear(self) -> None:
+        """Whoever asked is gone."""
+        self._held.clear()
+        self._withdrawn.clear()
+
     def take(self) -> list[tuple[Ask, bool]]:
         """Those that need not wait any more, and whether they are still wanted."""
         held = self._grammars.take()

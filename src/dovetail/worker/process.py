@@ -29,13 +29,14 @@ from dovetail.policy.placement import DeviceKind
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
 from dovetail.worker.adapters import AdapterRack
-from dovetail.worker.afar import apply_keys, clock_offset_s
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.grammar_thread import GrammarThread, HeldAsks
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
+from dovetail.worker.rejoin import ReadyModels, wait_for_gateway, withdraw_all
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf
+from dovetail.worker.wire import Wire
 
 log = logging.getLogger("dovetail.worker")
 
@@ -69,7 +70,8 @@ class WorkerConfig:
     host_keep_alive: float  # seconds after which pool memory that nobody uses is given back; negative = never
     direct_io: str
     readers: int
-    parent: int
+    parent: int  # leave when this process is gone; 0 = no matter who is
+    outlive: float = 0.0  # seconds that it waits for a gateway to come back, with its models; 0 = leave with it
     verify: str = "off"  # load: weights are compared with their checksums when they are loaded
     max_adapters: int = 0  # in one iteration; 0 = any number
     pulse: str = ""  # file that whoever started this process watches; empty = nobody does
@@ -93,27 +95,15 @@ class Worker:
         )
         self._loader.start()
         _give_way()
-        self._context = zmq.Context()  # its thread gives way too
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, config.node.encode())
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        apply_keys(self._socket)
-        self._socket.connect(config.connect)
-        self._offset_s = clock_offset_s(self._socket) if config.connect.startswith("tcp://") else 0.0
-        self._wake = self._context.socket(zmq.PULL)
+        self._wire = Wire(config.node, config.connect)  # its thread gives way too
+        self._wake = self._wire.context.socket(zmq.PULL)
         self._wake.bind(_WAKE)
-        self._waker = self._context.socket(zmq.PUSH)
-        self._waker.connect(_WAKE)
-        self._grammar_waker = self._context.socket(zmq.PUSH)
-        self._grammar_waker.connect(_WAKE)
-        self._adapter_waker = self._context.socket(zmq.PUSH)
-        self._adapter_waker.connect(_WAKE)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._waker, self._grammar_waker, self._adapter_waker = (self._wire.context.socket(zmq.PUSH) for _ in range(3))
+        for waker in (self._waker, self._grammar_waker, self._adapter_waker):
+            waker.connect(_WAKE)
+        self._wire.poller.register(self._wake, zmq.POLLIN)
         self._profiles = Profiles(Path(config.profiles) if config.profiles else None, self._device)
         self._log = open_log(Path(config.event_log)) if config.event_log else None
-        self.total_bytes = memory_bytes()[0]
         self._driver = NodeDriver(
             config.node,
             self._device.kind,
@@ -129,21 +119,17 @@ class Worker:
             on_adapter=lambda runner, key: self._adapters.bind(runner, key),
         )
         self._adapters = AdapterRack(self._driver, self._shelf, lambda: self._adapter_waker.send(_ADAPTER))
+        self._ready = ReadyModels()
         self._moved: set[str] = set()  # models whose weights are elsewhere than when a load was last estimated
         self._process = psutil.Process()
         self._running = True
-        self._stats_due = 0.0
-        self._pressure_due = 0.0
-        self._tend_due = 0.0
+        self._stats_due = self._pressure_due = self._tend_due = 0.0
 
     # The loop
 
     def run(self) -> None:
         self._driver.home.start_log(self._profiles.device)
-        ledger = self._driver.home.node.residency.ledger
-        kind, device = self._device.kind, self._config.device
-        hello = messages.Hello(self._config.node, os.getpid(), device, process_age_s(), kind, ledger.capacity)
-        self._send(hello)
+        self._greet()
         if not self._profiles.exist:
             self._profiles.prepare(self._device.compute_dtype("auto", preferred_dtype()))
         is_idle = True
@@ -158,7 +144,24 @@ class Worker:
 
     def _clock(self) -> float:
         """The gateway's."""
-        return time.monotonic() + self._offset_s
+        return time.monotonic() + self._wire.offset_s
+
+    def _greet(self) -> None:
+        capacity, models = self._driver.home.node.residency.ledger.capacity, tuple(self._instance_configs)
+        kind, device = self._device.kind, self._config.device
+        self._send(messages.Hello(self._config.node, os.getpid(), device, process_age_s(), kind, capacity, models))
+
+    def _rejoin(self) -> None:
+        """The gateway is gone or out of reach; its models stay for the next one."""
+        self._held.clear()
+        withdraw_all(self._driver)
+        self._ready.cut(self._instance_configs)
+        self._running = wait_for_gateway(self._wire, self._pulse.beat, self._config.outlive, self._is_orphan)
+        if self._running:
+            self._greet()
+
+    def _is_orphan(self) -> bool:
+        return self._config.parent > 0 and os.getppid() != self._config.parent
 
     def _pause(self) -> None:
         self._receive(wait=False)
@@ -170,6 +173,7 @@ class Worker:
         for model, events in report.tokens.items():
             self._send(messages.Tokens(model, tuple(events)))
         for model in report.gone:
+            self._ready.remove(model)
             if model in self._instance_configs:
                 self._send(messages.Reclaimed(model))
                 self._moved.add(model)
@@ -201,10 +205,10 @@ class Worker:
             self._stats_due = now + STATS_S if is_busy else INFINITY
         if now >= self._pressure_due:
             self._pressure_due = now + STATS_S
-            self._watch_host()
+            _watch_host(self._driver, self._adapters, self._shelf)
             if self._shelf is not None and self._config.host_keep_alive >= 0:
                 self._shelf.trim(self._config.host_keep_alive)
-        if self._config.parent and os.getppid() != self._config.parent:
+        if self._is_orphan():
             log.warning("the gateway is gone, leaving")
             self._running = False
 
@@ -213,22 +217,14 @@ class Worker:
         if self._shelf is not None:
             self._shelf.fit(free_bytes)
 
-    def _watch_host(self) -> None:
-        """The pool gives way before a model that is ready does."""
-        available = memory_bytes()[1]
-        if available >= self.total_bytes * LOW_MEMORY_SHARE:
-            return
-        dropped = self._adapters.drop_idle()
-        dropped += self._shelf.drop_unused() if self._shelf is not None else 0
-        closed = 0 if dropped else self._driver.relieve()
-        left, given = available >> 20, dropped >> 20
-        log.warning("the host has %d MB left; %d MB of the pool dropped, %d idle models closed", left, given, closed)
-
     # Messages
 
     def _receive(self, wait: bool) -> None:
         """Take in everything that has arrived; wait for something if there is nothing else to do."""
-        ready = dict(self._poller.poll(self._patience_ms() if wait else 0))
+        ready = self._wire.wait(self._patience_ms() if wait else 0)
+        if self._wire.is_cut(ready):
+            self._rejoin()
+            return
         if ready:  # tokens go out before any word that counts them
             self._tell()
         if self._wake in ready:
@@ -239,12 +235,8 @@ class Worker:
                 self._take_adapter()
             else:
                 self._take_load(self._loader.results.get_nowait())
-        while self._socket in ready:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._handle(messages.decode_for_worker(frame))
+        while self._wire.has_news(ready) and (message := self._wire.receive()) is not None:
+            self._handle(message)
             self._driver.carry_out()
 
     def _patience_ms(self) -> int:
@@ -333,6 +325,8 @@ class Worker:
             keep_alive_s=message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY,
             load_s=self._loader.expected_s(message.card),
         )
+        if (loaded := self._ready.again(name, self._driver)) is not None:
+            self._send(loaded)
         self._driver.register(name, hosting)
 
     def _unload(self, model: str) -> None:
@@ -347,7 +341,7 @@ class Worker:
             assert result.loaded is not None
             self._driver.loaded(result.instance, result.runner)
             if is_wanted:
-                self._send(result.loaded)
+                self._send(self._ready.add(result.loaded))
                 self._stats_due = 0.0
                 self._moved.add(result.model)
             return
@@ -359,12 +353,12 @@ class Worker:
         self._tell()
 
     def _send(self, message: messages.ToGateway) -> None:
-        self._socket.send(messages.encode(message))
+        self._wire.send(message)
 
     # Reports and the end
 
     def _stats(self) -> messages.Stats:
-        return stats_of(self._driver, self._config.node, self._process.memory_info().rss, self._offset_s)
+        return stats_of(self._driver, self._config.node, self._process.memory_info().rss, self._wire.offset_s)
 
     def _close(self) -> None:
         self._loader.stop()
@@ -374,7 +368,19 @@ class Worker:
             self._shelf.close()
         if self._log is not None:
             self._log.close()
-        self._socket.close()
+        self._wire.close()
+
+
+def _watch_host(driver: NodeDriver, adapters: AdapterRack, shelf: Shelf | None) -> None:
+    """The pool gives way before a model that is ready does."""
+    total, available = memory_bytes()
+    if available >= total * LOW_MEMORY_SHARE:
+        return
+    dropped = adapters.drop_idle()
+    dropped += shelf.drop_unused() if shelf is not None else 0
+    closed = 0 if dropped else driver.relieve()
+    left, given = available >> 20, dropped >> 20
+    log.warning("the host has %d MB left; %d MB of the pool dropped, %d idle models closed", left, given, closed)
 
 
 def _attach_shelf(config: WorkerConfig, device: Device) -> Shelf | None:

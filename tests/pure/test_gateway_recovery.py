@@ -1,0 +1,75 @@
+"""What a server writes down and the next one reads: models by node, emptied nodes, changes through the API."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from gateway_builders import eventually, make_admin, make_card, running_service
+from test_gateway_service import collect
+
+from dovetail.cluster.durable import Durable
+from dovetail.config import ModelConfig
+from dovetail.gateway.admin import Admin
+from dovetail.gateway.recovery import Changes, Recovery
+
+
+def test_models_are_assigned_confirmed_and_forgotten_as_nodes_say(tmp_path: Path) -> None:
+    async def run() -> None:
+        durable = Durable(tmp_path / "state")
+        async with running_service(tmp_path) as service:
+            recovery = Recovery(durable, service.cluster)
+            assert recovery.ready_before == ()
+            await collect(service, "hi", max_tokens=2)
+            assert durable.all("placement") == {"fake@cpu-0": "confirmed"}
+            service.cluster.drain("cpu-0")
+            assert Recovery(durable, service.cluster).ready_before == ("fake",)
+            service.cluster.undrain("cpu-0")
+            assert durable.all("drain") == {}
+            service.cluster.unload("fake")
+            await eventually(lambda: not durable.all("placement"))
+            service.cluster.drain("cpu-0")
+        async with running_service(tmp_path) as service:
+            Recovery(durable, service.cluster)
+            assert "cpu-0" in service.cluster.dispatcher.runtime.drains
+        durable.close()
+
+    asyncio.run(run())
+
+
+def test_changes_of_models_hold_in_the_next_server_as_far_as_they_can(tmp_path: Path) -> None:
+    async def run() -> None:
+        durable = Durable(tmp_path / "state")
+        async with running_service(tmp_path) as service:
+            admin = _admin(durable, service)
+            await admin.add("mine", ModelConfig(source="fake", keep_alive=7.0))
+            await admin.change("fake", {"keep_alive": 5.0})
+            await admin.remove("broken", force=False)
+        durable.put("model", "lost", {"source": "nowhere"})
+        async with running_service(tmp_path) as service:
+            admin = _admin(durable, service)
+            await admin.recover()
+            assert service.models.get("mine").config.keep_alive == 7.0
+            assert service.models.get("fake").config.keep_alive == 5.0
+            assert {one.name for one in service.models.all()} == {"mine", "fake"}
+        durable.close()
+
+    def _admin(durable: Durable, service: object) -> Admin:
+        admin = make_admin(service)  # type: ignore[arg-type]
+        admin._changes = Changes(durable)
+        return admin
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_comes_back_with_a_model_that_is_on_offer_no_more_is_told_to_forget_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_service(tmp_path, make_card(tmp_path), is_worker_first=True) as service:
+            hello = service.link.nodes["cpu-0"].hello
+            assert hello is not None
+            sent: list[str] = []
+            service.link.send = lambda node, message: sent.append(type(message).__name__)  # type: ignore[method-assign]
+            service.cluster._greet("cpu-0", type(hello)("cpu-0", 1, "cpu", 0.0, models=("fake", "gone")))
+            assert sent == ["Load", "Unload"]
+
+    asyncio.run(run())
