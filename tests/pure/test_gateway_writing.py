@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -52,6 +53,7 @@ class Sized:
 
     class model:  # noqa: N801
         name = "m"
+        card = SimpleNamespace(spec=SimpleNamespace(encoder=None))
 
 
 def test_thousands_of_vectors_are_written_a_few_at_a_time() -> None:
@@ -70,7 +72,7 @@ def test_thousands_of_documents_are_read_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(RerankRequest, "texts", property(lambda body: reads.append(1) or texts(body)))
     body = RerankRequest.model_validate({"model": "m", "query": "q", "documents": ["a", "b", "c"] * 600})
     vectors = np.random.default_rng(1).standard_normal((1801, 16)).astype(np.float32)
-    (piece,) = embeddings._reranked(body, Sized, vectors)  # type: ignore[arg-type]
+    (piece,) = embeddings._ranked(body, Sized, embeddings._nearness(vectors))  # type: ignore[arg-type]
     scores = [result["relevance_score"] for result in json.loads(piece)["results"]]
     assert scores == sorted(scores, reverse=True)
     assert len(reads) == 1
