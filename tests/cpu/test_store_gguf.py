@@ -16,6 +16,7 @@ from tiny import save_tiny
 from tiny_gguf import Q, permuted, save_tiny_gguf
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
+from dovetail.modelspec import ModelSpec, rotary_order
 from dovetail.node.ports import Checkpoint
 from dovetail.store import open_checkpoint
 from dovetail.store.arrays import to_float32
@@ -139,11 +140,13 @@ def test_plain_floats_are_handed_out_in_place_and_large_tensors_in_pieces(
 
 
 def test_rows_permuted_by_llama_cpp_come_back_in_hf_order() -> None:
-    from dovetail.store.gguf_file import _unpermute
+    from dovetail.store.gguf_file import _in_order
 
     value = np.arange(2 * 8 * 3, dtype=np.float32).reshape(16, 3)
     assert not np.array_equal(permuted(value, 2), value)
-    np.testing.assert_array_equal(_unpermute(permuted(value, 2), 2), value)
+    order = rotary_order(ModelSpec("llama", 10, 16, 1, 2, 2, 8, 16, 32, pairs_side_by_side=True))
+    assert order is not None
+    np.testing.assert_array_equal(_in_order(permuted(value, 2), order), value)
 
 
 def test_experts_kept_one_by_one_in_old_files_are_read(tmp_path: Path, tiny_folder: TinyFolder) -> None:
