@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_fixture import Server, eventually, one_of_many
+from server_fixture import Server, eventually, one_of_many, read_one_of_many
 
 from dovetail.local_token import token_for
 
@@ -69,15 +69,8 @@ def far(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 async def read_all(far: Far, disturb: Callable[[], None] | None = None) -> list[str]:
     seen = [0] * NUM_STREAMS
     async with far.async_client(timeout=TIMEOUT_S) as client:
-
-        async def read(index: int) -> str:
-            text = ""
-            async for piece in one_of_many(client, index, NUM_TOKENS):
-                seen[index] += 1
-                text += piece
-            return text
-
-        tasks = [asyncio.create_task(read(index)) for index in range(NUM_STREAMS)]
+        reads = [read_one_of_many(client, index, NUM_TOKENS, seen) for index in range(NUM_STREAMS)]
+        tasks = [asyncio.create_task(one) for one in reads]
         while disturb is not None and min(seen) < 3 and not any(one.done() for one in tasks):
             await asyncio.sleep(0.002)
         if disturb is not None:

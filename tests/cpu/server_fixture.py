@@ -129,3 +129,12 @@ async def one_of_many(client: openai.AsyncOpenAI, index: int, max_tokens: int) -
     )
     async for chunk in stream:
         yield "".join(choice.text for choice in chunk.choices)
+
+
+async def read_one_of_many(client: openai.AsyncOpenAI, index: int, max_tokens: int, seen: list[int]) -> str:
+    """All of it; `seen` counts the pieces of each stream while they come."""
+    text = ""
+    async for piece in one_of_many(client, index, max_tokens):
+        seen[index] += 1
+        text += piece
+    return text

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
-from server_fixture import Server, eventually, one_of_many, running_server
+from server_fixture import Server, eventually, read_one_of_many, running_server
 
 from dovetail.local_token import token_for
 
@@ -47,18 +46,10 @@ def change(server: Server, node: str, verb: str) -> dict[str, Any]:
     return state
 
 
-async def read(client: openai.AsyncOpenAI, index: int, seen: list[int]) -> str:
-    text = ""
-    async for piece in one_of_many(client, index, NUM_TOKENS):
-        seen[index] += 1
-        text += piece
-    return text
-
-
 async def read_all(server: Server, disturb: Callable[[], None] | None = None) -> list[str]:
     seen = [0] * NUM_STREAMS
     async with server.async_client(timeout=300) as client:
-        tasks = [asyncio.create_task(read(client, index, seen)) for index in range(NUM_STREAMS)]
+        tasks = [asyncio.create_task(read_one_of_many(client, index, NUM_TOKENS, seen)) for index in range(NUM_STREAMS)]
         while disturb is not None and min(seen) < 4 and not any(one.done() for one in tasks):
             await asyncio.sleep(0.002)
         if disturb is not None:

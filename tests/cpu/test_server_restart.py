@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from server_fixture import Server, eventually, one_of_many, running_server
+from server_fixture import Server, eventually, read_one_of_many, running_server
 
 from dovetail.cluster.durable import Durable
 from dovetail.errors import ConfigError
@@ -73,15 +73,8 @@ def kill(server: Server) -> None:
 
 async def read_all(front: Server, seen: list[int]) -> list[str]:
     async with front.async_client(timeout=300) as client:
-
-        async def read(index: int) -> str:
-            text = ""
-            async for piece in one_of_many(client, index, NUM_TOKENS):
-                seen[index] += 1
-                text += piece
-            return text
-
-        return await asyncio.gather(*(read(index) for index in range(len(seen))))
+        reads = [read_one_of_many(client, index, NUM_TOKENS, seen) for index in range(len(seen))]
+        return await asyncio.gather(*reads)
 
 
 def begin_streams(front: Server) -> tuple[Future[list[str]], list[int]]:

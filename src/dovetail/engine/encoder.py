@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
-from dovetail.engine.executor import ExecutorConfig, max_blocks
+from dovetail.engine.executor import ExecutorConfig, OnCallersCores, max_blocks
 from dovetail.engine.model import Mlp, Norm
 from dovetail.engine.native_model import NativeCall
 from dovetail.engine.rope import Rope
@@ -132,13 +132,12 @@ class EncoderModel:
         return (ends.cumsum(0) - ends).clamp(max=1)
 
 
-class EncoderExecutor:
+class EncoderExecutor(OnCallersCores):
     """Implements `node.ports.Executor`. Blocks are counted, so that a node's ledger knows of the memory that texts take
     while they are read; there is nothing in them."""
 
-    is_pipelined = False
-
     def __init__(self, checkpoint: Checkpoint, config: ExecutorConfig) -> None:
+        super().__init__()
         spec = checkpoint.spec
         assert spec.encoder is not None
         self.spec = spec
@@ -154,28 +153,12 @@ class EncoderExecutor:
         self.max_blocks = max_blocks(config, self._block_bytes)
         self.block_size = config.block_size
         self._num_blocks = 0
-        self._launched: Turn | None = None
 
     @property
     def kv_committed_bytes(self) -> int:
         return self._num_blocks * self._block_bytes
 
-    def run(self, turn: Turn) -> Outcome:
-        self.launch(turn)
-        return self.collect()
-
-    def launch(self, turn: Turn) -> None:
-        self._launched = turn
-
-    def launch_next(self, turn: Turn) -> bool:
-        return False
-
-    def discard(self) -> None:
-        self._launched = None
-
-    def collect(self) -> Outcome:
-        turn, self._launched = self._launched, None
-        assert turn is not None, "nothing was launched"
+    def _compute(self, turn: Turn) -> Outcome:
         assert self._model is not None, "the executor is closed"
         whole = [row for row in turn.rows if row.samples]
         if not whole:

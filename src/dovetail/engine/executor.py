@@ -49,10 +49,40 @@ class ExecutorConfig(msgspec.Struct, frozen=True):
     library: Any = None  # GrammarLibrary of the process; None = its own
 
 
-class CpuExecutor:
+class OnCallersCores:
+    """How iterations are launched where the cores that compute are the caller's own: nothing happens before the outcome
+    is asked for, and nothing would be gained by beginning with the next one."""
+
     is_pipelined = False
 
+    def __init__(self) -> None:
+        self._launched: Turn | None = None
+
+    def run(self, turn: Turn) -> Outcome:
+        self.launch(turn)
+        return self.collect()
+
+    def launch(self, turn: Turn) -> None:
+        self._launched = turn
+
+    def launch_next(self, turn: Turn) -> bool:
+        return False
+
+    def discard(self) -> None:
+        self._launched = None
+
+    def collect(self) -> Outcome:
+        turn, self._launched = self._launched, None
+        assert turn is not None, "nothing was launched"
+        return self._compute(turn)
+
+    def _compute(self, turn: Turn) -> Outcome:
+        raise NotImplementedError
+
+
+class CpuExecutor(OnCallersCores):
     def __init__(self, checkpoint: Checkpoint, config: ExecutorConfig) -> None:
+        super().__init__()
         spec = checkpoint.spec
         self.spec = spec
         self.dtype = compute_dtype(config.dtype, checkpoint.pieces("embed.weight")[0].dtype)
@@ -60,7 +90,6 @@ class CpuExecutor:
         ops = _ops(dtype, config.level)
         self.level = ops.level
         self._kernels = ops.kernels
-        self._launched: Turn | None = None
         self._broken: dict[str, str] = {}  # adapters that rows cannot be computed with, and why
         if config.kv == "int8" and ops.kernels is None:
             raise ConfigError(f"kv: int8 needs native kernels, and torch's level is what runs {self.dtype} here")
@@ -79,35 +108,18 @@ class CpuExecutor:
     def kv_committed_bytes(self) -> int:
         return self._cache.committed_bytes
 
-    def run(self, turn: Turn) -> Outcome:
-        self.launch(turn)
-        return self.collect()
-
-    def launch(self, turn: Turn) -> None:
-        """The cores that compute are the caller's own: nothing happens before the outcome is asked for."""
-        self._launched = turn
-
-    def launch_next(self, turn: Turn) -> bool:
-        """Nothing would be gained."""
-        return False
-
-    def discard(self) -> None:
-        self._launched = None
-
-    def collect(self) -> Outcome:
-        turn, self._launched = self._launched, None
-        assert turn is not None, "nothing was launched"
+    def _compute(self, turn: Turn) -> Outcome:
         if self._broken and any(row.adapter in self._broken for row in turn.rows):
             return self._without_broken(turn)
-        return self._collect(turn)
+        return self._forward_and_sample(turn)
 
     def _without_broken(self, turn: Turn) -> Outcome:
         failed = [row for row in turn.rows if row.adapter in self._broken]
         outcomes = [RowOutcome(row.sequence, 0, error=self._broken[row.adapter]) for row in failed if row.samples]
         rest = tuple(row for row in turn.rows if row.adapter not in self._broken)
-        return Outcome((*outcomes, *(self._collect(Turn(rest)).rows if rest else ())))
+        return Outcome((*outcomes, *(self._forward_and_sample(Turn(rest)).rows if rest else ())))
 
-    def _collect(self, turn: Turn) -> Outcome:
+    def _forward_and_sample(self, turn: Turn) -> Outcome:
         reading = [row for row in turn.rows if reads_prompt(row)]
         with torch.inference_mode():
             if not reading:

@@ -38,14 +38,7 @@ def demand_of(
 
 
 def _look(instance: Instance, loaded_s: float | None, pace_tokens: float, free_at_s: float) -> InstanceDemand:
-    parts = {share.work.id: share for share in instance.prompts}
-    prefills = []
-    for work in instance.waiting:
-        share = parts.get(work.id)
-        if share is None:
-            prefills.append(_prefill(instance, work, work.computed, loaded_s, pace_tokens))
-        elif not share.is_last:
-            prefills.append(_prefill(instance, work, share.start + share.tokens, loaded_s, pace_tokens))
+    prefills = _prefills(instance, loaded_s, pace_tokens) if instance.waiting else []
     due, pace = _after_turn(instance, free_at_s, pace_tokens)
     deadline = due
     total_s = 0.0
@@ -82,7 +75,23 @@ def _after_turn(instance: Instance, free_at_s: float, pace_tokens: float) -> tup
     return due, pace
 
 
-def _prefill(instance: Instance, work: Work, start: int, loaded_s: float | None, pace_tokens: float) -> Prefill:
+def _prefills(instance: Instance, loaded_s: float | None, pace_tokens: float) -> list[Prefill]:
+    """Of what its prompts have left after the turn under way."""
+    in_turn = {share.work.id: share for share in instance.prompts}
+    split = splitting_s(instance)
+    found = []
+    for work in instance.waiting:
+        share = in_turn.get(work.id)
+        if share is None:
+            found.append(_prefill(instance, work, work.computed, loaded_s, pace_tokens, split))
+        elif not share.is_last:
+            found.append(_prefill(instance, work, share.start + share.tokens, loaded_s, pace_tokens, split))
+    return found
+
+
+def _prefill(
+    instance: Instance, work: Work, start: int, loaded_s: float | None, pace_tokens: float, split: float
+) -> Prefill:
     """Of what is left from this token on."""
     grace_s = 0.0
     if loaded_s is not None and work.produced == 0:
@@ -92,4 +101,4 @@ def _prefill(instance: Instance, work: Work, start: int, loaded_s: float | None,
         part_s = least_s(instance.hosting.latency, start, work.known_tokens - start) * instance.overestimate
     urgent_s = instance.urgent_prefill_s(work) + grace_s
     safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
-    return Prefill(work.due_s + grace_s, urgent_s, seconds, work.tpot_s, safety_s, part_s, splitting_s(instance))
+    return Prefill(work.due_s + grace_s, urgent_s, seconds, work.tpot_s, safety_s, part_s, split)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.node.work import Work
+from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import prompts_s
 from dovetail.policy.parts import in_parts_s, split_s
 
 if TYPE_CHECKING:
     from dovetail.node.instance import Instance
-
-INFINITY = float("inf")
 
 
 class Share(NamedTuple):
@@ -64,8 +63,7 @@ def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
     return due_s - prefill_s
 
 
-def latest_prefill_s(instance: Instance, work: Work) -> float:
-    """When what is left of its prompt has to begin at the latest."""
-    seconds = left_s(instance, work, work.computed)
+def latest_prefill_s(instance: Instance, work: Work, seconds: float) -> float:
+    """When what is left of its prompt, which takes so long, has to begin at the latest."""
     urgent_s = urgent_prefill_s(work, instance.rule.turn_silence_s, seconds)
     return urgent_s - seconds if instance.rule.turn_silence_s == INFINITY else urgent_s

@@ -4,7 +4,7 @@ What a turn does to its requests is the node's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance, State
@@ -85,16 +85,17 @@ class Turns:
         prompter = self._prompter(chosen, runnable)
         if prompter is None:
             return Turn(chosen)
-        first, decoding = prompter.waiting[0], [one for one in runnable if one.running]
+        first, decoding = prompter.waiting[0], {one: one.decode_s() for one in runnable if one.running}
         begins_s, strictest = self._begins(decoding, now)
+        remaining_s = left_s(prompter, first, first.computed) if decoding else 0.0
         if strictest is not None:
             part_s = least_s(prompter.hosting.latency, first.computed, first.pending_tokens) * prompter.overestimate
-            if is_overtaken(now, part_s, latest_prefill_s(prompter, first), begins_s):
+            if is_overtaken(now, part_s, latest_prefill_s(prompter, first, remaining_s), begins_s):
                 return Turn(strictest)
         split = splitting_s(prompter)
         seconds = min(part_limit_s(self._rule.part_s, split), begins_s - now)
-        if decoding and self._rule.smooths_answers and self._is_unhurried(prompter, now):
-            round_s = sum(one.decode_s() for one in decoding)
+        if decoding and self._rule.smooths_answers and is_unhurried(now, remaining_s, first.due_s):
+            round_s = sum(decoding.values())
             quiet = min(decoding, key=lambda one: one.spoke_s)
             if now - quiet.spoke_s >= round_s:
                 return Turn(quiet)
@@ -108,18 +109,13 @@ class Turns:
         waiting = [one for one in runnable if one.waiting]
         return min(waiting, key=lambda one: one.urgent_prefill_s(one.waiting[0]), default=None)
 
-    def _begins(self, decoding: Sequence[Instance], now: float) -> tuple[float, Instance | None]:
+    def _begins(self, decoding: Mapping[Instance, float], now: float) -> tuple[float, Instance | None]:
         """When somebody has to decode, and who comes first; who is late already waits for its turn like anybody."""
-        in_time = [one for one in decoding if self._latest_s(one) >= now]
+        in_time = {one: latest_s for one in decoding if (latest_s := self._latest_s(one)) >= now}
         if not in_time:
             return INFINITY, None
-        begins_s = begins_by_s((self._latest_s(one), one.decode_s()) for one in in_time)
-        return begins_s, min(in_time, key=self._latest_s)
-
-    @staticmethod
-    def _is_unhurried(instance: Instance, now: float) -> bool:
-        first = instance.waiting[0]
-        return is_unhurried(now, left_s(instance, first, first.computed), first.due_s)
+        begins_s = begins_by_s((latest_s, decoding[one]) for one, latest_s in in_time.items())
+        return begins_s, min(in_time, key=in_time.__getitem__)
 
     def _turn_of_parts(self, instance: Instance, seconds: float) -> Turn:
         decodes = self._rule.mixes_decodes and bool(instance.running)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import Latency, prompts_s
 
-INFINITY = float("inf")
 FEWEST_TOKENS = 16  # of a part: fewer would cost nearly as much
 STEP_TOKENS = 16  # parts are multiples of it: a KV block
 PACKED_SHARE = 0.9  # of the time that two prompts take one by one: they share an iteration if it takes no longer
