@@ -145,7 +145,8 @@ class ServerConfig(_Section):
 
 class NodeConfig(_Section):
     name: str = Field(default="cpu-0", min_length=1, max_length=64)
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")  # cpu, or cuda:N
+    # cpu, cuda:N, or the driver's name of a GPU or of a slice of one (`nvidia-smi -L`)
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?|(GPU|MIG)-[0-9A-Za-z/-]+)$")
     threads: int = Field(default=0, ge=0)  # 0 = every core
     memory: Size = 0  # weights and KV of all that is ready; 0 = 3/4 of the machine's memory, 9/10 of a GPU's
     kv_cache: Size = 0  # at most per model; 0 = what the node has

@@ -24,7 +24,8 @@ DovetailError
 │   ├── UnsupportedModel         the architecture or a feature of it is not known here
 │   └── DamagedCheckpoint        truncated, missing or inconsistent files
 ├── SourceError                  `pull` cannot fetch what was asked for
-└── OutOfMemory                  an arena or budget cannot hold what was asked for
+├── OutOfMemory                  an arena or budget cannot hold what was asked for
+└── DeviceLost                   a GPU does not answer any longer; its worker ends and is started again
 """
 
 from __future__ import annotations
@@ -163,4 +164,8 @@ class SourceError(DovetailError):
 
 
 class OutOfMemory(DovetailError):
+    pass
+
+
+class DeviceLost(DovetailError):
     pass

@@ -203,15 +203,36 @@ def read_gpus(timeout_s: float = 10.0) -> tuple[Gpu, ...]:
     return tuple(Gpu(row[0], int(row[1]) * 2**20, row[2]) for row in rows if len(row) == 3 and row[1].isdigit())
 
 
-def usable_gpus() -> int:
+def list_gpus(timeout_s: float = 10.0) -> tuple[str, ...]:
+    """Names for `device`: a GPU by its number, one that is cut into slices (MIG) by those of its slices."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpu_list(done.stdout)
+
+
+def parse_gpu_list(text: str) -> tuple[str, ...]:
+    """What `nvidia-smi -L` prints: a line per GPU, and behind it one per slice, indented."""
+    found: list[list[str]] = []
+    for line in text.splitlines():
+        number, uuid = re.match(r"GPU (\d+):", line), re.search(r"\(UUID: (MIG-[^)]+)\)", line)
+        if number is not None:
+            found.append([f"cuda:{number[1]}"])
+        elif uuid is not None and found:
+            found[-1].append(uuid[1])
+    return tuple(name for names in found for name in (names[1:] or names))
+
+
+def usable_gpus() -> tuple[str, ...]:
     """GPUs that a worker could serve from: the driver shows them, and torch and Triton were built for them. Looks at
     files only, because importing torch takes seconds."""
     torch, triton = importlib.util.find_spec("torch"), importlib.util.find_spec("triton")
     if torch is None or torch.origin is None or triton is None:
-        return 0
+        return ()
     version = Path(torch.origin).with_name("version.py")
     built_for = re.search(r"^cuda\b[^=]*=\s*'([^']+)'", version.read_text(), re.MULTILINE) if version.exists() else None
-    return len(read_gpus()) if built_for else 0
+    return list_gpus() if built_for else ()
 
 
 def release_memory() -> None:

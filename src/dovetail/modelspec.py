@@ -44,6 +44,8 @@ from typing import Literal
 import msgspec
 
 DTYPE_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
+FP8 = "fp8"  # to compute in: the matrices of layers as 8-bit floats with a float32 per row, all else in bf16
+FP8_STEP = 16  # rows and columns of such a matrix are multiples of it; others stay in bf16
 KV_SCALE_BYTES = 4  # behind the codes of each head's key and value
 KvKind = Literal["auto", "int8"]  # keys and values: in the type that is computed in, or as int8 with scales
 
@@ -156,14 +158,21 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """Of an encoder, which keeps neither: what a token takes on its way through a layer."""
         if self.encoder is not None:
             return (8 * self.hidden_size + 3 * self.intermediate_size) * DTYPE_BYTES[dtype]
-        per_head = self.head_dim + KV_SCALE_BYTES if kv == "int8" else self.head_dim * DTYPE_BYTES[dtype]
+        own = DTYPE_BYTES[activation_dtype(dtype)]
+        per_head = self.head_dim + KV_SCALE_BYTES if kv == "int8" else self.head_dim * own
         return 2 * self.num_layers * self.num_kv_heads * per_head
 
     def num_parameters(self) -> int:
         return sum(_product(shape) for _, shape in self.tensors())
 
     def weight_bytes(self, dtype: str) -> int:
-        return self.num_parameters() * DTYPE_BYTES[dtype]
+        if dtype != FP8:
+            return self.num_parameters() * DTYPE_BYTES[dtype]
+        own = DTYPE_BYTES[activation_dtype(FP8)]
+        return sum(
+            _product(shape[:-1]) * (shape[-1] + 4) if is_fp8_matrix(name, shape) else _product(shape) * own
+            for name, shape in self.tensors()
+        )
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Canonical names and shapes, in order of use."""
@@ -346,6 +355,18 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[st
     yield f"{name}.weight", (rows, columns)
     if bias:
         yield f"{name}.bias", (rows,)
+
+
+def activation_dtype(dtype: str) -> str:
+    """Of what is multiplied with the weights, and of keys and values."""
+    return "bf16" if dtype == FP8 else dtype
+
+
+def is_fp8_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor becomes 8-bit floats where a model is computed in them."""
+    if not name.startswith("layers.") or len(shape) < 2 or "router" in name:
+        return False
+    return shape[-1] % FP8_STEP == 0 and shape[-2] % FP8_STEP == 0
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -17,6 +17,7 @@ from dovetail.machine import (
     has_amx,
     has_fast_bf16,
     memory_bytes,
+    parse_gpu_list,
     preferred_dtype,
     read_cpu,
     read_gpus,
@@ -121,7 +122,18 @@ def test_float16_is_computed_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -
     assert compute_dtype("auto", "f16") == ("bf16" if has_fast_bf16() else "f32"), "torch's own would take minutes"
 
 
-@pytest.mark.skipif(usable_gpus() > 0, reason="there is a GPU")
+def test_a_gpu_is_named_by_its_number_and_one_in_slices_by_those() -> None:
+    listed = """GPU 0: NVIDIA H200 (UUID: GPU-0b9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0)
+GPU 1: NVIDIA H200 (UUID: GPU-1c9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0)
+  MIG 3g.71gb     Device  0: (UUID: MIG-2d9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0)
+  MIG 1g.18gb     Device  1: (UUID: MIG-3e9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0)
+"""
+    slices = ("MIG-2d9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0", "MIG-3e9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0")
+    assert parse_gpu_list(listed) == ("cuda:0", *slices)
+    assert parse_gpu_list("no devices") == ()
+
+
+@pytest.mark.skipif(bool(usable_gpus()), reason="there is a GPU")
 def test_preparing_kernels_without_a_gpu_is_an_error_that_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dovetail", "doctor", "--prepare", "--store", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

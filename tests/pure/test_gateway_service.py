@@ -19,6 +19,7 @@ from fake_worker import CRASH, FAIL
 from gateway_builders import END, byte_level_tokenizer, eventually, make_card, running_service
 
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
+from dovetail.gateway import cluster
 from dovetail.gateway.api import CompletionRequest
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.run import Delta, Origin
@@ -210,6 +211,26 @@ def test_a_worker_that_dies_while_it_loads_costs_the_waiting_requests_nothing(tm
         kill_worker(service)
         for found in await asyncio.gather(*waiting):
             assert text_of(found[0]) == "abab"
+
+    on_service(tmp_path, test, cards=[make_card(tmp_path), make_card(tmp_path, "slow")])
+
+
+def test_nobody_waits_for_a_worker_that_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those whose worker died under them before their first token, nor those who come after."""
+    monkeypatch.setattr(cluster, "HOPELESS_S", 0.5)
+    monkeypatch.setattr("dovetail.gateway.service.HOPELESS_S", 0.5)
+
+    async def test(service: Service) -> None:
+        supervisor = service.link.supervisors["cpu-0"]
+        await supervisor.greeted
+        waiting = [asyncio.create_task(collect(service, "ab", model="slow", max_tokens=4)) for _ in range(3)]
+        await eventually(lambda: service.unfinished == 3)
+        supervisor._argv = ["false"]
+        kill_worker(service)
+        late = asyncio.create_task(collect(service, "ab", model="slow", max_tokens=4))
+        for outcome in await asyncio.gather(*waiting, late, return_exceptions=True):
+            assert isinstance(outcome, Overloaded), outcome
+            assert outcome.retry_after_s
 
     on_service(tmp_path, test, cards=[make_card(tmp_path), make_card(tmp_path, "slow")])
 

@@ -21,7 +21,7 @@ from dovetail.engine.devices.cuda.executor import CudaExecutor
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.errors import ConfigError
 from dovetail.layouts import CELLS, packed_bytes
-from dovetail.modelspec import ModelSpec
+from dovetail.modelspec import FP8, ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.types import SamplingParams
@@ -34,7 +34,7 @@ MODELS = {name: SHAPES[name] for name in ("0.5B", "1B", "8B")}
 _GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
 _WARM_UPS, _STEPS = 4, 24
 LARGE_CACHE = 64 << 30  # of which one half comes and goes
-LAYOUTS = {16: "plain", 8: CELLS["int8"], 4: CELLS["int4"]}
+LAYOUTS = {"16": "plain", "8": CELLS["int8"], "4": CELLS["int4"], FP8: "plain"}  # by precision
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -55,10 +55,10 @@ class PinnedCheckpoint:
 
     in_place = True
 
-    def __init__(self, spec: ModelSpec, bits: int = 16) -> None:
+    def __init__(self, spec: ModelSpec, precision: str = "16") -> None:
         self.spec = spec
         self._shapes = dict(spec.tensors())
-        self._layout = LAYOUTS[bits]
+        self._layout = LAYOUTS[precision]
         largest = max(math.prod(shape) for shape in self._shapes.values()) if self._layout == "plain" else 1 << 16
         values = torch.empty(largest, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
         ones = torch.ones(max(spec.hidden_size, spec.head_dim), dtype=torch.bfloat16)
@@ -89,17 +89,21 @@ class PinnedCheckpoint:
 
 class GpuBench:
     def __init__(
-        self, device: str, model: str, bits: int = 16, tick: Callable[[str], None] = lambda text: None
+        self, device: str, model: str, precision: str = "16", tick: Callable[[str], None] = lambda text: None
     ) -> None:
         if model not in MODELS:
             raise ConfigError(f"--models: {model!r} is none of {', '.join(MODELS)}")
-        self.model = model if bits == 16 else f"{model}, {bits} bits"
-        self.bits = bits
+        if precision not in LAYOUTS:
+            raise ConfigError(f"--precisions: {precision!r} is none of {', '.join(LAYOUTS)}")
+        self.model = (
+            model if precision == "16" else f"{model}, {precision if precision == FP8 else precision + ' bits'}"
+        )
+        self.precision = precision
         self.spec = MODELS[model]
         self._tick = tick
         self._device = CudaDevice(device)
         self._peaks = self._device.peaks("bf16", "bf16")
-        self._checkpoint = PinnedCheckpoint(self.spec, bits)
+        self._checkpoint = PinnedCheckpoint(self.spec, precision)
         free = torch.cuda.mem_get_info()[0] - self.spec.weight_bytes("bf16")
         most = self.spec.kv_bytes_per_token("bf16") * max(BATCHES) * (max(CONTEXTS) + 2 * BLOCK + 4 * _STEPS)
         self._kv_bytes = min(int(free * 0.8), most)
@@ -116,7 +120,8 @@ class GpuBench:
         return [*cells, self._switch(), self._cold_start(), *self._resizes()]
 
     def _open(self) -> CudaExecutor:
-        config = ExecutorConfig(kv_bytes=self._kv_bytes, block_size=BLOCK, max_batch=max(BATCHES))
+        dtype = FP8 if self.precision == FP8 else "auto"
+        config = ExecutorConfig(kv_bytes=self._kv_bytes, block_size=BLOCK, max_batch=max(BATCHES), dtype=dtype)
         return self._device.executor(self._checkpoint, config)
 
     def _cell(self, metric: str, seconds: Sequence[float], least_s: float) -> Cell:
@@ -139,9 +144,13 @@ class GpuBench:
         spec = self.spec
         head = spec.vocab_size * spec.hidden_size
         body = spec.num_parameters() - head * (1 if spec.tied_embeddings else 2)
-        scales = 16 / GROUP if self.bits < 16 else 0.0
-        read = (body + head) * (self.bits + scales) / 8 + cached_tokens * spec.kv_bytes_per_token("bf16")
-        return max(read / self._peaks.bandwidth, 2 * (body * rows + head * logit_rows) / self._peaks.flops)
+        in_fp8 = self.precision == FP8  # twice as many products a second; the head has 16 bits
+        bits = 8.0 if in_fp8 else float(self.precision)
+        if LAYOUTS[self.precision] != "plain":
+            bits += 16 / GROUP
+        read = (body * bits + head * (16.0 if in_fp8 else bits)) / 8 + cached_tokens * spec.kv_bytes_per_token("bf16")
+        products = 2 * (body * rows / (2.0 if in_fp8 else 1.0) + head * logit_rows)
+        return max(read / self._peaks.bandwidth, products / self._peaks.flops)
 
     def _resizes(self) -> list[Cell]:
         """The cache from a half to the whole and back while a batch decodes: what its longest token waited for."""

@@ -36,7 +36,7 @@ def engines(
     device: Annotated[
         str, typer.Option(help="cpu, or cuda:N: our engine on that GPU, in bf16 and without peers.")
     ] = "cpu",
-    precisions: Annotated[str, typer.Option(help="Classes of weights, in bits: 16, 8, 4.")] = "16,8,4",
+    precisions: Annotated[str, typer.Option(help="Classes of weights, in bits: 16, 8, 4; fp8 on GPUs.")] = "16,8,4",
     metrics: Annotated[
         str, typer.Option(help="ttftN: first token of N; tpotN: a token for each of N sequences.")
     ] = ALL_METRICS,
@@ -71,7 +71,7 @@ def engines(
     Example: dovetail bench engines --models SmolLM2-135M --peers llama.cpp,transformers --rounds 9 --output out
     """
     if device != "cpu":
-        _run_on_gpu(device, _words(models or GPU_MODELS), _classes(precisions), as_json)
+        _run_on_gpu(device, _words(models or GPU_MODELS), _words(precisions), as_json)
         return
     from dovetail.bench.engine_figures import parse_metrics
     from dovetail.bench.engine_models import EngineModels
@@ -120,8 +120,8 @@ def _run_on_gpu(device: str, models: tuple[str, ...], precisions: tuple[str, ...
     from dovetail.bench.gpu_engines import GpuBench
 
     tick = partial(typer.echo, err=True)
-    each = [(model, int(bits)) for model in models for bits in precisions]
-    cells = [cell for model, bits in each for cell in GpuBench(device, model, bits, tick).run()]
+    each = [(model, precision) for model in models for precision in precisions]
+    cells = [cell for model, precision in each for cell in GpuBench(device, model, precision, tick).run()]
     if as_json:
         print_json(cells)
         return

@@ -83,11 +83,14 @@ def _prepare(store: Path | None) -> None:
     """Compile GPU kernels for the shapes of all models that are here, once for each GPU of another kind."""
     from dovetail.store import Catalogue, open_checkpoint
 
-    if usable_gpus() == 0:
+    usable = usable_gpus()
+    if not usable:
         raise ConfigError("--prepare: there is no GPU here that models could run on")
     from dovetail.engine.devices.cuda.device import CudaDevice
+    from dovetail.engine.devices.opening import open_device
 
-    device = CudaDevice("cuda:0")
+    device = open_device(usable[0], threads=1)
+    assert isinstance(device, CudaDevice)
     for card in Catalogue(store).cards():
         started = time.monotonic()
         checkpoint = open_checkpoint(card.path)
@@ -186,7 +189,7 @@ def _notes(cpu: Cpu, gpus: tuple[Gpu, ...], folder: Path) -> list[str]:
         notes.append("no AMX: bf16 is multiplied by AVX-512, several times slower than AMX would")
     if not gpus:
         notes.append("no NVIDIA GPU: models run on the CPU")
-    elif usable_gpus() == 0:
+    elif not usable_gpus():
         notes.append("torch was built without CUDA here, or Triton is missing: models run on the CPU (dovetail[cuda])")
     if importlib.util.find_spec("huggingface_hub") is None:
         notes.append("huggingface_hub is not installed: `pull hf:…` does not work (install dovetail[convert])")

@@ -195,8 +195,8 @@ def _with_nodes(config: Config, device: str | None) -> Config:
         if device is not None:
             raise ConfigError("--device: the file names its nodes, and their devices with them")
         return config
-    found = [device] if device is not None else [f"cuda:{index}" for index in range(usable_gpus())]
-    nodes = tuple(_node(name) for name in found) or config.nodes
+    found = usable_gpus() if device is None else (device,)
+    nodes = tuple(_node(name, number) for number, name in enumerate(found)) or config.nodes
     return config.model_copy(update={"nodes": nodes})
 
 
@@ -213,12 +213,12 @@ def _shared(config: Config) -> Config:
     return config.model_copy(update={"nodes": tuple(nodes)})
 
 
-def _node(device: str) -> NodeConfig:
+def _node(device: str, number: int) -> NodeConfig:
     kind, _, index = device.partition(":")
     try:
-        return NodeConfig(name=f"{'gpu' if kind == 'cuda' else kind}-{index or 0}", device=device)
+        return NodeConfig(name=f"{'cpu' if kind == 'cpu' else 'gpu'}-{index or number}", device=device)
     except ValueError as error:
-        raise ConfigError(f"--device: {device!r} is neither cpu nor cuda:N") from error
+        raise ConfigError(f"--device: {device!r} is neither cpu, cuda:N, GPU-… nor MIG-…") from error
 
 
 def _override(

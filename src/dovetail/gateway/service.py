@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
 from dovetail.errors import EngineFailed, InvalidRequest, Overloaded, QuotaExceeded, RequestError, WorkerLost
-from dovetail.gateway.cluster import Cluster
+from dovetail.gateway.cluster import HOPELESS_S, Cluster
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.link import Link
 from dovetail.gateway.metrics import Metrics
@@ -169,8 +169,9 @@ class Service:
 
     async def _resume(self, run: Run, lost: WorkerLost) -> None:
         """Submit the rest of a job. A client in the middle of a text waits no longer than the limit; one who has seen
-        nothing yet is held as for any cold model."""
-        deadline = asyncio.get_running_loop().time() + self.limits.resume_timeout_s
+        nothing yet is held as for any cold model, unless no worker comes up at all."""
+        waits_s = self.limits.resume_timeout_s if run.has_tokens else HOPELESS_S
+        deadline = asyncio.get_running_loop().time() + waits_s
         if run.is_guilty(lost.suspects):
             raise EngineFailed(f"{lost.message} twice on this request, the second time on it alone", code="worker_lost")
         if not lost.is_cut and run.is_concerned(lost.suspects):
@@ -182,7 +183,7 @@ class Service:
         self.metrics.resumptions.labels(run.job.model.name).inc()
         run.submit(self.cluster, await self._hosted_again(run, lost, deadline))
         if run.has_tokens:
-            run.require_place(_until(deadline), self._too_late(lost))
+            run.require_place(_until(deadline), self._too_late(run, lost))
 
     async def _hosted_again(self, run: Run, lost: WorkerLost, deadline: float) -> HostedModel:
         model = run.job.model
@@ -194,12 +195,12 @@ class Service:
                 self.link.check_usable()
                 return self.cluster.offer(_load_of(model, model.card))
             except Overloaded as pause:  # the worker died several times and is given a pause
-                if run.has_tokens and _until(deadline) < (pause.retry_after_s or 0.0):
-                    raise self._too_late(lost) from pause
+                if _until(deadline) < (pause.retry_after_s or 0.0):
+                    raise self._too_late(run, lost) from pause
                 await asyncio.sleep(pause.retry_after_s or 0.0)
 
-    def _too_late(self, lost: WorkerLost) -> Overloaded:
-        seconds = self.limits.resume_timeout_s
+    def _too_late(self, run: Run, lost: WorkerLost) -> Overloaded:
+        seconds = self.limits.resume_timeout_s if run.has_tokens else HOPELESS_S
         message = f"{lost.message} and was not back within {seconds:g} s"
         return Overloaded(message, code="worker_restarting", retry_after_s=max(seconds, 1.0))
 

@@ -6,9 +6,11 @@ import argparse
 import ctypes
 import gc
 import logging
+import os
 import signal
 import sys
 
+from dovetail.errors import ConfigError, DeviceLost, OutOfMemory
 from dovetail.machine import usable_cores
 
 
@@ -76,7 +78,11 @@ def main() -> None:
     from dovetail.worker.process import Worker, WorkerConfig
 
     torch.set_num_threads(arguments.threads)
-    Worker(WorkerConfig(**vars(arguments))).run()
+    try:
+        Worker(WorkerConfig(**vars(arguments))).run()
+    except (ConfigError, DeviceLost, OutOfMemory) as error:  # nothing to be done about it in this process
+        logging.getLogger("dovetail.worker").error("%s: %s", arguments.node, error)
+        os._exit(1)  # a library that lost its device may never come to an end
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class Worker:
         self._driver = NodeDriver(
             config.node,
             self._device.kind,
-            config.memory_bytes or self._device.memory_bytes,
+            self._device.node_bytes(config.memory_bytes),
             real_knobs(config.policy),
             self._loader,
             self._clock,

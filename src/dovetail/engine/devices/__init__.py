@@ -72,9 +72,12 @@ class Adaptable(Protocol):
 class Device(Protocol):
     kind: DeviceKind
     label: str  # of its profiles: what it is, and how much of it
-    memory_bytes: int  # what a node has of it unless told otherwise
+    memory_bytes: int  # what a node has of it unless told otherwise; of a GPU, of what others leave
     max_batch: int  # sequences in one iteration, unless told otherwise
     max_turn_tokens: int  # tokens in one iteration, unless told otherwise
+
+    def node_bytes(self, asked: int) -> int:
+        """What a node has of it that asks for so much; 0 = unless told otherwise. Less, where that is not there."""
 
     def compute_dtype(self, asked: str, stored: str) -> str:
         """The type that a model is computed in; "auto" = what suits the device."""

@@ -33,6 +33,9 @@ class CpuDevice:
         self.label = f"{slug(read_cpu().model)}-{threads}c"
         self.memory_bytes = int(memory_bytes()[0] * MEMORY_SHARE)
 
+    def node_bytes(self, asked: int) -> int:
+        return asked or self.memory_bytes
+
     def compute_dtype(self, asked: str, stored: str) -> str:
         return compute_dtype(asked, stored)
 

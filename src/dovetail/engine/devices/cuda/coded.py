@@ -470,11 +470,17 @@ def few_rows(x: Tensor, piece: CodedRows, bias: Tensor | None, tile: FewRowsTile
         num_warps=tile.warps, num_stages=tile.stages, **OVERLAP,
     )  # fmt: skip
     if splits > 1:
-        _add_up_kernel[(triton.cdiv(count * rows, 512),)](
-            parts, unused if bias is None else bias, out, rows, count * rows, SPLITS=splits,
-            HAS_BIAS=bias is not None, BLOCK=512, num_warps=4, **OVERLAP,
-        )  # fmt: skip
+        add_up(parts, bias, out)
     return out
+
+
+def add_up(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """parts [splits, count, rows] → out [count, rows], and the bias with it."""
+    splits, count, rows = parts.shape
+    _add_up_kernel[(triton.cdiv(count * rows, 512),)](
+        parts, parts if bias is None else bias, out, rows, count * rows, SPLITS=splits,
+        HAS_BIAS=bias is not None, BLOCK=512, num_warps=4, **OVERLAP,
+    )  # fmt: skip
 
 
 def _widen(piece: CodedRows, out: Tensor, which: Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -18,7 +19,8 @@ from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import Checkpoint, HostTensor
 from dovetail.policy.placement import DeviceKind
 
-MEMORY_SHARE = 0.9  # the rest is for activations, graphs and the libraries' own
+MEMORY_SHARE = 0.9  # of what others leave; the rest is for activations, graphs and the libraries' own
+log = logging.getLogger("dovetail.worker")
 EFFICIENCY, FLOOR_S, LAYER_S = 0.7, 0.0004, 0.00001
 
 
@@ -36,9 +38,17 @@ class CudaDevice:
         torch.cuda.set_device(self.device)
         facts = torch.cuda.get_device_properties(self.device)
         self.label = slug(facts.name)
-        self.memory_bytes = int(facts.total_memory * MEMORY_SHARE)
+        self._free_bytes = torch.cuda.mem_get_info(self.device)[0]
+        self.memory_bytes = int(self._free_bytes * MEMORY_SHARE)
         self._streams = SharedStreams(self.device, facts.multi_processor_count)
         self._peaks: Peaks | None = None
+
+    def node_bytes(self, asked: int) -> int:
+        if asked > self._free_bytes:
+            log.warning(
+                "of %s only %.1f GB are free, %.1f were asked for", self.label, self._free_bytes / 1e9, asked / 1e9
+            )
+        return min(asked, self._free_bytes) or self.memory_bytes
 
     def compute_dtype(self, asked: str, stored: str) -> str:
         return gpu_dtype(asked, stored)

@@ -27,8 +27,8 @@ from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.prompt_reader import PIECE_TOKENS, PromptReader, reads_prompt
 from dovetail.engine.sampler import sample
-from dovetail.errors import ConfigError, UnsupportedModel
-from dovetail.modelspec import ModelSpec
+from dovetail.errors import ConfigError, DeviceLost, UnsupportedModel
+from dovetail.modelspec import FP8, ModelSpec, activation_dtype
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
 from dovetail.types import SamplingParams
@@ -42,6 +42,14 @@ class SharedStreams:
         self.num_processors = num_processors
         self.stream = torch.cuda.Stream(device)
         self.copier = HostCopier(device)
+
+    def check(self) -> None:
+        """Whether the device still answers: after a fault every later call fails, whoever's it is."""
+        try:
+            self.stream.query()
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise DeviceLost(f"the GPU {self.device.index} does not answer any longer: {reason}") from error
 
 
 @dataclass(frozen=True)
@@ -78,10 +86,11 @@ class CudaExecutor:
         self.spec = spec
         self.level = "cuda"
         self.dtype = gpu_dtype(config.dtype, checkpoint.pieces("embed.weight")[0].dtype)
-        dtype = TORCH_DTYPES[self.dtype]
+        dtype = TORCH_DTYPES[activation_dtype(self.dtype)]
         self._device = device
         self.max_blocks = max_blocks(config, spec.kv_bytes_per_token(self.dtype) * config.block_size)
-        self._weights = DeviceWeights(checkpoint, dtype, device.device, device.copier)
+        in_fp8 = self.dtype == FP8
+        self._weights = DeviceWeights(checkpoint, dtype, device.device, device.copier, in_fp8=in_fp8)
         self._checkpoint: Checkpoint | None = checkpoint
         self._model: CudaModel | None = CudaModel(spec, self._weights, device.device)
         self.weight_bytes = self.copied_bytes = self._weights.num_bytes
@@ -171,9 +180,12 @@ class CudaExecutor:
     def discard(self) -> None:
         """What is launched and not collected is not wanted: once it has run, nothing is left of it but keys and values
         that the next iteration of the same sequences writes again."""
-        while self._launched:
-            self._launched.popleft().done.synchronize()
+        launched, self._launched = self._launched, deque(maxlen=2)
         self._reading = []
+        self._device.check()
+        for one in launched:
+            one.done.synchronize()
+        self._device.check()
 
     def collect(self) -> Outcome:
         """Wait for the iteration, and say what came of it."""
@@ -281,8 +293,10 @@ def gpu_dtype(name: str, stored: str) -> str:
     """The type to compute in. "auto": the stored one if it has 16 bits, else bf16, which matrix units are made for."""
     if name == "auto":
         return stored if stored in ("bf16", "f16") else "bf16"
-    if name not in ("bf16", "f16", "f32"):
-        raise ConfigError(f"dtype: {name!r} is none of auto, bf16, f16, f32, which GPUs compute in")
+    if name not in ("bf16", "f16", "f32", FP8):
+        raise ConfigError(f"dtype: {name!r} is none of auto, bf16, f16, f32, fp8, which GPUs compute in")
+    if name == FP8 and torch.cuda.get_device_capability() < (8, 9):
+        raise ConfigError(f"dtype: fp8: {torch.cuda.get_device_name()} has no products of 8-bit floats")
     return name
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from dovetail.engine.devices.cuda.attention import AttentionShape
 from dovetail.engine.devices.cuda.coded import CodedMatrix, look_up
 from dovetail.engine.devices.cuda.elementwise import activate, add_norm, rotate_and_write
-from dovetail.engine.devices.cuda.products import gated_linear, linear
+from dovetail.engine.devices.cuda.fp8 import Fp8Matrix
+from dovetail.engine.devices.cuda.products import Matrix, gated_linear, linear
 from dovetail.engine.devices.cuda.weights import DeviceWeights
 from dovetail.engine.rope import Rope
 from dovetail.modelspec import ModelSpec, RopeSpec
@@ -183,7 +184,7 @@ class _Experts:
         return mixed
 
 
-def _matrix_and_bias(weights: DeviceWeights, name: str) -> tuple[Tensor | CodedMatrix, Tensor | None]:
+def _matrix_and_bias(weights: DeviceWeights, name: str) -> tuple[Matrix, Tensor | None]:
     return weights.matrix(f"{name}.weight"), weights.find(f"{name}.bias")
 
 
@@ -193,7 +194,8 @@ def _norm(spec: ModelSpec, weights: DeviceWeights, name: str) -> tuple[Tensor, T
     return weight, torch.zeros_like(weight) if bias is None and spec.norm == "layer" else bias
 
 
-def _look_up(which: Tensor, matrix: Tensor | CodedMatrix, dtype: torch.dtype) -> Tensor:
+def _look_up(which: Tensor, matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    assert not isinstance(matrix, Fp8Matrix), "what is looked up has 16 bits"
     return look_up(which, matrix, dtype) if isinstance(matrix, CodedMatrix) else F.embedding(which, matrix)
 
 

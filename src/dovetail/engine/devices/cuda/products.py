@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dovetail.engine.devices.cuda import coded
+from dovetail.engine.devices.cuda import coded, fp8
 from dovetail.engine.devices.cuda.coded import CodedMatrix
 from dovetail.engine.devices.cuda.elementwise import ACTIVATIONS, activate, activate_values
+from dovetail.engine.devices.cuda.fp8 import Fp8Matrix
 from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_previous
 
 MANY_ROWS = 16  # from here on every product is the vendor's
+Matrix = Tensor | CodedMatrix | Fp8Matrix
 
 
 class Tile(NamedTuple):
@@ -33,9 +35,9 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _one_row_kernel(
-    x, weight, bias, out, rows, columns,
+    x, weight, scales, bias, out, rows, columns,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    KIND: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     launch_next(OVERLAP)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -58,25 +60,33 @@ def _one_row_kernel(
         if GATED:
             others += tl.load(upper + start, mask=taken, other=0.0).to(tl.float32) * v
     total = tl.sum(sums, axis=1)
+    other = tl.sum(others, axis=1)
+    if SCALED:
+        total *= tl.load(scales + row, mask=row < rows, other=0.0)
+        if GATED:
+            other *= tl.load(scales + rows + row, mask=row < rows, other=0.0)
     dtype = out.dtype.element_ty
     if HAS_BIAS:
         total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
     if GATED:
         gate = activate_values(total.to(dtype).to(tl.float32), KIND).to(dtype).to(tl.float32)
-        total = gate * tl.sum(others, axis=1).to(dtype).to(tl.float32)
+        total = gate * other.to(dtype).to(tl.float32)
     tl.store(out + row, total.to(dtype), mask=row < rows)
 
 
-def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated_by: str | None = None) -> Tensor:
+def one_row(
+    x: Tensor, weight: Tensor | Fp8Matrix, bias: Tensor | None, tile: Tile, gated_by: str | None = None
+) -> Tensor:
     """x [1, in]. With `gated_by`: the weight is gate and up, one above the other, and activation(gate)·up comes out."""
-    rows, columns = weight.shape
+    values, scales = (weight.values, weight.scales) if isinstance(weight, Fp8Matrix) else (weight, None)
+    rows, columns = values.shape
     rows = rows if gated_by is None else rows // 2
     assert gated_by is None or bias is None, "gated products have no bias"
     out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(rows, tile.rows),)](
-        x, weight, weight if bias is None else bias, out, rows, columns,
+        x, values, values if scales is None else scales, values if bias is None else bias, out, rows, columns,
         BLOCK_N=tile.rows, BLOCK_K=tile.columns, HAS_BIAS=bias is not None, EVEN=columns % tile.columns == 0,
-        GATED=gated_by is not None, KIND=0 if gated_by is None else ACTIVATIONS[gated_by],
+        GATED=gated_by is not None, KIND=0 if gated_by is None else ACTIVATIONS[gated_by], SCALED=scales is not None,
         num_warps=tile.warps, num_stages=tile.stages, **OVERLAP,
     )  # fmt: skip
     return out
@@ -137,10 +147,25 @@ def few_rows_tile(rows: int, columns: int) -> Tile | None:
     return None
 
 
-def linear(x: Tensor, weight: Tensor | CodedMatrix, bias: Tensor | None) -> Tensor:
+def fp8_row_tile(rows: int, columns: int, gated: bool) -> Tile:
+    if gated or columns <= 1024:
+        return Tile(2, 1024, 4, 3)
+    return Tile(4, 1024, 4, 3) if columns <= 4096 and rows <= 4096 else Tile(2, 2048, 4, 3)
+
+
+def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
+    """One row as it is; of more, activations too are rounded to 8 bits, a scale for each."""
+    if len(x) == 1:
+        return one_row(x, weight, bias, fp8_row_tile(*weight.shape, gated=False))
+    return fp8.multiply(x, weight, bias)
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
     """x [n, in], weight [out, in] → [n, out]."""
     if isinstance(weight, CodedMatrix):
         return coded.linear(x, weight, bias)
+    if isinstance(weight, Fp8Matrix):
+        return fp8_linear(x, weight, bias)
     count = len(x)
     if count == 1:
         return one_row(x, weight, bias, one_row_tile(*weight.shape, gated=False))
@@ -148,10 +173,11 @@ def linear(x: Tensor, weight: Tensor | CodedMatrix, bias: Tensor | None) -> Tens
     return F.linear(x, weight, bias) if tile is None else few_rows(x, weight, bias, tile)
 
 
-def gated_linear(x: Tensor, weight: Tensor | CodedMatrix, activation: str) -> Tensor:
+def gated_linear(x: Tensor, weight: Matrix, activation: str) -> Tensor:
     """x [n, in], weight of gate and up [2·out, in] → activation(gate)·up [n, out]."""
     if isinstance(weight, CodedMatrix):
         return coded.gated_linear(x, weight, activation)
     if len(x) == 1:
-        return one_row(x, weight, None, one_row_tile(*weight.shape, gated=True), activation)
+        tile = (fp8_row_tile if isinstance(weight, Fp8Matrix) else one_row_tile)(*weight.shape, gated=True)
+        return one_row(x, weight, None, tile, activation)
     return activate(linear(x, weight, None), activation, gated=True)

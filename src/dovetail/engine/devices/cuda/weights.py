@@ -22,10 +22,13 @@ from torch import Tensor
 from dovetail.codings import Coding
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.devices.cuda.coded import NUMPY_TO_TORCH, CodedMatrix, CodedRows, can_keep, lay_out
+from dovetail.engine.devices.cuda.fp8 import TYPE as FP8_TYPE
+from dovetail.engine.devices.cuda.fp8 import Fp8Matrix, Rounded, round_rows
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.gpu_load import PinnedRange
 from dovetail.engine.weights import from_read_only_memory
 from dovetail.layouts import BY_ROWS, coding_of, to_cells, unpack
+from dovetail.modelspec import is_fp8_matrix
 from dovetail.node.ports import Checkpoint, HostTensor
 
 ALIGNMENT = 256
@@ -53,6 +56,12 @@ class _CodedPlace:
     scales: tuple[_Place, ...]
 
 
+@dataclass(frozen=True)
+class _Fp8Place:
+    values: _Place
+    scales: _Place
+
+
 class _Room:
     """Places one behind the other."""
 
@@ -63,6 +72,9 @@ class _Room:
         place = _Place(dtype, shape, -(-self.num_bytes // ALIGNMENT) * ALIGNMENT)
         self.num_bytes = place.end
         return place
+
+    def take_fp8(self, shape: tuple[int, ...]) -> _Fp8Place:
+        return _Fp8Place(self.take(FP8_TYPE, shape), self.take(torch.float32, shape[:-1]))
 
     def take_coded(self, piece: HostTensor) -> _CodedPlace:
         rows, coding = math.prod(piece.shape[:-1]), coding_of(piece.layout, piece.shape[-1])
@@ -137,11 +149,20 @@ class HostCopier:
 class DeviceWeights:
     """Owns the device memory of one model's tensors until close()."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, copier: HostCopier) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        copier: HostCopier,
+        *,
+        in_fp8: bool = False,  # matrices of layers, unless they are quantised already
+    ) -> None:
         self.spec = checkpoint.spec
         self.dtype = dtype
+        self._in_fp8 = in_fp8
         self._copier = copier
-        self._places: dict[str, _Place | tuple[_CodedPlace, ...]] = {}
+        self._places: dict[str, _Place | _Fp8Place | tuple[_CodedPlace, ...]] = {}
         self._shapes = dict(self.spec.tensors())
         self.num_bytes = self._plan(checkpoint)
         self._arena = CudaArena(self.num_bytes, device)
@@ -170,11 +191,13 @@ class DeviceWeights:
     def find(self, name: str) -> Tensor | None:
         return self.get(name) if self.has(name) else None
 
-    def matrix(self, name: str) -> Tensor | CodedMatrix:
+    def matrix(self, name: str) -> Tensor | CodedMatrix | Fp8Matrix:
         """The same of what may be quantised."""
         places = self._places[name]
         if isinstance(places, _Place):
             return self._at(places)
+        if isinstance(places, _Fp8Place):
+            return Fp8Matrix(self._at(places.values), self._at(places.scales))
         pieces = (
             CodedRows(one.layout, one.coding.columns, self._at(one.codes), tuple(map(self._at, one.scales)))
             for one in places
@@ -209,6 +232,8 @@ class DeviceWeights:
             pieces = checkpoint.pieces(name)
             if _stays_coded(name, pieces):
                 self._places[name] = tuple(room.take_coded(piece) for piece in pieces)
+            elif self._in_fp8 and is_fp8_matrix(name, shape):
+                self._places[name] = room.take_fp8(shape)
             else:
                 self._places[name] = room.take(self._kept(name, checkpoint), shape)
         return room.num_bytes
@@ -247,6 +272,9 @@ class DeviceWeights:
         if isinstance(place, _Place):
             self._fill(self._at(place).reshape(-1).view(torch.uint8), _host_bytes(checkpoint, name, place.dtype), name)
             return
+        if isinstance(place, _Fp8Place):
+            self._copy_rounded(place, _host_bytes(checkpoint, name, self.dtype), name)
+            return
         pieces = checkpoint.pieces(name)
         for piece, own in zip(pieces, place, strict=True):
             chunks = _chunks(checkpoint, name) if len(pieces) == 1 and piece.layout == own.layout else None
@@ -258,6 +286,14 @@ class DeviceWeights:
             cells = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._bytes_device)
             self._fill(cells, sources, name)
             lay_out(cells, place.coding, self._at(place.codes), [self._at(scale) for scale in place.scales])
+
+    def _copy_rounded(self, place: _Fp8Place, sources: Sequence[Tensor], name: str) -> None:
+        with torch.cuda.stream(self._copier.stream):
+            wide = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._bytes_device)
+            self._fill(wide, sources, name)
+            columns = place.values.shape[-1]
+            rounded = Rounded(self._at(place.values).view(-1, columns), self._at(place.scales).view(-1))
+            round_rows(wide.view(self.dtype).view(-1, columns), rounded)
 
     @property
     def _bytes_device(self) -> torch.device:
