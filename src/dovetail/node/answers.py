@@ -84,7 +84,7 @@ def ease_everyone(node: Node, now: float, extra_s: float) -> float:
             is_overdue = instance.due_s(work) < now
             if not work.is_strict and (is_overdue or work.tpot_s < pace_s):
                 work.slow_down(now, max(work.tpot_s, pace_s), instance.produced(work))
-        instance.waiting.sort(key=lambda one: (one.due_s, one.id))
+        instance.sort_by_due()
         instance.refresh()
     return pace_s
 

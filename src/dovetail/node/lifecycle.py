@@ -128,8 +128,8 @@ class Lifecycle:
     # Ends
 
     def finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:
+        instance.remove(*finished)
         for work in finished:
-            instance.remove(work)
             self._admit.timing.answered(instance.model, work.produced)
             self._outbox.append(Finished(work, instance.id))
         self.after_leaving(instance, now)

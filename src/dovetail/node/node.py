@@ -260,6 +260,8 @@ class Node:
         if computed is None:
             computed = {share.work.id: share.start + share.tokens for share in prompts}
         done = [share.work for share in prompts if self._advanced(instance, share.work, computed[share.work.id], now)]
+        if done:
+            instance.refresh()  # once for all of them
         if finished:
             self.lives.finish(instance, finished, now)
         if instance.phase is Phase.PREFILL:
@@ -301,7 +303,6 @@ class Node:
         if work.produced == 1:
             if self.knobs.paced_from_first_token:
                 work.pace_from(now, self.admit.timing.pace_tokens(instance.model))
-                instance.refresh()
             self.outbox.append(FirstToken(work, instance.id, work.grace_s))
 
     # Memory

@@ -4,6 +4,8 @@ way, with the cold start that it may be waiting for.
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from dovetail.node.instance import Instance, State
 from dovetail.node.shares import at_once_s, splitting_s
 from dovetail.node.work import Phase, Work
@@ -26,11 +28,19 @@ def demand_of(
 ) -> InstanceDemand:
     """After the turn under way, which ends at `free_at_s`; `ready_s` is when the instance can take turns, `loaded_s`
     when its weights are there, `pace_tokens` as of `Work.pace_from`. One admission looks at a neighbour many times
-    between its turns: the instance keeps what was found."""
+    between its turns: the instance keeps what was found, and in a burst only those who came since are looked at."""
     blocked = instance.state is State.LOADING
+    waits_s = loaded_s if blocked else None
     demand = instance.demand
-    if demand is None or demand.blocked is not blocked or blocked:
-        instance.demand = demand = _look(instance, loaded_s if blocked else None, pace_tokens, free_at_s)
+    if demand is None or blocked or demand.blocked or instance.newcomers:
+        latency = instance.hosting.latency
+        key = (waits_s, instance.ordered_s, pace_tokens, latency, latency.version)
+        if demand is None or key != instance.demand_key or instance.prompts:
+            demand = _look(instance, waits_s, pace_tokens, free_at_s)
+        else:
+            _look_at_newcomers(instance, demand, waits_s, pace_tokens)
+        instance.demand, instance.demand_key = demand, key
+        instance.newcomers.clear()
     demand.ready_s = ready_s
     if instance.decodes:
         demand.spoke_s = free_at_s
@@ -40,24 +50,41 @@ def demand_of(
 def _look(instance: Instance, loaded_s: float | None, pace_tokens: float, free_at_s: float) -> InstanceDemand:
     prefills = _prefills(instance, loaded_s, pace_tokens) if instance.waiting else []
     due, pace = _after_turn(instance, free_at_s, pace_tokens)
-    deadline = due
-    total_s = 0.0
-    for prefill in prefills:
-        total_s += prefill.seconds
-        pace = min(pace, prefill.tpot_s)
-        deadline = min(deadline, prefill.due_s)
-    return InstanceDemand(
-        deadline_s=deadline,
+    demand = InstanceDemand(
+        deadline_s=due,
         decode_deadline_s=due,
-        prefill_s=total_s,
-        decode_s=instance.decode_s(),
+        prefill_s=0.0,
+        decode_s=0.0,
         tpot_s=pace,
         blocked=loaded_s is not None,
-        batch=instance.batch,
-        frees_bytes=instance.frees_bytes,
         spoke_s=instance.spoke_s,
-        prefills=tuple(prefills),
     )
+    _count(demand, instance, prefills, prefills)
+    return demand
+
+
+def _look_at_newcomers(instance: Instance, demand: InstanceDemand, loaded_s: float | None, pace_tokens: float) -> None:
+    split = splitting_s(instance)
+    prefills = list(demand.prefills)
+    found = []
+    for index, work in sorted(((instance.waiting.index(work), work) for work in instance.newcomers), key=itemgetter(0)):
+        found.append(_prefill(instance, work, work.computed, loaded_s, pace_tokens, split))
+        prefills.insert(index, found[-1])
+    _count(demand, instance, prefills, found)
+
+
+def _count(demand: InstanceDemand, instance: Instance, prefills: list[Prefill], new: list[Prefill]) -> None:
+    """All prefills of the instance, of which these are new."""
+    demand.prefill_s = sum([one.seconds for one in prefills], 0.0)
+    for one in new:
+        if one.tpot_s < demand.tpot_s:
+            demand.tpot_s = one.tpot_s
+        if one.due_s < demand.deadline_s:
+            demand.deadline_s = one.due_s
+    demand.prefills = tuple(prefills)
+    demand.decode_s = instance.decode_s()
+    demand.batch = instance.batch
+    demand.frees_bytes = instance.frees_bytes
 
 
 def _after_turn(instance: Instance, free_at_s: float, pace_tokens: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from dovetail.policy.latency import prompts_s
 from dovetail.policy.parts import in_parts_s, split_s
 
 if TYPE_CHECKING:
-    from dovetail.node.instance import Instance
+    from dovetail.node.batch import Batch
 
 
 class Share(NamedTuple):
@@ -26,17 +26,17 @@ class Share(NamedTuple):
         return self.start + self.tokens >= self.work.known_tokens
 
 
-def splitting_s(instance: Instance) -> float:
+def splitting_s(instance: Batch) -> float:
     """What a prompt takes longer with each further part."""
     return split_s(instance.hosting.latency) * instance.overestimate if instance.rule.part_s != INFINITY else 0.0
 
 
-def at_once_s(instance: Instance, work: Work, start: int) -> float:
+def at_once_s(instance: Batch, work: Work, start: int) -> float:
     """What is left of a prompt from this token on, in one piece."""
     return prompts_s(instance.hosting.latency, [(start, work.known_tokens - start)]) * instance.overestimate
 
 
-def left_s(instance: Instance, work: Work, start: int) -> float:
+def left_s(instance: Batch, work: Work, start: int) -> float:
     """The same in parts, if nobody comes between."""
     seconds = at_once_s(instance, work, start)
     return (
@@ -44,7 +44,7 @@ def left_s(instance: Instance, work: Work, start: int) -> float:
     )
 
 
-def advance(instance: Instance, work: Work, tokens: int) -> None:
+def advance(instance: Batch, work: Work, tokens: int) -> None:
     """So many tokens of a prompt are computed; the rest is left for other turns."""
     block = 0 if work.computed else instance.hosting.block_tokens
     instance.held_tokens += tokens - work.computed + block
@@ -63,7 +63,7 @@ def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
     return due_s - prefill_s
 
 
-def latest_prefill_s(instance: Instance, work: Work, seconds: float) -> float:
+def latest_prefill_s(instance: Batch, work: Work, seconds: float) -> float:
     """When what is left of its prompt, which takes so long, has to begin at the latest."""
     urgent_s = urgent_prefill_s(work, instance.rule.turn_silence_s, seconds)
     return urgent_s - seconds if instance.rule.turn_silence_s == INFINITY else urgent_s

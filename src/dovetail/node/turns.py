@@ -114,7 +114,7 @@ class Turns:
         in_time = {one: latest_s for one in decoding if (latest_s := self._latest_s(one)) >= now}
         if not in_time:
             return INFINITY, None
-        begins_s = begins_by_s((latest_s, decoding[one]) for one, latest_s in in_time.items())
+        begins_s = begins_by_s([(latest_s, decoding[one]) for one, latest_s in in_time.items()])
         return begins_s, min(in_time, key=in_time.__getitem__)
 
     def _turn_of_parts(self, instance: Instance, seconds: float) -> Turn:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple, Protocol
 
 GIB = 1024**3
+MOST_KNOWN = 8192  # lengths whose time is remembered
 
 
 class PrefillSample(NamedTuple):
@@ -82,6 +83,11 @@ class Surface:
 class Latency(Protocol):
     """What schedulers ask. `LatencyModel` answers from measurements, `live.LiveLatency` goes on learning."""
 
+    @property
+    def version(self) -> int:
+        """Counts what was learned of prefills: while it stays, `prefill_s` says the same."""
+        ...
+
     def prefill_s(self, tokens: int) -> float: ...
 
     def decode_s(self, batch: int, total_tokens: int) -> float: ...
@@ -90,12 +96,24 @@ class Latency(Protocol):
 def prompts_s(latency: Latency, parts: Sequence[tuple[int, int]]) -> float:
     """One iteration of parts of prompts, (tokens before it, tokens of it) each: what one prompt of so many tokens
     takes, and what attending to those before costs."""
+    if len(parts) == 1:
+        return prompt_s(latency, *parts[0])
     total_s = latency.prefill_s(sum(count for _, count in parts))
     for start, count in parts:
         if start:
-            marginal_s = latency.prefill_s(start + count) - latency.prefill_s(start)
-            total_s += max(marginal_s - latency.prefill_s(count), 0.0)
+            total_s += _attending_s(latency, start, count)
     return total_s
+
+
+def prompt_s(latency: Latency, start: int, count: int) -> float:
+    """The same of one part."""
+    seconds = latency.prefill_s(count)
+    return seconds + _attending_s(latency, start, count) if start else seconds
+
+
+def _attending_s(latency: Latency, start: int, count: int) -> float:
+    marginal_s = latency.prefill_s(start + count) - latency.prefill_s(start)
+    return max(marginal_s - latency.prefill_s(count), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +122,20 @@ class LatencyModel:
 
     prefill: Curve  # seconds over input tokens
     decode: Surface  # seconds over batch size and mean length
+    _known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # of `prefill_s`
+
+    @property
+    def version(self) -> int:
+        return 0
 
     def prefill_s(self, tokens: int) -> float:
-        return self.prefill.at(tokens)
+        """Asked for the same few lengths again and again."""
+        seconds = self._known.get(tokens)
+        if seconds is None:
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
+            seconds = self._known[tokens] = self.prefill.at(tokens)
+        return seconds
 
     def decode_s(self, batch: int, total_tokens: int) -> float:
         """One iteration of `batch` sequences that hold `total_tokens` together."""

@@ -103,17 +103,23 @@ def most_tokens(lengths: Sequence[tuple[int, int]], mean: float) -> tuple[int, i
     if len(lengths) == 1:
         given, produced = lengths[0]
         return 1, given + max(int(expected_length(mean, produced)), produced + 1)
-    left = []
+    groups: dict[int, list[int]] = {}  # by tokens produced: how many, and what they hold; those who came together
     for given, produced in lengths:
-        left.append((max(expected_length(mean, produced) - produced, 1.0), given + produced))
+        group = groups.get(produced)
+        if group is None:
+            groups[produced] = [1, given + produced]
+        else:
+            group[0] += 1
+            group[1] += given + produced
+    left = [(max(expected_length(mean, produced) - produced, 1.0), produced) for produced in groups]
     left.sort()
-    count = len(left)
-    known = float(sum(tokens for _, tokens in left))
-    best = (count, known)
-    for remaining, tokens in left:
+    count, known = len(lengths), sum(group[1] for group in groups.values())
+    best_count, best_tokens = count, float(known)
+    for remaining, produced in left:
         total = known + count * remaining
-        if total > best[1]:
-            best = (count, total)
-        count -= 1
-        known -= tokens
-    return best[0], int(best[1])
+        if total > best_tokens:
+            best_count, best_tokens = count, total
+        group = groups[produced]
+        count -= group[0]
+        known -= group[1]
+    return best_count, int(best_tokens)

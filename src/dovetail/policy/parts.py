@@ -4,7 +4,7 @@ that saves time. Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import Latency, prompts_s
@@ -56,8 +56,10 @@ def in_parts_s(seconds: float, part_s: float, split: float) -> float:
     return seconds if seconds <= limit_s or not split else seconds * limit_s / (limit_s - split)
 
 
-def begins_by_s(decodes: Iterable[tuple[float, float]]) -> float:
+def begins_by_s(decodes: Sequence[tuple[float, float]]) -> float:
     """When the first of these iterations, (latest end, duration) each, has to begin so that none is late."""
+    if len(decodes) == 1:
+        return decodes[0][0] - decodes[0][1]
     begins_s, total_s = INFINITY, 0.0
     for latest_s, seconds in sorted(decodes):
         total_s += seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from dovetail.policy.headroom import (
     INFINITY,
@@ -25,6 +26,7 @@ from dovetail.policy.parts import begins_by_s, in_parts_s, part_limit_s
 
 # A bound on what one validation costs. It is reached only where prefills wait by the dozen.
 MAX_TURNS = 192
+_BY_URGENCY = attrgetter("urgent_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class _Player:
         "due_s",
         "frees_bytes",
         "is_settled",
+        "latest_s",
+        "left_s",
         "next",
         "prefills",
         "ready_s",
@@ -74,21 +78,31 @@ class _Player:
         self.next = 0  # of the prefills
         self.begun_s = 0.0  # what of it is done
         self.is_settled = False  # it has had a token since the last prefill of anybody
+        self.left_s = 0.0
         self.look_ahead()
 
     def look_ahead(self) -> None:
         """When its next token is due, after any change."""
-        self.deadline_s = self.due_s
-        self.urgent_s = min(self.due_s, self.spoke_s + self.rule.turn_silence_s)
+        due_s, spoke_s, rule = self.due_s, self.spoke_s, self.rule
+        deadline_s = due_s
+        urgent_s, latest_s = spoke_s + rule.turn_silence_s, spoke_s + rule.max_silence_s
+        if due_s < urgent_s:
+            urgent_s = due_s
+        self.latest_s = due_s if due_s < latest_s else latest_s  # its running requests must have their next token
         if self.next < len(self.prefills):
             first = self.prefills[self.next]
-            self.deadline_s = min(first.due_s, self.deadline_s)
-            self.urgent_s = min(first.urgent_s, self.urgent_s)
+            if first.due_s < deadline_s:
+                deadline_s = first.due_s
+            if first.urgent_s < urgent_s:
+                urgent_s = first.urgent_s
+            self._look_at(first)
+        self.deadline_s = deadline_s
+        self.urgent_s = urgent_s
 
-    @property
-    def latest_s(self) -> float:
-        """When its running requests must have their next token."""
-        return min(self.due_s, self.spoke_s + self.rule.max_silence_s)
+    def _look_at(self, first: Prefill) -> None:
+        """What is left of the prefill that is next, in parts."""
+        left_s, part_s = first.seconds - self.begun_s, self.rule.part_s
+        self.left_s = left_s if left_s <= part_s else in_parts_s(left_s, part_s, first.split_s)
 
     def take(self, candidate: Candidate) -> Prefill | None:
         """The candidate joins; returns its prefill, if it needs one."""
@@ -106,7 +120,7 @@ class _Player:
                 candidate.part_s,
                 candidate.split_s,
             )
-            self.prefills = sorted((*self.prefills, prefill), key=lambda one: one.urgent_s)
+            self.prefills = sorted((*self.prefills, prefill), key=_BY_URGENCY)
         else:
             self._run(candidate.deadline_s, candidate.tpot_s)
         self.look_ahead()
@@ -121,12 +135,6 @@ class _Player:
         first = self.prefills[self.next]
         return not self.rule.guards_decodes or not guards_decodes(clock, first.seconds, first.urgent_s, self.latest_s)
 
-    @property
-    def left_s(self) -> float:
-        """Of the prefill that is next, in parts."""
-        first = self.prefills[self.next]
-        return in_parts_s(first.seconds - self.begun_s, self.rule.part_s, first.split_s)
-
     def part_of(self, seconds: float) -> float:
         """Spend so long on the prefill that is next, and no less than a part of it takes; returns how long."""
         first = self.prefills[self.next]
@@ -134,6 +142,7 @@ class _Player:
         if spent_s < self.left_s:
             limit_s = part_limit_s(self.rule.part_s, first.split_s)
             self.begun_s += spent_s - first.split_s * max(1.0, spent_s / limit_s)
+            self._look_at(first)
         return spent_s
 
     def prefill(self) -> Prefill:
@@ -146,12 +155,15 @@ class _Player:
         """What was prefilled runs from now on."""
         if self.decode_s:  # a prefill instance of its own hands it over instead
             self._run(min(done.due_s, clock + done.safety_s) + done.tpot_s, done.tpot_s)
-            self.spoke_s = min(self.spoke_s, clock)
+            if clock < self.spoke_s:
+                self.spoke_s = clock
         self.look_ahead()
 
     def _run(self, due_s: float, tpot_s: float) -> None:
-        self.due_s = min(self.due_s, due_s)
-        self.tpot_s = min(self.tpot_s, tpot_s)
+        if due_s < self.due_s:
+            self.due_s = due_s
+        if tpot_s < self.tpot_s:
+            self.tpot_s = tpot_s
 
     def decode(self, times: int, clock: float) -> None:
         self.due_s += times * self.tpot_s
@@ -259,7 +271,7 @@ class _Play:
         """Who computes: the chosen one its prompt, until the time that is returned, or, with 0, somebody who decodes
         before it."""
         in_time = [one for one in ready if one.due_s != INFINITY and one.latest_s >= clock]
-        until_s = begins_by_s((one.latest_s, one.decode_s) for one in in_time)
+        until_s = begins_by_s([(one.latest_s, one.decode_s) for one in in_time])
         first = chosen.prefills[chosen.next]
         latest_s = first.due_s - chosen.left_s
         if in_time and is_overtaken(clock, first.part_s, latest_s, until_s):

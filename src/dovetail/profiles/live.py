@@ -19,26 +19,20 @@ BOUND = math.log(2.0)  # one observation counts as at most twice or half of what
 class Correction:
     """The running ratio of one kind of iteration."""
 
-    __slots__ = ("_count", "_log")
+    __slots__ = ("_log", "count", "factor")
 
     def __init__(self) -> None:
         self._log = 0.0
-        self._count = 0
-
-    @property
-    def count(self) -> int:
-        return self._count
-
-    @property
-    def factor(self) -> float:
-        return math.exp(self._log)
+        self.count = 0  # observations
+        self.factor = 1.0
 
     def observe(self, ratio: float) -> None:
-        self._count += 1
+        self.count += 1
         error = math.log(ratio) - self._log
-        if self._count > 3:  # a preset may be wrong by any factor; afterwards only outliers are
+        if self.count > 3:  # a preset may be wrong by any factor; afterwards only outliers are
             error = min(max(error, -BOUND), BOUND)
-        self._log += error * max(STEP, 1.0 / self._count)
+        self._log += error * max(STEP, 1.0 / self.count)
+        self.factor = math.exp(self._log)  # asked for far more often than learned
 
 
 class LiveLatency:
@@ -49,26 +43,25 @@ class LiveLatency:
         self._prefill = Correction()
         self._decode = Correction()
         self._sizes: dict[Hashable, Correction] = {}
+        self.version = 0
 
     def prefill_s(self, tokens: int) -> float:
-        return self.base.prefill_s(tokens) * self._factor(_size(tokens), self._prefill)
+        own = self._sizes.get(tokens.bit_length() or 1, self._prefill)
+        return self.base.prefill_s(tokens) * own.factor
 
     def decode_s(self, batch: int, total_tokens: int) -> float:
         size = (_size(batch), _size(total_tokens // batch))
-        return self.base.decode_s(batch, total_tokens) * self._factor(size, self._decode)
+        return self.base.decode_s(batch, total_tokens) * self._sizes.get(size, self._decode).factor
 
     def observe_prefill(self, tokens: int, seconds: float) -> float:
         """Learn from it; returns what `base` expected."""
+        self.version += 1
         return self._observe(_size(tokens), self._prefill, self.base.prefill_s(tokens), seconds)
 
     def observe_decode(self, batch: int, total_tokens: int, seconds: float) -> float:
         """Learn from it; returns what `base` expected."""
         size = (_size(batch), _size(total_tokens // batch))
         return self._observe(size, self._decode, self.base.decode_s(batch, total_tokens), seconds)
-
-    def _factor(self, size: Hashable, kind: Correction) -> float:
-        own = self._sizes.get(size)
-        return own.factor if own is not None else kind.factor
 
     def _observe(self, size: Hashable, kind: Correction, base_s: float, seconds: float) -> float:
         ratio = seconds / base_s

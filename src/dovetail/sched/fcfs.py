@@ -44,8 +44,8 @@ class FcfsScheduler(Scheduler):
         return self._turn
 
     def _schedule_running(self, rows: dict[int, TurnRow], budget: int) -> int:
-        decoding = [sequence for sequence in self._running if sequence.num_pending == 1]
-        catching_up = [sequence for sequence in self._running if sequence.num_pending > 1]
+        decoding = [sequence for sequence in self._running.values() if sequence.num_pending == 1]
+        catching_up = [sequence for sequence in self._running.values() if sequence.num_pending > 1]
         for sequence in decoding + catching_up:
             if budget == 0 or len(rows) == self._config.max_batch:
                 break
@@ -65,7 +65,7 @@ class FcfsScheduler(Scheduler):
             if blocks is not None:
                 sequence.blocks.extend(blocks)
                 return True
-            victim = self._running[-1]
+            victim = next(reversed(self._running.values()))
             if victim is sequence and len(self._running) == 1:
                 self._refuse(sequence)
                 return False
@@ -77,7 +77,7 @@ class FcfsScheduler(Scheduler):
 
     def _preempt(self, sequence: Sequence) -> None:
         self._let_go(sequence)
-        self._running.remove(sequence)
+        del self._running[sequence.id]
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1
 
@@ -95,8 +95,8 @@ class FcfsScheduler(Scheduler):
             if count == 0:
                 held_back.append(sequence)
                 break
-            self._running.append(sequence)
-            self._running.sort(key=lambda running: running.id)
+            self._running[sequence.id] = sequence
+            self._running = dict(sorted(self._running.items()))
             rows[sequence.id] = row_of(sequence, count)
             budget -= count
         self._waiting.extendleft(reversed(held_back))

@@ -39,7 +39,7 @@ class Scheduler:
         self.prefix_hits = 0
         self._config = config
         self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # in order of arrival
+        self._running: dict[int, Sequence] = {}  # by id, in order of arrival
         self._turn: Turn | None = None  # handed out, not yet completed
         self._ended: list[int] = []
         self._failed: list[TokenEvent] = []  # ends that no turn will report
@@ -61,7 +61,7 @@ class Scheduler:
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Free what these choices hold; at the end of the turn if one is running."""
         in_turn = {row.sequence for row in self._turn.rows} if self._turn else set()
-        for sequence in [*self._running, *self._waiting]:
+        for sequence in [*self._running.values(), *self._waiting]:
             if sequence.request_id != request_id or choice not in (None, sequence.choice):
                 continue
             if sequence.id in in_turn:
@@ -72,7 +72,7 @@ class Scheduler:
     def abort_all(self) -> list[TokenEvent]:
         """End everything; used when the instance goes away. Not while a turn is running."""
         assert self._turn is None
-        sequences = [*self._running, *self._waiting]
+        sequences = [*self._running.values(), *self._waiting]
         for sequence in sequences:
             self._end(sequence)
         return [end_event(sequence, FinishReason.ERROR, "the model was unloaded") for sequence in sequences]
@@ -92,13 +92,14 @@ class Scheduler:
         sequence.blocks, sequence.num_computed, sequence.was_admitted = blocks, len(sequence.tokens) - 1, True
         sequence.num_sealed = len(blocks)  # what was never computed is no prefix for anyone
         sequence.longest = self._longest(sequence)
-        self._running.append(sequence)
+        self._running[sequence.id] = sequence
 
     def leave(self, sequence: Sequence) -> None:
         """Take it back with the tokens it has; its blocks are free. Not while a turn is running."""
         assert self._turn is None
         self._let_go(sequence)
-        (self._running if sequence in self._running else self._waiting).remove(sequence)
+        if self._running.pop(sequence.id, None) is None:
+            self._waiting.remove(sequence)
 
     def turn_of(self, sequences: Iterable[Sequence], quotas: Mapping[int, int] = NO_QUOTAS) -> Turn | None:
         """An iteration of exactly these, each catching up as far as its quota of tokens (by id; none = no limit) and
@@ -131,22 +132,22 @@ class Scheduler:
         is about to get, but for those that will have reached their length. None if not all of them decode, or there is
         no room yet. To be taken up by `resume_turn`; until then nothing but the blocks has changed."""
         assert self._turn is not None, "no turn to follow"
-        by_id = {sequence.id: sequence for sequence in self._running}
+        running, size = self._running, self.pool.block_size
         rows: list[TurnRow] = []
         for row in self._turn.rows:
-            sequence = by_id[row.sequence]
             if row.count != 1 or not row.samples:
                 return None
-            if sequence.aborted or sequence.num_generated + 1 >= sequence.longest:
+            sequence, end = running[row.sequence], row.start + 1
+            table = sequence.blocks
+            if sequence.aborted or len(sequence.tokens) - sequence.num_prompt + 1 >= sequence.longest:
                 continue
-            if self.pool.blocks_for(row.end + 1) > len(sequence.blocks):
+            if end >= len(table) * size:
                 blocks = self.pool.allocate(1)
                 if blocks is None:
                     return None
-                sequence.blocks.extend(blocks)
-            table, sampling = sequence.blocks, row.sampling
+                table.extend(blocks)
             rows.append(
-                TurnRow(row.sequence, row.tokens, row.end, 1, table, row.num_prompt, sampling, True, row.adapter)
+                TurnRow(row.sequence, row.tokens, end, 1, table, row.num_prompt, row.sampling, True, row.adapter)
             )
         return Turn(tuple(rows)) if rows else None
 
@@ -167,9 +168,9 @@ class Scheduler:
     def _catch_up(self, sequence: Sequence, budget: int) -> int:
         """Blocks for what it has pending, as far as the budget goes; returns how many tokens that are."""
         count = self._extend(sequence, budget) if sequence.blocks else self._start(sequence, budget)
-        if sequence.blocks and sequence in self._waiting:
+        if sequence.blocks and sequence.id not in self._running:
             self._waiting.remove(sequence)
-            self._running.append(sequence)
+            self._running[sequence.id] = sequence
         return count
 
     def _extend(self, sequence: Sequence, budget: int) -> int:
@@ -188,12 +189,12 @@ class Scheduler:
         if num_blocks < self.pool.target:
             moves = self.pool.relocate(num_blocks)
             places = dict(moves)
-            for sequence in self._running:
+            for sequence in self._running.values():
                 sequence.blocks = [places.get(block, block) for block in sequence.blocks]
         self.pool.resize(num_blocks)
         assert self.pool.committed == num_blocks
         if not self._config.max_tokens:
-            for sequence in self._running:
+            for sequence in self._running.values():
                 sequence.longest = self._longest(sequence)
         return moves
 
@@ -204,11 +205,10 @@ class Scheduler:
         assert self._turn is not None, "no turn to complete"
         turn, self._turn = self._turn, None
         results = {result.sequence: result for result in outcome.rows}
-        by_id = {sequence.id: sequence for sequence in self._running}
+        running, size = self._running, self.pool.block_size
         events: list[TokenEvent] = []
-        size = self.pool.block_size
         for row in turn.rows:
-            sequence = by_id[row.sequence]
+            sequence = running[row.sequence]
             sequence.num_computed = computed = row.start + row.count
             if (sequence.num_sealed + 1) * size <= computed:
                 self._seal(sequence)
@@ -226,10 +226,9 @@ class Scheduler:
         """The executor could not run the turn: its sequences end, the others go on."""
         assert self._turn is not None
         turn, self._turn = self._turn, None
-        by_id = {sequence.id: sequence for sequence in self._running}
         events = []
         for row in turn.rows:
-            sequence = by_id[row.sequence]
+            sequence = self._running[row.sequence]
             self._end(sequence)
             if not sequence.aborted:
                 events.append(end_event(sequence, FinishReason.ERROR, error))
@@ -310,9 +309,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         self._let_go(sequence)
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._waiting:
+        if self._running.pop(sequence.id, None) is None and sequence in self._waiting:
             self._waiting.remove(sequence)
         self._ended.append(sequence.id)
 

@@ -34,7 +34,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return sum([row.count for row in self.rows])
 
 
 class RowOutcome(msgspec.Struct, frozen=True, gc=False):

@@ -258,15 +258,18 @@ class NodeDriver:
         self._pulse.end()
         return self._deliver(runner.card.name, completed.events)
 
-    def _deliver(self, model: str, token_events: Iterable[TokenEvent]) -> list[int]:
+    def _deliver(self, model: str, token_events: tuple[TokenEvent, ...]) -> list[int]:
         """Tell the tokens; returns the choices that have ended with them."""
-        finished = []
+        finished: list[int] = []
+        if not token_events:
+            return finished
+        told, by_choice = self.report.tokens.setdefault(model, []), self._by_choice
         for event in token_events:
-            state = self._by_choice[event.request_id, event.choice]
+            state = by_choice[event.request_id, event.choice]
             if not state.has_token:
                 state.has_token = True
                 event = msgspec.structs.replace(event, grace_s=self.home.work_of(state.id).grace_s)
-            self.report.tokens.setdefault(model, []).append(event)
+            told.append(event)
             if event.finish is not None:
                 finished.append(state.id)
         return finished

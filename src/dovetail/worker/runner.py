@@ -92,11 +92,12 @@ class ModelRunner:
             return self._forget(self.scheduler.fail_turn(f"the iteration failed: {type(error).__name__}"))
         self._collected_s = time.monotonic()
         seconds = self._collected_s - started
+        num_tokens = turn.num_tokens
         self.meter.turns += 1
-        self.meter.tokens += turn.num_tokens
+        self.meter.tokens += num_tokens
         self.meter.seconds += seconds
-        traced = tuple(one.request_id for one in sequences if one.is_traced)
-        self._spans.append(messages.TurnSpan(self.card.name, started, seconds, turn.num_tokens, traced))
+        traced = tuple([one.request_id for one in sequences if one.is_traced])
+        self._spans.append(messages.TurnSpan(self.card.name, started, seconds, num_tokens, traced))
         return self._forget(self.scheduler.complete(outcome))
 
     def _launch_next(self) -> None:
@@ -124,6 +125,8 @@ class ModelRunner:
 
     def batches(self, sequences: Several[Sequence], quotas: Mapping[int, int] = NO_QUOTAS) -> list[list[Sequence]]:
         """As many as fit into one iteration together, and those who shall share none."""
+        if not quotas and self._fits(sequences):
+            return [list(sequences)] if sequences else []
         together = [sequence for sequence in sequences if not sequence.is_alone]
         if self._max_adapters < self.max_batch:
             together.sort(key=lambda sequence: sequence.adapter)
@@ -141,6 +144,18 @@ class ModelRunner:
                 batch, tokens = [], wanted
             batch.append(sequence)
         return [*found, batch] if batch else found
+
+    def _fits(self, sequences: Several[Sequence]) -> bool:
+        """Into one iteration, all of them: hundreds that decode, mostly."""
+        if len(sequences) > self.max_batch or self._max_adapters < self.max_batch:
+            return False
+        pending = 0
+        for sequence in sequences:
+            known = len(sequence.tokens)
+            if known < sequence.alone_below:
+                return False
+            pending += known - sequence.num_computed
+        return pending <= self._max_turn_tokens
 
     def _has_all_adapters(self, batch: Several[Sequence], further: Sequence) -> bool:
         """One more would be of one adapter too many."""

@@ -1,0 +1,320 @@
+"""The requests of one instance by counters (S2, S5): who waits, who runs, and by when they should have a turn.
+
+Every decode iteration yields one token for each running request, so a clock per instance replaces a counter per
+request: a request that joined at clock j has made clock − j tokens since. An iteration therefore decides in O(1), and
+only joins and leaves walk the batch. In a burst not even these: who comes between two iterations is counted in. A
+worker that drives real sequences keeps them beside this and reports who finished.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import chain
+
+from dovetail.node.shares import Share, left_s, urgent_prefill_s
+from dovetail.node.work import Phase, Work
+from dovetail.policy.headroom import INFINITY, InstanceDemand
+from dovetail.policy.latency import Latency
+from dovetail.policy.placement import Hosting
+from dovetail.policy.shadow import TurnRule
+
+LOOK_AHEAD_TURNS = 64  # how often it is estimated anew what contexts will grow to
+
+
+class Batch:
+    __slots__ = (
+        "_is_fresh",
+        "_lengths",
+        "_resting_tokens",
+        "_sorted_as",
+        "clock",
+        "deadline_s",
+        "decodes",
+        "demand",
+        "demand_key",
+        "grown_s",
+        "held",
+        "held_tokens",
+        "hosting",
+        "in_turn",
+        "mixed_pace",
+        "newcomers",
+        "overestimate",
+        "phase",
+        "prompts",
+        "rule",
+        "running",
+        "running_due_s",
+        "spoke_s",
+        "strictest_s",
+        "tokens",
+        "tpot_s",
+        "urgent_s",
+        "waiting",
+    )
+
+    def __init__(self, hosting: Hosting, overestimate: float, phase: Phase, rule: TurnRule | None = None) -> None:
+        self.hosting = hosting
+        self.overestimate = overestimate
+        self.phase = phase
+        self.waiting: list[Work] = []  # needs a prefill; most urgent first
+        self.running: dict[int, Work] = {}
+        self.held: dict[int, Work] = {}  # recomputed here, running elsewhere: they wait to be handed over (L4)
+        self.held_tokens = 0  # KV of those and of waiting ones that are partly computed, with a block to spare each
+        self.clock = 0  # decode iterations done
+        self.tokens = 0  # known tokens of the running batch
+        self.deadline_s = INFINITY  # of its most urgent request
+        self.urgent_s = INFINITY  # by when it should have a turn: its deadline, or before an answer is silent too long
+        self.rule = rule or TurnRule()
+        self.spoke_s = INFINITY  # when its running requests had their last token, the earliest of these times
+        self.running_due_s = INFINITY  # of its most urgent running request
+        self.tpot_s = INFINITY  # pace of the running batch, the strictest if they differ
+        self.strictest_s = INFINITY  # of all its work
+        self.mixed_pace = False
+        self.in_turn = False
+        self.prompts: tuple[Share, ...] = ()  # in the turn under way
+        self.decodes = False  # so does the running batch
+        self.grown_s: float | None = None  # one iteration when its contexts will have grown; None = not known
+        self._lengths: list[tuple[int, int]] | None = None  # as of then
+        self.demand: InstanceDemand | None = None  # see `outlook`; as of the last change of clock, membership or turn
+        self.demand_key: tuple[object, ...] = ()  # what it was found by, beside that
+        self.newcomers: list[Work] = []  # who wait since it was found
+        self._is_fresh = True  # what is said of the running batch was found from scratch at this clock
+        self._resting_tokens = 0  # known tokens of who waits or is held
+        self._sorted_as: tuple[Latency, int] | None = None  # by whose estimates, as of which version, `waiting` is
+
+    @property
+    def batch(self) -> int:
+        return len(self.waiting) + len(self.running) + len(self.held)
+
+    @property
+    def has_turns(self) -> bool:
+        """Somebody wants an iteration; who is held wants none."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def frees_bytes(self) -> float:
+        """Memory that running it to its end is expected to free: its cache, and its weights the less likely the more
+        requests share them, because others keep joining."""
+        hosting = self.hosting
+        return self.tokens * hosting.kv_bytes_per_token + hosting.weight_bytes / max(self.batch, 1)
+
+    def works(self) -> list[Work]:
+        return [*self.waiting, *self.running.values(), *self.held.values()]
+
+    def produced(self, work: Work) -> int:
+        if work.id in self.running:
+            return work.produced + self.clock - work.joined_clock
+        return work.produced
+
+    def due_s(self, work: Work) -> float:
+        return work.first_due_s + work.tpot_s * self.produced(work)
+
+    def urgent_prefill_s(self, work: Work) -> float:
+        if self.rule.turn_silence_s == INFINITY:
+            return work.due_s
+        return urgent_prefill_s(work, self.rule.turn_silence_s, left_s(self, work, 0))
+
+    # Joining and leaving
+
+    def add(self, work: Work) -> None:
+        if work.cached:
+            self._join(work)
+            self.refresh()
+            return
+        index = self._enqueue(work)
+        if self._is_fresh:
+            self._count_in(work, index)
+        else:
+            self.refresh()
+
+    def _enqueue(self, work: Work) -> int:
+        """Its place among those who wait. In a burst everybody else's is known."""
+        latency = self.hosting.latency
+        if self._sorted_as is None or self._sorted_as[0] is not latency or self._sorted_as[1] != latency.version:
+            self.waiting.append(work)
+            self.sort_waiting()
+            return self.waiting.index(work)
+        index = bisect_right(self.waiting, self._waiting_key(work), key=self._waiting_key)
+        self.waiting.insert(index, work)
+        return index
+
+    def _waiting_key(self, work: Work) -> tuple[float, int]:
+        return (self.urgent_prefill_s(work), work.id)
+
+    def sort_waiting(self) -> None:
+        self.waiting.sort(key=self._waiting_key)
+        self._sorted_as = (self.hosting.latency, self.hosting.latency.version)
+
+    def sort_by_due(self) -> None:
+        """Everybody has got a deadline anew, and there is no time for anybody."""
+        self.waiting.sort(key=lambda one: (one.due_s, one.id))
+        self._sorted_as = None
+
+    def _count_in(self, work: Work, index: int) -> None:
+        """What `refresh` would find, with one more who waits."""
+        if self.demand is not None:
+            self.newcomers.append(work)
+        self.grown_s = None
+        self._resting_tokens += work.known_tokens
+        self.strictest_s = min(self.strictest_s, work.tpot_s)
+        if self._lengths is not None:
+            self._lengths.insert(len(self.running) + index, (work.input_tokens, work.produced))
+        self._set_deadline()
+
+    def prefilled(self, work: Work) -> None:
+        """The prefill gave one token; the work joins the running batch. Deadlines are the caller's to refresh."""
+        self.waiting.remove(work)
+        self._forget_computed(work)
+        work.produced += 1
+        self._join(work)
+
+    def hold(self, work: Work) -> None:
+        """Its known tokens are computed; it rests until there are more, or until it is handed over."""
+        self.waiting.remove(work)
+        self._forget_computed(work)
+        work.computed = work.known_tokens
+        self.held_tokens += work.computed + self.hosting.block_tokens
+        self.held[work.id] = work
+        self.refresh()
+
+    def wake(self, work: Work, *, joins: bool) -> None:
+        """One that rests has more tokens to compute: it joins the running batch, or asks for a prefill of the rest."""
+        del self.held[work.id]
+        if joins:
+            self._forget_computed(work)
+            self._join(work)
+        else:
+            self._enqueue(work)
+        self.refresh()
+
+    def _forget_computed(self, work: Work) -> None:
+        if work.computed:
+            self.held_tokens -= work.computed + self.hosting.block_tokens
+            work.computed = 0
+
+    def remove(self, *works: Work) -> None:
+        for work in works:
+            self._take_out(work)
+        self.refresh()
+
+    def _take_out(self, work: Work) -> None:
+        if self.running.pop(work.id, None) is not None:
+            steps = self.clock - work.joined_clock
+            self.tokens -= work.known_tokens + steps
+            work.produced += max(steps, 0)
+        elif self.held.pop(work.id, None) is None:
+            self.waiting.remove(work)
+        self._forget_computed(work)
+
+    def _join(self, work: Work) -> None:
+        missed = int(self.decodes)  # one that comes in the middle of an iteration gets no token from it
+        work.joined_clock = self.clock + missed
+        self.running[work.id] = work
+        self.tokens += work.known_tokens - missed
+
+    def refresh(self) -> None:
+        """Deadlines from scratch, after any change of membership."""
+        self.demand = None
+        self._lengths = None
+        self.grown_s = None
+        due = pace = spoke = INFINITY
+        slowest = 0.0
+        clock = self.clock
+        for work in self.running.values():
+            tpot_s, last_s = work.tpot_s, work.last_token_s
+            due_s = work.first_due_s + tpot_s * (work.produced + clock - work.joined_clock)
+            if due_s < due:
+                due = due_s
+            if tpot_s < pace:
+                pace = tpot_s
+            if tpot_s > slowest:
+                slowest = tpot_s
+            if last_s is not None and last_s < spoke:
+                spoke = last_s
+        self.running_due_s = due
+        self.tpot_s = pace
+        self.spoke_s = spoke
+        self.mixed_pace = bool(self.running) and pace != slowest
+        self._resting_tokens, self.strictest_s = 0, pace
+        if self.waiting or self.held:
+            self._count_resting()
+        self._is_fresh = True
+        self._set_deadline()
+
+    def _count_resting(self) -> None:
+        """Who waits or is held."""
+        tokens, pace = 0, self.strictest_s
+        for work in chain(self.waiting, self.held.values()):
+            tokens += work.input_tokens + work.produced
+            if work.tpot_s < pace:
+                pace = work.tpot_s
+        self._resting_tokens, self.strictest_s = tokens, pace
+
+    def _set_deadline(self) -> None:
+        due = self.running_due_s
+        urgent = min(due, self.spoke_s + self.rule.turn_silence_s)
+        if self.waiting:
+            first = self.waiting[0]
+            due = min(due, first.due_s)
+            urgent = min(urgent, self.urgent_prefill_s(first))
+        self.deadline_s = due
+        self.urgent_s = urgent
+
+    # Turns
+
+    def begin_turn(self, prompts: tuple[Share, ...], *, decodes: bool) -> None:
+        self.in_turn = True
+        self.prompts, self.decodes = prompts, decodes
+        self.demand = None
+
+    def end_turn(self) -> None:
+        self.in_turn = False
+        self.prompts, self.decodes = (), False
+        self.demand = None
+
+    def decoded(self, now: float) -> None:
+        """One decode iteration of the running batch has ended."""
+        is_late, clock = now > self.running_due_s, self.clock
+        for work in self.running.values():
+            if is_late and now > work.true_due_s(self.due_s(work)):
+                work.late_tokens += 1
+            if work.joined_clock <= clock:  # one that came in the middle of it waits for the next
+                last_s = work.last_token_s  # as `Work.got_token`, for each of hundreds in each iteration
+                if last_s is not None and now - last_s > work.silence_s:
+                    work.silence_s = now - last_s
+                work.last_token_s = now
+        self.clock += 1
+        self.tokens += len(self.running)
+        self.demand = self._lengths = None
+        if not self.clock % LOOK_AHEAD_TURNS:
+            self.grown_s = None
+        if self.mixed_pace:
+            self.refresh()
+            return
+        self.running_due_s += self.tpot_s
+        self.spoke_s = now
+        self._is_fresh = False
+        self._set_deadline()
+
+    # Estimates
+
+    def decode_s(self, extra_tokens: int = 0, extra_requests: int = 0) -> float:
+        """One iteration of everything it holds, overestimated; waiting work counts as if it ran."""
+        count = self.batch + extra_requests
+        if count == 0 or self.phase is Phase.PREFILL:
+            return 0.0
+        total = self.tokens + extra_tokens + self._resting_tokens
+        return self.hosting.latency.decode_s(count, total) * self.overestimate
+
+    def prefill_s(self, tokens: int) -> float:
+        return self.hosting.latency.prefill_s(tokens) * self.overestimate
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """(input, produced) of all its work. Asked for several times between two turns: a list of the caller's own."""
+        if self._lengths is None:
+            clock = self.clock
+            pairs = [(w.input_tokens, w.produced + clock - w.joined_clock) for w in self.running.values()]
+            pairs += [(w.input_tokens, w.produced) for w in [*self.waiting, *self.held.values()]]
+            self._lengths = pairs
+        return self._lengths.copy()
