@@ -7,6 +7,7 @@ Both read the same text, and at every position their distributions over the next
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -17,6 +18,9 @@ from dovetail.modelspec import KvKind
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.types import SamplingParams
+
+if TYPE_CHECKING:
+    from dovetail.engine.devices.cuda.executor import CudaExecutor
 
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 _BLOCK_SIZE = 16
@@ -54,13 +58,34 @@ def compare_logits(reference: Tensor, candidate: Tensor, tokens: Sequence[int]) 
     )
 
 
+def compare_on_gpu(
+    reference: Checkpoint, candidate: Checkpoint, tokens: Sequence[int], name: str, dtype: str
+) -> Fidelity:
+    """The candidate in this type, the reference in float32, both by that GPU."""
+    from dovetail.engine.devices.cuda.device import CudaDevice
+
+    device = CudaDevice(name)
+    config = ExecutorConfig(kv_bytes=1 << 33, block_size=_BLOCK_SIZE, max_tokens=_room(tokens), max_batch=_STEP)
+    theirs = _read(device.executor(reference, msgspec.structs.replace(config, dtype="f32")), tokens)
+    return compare_logits(
+        theirs, _read(device.executor(candidate, msgspec.structs.replace(config, dtype=dtype)), tokens), tokens
+    )
+
+
 def logits_of(checkpoint: Checkpoint, tokens: Sequence[int], level: str = "auto", kv: KvKind = "auto") -> Tensor:
-    """Of the next token after each one, [tokens, vocab]. Every position is a row of its own over the same blocks, since
-    an iteration computes logits of rows' ends alone."""
-    count = -(-len(tokens) // _BLOCK_SIZE)
-    room = count * _BLOCK_SIZE
-    config = ExecutorConfig(kv_bytes=1 << 33, block_size=_BLOCK_SIZE, max_tokens=room, kv=kv, level=level)
-    executor = CpuExecutor(checkpoint, config)
+    """Of the next token after each one, [tokens, vocab]."""
+    config = ExecutorConfig(kv_bytes=1 << 33, block_size=_BLOCK_SIZE, max_tokens=_room(tokens), kv=kv, level=level)
+    return _read(CpuExecutor(checkpoint, config), tokens)
+
+
+def _room(tokens: Sequence[int]) -> int:
+    return -(-len(tokens) // _BLOCK_SIZE) * _BLOCK_SIZE
+
+
+def _read(executor: CpuExecutor | CudaExecutor, tokens: Sequence[int]) -> Tensor:
+    """Every position is a row of its own over the same blocks, since an iteration computes logits of rows' ends
+    alone."""
+    count = _room(tokens) // _BLOCK_SIZE
     executor.resize(count)
     found = []
     for start in range(0, len(tokens), _STEP):

@@ -85,6 +85,8 @@ def fidelity(
     text: Annotated[list[Path], typer.Option(help="What both read; again for more files.", exists=True)],
     tokens: Annotated[int, typer.Option(help="Read so many of it.", min=2)] = 1024,
     kv: Annotated[KvKind, typer.Option(help="Keys and values of the first, as `kv` in the configuration.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N: both on that GPU, the second in float32.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the first on a GPU: auto, bf16, f16, f32, fp8.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """How far a model's predictions are from those of another form of it, token by token of a text.
@@ -93,13 +95,17 @@ def fidelity(
     """
     from tokenizers import Tokenizer
 
-    from dovetail.bench.fidelity import compare
+    from dovetail.bench.fidelity import compare, compare_on_gpu
     from dovetail.store import Catalogue, open_checkpoint
 
     card, other = Catalogue().get(model), Catalogue().get(reference)
     words = "".join(path.read_text() for path in text)
     read = Tokenizer.from_file(card.tokenizer_file).encode(words).ids[:tokens]
-    found = compare(open_checkpoint(Path(other.path)), open_checkpoint(Path(card.path)), read, kv=kv)
+    ours, theirs = open_checkpoint(Path(card.path)), open_checkpoint(Path(other.path))
+    if device == "cpu":
+        found = compare(theirs, ours, read, kv=kv)
+    else:
+        found = compare_on_gpu(theirs, ours, read, device, dtype)
     if as_json:
         return print_json(found)
     print(f"{found.tokens} tokens, perplexity {found.perplexity:.2f} (reference {found.reference_perplexity:.2f})")
