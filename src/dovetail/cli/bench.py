@@ -102,10 +102,7 @@ def fidelity(
     words = "".join(path.read_text() for path in text)
     read = Tokenizer.from_file(card.tokenizer_file).encode(words).ids[:tokens]
     ours, theirs = open_checkpoint(Path(card.path)), open_checkpoint(Path(other.path))
-    if device == "cpu":
-        found = compare(theirs, ours, read, kv=kv)
-    else:
-        found = compare_on_gpu(theirs, ours, read, device, dtype)
+    found = compare(theirs, ours, read, kv=kv) if device == "cpu" else compare_on_gpu(theirs, ours, read, device, dtype)
     if as_json:
         return print_json(found)
     print(f"{found.tokens} tokens, perplexity {found.perplexity:.2f} (reference {found.reference_perplexity:.2f})")
