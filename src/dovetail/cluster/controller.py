@@ -106,14 +106,15 @@ class Controller(Seeker):
 
     def next_wake_s(self) -> float | None:
         """When `wake` has something to do."""
-        next_s = self.room.next_s()
+        next_s = self.room.next_s() if self.room else None
         if self._timed and (next_s is None or self._timed[0][0] < next_s):
             next_s = self._timed[0][0]
         if self.parked and (next_s is None or self._look_s < next_s):
             next_s = self._look_s
-        expiry_s = self.decisions.next_expiry_s()
-        if expiry_s is not None and (next_s is None or expiry_s < next_s):
-            next_s = expiry_s
+        if self.decisions:
+            expiry_s = self.decisions.next_expiry_s()
+            if expiry_s is not None and (next_s is None or expiry_s < next_s):
+                next_s = expiry_s
         return next_s
 
     @property

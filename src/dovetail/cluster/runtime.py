@@ -247,11 +247,10 @@ class Runtime:
 
     def next_wake_s(self) -> float | None:
         """When `wake` has something to do."""
-        dues = [
-            self.controller.next_wake_s(),
-            self.migrations.next_expiry_s(),
-            *(drain.next_s for drain in self.drains.values()),
-        ]
+        next_s = self.controller.next_wake_s()
+        if not self.migrations and not self.drains:
+            return next_s  # asked before and after every turn of every node
+        dues = [next_s, self.migrations.next_expiry_s(), *(drain.next_s for drain in self.drains.values())]
         return min((due_s for due_s in dues if due_s is not None), default=None)
 
     def wake(self, now: float) -> None:

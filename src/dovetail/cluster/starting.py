@@ -64,16 +64,18 @@ class StartOrder:
         return list(dict.fromkeys([*self.near(request.model), *chosen]))
 
     def _has_room(self, node: NodeHandle, request: RequestRecord) -> bool:
-        """By what it last said: memory for the weights, and time for one more decode in every round."""
-        offer = node.offer_of(request.model)
-        if offer is None or not node.up:
-            return False
+        """By what it last said: memory for the weights, and time for one more decode in every round. Most say no by
+        their pace alone, whatever the model."""
         if self._knobs.admission is not Admission.SHADOW:
-            return self._knobs.sharing or not node.in_use
+            return node.offer_of(request.model) is not None and node.up and (self._knobs.sharing or not node.in_use)
         room = node.room
-        if offer.weight_bytes > room.weight_bytes:
+        pace_s, strictest_s = room.pace_s, min(request.tpot_s, room.strictest_s)
+        if pace_s > strictest_s or not node.up:
             return False
-        return room.pace_s + offer.decode_s <= min(request.tpot_s, room.strictest_s) or not room.pace_s
+        offer = node.offer_of(request.model)
+        if offer is None or offer.weight_bytes > room.weight_bytes:
+            return False
+        return pace_s + offer.decode_s <= strictest_s or not pace_s
 
     def rank(self, nodes: Sequence[NodeHandle], model: str, now: float) -> list[NodeHandle]:
         """In the order in which they are asked to start an instance of the model."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.node.shares import Share
 from dovetail.node.work import Work
-from dovetail.policy.latency import Latency, prompts_s
+from dovetail.policy.latency import Latency, prompt_s, prompts_s
 
 if TYPE_CHECKING:
     from dovetail.node.instance import Instance
@@ -27,6 +27,8 @@ class Turn(NamedTuple):
         decode_s = latency.decode_s(len(running), self.instance.tokens) if self.decodes and running else 0.0
         if not self.prompts:
             return decode_s
+        if len(self.prompts) == 1:
+            return decode_s + prompt_s(latency, self.prompts[0].start, self.prompts[0].tokens)
         return decode_s + prompts_s(latency, [(share.start, share.tokens) for share in self.prompts])
 
 

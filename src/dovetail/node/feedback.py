@@ -35,9 +35,10 @@ class LatencyFeedback:
     def observe(self, turn: Turn, took_s: float, gap_s: float, now: float, *, is_beside_load: bool) -> None:
         """A turn that has ended, before its requests are counted on; `gap_s` lay before it."""
         instance, prompts, decodes = turn
-        latency, batch, tokens = instance.hosting.latency, len(instance.running), instance.tokens
+        latency = instance.hosting.latency
         if not isinstance(latency, LiveLatency) or (prompts and decodes):
             return  # both at once tell of neither
+        batch, tokens = len(instance.running), instance.tokens
         if prompts:
             batch, tokens = 0, sum(share.tokens for share in prompts)
             took_s *= latency.prefill_s(tokens) / turn.seconds(latency)  # without what lay before them

@@ -16,7 +16,7 @@ from dovetail.policy.placement import DeviceKind
 # Questions
 
 
-class Propose(msgspec.Struct, frozen=True, tag="propose"):
+class Propose(msgspec.Struct, frozen=True, gc=False, tag="propose"):
     """Take this request. Asked again for one that is there already, the answer is the same."""
 
     request: RequestRecord
@@ -24,49 +24,49 @@ class Propose(msgspec.Struct, frozen=True, tag="propose"):
     hold: int = 0  # L4: it runs elsewhere still: compute its tokens, say CaughtUp, wait for CatchUp of this number
 
 
-class Check(msgspec.Struct, frozen=True, tag="check"):
+class Check(msgspec.Struct, frozen=True, gc=False, tag="check"):
     """Would you take it? Nothing changes."""
 
     request: RequestRecord
     instance: int | None = None
 
 
-class FindVictims(msgspec.Struct, frozen=True, tag="find_victims"):
+class FindVictims(msgspec.Struct, frozen=True, gc=False, tag="find_victims"):
     """S9: whose going would let the instance take the request?"""
 
     request: RequestRecord
     instance: int
 
 
-class FindPausable(msgspec.Struct, frozen=True, tag="find_pausable"):
+class FindPausable(msgspec.Struct, frozen=True, gc=False, tag="find_pausable"):
     """Which instances, far ahead of their deadlines, could be swapped out to start one for the request?"""
 
     request: RequestRecord
 
 
-class FindGuests(msgspec.Struct, frozen=True, tag="find_guests"):
+class FindGuests(msgspec.Struct, frozen=True, gc=False, tag="find_guests"):
     """L7: who would have to go so that an instance for the request could start?"""
 
     request: RequestRecord
 
 
-class Ease(msgspec.Struct, frozen=True, tag="ease"):
+class Ease(msgspec.Struct, frozen=True, gc=False, tag="ease"):
     """Let everybody who did not ask for targets go at a pace at which there is time for this request too."""
 
     request: RequestRecord
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
+class Release(msgspec.Struct, frozen=True, gc=False, tag="release"):
     """Let go of this request, if it is here still; it goes on elsewhere."""
 
     request: int
 
 
-class TakeBack(msgspec.Struct, frozen=True, tag="take_back"):
+class TakeBack(msgspec.Struct, frozen=True, gc=False, tag="take_back"):
     """Let go of a long answer, if there is one that may have to wait for a newcomer."""
 
 
-class Warm(msgspec.Struct, frozen=True, tag="warm"):
+class Warm(msgspec.Struct, frozen=True, gc=False, tag="warm"):
     """Have an instance of the model before anybody asks for it. One that is there already will do."""
 
     model: str
@@ -77,20 +77,20 @@ Question = Propose | Warm | Release | Check | FindVictims | FindPausable | FindG
 # Answers
 
 
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+class Accepted(msgspec.Struct, frozen=True, gc=False, tag="accepted"):
     """To Propose: it is here from now on. To Check: it would be."""
 
     instance: int = -1
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, gc=False, tag="refused"):
     reason: Refusal
     prefill_s: float | None = None  # what the request needs here on an otherwise empty device; None = not offered here
     decode_s: float = 0.0
     could_serve: bool = False  # undisturbed, the device would keep the targets
 
 
-class Victim(msgspec.Struct, frozen=True):
+class Victim(msgspec.Struct, frozen=True, gc=False):
     """An instance that could give way, and the requests that would need another place."""
 
     instance: int
@@ -98,11 +98,11 @@ class Victim(msgspec.Struct, frozen=True):
     headroom_s: float  # until the first of them needs a token
 
 
-class Victims(msgspec.Struct, frozen=True, tag="victims"):
+class Victims(msgspec.Struct, frozen=True, gc=False, tag="victims"):
     found: tuple[Victim, ...] = ()  # the smallest batch first
 
 
-class Pausable(msgspec.Struct, frozen=True):
+class Pausable(msgspec.Struct, frozen=True, gc=False):
     """An instance that could be swapped out for a while."""
 
     instance: int
@@ -111,11 +111,11 @@ class Pausable(msgspec.Struct, frozen=True):
     weight_bytes: int
 
 
-class Pausables(msgspec.Struct, frozen=True, tag="pausables"):
+class Pausables(msgspec.Struct, frozen=True, gc=False, tag="pausables"):
     found: tuple[Pausable, ...] = ()  # the longest headroom first
 
 
-class Guest(msgspec.Struct, frozen=True):
+class Guest(msgspec.Struct, frozen=True, gc=False):
     """An instance that could go: nobody on it waits for a first token."""
 
     instance: int
@@ -124,16 +124,16 @@ class Guest(msgspec.Struct, frozen=True):
     requests: tuple[RequestRecord, ...]  # as they would go elsewhere; none = it is idle
 
 
-class Guests(msgspec.Struct, frozen=True, tag="guests"):
+class Guests(msgspec.Struct, frozen=True, gc=False, tag="guests"):
     missing_bytes: int = 0  # that a start needs beyond what is free; 0 = nobody has to go
     found: tuple[Guest, ...] = ()
 
 
-class Eased(msgspec.Struct, frozen=True, tag="eased"):
+class Eased(msgspec.Struct, frozen=True, gc=False, tag="eased"):
     pace_s: float = 0.0  # of a token, from now on
 
 
-class TookBack(msgspec.Struct, frozen=True, tag="took_back"):
+class TookBack(msgspec.Struct, frozen=True, gc=False, tag="took_back"):
     """The request that has left, or none."""
 
     request: RequestRecord | None = None
@@ -147,21 +147,21 @@ Answer = Accepted | Refused | Victims | Pausables | Guests | Eased | TookBack
 # Orders
 
 
-class Preempt(msgspec.Struct, frozen=True, tag="preempt"):
+class Preempt(msgspec.Struct, frozen=True, gc=False, tag="preempt"):
     """Close the instance; its requests come back as Evicted. One that is gone already is no mistake."""
 
     instance: int
     reason: str  # "paused" or "preempted"
 
 
-class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+class Withdraw(msgspec.Struct, frozen=True, gc=False, tag="withdraw"):
     """Nobody wants the request here any more. Nothing more is said of it."""
 
     request: int
     hold: int | None = None  # only if it is held under this number
 
 
-class CatchUp(msgspec.Struct, frozen=True, tag="catch_up"):
+class CatchUp(msgspec.Struct, frozen=True, gc=False, tag="catch_up"):
     """L4: a request that is held has got more tokens where it runs. One that is gone already is no mistake."""
 
     request: RequestRecord  # with so many tokens
@@ -175,21 +175,21 @@ Order = Preempt | Withdraw | CatchUp
 # What a node says of itself
 
 
-class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
+class Prefilled(msgspec.Struct, frozen=True, gc=False, tag="prefilled"):
     """The prompt of the request is computed."""
 
     request: int
     grace_s: float  # for the cold start that it waited for
 
 
-class Finished(msgspec.Struct, frozen=True, tag="finished"):
+class Finished(msgspec.Struct, frozen=True, gc=False, tag="finished"):
     """The request has all its tokens and has left."""
 
     request: RequestRecord
     instance: int
 
 
-class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
+class Evicted(msgspec.Struct, frozen=True, gc=False, tag="evicted"):
     """The request has left unfinished and needs another place."""
 
     request: RequestRecord
@@ -198,7 +198,7 @@ class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
     hold: int = 0  # it was held under this number and runs elsewhere still
 
 
-class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
+class HandedOver(msgspec.Struct, frozen=True, gc=False, tag="handed_over"):
     """A prefill instance has made the first token; the rest belongs on a decode instance."""
 
     request: RequestRecord
@@ -206,7 +206,7 @@ class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
     kv_bytes: int
 
 
-class Overcommitted(msgspec.Struct, frozen=True, tag="overcommitted"):
+class Overcommitted(msgspec.Struct, frozen=True, gc=False, tag="overcommitted"):
     """Contexts have grown: an iteration of every instance takes longer than the strictest pace. This request is the one
     furthest ahead; somebody else had better go on with it. It is here still."""
 
@@ -214,7 +214,7 @@ class Overcommitted(msgspec.Struct, frozen=True, tag="overcommitted"):
     instance: int
 
 
-class CaughtUp(msgspec.Struct, frozen=True, tag="caught_up"):
+class CaughtUp(msgspec.Struct, frozen=True, gc=False, tag="caught_up"):
     """L4: the KV of a request that is held is there for its first so many tokens."""
 
     request: int
@@ -222,39 +222,39 @@ class CaughtUp(msgspec.Struct, frozen=True, tag="caught_up"):
     produced: int
 
 
-class InstanceOpened(msgspec.Struct, frozen=True, tag="instance_opened"):
+class InstanceOpened(msgspec.Struct, frozen=True, gc=False, tag="instance_opened"):
     """It was started without a request."""
 
     instance: int
     model: str
 
 
-class InstanceReady(msgspec.Struct, frozen=True, tag="instance_ready"):
+class InstanceReady(msgspec.Struct, frozen=True, gc=False, tag="instance_ready"):
     instance: int
     model: str
 
 
-class InstanceClosed(msgspec.Struct, frozen=True, tag="instance_closed"):
+class InstanceClosed(msgspec.Struct, frozen=True, gc=False, tag="instance_closed"):
     """It takes no more work; its memory will come back."""
 
     instance: int
     model: str
 
 
-class InstanceGone(msgspec.Struct, frozen=True, tag="instance_gone"):
+class InstanceGone(msgspec.Struct, frozen=True, gc=False, tag="instance_gone"):
     """Its memory and its slot are free."""
 
     instance: int
     model: str
 
 
-class Idle(msgspec.Struct, frozen=True, tag="idle"):
+class Idle(msgspec.Struct, frozen=True, gc=False, tag="idle"):
     """Nothing can run, or something can again."""
 
     is_idle: bool
 
 
-class InstanceView(msgspec.Struct, frozen=True, array_like=True):
+class InstanceView(msgspec.Struct, frozen=True, gc=False, array_like=True):
     id: int
     model: str
     phase: Phase
@@ -262,7 +262,7 @@ class InstanceView(msgspec.Struct, frozen=True, array_like=True):
     is_ready: bool
 
 
-class StartRoom(msgspec.Struct, frozen=True):
+class StartRoom(msgspec.Struct, frozen=True, gc=False):
     """What is left for one more instance, as far as that can be said without knowing the request."""
 
     weight_bytes: int  # its weights may take
@@ -273,7 +273,7 @@ class StartRoom(msgspec.Struct, frozen=True):
 EMPTY = StartRoom(1 << 62)
 
 
-class NodeView(msgspec.Struct, frozen=True, tag="view"):
+class NodeView(msgspec.Struct, frozen=True, gc=False, tag="view"):
     """The node as it is after everything that it has said before. The highest version is the newest."""
 
     version: int
@@ -287,7 +287,7 @@ class NodeView(msgspec.Struct, frozen=True, tag="view"):
     link_free_s: float = 0.0  # when the loads that were ordered should be done
 
 
-class Offer(msgspec.Struct, frozen=True):
+class Offer(msgspec.Struct, frozen=True, gc=False):
     """What the node would do for a model."""
 
     room_tokens: int  # that one request of the model may have, had it the node to itself
@@ -299,14 +299,14 @@ class Offer(msgspec.Struct, frozen=True):
     resume_s: float = 0.0
 
 
-class Offered(msgspec.Struct, frozen=True, tag="offered"):
+class Offered(msgspec.Struct, frozen=True, gc=False, tag="offered"):
     """The node offers the model, or offers it in another way than before."""
 
     model: str
     offer: Offer
 
 
-class NoLonger(msgspec.Struct, frozen=True, tag="no_longer"):
+class NoLonger(msgspec.Struct, frozen=True, gc=False, tag="no_longer"):
     """The node does not offer the model any more."""
 
     model: str

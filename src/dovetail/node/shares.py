@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.latency import prompts_s
+from dovetail.policy.latency import prompt_s
 from dovetail.policy.parts import in_parts_s, split_s
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def splitting_s(instance: Batch) -> float:
 
 def at_once_s(instance: Batch, work: Work, start: int) -> float:
     """What is left of a prompt from this token on, in one piece."""
-    return prompts_s(instance.hosting.latency, [(start, work.known_tokens - start)]) * instance.overestimate
+    return prompt_s(instance.hosting.latency, start, work.known_tokens - start) * instance.overestimate
 
 
 def left_s(instance: Batch, work: Work, start: int) -> float:

@@ -21,7 +21,7 @@ class Phase(StrEnum):
     DECODE = "decode"
 
 
-class RequestRecord(msgspec.Struct, frozen=True, array_like=True):
+class RequestRecord(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A request at the moment at which it changes hands."""
 
     id: int

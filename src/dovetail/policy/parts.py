@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.latency import Latency, prompts_s
+from dovetail.policy.latency import Latency, prompt_s
 
 FEWEST_TOKENS = 16  # of a part: fewer would cost nearly as much
 STEP_TOKENS = 16  # parts are multiples of it: a KV block
@@ -20,13 +20,13 @@ MOST_PROMPTS = 32  # in one iteration
 def tokens_within(latency: Latency, start: int, pending: int, seconds: float) -> int:
     """How many of the pending tokens of a prompt can be computed in so long, those before `start` being there; no fewer
     than what a smallest part costs."""
-    if pending <= FEWEST_TOKENS or prompts_s(latency, [(start, pending)]) <= seconds:
+    if pending <= FEWEST_TOKENS or prompt_s(latency, start, pending) <= seconds:
         return pending
-    seconds = max(seconds, prompts_s(latency, [(start, FEWEST_TOKENS)]))
+    seconds = max(seconds, prompt_s(latency, start, FEWEST_TOKENS))
     fits, exceeds = FEWEST_TOKENS // STEP_TOKENS, -(-pending // STEP_TOKENS)
     while exceeds - fits > 1:
         middle = (fits + exceeds) // 2
-        if prompts_s(latency, [(start, middle * STEP_TOKENS)]) <= seconds:
+        if prompt_s(latency, start, middle * STEP_TOKENS) <= seconds:
             fits = middle
         else:
             exceeds = middle
@@ -36,7 +36,7 @@ def tokens_within(latency: Latency, start: int, pending: int, seconds: float) ->
 
 def least_s(latency: Latency, start: int, pending: int) -> float:
     """What the smallest part of a prompt takes."""
-    return prompts_s(latency, [(start, min(FEWEST_TOKENS, pending))])
+    return prompt_s(latency, start, min(FEWEST_TOKENS, pending))
 
 
 def split_s(latency: Latency) -> float:
