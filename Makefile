@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .PHONY: install install-locked lock docs sbom serve test check-all lint sanitize levels soak crowd tenants limited partitioned \
-  frontiers cluster fuzz clean
+  frontiers cluster storm fuzz clean
 
 install: $(STAMP)
 
@@ -73,6 +73,12 @@ cluster: install
 	build/cluster/bin/python -m pytest -q tests/ray
 	DOVETAIL_JOINS=$(JOINS) build/cluster/bin/python -m pytest -q -s tests/cpu/cluster_live.py
 
+# Faults at random in STORM_SEEDS small clusters, and every combination of deaths at the seven steps of a live migration.
+STORM_SEEDS ?= 1000
+storm: install
+	$(BIN)/dovetail sim storm --first 100000 --seeds $(STORM_SEEDS)
+	$(BIN)/python tests/pure/migration_deaths.py
+
 # The native kernels and the barrier of their threads under AddressSanitizer and ThreadSanitizer, the barrier also without,
 # for millions of rounds; needs CMake and a C++ compiler only.
 sanitize:
@@ -129,7 +135,7 @@ fuzz: install
 	  --json build/fuzz/summary.json
 
 # Everything that can be tried on this machine: half an hour and more.
-check-all: test sanitize levels soak crowd tenants limited partitioned
+check-all: test sanitize levels soak crowd tenants limited partitioned storm
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

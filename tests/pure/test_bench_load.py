@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.bench.attainment import meets, percentile, summarise, token_times, tpot_s, ttft_s
-from dovetail.bench.load import Answer, Load, Mix, Prompts, arrivals_of
+from dovetail.bench.attainment import meets, percentile, start_ttfts, summarise, token_times, tpot_s, ttft_s
+from dovetail.bench.load import Answer, Load, Mix, Prompts, arrivals_of, cut_trace
 from dovetail.bench.node_log import Start, grace_of, read_starts
 from dovetail.bench.process_tree import TreeSampler, memory_of
 from dovetail.errors import ConfigError
@@ -46,6 +46,28 @@ def test_lengths_popularity_and_number_are_what_was_asked_for() -> None:
     assert counts == sorted(counts, reverse=True)
     with pytest.raises(ConfigError, match="9 to 5"):
         arrivals_of(Mix(input_tokens=(9, 5)), 6)
+
+
+def test_a_cut_of_a_trace_has_its_first_minutes_fewer_models_and_shorter_texts() -> None:
+    trace = [Arrival(float(at), at % 16, 100, 40) for at in range(120)] + [Arrival(120.0, 8, 9, 3)] * 2
+    cut = cut_trace(trace, 2, minutes=1.5, shrink=8)
+    assert len(cut) == 12, "two of sixteen models, 90 of 120 seconds"
+    assert {one.model for one in cut} == {0, 1}, "numbered anew"
+    assert {(one.input_tokens, one.output_tokens) for one in cut} == {(12, 5)}
+    assert cut_trace(trace, 16, minutes=9, shrink=1)[-1].model == 0, "the most asked for comes first"
+    with pytest.raises(ConfigError, match="--minutes 0"):
+        cut_trace(trace[5:], 16, minutes=0, shrink=1)
+
+
+def test_a_start_is_a_request_for_a_model_that_nobody_asked_for_during_the_keep_alive() -> None:
+    answers = [
+        make_answer([at + 2.0 + at / 100], model=model, arrival_s=at)
+        for model, at in (("a", 10.0), ("b", 11.0), ("a", 15.0), ("b", 31.0), ("a", 25.0), ("b", 52.0))
+    ]
+    answers.append(make_answer([], model="c", arrival_s=60.0))  # refused: it has no first token
+    assert start_ttfts(answers, 20.0) == pytest.approx([2.10, 2.11, 2.52])
+    figures = summarise(answers, 2, keep_alive_s=20.0)
+    assert (figures.starts, figures.start_ttft_p50_s) == (3, pytest.approx(2.11))
 
 
 def test_every_token_has_its_own_deadline() -> None:

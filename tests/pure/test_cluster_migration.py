@@ -3,24 +3,18 @@ them, and each death between two of them, can be tried."""
 
 from __future__ import annotations
 
+from itertools import combinations
 from random import Random
 
 import pytest
 from fleet_builders import Fleet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from migration_deaths import STEPS, VICTIMS, end, run, under_way
 
 
 def fleet_under_way(prompt: int = 20, tokens: int = 30, spoken: int = 5) -> Fleet:
-    """One answer that has said something."""
-    fleet = Fleet()
-    fleet.submit("r", prompt=prompt, tokens=tokens)
-    count = 0
-    while len(fleet.text["r"]) < spoken:
-        steps = fleet.steps()
-        fleet.do(steps[count % len(steps)])
-        count += 1
-    return fleet
+    return under_way(prompt, tokens, spoken)
 
 
 def run_until_moved(fleet: Fleet, limit: int = 2000, slow: str = "") -> None:
@@ -141,17 +135,18 @@ def test_whoever_dies_between_any_two_steps_the_answer_ends_right_and_once(who: 
         assert fleet.clock.now - began_s < 10.0, "it waited for something that had nothing to do with it"
 
 
-def end(fleet: Fleet, victim: str, names: dict[str, str]) -> None:
-    verb, _, name = victim.rpartition(" ")
-    if victim == "controller":
-        fleet.kill_controller()
-    elif victim == "client":
-        fleet.cancel("r")
-    elif verb == "cut":
-        fleet.cut(names[name])
-    else:
-        fleet.kill(names[name])
-        fleet.join(names[name])
+@pytest.mark.parametrize("step", range(len(STEPS)), ids=STEPS)
+def test_whoever_of_the_four_dies_at_a_step_the_answer_ends_right_and_once(step: int) -> None:
+    """Each of them alone, and all of them together in every combination. `migration_deaths` by itself also has them die
+    at different steps."""
+    for count in range(1, len(VICTIMS) + 1):
+        for victims in combinations(VICTIMS, count):
+            run(dict.fromkeys(victims, step))
+
+
+def test_those_who_die_one_after_the_other_leave_nothing_behind() -> None:
+    run({"destination": 1, "source": 2, "controller": 4, "gateway": 6})
+    run({"controller": 0, "destination": 3, "source": 5})
 
 
 def test_a_destination_that_never_catches_up_is_given_up_and_the_answer_stays() -> None:

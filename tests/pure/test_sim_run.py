@@ -332,6 +332,23 @@ def test_an_answer_that_is_taken_back_for_a_newcomer_moves_no_more() -> None:
     run_one(200084)  # the copy had caught up with a request that had no place any more
 
 
+def test_who_fits_nowhere_does_not_go_back_and_forth_within_an_instant() -> None:
+    run_one(101788)  # each of two decode instances had it evicted at once, for want of memory
+
+
+def test_a_node_that_holds_nothing_but_a_copy_takes_no_turns() -> None:
+    run_one(101939)  # the word that the copy had caught up was late, and turns of nothing followed each other
+
+
+def test_what_went_and_came_back_within_an_iteration_ends_once() -> None:
+    run_one(101915)
+
+
+def test_a_model_that_fits_no_share_of_a_node_is_refused_instead_of_waiting_for_ever() -> None:
+    fates = {record.fate for record in run_one(102031).records}
+    assert fates == {"finished", "rejected"}
+
+
 def test_a_storm_repeats_itself() -> None:
     first, second = run_one(7), run_one(7)
     assert [(r.fate, r.end_s) for r in first.records] == [(r.fate, r.end_s) for r in second.records]

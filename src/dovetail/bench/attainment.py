@@ -6,6 +6,7 @@ both counts are kept, because a client who waits does not care why.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -38,6 +39,9 @@ class Figures(msgspec.Struct, frozen=True):
     tpot_p99_s: float
     first_ttft_p50_s: float  # of the first request of each model, which starts it
     first_ttft_max_s: float
+    starts: int  # answered requests whose model nobody had asked for during the keep-alive
+    start_ttft_p50_s: float  # of those
+    start_ttft_max_s: float
     tokens: int
     seconds: float  # first arrival to last end
     attained_per_core_minute: float
@@ -79,14 +83,34 @@ def first_ttfts(answers: Sequence[Answer]) -> list[float]:
     return [ttft_s(answer) for answer in first.values() if answer.is_finished]
 
 
-def summarise(answers: Sequence[Answer], cores: int, grace: Grace = no_grace, rule: SloRule = RULE) -> Figures:
+def start_ttfts(answers: Sequence[Answer], keep_alive_s: float) -> list[float]:
+    """Of requests whose model nobody has asked for during the keep-alive, as far as they were answered: a server that
+    scales to zero has to start it. The same requests for every server, whatever it keeps."""
+    found: list[float] = []
+    asked_s: dict[str, float] = {}
+    for answer in sorted(answers, key=lambda one: one.arrival_s):
+        is_start = answer.arrival_s - asked_s.get(answer.model, -math.inf) > keep_alive_s
+        asked_s[answer.model] = answer.arrival_s
+        if is_start and answer.is_finished:
+            found.append(ttft_s(answer))
+    return found
+
+
+def summarise(
+    answers: Sequence[Answer],
+    cores: int,
+    grace: Grace = no_grace,
+    rule: SloRule = RULE,
+    *,
+    keep_alive_s: float = math.inf,
+) -> Figures:
     finished = [answer for answer in answers if answer.is_finished]
     refused = sum(answer.is_refused for answer in answers)
     attained = sum(meets(answer, rule) for answer in answers)
     graced = sum(meets(answer, rule, grace(answer)) for answer in answers)
     ttfts = [ttft_s(answer) for answer in finished]
     tpots = [pace for answer in finished if (pace := tpot_s(answer)) is not None]
-    firsts = first_ttfts(answers)
+    firsts, starts = first_ttfts(answers), start_ttfts(answers, keep_alive_s)
     first = min((answer.arrival_s for answer in answers), default=0.0)
     seconds = max((answer.end_s for answer in answers), default=0.0) - first
     count = max(len(answers), 1)
@@ -105,6 +129,9 @@ def summarise(answers: Sequence[Answer], cores: int, grace: Grace = no_grace, ru
         tpot_p99_s=percentile(tpots, 0.99),
         first_ttft_p50_s=percentile(firsts, 0.5),
         first_ttft_max_s=max(firsts, default=0.0),
+        starts=len(starts),
+        start_ttft_p50_s=percentile(starts, 0.5),
+        start_ttft_max_s=max(starts, default=0.0),
         tokens=sum(answer.num_tokens for answer in answers),
         seconds=seconds,
         attained_per_core_minute=attained / cores / max(seconds / 60, 1e-9),

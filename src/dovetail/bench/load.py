@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import httpx
@@ -16,7 +17,7 @@ import msgspec
 
 from dovetail.errors import ConfigError
 from dovetail.policy.headroom import SloRule
-from dovetail.sim.trace import Arrival
+from dovetail.sim.trace import Arrival, keep_models
 from dovetail.sim.workload import Workload, generate
 
 LENGTHS_DRAWN = 512  # pairs of lengths that requests choose from
@@ -90,6 +91,26 @@ def arrivals_of(mix: Mix, models: int) -> list[Arrival]:
     lengths = [(rng.randint(*mix.input_tokens), rng.randint(*mix.output_tokens)) for _ in range(LENGTHS_DRAWN)]
     requests = max(round(mix.minutes * 60 * mix.rate_per_s), 1)
     return generate(Workload(requests, models, mix.rate_per_s, mix.zipf, mix.cv), mix.seed, lengths)
+
+
+def cut_trace(arrivals: Sequence[Arrival], models: int, minutes: float, shrink: float) -> list[Arrival]:
+    """The first minutes of a trace, of as many of its models, spread over popularity and numbered by it; lengths are
+    divided by `shrink`, so that a small machine can answer what was asked of a large one."""
+    if models < max(one.model for one in arrivals) + 1:
+        arrivals = keep_models(arrivals, models)
+    arrivals = [one for one in arrivals if one.arrival_s < minutes * 60]
+    if not arrivals:
+        raise ConfigError(f"--minutes {minutes:g}: the trace has no request by then")
+    counts = Counter(one.model for one in arrivals)
+    rank = {model: index for index, (model, _) in enumerate(counts.most_common())}
+    return [
+        one._replace(
+            model=rank[one.model],
+            input_tokens=max(round(one.input_tokens / shrink), 1),
+            output_tokens=max(round(one.output_tokens / shrink), 1),
+        )
+        for one in arrivals
+    ]
 
 
 class Prompts:

@@ -143,7 +143,7 @@ def run_one(
         note=contender.note,
         ready_s=server.ready_s,
         memory_budget_bytes=contender.memory_bytes,
-        figures=summarise(answers, settings.cores, grace),
+        figures=summarise(answers, settings.cores, grace, keep_alive_s=settings.keep_alive_s),
         has_grace=contender.event_log is not None,
         cold_starts=_cold_starts(starts, metrics) if contender.event_log is not None else None,
         server_outcomes=_totals(metrics, "dovetail:slo_requests_total", "outcome"),

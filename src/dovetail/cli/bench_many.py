@@ -38,7 +38,9 @@ def many(
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
     input_tokens: Annotated[str, typer.Option("--input", help="Prompt tokens, from-to.")] = "32-96",
     output_tokens: Annotated[str, typer.Option("--output", help="Answer tokens, from-to.")] = "16-64",
-    trace: Annotated[Path | None, typer.Option(help="A trace file instead of generated requests.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="A trace's first minutes, not generated requests.")] = None,
+    shrink: Annotated[float, typer.Option(help="--trace: divide its lengths by this.", min=1.0)] = 1.0,
+    targets: Annotated[bool, typer.Option(help="Send each request's targets; else ours serves it late.")] = True,
     contenders: Annotated[str, typer.Option(help="Which ones, in this order.")] = ALL,
     share: Annotated[float, typer.Option(help="Of the models that fit into memory.", min=0.01, max=1.0)] = 1 / 3,
     keep_alive: Annotated[float, typer.Option(help="Seconds that an idle model stays.", min=0.0)] = 30.0,
@@ -63,7 +65,7 @@ def many(
     Example: dovetail bench many --models 32 --minutes 5 --rate 0.7
     """
     from dovetail.bench.fleet import DEMO, Fleet
-    from dovetail.bench.load import Mix, arrivals_of
+    from dovetail.bench.load import Mix, arrivals_of, cut_trace
     from dovetail.bench.servers import Settings
     from dovetail.sim.trace import read_trace
 
@@ -75,9 +77,11 @@ def many(
     with _bar(enabled=not as_json and sys.stderr.isatty()) as step:
         made = Fleet(place, base or DEMO).make(models, shapes, step)
         fleet = by_popularity(made, seed)
-        arrivals = read_trace(trace) if trace is not None else arrivals_of(mix, len(fleet))
-        _check_models(arrivals, fleet)
-        settings = Settings(place, usable_cores(), share, keep_alive, None, install, nodes=nodes)
+        if trace is not None:
+            arrivals = cut_trace(read_trace(trace), len(fleet), minutes, shrink)
+        else:
+            arrivals = arrivals_of(mix, len(fleet))
+        settings = Settings(place, usable_cores(), share, keep_alive, None, install, nodes=nodes, sends_targets=targets)
         if cold_start or idle:
             lives = _measure_lives(
                 fleet, arrivals, settings, seed, runs if cold_start else 0, idle_wait if idle else None, step
@@ -113,12 +117,6 @@ def _range(text: str, option: str) -> tuple[int, int]:
         return int(low), int(high or low)
     except ValueError as error:
         raise ConfigError(f"{option} {text}: expected two numbers as in 32-96") from error
-
-
-def _check_models(arrivals: Sequence[Arrival], fleet: Sequence[FleetModel]) -> None:
-    most = max(arrival.model for arrival in arrivals) + 1
-    if most > len(fleet):
-        raise ConfigError(f"--trace: it has {most} models, there are {len(fleet)}; give --models {most}")
 
 
 @contextmanager
@@ -195,6 +193,7 @@ def _print_outcomes(contest: Contest) -> None:
             "TTFT, first of a model",
             lambda one: f"{one.figures.first_ttft_p50_s:.2f} / {one.figures.first_ttft_max_s:.2f} s",
         ),
+        ("TTFT of a start", _start_text),
         ("TPOT p50 / p99", lambda one: f"{1e3 * one.figures.tpot_p50_s:.0f} / {1e3 * one.figures.tpot_p99_s:.0f} ms"),
         ("refused, errors", lambda one: f"{one.figures.refused}, {one.figures.errors}"),
         ("cold starts", _cold_starts_text),
@@ -228,6 +227,11 @@ def _cold_starts_text(outcome: Any) -> str:
     if outcome.cold_starts is None:
         return "not told"
     return ", ".join(f"{count} {tier}" for tier, count in outcome.cold_starts.by_tier.items()) or "0"
+
+
+def _start_text(outcome: Any) -> str:
+    figures = outcome.figures
+    return f"{figures.start_ttft_p50_s:.2f} / {figures.start_ttft_max_s:.2f} s ({figures.starts})"
 
 
 def _load_text(outcome: Any) -> str:

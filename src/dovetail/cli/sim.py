@@ -6,8 +6,10 @@ Only reads options and prints; the work is in `dovetail.sim`.
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,13 +37,14 @@ from dovetail.sim.parallel import parallel_errors
 from dovetail.sim.report import write_report
 from dovetail.sim.scale import run_scale
 from dovetail.sim.setup import Setup, build
-from dovetail.sim.storm import run_storm
+from dovetail.sim.storm import Stuck, run_storm
 from dovetail.sim.sweeps import SWEEPS, Cell, sweep
 from dovetail.sim.trace import write_trace
 from dovetail.sim.workload import DEFAULT_LENGTHS, Workload, read_lengths
 from dovetail.sim.workload import generate as generate_workload
 
 app = typer.Typer(no_args_is_help=True, help="Simulate token-level sharing in virtual time.")
+STORM_CPU_S = 60.0
 console = Console(width=None if sys.stdout.isatty() else 200)  # a pipe gets whole rows
 
 TraceOption = Annotated[Path, typer.Option(help="CSV of arrival_s, model, input_tokens, output_tokens; may be .gz")]
@@ -283,12 +286,28 @@ def storm(
     """Fault storms: small random clusters with dying, stalling and slow nodes; every invariant is checked."""
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("storm", total=seeds)
-        failures = run_storm(range(first, first + seeds), lambda: progress.advance(task))
+        failures = run_storm(range(first, first + seeds), lambda: progress.advance(task), _limit_cpu)
     for seed, problem in failures:
         typer.echo(f"seed {seed}: {problem}")
     typer.echo(f"{seeds} seeds, {len(failures)} violated an invariant")
     if failures:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _limit_cpu() -> Iterator[None]:
+    """A seed takes a fifth of a second; one that takes this long never ends."""
+
+    def give_up(*_: object) -> None:
+        raise Stuck(f"no end after {STORM_CPU_S:g} s of processor time")
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, STORM_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @app.command()

@@ -79,6 +79,7 @@ class Controller(Seeker):
 
     def _forget(self, work_id: int) -> None:
         self._owed.pop(work_id, None)
+        self.short_at.pop(work_id, None)
         self.displacing.pop(work_id, None)
         search = self.seeking.pop(work_id, None)
         if search is not None:
@@ -185,6 +186,7 @@ class Controller(Seeker):
         self._ends_s.append(now)
         self._outputs.add(work.produced)
         self._lengths.add(work.model, work.produced)
+        self.short_at.pop(work.id, None)
         self._lengths.ended(work.id)
         self.left(node, instance)
 
@@ -235,7 +237,10 @@ class Controller(Seeker):
         if reason == "paused":
             self._park(work)
             self.outbox.append(Moving(work, self._back_s(work), reason))
+        elif reason == "kv_short" and self.short_at.get(work.id) == work.produced:
+            self._move(work, now + self.knobs.retry_s, reason)  # it got no token there either: nowhere does it fit now
         elif reason == "kv_short":  # at once it would only come back to where it did not fit
+            self.short_at[work.id] = work.produced
             self._seek(work, avoided=node.name)
         else:
             self._seek(work)

@@ -78,14 +78,14 @@ class Runtime:
 
     def _is_too_large(self, work: Work) -> bool:
         """No node could hold it, had it the node to itself. Of a model that nobody offers the controller says so."""
-        offers = (node.offer_of(work.model) for node in self.controller.placer.nodes)
-        room = -1
-        for offer in offers:
+        is_offered = False
+        for node in self.controller.placer.nodes:
+            offer = node.offer_of(work.model)
             if offer is not None:
-                room = max(room, offer.room_tokens)
-                if room > work.known_tokens:
+                if offer.room_tokens > work.known_tokens:
                     return False  # the first node that is asked mostly has it
-        return room >= 0
+                is_offered = True
+        return is_offered
 
     def room_for(self, model: str) -> int | None:
         """Tokens that one request of the model may have on the largest node; None if nobody offers it."""

@@ -62,6 +62,7 @@ class Seeker:
         self._timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
         self._ends_s: deque[float] = deque(maxlen=KEPT_ENDS)  # when requests last ended
         self._owed: dict[int, str] = {}  # by answer that was evicted for want of memory: the node, until it has a place
+        self.short_at: dict[int, int] = {}  # by answer that was evicted so: the tokens that it had
         self._prepared: dict[str, Prepared] = {}  # by model
         self._outputs = OutputMean()
         self._lengths = AnswerLengths()
@@ -225,6 +226,7 @@ class Seeker:
         is_never = reason == "hardware" and not search.could_serve
         retry_after_s = None if is_never else self._retry_after_s()
         self._owed.pop(work.id, None)
+        self.short_at.pop(work.id, None)
         self.displacing.pop(work.id, None)
         self._lengths.ended(work.id)
         for one in (work, *self.followers.pop(work.id, ())):

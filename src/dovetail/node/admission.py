@@ -183,14 +183,14 @@ class Admitter:
         """A static share of the node: weights, and KV for all the rest of it."""
         ledger = self._residency.ledger
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        share = ledger.capacity // min(self.knobs.shares, hosting.slots)  # too large for a share: the whole node
-        blocks = (share - weights) // hosting.kv_bytes_per_token // hosting.block_tokens
-        tokens = blocks * hosting.block_tokens
-        if hosting.max_kv_tokens is not None:
-            tokens = min(tokens, hosting.max_kv_tokens)
+        tokens = self.most_tokens(hosting)
         if tokens <= 0 or weights + tokens * hosting.kv_bytes_per_token > ledger.available:
             return Refusal.MEMORY
         return Grant(tokens)
+
+    def _share_bytes(self, hosting: Hosting) -> int:
+        """Too large for a share: the whole node."""
+        return self._residency.ledger.capacity // min(self.knobs.shares, hosting.slots)
 
     # Memory
 
@@ -214,9 +214,10 @@ class Admitter:
         return room if hosting.max_kv_tokens is None else min(room, hosting.max_kv_tokens)
 
     def most_tokens(self, hosting: Hosting) -> int:
-        """The KV pool of the model if it had the node to itself."""
+        """The KV pool of the model if it had the node, or its share of it, to itself."""
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        tokens = max(self._residency.ledger.capacity - weights, 0) // hosting.kv_bytes_per_token
+        capacity = self._share_bytes(hosting) if self.knobs.whole_node_kv else self._residency.ledger.capacity
+        tokens = max(capacity - weights, 0) // hosting.kv_bytes_per_token
         tokens -= tokens % hosting.block_tokens
         return tokens if hosting.max_kv_tokens is None else min(tokens, hosting.max_kv_tokens)
 
@@ -270,7 +271,7 @@ class Admitter:
         ledger = self._residency.ledger
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
         if self.knobs.whole_node_kv:
-            return max(ledger.capacity // min(self.knobs.shares, hosting.slots) - ledger.available, 0)
+            return max(self._share_bytes(hosting) - ledger.available, 0)
         required = self._required_for_start(hosting, work)
         missing = weights + required * hosting.kv_bytes_per_token - ledger.available
         if weights:

@@ -290,6 +290,7 @@ class Node:
             return False
         if work.hold:
             instance.hold(work)
+            self.turns.update(instance)  # it may have nothing else to do
             self.outbox.append(CaughtUp(work, instance.id))
             return False
         self._prefilled(instance, work, now)

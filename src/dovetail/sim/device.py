@@ -50,7 +50,8 @@ class Device:
         while ends and ends[0][0] <= clock:
             _, work_id, joined = heappop(ends)
             work = instance.running.get(work_id)
-            if work is not None and work.joined_clock == joined:
+            # One that went and came back within an iteration is noted twice.
+            if work is not None and work.joined_clock == joined and work_id not in done:
                 done.append(work_id)
         return done
 
