@@ -58,7 +58,8 @@ class Settings(msgspec.Struct, frozen=True):
     peers: Path | None = None  # where peers live
     install: bool = True
     host_keep_alive_s: float = 30.0  # of models in host memory
-    nodes: int = 1  # of ours, on this machine: they share cores and memory
+    nodes: int = 1  # of ours, on this machine's CPU: they share cores and memory
+    gpus: tuple[str, ...] = ()  # of ours beside them, cuda:N; each has as much memory as all of those
     sends_targets: bool = True  # with each request; else servers serve late rather than refuse
 
 
@@ -101,15 +102,11 @@ def dovetail(models: Sequence[FleetModel], settings: Settings, policy: str = "do
     event_log = settings.folder / f"{stem}.events.jsonl"
     memory_bytes = budget_bytes(models, settings.share)
     store = Path(models[0].card.path).parents[1]
-    count = settings.nodes
-    node = {"threads": max(settings.cores // count, 1), "memory": memory_bytes // count, "policy": policy}
-    node["event_log"] = str(event_log)
-    names = [NODE] if count == 1 else [f"{NODE}-{index}" for index in range(count)]
     # One that has the node alone would keep all others waiting while it is idle: it leaves at once.
     keep_alive_s = settings.keep_alive_s if is_shared else 0.0
     config = {
         "models": {model.name: {"source": model.name, "keep_alive": keep_alive_s} for model in models},
-        "nodes": [{"name": name, **node} for name in names],
+        "nodes": [one | {"policy": policy, "event_log": str(event_log)} for one in _nodes(settings, memory_bytes)],
         # What is kept between uses counts into the same budget.
         "store": {"path": str(store), "host_pool": memory_bytes, "host_keep_alive": settings.host_keep_alive_s},
         "server": {"max_queue": 4096},
@@ -121,6 +118,16 @@ def dovetail(models: Sequence[FleetModel], settings: Settings, policy: str = "do
     return Contender(
         name, models[0].card.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes, note=note
     )
+
+
+def _nodes(settings: Settings, memory_bytes: int) -> list[dict[str, object]]:
+    count = settings.nodes
+    names = [NODE] if count == 1 else [f"{NODE}-{index}" for index in range(count)]
+    share = {"threads": max(settings.cores // max(count, 1), 1), "memory": memory_bytes // max(count, 1)}
+    gpus = [
+        {"name": f"gpu-{index}", "device": name, "memory": memory_bytes} for index, name in enumerate(settings.gpus)
+    ]
+    return [*gpus, *({"name": name, **share} for name in names)]
 
 
 def with_adapters(

@@ -44,7 +44,8 @@ def many(
     contenders: Annotated[str, typer.Option(help="Which ones, in this order.")] = ALL,
     share: Annotated[float, typer.Option(help="Of the models that fit into memory.", min=0.01, max=1.0)] = 1 / 3,
     keep_alive: Annotated[float, typer.Option(help="Seconds that an idle model stays.", min=0.0)] = 30.0,
-    nodes: Annotated[int, typer.Option(help="Workers of ours, which share cores and memory.", min=1)] = 1,
+    nodes: Annotated[int, typer.Option(help="Workers of ours, which share cores and memory.", min=0)] = 1,
+    device: Annotated[str, typer.Option(help="GPUs of ours beside them, cuda:N,…; --nodes 0: these alone.")] = "",
     base: Annotated[str | None, typer.Option(help="A GGUF file to copy.  [default: SmolLM2-135M-Instruct]")] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Where models and logs are kept.  [default: bench/many under $DOVETAIL_HOME]")
@@ -70,6 +71,9 @@ def many(
     from dovetail.sim.trace import read_trace
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server which is being measured ends too
+    gpus = tuple(name.strip() for name in device.split(",") if name.strip())
+    if not nodes and not gpus:
+        raise ConfigError("--nodes: without workers on the CPU there must be a GPU (--device)")
     place = folder or _default_folder()
     place.mkdir(parents=True, exist_ok=True)
     lengths = _range(input_tokens, "--input"), _range(output_tokens, "--output")
@@ -81,7 +85,9 @@ def many(
             arrivals = cut_trace(read_trace(trace), len(fleet), minutes, shrink)
         else:
             arrivals = arrivals_of(mix, len(fleet))
-        settings = Settings(place, usable_cores(), share, keep_alive, None, install, nodes=nodes, sends_targets=targets)
+        settings = Settings(
+            place, usable_cores(), share, keep_alive, None, install, nodes=nodes, gpus=gpus, sends_targets=targets
+        )
         if cold_start or idle:
             lives = _measure_lives(
                 fleet, arrivals, settings, seed, runs if cold_start else 0, idle_wait if idle else None, step
