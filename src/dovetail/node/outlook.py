@@ -75,13 +75,14 @@ def _look_at_newcomers(instance: Instance, demand: InstanceDemand, loaded_s: flo
 
 def _count(demand: InstanceDemand, instance: Instance, prefills: list[Prefill], new: list[Prefill]) -> None:
     """All prefills of the instance, of which these are new."""
-    demand.prefill_s = sum([one.seconds for one in prefills], 0.0)
-    for one in new:
-        if one.tpot_s < demand.tpot_s:
-            demand.tpot_s = one.tpot_s
-        if one.due_s < demand.deadline_s:
-            demand.deadline_s = one.due_s
-    demand.prefills = tuple(prefills)
+    if prefills:
+        demand.prefill_s = sum([one.seconds for one in prefills], 0.0)
+        for one in new:
+            if one.tpot_s < demand.tpot_s:
+                demand.tpot_s = one.tpot_s
+            if one.due_s < demand.deadline_s:
+                demand.deadline_s = one.due_s
+        demand.prefills = tuple(prefills)
     demand.decode_s = instance.decode_s()
     demand.batch = instance.batch
     demand.frees_bytes = instance.frees_bytes

@@ -120,7 +120,11 @@ class Timing:
     ) -> Refusal | None:
         """S4 with `target` (None: a new instance), whose pool is brought to so many tokens, and without `without`."""
         decode_s, grown_s = self._decodes(target, work)
-        others = [one for one in self._instances.values() if one is not target and one is not without and one.batch]
+        others = [
+            one
+            for one in self._instances.values()
+            if (one.running or one.waiting or one.held) and one is not target and one is not without
+        ]
         if self._is_overcommitted(others, target, work.tpot_s, max(decode_s, grown_s)):
             return Refusal.DECODE_OVERCOMMITTED  # most refusals end here, before anything is played
         candidate, own = self._candidate(target, work, free_at_s, kv_tokens, decode_s, grown_s)
@@ -135,7 +139,8 @@ class Timing:
         if target is not None:
             tpot_s = min(tpot_s, target.strictest_s)
         for one in others:
-            total_s += self.pace_s(one)
+            grown_s = one.grown_s
+            total_s += self.pace_s(one) if grown_s is None else grown_s
             if one.strictest_s < tpot_s:
                 tpot_s = one.strictest_s
         return total_s > tpot_s
@@ -178,7 +183,7 @@ class Timing:
         if not work.cached and self.rule.part_s != INFINITY:
             part_s = least_s(hosting.latency, 0, work.known_tokens) * self.overestimate
             extra_s = split_s(hosting.latency) * self.overestimate
-        in_parts = in_parts_s(prefill_s, self.rule.part_s, extra_s)
+        in_parts = prefill_s if prefill_s <= self.rule.part_s else in_parts_s(prefill_s, self.rule.part_s, extra_s)
         urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, in_parts) + grace_s
         is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
         due_s = work.due_s + grace_s if is_judged else INFINITY

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -74,10 +74,14 @@ class Surface:
         self._by_batch: dict[int, Curve] = {}
 
     def at(self, batch: int, mean_length: float) -> float:
+        return self.of(batch).at(mean_length)
+
+    def of(self, batch: int) -> Curve:
+        """Over the mean length."""
         curve = self._by_batch.get(batch)
         if curve is None:
             curve = self._by_batch[batch] = Curve([(length, row.at(batch)) for length, row in self._rows])
-        return curve.at(mean_length)
+        return curve
 
 
 class Latency(Protocol):
@@ -123,6 +127,7 @@ class LatencyModel:
     prefill: Curve  # seconds over input tokens
     decode: Surface  # seconds over batch size and mean length
     _known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # of `prefill_s`
+    _decodes: dict[int, Callable[[float], float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def version(self) -> int:
@@ -139,7 +144,10 @@ class LatencyModel:
 
     def decode_s(self, batch: int, total_tokens: int) -> float:
         """One iteration of `batch` sequences that hold `total_tokens` together."""
-        return self.decode.at(batch, total_tokens / batch)
+        at = self._decodes.get(batch)
+        if at is None:
+            at = self._decodes[batch] = self.decode.of(batch).at
+        return at(total_tokens / batch)
 
 
 def fit_prefill(samples: Iterable[PrefillSample]) -> Curve:
