@@ -70,7 +70,7 @@ cluster: install
 	{ echo "$(CURDIR)/src"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > \
 	  "$$(build/cluster/bin/python -c 'import site; print(site.getsitepackages()[0])')/dovetail.pth"
 	build/cluster/bin/python -m pip install --quiet --constraint constraints.txt ray==2.51.1
-	build/cluster/bin/python -m pytest -q tests/ray
+	$$(unshare --net true 2> /dev/null && echo unshare --net) build/cluster/bin/python -m pytest -q tests/ray
 	DOVETAIL_JOINS=$(JOINS) build/cluster/bin/python -m pytest -q -s tests/cpu/cluster_live.py
 
 # Faults at random in STORM_SEEDS small clusters, and every combination of deaths at the seven steps of a live migration.

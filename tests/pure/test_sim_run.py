@@ -349,6 +349,14 @@ def test_a_model_that_fits_no_share_of_a_node_is_refused_instead_of_waiting_for_
     assert fates == {"finished", "rejected"}
 
 
+def test_blocks_that_are_handed_over_go_only_where_they_fit() -> None:
+    run_one(103244)
+
+
+def test_admission_beside_an_instance_that_only_holds_a_copy_has_an_answer() -> None:
+    run_one(103398)  # nothing of it is ever due
+
+
 def test_a_storm_repeats_itself() -> None:
     first, second = run_one(7), run_one(7)
     assert [(r.fate, r.end_s) for r in first.records] == [(r.fate, r.end_s) for r in second.records]

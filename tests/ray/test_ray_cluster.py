@@ -1,5 +1,5 @@
-"""A server over several Ray nodes, as a user starts it: `up`, `join`, `nodes`, `leave`; all on this machine, with ports
-of their own. Run by `make cluster`, which installs Ray."""
+"""A server over several Ray nodes, as a user starts it: `up`, `join`, `nodes`, `leave`; all on this machine, each in a
+network namespace of its own, or with ports of its own where these are refused. Run by `make cluster`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from namespaces import HEAD, Network, is_possible
 
 from dovetail.local_token import token_for
 
@@ -50,9 +51,12 @@ class Cluster:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
+        self.network = Network() if is_possible() else None
+        self.host = HEAD if self.network is not None else "127.0.0.1"
+        print("each in a namespace of its own" if self.network is not None else "with ports of their own")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"{self.host}:{free_port()}"
         self.joined: dict[str, subprocess.Popen[bytes]] = {}
         self.orphans: list[int] = []  # Ray's own processes, of heads that were killed
         self.config = folder / "dovetail.yaml"
@@ -60,7 +64,14 @@ class Cluster:
         self.head = self.up()
 
     def up(self) -> subprocess.Popen[bytes]:
-        ports = ["--port", str(self.port), "--cluster-port", self.address.rpartition(":")[2]]
+        ports = [
+            "--port",
+            str(self.port),
+            "--cluster-port",
+            self.address.rpartition(":")[2],
+            "--cluster-host",
+            self.host,
+        ]
         state = ["--state", str(self.folder / "state")]
         self.head = self.start("up", "--config", str(self.config), "--head-only", *ports, *state, "--json")
         eventually(self.is_healthy)
@@ -71,9 +82,9 @@ class Cluster:
         self.head.kill()
         self.head.wait(30)
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str, within: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         log = (self.folder / f"{arguments[0]}-{len(self.joined)}.log").open("wb")
-        return subprocess.Popen([*COMMAND, *arguments], stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen([*within, *COMMAND, *arguments], stdout=log, stderr=subprocess.STDOUT)
 
     def run(self, *arguments: str) -> str:
         done = subprocess.run(
@@ -90,7 +101,12 @@ class Cluster:
 
     def join(self, name: str) -> None:
         """One after the other: two of Ray's that start at once on one machine may take each other's ports."""
-        self.joined[name] = self.start("join", self.address, "--name", name, "--threads", "1", "--memory", "64MiB")
+        options = ["--name", name, "--threads", "1", "--memory", "64MiB"]
+        within: Sequence[str] = ()
+        if self.network is not None:
+            options += ["--host", self.network.add(name)]
+            within = self.network.within(name)
+        self.joined[name] = self.start("join", self.address, *options, within=within)
         eventually(lambda: self.state_of(name) == "up")
 
     def nodes(self) -> dict[str, dict[str, Any]]:
@@ -150,6 +166,8 @@ class Cluster:
         for group in self.orphans:
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
+        if self.network is not None:
+            self.network.close()
 
 
 @pytest.fixture(scope="module")

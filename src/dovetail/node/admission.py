@@ -58,7 +58,7 @@ class Admitter:
             return Refusal.CLOSED
         self.timing.hear(work)
         if self.knobs.admission is Admission.CONCURRENCY:
-            return KEEP if instance.batch < self._limit(instance.hosting) else Refusal.CONCURRENCY
+            return self._by_number(instance, work)
         grant: Grant | Refusal = KEEP
         if self.timing.is_too_late(instance, work, free_at_s):
             grant = Refusal.FIRST_TOKEN_LATE
@@ -175,6 +175,12 @@ class Admitter:
             return None
         others = (one for one in self._instances.values() if one.state is not State.CLOSING)
         return Refusal.SLOTS if any(one.model == work.model and one.phase is work.phase for one in others) else None
+
+    def _by_number(self, instance: Instance, work: Work) -> Grant | Refusal:
+        if instance.batch >= self._limit(instance.hosting):
+            return Refusal.CONCURRENCY
+        # Blocks that are brought along need their place at once; a prompt waits for it.
+        return Refusal.MEMORY if work.cached and instance.is_short(work.known_tokens + 1) else KEEP
 
     def _limit(self, hosting: Hosting) -> int:
         return hosting.half_concurrency if self.knobs.shares > 1 else hosting.concurrency

@@ -299,7 +299,7 @@ class _Play:
         if urgent == INFINITY:
             urgent = chosen.due_s  # alone, one more tells enough
         times = int((urgent - chosen.due_s) / chosen.tpot_s) + 1 if urgent > chosen.due_s else 1
-        if drains_s > 0.0:
+        if 0.0 < drains_s < INFINITY:  # nobody else has anything due: it is as good as alone
             times = int(drains_s / chosen.decode_s) + 1
         if self._last_ready_s > clock:
             first_ready = min(one.ready_s for one in self._players if one.ready_s > clock)
