@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -32,7 +32,9 @@ AREAS = {
     "health": "entrypoints/serve/instrumentator/test_basic.py",
     "tools": "tool_use/*.py",
     "embeddings": "entrypoints/pooling/embed/test_online*.py",
+    "reranking": "entrypoints/pooling/scoring/test_*_online.py",
 }
+OUTCOMES = ("passed", "failed", "not applicable")
 
 SHARED = ("entrypoints/conftest.py", "entrypoints/openai/utils.py")
 
@@ -89,19 +91,36 @@ def lay_out(tests: Path, folder: Path, areas: list[str]) -> list[Path]:
 
 
 def print_report(cases: list[dict[str, Any]]) -> None:
-    by_outcome = Counter(case["outcome"] for case in cases)
-    applicable = by_outcome["passed"] + by_outcome["failed"]
-    print(f"\n{len(cases)} cases: " + ", ".join(f"{count} {outcome}" for outcome, count in by_outcome.most_common()))
-    if applicable:
-        print(f"of {applicable} that apply {100 * by_outcome['passed'] / applicable:.1f} % pass")
-    for outcome in ("failed", "not applicable"):
-        reasons = Counter(
-            (case["reason"], case["id"].partition("[")[0]) for case in cases if case["outcome"] == outcome
-        )
-        if reasons:
-            print(f"\n{outcome}:")
-        for (reason, test), count in sorted(reasons.items()):
-            print(f"  {count:3} {test}: {reason}")
+    counts = Counter((area_of(case["id"]), case["outcome"]) for case in cases)
+    print("\n| area | " + " | ".join(OUTCOMES) + " |\n| --- | --- | --- | --- |")
+    for area in [*AREAS, ""]:
+        row = [counts[area, outcome] for outcome in OUTCOMES]
+        if any(row):
+            print(f"| {area or 'other'} | " + " | ".join(map(str, row)) + " |")
+    total = [sum(case["outcome"] == outcome for case in cases) for outcome in OUTCOMES]
+    print("| all | " + " | ".join(map(str, total)) + " |")
+    if applicable := total[0] + total[1]:
+        print(f"\nof {applicable} that apply {100 * total[0] / applicable:.1f} % pass")
+    print_reasons(cases)
+
+
+def print_reasons(cases: list[dict[str, Any]]) -> None:
+    failed = Counter((case["reason"], case["id"].partition("[")[0]) for case in cases if case["outcome"] == "failed")
+    if failed:
+        print("\nfailed:")
+    for (reason, test), count in sorted(failed.items()):
+        print(f"  {count:3} {test}: {reason}")
+    reasons = Counter(case["reason"].partition(" (")[0] for case in cases if case["outcome"] == "not applicable")
+    if reasons:
+        print("\nnot applicable, because the case:")
+    for reason, count in reasons.most_common():
+        print(f"  {count:3} {reason}")
+
+
+def area_of(case: str) -> str:
+    """The first whose patterns have its file."""
+    path = PurePosixPath(case.partition("::")[0].removeprefix("tests/"))
+    return next((area for area, patterns in AREAS.items() if any(map(path.match, patterns.split()))), "")
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output never has
     thinking: ThinkingLimit | None = None
     prompt_logprobs: int | None = None  # the same for the prompt's own tokens
+    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: these and the chosen one are told of, not the likeliest
     # The answer is no text but the prompt's state behind the final norm: of its last token, or the mean of all, or (of
     # an encoder) of its first; or the score of an encoder that compares the two texts of a prompt.
     pooling: Literal["last", "mean", "cls", "score"] | None = None

@@ -136,6 +136,17 @@ def test_logprobs_are_those_of_the_model_before_penalties() -> None:
     assert [entry.logprob for entry in outcome.logprobs.top] == pytest.approx(wanted[:3].tolist(), abs=1e-6)
 
 
+def test_chosen_tokens_are_told_of_with_the_one_that_was_drawn() -> None:
+    wanted = torch.log_softmax(LOGITS.double(), dim=-1)
+    for drawn in (5, 9):
+        row = row_of(logprobs=0, temperature=0.0, logit_bias={drawn: 100.0}, logprob_token_ids=(9, 2))
+        (outcome,) = sample(LOGITS[None].clone(), [row], NO_GRAMMARS)
+        assert outcome.logprobs is not None
+        told = {entry.token: entry.logprob for entry in outcome.logprobs.top}
+        assert told == pytest.approx({token: float(wanted[token]) for token in {2, 9, drawn}}, abs=1e-6)
+        assert list(told.values()) == sorted(told.values(), reverse=True)
+
+
 def test_a_value_that_is_not_a_number_fails_its_row_and_no_other() -> None:
     logits = LOGITS.repeat(2, 1)
     logits[0, 3] = math.nan

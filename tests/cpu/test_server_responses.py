@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from server_fixture import Server
+from server_fixture import Server, eventually
 
 FUNCTION: Any = {
     "type": "function",
@@ -115,13 +115,31 @@ def test_formats_and_what_is_not_there(smollm2_server: Server, model: str) -> No
     assert 0 <= json.loads(respond(smollm2_server, model, text=wanted).output_text)["n"] <= 9
     for options, param in (
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "background"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"extra_body": {"conversation": "c"}}, "conversation"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             respond(smollm2_server, model, **options)
         assert caught.value.param == param
+
+
+def test_a_response_is_made_in_the_background_and_can_be_ended(smollm2_server: Server, model: str) -> None:
+    kept = smollm2_server.client().responses
+    asked = respond(smollm2_server, model, background=True)
+    assert (asked.status, asked.background) == ("queued", True)
+    eventually(lambda: kept.retrieve(asked.id).status == "completed")
+    assert kept.retrieve(asked.id).output_text == respond(smollm2_server, model).output_text
+    again = respond(smollm2_server, model, input="Go on.", previous_response_id=asked.id, max_output_tokens=4)
+    assert again.previous_response_id == asked.id
+    long = respond(smollm2_server, model, background=True, max_output_tokens=2000, extra_body={"ignore_eos": True})
+    eventually(lambda: kept.retrieve(long.id).status == "in_progress")
+    assert kept.cancel(long.id).status == "cancelled"
+    assert kept.retrieve(long.id).status == "cancelled"
+    eventually(lambda: smollm2_server.node()["models"][0]["running"] == 0)
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        kept.cancel(respond(smollm2_server, model, max_output_tokens=1).id)
 
 
 def test_embeddings_are_those_of_transformers(tiny_server: Server, tiny_folder: Callable[[str], Path]) -> None:

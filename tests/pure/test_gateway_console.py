@@ -29,6 +29,10 @@ def test_turns_are_kept_in_order_for_a_minute() -> None:
     watch.observe("cpu-0", stats(TurnSpan("a", 1001.0, 0.1, 1), kv_bytes=20))
     (node,) = watch.history().nodes
     assert [record.kv_bytes for record in node.memory] == [{"m": 10}, {"m": 20}]
+    assert watch.history(after=1000.0).nodes[0] == node.model_copy(
+        update={"turns": node.turns[2:], "memory": node.memory[1:]}
+    )
+    assert watch.history(watch.history().now_s).nodes[0].turns == []
     now += WINDOW_S - 1.5
     (node,) = watch.history().nodes
     assert len(node.turns) == len(node.memory) == 1

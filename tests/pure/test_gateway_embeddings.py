@@ -109,3 +109,35 @@ def test_documents_are_ranked_by_their_nearness(tmp_path: Path) -> None:
         check_error(await client.post("/v1/rerank", json=body | {"documents": []}), 400, "documents")
 
     on_app(tmp_path, test)
+
+
+def test_pairs_are_scored_each_with_its_own_or_all_with_one(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        async def scores(path: str = "/v1/score", **texts: Any) -> list[float]:
+            answer = (await client.post(path, json={"model": "fake"} | texts)).json()
+            assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
+            return [item["score"] for item in answer["data"]]
+
+        one = await scores(queries="aaab", documents=["aaab", "zzz", "aab"])
+        assert one[0] == pytest.approx(1)
+        assert one[0] > one[2] > one[1]
+        assert await scores("/score", text_1=["aaab", "aaab"], text_2=["aaab", "zzz"]) == pytest.approx(one[:2])
+        assert await scores(data_1="aaab", items="aab") == pytest.approx(one[2:])
+        for path in ("/rerank", "/v2/rerank"):
+            ranked = await client.post(path, json={"model": "fake", "query": "aaab", "documents": ["zzz", "aaab"]})
+            assert ranked.json()["results"][0]["index"] == 1
+        wrong = {"model": "fake", "queries": ["a", "b"], "documents": ["a"]}
+        check_error(await client.post("/v1/score", json=wrong), 400, "documents")
+
+    on_app(tmp_path, test)
+
+
+def test_vectors_are_as_they_come_where_that_is_asked_for_by_either_name(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        for option in ("normalize", "use_activation"):
+            plain = (await client.post("/v1/embeddings", json=BODY | {option: False})).json()["data"][0]["embedding"]
+            assert sum(plain) == len(BODY["input"])
+            unit = (await client.post("/v1/embeddings", json=BODY | {option: True})).json()["data"][0]["embedding"]
+            assert np.linalg.norm(unit) == pytest.approx(1, abs=1e-6)
+
+    on_app(tmp_path, test)

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_worker import FAIL
 from gateway_builders import byte_level_tokenizer
 from test_gateway_http import CHAT, TEXT, check_error, events, on_app
 
@@ -18,7 +19,6 @@ from dovetail.gateway.translate import completion_job
 from dovetail.types import Slo
 
 UNSUPPORTED: list[dict[str, Any]] = [
-    {"use_beam_search": True},
     {"functions": [{"name": "f"}]},
     {"function_call": "auto"},
     {"modalities": ["audio"]},
@@ -267,6 +267,74 @@ def test_best_of_keeps_the_likeliest_and_counts_all(tmp_path: Path) -> None:
         assert answer["usage"]["completion_tokens"] == 12
         del body["logprobs"]
         assert (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"] is None
+
+    on_app(tmp_path, test)
+
+
+def test_a_beam_search_answers_with_its_best_texts_in_order(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        body = TEXT | {"prompt": ["ab", "cd"], "max_tokens": 3, "use_beam_search": True, "n": 2, "logprobs": 1}
+        response = await client.post("/v1/completions", json=body)
+        answer = response.json()
+        # The fake worker says the prompt again, or else token 0, which is infinitely unlikely.
+        assert [choice["text"] for choice in answer["choices"]][::2] == ["aaa", "ccc"]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 3
+        assert answer["choices"][1]["logprobs"]["token_logprobs"][-1] == -9999.0
+        assert answer["usage"] | {"prompt_tokens_details": None} == {
+            "prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16, "prompt_tokens_details": None
+        }  # fmt: skip
+        assert float(response.headers["x-dovetail-first-token-ms"]) > 0
+        kept = (await client.post("/v1/completions", json=body | {"n": 1, "best_of": 2})).json()
+        assert [choice["text"] for choice in kept["choices"]] == ["aaa", "ccc"]
+        chat = (await client.post("/v1/chat/completions", json=CHAT | {"use_beam_search": True, "n": 2})).json()
+        assert len(chat["choices"]) == 2
+        assert service.unfinished == 0
+
+    on_app(tmp_path, test)
+
+
+def test_what_a_beam_search_cannot_do_is_a_400_that_names_it(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        wrong: dict[str, Any] = {
+            "stream": True, "temperature": 0.5, "top_p": 0.5, "stop": ["x"], "n": 33, "allowed_token_ids": [1],
+            "structured_outputs": {"regex": "a"}, "repetition_penalty": 1.1,
+        }  # fmt: skip
+        for name, value in wrong.items():
+            body = TEXT | {"use_beam_search": True, name: value}
+            check_error(await client.post("/v1/completions", json=body), 400, name)
+        check_error(await client.post("/v1/completions", json=TEXT | {"length_penalty": 2}), 400, "length_penalty")
+        failing = TEXT | {"use_beam_search": True, "prompt": [[97], [FAIL]]}
+        assert (await client.post("/v1/completions", json=failing)).status_code == 500
+        assert service.unfinished == 0
+
+    on_app(tmp_path, test)
+
+
+def test_chosen_tokens_are_told_of_instead_of_the_likeliest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dovetail.gateway.api import CompletionRequest
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        body = CompletionRequest(**TEXT | {"logprobs": 0, "logprob_token_ids": [5, 7, 5]})
+        job = await completion_job(body, service.models.get("fake"), "j", 512, Slo())
+        assert job.requests[0].sampling.logprob_token_ids == (5, 7)
+        for change in ({"logprob_token_ids": [1]}, {"logprobs": 0, "logprob_token_ids": [300]}):
+            check_error(await client.post("/v1/completions", json=TEXT | change), 400, "logprob_token_ids")
+
+    on_app(tmp_path, test)
+
+
+def test_an_echo_is_the_text_that_was_sent_and_shows_every_id_that_was(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        body = TEXT | {"echo": True, "max_tokens": 2, "logprobs": 0, "prompt": "<|user|>hé"}
+        choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+        assert choice["text"].startswith("<|user|>hé")
+        assert choice["logprobs"]["text_offset"][:4] == [0, 8, 9, 9]
+        ids = (await client.post("/v1/completions", json=body | {"prompt": [257, 257]})).json()["choices"][0]
+        assert ids["text"] == "<|user|><|user|>"  # and what is answered hides them
+        assert ids["logprobs"]["text_offset"] == [0, 8, 16, 16]
+        cut = body | {"prompt": "<|user|>abc", "truncate_prompt_tokens": 2}
+        assert (await client.post("/v1/completions", json=cut)).json()["choices"][0]["text"].startswith("bc")
 
     on_app(tmp_path, test)
 

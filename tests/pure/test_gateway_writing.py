@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from test_gateway_http import TEXT, check_error, on_app
 
-from dovetail.gateway import embeddings
-from dovetail.gateway.embeddings import EmbeddingRequest, RerankRequest
+from dovetail.gateway import embeddings, scoring
+from dovetail.gateway.embeddings import EmbeddingRequest
 from dovetail.gateway.replies import CachedTokens as Cached
 from dovetail.gateway.replies import ChatLogprobs, PromptLogprob, TextChoice, TextCompletion, TokenEntry, Usage
 from dovetail.gateway.responses import endpoints
+from dovetail.gateway.scoring import RerankRequest
 from dovetail.gateway.service import Service
 from dovetail.gateway.text_reply import TextReply
 from dovetail.gateway.translate import MAX_PROMPT_REPORTS
@@ -72,7 +73,8 @@ def test_thousands_of_documents_are_read_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(RerankRequest, "texts", property(lambda body: reads.append(1) or texts(body)))
     body = RerankRequest.model_validate({"model": "m", "query": "q", "documents": ["a", "b", "c"] * 600})
     vectors = np.random.default_rng(1).standard_normal((1801, 16)).astype(np.float32)
-    (piece,) = embeddings._ranked(body, Sized, embeddings._nearness(vectors))  # type: ignore[arg-type]
+    scores = scoring._cosines(vectors, [(0, at) for at in range(1, 1801)])
+    (piece,) = scoring._ranked(body, Sized, scores)  # type: ignore[arg-type]
     scores = [result["relevance_score"] for result in json.loads(piece)["results"]]
     assert scores == sorted(scores, reverse=True)
     assert len(reads) == 1

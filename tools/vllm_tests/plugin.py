@@ -19,6 +19,7 @@ from vllm_tests.not_applicable import DIFFERENT, RULES
 from vllm_tests.server import OurServer
 
 FOREIGN = ("vllm", "anthropic", "tensorizer", "openai_harmony")
+OWN_TOOLS = ("tests.models", "tests.conftest", "tests.entrypoints.pooling.scoring.util")
 _cases: dict[str, dict[str, str]] = {}
 
 
@@ -28,7 +29,7 @@ class _StandIns(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith(("tests.models", "tests.conftest")) and fullname.partition(".")[0] not in FOREIGN:
+        if not fullname.startswith(OWN_TOOLS) and fullname.partition(".")[0] not in FOREIGN:
             return None
         return ModuleSpec(fullname, self, is_package=True)
 

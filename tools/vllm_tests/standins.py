@@ -74,6 +74,23 @@ class EmbeddingResponse(BaseModel):
     usage: _Usage
 
 
+class _Document(BaseModel):
+    text: str | None = None
+
+
+class _Ranked(BaseModel):
+    index: int
+    document: _Document
+    relevance_score: float
+
+
+class RerankResponse(BaseModel):
+    id: str
+    model: str
+    usage: _Usage
+    results: list[_Ranked]
+
+
 PLATFORM = SimpleNamespace(
     is_rocm=lambda: False, is_cpu=lambda: True, is_cuda=lambda: False, is_xpu=lambda: False, device_type="cpu"
 )
@@ -82,6 +99,7 @@ _KNOWN: dict[str, Any] = {
     "get_tokenizer": get_tokenizer,
     "current_platform": PLATFORM,
     "EmbeddingResponse": EmbeddingResponse,
+    "RerankResponse": RerankResponse,
     "ModelConfig": ModelConfig,
     "hf_api": lambda: SimpleNamespace(snapshot_download=lambda *_, **__: "/nowhere"),
 }

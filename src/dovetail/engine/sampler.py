@@ -297,8 +297,16 @@ def _logprobs(sampling: SamplingParams, token: int, raw: Tensor) -> TokenLogprob
         return None
     logprobs = torch.log_softmax(raw.double(), dim=-1)
     chosen = float(logprobs[token])
+    if sampling.logprob_token_ids:
+        return TokenLogprobs(chosen, _told_of([*{token, *sampling.logprob_token_ids}], logprobs))
     if sampling.logprobs == 0:
         return TokenLogprobs(chosen)
     values, tokens = logprobs.topk(min(sampling.logprobs, len(logprobs)))
     top = tuple(TokenLogprob(t, v) for t, v in zip(tokens.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(chosen, top)
+
+
+def _told_of(tokens: list[int], logprobs: Tensor) -> tuple[TokenLogprob, ...]:
+    """Of these, the likeliest first."""
+    found = map(TokenLogprob, tokens, logprobs[tokens].tolist())
+    return tuple(sorted(found, key=lambda each: (-each.logprob, each.token)))

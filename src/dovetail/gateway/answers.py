@@ -171,23 +171,23 @@ class TokenNames:
             for id, value, rank in reversed(entries)
         }
 
-    def echo(self, tokens: Sequence[int], read: Sequence[TokenLogprobs], offsets: TextOffsets) -> TextLogprobs:
+    def echo(self, tokens: Sequence[int], read: Sequence[TokenLogprobs], places: Sequence[int]) -> TextLogprobs:
         """A prompt as if it had been written; nothing is known of its first token."""
-        first = offsets.take(tokens[0])
-        rest = self.text(list(zip(tokens[1:], read, strict=True)), offsets)
+        rest = self.text(list(zip(tokens[1:], read, strict=True)), places[1:])
         return TextLogprobs(
             tokens=[self.of(tokens[0]), *rest.tokens],
             token_logprobs=[None, *rest.token_logprobs],
             top_logprobs=[None, *rest.top_logprobs],
-            text_offset=[first, *rest.text_offset],
+            text_offset=list(places),
         )
 
-    def text(self, entries: Sequence[TokenReport], offsets: TextOffsets) -> TextLogprobs:
+    def text(self, entries: Sequence[TokenReport], places: Sequence[int]) -> TextLogprobs:
+        """`places`: where each token begins."""
         return TextLogprobs(
             tokens=[self.of(token) for token, _ in entries],
             token_logprobs=[finite(logprobs.chosen) for _, logprobs in entries],
             top_logprobs=[self._alternatives(token, logprobs) for token, logprobs in entries],
-            text_offset=[offsets.take(token) for token, _ in entries],
+            text_offset=list(places),
         )
 
     def _alternatives(self, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
@@ -219,9 +219,16 @@ class TextOffsets:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._characters = start
 
-    def take(self, token: int) -> int:
+    def of_prompt(self, tokens: Sequence[int], num_unseen: int) -> list[int]:
+        """Of an echo, which hides no token but the first so many."""
+        return [self._place(token, is_hidden=at < num_unseen) for at, token in enumerate(tokens)]
+
+    def of_answer(self, tokens: Iterable[int]) -> list[int]:
+        return [self._place(token, is_hidden=token in self._hidden) for token in tokens]
+
+    def _place(self, token: int, *, is_hidden: bool) -> int:
         begin = self._characters
-        if token not in self._hidden:
+        if not is_hidden:
             self._characters += len(self._utf8.decode(self._vocabulary.token_bytes(token)))
         return begin
 

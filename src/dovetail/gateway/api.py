@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.bodies import check_json_size
-from dovetail.gateway.options import check_options
+from dovetail.gateway.options import check_beams, check_options
 from dovetail.gateway.tools.schema import Tool, ToolChoice
 
 MAX_CHOICES = 128
@@ -24,6 +24,9 @@ _UNION_TAGS = {"str", "int", "float", "bool", "list", "dict", "none", "any"}
 
 TokenId = Annotated[int, Field(ge=0, le=_MAX_LIMIT)]
 BadWord = Annotated[str, Field(min_length=1, max_length=64)]
+ModelName = Annotated[
+    str | None, Field(min_length=1, max_length=512, description="may be left out where there is one model only")
+]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 FAIL_FAST = Field(fail_fast=True)  # one wrong item is enough: each further one would cost an error of its own
 
@@ -78,7 +81,7 @@ class GenerationBody(StrictBody):
 
     model_config = ConfigDict(extra="allow")  # to tell of those that are not supported
 
-    model: str = Field(min_length=1, max_length=512)
+    model: ModelName = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=_MAX_LIMIT)
@@ -118,9 +121,14 @@ class GenerationBody(StrictBody):
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(default=None, description="in logprobs: token_id:123")
+    logprob_token_ids: list[TokenId] | None = Field(
+        default=None, max_length=256, description="with logprobs: told of beside the chosen one, not the likeliest"
+    )
     priority: int | None = Field(
         default=None, ge=0, le=_MAX_LIMIT, description="above 0 = best effort, as service_tier: flex"
     )
+    use_beam_search: bool | None = Field(default=None, description="the n likeliest texts, found with n beams")
+    length_penalty: float | None = Field(default=None, ge=-10, le=10, description="of beams: 1 = mean per token")
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
@@ -155,6 +163,11 @@ class GenerationBody(StrictBody):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs come with whole answers, not with streams", param="prompt_logprobs")
         return self
+
+    def check_asked_together(self, *, wants_logprobs: bool) -> None:
+        check_beams(self)
+        if self.logprob_token_ids and not wants_logprobs:
+            raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
 
 
 class ContentPart(BaseModel):
@@ -220,6 +233,7 @@ class ChatRequest(GenerationBody):
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
+        self.check_asked_together(wants_logprobs=self.wants_logprobs)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
@@ -283,12 +297,13 @@ class CompletionRequest(GenerationBody):
 
     @model_validator(mode="after")
     def _check_together(self) -> CompletionRequest:
+        self.check_asked_together(wants_logprobs=self.wants_logprobs)
         if self.num_choices < self.num_kept:
             raise InvalidRequest("best_of may not be less than n", param="best_of")
         if self.stream and self.num_choices > self.num_kept:
             raise InvalidRequest("best_of is chosen when all are there, not in a stream", param="best_of")
-        if self.is_prompt_only and not self.echo:
-            raise InvalidRequest("max_tokens may be 0 with echo only", param="max_tokens")
+        if self.is_prompt_only and (not self.echo or self.use_beam_search or self.logprob_token_ids):
+            raise InvalidRequest("max_tokens may be 0 with echo only, of the prompt alone", param="max_tokens")
         if self.stream and self.echo and self.wants_logprobs and self.num_choices > 1:
             raise InvalidRequest("a stream of several choices cannot echo logprobs", param="echo")
         if self.suffix and self.echo:
@@ -299,7 +314,7 @@ class CompletionRequest(GenerationBody):
 class TokenizeRequest(StrictBody):
     """Either `prompt` or `messages`."""
 
-    model: str = Field(min_length=1, max_length=512)
+    model: ModelName = None
     prompt: str | None = None
     messages: Annotated[list[Message], FAIL_FAST] | None = Field(default=None, min_length=1, max_length=4096)
     add_special_tokens: bool = True
@@ -329,7 +344,7 @@ class TokenizeRequest(StrictBody):
 
 
 class DetokenizeRequest(StrictBody):
-    model: str = Field(min_length=1, max_length=512)
+    model: ModelName = None
     tokens: Annotated[list[TokenId], FAIL_FAST]
 
 

@@ -27,17 +27,19 @@ from dovetail.gateway.admin_api import AddModel, ChangeModel
 from dovetail.gateway.admin_routes import make_admin_router
 from dovetail.gateway.api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from dovetail.gateway.console import make_console_router
-from dovetail.gateway.embeddings import EmbeddingRequest, RerankRequest, make_embedding_router
+from dovetail.gateway.embeddings import EmbeddingRequest, make_embedding_router
 from dovetail.gateway.log_ring import LogRing
 from dovetail.gateway.logs import AuditLog, JsonLines, access_record, is_administration, is_generation, request_line
 from dovetail.gateway.middleware import Auth, BodyLimit, BodyMemory, RequestIds
 from dovetail.gateway.node_routes import make_node_router
+from dovetail.gateway.ollama.endpoints import make_ollama_router
 from dovetail.gateway.origins import OriginGate
 from dovetail.gateway.replies import ErrorBody, ErrorDetail
 from dovetail.gateway.respond import problem_response
 from dovetail.gateway.responses.endpoints import make_responses_router
 from dovetail.gateway.responses.request import ResponsesRequest
 from dovetail.gateway.routes import make_router
+from dovetail.gateway.scoring import RerankRequest, ScoreRequest, make_scoring_router
 from dovetail.gateway.tracing import TracedRequests, Tracing
 from dovetail.gateway.turn_history import TurnWatch
 from dovetail.gateway.waits import HEADERS as WAIT_HEADERS
@@ -52,6 +54,7 @@ _BODIES: tuple[type[Any], ...] = (
     DetokenizeRequest,
     EmbeddingRequest,
     RerankRequest,
+    ScoreRequest,
     ResponsesRequest,
     AddModel,
     ChangeModel,
@@ -66,7 +69,9 @@ def make_app(admin: Admin) -> ASGIApp:
     app.state.settings, app.state.lanes = settings, service.models.lanes
     app.include_router(make_router(service, settings))
     app.include_router(make_embedding_router(service))
+    app.include_router(make_scoring_router(service))
     app.include_router(make_responses_router(service))
+    app.include_router(make_ollama_router(service))
     turns = TurnWatch()
     service.link.observers.append(turns.observe)
     app.include_router(make_console_router(turns))

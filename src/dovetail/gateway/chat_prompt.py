@@ -103,6 +103,8 @@ def _template_message(message: Message, position: int) -> dict[str, Any]:
         fields["content"] = ""
     elif message.content is None:
         fields["content"] = None  # what a template makes of it is `chat`'s to know
+    if "reasoning" in fields:  # as answers have it, too; templates look for the longer name
+        fields.setdefault("reasoning_content", fields.pop("reasoning"))
     for call in fields.get("tool_calls") or ():
         _parse_arguments(call)
     return fields

@@ -116,7 +116,7 @@ class ChatReply:
         if content or not (parts.reasoning or parts.calls):
             delta.content = content
         if parts.reasoning:
-            delta.reasoning_content = parts.reasoning
+            delta.reasoning_content = delta.reasoning = parts.reasoning
         if parts.calls:
             delta.tool_calls = [self._call_delta(call.index, call.name, call.arguments) for call in parts.calls]
         return delta
@@ -156,7 +156,7 @@ class ChatReply:
         content = self._echo + parts.content
         message = AssistantMessage(role="assistant", content=content if content or not parts.calls else None)
         if parts.reasoning:
-            message.reasoning_content = parts.reasoning
+            message.reasoning_content = message.reasoning = parts.reasoning
         if parts.calls:
             message.tool_calls = self._whole_calls(parts)
         choice = ChatChoice(

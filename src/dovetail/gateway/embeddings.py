@@ -1,4 +1,4 @@
-"""Embeddings and reranking: prompts whose answer is a vector, served in turn with everything else.
+"""Embeddings: prompts whose answer is a vector, served in turn with everything else.
 
 A vector is the model's state behind its final norm: of the last token, the mean over all, or an encoder's first.
 """
@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.api import FAIL_FAST, ChatRequest, Message, StrictBody, TokenId
+from dovetail.gateway.api import FAIL_FAST, ChatRequest, Message, ModelName, StrictBody, TokenId
 from dovetail.gateway.chat_prompt import chat_prompt, check_text_fits
 from dovetail.gateway.endpoint import read_body, request_body, responses
 from dovetail.gateway.models import ServedModel
@@ -36,8 +36,8 @@ from dovetail.types import SamplingParams, ServiceClass, Slo
 
 MAX_INPUTS = 2048  # as OpenAI's
 _BATCH = 32  # prompts that wait in the node's queue at the same time, so that one caller does not fill it
-_PIECE_NUMBERS = 8192  # of vectors: written in two milliseconds
-_ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
+PIECE_NUMBERS = 8192  # of vectors: written in two milliseconds
+POOLED_ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
 
 Pooling = Literal["last", "mean", "cls"]
 Vectors = np.ndarray[Any, Any]
@@ -46,12 +46,12 @@ Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[TokenId], Field(min_length=1), FAIL_FAST]
 
 
-class _PooledBody(StrictBody):
+class PooledBody(StrictBody):
     """What both have in common."""
 
     model_config = ConfigDict(extra="allow")
 
-    model: str = Field(min_length=1, max_length=512)
+    model: ModelName = None
     pooling: Pooling | None = Field(default=None, description="the model's own unless given")
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=2**31 - 1)
     add_special_tokens: bool | None = None
@@ -59,7 +59,7 @@ class _PooledBody(StrictBody):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
 
     @model_validator(mode="after")
-    def _check_options(self) -> _PooledBody:
+    def _check_options(self) -> PooledBody:
         check_options(self.model_extra or {}, type(self).model_fields)
         return self
 
@@ -68,7 +68,7 @@ class _PooledBody(StrictBody):
         return self.service_tier == "flex" or bool(self.priority)
 
 
-class EmbeddingRequest(_PooledBody):
+class EmbeddingRequest(PooledBody):
     input: (
         Text
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS), FAIL_FAST]
@@ -84,6 +84,9 @@ class EmbeddingRequest(_PooledBody):
     normalize: bool | None = Field(
         default=None, description="unit vectors; unless given, as the encoder has it, else on"
     )
+    use_activation: bool | None = Field(default=None, description="vLLM's name for normalize")
+    add_generation_prompt: bool | None = Field(default=None, description="of messages")
+    continue_final_message: bool | None = Field(default=None, description="of messages")
 
     @model_validator(mode="after")
     def _check_together(self) -> EmbeddingRequest:
@@ -92,28 +95,15 @@ class EmbeddingRequest(_PooledBody):
         return self
 
     @property
+    def wants_unit(self) -> bool | None:
+        return self.use_activation if self.normalize is None else self.normalize
+
+    @property
     def inputs(self) -> list[Any]:
         given: Any = self.input
         if isinstance(given, str) or (isinstance(given, list) and isinstance(given[0], int)):
             return [given]
         return list(given)
-
-
-class RerankDocument(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    text: Text
-
-
-class RerankRequest(_PooledBody):
-    query: Text
-    documents: Annotated[list[Text | RerankDocument], FAIL_FAST] = Field(min_length=1, max_length=MAX_INPUTS - 1)
-    top_n: int | None = Field(default=None, ge=0, description="0 = all")
-    return_documents: bool | None = Field(default=None, description="on unless false")
-
-    @property
-    def texts(self) -> list[str]:
-        return [item if isinstance(item, str) else item.text for item in self.documents]
 
 
 class EmbeddingUsage(BaseModel):
@@ -134,28 +124,12 @@ class EmbeddingList(BaseModel):
     usage: EmbeddingUsage
 
 
-class RerankResult(BaseModel):
-    index: int
-    relevance_score: float = Field(description="cosine between query and document, or a cross-encoder's score, 0 to 1")
-    document: RerankDocument | None = None
-
-
-class Reranked(BaseModel):
-    id: str
-    model: str
-    usage: EmbeddingUsage
-    results: list[RerankResult]
-
-
 def make_embedding_router(service: Service) -> APIRouter:
     endpoints = EmbeddingEndpoints(service)
     router = APIRouter()
-    for path, handler, body, answer in (
-        ("/v1/embeddings", endpoints.embed, EmbeddingRequest, EmbeddingList),
-        ("/v1/rerank", endpoints.rerank, RerankRequest, Reranked),
-    ):
-        extra = {"requestBody": request_body(body)}
-        router.add_api_route(path, handler, methods=["POST"], responses=responses(answer, _ERRORS), openapi_extra=extra)
+    extra = {"requestBody": request_body(EmbeddingRequest)}
+    answers = responses(EmbeddingList, POOLED_ERRORS)
+    router.add_api_route("/v1/embeddings", endpoints.embed, methods=["POST"], responses=answers, openapi_extra=extra)
     return router
 
 
@@ -167,68 +141,60 @@ class EmbeddingEndpoints:
         """Vectors of texts."""
         self._service.check_admission()
         body = await read_body(EmbeddingRequest, request)
-        model = self._service.models.get(body.model)
-        if _scores_pairs(model):
+        model = await self._service.models.choose(body.model)
+        if scores_pairs(model):
             raise InvalidRequest(f"model '{model.name}' compares two texts: ask /v1/rerank", param="model")
         await model.prepare()
         size = model.card.spec.hidden_size
         if body.dimensions is not None and body.dimensions > size:
             raise InvalidRequest(f"dimensions: this model's vectors have {size}", param="dimensions")
-        job = await self._job(request, body, model, await _prompts(body, model))
+        job = await pooled_job(self._service, request, body, model, await prompts_of(body, model))
         return VectorResponse(self._service, job, lambda vectors: _embeddings(body, job, vectors))
 
-    async def rerank(self, request: Request) -> Response:
-        """Documents by how near they are to a query."""
-        self._service.check_admission()
-        body = await read_body(RerankRequest, request)
-        model = self._service.models.get(body.model)
-        await model.prepare()
-        if _scores_pairs(model):
-            pairs = [await _encoded_pair(body.query, text, body, model) for text in body.texts]
-            job = await self._job(request, body, model, pairs)
-            return VectorResponse(self._service, job, lambda scores: _ranked(body, job, _sigmoid(scores[:, 0])), size=1)
-        prompts = [await _encoded(text, body, model, "documents") for text in (body.query, *body.texts)]
-        job = await self._job(request, body, model, prompts)
-        return VectorResponse(self._service, job, lambda vectors: _ranked(body, job, _nearness(vectors)))
 
-    async def _job(
-        self, request: Request, body: _PooledBody, model: ServedModel, prompts: Sequence[Sequence[int]]
-    ) -> Job:
-        slo: Slo = targets_of(request, model)
-        context = self._service.context_limit(model)
-        most = _longest_text(model, context)
-        pooling: Pooling | Literal["score"] = "score" if _scores_pairs(model) else _pooling(body, model)
-        sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, pooling=pooling)
-        job_id = uuid.uuid4().hex
-        requests = []
-        for index, prompt in enumerate(prompts):
-            if index % _BATCH == 0:
-                await asyncio.sleep(0)  # others come in between
-            kept = _truncated(prompt, body.truncate_prompt_tokens, most, model)
-            if not 0 < len(kept) <= most:
-                token_limit(len(kept), None, 1, context, "input")  # says what is wrong
-            requests.append(
-                EngineRequest(
-                    id=f"{job_id}-{index}",
-                    model=model.host,
-                    adapter=model.adapter_ref,
-                    prompt=checked_tokens(kept, model, "input"),
-                    sampling=sampling,
-                    slo=slo,
-                    service_class=ServiceClass.BEST_EFFORT if body.is_best_effort else model.config.service_class,
-                )
+async def pooled_job(
+    service: Service, request: Request, body: PooledBody, model: ServedModel, prompts: Sequence[Sequence[int]]
+) -> Job:
+    slo: Slo = targets_of(request, model)
+    context = service.context_limit(model)
+    most = _longest_text(model, context)
+    pooling: Pooling | Literal["score"] = "score" if scores_pairs(model) else _pooling(body, model)
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, pooling=pooling)
+    job_id = uuid.uuid4().hex
+    requests = []
+    for index, prompt in enumerate(prompts):
+        if index % _BATCH == 0:
+            await asyncio.sleep(0)  # others come in between
+        kept = _truncated(prompt, body.truncate_prompt_tokens, most, model)
+        if not 0 < len(kept) <= most:
+            token_limit(len(kept), None, 1, context, "input")  # says what is wrong
+        requests.append(
+            EngineRequest(
+                id=f"{job_id}-{index}",
+                model=model.host,
+                adapter=model.adapter_ref,
+                prompt=checked_tokens(kept, model, "input"),
+                sampling=sampling,
+                slo=slo,
+                service_class=ServiceClass.BEST_EFFORT if body.is_best_effort else model.config.service_class,
             )
-        return Job(job_id, model, tuple(requests))
+        )
+    return Job(job_id, model, tuple(requests))
 
 
-async def _prompts(body: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
+async def prompts_of(body: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
     if body.messages is not None:
-        chat = ChatRequest(model=body.model, messages=body.messages, add_generation_prompt=False)
+        chat = ChatRequest(
+            model=body.model,
+            messages=body.messages,
+            add_generation_prompt=bool(body.add_generation_prompt),
+            continue_final_message=body.continue_final_message,
+        )
         return [(await chat_prompt(chat, model)).tokens]
-    return [await _encoded(item, body, model, "input") for item in body.inputs]
+    return [await encoded(item, body, model, "input") for item in body.inputs]
 
 
-async def _encoded(item: str | list[int], body: _PooledBody, model: ServedModel, param: str) -> list[int]:
+async def encoded(item: str | list[int], body: PooledBody, model: ServedModel, param: str) -> list[int]:
     if isinstance(item, list):
         return item
     if body.truncate_prompt_tokens is None:
@@ -238,14 +204,7 @@ async def _encoded(item: str | list[int], body: _PooledBody, model: ServedModel,
     return await model.encode_prompt(item)
 
 
-async def _encoded_pair(query: str, text: str, body: RerankRequest, model: ServedModel) -> list[int]:
-    if body.truncate_prompt_tokens is None:
-        check_text_fits(text, model, "documents")
-    check_text_fits(query, model, "query")
-    return await model.encode_pair(query, text)
-
-
-def _scores_pairs(model: ServedModel) -> bool:
+def scores_pairs(model: ServedModel) -> bool:
     encoder = model.card.spec.encoder
     return encoder is not None and encoder.score is not None
 
@@ -255,7 +214,7 @@ def _longest_text(model: ServedModel, context: int) -> int:
     return context if model.card.spec.encoder is not None else context - 1
 
 
-def _pooling(body: _PooledBody, model: ServedModel) -> Pooling:
+def _pooling(body: PooledBody, model: ServedModel) -> Pooling:
     encoder = model.card.spec.encoder
     wanted = body.pooling or model.config.pooling or ("last" if encoder is None else encoder.pooling)
     if wanted == "cls" and encoder is None:
@@ -309,7 +268,7 @@ class VectorResponse(Response):
         return found
 
 
-def _unit(vectors: Vectors) -> Vectors:
+def unit(vectors: Vectors) -> Vectors:
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
     unit: Vectors = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
     return unit
@@ -318,13 +277,14 @@ def _unit(vectors: Vectors) -> Vectors:
 def _embeddings(body: EmbeddingRequest, job: Job, vectors: Vectors) -> Iterator[bytes]:
     """An EmbeddingList."""
     encoder = job.model.card.spec.encoder
-    normalize = body.normalize if body.normalize is not None else encoder is None or encoder.normalize
-    rest = EmbeddingList(data=[], model=job.model.name, usage=_usage(job)).model_dump_json(exclude={"data"})
+    own = encoder is None or encoder.normalize
+    normalize = own if body.wants_unit is None else body.wants_unit
+    rest = EmbeddingList(data=[], model=job.model.name, usage=usage_of(job)).model_dump_json(exclude={"data"})
     yield rest[:-1].encode() + b',"data":['
-    step = max(1, _PIECE_NUMBERS // vectors.shape[1])
+    step = max(1, PIECE_NUMBERS // vectors.shape[1])
     for first in range(0, len(vectors), step):
         part = vectors[first : first + step, : body.dimensions]
-        part = _unit(part) if normalize else part
+        part = unit(part) if normalize else part
         data = [
             {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
             for index, vector in enumerate(part, start=first)
@@ -340,33 +300,5 @@ def _written(vector: Vectors, form: str | None) -> list[float] | str:
     return numbers
 
 
-def _nearness(vectors: Vectors) -> Vectors:
-    """Of the first to each of the others: cosines."""
-    query, step = _unit(vectors[:1])[0], max(1, _PIECE_NUMBERS // vectors.shape[1])
-    return np.concatenate([_unit(vectors[at : at + step]) @ query for at in range(1, len(vectors), step)])
-
-
-def _sigmoid(scores: Vectors) -> Vectors:
-    shares: Vectors = 1.0 / (1.0 + np.exp(-np.clip(scores.astype(np.float64), -700, 700)))
-    return shares
-
-
-def _ranked(body: RerankRequest, job: Job, scores: Vectors) -> Iterator[bytes]:
-    """A Reranked."""
-    texts = body.texts
-    order = np.argsort(-scores, kind="stable")[: body.top_n or None].tolist()
-    with_text = body.return_documents is not False
-    results = [
-        RerankResult(
-            index=index,
-            relevance_score=float(scores[index]),
-            document=RerankDocument(text=texts[index]) if with_text else None,
-        )
-        for index in order
-    ]
-    record = Reranked(id=f"rerank-{job.id}", model=job.model.name, usage=_usage(job), results=results)
-    yield record.model_dump_json(by_alias=True).encode()
-
-
-def _usage(job: Job) -> EmbeddingUsage:
+def usage_of(job: Job) -> EmbeddingUsage:
     return EmbeddingUsage(prompt_tokens=job.num_prompt_tokens, total_tokens=job.num_prompt_tokens)

@@ -23,13 +23,17 @@ _PAGE_PREFIX = "/ui/"
 _METRICS_PATH = "/metrics"
 _ADMIN_PREFIX = "/api/"
 _ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # where others expect them
+# Ollama's, whose clients ask models there as others do under /v1.
+OLLAMA_PATHS = frozenset(
+    {"/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/api/tags", "/api/version"}
+)
 _LOCAL_SECRETS = frozenset({"/api/config", "/api/logs"})  # sources and paths may hold what is not for everyone
 _FAILURES_PER_MINUTE = 20  # of one address; then only keys that it has used before are looked at
 _REMEMBERED = 4096  # addresses with failures, and pairs of address and good key
 
 
 def is_of_admin(path: str) -> bool:
-    return path.startswith(_ADMIN_PREFIX) or path in _ADMIN_PATHS
+    return path not in OLLAMA_PATHS and (path.startswith(_ADMIN_PREFIX) or path in _ADMIN_PATHS)
 
 
 @dataclass(frozen=True)

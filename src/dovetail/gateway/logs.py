@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from starlette.types import Scope
 
-from dovetail.gateway.keys import Caller, is_of_admin
+from dovetail.gateway.keys import OLLAMA_PATHS, Caller, is_of_admin
 
 logger = logging.getLogger("dovetail.audit")
 
@@ -87,7 +87,9 @@ def is_administration(scope: Scope) -> bool:
 
 
 def is_generation(scope: Scope) -> bool:
-    return bool(scope["path"].startswith("/v1/")) and scope["method"] == "POST"
+    path: str = scope["path"]
+    asks = path.startswith(("/v1/", "/v2/")) or path in ("/rerank", "/score") or path in OLLAMA_PATHS
+    return asks and scope["method"] == "POST"
 
 
 def _who(scope: Scope) -> dict[str, Any]:

@@ -231,6 +231,15 @@ class Models:
         self._aliases: dict[str, str] = {}
         self._collect_aliases()
 
+    async def choose(self, name: str | None) -> ServedModel:
+        """The one that a request names; where it names none, the only one that there is."""
+        if name is not None:
+            return self.get(name)
+        known = await asyncio.to_thread(self.all)
+        if len(known) != 1:
+            raise InvalidRequest("there are several models: say which, in model", param="model")
+        return known[0]
+
     def get(self, name: str) -> ServedModel:
         name = self.resolve(name)
         if name in self._adapters:

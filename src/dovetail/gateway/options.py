@@ -22,9 +22,7 @@ HARMLESS = frozenset(
 
 # Known elsewhere and not here -> the values with which they change nothing, and what to do instead.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_beam_search": ((), "sample with n or best_of"),
-    "length_penalty": ((1, 1.0), "it belongs to beam search"),
-    "early_stopping": ((), "it belongs to beam search"),
+    "early_stopping": ((), "a beam search ends when nothing better can come"),
     "functions": ((), "use tools"),
     "function_call": (("none",), "use tool_choice"),
     "audio": ((), "models here speak text"),
@@ -43,6 +41,31 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "dry_multiplier": ((0, 0.0), "use repetition_penalty or frequency_penalty"),
     "prompt_embeds": ((), "send text or token ids"),
 }
+
+
+# With beam search, which ranks texts by the model's own probabilities when they are whole -> neutral values.
+_NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+    "stream": (), "stop": ([],), "temperature": (0,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,),
+    "repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
+    "allowed_token_ids": (), "bad_words": ([],), "logprob_token_ids": ([],), "guided_json": (), "guided_regex": (),
+    "guided_grammar": (), "guided_choice": (), "structured_outputs": (), "response_format": (),
+    "tools": ([],), "thinking_token_budget": (),
+}  # fmt: skip
+MAX_BEAMS = 32
+
+
+def check_beams(body: Any) -> None:
+    """What is asked for beside a beam search can be had with one."""
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1):
+            raise InvalidRequest("length_penalty needs use_beam_search to be true", param="length_penalty")
+        return
+    for name, neutral in _NOT_WITH_BEAMS.items():
+        value = getattr(body, name, None)
+        if value is not None and value is not False and value not in neutral:
+            raise InvalidRequest(f"{name} and use_beam_search exclude each other", param=name)
+    if body.num_choices > MAX_BEAMS:
+        raise InvalidRequest(f"a beam search has at most {MAX_BEAMS} beams", param="n")
 
 
 def check_options(extra: Mapping[str, Any], known: Collection[str]) -> None:

@@ -87,6 +87,7 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="the same, as newer clients call it")
     tool_calls: list[ToolCall] | None = None
 
 
@@ -114,6 +115,7 @@ class ChatDelta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="the same, as newer clients call it")
     tool_calls: list[ToolCallDelta] | None = None
 
 

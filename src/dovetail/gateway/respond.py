@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from dovetail.gateway.accounts import Account
 from dovetail.gateway.answers import Answer, UsageCount
 from dovetail.gateway.chat_reply import ChatReply
 from dovetail.gateway.replies import ErrorBody, ErrorDetail
-from dovetail.gateway.run import Origin, Waits
+from dovetail.gateway.run import Delta, Origin, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.text_reply import TextReply
 from dovetail.gateway.tracing import RequestTrace
@@ -36,6 +36,7 @@ from dovetail.gateway.writing import json_pieces
 Result = TypeVar("Result")
 
 Reply = ChatReply | TextReply
+RunJob = Callable[[Job, Origin], AsyncGenerator[Delta, None]]
 INLINE_REPORTS = 512  # log-probabilities that are written in a few milliseconds
 
 # A client that keeps its connection but stops reading holds a place in the queue; after this long it loses it.
@@ -105,9 +106,13 @@ def accounted(scope: Scope, job: Job) -> Iterator[Taken]:
 class GenerationResponse(Response):
     """Runs the job when the server is ready to send."""
 
-    def __init__(self, service: Service, job: Job, reply: Reply, *, stream: bool, include_usage: bool) -> None:
+    def __init__(
+        self, service: Service, job: Job, reply: Reply, *, stream: bool, include_usage: bool, run: RunJob | None = None
+    ) -> None:
+        """`run`: what makes the text of the job, unless the service does as it stands."""
         super().__init__()
         self._service = service
+        self._run = run or service.run
         self._job = job
         self._reply = reply
         self._stream = stream
@@ -122,7 +127,7 @@ class GenerationResponse(Response):
     async def _send_whole(self, send: Send, origin: Origin, usage: UsageCount) -> None:
         answers = [Answer() for request in self._job.requests for _ in range(request.num_choices)]
         waits: Waits | None = None
-        async with aclosing(self._service.run(self._job, origin)) as deltas:
+        async with aclosing(self._run(self._job, origin)) as deltas:
             async for delta in deltas:
                 waits = waits or delta.waits
                 delta = self._reply.shown(delta)
@@ -154,7 +159,7 @@ class GenerationResponse(Response):
         stream = EventStream(send)
         held = HeldStream(lambda: self._service.standing(self._job), stream.send)
         try:
-            async with aclosing(held.over(self._service.run(self._job, origin))) as deltas:
+            async with aclosing(held.over(self._run(self._job, origin))) as deltas:
                 async for delta in deltas:
                     if delta.waits is not None:
                         await stream.start(delta.waits)

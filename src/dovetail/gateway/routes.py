@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -21,8 +22,10 @@ from dovetail.gateway.api import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from dovetail.gateway.beam_search import run_beams
 from dovetail.gateway.chat_prompt import chat_prompt
 from dovetail.gateway.chat_reply import ChatReply
+from dovetail.gateway.echoes import echoes_of
 from dovetail.gateway.endpoint import Handler, Responses, json_response, read_body, request_body, responses
 from dovetail.gateway.metrics import CONTENT_TYPE
 from dovetail.gateway.models import ServedModel
@@ -44,7 +47,7 @@ from dovetail.gateway.settings import Settings
 from dovetail.gateway.status import server_status
 from dovetail.gateway.targets import targets_of
 from dovetail.gateway.text_reply import TextForm, TextReply
-from dovetail.gateway.translate import chat_job, completion_job
+from dovetail.gateway.translate import Job, chat_job, completion_job
 
 _INLINE_TOKENS = 4096  # written as JSON in a millisecond
 
@@ -97,36 +100,38 @@ class Endpoints:
         """Answer a conversation."""
         self._service.check_admission()
         body = await read_body(ChatRequest, request)
-        model = self._service.models.get(body.model)
+        model = await self._service.models.choose(body.model)
         slo = targets_of(request, model)
         context, default = self._service.context_limit(model), self._service.default_max_tokens(model)
         job = await until_disconnect(
             request.receive, chat_job(body, model, _new_id(), context, slo, default_tokens=default)
         )
         reply = ChatReply(job, _now(), ReplyOptions.of(body), make_reader=job.make_reader, echo=_echo(body))
-        return GenerationResponse(
-            self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage
-        )
+        return self._generation(body, job, reply)
 
     async def complete(self, request: Request) -> Response:
         """Go on with a text."""
         self._service.check_admission()
         body = await read_body(CompletionRequest, request)
-        model = self._service.models.get(body.model)
+        model = await self._service.models.choose(body.model)
         slo = targets_of(request, model)
         context = self._service.context_limit(model)
         job = await until_disconnect(request.receive, completion_job(body, model, _new_id(), context, slo))
-        echoes = [await _prompt_text(model, item.prompt) for item in job.requests] if body.echo else []
-        form = TextForm(echoes, prompt_only=body.is_prompt_only, num_kept=body.num_kept)
-        reply = TextReply(job, _now(), ReplyOptions.of(body), form)
+        form = TextForm(
+            await echoes_of(body, job), body.is_prompt_only, body.num_kept, is_ranked=bool(body.use_beam_search)
+        )
+        return self._generation(body, job, TextReply(job, _now(), ReplyOptions.of(body), form))
+
+    def _generation(self, body: ChatRequest | CompletionRequest, job: Job, reply: ChatReply | TextReply) -> Response:
+        run = partial(run_beams, self._service, body) if body.use_beam_search else None
         return GenerationResponse(
-            self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage
+            self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage, run=run
         )
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a text or a conversation."""
         body = await read_body(TokenizeRequest, request)
-        model = self._service.models.get(body.model)
+        model = await self._service.models.choose(body.model)
         self._check_tokenizable(body)
         return await until_disconnect(request.receive, self._tokenize(request, body, model))
 
@@ -156,7 +161,7 @@ class Endpoints:
     async def detokenize(self, request: Request) -> Response:
         """Text of tokens."""
         body = await read_body(DetokenizeRequest, request)
-        model = self._service.models.get(body.model)
+        model = await self._service.models.choose(body.model)
         await model.prepare()
         _meter(request, len(body.tokens))
         text = await until_disconnect(request.receive, model.decode(body.tokens, skip_special_tokens=False))
@@ -164,14 +169,7 @@ class Endpoints:
 
     async def tokenizer_info(self, request: Request) -> Response:
         """What is known of a model's tokenizer and template; ?model= unless there is one model only."""
-        name = request.query_params.get("model")
-        models = self._service.models
-        if name is None:
-            known = await asyncio.to_thread(models.all)
-            if len(known) != 1:
-                raise InvalidRequest("there are several models: say which, as ?model=NAME", param="model")
-            name = known[0].name
-        model = models.get(name)
+        model = await self._service.models.choose(request.query_params.get("model"))
         await model.prepare()
         return json_response(_tokenizer_info(model))
 
@@ -232,10 +230,6 @@ async def _tokenize_text(body: TokenizeRequest, model: ServedModel) -> list[int]
 def _echo(body: ChatRequest) -> str:
     final = body.messages[-1]
     return final.text if body.echo and final.role == "assistant" else ""
-
-
-async def _prompt_text(model: ServedModel, prompt: tuple[int, ...]) -> str:
-    return await model.decode(list(prompt), skip_special_tokens=True)
 
 
 def _tokenizer_info(model: ServedModel) -> TokenizerInfo:

@@ -320,6 +320,16 @@ class _Choice:
             self.finish = self._delta.finish = finish
 
 
+def spoken(index: int, job: Job, request: Request, events: Sequence[TokenEvent]) -> Delta:
+    """All of a choice that has ended, in one."""
+    choice = _Choice(index, job, request)
+    for event in events:
+        choice.feed(event)
+    delta = choice.take()
+    assert delta is not None
+    return delta
+
+
 def _error_of(event: TokenEvent) -> RequestError:
     message = event.error or "the request was ended by the worker"
     if event.retry_after_s is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
@@ -127,29 +128,38 @@ class Service:
         self.cluster.warm(model.host)
         await asyncio.gather(model.prepare(), asyncio.shield(hosted.ready))
 
-    async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[Delta, None]:
+    async def run(
+        self, job: Job, origin: Origin | None = None, *, has_places: bool = False
+    ) -> AsyncGenerator[Delta, None]:
         """Text as it comes. Close the generator (`contextlib.aclosing`) to abort."""
         origin = origin or Origin(time.monotonic())
-        count = sum(request.num_choices for request in job.requests)
+        with nullcontext() if has_places else self.places(job.num_answers, origin):
+            run = Run(job, self.metrics, origin)
+            try:
+                run.submit(self.cluster, await self.hosted(job.model))
+                while run.open:
+                    try:
+                        deltas = await run.next()
+                    except WorkerLost as lost:
+                        await self._resume(run, lost)
+                        continue
+                    for delta in deltas:
+                        yield delta
+                run.complete()
+            except RequestError as error:
+                run.fail(error)
+                raise
+            finally:
+                run.abort_rest()
+
+    @contextmanager
+    def places(self, count: int, origin: Origin) -> Iterator[None]:
+        """Held for so many answers, however many requests it takes to make them."""
         self.check_admission(count, origin.key, origin.max_unfinished)
-        run = Run(job, self.metrics, origin)
         self._begin(count, origin.key)
         try:
-            run.submit(self.cluster, await self.hosted(job.model))
-            while run.open:
-                try:
-                    deltas = await run.next()
-                except WorkerLost as lost:
-                    await self._resume(run, lost)
-                    continue
-                for delta in deltas:
-                    yield delta
-            run.complete()
-        except RequestError as error:
-            run.fail(error)
-            raise
+            yield
         finally:
-            run.abort_rest()
             self._end(count, origin.key)
 
     def standing(self, job: Job) -> Standing | None:

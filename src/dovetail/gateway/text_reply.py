@@ -16,6 +16,7 @@ from dovetail.gateway.answers import (
     finish_of,
     joined,
 )
+from dovetail.gateway.echoes import Echo
 from dovetail.gateway.replies import TextChoice, TextCompletion, TextLogprobs, Usage
 from dovetail.gateway.run import Delta
 from dovetail.gateway.translate import Job
@@ -26,9 +27,10 @@ from dovetail.types import TokenLogprobs
 class TextForm:
     """What a plain completion shows of prompts and choices."""
 
-    echoes: Sequence[str] = ()  # the prompts as text, where the client wants them back
+    echoes: Sequence[Echo] = ()  # the prompts as text, where the client wants them back
     prompt_only: bool = False  # nothing but them
     num_kept: int | None = None  # of each prompt's choices, the likeliest by token; None = all
+    is_ranked: bool = False  # choices come as the likeliest first
 
 
 class TextReply:
@@ -92,7 +94,8 @@ class TextReply:
             return list(range(len(answers)))
         kept: list[int] = []
         for first in range(0, len(answers), count):
-            ranked = sorted(range(first, first + count), key=lambda at: -_mean_logprob(answers[at]))
+            own = range(first, first + count)
+            ranked = own if self._form.is_ranked else sorted(own, key=lambda at: -_mean_logprob(answers[at]))
             kept += ranked[:keep]
         return kept
 
@@ -125,7 +128,7 @@ class TextReply:
         return index // self._job.requests[0].num_choices
 
     def _echo(self, index: int) -> str:
-        return self._form.echoes[self._order(index)] if self._form.echoes else ""
+        return self._form.echoes[self._order(index)].text if self._form.echoes else ""
 
     def _chunk(self, choices: list[TextChoice], usage: Usage | None) -> TextCompletion:
         body = self._body(choices, usage)
@@ -153,11 +156,13 @@ class TextReply:
             self._offsets[index] = TextOffsets(
                 self._job.model.vocabulary, skip_special_tokens=self._job.skip_special_tokens
             )
-        offsets = self._offsets[index]
+        offsets, order = self._offsets[index], self._order(index)
+        tokens = [token for token, _ in entries]
         if not self._form.echoes or read is None:
-            return self._names.text(entries, offsets)
-        echo = self._names.echo(self._job.requests[self._order(index)].prompt, read, offsets)
-        return joined(echo, self._names.text(entries, offsets))
+            return self._names.text(entries, offsets.of_answer(tokens))
+        prompt = self._job.requests[order].prompt
+        echo = self._names.echo(prompt, read, offsets.of_prompt(prompt, self._form.echoes[order].num_unseen))
+        return joined(echo, self._names.text(entries, offsets.of_answer(tokens)))
 
 
 def _mean_logprob(answer: Answer) -> float:

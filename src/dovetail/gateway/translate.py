@@ -242,7 +242,8 @@ def sampling_params(
         stop_token_ids=stop_ids,
         min_tokens=body.min_tokens or 0,
         grammar=grammar,
-        allowed_token_ids=_allowed_tokens(body, model),
+        allowed_token_ids=_known_tokens("allowed_token_ids", body.allowed_token_ids, model),
+        logprob_token_ids=_known_tokens("logprob_token_ids", body.logprob_token_ids, model),
     )
 
 
@@ -265,14 +266,12 @@ def _logit_bias(bias: Mapping[str, float], model: ServedModel) -> dict[int, floa
     return {int(key): value for key, value in bias.items()}
 
 
-def _allowed_tokens(body: GenerationBody, model: ServedModel) -> tuple[int, ...]:
-    allowed = tuple(dict.fromkeys(body.allowed_token_ids or ()))
-    if allowed and max(allowed) >= model.card.spec.vocab_size:
-        raise InvalidRequest(
-            f"allowed_token_ids: {max(allowed)} is not in the vocabulary of {model.card.spec.vocab_size}",
-            param="allowed_token_ids",
-        )
-    return allowed
+def _known_tokens(param: str, tokens: Sequence[int] | None, model: ServedModel) -> tuple[int, ...]:
+    known = tuple(dict.fromkeys(tokens or ()))
+    if known and max(known) >= model.card.spec.vocab_size:
+        size = model.card.spec.vocab_size
+        raise InvalidRequest(f"{param}: {max(known)} is not in the vocabulary of {size}", param=param)
+    return known
 
 
 async def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pydantic import BaseModel, Field
 
 from dovetail.messages import Stats, ToGateway, TurnSpan
+
+Told = TypeVar("Told")
 
 WINDOW_S = 60.0
 MAX_TURNS = 20_000  # of one node, whatever the window
@@ -35,12 +39,13 @@ class NodeTurns(BaseModel):
 
 class TurnHistory(BaseModel):
     window_s: float
+    now_s: float = Field(description="by the server's clock; as `after` it asks for what is told of later")
     nodes: list[NodeTurns]
 
 
 @dataclass
 class _NodeHistory:
-    turns: deque[TurnSpan] = field(default_factory=lambda: deque(maxlen=MAX_TURNS))
+    turns: deque[tuple[float, TurnSpan]] = field(default_factory=lambda: deque(maxlen=MAX_TURNS))  # when told of
     memory: deque[tuple[float, dict[str, int]]] = field(default_factory=lambda: deque(maxlen=MAX_TURNS))
 
 
@@ -55,31 +60,38 @@ class TurnWatch:
         if not isinstance(message, Stats):
             return
         now, history = self._clock(), self._nodes.setdefault(node, _NodeHistory())
-        history.turns.extend(sorted(message.spans, key=lambda span: span.started_s))
+        history.turns.extend((now, span) for span in sorted(message.spans, key=lambda span: span.started_s))
         history.memory.append((now, {item.model: item.kv_committed_bytes for item in message.instances}))
         self._forget(history, now)
 
-    def history(self) -> TurnHistory:
+    def history(self, after: float = 0.0) -> TurnHistory:
+        """Of the window, what was told of after this moment."""
         now = self._clock()
-        return TurnHistory(
-            window_s=WINDOW_S, nodes=[self._of_node(name, history, now) for name, history in self._nodes.items()]
-        )
+        nodes = [self._of_node(name, history, now, after) for name, history in self._nodes.items()]
+        return TurnHistory(window_s=WINDOW_S, now_s=now, nodes=nodes)
 
-    def _of_node(self, name: str, history: _NodeHistory, now: float) -> NodeTurns:
+    def _of_node(self, name: str, history: _NodeHistory, now: float, after: float) -> NodeTurns:
         self._forget(history, now)
+        new = [span for _, span in _since(history.turns, after)]
         return NodeTurns(
             node=name,
             turns=[
                 TurnRecord(
                     model=span.model, ago_s=round(now - span.started_s, 4), seconds=span.seconds, tokens=span.tokens
                 )
-                for span in history.turns
+                for span in new
             ],
-            memory=[MemoryRecord(ago_s=round(now - at, 3), kv_bytes=kv) for at, kv in history.memory],
+            memory=[MemoryRecord(ago_s=round(now - at, 3), kv_bytes=kv) for at, kv in _since(history.memory, after)],
         )
 
     def _forget(self, history: _NodeHistory, now: float) -> None:
-        while history.turns and history.turns[0].started_s < now - WINDOW_S:
+        while history.turns and history.turns[0][1].started_s < now - WINDOW_S:
             history.turns.popleft()
         while history.memory and history.memory[0][0] < now - WINDOW_S:
             history.memory.popleft()
+
+
+def _since(told: deque[tuple[float, Told]], after: float) -> list[tuple[float, Told]]:
+    """The latest, which are few; in their order."""
+    new = list(itertools.takewhile(lambda entry: entry[0] > after, reversed(told)))
+    return new[::-1]

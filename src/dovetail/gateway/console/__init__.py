@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from dovetail.errors import InvalidRequest
 from dovetail.gateway.endpoint import json_response, responses
 from dovetail.gateway.turn_history import TurnHistory, TurnWatch
 
@@ -47,12 +48,16 @@ def make_console_router(turns: TurnWatch) -> APIRouter:
     async def asset(name: str) -> Response:
         return answer(name)
 
-    async def list_turns() -> Response:
-        """Who held which device over the last minute, turn by turn."""
-        return json_response(turns.history())
+    async def list_turns(request: Request) -> Response:
+        """Who held which device over the last minute, turn by turn; with ?after=NOW_S of an answer, what is new."""
+        after = request.query_params.get("after", "0")
+        try:
+            return json_response(turns.history(float(after)))
+        except ValueError:
+            raise InvalidRequest(f"after: {after[:40]!r} is no number", param="after") from None
 
     router.add_api_route("/ui/{name}", asset, methods=["GET"], include_in_schema=False)
-    router.add_api_route("/api/turns", list_turns, methods=["GET"], responses=responses(TurnHistory, (401,)))
+    router.add_api_route("/api/turns", list_turns, methods=["GET"], responses=responses(TurnHistory, (400, 401)))
     return router
 
 

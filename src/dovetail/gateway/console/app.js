@@ -1,10 +1,11 @@
 // The page: three views over the server's own API. No state but the visitor's key, which stays in this tab.
 import { ask, events, problem } from "/ui/server.js";
-import { drawTurns } from "/ui/turns.js";
+import { drawTurns, forgetTurns } from "/ui/turns.js";
 
 const $ = (id) => document.getElementById(id);
 const VIEWS = ["chat", "models", "turns"];
-const POLL_MS = { models: 2000, turns: 1000 };
+const POLL_MS = { models: 2000, turns: 2000 };
+const IDLE_MS = 5000; // while the picture of turns is empty
 let conversation = [];
 let answering = null; // an AbortController while an answer comes
 let timer = null;
@@ -20,14 +21,15 @@ function show() {
 
 // Only the view that is seen asks, and not while the tab is hidden.
 async function poll(view) {
-  if (!document.hidden) {
-    try {
-      await (view === "models" ? showModels() : showTurns());
-    } catch (error) {
-      problem(error);
-    }
+  let wait_ms = POLL_MS[view];
+  try {
+    if (view === "models") await showModels();
+    else if (!(await showTurns())) wait_ms = IDLE_MS;
+  } catch (error) {
+    problem(error);
   }
-  if (!$(view).hidden) timer = setTimeout(poll, POLL_MS[view], view);
+  clearTimeout(timer);
+  if (!$(view).hidden && !document.hidden) timer = setTimeout(poll, wait_ms, view);
 }
 
 // Chat
@@ -185,8 +187,22 @@ $("add").addEventListener("submit", (event) => {
   change(() => ask("POST", "/api/models", body)).then(() => event.target.reset());
 });
 
-async function showTurns() {
-  drawTurns($("devices"), $("legend"), await ask("GET", "/api/turns"));
+let told_s = 0; // of turns, by the server's clock
+
+let asking = null; // one at a time, or the same news would come twice
+
+function showTurns() {
+  return (asking ??= takeNews().finally(() => (asking = null)));
+}
+
+async function takeNews() {
+  let news = await ask("GET", `/api/turns?after=${told_s}`);
+  if (news.now_s < told_s) {
+    forgetTurns();
+    news = await ask("GET", "/api/turns");
+  }
+  told_s = news.now_s;
+  return drawTurns($("devices"), $("legend"), news);
 }
 
 $("key").value = sessionStorage.getItem("key") || "";
@@ -196,5 +212,6 @@ $("key").addEventListener("change", () => {
   fillModels().catch(problem);
 });
 addEventListener("hashchange", show);
+document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : show()));
 show();
 fillModels().catch(problem);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
@@ -20,6 +21,7 @@ from dovetail.gateway.api import Message
 from dovetail.gateway.endpoint import json_response, read_body, request_body, responses
 from dovetail.gateway.replies import Usage
 from dovetail.gateway.respond import INLINE_REPORTS, EventStream, Taken, accounted, until_disconnect
+from dovetail.gateway.responses.background import BackgroundResponses
 from dovetail.gateway.responses.builder import Event, OutputBuilder
 from dovetail.gateway.responses.items import (
     IncompleteDetails,
@@ -60,6 +62,8 @@ def make_responses_router(service: Service) -> APIRouter:
     router.add_api_route(one, endpoints.show, methods=["GET"], responses=found)
     gone = responses(ResponseDeleted, (401, 404))
     router.add_api_route(one, endpoints.delete, methods=["DELETE"], responses=gone)
+    stopped = responses(ResponseRecord, (400, 401, 404))
+    router.add_api_route(f"{one}/cancel", endpoints.cancel, methods=["POST"], responses=stopped)
     items = responses(InputItems, (401, 404))
     router.add_api_route(f"{one}/input_items", endpoints.list_items, methods=["GET"], responses=items)
     return router
@@ -84,6 +88,7 @@ class ResponsesEndpoints:
     def __init__(self, service: Service, store: ResponseStore) -> None:
         self._service = service
         self._store = store
+        self._background = BackgroundResponses()
 
     async def create(self, request: Request) -> Response:
         """Answer, after an earlier response if one is named."""
@@ -91,12 +96,16 @@ class ResponsesEndpoints:
         body = await read_body(ResponsesRequest, request)
         owner = request.scope.get("state", {}).get("key", "")
         before = self._before(body, owner)
-        model = self._service.models.get(body.model)
+        model = await self._service.models.choose(body.model)
         context, default = self._service.context_limit(model), self._service.default_max_tokens(model)
         targets = targets_of(request, model)
         job = await chat_job(chat_of(body, before), model, uuid.uuid4().hex, context, targets, default_tokens=default)
         turn = _Turn(body, before, job, owner, int(time.time()))
-        return ResponsesResponse(self._service, self._store, turn)
+        response = ResponsesResponse(self._service, self._store, turn)
+        if not body.background:
+            return response
+        self._background.start(turn.id, owner, response.run_alone(request.scope), response.record_so_far)
+        return json_response(response.record_so_far())
 
     def _before(self, body: ResponsesRequest, owner: str) -> tuple[Message, ...]:
         if body.previous_response_id is None:
@@ -109,11 +118,21 @@ class ResponsesEndpoints:
             ) from error
 
     async def show(self, response_id: str, request: Request) -> Response:
-        """A response that is kept."""
-        return json_response(self._store.get(response_id, _owner(request)).record)
+        """A response that is kept, or is being made in the background."""
+        running = self._background.find(response_id, _owner(request))
+        return json_response(running or self._store.get(response_id, _owner(request)).record)
+
+    async def cancel(self, response_id: str, request: Request) -> Response:
+        """End a response that is being made in the background."""
+        await self._background.cancel(response_id, _owner(request))
+        record = self._store.get(response_id, _owner(request)).record
+        if not record.background:
+            raise InvalidRequest("Cannot cancel a synchronous response.", param="response_id")
+        return json_response(record)
 
     async def delete(self, response_id: str, request: Request) -> Response:
         """Forget a response."""
+        await self._background.cancel(response_id, _owner(request))
         self._store.remove(response_id, _owner(request))
         return json_response(ResponseDeleted(id=response_id))
 
@@ -157,6 +176,23 @@ class ResponsesResponse(Response):
                 headers = {key.decode(): value.decode() for key, value in headers_of(self._waits)}
                 await Response(text, headers=headers, media_type="application/json")(scope, receive, send)
 
+    async def run_alone(self, scope: Scope) -> None:
+        """While nobody waits; what becomes of it is kept."""
+        state = {key: value for key, value in scope.get("state", {}).items() if key != "trace"}  # that has ended
+        with accounted({"state": state}, self._turn.job) as taken:
+            self._usage = taken.usage
+            try:
+                await self._whole(taken)
+            except asyncio.CancelledError:
+                list(self._builder.close("incomplete"))
+                await self._keep(self._record("cancelled"))
+                raise
+            except RequestError as error:
+                await self._keep(self._failed(error))
+
+    def record_so_far(self) -> ResponseRecord:
+        return self._record("in_progress" if self._waits is not None else "queued")
+
     async def _whole(self, taken: Taken) -> bytes:
         async with aclosing(self._events(taken)) as events:
             async for _ in events:
@@ -189,9 +225,7 @@ class ResponsesResponse(Response):
         except RequestError as error:
             if not stream.out.has_started:
                 raise
-            failed = self._record("failed")
-            failed.error = ResponseError(code=error.code or error.kind, message=error.message)
-            await stream.send({"type": "response.failed", "response": failed.model_dump()})
+            await stream.send({"type": "response.failed", "response": self._failed(error).model_dump()})
         await stream.close()
 
     async def _events(self, taken: Taken, held: HeldStream | None = None) -> AsyncGenerator[Event, None]:
@@ -224,12 +258,20 @@ class ResponsesResponse(Response):
         record = self._record(self._status)
         record.usage = _usage_of(self._usage.total(), await self._reasoning_tokens())
         if record.store:
-            said = messages_of([Item.model_validate(_plain_item(item)) for item in self._builder.items])
-            conversation = (*self._turn.before, *messages_of(self._turn.body.items), *said)
-            size = _size_of(conversation) + len(await self._written(record, self._num_reports))
-            items = tuple(self._turn.body.items)
-            self._store.add(StoredResponse(record, items, conversation, self._turn.owner, size))
+            await self._keep(record)
         return record
+
+    async def _keep(self, record: ResponseRecord) -> None:
+        said = messages_of([Item.model_validate(_plain_item(item)) for item in self._builder.items])
+        conversation = (*self._turn.before, *messages_of(self._turn.body.items), *said)
+        size = _size_of(conversation) + len(await self._written(record, self._num_reports))
+        items = tuple(self._turn.body.items)
+        self._store.add(StoredResponse(record, items, conversation, self._turn.owner, size))
+
+    def _failed(self, error: RequestError) -> ResponseRecord:
+        failed = self._record("failed")
+        failed.error = ResponseError(code=error.code or error.kind, message=error.message)
+        return failed
 
     async def _reasoning_tokens(self) -> int:
         thoughts = "".join(item.content[0].text for item in self._builder.items if isinstance(item, Reasoning))
@@ -257,6 +299,7 @@ class ResponsesResponse(Response):
             text={"format": _plain(body.text.format) if body.text and body.text.format else {"type": "text"}},
             truncation=body.truncation or "disabled",
             store=body.store is not False,
+            background=bool(body.background),
         )
 
 

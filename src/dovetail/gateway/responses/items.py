@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from dovetail.gateway.replies import TokenEntry
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputText(BaseModel):
@@ -97,6 +97,7 @@ class ResponseRecord(BaseModel):
     text: dict[str, Any] = Field(default_factory=dict)
     truncation: Literal["auto", "disabled"] = "disabled"
     store: bool = True
+    background: bool = False
     usage: ResponseUsage | None = None
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.api import ChatRequest, JsonSchemaFormat, Message, ResponseFormat, StrictBody
+from dovetail.gateway.api import ChatRequest, JsonSchemaFormat, Message, ModelName, ResponseFormat, StrictBody
 from dovetail.gateway.options import check_options
 from dovetail.gateway.tools.schema import Function, FunctionName, NamedFunction, NamedTool, Tool
 
@@ -64,7 +64,7 @@ class Item(BaseModel):
 class ResponsesRequest(StrictBody):
     model_config = ConfigDict(extra="allow")
 
-    model: str = Field(min_length=1, max_length=512)
+    model: ModelName = None
     input: str | Annotated[list[Item], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
     previous_response_id: str | None = Field(default=None, max_length=128)
@@ -97,8 +97,10 @@ class ResponsesRequest(StrictBody):
     @model_validator(mode="after")
     def _check_together(self) -> ResponsesRequest:
         check_options(self.model_extra or {}, type(self).model_fields)
-        if self.background:
-            raise InvalidRequest("background is not supported: stream, or wait", param="background")
+        if self.background and self.store is False:
+            raise InvalidRequest("background can only be used when `store` is true", param="background")
+        if self.background and self.stream:
+            raise InvalidRequest("background and stream exclude each other", param="background")
         return self
 
     @property

