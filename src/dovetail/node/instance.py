@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from dovetail.node.batch import Batch
+from dovetail.node.rhythm import Rhythm
 from dovetail.node.work import Phase
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.placement import Hosting
@@ -40,9 +41,9 @@ class Instance(Batch):
         "op_running",
         "ops",
         "ordered_s",
+        "rhythm",
         "starved",
         "state",
-        "turns",
     )
 
     def __init__(
@@ -68,7 +69,7 @@ class Instance(Batch):
         self.idle_since_s = 0.0
         self.epoch = 0  # counts idle periods, so that a stale keep-alive timer is recognised
         self.busy_s = 0.0
-        self.turns = 0
+        self.rhythm = Rhythm()  # of its turns
 
     @property
     def can_run(self) -> bool:

@@ -252,9 +252,8 @@ class Node:
         """The iteration has ended; `finished` got their last token in it. `computed`: how many tokens are, of the
         prompts that it was spent on; None = as many as was asked. Returns those whose prompt has its token."""
         self.residency.now_s = now
-        instance, prompts, decodes = self.turns.end()
+        instance, prompts, decodes = self.turns.end(now)
         instance.busy_s += now - self.turn_started_s
-        instance.turns += 1
         if decodes:
             instance.decoded(now)
         if computed is None:

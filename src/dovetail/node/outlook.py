@@ -42,9 +42,18 @@ def demand_of(
         instance.demand, instance.demand_key = demand, key
         instance.newcomers.clear()
     demand.ready_s = ready_s
-    if instance.decodes:
-        demand.spoke_s = free_at_s
+    if instance.in_turn:
+        _foresee(instance, demand, free_at_s)
     return demand
+
+
+def _foresee(instance: Instance, demand: InstanceDemand, free_at_s: float) -> None:
+    """What will have happened when the turn under way is over."""
+    demand.turned_s = free_at_s
+    if instance.prompts:
+        demand.parted_s = free_at_s
+    if instance.decodes:
+        demand.spoke_s, demand.prompted_s = free_at_s, 0.0
 
 
 def _look(instance: Instance, loaded_s: float | None, pace_tokens: float, free_at_s: float) -> InstanceDemand:
@@ -58,6 +67,9 @@ def _look(instance: Instance, loaded_s: float | None, pace_tokens: float, free_a
         tpot_s=pace,
         blocked=loaded_s is not None,
         spoke_s=instance.spoke_s,
+        turned_s=instance.rhythm.turned_s,
+        parted_s=instance.rhythm.parted_s,
+        prompted_s=instance.rhythm.prompted_s,
     )
     _count(demand, instance, prefills, prefills)
     return demand

@@ -5,6 +5,7 @@ What a turn does to its requests is the node's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance, State
@@ -12,18 +13,35 @@ from dovetail.node.shares import Share, latest_prefill_s, left_s, splitting_s
 from dovetail.policy.headroom import INFINITY, choose_turn, guards_decodes, is_overtaken
 from dovetail.policy.parts import (
     MOST_PROMPTS,
-    SMOOTH_LIMIT,
     begins_by_s,
-    is_unhurried,
     least_s,
     part_limit_s,
     saves,
     tokens_within,
 )
+from dovetail.policy.rounds import may_compute, next_to_answer, part_between_s
 from dovetail.policy.shadow import TurnRule
 
 # The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
 MOMENT_S = 0.005
+
+
+class _Seat(NamedTuple):
+    """An instance as `policy.rounds` sees it."""
+
+    instance: Instance
+    turned_s: float
+    prompted_s: float
+    spoke_s: float
+    latest_s: float
+    decode_s: float  # of those who run: whoever waits is not in the next iteration
+
+    @classmethod
+    def of(cls, one: Instance, silence_s: float) -> _Seat:
+        latest_s, decode_s = min(one.running_due_s, one.spoke_s + silence_s), 0.0
+        if one.running:
+            decode_s = one.hosting.latency.decode_s(len(one.running), one.tokens) * one.overestimate
+        return cls(one, one.rhythm.turned_s, one.rhythm.prompted_s, one.spoke_s, latest_s, decode_s)
 
 
 class Turns:
@@ -32,6 +50,7 @@ class Turns:
         self.started_s = 0.0
         self.throttle = throttle  # instances rest so that none has more than this share of the device; 0 = never
         self._rule = rule
+        self._parted_s = 0.0  # when the last part of a prompt was computed
         self._ends_s: float | None = None  # when the turn under way should end, once somebody has asked
         self._active: list[Instance] = []  # can run and have work, in order of id
         self._almost: list[Instance] = []  # have work and could run but for a resize that is under way
@@ -41,10 +60,13 @@ class Turns:
         turn.instance.begin_turn(turn.prompts, decodes=turn.decodes)
         self.turn, self.started_s, self._ends_s = turn, now, None
 
-    def end(self) -> Turn:
+    def end(self, now: float) -> Turn:
         turn, self.turn = self.turn, None
         assert turn is not None, "no turn under way"
         turn.instance.end_turn()
+        turn.instance.rhythm.turn_ended(now - self.started_s, now, has_prompts=bool(turn.prompts), decodes=turn.decodes)
+        if turn.prompts:
+            self._parted_s = now
         return turn
 
     def free_at_s(self, now: float) -> float:
@@ -63,6 +85,8 @@ class Turns:
         runnable = candidates
         if self._almost:
             candidates = candidates + [one for one in self._almost if 0.0 <= one.op_end_s - now <= MOMENT_S]
+        if self._rule.smooths_answers and self._rule.part_s != INFINITY:
+            return self._in_rounds(candidates, now)
         chosen = choose_turn(candidates, now, self._rule.slack_s)
         if chosen is None or chosen in self._almost:
             return None
@@ -80,34 +104,37 @@ class Turns:
         return Turn(instance, (Share(first, first.computed, first.pending_tokens),), decodes=False)
 
     def _in_parts(self, chosen: Instance, runnable: Sequence[Instance], now: float) -> Turn:
-        """As much of the most urgent prompt as can be computed before the running requests of anybody have to go on; a
-        decode of those who would be late even so."""
-        prompter = self._prompter(chosen, runnable)
-        if prompter is None:
+        """Of the chosen one's first prompt, or a decode."""
+        if not chosen.waiting:
             return Turn(chosen)
+        return self._part_of(chosen, runnable, now, part_limit_s(self._rule.part_s, splitting_s(chosen)))
+
+    def _in_rounds(self, candidates: Sequence[Instance], now: float) -> Turn | None:
+        """A part of the most urgent prompt, or a decode of whoever has waited longest for one."""
+        seats = {one: _Seat.of(one, self._rule.max_silence_s) for one in candidates}
+        answering = [seat for one, seat in seats.items() if one.running]
+        prompting = [one for one in candidates if one.waiting]
+        prompter = min(prompting, key=lambda one: one.urgent_prefill_s(one.waiting[0]), default=None)
+        if prompter is not None and may_compute(seats[prompter], answering, self._parted_s):
+            seconds = part_between_s(seats[prompter], answering, self._rule.part_s, splitting_s(prompter))
+            runnable = [one for one in candidates if one not in self._almost]
+            return None if prompter in self._almost else self._part_of(prompter, runnable, now, seconds)
+        if not answering:
+            return None
+        chosen = next_to_answer(answering, now).instance
+        return None if chosen in self._almost else Turn(chosen)
+
+    def _part_of(self, prompter: Instance, runnable: Sequence[Instance], now: float, limit_s: float) -> Turn:
+        """As much of its first prompt as can be computed before the running requests of anybody have to go on, and in
+        so long; a decode of those who would be late even so."""
         first, decoding = prompter.waiting[0], {one: one.decode_s() for one in runnable if one.running}
         begins_s, strictest = self._begins(decoding, now)
-        remaining_s = left_s(prompter, first, first.computed) if decoding else 0.0
         if strictest is not None:
+            remaining_s = left_s(prompter, first, first.computed)
             part_s = least_s(prompter.hosting.latency, first.computed, first.pending_tokens) * prompter.overestimate
             if is_overtaken(now, part_s, latest_prefill_s(prompter, first, remaining_s), begins_s):
                 return Turn(strictest)
-        split = splitting_s(prompter)
-        seconds = min(part_limit_s(self._rule.part_s, split), begins_s - now)
-        if decoding and self._rule.smooths_answers and is_unhurried(now, remaining_s, first.due_s):
-            round_s = sum(decoding.values())
-            quiet = min(decoding, key=lambda one: one.spoke_s)
-            if now - quiet.spoke_s >= round_s:
-                return Turn(quiet)
-            seconds = min(seconds, max(round_s, SMOOTH_LIMIT * split))
-        return self._turn_of_parts(prompter, seconds)
-
-    def _prompter(self, chosen: Instance, runnable: Sequence[Instance]) -> Instance | None:
-        """Whose prompts may be computed now."""
-        if chosen.waiting or not self._rule.smooths_answers:
-            return chosen if chosen.waiting else None
-        waiting = [one for one in runnable if one.waiting]
-        return min(waiting, key=lambda one: one.urgent_prefill_s(one.waiting[0]), default=None)
+        return self._turn_of_parts(prompter, min(limit_s, begins_s - now))
 
     def _begins(self, decoding: Mapping[Instance, float], now: float) -> tuple[float, Instance | None]:
         """When somebody has to decode, and who comes first; who is late already waits for its turn like anybody."""

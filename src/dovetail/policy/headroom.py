@@ -72,6 +72,9 @@ class InstanceDemand:
     frees_bytes: float = 0.0  # memory that running it to its end is expected to free
     ready_s: float = 0.0  # it takes no turn before: its weights arrive, or its pool is being resized
     spoke_s: float = INFINITY  # when its running requests had their last token, the earliest of these times
+    turned_s: float = 0.0  # when its last turn ended
+    parted_s: float = 0.0  # likewise, of those that computed a part of a prompt
+    prompted_s: float = 0.0  # of its prompts, computed since its running requests had a token
     prefills: tuple[Prefill, ...] = ()  # most urgent first, their deadlines as they will be after a load
     grown_s: float = 0.0  # one iteration when its contexts will have grown
 

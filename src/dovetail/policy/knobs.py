@@ -71,7 +71,8 @@ class Knobs:
     # model would be late. inf: a prompt is one turn.
     part_s: float = float("inf")
     pack_prompts: bool = False  # with part_s: several prompts of a model in one iteration where that saves time
-    smooth_answers: bool = False  # with part_s: prompts that have time leave half of the device to answers
+    # With part_s: models that answer take turns, and between two parts of prompts each has one, whatever is due later.
+    smooth_answers: bool = False
     mix_decodes: bool = False  # with part_s: running requests of the model have a token in the same iteration
     max_silence_s: float = float("inf")  # within an answer: longer ones are no more admitted than late tokens
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides

@@ -12,8 +12,7 @@ from dovetail.policy.latency import Latency, prompt_s
 FEWEST_TOKENS = 16  # of a part: fewer would cost nearly as much
 STEP_TOKENS = 16  # parts are multiples of it: a KV block
 PACKED_SHARE = 0.9  # of the time that two prompts take one by one: they share an iteration if it takes no longer
-UNHURRIED = 3.0  # times what is left of a prompt: it is due no sooner
-SPLIT_LIMIT, SMOOTH_LIMIT = 8.0, 3.0  # parts take no less than so many times what splitting costs
+SPLIT_LIMIT = 8.0  # parts take no less than so many times what splitting costs
 MOST_PROMPTS = 32  # in one iteration
 
 
@@ -31,7 +30,9 @@ def tokens_within(latency: Latency, start: int, pending: int, seconds: float) ->
         else:
             exceeds = middle
     tokens = fits * STEP_TOKENS
-    return tokens if pending - tokens >= FEWEST_TOKENS else pending
+    if pending - tokens >= FEWEST_TOKENS:
+        return tokens
+    return tokens - STEP_TOKENS if tokens > FEWEST_TOKENS else pending  # no crumbs
 
 
 def least_s(latency: Latency, start: int, pending: int) -> float:
@@ -50,6 +51,14 @@ def part_limit_s(part_s: float, split: float) -> float:
     return max(part_s, SPLIT_LIMIT * split)
 
 
+def in_steps_s(seconds: float, least: float, split: float) -> float:
+    """What a part takes that is given so long: as many steps as fit, the smallest part being one."""
+    step_s = least - split
+    if seconds <= least or step_s <= 0.0:
+        return max(seconds, least)
+    return split + int((seconds - split) / step_s) * step_s
+
+
 def in_parts_s(seconds: float, part_s: float, split: float) -> float:
     """What takes so long in one piece, in parts."""
     limit_s = part_limit_s(part_s, split)
@@ -65,11 +74,6 @@ def begins_by_s(decodes: Sequence[tuple[float, float]]) -> float:
         total_s += seconds
         begins_s = min(begins_s, latest_s - total_s)
     return begins_s
-
-
-def is_unhurried(now: float, left_s: float, due_s: float) -> bool:
-    """Whether a prompt with so much left has time to share the device with answers that are not due yet."""
-    return now + UNHURRIED * left_s < due_s
 
 
 def saves(latency: Latency, tokens: int, more: int) -> bool:

@@ -22,7 +22,8 @@ from dovetail.policy.headroom import (
     is_overcommitted,
     is_overtaken,
 )
-from dovetail.policy.parts import begins_by_s, in_parts_s, part_limit_s
+from dovetail.policy.parts import begins_by_s, in_parts_s, in_steps_s, part_limit_s
+from dovetail.policy.rounds import may_compute, next_to_answer, part_between_s
 
 # A bound on what one validation costs. It is reached only where prefills wait by the dozen.
 MAX_TURNS = 192
@@ -40,7 +41,11 @@ class TurnRule:
     part_s: float = INFINITY  # prompts are computed in parts of about so long; INFINITY: whole
     packs_prompts: bool = False  # several of them in one iteration where that saves time: played one by one
     mixes_decodes: bool = False  # running requests have a token in the same iteration: played one after the other
-    smooths_answers: bool = False  # prompts that have time leave half of the device to answers: not played
+    smooths_answers: bool = False  # models that answer take turns, see `policy.rounds`
+
+    @property
+    def in_rounds(self) -> bool:
+        return self.smooths_answers and self.part_s != INFINITY
 
 
 class _Player:
@@ -58,10 +63,12 @@ class _Player:
         "left_s",
         "next",
         "prefills",
+        "prompted_s",
         "ready_s",
         "rule",
         "spoke_s",
         "tpot_s",
+        "turned_s",
         "urgent_s",
     )
 
@@ -72,6 +79,8 @@ class _Player:
         self.decode_s = demand.decode_s
         self.due_s = demand.decode_deadline_s  # of its running requests
         self.spoke_s = demand.spoke_s
+        self.turned_s = demand.turned_s
+        self.prompted_s = demand.prompted_s
         self.tpot_s = demand.tpot_s
         self.ready_s = demand.ready_s
         self.prefills: Sequence[Prefill] = demand.prefills
@@ -145,6 +154,11 @@ class _Player:
             self._look_at(first)
         return spent_s
 
+    def turned(self, spent_s: float, clock: float) -> None:
+        """A turn of so long that was spent on a prompt has ended."""
+        self.turned_s = clock
+        self.prompted_s += spent_s
+
     def prefill(self) -> Prefill:
         done = self.prefills[self.next]
         self.next += 1
@@ -167,7 +181,8 @@ class _Player:
 
     def decode(self, times: int, clock: float) -> None:
         self.due_s += times * self.tpot_s
-        self.spoke_s = clock
+        self.spoke_s = self.turned_s = clock
+        self.prompted_s = 0.0
         self.is_settled = True
         self.look_ahead()
 
@@ -216,7 +231,7 @@ def _infeasible(demands: Sequence[InstanceDemand], candidate: Candidate, start_s
 class _Play:
     """The node's next turns with the candidate on it."""
 
-    __slots__ = ("_awaited", "_last_ready_s", "_players", "_round_s", "_rule", "_waiting")
+    __slots__ = ("_awaited", "_last_ready_s", "_parted_s", "_players", "_round_s", "_rule", "_waiting")
 
     def __init__(self, demands: Sequence[InstanceDemand], target: int, candidate: Candidate, rule: TurnRule) -> None:
         joined = _Player(demands[target], rule)
@@ -227,30 +242,39 @@ class _Play:
         self._round_s = sum(one.decode_s for one in self._players)
         self._waiting = sum(len(one.prefills) for one in self._players)
         self._last_ready_s = max(one.ready_s for one in self._players)
+        self._parted_s = max(one.parted_s for one in demands)  # when the last part of a prompt was computed
 
     def run(self, clock: float) -> Refusal | None:
         for _ in range(MAX_TURNS):
             ready = self._players
             if self._last_ready_s > clock:
                 ready = [one for one in ready if one.ready_s <= clock]
-            chosen = choose_turn(ready, clock, self._rule.slack_s)
+            until_s = INFINITY
+            if self._rule.in_rounds:
+                chosen, until_s, clock = self._in_rounds(ready, clock)
+            else:
+                chosen = choose_turn(ready, clock, self._rule.slack_s)
             if chosen is None:
                 if self._last_ready_s <= clock:
                     return None
                 clock = min(one.ready_s for one in self._players if one.ready_s > clock)
                 continue
-            is_prefill = chosen.prefills_next(clock)
-            until_s = INFINITY
+            is_prefill = until_s > 0.0 and chosen.prefills_next(clock)
             if is_prefill and self._rule.part_s != INFINITY:
-                chosen, until_s = self._overtaking(chosen, ready, clock)
+                chosen, latest_s = self._overtaking(chosen, ready, clock)
+                until_s = min(until_s, latest_s)
                 is_prefill = until_s > 0.0
             if is_prefill:
                 left_s = chosen.left_s
                 if clock + left_s > until_s and (part_s := chosen.part_of(until_s - clock)) < left_s:
                     clock += part_s
+                    chosen.turned(part_s, clock)
+                    self._parted_s = clock
                     continue
                 done = chosen.prefill()
                 clock += left_s
+                chosen.turned(left_s, clock)
+                self._parted_s = clock
                 if clock > done.due_s:
                     return Refusal.FIRST_TOKEN_LATE if done is self._awaited else Refusal.NEIGHBOUR_LATE
                 self._prefilled(chosen, done, clock)
@@ -260,12 +284,60 @@ class _Play:
                 if chosen.is_settled and (skipped := self._skip_rounds(ready, clock)) > clock:
                     clock = skipped
                     continue
-                times = self._in_a_row(chosen, ready, clock)
+                times = 1 if self._rule.in_rounds else self._in_a_row(chosen, ready, clock)
                 clock += times * chosen.decode_s
                 chosen.decode(times, clock)
             if not self._waiting and self._is_over(clock):
                 return None
         return None if self._awaited is None else Refusal.FIRST_TOKEN_LATE
+
+    def _in_rounds(self, ready: Sequence[_Player], clock: float) -> tuple[_Player | None, float, float]:
+        """Whose turn it is by `policy.rounds`; until when it computes a part of its prompt, 0 if it decodes; and the
+        time, which is later if rounds could be played as one."""
+        answering = [one for one in ready if one.due_s != INFINITY]
+        prompting = [one for one in ready if one.next < len(one.prefills)]
+        prompter = min(prompting, key=lambda one: one.prefills[one.next].urgent_s, default=None)
+        if prompter is None or not may_compute(prompter, answering, self._parted_s):
+            return next_to_answer(answering, clock) if answering else None, 0.0, clock
+        if not answering:
+            return prompter, INFINITY, clock
+        first = prompter.prefills[prompter.next]
+        part_s = part_between_s(prompter, answering, self._rule.part_s, first.split_s)
+        part_s = in_steps_s(part_s, first.part_s, first.split_s)
+        clock = self._skip_parts(prompter, answering, part_s, clock)
+        return prompter, clock + part_s, clock
+
+    def _skip_parts(self, prompter: _Player, answering: Sequence[_Player], part_s: float, clock: float) -> float:
+        """The time after the rounds that certainly lie before the last parts of its prompt, each with a part so long:
+        they are played as one while nobody gets late in them."""
+        first, others_s = prompter.prefills[prompter.next], sum(one.decode_s for one in answering)
+        parts, round_s = 1, part_s + others_s  # of a round, in which everyone else has as many tokens, itself one
+        if prompter.due_s != INFINITY:  # between two tokens of its own there are parts for about as long
+            others_s -= prompter.decode_s
+            parts = max(-int(-prompter.decode_s // part_s), 1)
+            round_s = parts * part_s + prompter.decode_s + (parts + 1 if len(answering) > 1 else 0) * others_s
+        gain_s = parts * (part_s - first.split_s)
+        if gain_s <= 0.0 or round_s > self._rule.max_silence_s:
+            return clock
+        rounds = (first.seconds - prompter.begun_s) / gain_s - 1.0
+        if self._last_ready_s > clock:
+            first_ready = min(one.ready_s for one in self._players if one.ready_s > clock)
+            rounds = min(rounds, (first_ready - clock) / round_s)
+        own, others = 1, parts + 1 if prompter.due_s != INFINITY else 1
+        for one in answering:
+            loses_s = round_s - (own if one is prompter else others) * one.tpot_s
+            spare_s = one.latest_s - clock - round_s
+            if spare_s < max(loses_s, 0.0) * rounds:
+                rounds = spare_s / loses_s if loses_s > 0.0 else 0.0
+        whole = int(rounds)
+        if whole < 1:
+            return clock
+        clock += whole * round_s
+        prompter.begun_s += whole * gain_s
+        for one in answering:
+            one.decode(whole * (own if one is prompter else others), clock)
+        prompter.turned_s = self._parted_s = clock
+        return clock
 
     def _overtaking(self, chosen: _Player, ready: Sequence[_Player], clock: float) -> tuple[_Player, float]:
         """Who computes: the chosen one its prompt, until the time that is returned, or, with 0, somebody who decodes
@@ -310,6 +382,8 @@ class _Play:
         """The time after the rounds of decodes that certainly lie before the next prefill or the next instance that
         gets ready. Once everyone has had a token in time they are played as one: by case 3 each round leaves everyone
         better off."""
+        if self._rule.in_rounds and any(one.next < len(one.prefills) for one in ready):
+            return clock
         urgent = INFINITY
         for one in ready:
             if one.urgent_s < urgent and one.next < len(one.prefills):

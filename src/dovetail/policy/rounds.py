@@ -1,0 +1,72 @@
+"""Whose turn it is where answers are smooth: models that answer take turns, and between two parts of prompts each of
+them has one, so that an answer waits for one turn of each other model at most. Knows nothing of requests.
+
+The node asks this for real and shadow validation for play.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from dovetail.policy.headroom import INFINITY
+from dovetail.policy.parts import part_limit_s
+
+SMOOTH_LIMIT = 3.0  # a part between two rounds takes no less than so many times what splitting costs
+
+
+class Rotating(Protocol):
+    """A model that could have the next turn."""
+
+    @property
+    def turned_s(self) -> float: ...  # when its last turn ended
+
+    @property
+    def prompted_s(self) -> float: ...  # of its own prompts, computed since its running requests had a token
+
+    @property
+    def spoke_s(self) -> float: ...  # when they had it; INFINITY: none runs
+
+    @property
+    def latest_s(self) -> float: ...  # when they must have the next one
+
+    @property
+    def decode_s(self) -> float: ...  # what that takes
+
+
+RotatingT = TypeVar("RotatingT", bound=Rotating)
+
+
+def may_compute(prompter: Rotating, answering: Sequence[Rotating], parted_s: float) -> bool:
+    """Whether a part of its prompt may be next, the last part of anybody's having ended then. Everyone else who answers
+    has had a token since, and a turn since the prompter's last one; its own answers have half of its time."""
+    for one in answering:
+        if one is prompter:
+            if one.prompted_s >= one.decode_s:
+                return False
+        elif one.spoke_s < parted_s or one.turned_s < prompter.turned_s:
+            return False
+    return True
+
+
+def next_to_answer(answering: Sequence[RotatingT], now: float) -> RotatingT:
+    """Whose turn was longest ago; before it somebody who would be late otherwise, unless it is late itself."""
+    oldest = strictest = answering[0]
+    strictest_s = INFINITY
+    for one in answering:
+        if one.turned_s < oldest.turned_s:
+            oldest = one
+        if now <= one.latest_s < strictest_s:
+            strictest, strictest_s = one, one.latest_s
+    if oldest.latest_s < now:
+        return oldest
+    return strictest if now + oldest.decode_s + strictest.decode_s > strictest_s else oldest
+
+
+def part_between_s(prompter: Rotating, answering: Sequence[Rotating], part_s: float, split: float) -> float:
+    """How long a part is at most: with it a round of the others takes twice as long, and no more."""
+    limit_s = part_limit_s(part_s, split)
+    if not answering:
+        return limit_s
+    others_s = sum(one.decode_s for one in answering if one is not prompter)
+    return min(limit_s, max(others_s or prompter.decode_s, SMOOTH_LIMIT * split))
