@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from edge_server import Edge, running_edge
 
-from dovetail.bench.abuse import _seen
+from dovetail.bench.abuse import CaseResult, _attackers, _seen
 from dovetail.bench.abuse_cases import CASES, Target, case
+from dovetail.bench.abuse_noise import NICENESS
 from dovetail.bench.abuse_probe import Samples
 
 KEYS = [{"name": "noisy", "key": "sk-noisy"}, {"name": "probe", "key": "sk-probe"}]
@@ -44,3 +46,19 @@ def test_what_the_probe_saw_is_told_in_milliseconds() -> None:
     assert (seen.live_p50, seen.live_p99, seen.live_max) == (1.0, 500.0, 500.0)
     assert (seen.gap_p50, seen.gap_max, seen.failures) == (20.0, 30.0, 1)
     assert _seen(Samples()).live_p99 == 0.0
+
+
+def test_gaps_are_told_in_token_times_of_the_stream_alone() -> None:
+    before, during = Samples(gaps=[0.02] * 9 + [0.05]), Samples(gaps=[0.03] * 9 + [0.06])
+    result = CaseResult("nothing", "", _seen(before), _seen(during), 0, 0, 0)
+    assert (result.token_ms, result.p99_tokens, result.longest_tokens) == (20.0, 3.0, 3.0)
+
+
+def test_attackers_are_a_process_of_low_priority_that_says_when_its_noise_is_over(edge: Edge, tmp_path: Path) -> None:
+    with _attackers(edge.url, "looping", tmp_path) as make_noise:
+        (child,) = [one for one in psutil.Process().children() if "dovetail.bench.abuse_noise" in one.cmdline()]
+        is_over = make_noise("wrong-ids", 0.2)
+        while not is_over():
+            pass
+        assert child.nice() == min(psutil.Process().nice() + NICENESS, 19)
+    assert not child.is_running()

@@ -1,10 +1,11 @@
 """A server with noisy neighbours: what a well-behaved client sees before and during each kind of noise, and what the
-gateway's memory does. A real server process with two models and two keys; a probe in a process of its own."""
+gateway's memory does. A real server process with two models and two keys; probe and attackers in processes of their
+own, the attackers' at low priority."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import select
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import IO, Any
 import msgspec
 import psutil
 
-from dovetail.bench.abuse_cases import CASES, Target
+from dovetail.bench.abuse_cases import CASES
 from dovetail.bench.abuse_probe import Samples
 from dovetail.bench.safetensors_writer import write_safetensors
 from dovetail.bench.sample_checkpoints import Shape
@@ -27,6 +28,7 @@ from dovetail.store import Catalogue
 
 _NOISY, _PROBED = "noisy", "probed"
 _SETTLE_S = 2.0
+_LOOK_S = 0.05  # how often the gateway's memory is looked at
 _ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 _START_TIMEOUT_S = 120.0
 
@@ -52,8 +54,24 @@ class CaseResult(msgspec.Struct, frozen=True):
     memory_peak: int
     memory_after: int  # some seconds later
 
+    @property
+    def token_ms(self) -> float:
+        """What a token of the stream takes, alone."""
+        return max(self.before.gap_p50, 0.01)
+
+    @property
+    def p99_tokens(self) -> float:
+        """The 99th percentile of its gaps during the noise, in that."""
+        return self.during.gap_p99 / self.token_ms
+
+    @property
+    def longest_tokens(self) -> float:
+        """The longest of them, likewise."""
+        return self.during.gap_max / self.token_ms
+
 
 Step = Callable[[CaseResult], None]  # told as soon as a case is over
+MakeNoise = Callable[[str, float], Callable[[], bool]]  # a case for so long; what comes back waits a little for its end
 
 
 def run_cases(model: str, names: Sequence[str], seconds: float, tpot_ms: float, step: Step) -> list[CaseResult]:
@@ -71,40 +89,30 @@ def _run_all(
     seconds: float,
     step: Step,
 ) -> list[CaseResult]:
-    with served as (process, url), _probe(url) as ask:
+    with served as (process, url), _probe(url) as ask, _attackers(url, looping, folder) as make_noise:
         gateway = psutil.Process(process.pid)
-        target = Target(url, "sk-noisy", _NOISY, looping, "sk-probe", folder)
         ask()
         time.sleep(2 * _SETTLE_S)  # both models are loaded by now
         results = []
         for name in names:
-            results.append(_run_case(name, target, seconds, ask, gateway))
+            results.append(_run_case(name, make_noise, seconds, ask, gateway))
             step(results[-1])
         return results
 
 
 def _run_case(
-    name: str, target: Target, seconds: float, ask: Callable[[], Samples], gateway: psutil.Process
+    name: str, make_noise: MakeNoise, seconds: float, ask: Callable[[], Samples], gateway: psutil.Process
 ) -> CaseResult:
-    what, noise = CASES[name]
     ask()
     time.sleep(seconds)
     before, memory_before = ask(), gateway.memory_info().rss
-    peak = asyncio.run(_with_peak(noise(target, time.monotonic() + seconds), gateway))
+    is_over, peak = make_noise(name, seconds), 0
+    while not is_over():
+        peak = max(peak, gateway.memory_info().rss)
     during = ask()
     time.sleep(_SETTLE_S)
     memory_after = gateway.memory_info().rss
-    return CaseResult(name, what, _seen(before), _seen(during), memory_before, peak, memory_after)
-
-
-async def _with_peak(noise: object, gateway: psutil.Process) -> int:
-    task = asyncio.ensure_future(noise)  # type: ignore[call-overload]
-    peak = 0
-    while not task.done():
-        peak = max(peak, gateway.memory_info().rss)
-        await asyncio.wait({task}, timeout=0.05)
-    task.result()
-    return peak
+    return CaseResult(name, CASES[name][0], _seen(before), _seen(during), memory_before, peak, memory_after)
 
 
 def _seen(samples: Samples) -> Seen:
@@ -181,4 +189,31 @@ def _probe(url: str) -> Iterator[Callable[[], Samples]]:
         yield ask
     finally:
         process.stdin.close()
+        process.wait(_START_TIMEOUT_S)
+
+
+@contextmanager
+def _attackers(url: str, looping: str, folder: Path) -> Iterator[MakeNoise]:
+    command = [sys.executable, "-m", "dovetail.bench.abuse_noise"]
+    command += [url, "sk-noisy", _NOISY, looping, "sk-probe", str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    said, heard = process.stdin, process.stdout
+
+    def make_noise(name: str, seconds: float) -> Callable[[], bool]:
+        print(name, seconds, file=said, flush=True)
+        return is_over
+
+    def is_over() -> bool:
+        if not select.select([heard], [], [], _LOOK_S)[0]:
+            return False
+        if not heard.readline():
+            raise EngineFailed(f"the attackers ended with code {process.wait(_START_TIMEOUT_S)}")
+        return True
+
+    try:
+        yield make_noise
+    finally:
+        said.close()
         process.wait(_START_TIMEOUT_S)

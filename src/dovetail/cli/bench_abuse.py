@@ -22,7 +22,11 @@ def abuse(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """What clients see while another one misbehaves: the time of /live and the gaps in another model's stream.
+    """What clients see while another one misbehaves: the time of /live and the gaps in another model's stream, in
+    milliseconds and in token times of that stream alone.
+
+    Attackers are a process of its own with a low priority (nice 10), so that what they compute themselves takes little
+    from the server. On a machine of few cores `busy-core` shows what is left of that.
 
     Example: dovetail bench abuse smollm2-135m-instruct --case tokenize --case half-bodies
     """
@@ -42,15 +46,18 @@ def abuse(
 def _say(done: CaseResult) -> None:
     before, during = done.before, done.during
     live, gap = f"{before.live_p99:.0f} → {during.live_p99:.0f}", f"{before.gap_p99:.0f} → {during.gap_p99:.0f}"
-    print(f"{done.name}: /live p99 {live} ms, stream p99 {gap} ms", file=sys.stderr, flush=True)
+    tokens = f"{done.p99_tokens:.1f} token times of {done.token_ms:.1f} ms, longest {done.longest_tokens:.1f}"
+    print(f"{done.name}: /live p99 {live} ms, stream p99 {gap} ms, {tokens}", file=sys.stderr, flush=True)
 
 
 def _print(results: list[CaseResult]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, caption="milliseconds, before → during; memory of the gateway")
-    for heading in ("case", "/live p50", "p99", "max", "stream p50", "p99", "max", "failed", "memory, peak, after"):
+    caption = "milliseconds, before → during; gaps in token times: of the stream alone (p50 before); gateway's memory"
+    table = Table(box=None, pad_edge=False, caption=caption)
+    headings = ("case", "/live p50", "p99", "max", "stream p50", "p99", "max", "p99, max in token times")
+    for heading in (*headings, "failed", "memory, peak, after"):
         table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
     for each in results:
         times = [
@@ -58,5 +65,6 @@ def _print(results: list[CaseResult]) -> None:
             for field in ("live_p50", "live_p99", "live_max", "gap_p50", "gap_p99", "gap_max")
         ]
         memory = ", ".join(human_bytes(size) for size in (each.memory_before, each.memory_peak, each.memory_after))
-        table.add_row(each.name, *times, str(each.during.failures), memory)
+        tokens = f"{each.p99_tokens:.1f}, {each.longest_tokens:.1f}"
+        table.add_row(each.name, *times, tokens, str(each.during.failures), memory)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
