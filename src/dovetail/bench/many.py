@@ -55,6 +55,7 @@ class Outcome(msgspec.Struct, frozen=True):
     samples: list[Sample]
     event_log: str | None
     answers: list[Answer] = []
+    turn_overhead_p50_s: dict[str, float] = {}  # by node: between two iterations, of the last ones, by the server
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -153,6 +154,9 @@ def run_one(
         samples=sampler.samples,
         event_log=str(contender.event_log) if contender.event_log is not None else None,
         answers=answers,
+        turn_overhead_p50_s={
+            labels["node"]: value for labels, value in metrics.get("dovetail:turn_overhead_p50_seconds", ())
+        },
     )
 
 
