@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean, pstdev
 from typing import cast
 
 import pytest
@@ -19,9 +21,10 @@ from dovetail.cluster.starting import _displace
 from dovetail.policy.placement import Hosting
 from dovetail.profiles.storage import SLLM_CLUSTER, Storage, Tier
 from dovetail.sim.metrics import Fate
-from dovetail.sim.serverlessllm import SCHEDULERS, Cell, build_cell, run_cell
+from dovetail.sim.serverlessllm import SCHEDULERS, Cell, arrivals_of, build_cell, run_cell
 from dovetail.sim.setup import _by_tier
 from dovetail.sim.tiers import Machine
+from dovetail.sim.trace import Arrival
 
 GIB = 2**30
 STORAGE = Storage("test", 25 * GIB, 45 * GIB, 20.0 * GIB, 5.0 * GIB, 1.0 * GIB)
@@ -100,6 +103,21 @@ def test_figures_are_printed_beside_the_papers_numbers() -> None:
     rows = json.loads(CliRunner().invoke(app, words).stdout)
     assert {row["GPUs"] for row in rows} == {1, 2, 3, 4}
     assert "mean 4 s" in {row["published"] for row in rows}
+
+
+def test_bursts_are_of_all_models_or_of_each() -> None:
+    burstiness = {}
+    for is_per_model in (False, True):
+        arrivals = arrivals_of(Cell("8", "random", rps=1.4, cv=8.0, is_per_model=is_per_model), seed=0)
+        assert len(arrivals) == 924
+        assert [one.arrival_s for one in arrivals] == sorted(one.arrival_s for one in arrivals)
+        burstiness[is_per_model] = fmean(cv_of(arrivals, model) for model in range(3))
+    assert burstiness[True] > 1.4 * burstiness[False], "of bursts of all of them each model gets a part"
+
+
+def cv_of(arrivals: list[Arrival], model: int) -> float:
+    gaps = [after.arrival_s - at.arrival_s for at, after in pairwise(one for one in arrivals if one.model == model)]
+    return pstdev(gaps) / fmean(gaps)
 
 
 # The same code between real workers

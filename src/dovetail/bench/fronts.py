@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -33,16 +34,20 @@ class Way(msgspec.Struct, frozen=True):
     leader_us: float  # CPU time of the leading gateway for a token
     front_us: float  # of the front
     worker_us: float  # of the worker
+    client_us: float  # of the readers, which are one process
 
 
-def measure(model: str, streams: int, max_tokens: int, runs: int, store: str) -> list[Way]:
-    """Ways one after another, `runs` times round, the fastest of each."""
+def measure(model: str, streams: int, max_tokens: int, runs: int, store: str, *, pins: bool = False) -> list[Way]:
+    """Ways one after another, `runs` times round, the fastest of each. `pins`: gateways, worker and readers have a core
+    each, as far as there are cores."""
     with TemporaryDirectory(prefix="dovetail-") as folder:
         leader, front = _contenders(model, Path(folder), store)
         with (
             running(leader, Path(folder) / "leader.log") as first,
             running(front, Path(folder) / "front.log") as second,
         ):
+            if pins:
+                _pin(first.pid, second.pid, _worker_of(first).pid, os.getpid())
             ways = {"leader": [first], "front": [second], "both": [first, second]}
             best: dict[str, Way] = {}
             for attempt in range(runs + 1):  # the first one loads the model
@@ -68,15 +73,24 @@ def _contenders(model: str, folder: Path, store: str) -> tuple[Contender, Conten
 def _stream_through(
     name: str, servers: list[Running], both: tuple[Running, Running], streams: int, max_tokens: int
 ) -> Way:
-    workers = psutil.Process(both[0].pid).children()
-    worker = next(one for one in workers if "dovetail.worker" in one.cmdline())
-    pids = (both[0].pid, both[1].pid, worker.pid)
+    pids = (both[0].pid, both[1].pid, _worker_of(both[0]).pid, os.getpid())
     before = [_cpu_s(pid) for pid in pids]
     began = time.monotonic()
     tokens = asyncio.run(_read_all([server.url for server in servers], streams, max_tokens))
     seconds = time.monotonic() - began
     spent = [1e6 * (_cpu_s(pid) - at) / tokens for pid, at in zip(pids, before, strict=True)]
     return Way(name, tokens, seconds, tokens / seconds, *spent)
+
+
+def _worker_of(leader: Running) -> psutil.Process:
+    return next(one for one in psutil.Process(leader.pid).children() if "dovetail.worker" in one.cmdline())
+
+
+def _pin(*pids: int) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    for index, pid in enumerate(pids):
+        for thread in psutil.Process(pid).threads():
+            os.sched_setaffinity(thread.id, {cores[index % len(cores)]})
 
 
 def _cpu_s(pid: int) -> float:

@@ -26,6 +26,7 @@ from dovetail.local_token import token_for
 
 _OURS = (sys.executable, "-c", "from dovetail.cli.main import main; main()")
 WARM_UP_TOKENS = 12  # of every stream before a node is drained
+LATELY = 16  # gaps that a token time is the median of: it grows with the batch, which a drain changes
 
 
 @dataclass
@@ -36,7 +37,8 @@ class Stream:
 
 class MigrationReport(msgspec.Struct, frozen=True):
     streams: int
-    moved: int
+    moved: int  # streams
+    moves: int  # of them all
     identical: int  # texts that are the same as undisturbed
     token_p50_s: float  # between two tokens before anything moved
     pause_p50_s: float  # between the last token of the source and the first of the destination
@@ -45,10 +47,13 @@ class MigrationReport(msgspec.Struct, frozen=True):
     pause_p99_tokens: float
     rounds_p50: float  # of tokens that the destination computed
     gap_p50: float  # tokens that were left for the end
-    drain_s: float  # until nothing was left on the node
+    drain_s: float  # until nothing was left on the node, all drains together
 
 
-def measure(model: str, streams: int, max_tokens: int, prompt_words: int, nodes: int, store: str) -> MigrationReport:
+def measure(
+    model: str, streams: int, max_tokens: int, prompt_words: int, nodes: int, store: str, drains: int = 1
+) -> MigrationReport:
+    """`drains`: so many nodes are emptied, one after the other; of two nodes, the second time all streams move."""
     with TemporaryDirectory(prefix="dovetail-bench-") as folder:
         log = Path(folder) / "events.jsonl"
         contender = _server(model, nodes, Path(folder), log, store)
@@ -57,7 +62,7 @@ def measure(model: str, streams: int, max_tokens: int, prompt_words: int, nodes:
             plain, _ = asyncio.run(_read_all(server.url, model, streams, max_tokens, prompt_words))
             before = _num_arrivals(log)
             moving, drain_s = asyncio.run(
-                _read_all(server.url, model, streams, max_tokens, prompt_words, is_drained=True)
+                _read_all(server.url, model, streams, max_tokens, prompt_words, drains=drains)
             )
         return _report(plain, moving, _moves(log, before), drain_s)
 
@@ -79,7 +84,7 @@ def _server(model: str, nodes: int, folder: Path, log: Path, store: str) -> Cont
 
 
 async def _read_all(
-    url: str, model: str, count: int, max_tokens: int, prompt_words: int, *, is_drained: bool = False
+    url: str, model: str, count: int, max_tokens: int, prompt_words: int, *, drains: int = 0
 ) -> tuple[list[Stream], float]:
     """Streams that begin one after the other, so that the log numbers them in order."""
     streams = [Stream() for _ in range(count)]
@@ -91,10 +96,11 @@ async def _read_all(
             tasks.append(asyncio.create_task(_read(client, model, prompt, max_tokens, stream)))
             while not stream.times_s and not tasks[-1].done():
                 await asyncio.sleep(0.002)
-        if is_drained:
+        if drains:
             while min(len(one.times_s) for one in streams) < WARM_UP_TOKENS and not any(one.done() for one in tasks):
                 await asyncio.sleep(0.002)
-            drain_s = await _drain_busiest(client, url)
+        for _ in range(drains):
+            drain_s += await _drain_busiest(client, url)
         await asyncio.gather(*tasks)
     return streams, drain_s
 
@@ -121,7 +127,9 @@ async def _drain_busiest(client: httpx.AsyncClient, url: str) -> float:
     (await client.post(f"/api/nodes/{name}/drain", headers=headers)).raise_for_status()
     while (await client.get(f"/api/nodes/{name}")).json()["state"] != "drained":
         await asyncio.sleep(0.02)
-    return time.monotonic() - began
+    drain_s = time.monotonic() - began
+    (await client.post(f"/api/nodes/{name}/resume", headers=headers)).raise_for_status()
+    return drain_s
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ def _report(plain: list[Stream], moving: list[Stream], moves: list[Move], drain_
     tokens: list[float] = []
     for move in moves:
         times = moving[move.stream].times_s
-        before = [after - at for at, after in pairwise(times) if after <= move.at_s]
+        before = [after - at for at, after in pairwise(times) if after <= move.at_s][-LATELY:]
         last = max((at for at in times if at <= move.at_s), default=None)
         following = min((at for at in times if at > move.at_s), default=None)
         if last is None or following is None or not before:
@@ -161,7 +169,8 @@ def _report(plain: list[Stream], moving: list[Stream], moves: list[Move], drain_
     seconds, times_of = sorted(one for one, _ in pauses), sorted(one for _, one in pauses)
     return MigrationReport(
         streams=len(moving),
-        moved=len(pauses),
+        moved=len({move.stream for move in moves}),
+        moves=len(pauses),
         identical=sum(one.text == other.text for one, other in zip(plain, moving, strict=True)),
         token_p50_s=median(tokens),
         pause_p50_s=median(seconds),

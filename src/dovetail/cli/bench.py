@@ -203,6 +203,7 @@ def migrate(
     max_tokens: Annotated[int, typer.Option(help="Of each answer.", min=32)] = 160,
     prompt_words: Annotated[int, typer.Option(help="Of each prompt.", min=1)] = 60,
     nodes: Annotated[int, typer.Option(help="Workers of the server, one thread each.", min=2)] = 2,
+    drains: Annotated[int, typer.Option(help="Nodes to empty, one after the other.", min=1)] = 1,
     store: Annotated[str, typer.Option(help="Folder of the store.  [default: the usual one]", show_default=False)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -212,12 +213,13 @@ def migrate(
     """
     from dovetail.bench.migration import measure
 
-    report = measure(model, streams, max_tokens, prompt_words, nodes, store)
+    report = measure(model, streams, max_tokens, prompt_words, nodes, store, drains)
     if as_json:
         print_json(report)
         return
     typer.echo(
-        f"{report.moved} of {report.streams} streams moved, {report.identical} have the same text as undisturbed"
+        f"{report.moved} of {report.streams} streams moved ({report.moves} moves), "
+        f"{report.identical} have the same text as undisturbed"
     )
     typer.echo(f"a token takes {report.token_p50_s * 1000:.1f} ms; the pause of a stream that moves:")
     typer.echo(
@@ -235,6 +237,7 @@ def fronts(
     streams: Annotated[int, typer.Option(help="Clients that read at once.", min=1)] = 64,
     max_tokens: Annotated[int, typer.Option(help="Of each answer.", min=8)] = 200,
     runs: Annotated[int, typer.Option(help="Of each way; the fastest counts.", min=1)] = 3,
+    pin: Annotated[bool, typer.Option("--pin", help="A core for each process, as far as there are cores.")] = False,
     store: Annotated[str, typer.Option(help="Folder of the store.  [default: the usual one]", show_default=False)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -244,13 +247,13 @@ def fronts(
     """
     from dovetail.bench.fronts import measure
 
-    ways = measure(model, streams, max_tokens, runs, store)
+    ways = measure(model, streams, max_tokens, runs, store, pins=pin)
     if as_json:
         print_json(ways)
         return
-    table = _table("through", "tokens/s", "leader", "front", "worker")
+    table = _table("through", "tokens/s", "leader", "front", "worker", "readers")
     for way in ways:
-        costs = (f"{cost:.0f} us" for cost in (way.leader_us, way.front_us, way.worker_us))
+        costs = (f"{cost:.0f} us" for cost in (way.leader_us, way.front_us, way.worker_us, way.client_us))
         table.add_row(way.through, f"{way.tokens_per_s:.0f}", *costs)
     _show(table)
 

@@ -382,6 +382,7 @@ def figures(
     figure: Annotated[str | None, typer.Option(help=", ".join(serverlessllm.FIGURES))] = None,
     system: Annotated[list[str] | None, typer.Option(help="only these systems; may be repeated")] = None,
     cv: Annotated[float, typer.Option(help="coefficient of variation of the gaps between arrivals")] = 8.0,
+    per_model: Annotated[bool, typer.Option("--per-model", help="that of each model, not of all")] = False,
     span: Annotated[float, typer.Option(help="seconds of arrivals")] = serverlessllm.SPAN_S,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each setting, counted as one")] = 1,
     as_json: Annotated[bool, typer.Option("--json")] = False,
@@ -394,7 +395,7 @@ def figures(
         known = ", ".join(serverlessllm.FIGURES)
         raise ConfigError(f"figures {paper} {figure or ''}: expected serverlessllm, and one of {known} for --figure")
     rows = []
-    for cell in serverlessllm.cells(figure, cv):
+    for cell in serverlessllm.cells(figure, cv, is_per_model=per_model):
         if not system or cell.system in system:
             rows.append(serverlessllm.run_cell(cell, range(seeds), span))
             if not as_json:
