@@ -257,7 +257,8 @@ void attend(const Attend& a) {
     if (!a.out) return;
     for (int q = 0; q < queries; ++q) {
         float* out = a.out + q / a.heads * a.out_stride + q % a.heads * a.head_dim;
-        const Vec share = splat(1.0f / run.total[q]);
+        const float sink = a.sinks ? __builtin_expf(a.sinks[q % a.heads] - run.largest[q]) : 0.0f;
+        const Vec share = splat(1.0f / (run.total[q] + sink));
         map(run.sums + q * a.head_dim, a.head_dim, out, [&](Vec v, int64_t) { return v * share; });
     }
 }

@@ -71,8 +71,9 @@ class Source {
 constexpr int kBlockSize = 16, kBlocks = 96, kLayers = 2;
 
 // experts: in the first layer, which all tokens go through; beside: attention and the MLP read the same rows; behind:
-// norms are behind attention and the MLP only, and over all heads of q and k
-enum class Kind { plain, gated, experts, beside, behind };
+// norms are behind attention and the MLP only, and over all heads of q and k; sinks: a softmax with sinks, experts with
+// biases and a limit; latent: attention over latents, experts of groups beside a shared one
+enum class Kind { plain, gated, experts, beside, behind, sinks, latent };
 
 DType plain_type(Precision precision) {
     return precision == Precision::bf16 ? DType::bf16 : precision == Precision::f16 ? DType::f16 : DType::f32;
@@ -92,6 +93,27 @@ void add_experts(Layer& layer, Precision precision, DType type, Source& source) 
     }
 }
 
+void add_biases(Layer& layer, Source& source) {
+    layer.sinks = source.floats(6);
+    layer.router.bias = source.floats(7);
+    layer.experts_up.bias = source.floats(7 * 40), layer.experts_down.bias = source.floats(7 * 72);
+}
+
+// One key head of 24 + 8 dimensions; queries of 10 + 8, values of 12
+void make_latent(Shape& shape) {
+    shape.num_kv_heads = 1, shape.latent_rank = 24, shape.rope_dim = 8, shape.nope_dim = 10, shape.value_dim = 12;
+    shape.shares_scale = 1.5f, shape.expert_groups = 7, shape.groups_per_token = 4, shape.shared_size = 40;
+}
+
+void add_latent(Layer& layer, DType type, Source& source) {
+    layer.q_norm = {}, layer.post_attn_norm = {}, layer.qkv.bias = nullptr;
+    layer.qkv.pieces = {source.matrix(6 * 18, 72, type), source.matrix(32, 72, type)};
+    layer.out.pieces = {source.matrix(72, 72, type)};
+    layer.kv_norm.weight = source.floats(24);
+    layer.k_up.pieces = {source.matrix(6 * 24, 10, type)}, layer.v_up.pieces = {source.matrix(6 * 12, 24, type)};
+    layer.shared_up.pieces = {source.matrix(80, 72, type)}, layer.shared_down.pieces = {source.matrix(72, 40, type)};
+}
+
 void add_norms_behind(Layer& layer, Source& source) {
     layer.attn_norm = layer.mlp_norm = {};
     layer.post_attn_norm.weight = source.floats(72), layer.post_mlp_norm.weight = source.floats(72);
@@ -109,7 +131,10 @@ std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precisi
     shape.precision = precision;
     shape.parallel_block = kind == Kind::beside, shape.qk_norm_whole = kind == Kind::behind;
     shape.logit_scale = kind == Kind::beside ? 0.5f : 1.0f;
-    if (kind == Kind::experts) {
+    const bool has_experts = kind == Kind::experts || kind == Kind::sinks || kind == Kind::latent;
+    if (kind == Kind::latent) make_latent(shape);
+    if (kind == Kind::sinks) shape.activation = Activation::silu, shape.gate_limit = 0.5f, shape.gate_alpha = 1.7f;
+    if (has_experts) {
         shape.num_experts = 7, shape.experts_per_token = 3, shape.expert_size = 20;
         shape.normalize_shares = precision == Precision::f32;
     }
@@ -117,7 +142,7 @@ std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precisi
     model->embed = source.matrix(307, 72, type);
     model->head.pieces = {source.matrix(307, 72, type)};
     model->final_norm.weight = source.floats(72);
-    for (int i = 0; i < 16; ++i) model->rope.frequencies.push_back(std::pow(1e-4f, i / 16.0f));
+    for (int i = 0; i < shape.turning_dim() / 2; ++i) model->rope.frequencies.push_back(std::pow(1e-4f, i / 16.0f));
     for (int i = 0; i < kLayers; ++i) {
         Layer& layer = model->layers.emplace_back();
         layer.attn_norm.weight = source.floats(72), layer.mlp_norm.weight = source.floats(72);
@@ -130,7 +155,9 @@ std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precisi
         layer.up.pieces = {source.matrix(plain ? 88 : 176, 72, type)};
         layer.down.pieces = {source.matrix(72, 88, type)};
         layer.window = i == 1 && !plain ? 40 : 0;
-        if (i == 0 && kind == Kind::experts) add_experts(layer, precision, type, source);
+        if (i == 0 && has_experts) add_experts(layer, precision, type, source);
+        if (i == 0 && kind == Kind::sinks) add_biases(layer, source);
+        if (kind == Kind::latent) add_latent(layer, type, source);
     }
     model->check();
     return model;
@@ -157,8 +184,8 @@ std::vector<float> run(Decoder& model, Cache& cache, const std::vector<Sequence>
 void check(const Kernels& kernels, Precision precision, DType weights, Kind kind, DType type) {
     Source source;
     const auto model = make_model(kernels, 4, precision, weights, kind, source);
-    const int64_t width = 2 * cache_width(type, 32) * size_of(type);
-    std::vector<char> memory(size_t{kBlocks} * kLayers * 2 * kBlockSize * width, -1);  // in any type: not a number
+    const int64_t width = model->shape.num_kv_heads * cache_width(type, 32) * size_of(type);
+    std::vector<char> memory(size_t{kBlocks} * kLayers * model->shape.kv_parts() * kBlockSize * width, -1);  // in any type: not a number
     Cache cache{memory.data(), type, kBlocks, kLayers, kBlockSize};
     std::vector<int32_t> tables(kBlocks);
     for (int i = 0; i < kBlocks; ++i) tables[i] = (i * 37) % kBlocks;
@@ -177,7 +204,8 @@ void check(const Kernels& kernels, Precision precision, DType weights, Kind kind
 void check_level(const Kernels& kernels) {
     check_floats(kernels);
     check_products(kernels);
-    for (const Kind kind : {Kind::plain, Kind::gated, Kind::experts, Kind::beside, Kind::behind}) {
+    for (const Kind kind : {Kind::plain, Kind::gated, Kind::experts, Kind::beside, Kind::behind, Kind::sinks,
+                            Kind::latent}) {
         check(kernels, Precision::f32, DType::f32, kind, DType::f32);
         check(kernels, Precision::bf16, DType::bf16, kind, DType::bf16);
         check(kernels, Precision::f32, DType::bf16, kind, DType::f32);

@@ -10,7 +10,7 @@
 
 constexpr dovetail::Groups kForms[] = {{8, 32, false, false}, {8, 32, false, true}, {8, 32, true, true},
                                        {8, 16, true, false},  {4, 32, false, false}, {4, 32, false, true},
-                                       {4, 32, true, true}};
+                                       {4, 32, true, true},   {4, 32, false, false, true}};
 
 struct CellMatrix {
     int64_t rows, columns;
@@ -41,13 +41,18 @@ struct CellMatrix {
             at = static_cast<int8_t>(at | (code & 15) << (column % 32 < 16 ? 0 : 4));
     }
 
-    // Codes and scales at random: halves of either sign between 2^-10 and 2^-7, whole numbers within ±63
+    // Codes and scales at random: halves of either sign between 2^-10 and 2^-7, whole numbers within ±63, powers of two
+    // from 2^-15 to 2^-7
     void fill(std::mt19937& random) {
         for (int8_t& code : codes) code = static_cast<int8_t>(random() % 256);
         const int64_t bytes = static_cast<int64_t>(records.size()) / blocks();
         const int64_t count = groups.nested ? dovetail::nest_count(columns) : dovetail::group_count(groups, columns);
         const int64_t half_bytes = 16 * 2 * count * (groups.minimum ? 2 : 1);
         for (int64_t at = 0; at < static_cast<int64_t>(records.size()); ++at) {
+            if (groups.floats) {
+                records[at] = static_cast<uint8_t>(112 + random() % 9);
+                continue;
+            }
             const bool is_half = at % bytes < half_bytes;
             records[at] = static_cast<uint8_t>(is_half ? (at % 2 ? (random() & 0x83) | 0x14 : random() % 256)
                                                        : static_cast<int>(random() % 127) - 63);

@@ -53,6 +53,17 @@ inline Codes load_lower(const int8_t* at) {
     return _mm512_and_si512(_mm512_slli_epi16(load_codes(at), 4), _mm512_set1_epi8(-16));
 }
 inline Codes load_upper(const int8_t* at) { return _mm512_and_si512(load_codes(at), _mm512_set1_epi8(-16)); }
+// The same of halves that are floats, as sixteen times their value, and their scales
+inline Codes float_codes(__m512i halves) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kFloatCodes)));
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(halves, _mm512_set1_epi8(15)));
+}
+inline Codes load_lower_floats(const int8_t* at) { return float_codes(load_codes(at)); }
+inline Codes load_upper_floats(const int8_t* at) { return float_codes(_mm512_srli_epi16(load_codes(at), 4)); }
+inline Vec load_half_powers(const uint8_t* at) {
+    const __m128i exponents = _mm_subs_epu8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)), _mm_set1_epi8(1));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(exponents), 23));
+}
 inline void write_codes(int8_t* at, Codes codes) { _mm512_storeu_si512(at, codes); }
 inline Vec load_halves(const uint16_t* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));

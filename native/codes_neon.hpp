@@ -33,6 +33,19 @@ template <int kQuad>
 // Of two codes per byte the one or the other, as 16 times its value
 inline Codes load_lower(const int8_t* at) { return vshlq_n_s8(vld1q_s8(at), 4); }
 inline Codes load_upper(const int8_t* at) { return vandq_s8(vld1q_s8(at), vdupq_n_s8(-16)); }
+// The same of halves that are floats, as sixteen times their value, and their scales
+inline Codes load_lower_floats(const int8_t* at) {
+    return vqtbl1q_s8(vld1q_s8(kFloatCodes), vandq_u8(vreinterpretq_u8_s8(vld1q_s8(at)), vdupq_n_u8(15)));
+}
+inline Codes load_upper_floats(const int8_t* at) {
+    return vqtbl1q_s8(vld1q_s8(kFloatCodes), vshrq_n_u8(vreinterpretq_u8_s8(vld1q_s8(at)), 4));
+}
+inline Vec load_half_powers(const uint8_t* at) {
+    uint32_t four;
+    std::memcpy(&four, at, sizeof four);
+    const uint8x8_t exponents = vqsub_u8(vreinterpret_u8_u32(vdup_n_u32(four)), vdup_n_u8(1));
+    return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vget_low_u16(vmovl_u8(exponents))), 23));
+}
 inline void write_codes(int8_t* at, Codes codes) { vst1q_s8(at, codes); }
 inline Vec load_halves(const uint16_t* at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
 

@@ -62,6 +62,12 @@ void Decoder::check_sizes() const {
     fits(shape.num_experts, 0, "num_experts");
     if (shape.num_experts > 0) {
         fits(shape.expert_size, 1, "the size of an expert");
+        fits(shape.shared_size, 0, "the size of the shared expert");
+        need(shape.expert_groups > 0 && shape.num_experts % shape.expert_groups == 0, "groups of experts are uneven");
+        need(shape.groups_per_token > 0 &&
+                 shape.num_experts / shape.expert_groups * shape.groups_per_token >= shape.experts_per_token,
+             "a token's groups have too few experts");
+        need(shape.gate_limit == 0.0f || (shape.gate_limit > 0.0f && shape.gate_alpha > 0.0f), "a gate has no such limit");
         need(shape.experts_per_token > 0 && shape.experts_per_token <= shape.num_experts, "a token has no such experts");
     }
     fits(shape.position_offset, -1, "position_offset");
@@ -70,7 +76,12 @@ void Decoder::check_sizes() const {
 void Decoder::check() const {
     check_sizes();
     need(shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0, "heads do not share key heads evenly");
-    need(shape.head_dim > 0 && shape.head_dim <= 512, "head_dim is above 512");
+    need(shape.head_dim > 0 && shape.head_dim <= (shape.is_latent() ? 1024 : 512), "head_dim is above 512");
+    need(!shape.is_latent() || (shape.num_kv_heads == 1 && shape.rope_dim > 0 && shape.rope_dim % 2 == 0 &&
+                                shape.nope_dim > 0 && shape.value_dim > 0 &&
+                                shape.head_dim == shape.latent_rank + shape.rope_dim && !rope.frequencies.empty() &&
+                                !shape.parallel_block && !shape.qk_norm_whole),
+         "the sizes of latent attention do not fit");
     need(embed.data && embed.rows == shape.vocab_size && embed.columns == shape.hidden_size, "embed does not fit");
     need(!is_quantised(positions.type), "learned positions are floats");
     need(!positions.data || (shape.position_offset >= 0 && positions.columns == shape.hidden_size),
@@ -85,8 +96,9 @@ void Decoder::check() const {
         need(!shape.qk_norm_whole || (layer.q_norm.weight && layer.k_norm.weight), prefix + "q_norm or k_norm is missing");
         need(!shape.parallel_block || layer.router.pieces.empty(), prefix + "experts are beside attention");
         need(layer.window >= 0, prefix + "window is " + std::to_string(layer.window));
-        check_linear(layer.qkv, shape.q_size() + 2 * shape.kv_size(), shape.hidden_size, shape.precision, prefix + "qkv");
-        check_linear(layer.out, shape.hidden_size, shape.q_size(), shape.precision, prefix + "out");
+        check_linear(layer.qkv, shape.qkv_size(), shape.hidden_size, shape.precision, prefix + "qkv");
+        check_linear(layer.out, shape.hidden_size, shape.attended_size(), shape.precision, prefix + "out");
+        if (shape.is_latent()) check_latent(layer, prefix);
         layer.router.pieces.empty() ? check_mlp(layer, prefix) : check_experts(layer, prefix);
     }
     check_linear(head, shape.vocab_size, shape.hidden_size, shape.precision, "lm_head");
@@ -108,6 +120,20 @@ void Decoder::check_experts(const Layer& layer, const std::string& prefix) const
     check_linear(layer.router, experts, hidden, shape.precision, prefix + "router");
     check_stack(layer.experts_up, experts, 2 * size, hidden, 2, shape.precision, prefix + "experts.gate_up");
     check_stack(layer.experts_down, experts, hidden, size, 1, shape.precision, prefix + "experts.down");
+    need(shape.gate_limit == 0.0f || shape.activation == Activation::silu, prefix + "experts have a limit without silu");
+    if (shape.shared_size == 0) return;
+    need(!layer.post_mlp_norm.weight, prefix + "shared expert has a norm behind it");
+    check_linear(layer.shared_up, 2 * shape.shared_size, hidden, shape.precision, prefix + "shared.gate_up");
+    check_linear(layer.shared_down, hidden, shape.shared_size, shape.precision, prefix + "shared.down");
+    const size_t pieces = layer.shared_up.pieces.size();
+    need(pieces == 1 || (pieces == 2 && layer.shared_up.pieces[0].rows == shape.shared_size),
+         prefix + "shared.gate_up is cut at an odd place");
+}
+
+void Decoder::check_latent(const Layer& layer, const std::string& prefix) const {
+    need(layer.kv_norm.weight && !layer.sinks && !layer.local_rope, prefix + "kv_norm is missing");
+    check_stack(layer.k_up, shape.num_heads, shape.latent_rank, shape.nope_dim, 1, shape.precision, prefix + "k_up");
+    check_stack(layer.v_up, shape.num_heads, shape.value_dim, shape.latent_rank, 1, shape.precision, prefix + "v_up");
 }
 
 void Decoder::run(const Iteration& iteration) {

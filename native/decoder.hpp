@@ -22,8 +22,9 @@ struct Linear {  // pieces of a matrix that lie apart, concatenated along the ro
     int64_t columns() const { return pieces.at(0).columns; }
 };
 
-struct Stack {  // one matrix per expert, all of one shape: in one piece, or each in as many as a matrix has
+struct Stack {  // one matrix per expert or head, all of one shape: in one piece, or each in as many as a matrix has
     std::vector<Matrix> pieces;
+    const float* bias = nullptr;  // of all rows
 
     int64_t columns() const { return pieces.at(0).columns; }
 };
@@ -38,6 +39,10 @@ struct Layer {
     Linear qkv, out, up, down;  // up: gate and up one after the other if the MLP is gated
     Linear router;              // empty: the layer has one MLP, `up` and `down`; else it has experts instead
     Stack experts_up, experts_down;
+    Linear shared_up, shared_down;  // besides the experts, for every token; empty: none
+    const float* sinks = nullptr;   // [heads]: scores that take part in the softmax and have no value
+    Norm kv_norm;                   // of latent attention: of the latent,
+    Stack k_up, v_up;               // what makes a head's key of it (transposed), and its value
     int64_t window = 0;
     bool local_rope = false;
 };
@@ -61,7 +66,7 @@ struct Adapter {
 };
 
 struct Rope {
-    std::vector<float> frequencies;  // [head_dim / 2]; empty: no rotation; 0: that pair stays
+    std::vector<float> frequencies;  // [turning_dim / 2]; empty: no rotation; 0: that pair stays
     float scale = 1.0f;              // of the pairs that turn
 };
 
@@ -77,13 +82,27 @@ struct Shape {
     bool parallel_block = false;  // attention and the MLP read the same rows, through attn_norm
     int64_t num_experts = 0, experts_per_token = 0, expert_size = 0;  // size: of an expert's inner rows
     bool normalize_shares = false;  // the shares of a token's experts add up to 1
+    float shares_scale = 1.0f;
+    int64_t expert_groups = 1, groups_per_token = 1;  // experts come of so many groups, those with the largest shares
+    int64_t shared_size = 0;                          // inner rows of the MLP beside the experts; 0 = none
+    float gate_alpha = 1.0f, gate_limit = 0.0f;       // of experts; limit 0 = the usual gate
+    // Latent attention: keys are a latent and a part that turns, which all heads share, and values the keys themselves.
+    // head_dim is then rank + rope, num_kv_heads 1; rank 0 = none
+    int64_t latent_rank = 0, rope_dim = 0, nope_dim = 0, value_dim = 0;
+    float latent_eps = 1e-6f;
     Precision precision = Precision::f32;
 
     int64_t q_size() const { return num_heads * head_dim; }
     int64_t kv_size() const { return num_kv_heads * head_dim; }
+    bool is_latent() const { return latent_rank > 0; }
+    int64_t kv_parts() const { return is_latent() ? 1 : 2; }  // of a token in the cache
+    int64_t turning_dim() const { return is_latent() ? rope_dim : head_dim; }
+    int64_t query_dim() const { return is_latent() ? nope_dim + rope_dim : head_dim; }  // as projected
+    int64_t qkv_size() const { return num_heads * query_dim() + (is_latent() ? head_dim : 2 * kv_size()); }
+    int64_t attended_size() const { return is_latent() ? num_heads * value_dim : q_size(); }
 };
 
-struct Cache {  // [block][layer][key | value][token in block][kv head][cache_width]
+struct Cache {  // [block][layer][key | value][token in block][kv head][cache_width]; of latents, keys only
     void* data = nullptr;
     DType type = DType::f32;
     int64_t num_blocks = 0, num_layers = 0;
@@ -126,6 +145,7 @@ class Decoder {
     void check_sizes() const;
     void check_mlp(const Layer& layer, const std::string& prefix) const;
     void check_experts(const Layer& layer, const std::string& prefix) const;
+    void check_latent(const Layer& layer, const std::string& prefix) const;
 
     struct Unit;  // of attention: queries of one sequence, one key head, one stretch of keys
     struct Step;  // an iteration on its way through the layers

@@ -31,11 +31,13 @@ inline Vec load_steps(const int8_t* at) {
 }
 
 // Of a block of rows, or of some vectors of them, what a tile multiplies with
-template <int kBits, int kSize, bool kNested, bool kMinimum>
+template <int kBits, int kSize, bool kNested, bool kMinimum, bool kFloats = false>
 struct StoredRows {  // as they lie
     static constexpr int kGroup = kSize;
     static constexpr bool kHasMinimum = kMinimum;
-    static constexpr float kCodeUnit = kBits == 4 ? 16.0f : 1.0f;
+    static constexpr float kCodeUnit = kFloats ? kFloatCodeUnit : kBits == 4 ? 16.0f : 1.0f;
+    static constexpr Form kLower = kFloats ? Form::lower_floats : Form::lower;
+    static constexpr Form kUpper = kFloats ? Form::upper_floats : Form::upper;
     static constexpr int64_t kGroupBytes = kSize * kBits / 8 * kCellRows;
 
     const int8_t* cells;
@@ -52,7 +54,10 @@ struct StoredRows {  // as they lie
         const int64_t lanes = vec * kWidth;
         StoredRows rows = *this;
         rows.cells += vec * kCodes;
-        rows.record.scales += lanes;
+        if constexpr (kFloats)
+            rows.record.exponents += lanes;
+        else
+            rows.record.scales += lanes;
         if constexpr (kMinimum) rows.record.minimums += lanes;
         if constexpr (kNested) rows.record.scale_steps += lanes;
         if constexpr (kNested && kMinimum) rows.record.minimum_steps += lanes;
@@ -62,6 +67,7 @@ struct StoredRows {  // as they lie
     static int64_t half_at(int64_t group) { return (kNested ? group / (kNestColumns / kSize) : group) * kCellRows; }
 
     [[gnu::always_inline]] Vec scale(int64_t group, int v) const {
+        if constexpr (kFloats) return load_half_powers(record.exponents + group * kCellRows + v * kWidth);
         const Vec half = load_halves(record.scales + half_at(group) + v * kWidth);
         if constexpr (kNested) return half * load_steps(record.scale_steps + group * kCellRows + v * kWidth);
         return half;
@@ -83,8 +89,8 @@ struct StoredRows {  // as they lie
 #pragma GCC unroll 8
         for (int64_t line = 0; line < kGroupBytes; line += kCellBytes) __builtin_prefetch(at + kAheadBytes + line);
         if constexpr (kBits == 4) {
-            dot_cells<V, T, Form::lower>(at, x.low, column, sums, surplus);
-            dot_cells<V, T, Form::upper>(at, x.low, column + kSize / 2, sums, surplus);
+            dot_cells<V, T, kLower>(at, x.low, column, sums, surplus);
+            dot_cells<V, T, kUpper>(at, x.low, column + kSize / 2, sums, surplus);
         } else {
             dot_cells<V, T, Form::bytes>(at, x.low, column, sums, surplus);
             if constexpr (kSize == 32) dot_cells<V, T, Form::bytes>(at + kGroupBytes / 2, x.low, column + 16, sums, surplus);
@@ -100,9 +106,9 @@ struct StoredRows {  // as they lie
         if constexpr (kBits == 8)
             dot_high<V, T, Form::bytes>(at + four * kCellBytes, x.high, column, sums, surplus);
         else if (four < 4)
-            dot_high<V, T, Form::lower>(at + four * kCellBytes, x.high, column, sums, surplus);
+            dot_high<V, T, kLower>(at + four * kCellBytes, x.high, column, sums, surplus);
         else
-            dot_high<V, T, Form::upper>(at + (four - 4) * kCellBytes, x.high, column, sums, surplus);
+            dot_high<V, T, kUpper>(at + (four - 4) * kCellBytes, x.high, column, sums, surplus);
     }
 };
 
@@ -142,8 +148,8 @@ struct UnpackedRows {
         for (int64_t group = 0; group < stored.groups; ++group, bytes += 2 * Stored::kGroupBytes)
             for (int64_t at = 0; at < Stored::kGroupBytes; at += kCodes) {
                 const int8_t* from = stored.cells + group * Stored::kGroupBytes + at;
-                write_codes(bytes + at, load_lower(from));
-                write_codes(bytes + Stored::kGroupBytes + at, load_upper(from));
+                write_codes(bytes + at, load_form<Stored::kLower>(from));
+                write_codes(bytes + Stored::kGroupBytes + at, load_form<Stored::kUpper>(from));
             }
     }
 
@@ -281,9 +287,9 @@ struct GroupTiles {
     }
 };
 
-template <int kBits, int kSize, bool kNested, bool kMinimum>
+template <int kBits, int kSize, bool kNested, bool kMinimum, bool kFloats = false>
 void multiply_form(const Product& p) {
-    using Stored = StoredRows<kBits, kSize, kNested, kMinimum>;
+    using Stored = StoredRows<kBits, kSize, kNested, kMinimum, kFloats>;
     using Few = GroupTiles<Stored, kBits == 4 ? kNibbleTokens : kUnpackedTokens>;
     using Many = GroupTiles<UnpackedRows<Stored>, kUnpackedTokens>;
     if (p.token_end - p.token_begin < kUnpackTokens)
@@ -299,6 +305,7 @@ void multiply_form(const Product& p) {
 
 void multiply_groups(const Product& p) {
     const Groups& form = p.weight->groups;
+    if (form.floats) return multiply_form<4, 32, false, false, true>(p);
     if (form.bits == 4) {
         if (!form.minimum) return multiply_form<4, 32, false, false>(p);
         return form.nested ? multiply_form<4, 32, true, true>(p) : multiply_form<4, 32, false, true>(p);

@@ -1,12 +1,15 @@
 // Products of int8 cells with digits of activations, by instructions that multiply bytes and add four of them in 32 bits.
 // Included once per level, inside an unnamed namespace, behind cells.hpp and the level's codes header.
 
-enum class Form { bytes, lower, upper };  // of codes: a byte each, or one half of it
+// Of codes: a byte each, or one half of it, a whole number or a float
+enum class Form { bytes, lower, upper, lower_floats, upper_floats };
 
 template <Form kForm>
 [[gnu::always_inline]] inline Codes load_form(const int8_t* at) {
     if constexpr (kForm == Form::lower) return load_lower(at);
     if constexpr (kForm == Form::upper) return load_upper(at);
+    if constexpr (kForm == Form::lower_floats) return load_lower_floats(at);
+    if constexpr (kForm == Form::upper_floats) return load_upper_floats(at);
     return load_codes(at);
 }
 

@@ -96,6 +96,7 @@ struct Attend {
     float* total;
     float* sums;  // [tokens·heads][head_dim]
     float* scratch;  // attend_scratch(head_dim) floats
+    const float* sinks = nullptr;  // of the first head: scores without a value; of parts, whoever merges them adds it
 };
 
 inline int64_t attend_scratch(int64_t head_dim) {

@@ -54,7 +54,8 @@ Groups groups_of(const std::string& layout) {
     constexpr Named kForms[] = {{"int8-g32", {8, 32, false, false}},     {"int8-g32-min", {8, 32, false, true}},
                                 {"int8-k32-min", {8, 32, true, true}},   {"int8-k16", {8, 16, true, false}},
                                 {"int4-g32", {4, 32, false, false}},     {"int4-cells", {4, 32, false, false}},
-                                {"int4-g32-min", {4, 32, false, true}},  {"int4-k32-min", {4, 32, true, true}}};
+                                {"int4-g32-min", {4, 32, false, true}},  {"int4-k32-min", {4, 32, true, true}},
+                                {"fp4-e32", {4, 32, false, false, true}}};
     for (const Named& form : kForms)
         if (layout == form.name) return form.groups;
     throw std::invalid_argument("there are no kernels for the layout " + layout);
@@ -112,6 +113,8 @@ class Model {
         if (name == "embed.weight") return void(decoder_.embed = matrix_of(pieces.at(0)));
         if (name == "positions.weight") return void(decoder_.positions = matrix_of(pieces.at(0)));
         if (name.ends_with("norm.weight") || name.ends_with("norm.bias")) return add_norm(norm_of(name), name, pieces);
+        if (name.ends_with(".sinks.weight"))
+            return void(place_of(name).first->sinks = vector_of(name, pieces, decoder_.shape.num_heads));
         if (name.ends_with(".bias")) return add_bias(name, pieces);
         for (const Array& piece : pieces) pieces_of(name).push_back(matrix_of(piece));
     }
@@ -131,7 +134,7 @@ class Model {
 
     void set_rope(const std::vector<float>& frequencies, float scale, bool local) {
         (local ? decoder_.rope_local : decoder_.rope) = {frequencies, scale};
-        if (static_cast<int64_t>(frequencies.size()) * 2 != decoder_.shape.head_dim)
+        if (static_cast<int64_t>(frequencies.size()) * 2 != decoder_.shape.turning_dim())
             throw std::invalid_argument("a rotation has one frequency per pair of a head's dimensions");
     }
 
@@ -219,18 +222,26 @@ class Model {
         const Shape& shape = decoder_.shape;
         const bool of_q = name.ends_with(".q_norm.weight"), of_k = name.ends_with(".k_norm.weight");
         const int64_t heads = shape.qk_norm_whole ? (of_q ? shape.num_heads : shape.num_kv_heads) : 1;
-        if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32 ||
-            static_cast<int64_t>(pieces[0].size()) != (of_q || of_k ? heads * shape.head_dim : shape.hidden_size))
-            throw std::invalid_argument(name + ": a norm is one float32 tensor, with a number for each dimension");
-        const float* data = static_cast<const float*>(pieces[0].data());
-        (name.ends_with(".bias") ? norm.bias : norm.weight) = data;
+        const int64_t size = name.ends_with(".kv_norm.weight") ? shape.latent_rank
+                             : of_q || of_k                    ? heads * shape.head_dim
+                                                               : shape.hidden_size;
+        (name.ends_with(".bias") ? norm.bias : norm.weight) = vector_of(name, pieces, size);
+    }
+
+    static const float* vector_of(const std::string& name, const std::vector<Array>& pieces, int64_t size) {
+        if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32 || static_cast<int64_t>(pieces[0].size()) != size)
+            throw std::invalid_argument(name + ": expected one float32 tensor of " + std::to_string(size) + " numbers");
+        return static_cast<const float*>(pieces[0].data());
     }
 
     void add_bias(const std::string& name, const std::vector<Array>& pieces) {
-        if (pieces.size() != 1 || type_of(pieces[0]) != DType::f32 ||
-            static_cast<int64_t>(pieces[0].size()) != linear_of(name).rows())
-            throw std::invalid_argument(name + ": a bias is one float32 tensor, with a number for each row");
-        linear_of(name).bias = static_cast<const float*>(pieces[0].data());
+        const Shape& shape = decoder_.shape;
+        if (name.ends_with(".experts.gate_up.bias"))
+            place_of(name).first->experts_up.bias = vector_of(name, pieces, shape.num_experts * 2 * shape.expert_size);
+        else if (name.ends_with(".experts.down.bias"))
+            place_of(name).first->experts_down.bias = vector_of(name, pieces, shape.num_experts * shape.hidden_size);
+        else
+            linear_of(name).bias = vector_of(name, pieces, linear_of(name).rows());
     }
 
     // layers.<i>.<part>.weight
@@ -249,6 +260,8 @@ class Model {
         if (part == "gate_up" || part == "up") return layer->up;
         if (part == "down") return layer->down;
         if (part == "router") return layer->router;
+        if (part == "shared.gate_up") return layer->shared_up;
+        if (part == "shared.down") return layer->shared_down;
         throw std::invalid_argument("unknown tensor " + name);
     }
 
@@ -258,13 +271,16 @@ class Model {
                                       : part == "out"  ? Projection::out
                                       : part == "down" ? Projection::down
                                                        : Projection::up;
-        if (part == "router") throw std::invalid_argument(name + ": a router has no adapter");
+        if (part == "router" || part.starts_with("shared."))
+            throw std::invalid_argument(name + ": a router and a shared expert have no adapter");
         return adapter.layers.at(layer - decoder_.layers.data())[static_cast<size_t>(projection)];
     }
 
     std::vector<Matrix>& pieces_of(const std::string& name) {
         if (name.ends_with(".experts.gate_up.weight")) return place_of(name).first->experts_up.pieces;
         if (name.ends_with(".experts.down.weight")) return place_of(name).first->experts_down.pieces;
+        if (name.ends_with(".k_up.weight")) return place_of(name).first->k_up.pieces;
+        if (name.ends_with(".v_up.weight")) return place_of(name).first->v_up.pieces;
         return linear_of(name).pieces;
     }
 
@@ -274,6 +290,7 @@ class Model {
         if (part == "attn_norm") return layer->attn_norm;
         if (part == "q_norm") return layer->q_norm;
         if (part == "k_norm") return layer->k_norm;
+        if (part == "kv_norm") return layer->kv_norm;
         if (part == "post_attn_norm") return layer->post_attn_norm;
         if (part == "mlp_norm") return layer->mlp_norm;
         if (part == "post_mlp_norm") return layer->post_mlp_norm;
@@ -283,10 +300,11 @@ class Model {
     Cache cache_of(const Array& cache) const {
         const Shape& shape = decoder_.shape;
         const DType type = cache_type_of(cache);
-        if (cache.ndim() != 6 || cache.shape(1) != decoder_.layers.size() || cache.shape(2) != 2 ||
+        if (cache.ndim() != 6 || cache.shape(1) != decoder_.layers.size() ||
+            static_cast<int64_t>(cache.shape(2)) != shape.kv_parts() ||
             static_cast<int64_t>(cache.shape(4)) != shape.num_kv_heads ||
             static_cast<int64_t>(cache.shape(5)) != cache_width(type, shape.head_dim))
-            throw std::invalid_argument("the cache is [blocks, layers, 2, block_size, kv_heads, head_dim], with 4 bytes "
+            throw std::invalid_argument("the cache is [blocks, layers, 2 (1 of latents), block_size, kv_heads, head_dim], with 4 bytes "
                                         "for a scale behind each head of int8");
         return {const_cast<void*>(cache.data()), type, static_cast<int64_t>(cache.shape(0)),
                 static_cast<int64_t>(cache.shape(1)), static_cast<int>(cache.shape(3))};
@@ -367,6 +385,17 @@ NB_MODULE(_kernels, module) {
         .def_rw("experts_per_token", &Shape::experts_per_token)
         .def_rw("expert_size", &Shape::expert_size)
         .def_rw("normalize_shares", &Shape::normalize_shares)
+        .def_rw("shares_scale", &Shape::shares_scale)
+        .def_rw("expert_groups", &Shape::expert_groups)
+        .def_rw("groups_per_token", &Shape::groups_per_token)
+        .def_rw("shared_size", &Shape::shared_size)
+        .def_rw("gate_alpha", &Shape::gate_alpha)
+        .def_rw("gate_limit", &Shape::gate_limit)
+        .def_rw("latent_rank", &Shape::latent_rank)
+        .def_rw("rope_dim", &Shape::rope_dim)
+        .def_rw("nope_dim", &Shape::nope_dim)
+        .def_rw("value_dim", &Shape::value_dim)
+        .def_rw("latent_eps", &Shape::latent_eps)
         .def_prop_rw("activation", [](const Shape& shape) { return static_cast<int>(shape.activation); },
                      [](Shape& shape, const std::string& name) { shape.activation = activation_of(name); })
         .def_prop_rw("precision", [](const Shape& shape) { return static_cast<int>(shape.precision); },

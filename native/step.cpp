@@ -66,7 +66,8 @@ Decoder::Step::Step(Decoder& model, const Iteration& iteration)
 void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     const int64_t tokens = tiles(tokens_) * kTokenTile;
     const int64_t slots = std::max(tokens, max_slots(tokens));
-    const int64_t widest = std::max({shape_.hidden_size, shape_.q_size(), shape_.intermediate_size, shape_.expert_size});
+    const int64_t widest = std::max({shape_.hidden_size, shape_.attended_size(), shape_.intermediate_size,
+                                     shape_.expert_size, shape_.shared_size, shape_.latent_rank, shape_.nope_dim});
     const int64_t block = token_block(shape_.hidden_size, Precision::int8);  // no other is larger
     const int64_t gated = 2 * std::max(block * 4 * kRowTile, kManyTokens * kMaxChunkRows);  // gate and up of one chunk
     scratch_floats_ = product_scratch(widest) + std::max(gated, attend_scratch(shape_.head_dim));
@@ -77,16 +78,24 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     // the MLP's inner part when attention is over.
     normed_ = attended_ = carver.take<float>(tokens * std::max(shape_.hidden_size, shape_.q_size()));
     if (shape_.parallel_block) attended_ = carver.take<float>(tokens * shape_.q_size());  // the MLP comes in between
-    const int64_t inner_floats = std::max(tokens * shape_.intermediate_size, slots * shape_.expert_size);
-    qkv_ = inner_ = carver.take<float>(std::max(tokens * (shape_.q_size() + 2 * shape_.kv_size()), inner_floats));
+    const int64_t inner_floats = std::max(tokens * std::max(shape_.intermediate_size, shape_.shared_size),
+                                          slots * shape_.expert_size);
+    const int64_t attention_floats = tokens * std::max(shape_.qkv_size(), shape_.attended_size());
+    qkv_ = inner_ = values_ = carver.take<float>(std::max(attention_floats, inner_floats));
+    const int64_t head_width = std::max(shape_.latent_rank, shape_.nope_dim), head_slots = shape_.num_heads * tokens;
+    queries_ = carver.take<float>(shape_.is_latent() ? tokens * shape_.q_size() : 0);
+    heads_ = carver.take<float>(shape_.is_latent() ? head_slots * head_width : 0);
     const auto norms_update = [](const Layer& layer) { return layer.post_attn_norm.weight || layer.post_mlp_norm.weight; };
     const bool updates = shape_.num_experts > 0 || std::ranges::any_of(model_.layers, norms_update);
     update_ = carver.take<float>(updates ? tokens * shape_.hidden_size : 0);
-    angles_ = carver.take<float>(tokens * shape_.head_dim);
-    angles_local_ = carver.take<float>(model_.rope_local.frequencies.empty() ? 0 : tokens * shape_.head_dim);
-    int64_t prepared = kernels_.prepared_bytes(slots, widest, shape_.precision);
-    for (const Precision precision : {Precision::int8, Precision::grouped})
+    angles_ = carver.take<float>(tokens * shape_.turning_dim());
+    angles_local_ = carver.take<float>(model_.rope_local.frequencies.empty() ? 0 : tokens * shape_.turning_dim());
+    int64_t prepared = 0;
+    for (const Precision precision : {shape_.precision, Precision::int8, Precision::grouped}) {
         prepared = std::max(prepared, kernels_.prepared_bytes(slots, widest, precision));
+        if (shape_.is_latent())
+            prepared = std::max(prepared, kernels_.prepared_bytes(head_slots, head_width, precision));
+    }
     // Parts of attention are put together before anything is prepared for the product after it.
     const int64_t parts = num_parts_ * shape_.head_dim * static_cast<int64_t>(sizeof(float));
     prepared_ = carver.take<char>(std::max(prepared, parts));
@@ -109,12 +118,14 @@ void Decoder::Step::run(Team::Member& member) {
         const Layer& layer = model_.layers[i];
         normalize(member, layer.attn_norm, layer.qkv);
         linear(member, layer.qkv, normed_, qkv_, false, {i, Projection::qkv});
-        rotate_and_store(member, layer, i);
+        shape_.is_latent() ? make_latents(member, layer, i) : rotate_and_store(member, layer, i);
         attend(member, layer, i);
         if (i + 1 == static_cast<int64_t>(model_.layers.size())) keep_sampled(member);
         if (shape_.parallel_block) mlp(member, layer, layer.attn_norm, i);  // before attention changes what it reads
-        prepare(member, attended_, layer.out);
-        update(member, layer.out, layer.post_attn_norm, attended_, {i, Projection::out});
+        if (shape_.is_latent()) make_values(member, layer);
+        const float* attended = shape_.is_latent() ? values_ : attended_;
+        prepare(member, attended, layer.out);
+        update(member, layer.out, layer.post_attn_norm, attended, {i, Projection::out});
         if (shape_.parallel_block) continue;
         layer.router.pieces.empty() ? mlp(member, layer, layer.mlp_norm, i) : mix_experts(member, layer);
     }
@@ -144,8 +155,8 @@ void Decoder::Step::embed(Team::Member& member) {
             look_up(model_.embed, iteration_.tokens[t], shape_.embed_scale, false, out);
             if (model_.positions.data)
                 look_up(model_.positions, position_[t] + shape_.position_offset, 1.0f, true, out);
-            angles_of(model_.rope, position_[t], angles_ + t * shape_.head_dim);
-            angles_of(model_.rope_local, position_[t], angles_local_ + t * shape_.head_dim);
+            angles_of(model_.rope, position_[t], angles_ + t * shape_.turning_dim());
+            angles_of(model_.rope_local, position_[t], angles_local_ + t * shape_.turning_dim());
         }
     });
 }
@@ -234,24 +245,23 @@ void Decoder::Step::linear(Team::Member& member, const Linear& weights, const fl
 
 void Decoder::Step::mlp(Team::Member& member, const Layer& layer, const Norm& norm, int64_t index) {
     normalize(member, norm, layer.up);
-    inner_mlp(member, layer, index);
+    inner_mlp(member, layer.up, shape_.intermediate_size, index);
     prepare(member, inner_, layer.down);
     update(member, layer.down, layer.post_mlp_norm, inner_, {index, Projection::down});
 }
 
-void Decoder::Step::inner_mlp(Team::Member& member, const Layer& layer, int64_t index) {
+void Decoder::Step::inner_mlp(Team::Member& member, const Linear& up, int64_t inner, int64_t index) {
     reduce(member, {index, Projection::up}, normed_);
-    const int64_t inner = shape_.intermediate_size;
-    const Precision precision = precision_of(layer.up.pieces);
+    const Precision precision = precision_of(up.pieces);
     const int64_t per_chunk = chunk_rows(inner, tokens_), block = token_block(shape_.hidden_size, precision);
     const int64_t chunks = (inner + per_chunk - 1) / per_chunk, blocks = (tokens_ + block - 1) / block;
-    const void* prepared = operand(normed_, layer.up.pieces);
-    const Matrix* second = shape_.gated_mlp ? &layer.up.pieces.back() : nullptr;
-    const int64_t shift = layer.up.pieces.size() == 1 ? inner : 0;  // of the up half, within its piece
-    const float* bias = layer.up.bias;
+    const void* prepared = operand(normed_, up.pieces);
+    const Matrix* second = shape_.gated_mlp ? &up.pieces.back() : nullptr;
+    const int64_t shift = up.pieces.size() == 1 ? inner : 0;  // of the up half, within its piece
+    const float* bias = up.bias;
     member.loop(chunks * blocks, [&](int64_t task) {
         const int64_t row = task % chunks * per_chunk, begin = task / chunks * block;
-        multiply_gated(member, {&layer.up.pieces.front(), row, bias ? bias + row : nullptr, second, shift + row,
+        multiply_gated(member, {&up.pieces.front(), row, bias ? bias + row : nullptr, second, shift + row,
                                 bias ? bias + inner + row : nullptr, std::min(per_chunk, inner - row), prepared, begin,
                                 std::min(begin + block, tokens_), precision, inner_ + begin * inner + row, inner, index});
     });
@@ -271,12 +281,22 @@ void Decoder::Step::multiply_gated(Team::Member& member, const Gated& g) {
         add_adapted(spot, g.begin, g.end, g.gate_row, g.rows, gate, g.rows);
         if (g.up) add_adapted(spot, g.begin, g.end, shape_.intermediate_size + g.gate_row, g.rows, up, g.rows);
     }
+    if (g.is_expert && shape_.gate_limit > 0.0f) limit_gate(gate, up, (g.end - g.begin) * g.rows);
     for (int64_t t = 0; t < g.end - g.begin; ++t) {
         float* out = g.out + t * g.out_stride;
         if (g.up)
             kernels_.gate(shape_.activation, gate + t * g.rows, up + t * g.rows, g.rows, out);
         else
             kernels_.activate(shape_.activation, gate + t * g.rows, g.rows, out);
+    }
+}
+
+// (up + 1)·gate·sigmoid(alpha·gate) within limits, as silu(gate')·up'. What is not a number stays so.
+void Decoder::Step::limit_gate(float* gate, float* up, int64_t count) const {
+    const float limit = shape_.gate_limit, alpha = shape_.gate_alpha, inverse = 1.0f / alpha;
+    for (int64_t i = 0; i < count; ++i) {
+        gate[i] = (gate[i] > limit ? limit : gate[i]) * alpha;
+        up[i] = ((up[i] > limit ? limit : up[i] < -limit ? -limit : up[i]) + 1.0f) * inverse;
     }
 }
 

@@ -47,6 +47,7 @@ struct Decoder::Step {
         float* out;  // of (begin, first row)
         int64_t out_stride;
         int64_t layer = -1;  // whose adapters have a say
+        bool is_expert = false;
     };
 
     struct Group {  // tokens of one expert that are multiplied together
@@ -80,14 +81,17 @@ struct Decoder::Step {
     void prepare(Team::Member&, const float* x, const Linear& next);
     void linear(Team::Member&, const Linear&, const float* x, float* out, bool add, Spot);
     void mlp(Team::Member&, const Layer&, const Norm&, int64_t index);
-    void inner_mlp(Team::Member&, const Layer&, int64_t index);
+    void inner_mlp(Team::Member&, const Linear& up, int64_t inner, int64_t index);
     void plan_adapters();
     void reduce(Team::Member&, Spot, const float* x);
     void add_adapted(Spot, int64_t begin, int64_t end, int64_t row, int64_t rows, float* out, int64_t stride) const;
     void multiply_gated(Team::Member&, const Gated&);
+    void limit_gate(float* gate, float* up, int64_t count) const;
     void mix_experts(Team::Member&, const Layer&);
     void route(Team::Member&, const Layer&);
     void choose_experts(int64_t token);
+    void keep_best_groups(float* scores) const;
+    void share_expert(Team::Member&, const Layer&);
     void group_tokens(int64_t block);
     void gather(Team::Member&, const Stack& next);
     void prepare_group(const Group&, const float* x, const Stack& next);
@@ -98,7 +102,10 @@ struct Decoder::Step {
     void update(Team::Member&, const Linear&, const Norm& post, const float* x, Spot);
     void rotate_and_store(Team::Member&, const Layer&, int64_t index);
     void attend(Team::Member&, const Layer&, int64_t index);
-    void merge(const Merge&);
+    void merge(const Merge&, const float* sinks);
+    void make_latents(Team::Member&, const Layer&, int64_t index);
+    void make_values(Team::Member&, const Layer&);
+    void multiply_heads(Team::Member&, const Stack&, int64_t rows, float* out, int64_t stride, int64_t step);
     void keep_sampled(Team::Member&);
     void logits(Team::Member&);
 
@@ -133,8 +140,24 @@ struct Decoder::Step {
     float *scores_ = nullptr, *shares_ = nullptr;  // of the router: [token][expert], and of those chosen
     float* grouped_ = nullptr;                     // [slot][hidden]: what goes into the experts, then what comes out
     float *largest_ = nullptr, *total_ = nullptr, *sums_ = nullptr;
+    float *queries_ = nullptr, *values_ = nullptr;  // of latent attention: [token][head][rank + rope], [token][head][value]
+    float* heads_ = nullptr;                        // [head][token, filled up to whole tiles][rank or nope]
     float* reduced_ = nullptr;  // [part][token][max_rank]: a projection's input times the first matrices of adapters
     void* prepared_ = nullptr;
 };
+
+inline int64_t whole_tiles(int64_t tokens) { return (tokens + kTokenTile - 1) / kTokenTile * kTokenTile; }
+
+struct Place {
+    const Matrix* piece;
+    int64_t row;
+};
+
+// Where row `row` of an expert, or of a head, is; `rows`: how many each of `count` has.
+inline Place place_of(const Stack& stack, int64_t count, int64_t rows, int64_t number, int64_t row) {
+    if (stack.pieces.size() == 1) return {&stack.pieces.front(), number * rows + row};
+    const int64_t each = static_cast<int64_t>(stack.pieces.size()) / count, part = rows / each;
+    return {&stack.pieces[number * each + row / part], row % part};
+}
 
 }  // namespace dovetail

@@ -90,20 +90,21 @@ void Decoder::Step::rotate_and_store(Team::Member& member, const Layer& layer, i
 CacheView Decoder::Step::cache_view(int64_t layer, int64_t kv_head) const {
     const Cache& cache = iteration_.cache;
     const int64_t width = cache_width(cache.type, shape_.head_dim), token = shape_.num_kv_heads * width;
-    const int64_t part = cache.block_size * token;  // keys of a block and layer
+    const int64_t part = cache.block_size * token, parts = shape_.kv_parts();  // part: keys of a block and layer
     const char* base = static_cast<const char*>(cache.data);
-    const int64_t keys = layer * 2 * part + kv_head * width;
-    return {base + keys * size_of(cache.type), base + (keys + part) * size_of(cache.type),
-            cache.type,                        cache.num_layers * 2 * part,
+    const int64_t keys = layer * parts * part + kv_head * width, values = keys + (parts - 1) * part;
+    return {base + keys * size_of(cache.type), base + values * size_of(cache.type),
+            cache.type,                        cache.num_layers * parts * part,
             token,                             cache.block_size};
 }
 
 void Decoder::Step::attend(Team::Member& member, const Layer& layer, int64_t index) {
-    const int64_t d = shape_.head_dim, stride = shape_.q_size() + 2 * shape_.kv_size();
+    const int64_t d = shape_.head_dim, stride = shape_.is_latent() ? shape_.q_size() : shape_.qkv_size();
+    const float* queries = shape_.is_latent() ? queries_ : qkv_;
     member.loop(static_cast<int64_t>(units_.size()), [&](int64_t i) {
         const Unit& unit = units_[i];
         const bool whole = unit.part < 0;
-        kernels_.attend({qkv_ + unit.first_token * stride + unit.first_head * d,
+        kernels_.attend({queries + unit.first_token * stride + unit.first_head * d,
                          stride,
                          unit.tokens,
                          unit.heads,
@@ -121,13 +122,14 @@ void Decoder::Step::attend(Team::Member& member, const Layer& layer, int64_t ind
                          whole ? nullptr : largest_ + unit.part,
                          whole ? nullptr : total_ + unit.part,
                          whole ? nullptr : sums_ + unit.part * d,
-                         scratch(member)});
+                         scratch(member),
+                         layer.sinks ? layer.sinks + unit.first_head : nullptr});
     });
     if (merges_.empty()) return;
-    member.loop(static_cast<int64_t>(merges_.size()), [&](int64_t i) { merge(merges_[i]); });
+    member.loop(static_cast<int64_t>(merges_.size()), [&](int64_t i) { merge(merges_[i], layer.sinks); });
 }
 
-void Decoder::Step::merge(const Merge& m) {
+void Decoder::Step::merge(const Merge& m, const float* sinks) {
     const int64_t d = shape_.head_dim;
     float largest = kNothingSeen, total = 0.0f;
     for (int64_t i = 0; i < m.num_parts; ++i) largest = std::max(largest, largest_[m.first_part + i * m.part_stride]);
@@ -139,6 +141,7 @@ void Decoder::Step::merge(const Merge& m) {
         total += total_[part] * share;
         for (int64_t j = 0; j < d; ++j) out[j] += sums_[part * d + j] * share;
     }
+    if (sinks) total += std::exp(sinks[m.head] - largest);
     for (int64_t j = 0; j < d; ++j) out[j] /= total;
 }
 

@@ -8,23 +8,6 @@
 #include "step.hpp"
 
 namespace dovetail {
-namespace {
-
-int64_t whole_tiles(int64_t tokens) { return (tokens + kTokenTile - 1) / kTokenTile * kTokenTile; }
-
-struct Place {
-    const Matrix* piece;
-    int64_t row;
-};
-
-// Where row `row` of an expert is; `rows`: how many each has.
-Place place_of(const Stack& stack, int64_t num_experts, int64_t rows, int64_t expert, int64_t row) {
-    if (stack.pieces.size() == 1) return {&stack.pieces.front(), expert * rows + row};
-    const int64_t each = static_cast<int64_t>(stack.pieces.size()) / num_experts, part = rows / each;
-    return {&stack.pieces[expert * each + row / part], row % part};
-}
-
-}  // namespace
 
 // Every expert's tokens begin at a tile of their own.
 int64_t Decoder::Step::max_slots(int64_t tokens) const {
@@ -41,6 +24,15 @@ void Decoder::Step::mix_experts(Team::Member& member, const Layer& layer) {
     prepare_groups(member, inner_, layer.experts_down);
     outer_experts(member, layer.experts_down);
     combine(member, layer.post_mlp_norm);
+    if (shape_.shared_size > 0) share_expert(member, layer);
+}
+
+// The MLP that every token goes through besides: it reads what the router read.
+void Decoder::Step::share_expert(Team::Member& member, const Layer& layer) {
+    prepare(member, normed_, layer.shared_up);
+    inner_mlp(member, layer.shared_up, shape_.shared_size, -1);
+    prepare(member, inner_, layer.shared_down);
+    linear(member, layer.shared_down, inner_, hidden_, true, {});
 }
 
 void Decoder::Step::route(Team::Member& member, const Layer& layer) {
@@ -57,6 +49,7 @@ void Decoder::Step::choose_experts(int64_t token) {
     const float largest = *std::max_element(scores, scores + shape_.num_experts);
     float total = 0.0f, kept = 0.0f;
     for (int64_t i = 0; i < shape_.num_experts; ++i) total += scores[i] = std::exp(scores[i] - largest);
+    if (shape_.groups_per_token < shape_.expert_groups) keep_best_groups(scores);
     for (int64_t rank = 0; rank < shape_.experts_per_token; ++rank) {
         float* best = std::max_element(scores, scores + shape_.num_experts);
         chosen_[token * shape_.experts_per_token + rank] = best - scores;
@@ -64,7 +57,17 @@ void Decoder::Step::choose_experts(int64_t token) {
         *best = -1.0f;  // below all that is left
     }
     const float whole = shape_.normalize_shares && total == total ? kept : total;
-    for (int64_t rank = 0; rank < shape_.experts_per_token; ++rank) shares[rank] /= whole;
+    for (int64_t rank = 0; rank < shape_.experts_per_token; ++rank) shares[rank] = shares[rank] / whole * shape_.shares_scale;
+}
+
+// Shares of the other groups become 0.
+void Decoder::Step::keep_best_groups(float* scores) const {
+    const int64_t size = shape_.num_experts / shape_.expert_groups;
+    std::vector<float> best(shape_.expert_groups);
+    for (int64_t i = 0; i < shape_.expert_groups; ++i) best[i] = *std::max_element(scores + i * size, scores + (i + 1) * size);
+    for (int64_t kept = 0; kept < shape_.groups_per_token; ++kept) *std::max_element(best.begin(), best.end()) = -1.0f;
+    for (int64_t i = 0; i < shape_.expert_groups; ++i)
+        if (best[i] != -1.0f) std::fill_n(scores + i * size, size, 0.0f);
 }
 
 void Decoder::Step::group_tokens(int64_t block) {
@@ -118,9 +121,10 @@ void Decoder::Step::inner_experts(Team::Member& member, const Stack& up) {
         const int64_t row = task % chunks * per_chunk;
         const Place gate = place_of(up, shape_.num_experts, 2 * size, group.expert, row);
         const Place other = place_of(up, shape_.num_experts, 2 * size, group.expert, size + row);
-        multiply_gated(member, {gate.piece, gate.row, nullptr, other.piece, other.row, nullptr,
+        const float* bias = up.bias ? up.bias + group.expert * 2 * size + row : nullptr;
+        multiply_gated(member, {gate.piece, gate.row, bias, other.piece, other.row, bias ? bias + size : nullptr,
                                 std::min(per_chunk, size - row), prepared, group.begin, group.end, precision,
-                                inner_ + group.begin * size + row, size});
+                                inner_ + group.begin * size + row, size, -1, true});
     });
 }
 
@@ -133,7 +137,7 @@ void Decoder::Step::outer_experts(Team::Member& member, const Stack& down) {
         const int64_t row = task % chunks * per_chunk, rows = std::min(per_chunk, hidden - row);
         const Place at = place_of(down, shape_.num_experts, hidden, group.expert, row);
         kernels_.multiply({at.piece, at.row, at.row + rows, prepared, group.begin, group.end, precision_of(down.pieces),
-                           nullptr, false, grouped_ + group.begin * hidden + row, hidden, scratch(member)});
+                           down.bias ? down.bias + group.expert * hidden + row : nullptr, false, grouped_ + group.begin * hidden + row, hidden, scratch(member)});
     });
 }
 

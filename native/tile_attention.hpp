@@ -182,7 +182,8 @@ void attend_tiles(const Attend& a) {
     }
     for (int q = 0; q < queries; ++q) {
         float* out = a.out + q / a.heads * a.out_stride + q % a.heads * a.head_dim;
-        const Vec share = splat(1.0f / state.total[q]);
+        const float sink = a.sinks ? __builtin_expf(a.sinks[q % a.heads] - state.largest[q]) : 0.0f;
+        const Vec share = splat(1.0f / (state.total[q] + sink));
         for (int d = 0; d < a.head_dim; d += 16) store(out + d, load(state.sums[q] + d) * share);
     }
 }

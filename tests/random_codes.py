@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dovetail.codings import Quantised
+from dovetail.codings import Array, Part, Quantised
 from dovetail.layouts import coding_of
 
 
@@ -13,10 +13,14 @@ def random_codes(layout: str, rows: int, columns: int, seed: int = 0) -> Quantis
     coding, generator = coding_of(layout, columns), np.random.default_rng(seed)
     lowest, highest = (-8, 7) if coding.form.bits == 4 else (-128, 127)
     codes = generator.integers(lowest, highest, (rows, columns), np.int8, endpoint=True)
-    scales = [
-        generator.integers(-63, 64, (rows, part.count), np.int8)
-        if part.dtype.kind == "i"
-        else generator.standard_normal((rows, part.count)).astype(part.dtype)
-        for part in coding.parts
-    ]
-    return Quantised(np.pad(codes, ((0, 0), (0, coding.padded - columns))), tuple(scales))
+    scales = tuple(_scales(part, rows, generator) for part in coding.parts)
+    return Quantised(np.pad(codes, ((0, 0), (0, coding.padded - columns))), scales)
+
+
+def _scales(part: Part, rows: int, generator: np.random.Generator) -> Array:
+    shape = (rows, part.count)
+    if part.dtype.kind == "u":
+        return generator.integers(110, 140, shape, np.uint8)  # exponents of powers of two
+    if part.dtype.kind == "i":
+        return generator.integers(-63, 64, shape, np.int8)
+    return generator.standard_normal(shape).astype(part.dtype)

@@ -128,6 +128,42 @@ TINY_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", _GQA | {"sliding_window": 12}),
     "glm4": ("glm4", _WIDE_HEADS | {"attention_bias": True}),
     "cohere": ("cohere", _GQA | {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "gpt_oss": (
+        "gpt_oss",
+        _WIDE_HEADS
+        | {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 12,
+            "swiglu_limit": 1.5,  # which a tiny model reaches
+        }
+        | _rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            "hidden_size": 48,
+            "intermediate_size": 88,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "q_lora_rank": None,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "routed_scaling_factor": 1.5,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "tie_word_embeddings": False,
+        }
+        | _rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9),
+    ),
     "cohere2": ("cohere2", _WIDE_HEADS | {"sliding_window": 12, "sliding_window_pattern": 2, "logit_scale": 0.25}),
 }
 
@@ -198,9 +234,10 @@ def _drawn(model: Any, seed: int) -> Any:
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             scale = 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-            keep = 1.0 if parameter.ndim == 1 else 0.0  # a norm stays near its 1 (or Gemma's 0), a bias near its 0
+            # A norm stays near its 1 (or Gemma's 0), a bias near its 0; these two are drawn when a model is made.
+            keep = 1.0 if parameter.ndim == 1 and not name.endswith((".sinks", ".router.bias")) else 0.0
             parameter.mul_(keep).add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
     return model
 

@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "glm4": gguf.MODEL_ARCH.GLM4,
     "cohere": gguf.MODEL_ARCH.COMMAND_R,
     "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
 }
 # What the converter brings into the order of its own rotation; the others' rows stay as HF has them.
 PERMUTED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3, gguf.MODEL_ARCH.GRANITE)
@@ -56,7 +58,7 @@ def save_tiny_gguf(
     _add_tokenizer(writer, config.vocab_size)
     if adjust is not None:
         adjust(writer)
-    tensors = {gguf_name: quantised(value, kind) for gguf_name, value in _tensors(model, architecture).items()}
+    tensors = {name: quantised(value, kind, name) for name, value in _tensors(model, architecture).items()}
     for gguf_name, (data, its_kind) in {**tensors, **(replace or {})}.items():
         if gguf_name not in drop:
             writer.add_tensor(gguf_name, data, raw_dtype=its_kind)
@@ -66,9 +68,11 @@ def save_tiny_gguf(
     writer.close()
 
 
-def quantised(value: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> tuple[np.ndarray[Any, Any], Any]:
-    """Vectors stay in float32, as llama.cpp keeps them."""
-    return (value, Q.F32) if value.ndim == 1 else (gguf.quants.quantize(value, kind), kind)
+def quantised(
+    value: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType, name: str = ""
+) -> tuple[np.ndarray[Any, Any], Any]:
+    """Vectors stay in float32, as llama.cpp keeps them, those of a stack too."""
+    return (value, Q.F32) if value.ndim == 1 or name.endswith(".bias") else (gguf.quants.quantize(value, kind), kind)
 
 
 def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -108,10 +112,24 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(config.sliding_window)
     if config.model_type in ("gemma3_text", "olmo3"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-    if getattr(config, "num_local_experts", None):
-        writer.add_expert_count(config.num_local_experts)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if config.model_type == "deepseek_v2":
+        _add_latent_metadata(writer, config, rope)
+
+
+def _add_latent_metadata(writer: gguf.GGUFWriter, config: Any, rope: dict[str, Any]) -> None:
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
@@ -138,7 +156,8 @@ def _tensors(model: Any, architecture: gguf.MODEL_ARCH) -> dict[str, np.ndarray[
             value = permuted(value, heads)
         if config.model_type.startswith("gemma") and "norm" in hf_name:
             value = value + np.float32(1)
-        found.update(_named(names, hf_name, value))
+        special = {"gpt_oss": _of_gpt_oss, "deepseek_v2": _of_deepseek}.get(config.model_type)
+        found.update((special(hf_name, value, config) if special else None) or _named(names, hf_name, value))
     if "rope_type" in config.rope_parameters and config.rope_parameters["rope_type"] == "llama3":
         frequencies = model.model.rotary_emb.inv_freq.numpy()
         plain = config.rope_parameters["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
@@ -151,15 +170,39 @@ def _tensors(model: Any, architecture: gguf.MODEL_ARCH) -> dict[str, np.ndarray[
 
 
 def _named(names: gguf.TensorNameMap, hf_name: str, value: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    if "experts.gate_up_proj" in hf_name:
+    if "mlp.experts.gate_up_proj" in hf_name:
         layer = hf_name.split("layers.")[1].split(".")[0]
         gate, up = np.split(value, 2, axis=1)
         return {f"blk.{layer}.ffn_gate_exps.weight": gate.copy(), f"blk.{layer}.ffn_up_exps.weight": up.copy()}
-    if "experts.down_proj" in hf_name:
+    if "mlp.experts.down_proj" in hf_name:
         return {f"blk.{hf_name.split('layers.')[1].split('.')[0]}.ffn_down_exps.weight": value}
     found = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
     assert found is not None, hf_name
     return {found: value}
+
+
+def _of_gpt_oss(hf_name: str, value: np.ndarray[Any, Any], config: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Gate and up interleaved, matrices [experts, in, out]; sinks without a suffix."""
+    if hf_name.endswith(".sinks"):
+        return {f"blk.{hf_name.split('.')[2]}.attn_sinks.weight": value}
+    if "experts." not in hf_name:
+        return {}
+    prefix = f"blk.{hf_name.split('layers.')[1].split('.')[0]}."
+    kind, rows = ("bias", value) if value.ndim == 2 else ("weight", value.swapaxes(1, 2))
+    if "down_proj" in hf_name:
+        return {f"{prefix}ffn_down_exps.{kind}": rows.copy()}
+    gate, up = rows[:, 0::2].copy(), rows[:, 1::2].copy()
+    return {f"{prefix}ffn_gate_exps.{kind}": gate, f"{prefix}ffn_up_exps.{kind}": up}
+
+
+def _of_deepseek(hf_name: str, value: np.ndarray[Any, Any], config: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """What makes keys of a latent transposed, and apart from what makes values."""
+    if "kv_b_proj" not in hf_name:
+        return {}
+    prefix = f"blk.{hf_name.split('layers.')[1].split('.')[0]}."
+    heads = value.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    key, own = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    return {f"{prefix}attn_k_b.weight": key.swapaxes(1, 2).copy(), f"{prefix}attn_v_b.weight": own.copy()}
 
 
 def permuted(value: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

@@ -11,6 +11,8 @@ float16 of 256 columns times an int8 of the group, then the columns of a group, 
     int4-g32      q4_0, the ternary types; what we quantise to 4 bits ourselves
     int4-g32-min  q4_1    codes of 0 to 15 are kept as -8 to 7: offset 8
     int4-k32-min  q4_K    the same
+    fp4-e32       MXFP4: a code is the four bits of a float (sign, two of exponent, one of fraction), a scale the
+                  exponent of a power of two
     int8-cells    a float32 per row: of earlier releases
 
 Where bytes lie is told in `layouts`.
@@ -31,7 +33,9 @@ Codes = npt.NDArray[np.int8]
 GROUP = 32  # to a multiple of which columns are padded
 NEST = 256  # columns that share the float16 part of a nested scale
 ROW_COLUMNS = 64  # to a multiple of which those of int8-cells are padded
-_HALF, _BYTE, _FLOAT = np.dtype("<f2"), np.dtype("i1"), np.dtype("<f4")
+_HALF, _BYTE, _FLOAT, _EXPONENT = np.dtype("<f2"), np.dtype("i1"), np.dtype("<f4"), np.dtype("u1")
+# Twice what the four bits of fp4 stand for, which is whole
+_FP4_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 class Form(NamedTuple):
@@ -41,6 +45,7 @@ class Form(NamedTuple):
     group: int = 32  # columns; 0 = the whole row
     nested: bool = False
     minimum: bool = False
+    floats: bool = False  # codes are small floats, scales powers of two
 
 
 FORMS = {
@@ -51,6 +56,7 @@ FORMS = {
     "int4-g32": Form(bits=4),
     "int4-g32-min": Form(bits=4, minimum=True),
     "int4-k32-min": Form(bits=4, nested=True, minimum=True),
+    "fp4-e32": Form(bits=4, floats=True),
     "int8-cells": Form(group=0),
     "int4-cells": Form(bits=4),  # an earlier name
 }
@@ -100,7 +106,8 @@ class Coding:
     def dequantise(self, quantised: Quantised) -> Float32:
         """In float32, in the order in which GGUF's own package computes."""
         form, rows = self.form, len(quantised.codes)
-        grouped = quantised.codes.reshape(rows, -1, form.group or self.padded).astype(np.float32)
+        codes = _FP4_TWICE[quantised.codes & 15] if form.floats else quantised.codes
+        grouped = codes.reshape(rows, -1, form.group or self.padded).astype(np.float32, copy=False)
         factors = self._factors(quantised.scales)
         values = factors[0] * (grouped + np.float32(self.offset) if self.offset else grouped)
         if form.minimum:
@@ -109,6 +116,8 @@ class Coding:
 
     def _factors(self, scales: tuple[Array, ...]) -> list[Float32]:
         """Scale and, where there is one, minimum of each row and group: [rows, groups, 1]."""
+        if self.form.floats:
+            return [_half_powers(scales[0])[:, :, None]]
         wide = [part.astype(np.float32) for part in scales]
         if self.form.nested:
             kinds, groups = len(wide) // 2, wide[-1].shape[1]
@@ -165,10 +174,19 @@ def _parts(form: Form, columns: int, padded: int) -> tuple[Part, ...]:
     if not form.group:
         return (Part(_FLOAT, 1, padded),)
     groups = padded // form.group
+    if form.floats:
+        return (Part(_EXPONENT, groups, form.group),)
     if not form.nested:
         return (Part(_HALF, groups, form.group),) * kinds
     nested = Part(_HALF, _up(columns, NEST) // NEST, NEST)
     return (nested,) * kinds + (Part(_BYTE, groups, form.group),) * kinds
+
+
+def _half_powers(exponents: Array) -> Float32:
+    """Half of 2^(exponent - 127), since codes count twice; the two smallest are subnormal."""
+    wide = exponents.astype(np.uint32)
+    bits = np.where(wide < 2, np.uint32(1 << 21) << wide, (wide - np.uint32(1)) << np.uint32(23))
+    return bits.astype(np.uint32).view(np.float32)
 
 
 def _nearest_8(grouped: Float32) -> tuple[Codes, Array]:

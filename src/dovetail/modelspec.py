@@ -12,17 +12,27 @@ Canonical tensors (i = layer; concatenated pieces lie along the first dimension,
     embed_norm.*              [hidden]                                 encoders only
     layers.i.attn_norm.*      [hidden]                                 .weight, .bias with norm_bias; pre_norm only
     layers.i.qkv.*            [(heads + 2·kv_heads)·head_dim, hidden]  q, k, v; .bias with qkv_bias
+                              [heads·(nope + rope) + rank + rope, hidden]  with mla: q, latent, key that turns
+    layers.i.kv_norm.weight   [rank]                                   mla only, as the next two
+    layers.i.k_up.weight      [heads, rank, nope]                      from a latent to a head's key, transposed
+    layers.i.v_up.weight      [heads, value, rank]
+    layers.i.sinks.weight     [heads]                                  attention_sinks only
     layers.i.q_norm.weight    [head_dim]                               qk_norm only; [heads·head_dim] with qk_norm_whole
     layers.i.k_norm.weight    [head_dim]                               [kv_heads·head_dim] with qk_norm_whole
-    layers.i.out.*            [hidden, heads·head_dim]                 .bias with out_bias
+    layers.i.out.*            [hidden, heads·head_dim]                 .bias with out_bias; [hidden, heads·value], mla
     layers.i.post_attn_norm.weight  [hidden]                           sandwich_norm only
     layers.i.mlp_norm.*       [hidden]                                 pre_norm, unless parallel_block
     layers.i.gate_up.weight   [2·intermediate, hidden]                 gate, up; gated_mlp
     layers.i.up.*             [intermediate, hidden]                   otherwise; .bias with mlp_bias
     layers.i.down.*           [hidden, intermediate]
     layers.i.router.weight    [experts, hidden]                        in MoE layers, instead of gate_up and down
+    layers.i.router.bias      [experts]                                with moe.biases
     layers.i.experts.gate_up.weight [experts, 2·moe_intermediate, hidden]
+    layers.i.experts.gate_up.bias   [experts·2·moe_intermediate]       with moe.biases
     layers.i.experts.down.weight    [experts, hidden, moe_intermediate]
+    layers.i.experts.down.bias      [experts·hidden]                   with moe.biases
+    layers.i.shared.gate_up.weight  [2·moe.shared_size, hidden]        with moe.shared_size
+    layers.i.shared.down.weight     [hidden, moe.shared_size]
     layers.i.post_mlp_norm.weight   [hidden]                           sandwich_norm only
     final_norm.*              [hidden]                                 unless norm_after
     score.dense.*             [hidden, hidden]                         encoders that score pairs only, as the next two
@@ -72,6 +82,25 @@ class MoeSpec(msgspec.Struct, frozen=True):
     experts_per_token: int
     intermediate_size: int
     normalize_weights: bool  # the chosen experts' weights sum to 1
+    biases: bool = False  # of the router and of the experts
+    alpha: float = 1.0  # with a limit, the inner part is (up + 1)·gate·sigmoid(alpha·gate)
+    limit: float = 0.0  # the gate is at most this, up within plus and minus this; 0 = no limit, and the usual form
+    shared_size: int = 0  # inner size of an MLP that every token goes through besides; 0 = none
+    scale: float = 1.0  # of the chosen experts' weights
+    groups: int = 1  # of experts, equally large and in order: a token's experts are
+    groups_per_token: int = 1  # of so many of them, those whose largest weight is largest
+
+
+class MlaSpec(msgspec.Struct, frozen=True):
+    """Multi-head latent attention: keys and values of all heads are made of one latent per token. It is kept, beside a
+    key that turns and that all heads share; what makes a head's key and value of it is applied to the query and to the
+    sum instead. So to the cache it is one key head of rank + rope dimensions, whose value is the key itself."""
+
+    rank: int  # of the latent
+    rope: int  # dimensions of a query, and of the shared key, that turn
+    nope: int  # dimensions of a query that do not
+    value: int  # of a head
+    norm_eps: float = 1e-6  # of the latent's norm
 
 
 class ScoreSpec(msgspec.Struct, frozen=True):
@@ -115,6 +144,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_sinks: bool = False  # each head has a score that takes part in the softmax and has no value (gpt-oss)
+    mla: MlaSpec | None = None  # head_dim is then rank + rope, and num_kv_heads 1
     qk_norm_whole: bool = False  # over all heads of a token at once (OLMo 2)
     pre_norm: bool = True  # norms before attention and before the MLP
     sandwich_norm: bool = False  # norms after attention and after the MLP as well (Gemma), or instead (OLMo 2)
@@ -143,6 +174,28 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the first projection of attention."""
+        if self.mla is None:
+            return self.q_size + 2 * self.kv_size
+        return self.num_heads * (self.mla.nope + self.mla.rope) + self.mla.rank + self.mla.rope
+
+    @property
+    def attended_size(self) -> int:
+        """Columns of the last one."""
+        return self.q_size if self.mla is None else self.num_heads * self.mla.value
+
+    @property
+    def turning_dim(self) -> int:
+        """The part of a head that positions may turn."""
+        return self.head_dim if self.mla is None else self.mla.rope
+
+    @property
+    def kv_parts(self) -> int:
+        """What the cache has of a token and head: a key and a value, or one for both."""
+        return 2 if self.mla is None else 1
+
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
 
@@ -160,7 +213,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
             return (8 * self.hidden_size + 3 * self.intermediate_size) * DTYPE_BYTES[dtype]
         own = DTYPE_BYTES[activation_dtype(dtype)]
         per_head = self.head_dim + KV_SCALE_BYTES if kv == "int8" else self.head_dim * own
-        return 2 * self.num_layers * self.num_kv_heads * per_head
+        return self.kv_parts * self.num_layers * self.num_kv_heads * per_head
 
     def num_parameters(self) -> int:
         return sum(_product(shape) for _, shape in self.tensors())
@@ -200,11 +253,17 @@ class ModelSpec(msgspec.Struct, frozen=True):
         hidden = self.hidden_size
         if self.pre_norm and (layer > 0 or self.encoder is None or self.encoder.first_norm):
             yield from self._norm("attn_norm")
-        yield from _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)
+        yield from _linear("qkv", self.qkv_size, hidden, self.qkv_bias)
+        if self.mla is not None:
+            yield "kv_norm.weight", (self.mla.rank,)
+            yield "k_up.weight", (self.num_heads, self.mla.rank, self.mla.nope)
+            yield "v_up.weight", (self.num_heads, self.mla.value, self.mla.rank)
+        if self.attention_sinks:
+            yield "sinks.weight", (self.num_heads,)
         if self.qk_norm:
             yield "q_norm.weight", (self.q_size if self.qk_norm_whole else self.head_dim,)
             yield "k_norm.weight", (self.kv_size if self.qk_norm_whole else self.head_dim,)
-        yield from _linear("out", hidden, self.q_size, self.out_bias)
+        yield from _linear("out", hidden, self.attended_size, self.out_bias)
         if self.sandwich_norm:
             yield "post_attn_norm.weight", (hidden,)
         if self.pre_norm and not self.parallel_block:
@@ -216,10 +275,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def _mlp_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden, inner = self.hidden_size, self.intermediate_size
         if self.moe is not None and self.is_moe_layer(layer):
-            experts, inner = self.moe.num_experts, self.moe.intermediate_size
-            yield "router.weight", (experts, hidden)
-            yield "experts.gate_up.weight", (experts, 2 * inner, hidden)
-            yield "experts.down.weight", (experts, hidden, inner)
+            yield from _moe_tensors(self.moe, hidden)
         elif self.gated_mlp:
             yield from _linear("gate_up", 2 * inner, hidden, self.mlp_bias)
             yield from _linear("down", hidden, inner, self.mlp_bias)
@@ -234,10 +290,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 def rotary_order(spec: ModelSpec) -> tuple[int, ...] | None:
-    """For each row of a canonical q or k head, which row of the head in the file it is; None = the same."""
+    """For each row of a canonical q or k head, which row of the head in the file it is; None = the same. Not of mla,
+    whose projections have rows of several kinds."""
     half = spec.head_dim // 2
     turning = (spec.rope.rotary_dims or spec.head_dim) // 2  # pairs
-    if spec.position_offset is not None or (turning == half and not spec.pairs_side_by_side):
+    if spec.position_offset is not None or spec.mla is not None or (turning == half and not spec.pairs_side_by_side):
         return None
     second = 1 if spec.pairs_side_by_side else turning
     firsts = [pair * (2 if spec.pairs_side_by_side else 1) for pair in range(turning)]
@@ -270,6 +327,19 @@ _MOE_RANGES = {
     "num_experts": (1, MANY_LAYERS),
     "experts_per_token": (1, MANY_LAYERS),
     "intermediate_size": (1, _WIDE),
+    "alpha": (1e-6, 1e6),
+    "limit": (0.0, 1e6),
+    "shared_size": (0, _WIDE),
+    "scale": (-1e6, 1e6),
+    "groups": (1, MANY_LAYERS),
+    "groups_per_token": (1, MANY_LAYERS),
+}
+_MLA_RANGES = {
+    "rank": (1, 1 << 12),
+    "rope": (2, 1 << 12),
+    "nope": (1, 1 << 12),
+    "value": (1, 1 << 12),
+    "norm_eps": (0.0, 1.0),
 }
 _ROPE_RANGES = {
     "theta": (1e-6, 1e15),
@@ -288,9 +358,11 @@ def spec_problem(spec: ModelSpec) -> str | None:
     found = _outside(spec, _RANGES, "")
     for name, rope in (("rope", spec.rope), ("rope_local", spec.rope_local)):
         found = found or (None if rope is None else _rope_problem(rope, name))
-        found = found or (None if rope is None else _turning_problem(rope, name, spec.head_dim))
+        found = found or (None if rope is None else _turning_problem(rope, name, spec.turning_dim))
     if found is None and spec.moe is not None:
         found = _moe_problem(spec.moe)
+    if found is None and spec.mla is not None:
+        found = _mla_problem(spec, spec.mla)
     return found or _shape_problem(spec)
 
 
@@ -316,6 +388,21 @@ def _moe_problem(moe: MoeSpec) -> str | None:
     found = _outside(moe, _MOE_RANGES, "moe.")
     if found is None and moe.experts_per_token > moe.num_experts:
         return f"moe.experts_per_token: expected at most {moe.num_experts}, got {moe.experts_per_token}"
+    if found is None and moe.num_experts % moe.groups:
+        return f"moe.groups: expected a divisor of num_experts = {moe.num_experts}, got {moe.groups}"
+    if found is None and moe.experts_per_token > moe.num_experts // moe.groups * moe.groups_per_token:
+        return f"moe.groups_per_token: expected groups of {moe.experts_per_token} experts, got {moe.groups_per_token}"
+    return found
+
+
+def _mla_problem(spec: ModelSpec, mla: MlaSpec) -> str | None:
+    found = _outside(mla, _MLA_RANGES, "mla.")
+    if found is None and (spec.num_kv_heads, spec.head_dim) != (1, mla.rank + mla.rope):
+        return f"mla.rank: expected one key head of head_dim = {spec.head_dim} dimensions, got {mla.rank} + {mla.rope}"
+    if found is None and mla.rope % 2:
+        return f"mla.rope: expected an even number, because rotary positions need pairs, got {mla.rope}"
+    if found is None and (spec.qk_norm or spec.qkv_bias or spec.attention_sinks or spec.rope_local is not None):
+        return "mla: expected neither biases nor norms of q and k, nor sinks, nor a second rotation"
     return found
 
 
@@ -342,13 +429,27 @@ def _turning_problem(rope: RopeSpec, name: str, head_dim: int) -> str | None:
 
 
 def _outside(
-    record: ModelSpec | MoeSpec | RopeSpec, ranges: Mapping[str, tuple[float, float]], prefix: str
+    record: ModelSpec | MoeSpec | MlaSpec | RopeSpec, ranges: Mapping[str, tuple[float, float]], prefix: str
 ) -> str | None:
     for key, (low, high) in ranges.items():
         value = getattr(record, key)
         if value is not None and not (math.isfinite(value) and low <= value <= high):
             return f"{prefix}{key}: expected {low:g} to {high:g}, got {value!r}"
     return None
+
+
+def _moe_tensors(moe: MoeSpec, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    experts, inner = moe.num_experts, moe.intermediate_size
+    yield from _linear("router", experts, hidden, moe.biases)
+    yield "experts.gate_up.weight", (experts, 2 * inner, hidden)
+    if moe.biases:
+        yield "experts.gate_up.bias", (experts * 2 * inner,)
+    yield "experts.down.weight", (experts, hidden, inner)
+    if moe.biases:
+        yield "experts.down.bias", (experts * hidden,)
+    if moe.shared_size:
+        yield from _linear("shared.gate_up", 2 * moe.shared_size, hidden, False)
+        yield from _linear("shared.down", hidden, moe.shared_size, False)
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

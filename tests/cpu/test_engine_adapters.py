@@ -15,15 +15,17 @@ from tiny_adapters import ATTENTION, merge, save_adapter
 
 from dovetail.engine.adapters import read_matrices
 from dovetail.engine.executor import CpuExecutor
+from dovetail.errors import UnsupportedModel
 from dovetail.native import levels
 from dovetail.sched.turn import Turn, TurnRow
+from dovetail.store import open_checkpoint
 from dovetail.store.adapter_parts import open_adapter
 from dovetail.types import AdapterRef
 
 TinyFolder = Callable[[str], Path]
 LEVELS = levels()[1:]
 pytestmark = pytest.mark.skipif(not LEVELS, reason="the native kernels were not built")
-FAMILIES = ("llama_bias", "gemma2", "opt", "qwen3_moe", "phi3", "cohere", "glm4")  # the last three turn rows of q and k
+FAMILIES = ("llama_bias", "gemma2", "opt", "qwen3_moe", "gpt_oss", "phi3", "cohere", "glm4")  # the last turn q and k
 PROMPTS = {"": 19, "a": 3, "b": 70, "c": 1}  # tokens, by adapter
 
 
@@ -50,11 +52,7 @@ def logits_by_key(executor: CpuExecutor, order: list[str]) -> dict[str, torch.Te
 
 @pytest.mark.parametrize(
     ("family", "level"),
-    [("llama", level) for level in LEVELS]
-    + [
-        (family, LEVELS[-1] if LEVELS else "")
-        for family in ("llama_bias", "gemma2", "opt", "qwen3_moe", "phi3", "cohere", "glm4")
-    ],
+    [("llama", level) for level in LEVELS] + [(family, LEVELS[-1] if LEVELS else "") for family in FAMILIES],
 )
 def test_rows_of_several_adapters_have_the_logits_of_merged_models(
     family: str, level: str, tiny_folder: TinyFolder, tmp_path: Path
@@ -74,6 +72,13 @@ def test_rows_of_several_adapters_have_the_logits_of_merged_models(
         torch.testing.assert_close(found[key], logits, rtol=2e-4, atol=2e-4)
     for key in ("a", "b", "c"):  # a test that cannot fail would pass with adapters that do nothing
         assert not torch.allclose(expected[key][:50], expected[""][:50], atol=0.05)
+
+
+def test_an_adapter_for_attention_over_latents_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    base = tiny_folder("deepseek_v2")
+    adapter = save_adapter(tmp_path / "a", base, targets=("q_proj",))
+    with pytest.raises(UnsupportedModel, match="not served for deepseek_v2, whose attention is over latents"):
+        open_adapter(adapter, open_checkpoint(base).spec)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

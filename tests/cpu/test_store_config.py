@@ -11,6 +11,7 @@ from tiny import TINY_CONFIGS
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import ModelSpec
+from dovetail.store.arrange import arrange
 from dovetail.store.hf_config import spec_from_config
 from dovetail.store.hf_defaults import DEFAULTS
 
@@ -108,12 +109,54 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
     "glm 4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "rope_theta": 10000.0},
     "command r": {"model_type": "cohere", "rope_theta": 8000000.0, "logit_scale": 0.0625, "use_qk_norm": False},
     "command r7b": {"model_type": "cohere2", "sliding_window_pattern": 4, "rope_theta": 50000.0, "head_dim": 128},
+    "gpt oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "experts_per_token": 4,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "initial_context_length": 4096,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    },
+    "deepseek v2 lite": {
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "scoring_func": "softmax",
+        "max_position_embeddings": 163840,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     "modernbert": {"model_type": "modernbert", "global_rope_theta": 80000.0, "global_attn_every_n_layers": 2},
 }
 
 
-# What is silent about this means experts and state spaces, which are refused.
-DENSE = {"granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 32}}
+# What is silent about this means what is refused: experts and state spaces, queries made of a latent.
+SAID: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 32},
+    "deepseek_v2": {"q_lora_rank": None, "num_experts_per_tok": 6},
+}
 
 
 def through_transformers(config: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +169,7 @@ def through_transformers(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model_type", DEFAULTS)
 def test_a_key_left_out_means_what_transformers_takes_it_to_mean(model_type: str) -> None:
-    bare = {"model_type": model_type, **DENSE.get(model_type, {})}
+    bare = {"model_type": model_type, **SAID.get(model_type, {})}
     assert spec_from_config(bare) == spec_from_config(through_transformers(bare))
 
 
@@ -159,6 +202,22 @@ def test_qwen3_moe_counts_dense_layers_by_list_and_by_step() -> None:
     assert spec.dense_layers == (0, 2, 3, 4)
 
 
+def test_deepseek_v2_lite_keeps_one_latent_per_token() -> None:
+    spec = spec_from_config(OLD_CONFIGS["deepseek v2 lite"] | {"num_hidden_layers": 27})
+    assert spec.kv_bytes_per_token("bf16") == 27 * (512 + 64) * 2
+    assert spec.kv_bytes_per_token("bf16", "int8") == 27 * (512 + 64 + 4)
+    growth = 0.1 * 0.707 * math.log(40) + 1
+    assert spec.attention_scale == pytest.approx(192**-0.5 * growth**2)
+    assert spec.rope.attention_factor == 1.0
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v2"])
+def test_a_family_that_is_not_cut_for_several_devices_is_refused_by_name(name: str) -> None:
+    model_type, arguments = TINY_CONFIGS[name]
+    with pytest.raises(UnsupportedModel, match=f"a {name} model is not cut for several devices"):
+        arrange(spec_from_config({"model_type": model_type, **arguments}), "f32", ranks=2)
+
+
 def test_every_tiny_config_survives_the_round_trip_of_its_record() -> None:
     import msgspec
 
@@ -173,6 +232,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm = True"),
     ({"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["mamba"] * 32}, "'mamba'"),
     ({"model_type": "granitemoehybrid"}, "num_local_experts = 8"),
+    ({"model_type": "deepseek_v2", "num_experts_per_tok": 6}, "q_lora_rank = 1536"),
+    ({"model_type": "deepseek_v2", **SAID["deepseek_v2"], "topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
+    (
+        {"model_type": "deepseek_v2", **SAID["deepseek_v2"], "norm_topk_prob": True, "routed_scaling_factor": 16.0},
+        "routed_scaling_factor = 16.0",
+    ),
+    ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported; the nearest that is: 'deepseek_v2'"),
+    ({"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config (mxfp4)"),
     ({}, "model_type 'None' is not supported"),
     ({"model_type": "llama", "hidden_act": "mish"}, "hidden_act = 'mish'"),
     ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),

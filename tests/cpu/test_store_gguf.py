@@ -12,7 +12,7 @@ import gguf
 import msgspec
 import numpy as np
 import pytest
-from tiny import save_tiny
+from tiny import TINY_CONFIGS, save_tiny
 from tiny_gguf import Q, permuted, save_tiny_gguf
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
@@ -33,6 +33,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "starcoder2": {"sliding_window": None},
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 4, "tie_word_embeddings": True},
+    # Nor do they say where gates end (gpt-oss), or have a YaRN whose two factors differ and groups (DeepSeek).
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "deepseek_v2": {
+        "topk_method": "greedy",
+        "rope_parameters": TINY_CONFIGS["deepseek_v2"][1]["rope_parameters"] | {"mscale": 0.9},
+    },
 }
 ROUND = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}  # rows of whole blocks of 32
 
@@ -66,6 +72,8 @@ def whole(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarr
         "glm4",
         "cohere",
         "cohere2",
+        "gpt_oss",
+        "deepseek_v2",
     ],
 )
 def test_a_gguf_and_an_hf_folder_of_one_model_are_the_same(name: str, tmp_path: Path) -> None:

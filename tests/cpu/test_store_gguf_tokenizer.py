@@ -117,6 +117,7 @@ def tokens_of(keys: Keys, text: str, architecture: str = "llama") -> list[str]:
         ("smollm", ["the", "Ġthe", "ĠĠ", "1", "2", "3", "4"]),
         ("llama-bpe", ["<s>", "the", "Ġthe", "Ġ", "Ġ", "123", "4"]),
         ("qwen2", ["the", "Ġthe", "Ġ", "Ġ", "1", "2", "3", "4"]),
+        ("gpt-4o", ["the", "Ġthe", "Ġ", "Ġ", "123", "4"]),
         ("tekken", ["<s>", "the", "Ġthe", "Ġ", "Ġ", "1", "2", "3", "4"]),
     ],
 )
@@ -132,7 +133,7 @@ def test_a_piece_that_is_a_token_is_taken_whole_where_llama_3_does_so() -> None:
     assert tokens_of(byte_level_keys("gpt-2", **changes), "xyz") == ["x", "y", "z"]
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken"])
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-4o"])
 def test_the_expressions_are_those_of_transformers(pre: str) -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

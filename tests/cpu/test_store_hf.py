@@ -29,8 +29,8 @@ def whole(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarr
     return flat.reshape(shape)
 
 
-# Families that keep other parts than Llama does, or elsewhere. Rows of q and k that change places are the engine's to
-# test, against logits.
+# Families that keep other parts than Llama does, or elsewhere. Rows of q and k that change places, and matrices that
+# are transposed, are the engine's to test, against logits.
 OTHERS: dict[str, dict[str, str]] = {
     "phi3": {"gate_up.weight": "mlp.gate_up_proj.weight", "mlp_norm.weight": "post_attention_layernorm.weight"},
     "olmo2": {
@@ -55,6 +55,19 @@ OTHERS: dict[str, dict[str, str]] = {
     },
     "cohere": {"attn_norm.weight": "input_layernorm.weight", "out.weight": "self_attn.o_proj.weight"},
 }
+OTHERS |= {
+    "gpt_oss": {
+        "qkv.bias": "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias",
+        "sinks.weight": "self_attn.sinks",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+        "router.bias": "mlp.router.bias",
+    },
+    "deepseek_v2": {
+        "kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+        "out.weight": "self_attn.o_proj.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+    },
+}
 OTHERS |= {"olmo3": OTHERS["olmo2"], "cohere2": OTHERS["cohere"]}
 
 
@@ -67,7 +80,7 @@ def layer_parameters(spec: ModelSpec, state: dict[str, Any], layer: int) -> dict
         return np.concatenate([state[f"{prefix}layers.{layer}.{name}"].numpy() for name in names])
 
     if spec.family in OTHERS:
-        return {canonical: take(name) for canonical, name in OTHERS[spec.family].items()}
+        return {canonical: take(*names.split()) for canonical, names in OTHERS[spec.family].items()}
     for kind in ("weight", "bias"):
         if kind == "weight" or spec.qkv_bias:
             ours[f"qkv.{kind}"] = take(*(f"self_attn.{part}_proj.{kind}" for part in "qkv"))

@@ -36,6 +36,7 @@ def device() -> Any:
 
 # Families that run on CPUs only, and what of them the GPU's layers lack.
 REFUSED = {"olmo2": "pre_norm", "olmo3": "pre_norm", "cohere": "parallel_block", "cohere2": "parallel_block"}
+REFUSED |= {"gpt_oss": "attention_sinks", "deepseek_v2": "mla"}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -81,6 +81,9 @@ def by_hand(layout: str, quantised: Any) -> Any:
     group = {"int8-cells": codes.shape[1], "int8-k16": 16}.get(layout, 32)
     offset = np.float32(8 if layout.startswith("int4") and layout.endswith("min") else 0)
     columns = np.arange(codes.shape[1])
+    if layout == "fp4-e32":
+        sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7]
+        return np.where(codes & 8, -sizes, sizes) * np.exp2(scales[0] - 127)[:, columns // group]
     if "-k" in layout:
         kinds = len(scales) // 2
         factors = [scales[kind][:, columns // 256] * scales[kinds + kind][:, columns // group] for kind in range(kinds)]

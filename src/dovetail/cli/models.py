@@ -231,6 +231,8 @@ def tier(cached: float) -> str:
 def _print_details(catalogue: Catalogue, entry: Entry, card: ModelCard) -> None:
     spec = card.spec
     heads = f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide"
+    if spec.mla is not None:
+        heads = f"{spec.num_heads} query, over latents {spec.mla.rank} + {spec.mla.rope} wide"
     experts = "" if spec.moe is None else f", {spec.moe.experts_per_token} of {spec.moe.num_experts} experts"
     _print_pairs(
         {

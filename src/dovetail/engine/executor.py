@@ -203,12 +203,19 @@ def _ops(dtype: torch.dtype, level: str) -> Ops:
 def _weights(checkpoint: Checkpoint, dtype: torch.dtype, kind: Kind, ops: Ops) -> Weights:
     if ops.kernels is None:
         return Weights(checkpoint, dtype, kind, ops)
-    layout = checkpoint.pieces("layers.0.out.weight")[0].layout
-    if layout in BY_ROWS:
+    stored = _matrix_layouts(checkpoint)
+    if stored & BY_ROWS.keys():
         log.warning("weights are in the order of an earlier release and are copied at the start; pull the model again")
-    is_quantised = BY_ROWS.get(layout, layout) in READABLE_LAYOUTS
+    is_quantised = any(BY_ROWS.get(layout, layout) in READABLE_LAYOUTS for layout in stored)
     layouts = trusted_layouts(ops.level, READABLE_LAYOUTS) if is_quantised else ()
     return Weights(checkpoint, dtype, kind, ops, readable_types(dtype), layouts)
+
+
+def _matrix_layouts(checkpoint: Checkpoint) -> set[str]:
+    """Of the matrices of the last layer, which has experts if any has; those may be quantised alone."""
+    last = f"layers.{checkpoint.spec.num_layers - 1}."
+    named = (name for name, shape in checkpoint.spec.tensors() if name.startswith(last) and len(shape) > 1)
+    return {checkpoint.pieces(name)[0].layout for name in named}
 
 
 def _model(spec: ModelSpec, weights: Weights, dtype: torch.dtype, ops: Ops) -> NativeModel | TorchModel:

@@ -2,6 +2,8 @@
 
     [block][layer][key | value][token in block][kv head][head dim]
 
+Where a key is the value as well (`ModelSpec.mla`), there is one of both.
+
 As int8, a head's codes are followed by their scale, a float32 in four more bytes. All that belongs to a block is one
 stretch of memory, so the pool grows and shrinks at its tail. Which block belongs to whom is `sched.blocks`' matter.
 """
@@ -44,7 +46,7 @@ class KVCache:
         self.max_blocks = max_blocks
         self.num_blocks = 0
         dtype, width = (torch.int8, spec.head_dim + KV_SCALE_BYTES) if kv == "int8" else (dtype, spec.head_dim)
-        shape = (max_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, width)
+        shape = (max_blocks, spec.num_layers, spec.kv_parts, block_size, spec.num_kv_heads, width)
         self.block_bytes = shape[1] * shape[2] * shape[3] * shape[4] * shape[5] * dtype.itemsize
         self._arena = arena(max_blocks * self.block_bytes)
         self._blocks: torch.Tensor | None = self._arena.tensor(dtype, shape)

@@ -7,9 +7,10 @@ arithmetic lose nothing, quantised matrices are multiplied as their codes), so a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,11 +22,26 @@ from dovetail.engine.prompt_reader import PIECE_TOKENS, single_tokens
 from dovetail.engine.rope import Rope
 from dovetail.engine.weights import Weights
 from dovetail.errors import UnsupportedModel
-from dovetail.modelspec import ModelSpec
+from dovetail.modelspec import MlaSpec, ModelSpec, MoeSpec
 from dovetail.sched.turn import Turn, TurnRow
 
 READABLE_LAYOUTS = CODINGS  # besides plain
 NativeCall = Callable[..., None]
+_EXPERT_FIELDS = {
+    "scale": "shares_scale",
+    "shared_size": "shared_size",
+    "groups": "expert_groups",
+    "groups_per_token": "groups_per_token",
+    "alpha": "gate_alpha",
+    "limit": "gate_limit",
+}
+_LATENT_FIELDS = {
+    "rank": "latent_rank",
+    "rope": "rope_dim",
+    "nope": "nope_dim",
+    "value": "value_dim",
+    "norm_eps": "latent_eps",
+}
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -59,9 +75,9 @@ class NativeModel:
         for layer in range(spec.num_layers):
             self._model.set_layer(layer, spec.window(layer), spec.has_local_rope(layer))
         if spec.position_offset is None:
-            self._set_rope(Rope(spec.rope, spec.head_dim, torch.float32), local=False)
+            self._set_rope(Rope(spec.rope, spec.turning_dim, torch.float32), local=False)
             if spec.rope_local is not None:
-                self._set_rope(Rope(spec.rope_local, spec.head_dim, torch.float32), local=True)
+                self._set_rope(Rope(spec.rope_local, spec.turning_dim, torch.float32), local=True)
         self._model.check()
 
     def _add(self, weights: Weights, name: str) -> None:
@@ -170,13 +186,24 @@ def _shape(spec: ModelSpec, kernels: Any, precision: str) -> Any:
     if spec.moe is not None and True in kinds:
         shape.num_experts, shape.experts_per_token = spec.moe.num_experts, spec.moe.experts_per_token
         shape.expert_size, shape.normalize_shares = spec.moe.intermediate_size, spec.moe.normalize_weights
+        _set_unusual(shape, spec.moe, _EXPERT_FIELDS)
+    if spec.mla is not None:
+        _set_unusual(shape, spec.mla, _LATENT_FIELDS)
     return shape
+
+
+def _set_unusual(shape: Any, record: MoeSpec | MlaSpec, fields: Mapping[str, str]) -> None:
+    """Kernels of before a field came to be compute what does not need it."""
+    usual = {field.name: field.default for field in msgspec.structs.fields(record)}
+    for ours, theirs in fields.items():
+        if getattr(record, ours) != usual[ours]:
+            setattr(shape, theirs, getattr(record, ours))
 
 
 def _pieces(weights: Weights, name: str) -> list[Tensor]:
     """Matrices as they lie; norms and biases, which are small, whole and in float32 (biases rounded as matrices are, so
     that a model is the same however it is stored)."""
-    if "norm." in name:
+    if "norm." in name or name.endswith(".sinks.weight"):
         return [weights.norm(name)]
     if name.endswith(".bias"):
         return [weights.tensor(name).float()]

@@ -44,6 +44,6 @@ class TorchModel:
             q, k, v = layer.qkv(hidden, angles.of(layer))
             blocks = cache.layer(layer.index)
             ops.write_kv(blocks, k, v, batch.slot_blocks, batch.slot_offsets)
-            attended = ops.attend(q, blocks, batch.groups, scale, layer.window, spec.attention_softcap)
+            attended = ops.attend(q, blocks, batch.groups, scale, layer.window, spec.attention_softcap, layer.sinks)
             hidden = layer.after_attention(attended, hidden)
         return batch, hidden

@@ -111,7 +111,8 @@ class Weights:
         if len(parts) == 1:
             parts = list(parts[0].chunk(count))
         each = len(parts) // count
-        return [Linear(parts[i * each : (i + 1) * each], None, self._ops) for i in range(count)]
+        biases = self.tensor(f"{name}.bias").chunk(count) if self.has(f"{name}.bias") else None
+        return [Linear(parts[i * each : (i + 1) * each], _split(biases, i, each), self._ops) for i in range(count)]
 
     def _whole(self, name: str, dtype: torch.dtype) -> Tensor:
         pieces = [self._tensor(piece, dtype) for piece in self._checkpoint.pieces(name)]
@@ -163,3 +164,7 @@ class Weights:
             return stored
         self.copied_bytes += count * dtype.itemsize
         return stored.to(dtype, copy=True)
+
+
+def _split(biases: tuple[Tensor, ...] | None, expert: int, pieces: int) -> list[Tensor] | None:
+    return None if biases is None else list(biases[expert].chunk(pieces))

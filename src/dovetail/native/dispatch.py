@@ -52,10 +52,10 @@ class Ops:
     activate: Callable[[Tensor, str], Tensor]
     # (x [n, heads, d], cos [n, 1, d/2], sin [n, 1, d/2]) -> x rotated
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
-    # (cache of a layer [blocks, 2, size, kv_heads, d], k, v [n, kv_heads, d], block [n], offset [n])
+    # (cache of a layer [blocks, 2 (1: k is v), size, kv_heads, d], k, v [n, kv_heads, d], block [n], offset [n])
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    # (q [n, heads, d], cache of a layer, groups, scale, window, softcap) -> [n, heads·d]
-    attend: Callable[[Tensor, Tensor, Sequence[Any], float, int, float | None], Tensor]
+    # (q [n, heads, d], cache of a layer, groups, scale, window, softcap, sinks [heads] | None) -> [n, heads·d]
+    attend: Callable[[Tensor, Tensor, Sequence[Any], float, int, float | None, Tensor | None], Tensor]
 
 
 TORCH = Ops(

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dovetail.codings import CODINGS, Quantised
-from dovetail.layouts import coding_of, pack_codes, unpack
+from dovetail.codings import CODINGS, Array, Part, Quantised
+from dovetail.layouts import coding_of, pack_codes, packed_bytes, unpack
 
 log = logging.getLogger("dovetail.native")
 
@@ -46,22 +46,34 @@ def failed_parts(level: str) -> tuple[str, ...]:
 
 
 def check_level(kernels: Any, level: str) -> tuple[str, ...]:
-    return tuple(name for name, is_right in _parts() if not is_right(kernels, level))
+    return tuple(name for name, is_right in _parts(kernels, level) if not is_right(kernels, level))
 
 
 def trusted_layouts(level: str, layouts: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `layouts` that the level multiplies rightly."""
+    """Those of `layouts` that the level multiplies, and rightly."""
+    kernels = importlib.import_module("dovetail.native._kernels")
+    layouts = tuple(layout for layout in layouts if _knows(kernels, level, layout))
     wrong = [layout for layout in layouts if layout in failed_parts(level)]
     if wrong:
         log.warning("%s kernels give wrong products of %s here: unpacked instead", level, " and ".join(wrong))
     return tuple(layout for layout in layouts if layout not in wrong)
 
 
-def _parts() -> Iterator[tuple[str, Callable[[Any, str], bool]]]:
+def _knows(kernels: Any, level: str, layout: str) -> bool:
+    """Kernels that were built before a layout came to be compute all others."""
+    data = np.zeros(packed_bytes(layout, "f32", (16, 32)), np.uint8)
+    try:
+        kernels.linear_quantised(level, 1, np.zeros((1, 32), np.float32), data, layout, np.zeros((1, 16), np.float32))
+    except ValueError:
+        return False
+    return True
+
+
+def _parts(kernels: Any, level: str) -> Iterator[tuple[str, Callable[[Any, str], bool]]]:
     for (stored, precision), tolerance in _FLOATS.items():
         name = stored if stored == precision else f"{stored} in {precision}"
         yield name, lambda k, level, s=stored, p=precision, t=tolerance: _multiplies(k, level, s, p, t)  # type: ignore[misc]
-    for layout in QUANTISED:
+    for layout in (layout for layout in QUANTISED if _knows(kernels, level, layout)):
         yield layout, lambda k, level, layout=layout: _multiplies_codes(k, level, layout)  # type: ignore[misc]
     for stored in _TYPES:
         yield f"attention over {stored}", lambda k, level, s=stored: _attends(k, level, s)  # type: ignore[misc]
@@ -115,13 +127,16 @@ def _codes(layout: str, random: np.random.Generator) -> Quantised:
     coding = coding_of(layout, _COLUMNS)
     lowest, highest = (-8, 7) if coding.form.bits == 4 else (-128, 127)
     codes = random.integers(lowest, highest, (_ROWS, _COLUMNS), np.int8, endpoint=True)
-    scales = [
-        random.integers(-60, 60, (_ROWS, part.count), np.int8)
-        if part.dtype.kind == "i"
-        else random.standard_normal((_ROWS, part.count), np.float32).astype(part.dtype)
-        for part in coding.parts
-    ]
-    return Quantised(codes, tuple(scales))
+    return Quantised(codes, tuple(_scales(part, random) for part in coding.parts))
+
+
+def _scales(part: Part, random: np.random.Generator) -> Array:
+    shape = (_ROWS, part.count)
+    if part.dtype.kind == "u":
+        return random.integers(118, 130, shape, np.uint8)  # exponents of powers of two near 1
+    if part.dtype.kind == "i":
+        return random.integers(-60, 60, shape, np.int8)
+    return random.standard_normal(shape, np.float32).astype(part.dtype)
 
 
 def _attends(kernels: Any, level: str, stored: str) -> bool:

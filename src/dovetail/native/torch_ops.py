@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,15 +48,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def write_kv(cache: Tensor, k: Tensor, v: Tensor, block: Tensor, offset: Tensor) -> None:
     cache[:, 0].index_put_((block, offset), k)
-    cache[:, 1].index_put_((block, offset), v)
+    if cache.shape[1] > 1:
+        cache[:, 1].index_put_((block, offset), v)
 
 
-def attend(q: Tensor, cache: Tensor, groups: Sequence[Any], scale: float, window: int, softcap: float | None) -> Tensor:
-    outputs = [_attend_group(q[group.tokens], cache, group, scale, window, softcap) for group in groups]
+class _Rule(NamedTuple):
+    """How scores become weights."""
+
+    scale: float
+    window: int
+    softcap: float | None
+    sinks: Tensor | None  # [heads]: a score of each that has no value
+
+
+def attend(
+    q: Tensor,
+    cache: Tensor,
+    groups: Sequence[Any],
+    scale: float,
+    window: int,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    rule = _Rule(scale, window, softcap, sinks)
+    outputs = [_attend_group(q[group.tokens], cache, group, rule) for group in groups]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_group(q: Tensor, cache: Tensor, group: Any, scale: float, window: int, softcap: float | None) -> Tensor:
+def _attend_group(q: Tensor, cache: Tensor, group: Any, rule: _Rule) -> Tensor:
     heads, head_dim = q.shape[1:]
     kv_heads = cache.shape[3]
     count, queries, keys = group.num_sequences, group.num_queries, group.max_length
@@ -66,25 +85,31 @@ def _attend_group(q: Tensor, cache: Tensor, group: Any, scale: float, window: in
         .index_select(0, group.blocks)
         .view(shape)[:, :keys]
         .transpose(1, 2)  # [sequences, kv_heads, keys, d]
-        for part in (0, 1)
+        for part in (0, -1)
     )
-    mask = group.mask(window)
+    mask = group.mask(rule.window)
     if queries == 1:  # the query heads that share a key head take the place of the queries
         q = q.view(count, kv_heads, heads // kv_heads, head_dim)
-        return _scores(q, k, v, mask, scale, softcap).reshape(count, heads * head_dim)
+        return _scores(q, k, v, mask, rule, (kv_heads, heads // kv_heads, 1)).reshape(count, heads * head_dim)
     q = q.view(count, queries, heads, head_dim).transpose(1, 2)  # [sequences, heads, queries, head_dim]
-    attended = _scores(q, k, v, mask, scale, softcap)
+    attended = _scores(q, k, v, mask, rule, (heads, 1, 1))
     return attended.transpose(1, 2).reshape(count * queries, heads * head_dim)
 
 
-def _scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, each: tuple[int, ...]) -> Tensor:
+    """`each`: the shape in which one number per head goes with the scores of a sequence."""
     shared = q.shape[1] != k.shape[1]  # several query heads per key head
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
+    if rule.softcap is None and rule.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale, enable_gqa=shared)
     if shared:
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
-    scores = torch.tanh(q @ k.transpose(-1, -2) * scale / softcap) * softcap
+    scores = q @ k.transpose(-1, -2) * rule.scale
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     precise = scores if scores.dtype == torch.float64 else scores.float()
+    if rule.sinks is not None:
+        sinks = rule.sinks.to(precise.dtype).view(each).expand(*precise.shape[:-1], 1)
+        return torch.softmax(torch.cat((precise, sinks), dim=-1), dim=-1)[..., :-1].to(q.dtype) @ v
     return torch.softmax(precise, dim=-1).to(q.dtype) @ v

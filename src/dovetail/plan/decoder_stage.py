@@ -62,7 +62,7 @@ class DecoderStage:
         if self._is_last:
             self._head = Linear([self._embed], None, TORCH) if ties else weights.linear("lm_head")  # type: ignore[list-item]
         uses_rope = model.position_offset is None
-        self._rope = Rope(model.rope, model.head_dim, DTYPE) if uses_rope else None
+        self._rope = Rope(model.rope, model.turning_dim, DTYPE) if uses_rope else None
         local = model.rope_local if uses_rope else None
         self._rope_local = Rope(local, model.head_dim, DTYPE) if local is not None else None
 
@@ -100,7 +100,8 @@ class DecoderStage:
             q, k, v = layer.qkv(hidden, angles.of(layer))
             blocks = self._cache.layer(layer.index - self._first_layer)
             TORCH.write_kv(blocks, k, v, batch.slot_blocks, batch.slot_offsets)
-            attended = TORCH.attend(q, blocks, batch.groups, scale, layer.window, model.attention_softcap)
+            cap, sinks = model.attention_softcap, layer.sinks
+            attended = TORCH.attend(q, blocks, batch.groups, scale, layer.window, cap, sinks)
             hidden = layer.after_attention(attended, hidden)
         return hidden.contiguous()
 

@@ -129,6 +129,8 @@ def adapted_places(names: Sequence[str], spec: ModelSpec, origin: Path) -> dict[
     """By the adapter's name of a layer, in the order of `names`."""
     if spec.encoder is not None:
         raise UnsupportedModel(f"{origin}: adapters are served for decoders, and {spec.family} is an encoder")
+    if spec.mla is not None:
+        raise UnsupportedModel(f"{origin}: adapters are not served for {spec.family}, whose attention is over latents")
     known = places_of(spec)
     found: dict[str, Place] = {}
     for name in names:
@@ -156,7 +158,8 @@ def places_of(spec: ModelSpec) -> dict[str, Place]:
     found: dict[str, Place] = {}
     for tensor, shape in spec.tensors():
         module, _, kind = tensor.rpartition(".")
-        if kind != "weight" or module.rpartition(".")[2] not in _MATRICES or ".experts." in tensor:
+        of_experts = ".experts." in tensor or ".shared." in tensor
+        if kind != "weight" or module.rpartition(".")[2] not in _MATRICES or of_experts:
             continue
         for pieces in hf_pieces(spec, tensor, shape):
             row = 0

@@ -119,7 +119,7 @@ def _kept_as(spec: ModelSpec, name: str, dtype: str, layout: str) -> tuple[str, 
     """Norms stay in float32: they are small, and Gemma's are 1 plus something that 16 bits would lose. Only matrices
     that multiply are packed, the embedding where it is the head as well: a router decides by small differences. Heads
     have 8 bits at least: with 4 the outputs lose more than the bytes are worth (docs/kernels.md)."""
-    if "norm." in name:
+    if "norm." in name or "sinks." in name:
         return "f32", "plain"
     if name == "lm_head.weight" or (name == "embed.weight" and spec.tied_embeddings):
         layout = {"int4": "int8", "amx-bf16": "plain" if name == "embed.weight" else layout}.get(layout, layout)
@@ -170,12 +170,15 @@ def _can_be_cut(spec: ModelSpec, name: str, shape: tuple[int, ...], layout: str,
 
 def is_packed(name: str) -> bool:
     """A matrix of a layer that a layout packs."""
-    return name.startswith("layers.") and name.endswith(".weight") and "norm." not in name and "router" not in name
+    others = ("norm.", "router.", "sinks.")
+    return name.startswith("layers.") and name.endswith(".weight") and not any(other in name for other in others)
 
 
 def _check_ranks(spec: ModelSpec, ranks: int) -> None:
     if not 1 <= ranks <= MAX_PARTITIONS:
         raise UnsupportedModel(f"tensor parallelism over {ranks} devices is not supported")
+    if ranks > 1 and (spec.mla is not None or spec.attention_sinks or (spec.moe is not None and spec.moe.shared_size)):
+        raise UnsupportedModel(f"a {spec.family} model is not cut for several devices: pull it whole (without --tp)")
     counts = {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads}
     counts["rows of the MLP"] = spec.intermediate_size
     if spec.moe is not None:

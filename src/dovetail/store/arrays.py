@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,23 @@ from dovetail.modelspec import ModelSpec, rotary_order
 from dovetail.node.ports import HostTensor
 
 Array = npt.NDArray[Any]
+
+
+class LazyPieces(Sequence[HostTensor]):
+    """Pieces of a tensor that are made when they are asked for, one at a time."""
+
+    def __init__(self, makers: Sequence[Callable[[], HostTensor]]) -> None:
+        self._makers = makers
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    @overload
+    def __getitem__(self, index: int) -> HostTensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[HostTensor]: ...
+    def __getitem__(self, index: int | slice) -> HostTensor | Sequence[HostTensor]:
+        return LazyPieces(self._makers[index]) if isinstance(index, slice) else self._makers[index]()
 
 
 def as_array(tensor: HostTensor) -> Array:

@@ -10,7 +10,7 @@ import msgspec
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.node.ports import Checkpoint
 from dovetail.store.format import StoredModel, is_stored, read_card
-from dovetail.store.hf_folder import HfFolder, is_hf_folder
+from dovetail.store.hf_folder import is_hf_folder, open_hf_folder
 from dovetail.store.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
 from dovetail.store.version_one import VersionOneFolder, is_version_one, read_old_card
 from dovetail.types import ModelCard
@@ -45,7 +45,7 @@ def open_checkpoint(path: str | Path) -> ModelFiles:
     if is_version_one(path):
         return VersionOneFolder(path)
     if is_hf_folder(path):
-        return HfFolder(path)
+        return open_hf_folder(path)
     if is_gguf(path):
         from dovetail.store.gguf_file import GgufFile  # its package is slow to import; serving does not need it
 
@@ -75,7 +75,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def _describe_hf_folder(path: Path, name: str) -> ModelCard:
-    checkpoint = HfFolder(path)
+    checkpoint = open_hf_folder(path)
     try:
         return ModelCard(
             name=name,
@@ -83,7 +83,7 @@ def _describe_hf_folder(path: Path, name: str) -> ModelCard:
             spec=checkpoint.spec,
             tokenizer_file=str(find_tokenizer(path)),
             source=str(path),
-            dtype=checkpoint.dtype,
+            dtype=checkpoint.float_dtype,
             size_bytes=checkpoint.size_bytes,
             created=int((path / "config.json").stat().st_mtime),
             **msgspec.structs.asdict(read_token_fields(path)),

@@ -63,6 +63,10 @@ def _iq4_nl(blocks: Array) -> Quantised:
     return Quantised(_rows(_NONLINEAR[_nibbles(blocks[:, :, 2:])]), (_halves(blocks, 0),))
 
 
+def _mxfp4(blocks: Array) -> Quantised:
+    return Quantised(_rows(_nibbles(blocks[:, :, 1:])), (np.ascontiguousarray(blocks[:, :, 0]),))
+
+
 def _q4_k(blocks: Array) -> Quantised:
     """Pairs of groups of 32 share 32 bytes: the first one the lower halves, the second one the upper."""
     codes = _pairs_of_groups(blocks[:, :, 16:])
@@ -124,6 +128,7 @@ _READERS: dict[Kind, tuple[str, Callable[[Array], Quantised]]] = {
     Kind.Q4_0: ("int4-g32", _q4_0),
     Kind.Q4_1: ("int4-g32-min", _q4_1),
     Kind.IQ4_NL: ("int8-g32", _iq4_nl),
+    Kind.MXFP4: ("fp4-e32", _mxfp4),
     Kind.Q3_K: ("int8-k16", _q3_k),
     Kind.Q4_K: ("int4-k32-min", _q4_k),
     Kind.Q5_K: ("int8-k32-min", _q5_k),

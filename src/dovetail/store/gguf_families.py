@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dovetail.modelspec import ModelSpec, RopeSpec
+from dovetail.modelspec import MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from dovetail.store.gguf_rope import rope_from_metadata
 from dovetail.store.gguf_shapes import ROPE_FACTORS, GgufModel, rotary_shape, windows
 from dovetail.store.hf_families import NO_ROPE, REASONABLE
@@ -136,6 +136,85 @@ def _layer_norms(model: GgufModel) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(model: GgufModel) -> ModelSpec:
+    """Alpha and limit of its gates are not in the metadata, nor is it said that its YaRN rounds no dimension."""
+    shape = rotary_shape(model)
+    moe = MoeSpec(
+        num_experts=model.integer("expert_count"),
+        experts_per_token=model.integer("expert_used_count"),
+        intermediate_size=model.integer("expert_feed_forward_length"),
+        normalize_weights=True,
+        biases=True,
+        alpha=1.702,
+        limit=7.0,
+    )
+    return ModelSpec(
+        family="gpt_oss",
+        **shape | {"rope": msgspec.structs.replace(shape["rope"], truncate=False)},
+        norm_in_float32=True,
+        attention_sinks=True,
+        windows=windows(model, default_window=128, period=2),
+        moe=moe,
+    )
+
+
+def _deepseek2(model: GgufModel) -> ModelSpec:
+    """DeepSeek-V2-Lite and its kin. Files of before 2025 keep what makes keys and values of a latent in one matrix,
+    which would have to be unpacked to be transposed."""
+    if not model.has("blk.0.attn_k_b.weight"):
+        raise model.all.unsupported("blk.0.attn_kv_b.weight", "an old form of this architecture; convert it again")
+    if model.get("attention.q_lora_rank") is not None:
+        raise model.all.unsupported(f"{model.architecture}.attention.q_lora_rank", model.get("attention.q_lora_rank"))
+    if model.whole("expert_gating_func") not in (0, 1):  # unsaid, or a softmax
+        raise model.all.unsupported(f"{model.architecture}.expert_gating_func", model.get("expert_gating_func"))
+    if model.integer("expert_group_count", 1) != 1:
+        raise model.all.unsupported(f"{model.architecture}.expert_group_count", model.get("expert_group_count"))
+    rope, rank = model.integer("rope.dimension_count"), model.integer("attention.kv_lora_rank")
+    query, value = model.integer("attention.key_length_mla"), model.integer("attention.value_length_mla")
+    layers = model.integer("block_count")
+    eps = model.number("attention.layer_norm_rms_epsilon", 1e-6)
+    turning, growth = _deepseek_rope(model)
+    return ModelSpec(
+        family="deepseek_v2",
+        vocab_size=model.vocab_size,
+        hidden_size=model.integer("embedding_length"),
+        num_layers=layers,
+        num_heads=model.integer("attention.head_count"),
+        num_kv_heads=1,
+        head_dim=rank + rope,
+        intermediate_size=model.integer("feed_forward_length"),
+        context_length=model.integer("context_length"),
+        norm_eps=eps,
+        mla=MlaSpec(rank=rank, rope=rope, nope=query - rope, value=value, norm_eps=eps),
+        rope=turning,
+        attention_scale=query**-0.5 * growth * growth,
+        tied_embeddings=not model.has("output.weight"),
+        moe=_deepseek_experts(model),
+        dense_layers=tuple(range(min(model.whole("leading_dense_block_count"), layers))),
+    )
+
+
+def _deepseek_experts(model: GgufModel) -> MoeSpec:
+    inner = model.integer("expert_feed_forward_length")
+    return MoeSpec(
+        num_experts=model.integer("expert_count"),
+        experts_per_token=model.integer("expert_used_count"),
+        intermediate_size=inner,
+        normalize_weights=bool(model.get("expert_weights_norm")),
+        shared_size=inner * model.integer("expert_shared_count", 1),
+        scale=model.number("expert_weights_scale", 1.0) or 1.0,
+    )
+
+
+def _deepseek_rope(model: GgufModel) -> tuple[RopeSpec, float]:
+    """YaRN does not scale what turns, but sharpens all scores by the square of the second."""
+    rope = rope_from_metadata(model.all, model.architecture, 10_000.0)
+    if rope.kind != "yarn":
+        return rope, 1.0
+    growth = 1.0 + model.number("rope.scaling.yarn_log_multiplier", 0.0) * math.log(max(rope.factor, 1.0))
+    return msgspec.structs.replace(rope, attention_factor=1.0), growth
+
+
 FAMILIES: dict[str, Callable[[GgufModel], ModelSpec]] = {
     "phi3": _phi3,
     "smollm3": _smollm3,
@@ -145,4 +224,6 @@ FAMILIES: dict[str, Callable[[GgufModel], ModelSpec]] = {
     "glm4": _glm4,
     "command-r": _command_r,
     "cohere2": _cohere2,
+    "gpt-oss": _gpt_oss,
+    "deepseek2": _deepseek2,
 }

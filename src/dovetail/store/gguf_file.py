@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import gguf
 import numpy as np
@@ -25,7 +25,7 @@ from dovetail.layouts import GGUF, pack_codes
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.store.arrange import is_packed
-from dovetail.store.arrays import from_array
+from dovetail.store.arrays import LazyPieces, from_array
 from dovetail.store.format import release_pages
 from dovetail.store.gguf_codes import layout_of, read_blocks
 from dovetail.store.gguf_config import spec_from_metadata
@@ -66,7 +66,7 @@ class GgufFile:
         return False
 
     def pieces(self, name: str) -> Sequence[HostTensor]:
-        return _LazyPieces([slab for part in self._parts[name] for slab in self._slabs(part)])
+        return LazyPieces([slab.load for part in self._parts[name] for slab in self._slabs(part)])
 
     def tokenizer(self) -> tuple[TokenFields, str]:
         vocabulary = Vocabulary(self.keys)
@@ -168,21 +168,6 @@ class _Slab(NamedTuple):
         if dtype is not None:
             return HostTensor(dtype, self.shape, memoryview(self.data.reshape(-1).view(np.uint8).data))
         return from_array(_dequantize(self.data, self.tensor).reshape(self.shape))
-
-
-class _LazyPieces(Sequence[HostTensor]):
-    def __init__(self, slabs: list[_Slab]) -> None:
-        self._slabs = slabs
-
-    def __len__(self) -> int:
-        return len(self._slabs)
-
-    @overload
-    def __getitem__(self, index: int) -> HostTensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[HostTensor]: ...
-    def __getitem__(self, index: int | slice) -> HostTensor | Sequence[HostTensor]:
-        return _LazyPieces(self._slabs[index]) if isinstance(index, slice) else self._slabs[index].load()
 
 
 class _Metadata(Mapping[str, Any]):

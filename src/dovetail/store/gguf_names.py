@@ -7,12 +7,13 @@ from typing import NamedTuple
 import msgspec
 
 from dovetail.modelspec import ModelSpec, rotary_order
+from dovetail.store.hf_transforms import latent_orders
 
 
 class Part(NamedTuple):
     tensor: str
     shape: tuple[int, ...]  # of the whole tensor in the file
-    expert: int | None = None  # of a stack of experts, only this one
+    expert: int | None = None  # of a stack of experts or heads, only this one
     order: tuple[int, ...] = ()  # of the rows of each head, by their places in the file; empty = as they are
     first: int = 0  # of a fused tensor, from this row on
     rows: int | None = None  # so many of them; None = all
@@ -39,6 +40,11 @@ _LAYER = {
     "down": "ffn_down",
     "post_mlp_norm": "post_ffw_norm",
     "router": "ffn_gate_inp",
+    "sinks": "attn_sinks",
+    "kv_norm": "attn_kv_a_norm",
+    "k_up": "attn_k_b",
+    "v_up": "attn_v_b",
+    "shared.down": "ffn_down_shexp",
 }
 
 
@@ -51,7 +57,9 @@ def gguf_parts(spec: ModelSpec, architecture: str, name: str, shape: tuple[int, 
     prefix = f"blk.{layer}."
     module, kind = part.rsplit(".", 1)
     if module.startswith("experts."):
-        return _expert_parts(spec, prefix, module)
+        return _expert_parts(spec, prefix, module, kind)
+    if module == "qkv" and spec.mla is not None:
+        return [_latent_parts(spec, prefix)]
     if module == "qkv":
         return _qkv_parts(spec, architecture, prefix, kind, shape)
     if module == "gate_up" and architecture in _FUSED_GATE_UP:
@@ -59,7 +67,22 @@ def gguf_parts(spec: ModelSpec, architecture: str, name: str, shape: tuple[int, 
     if module == "gate_up":
         half = (spec.intermediate_size, *shape[1:])
         return [tuple(Part(f"{prefix}{part}.{kind}", half) for part in ("ffn_gate", "ffn_up"))]
+    if module == "shared.gate_up":
+        half = (shape[0] // 2, *shape[1:])
+        return [tuple(Part(f"{prefix}{part}.{kind}", half) for part in ("ffn_gate_shexp", "ffn_up_shexp"))]
+    if module in ("k_up", "v_up"):
+        return [tuple(Part(f"{prefix}{_LAYER[module]}.weight", shape, expert=head) for head in range(shape[0]))]
+    if module == "mlp_norm" and architecture == "gpt-oss":
+        return [(Part(f"{prefix}post_attention_norm.{kind}", shape),)]
     return [(Part(f"{prefix}{_LAYER[module]}.{kind}", shape),)]
+
+
+def _latent_parts(spec: ModelSpec, prefix: str) -> tuple[Part, ...]:
+    assert spec.mla is not None
+    query, latent = latent_orders(spec.mla)
+    queries = (spec.num_heads * len(query), spec.hidden_size)
+    first = Part(f"{prefix}attn_q.weight", queries, order=query)
+    return first, Part(f"{prefix}attn_kv_a_mqa.weight", (len(latent), spec.hidden_size), order=latent)
 
 
 def _qkv_parts(
@@ -77,14 +100,15 @@ def _qkv_parts(
     return [apart, tuple(fused)]
 
 
-def _expert_parts(spec: ModelSpec, prefix: str, module: str) -> list[tuple[Part, ...]]:
+def _expert_parts(spec: ModelSpec, prefix: str, module: str, kind: str) -> list[tuple[Part, ...]]:
     """One stack per projection, or (files of before 2024) one matrix per expert and projection."""
     assert spec.moe is not None
     inner, hidden, experts = spec.moe.intermediate_size, spec.hidden_size, spec.moe.num_experts
     is_down = module == "experts.down"
-    each = (hidden, inner) if is_down else (inner, hidden)
+    each: tuple[int, ...] = (hidden, inner) if is_down else (inner, hidden)
     names = ("ffn_down",) if is_down else ("ffn_gate", "ffn_up")
     order = [(expert, name) for expert in range(experts) for name in names]
-    stacked = tuple(Part(f"{prefix}{name}_exps.weight", (experts, *each), expert=expert) for expert, name in order)
-    separate = tuple(Part(f"{prefix}{name}.{expert}.weight", each) for expert, name in order)
+    each = each if kind == "weight" else each[:1]
+    stacked = tuple(Part(f"{prefix}{name}_exps.{kind}", (experts, *each), expert=expert) for expert, name in order)
+    separate = tuple(Part(f"{prefix}{name}.{expert}.{kind}", each) for expert, name in order)
     return [stacked, separate]

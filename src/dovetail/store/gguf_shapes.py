@@ -40,6 +40,10 @@ class GgufModel:
             return int(value[0])
         return self.all.integer(full, at_most=MANY if key in ("block_count", "expert_count") else 2**31 - 1)
 
+    def whole(self, key: str) -> int:
+        """From 0 on, which it is where it is left out."""
+        return 0 if not self.get(key) else self.integer(key)
+
     def number(self, key: str, default: float) -> float:
         return default if self.get(key) is None else self.all.number(f"{self.architecture}.{key}")
 

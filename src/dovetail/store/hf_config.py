@@ -26,6 +26,7 @@ from dovetail.store.hf_shapes import (
     rotary_shape,
     same_window,
 )
+from dovetail.store.hf_sparse import FAMILIES as SPARSE_FAMILIES
 from dovetail.store.keys import Keys, checked_spec
 from dovetail.store.kin import nearest
 
@@ -33,8 +34,8 @@ from dovetail.store.kin import nearest
 def spec_from_config(config: Mapping[str, Any], origin: str = "config.json") -> ModelSpec:
     """The shape of the model that this config describes, or an error that names the key at fault."""
     model_type = str(config.get("model_type"))
-    if config.get("quantization_config") is not None:
-        method = Keys(config, origin).mapping("quantization_config").get("quant_method", "unknown method")
+    method = Keys(config, origin).mapping("quantization_config").get("quant_method", "unknown method")
+    if config.get("quantization_config") is not None and (model_type, method) != ("gpt_oss", "mxfp4"):
         raise UnsupportedModel(f"{origin}: quantization_config ({method}) is not supported; use unquantised weights")
     if model_type == "gemma3" and isinstance(config.get("text_config"), dict):
         # The multimodal wrapper; its language model alone is served.
@@ -223,5 +224,6 @@ _BUILDERS: dict[str, Callable[[Keys], ModelSpec]] = {
     "gemma3_text": _gemma3,
     "opt": _opt,
     **FAMILIES,
+    **SPARSE_FAMILIES,
     **ENCODERS,
 }

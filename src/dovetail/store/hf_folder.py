@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
+from dovetail.layouts import GGUF
 from dovetail.modelspec import ModelSpec, rotary_order
 from dovetail.node.ports import HostTensor
 from dovetail.store.arrays import Array, as_array, from_array, reordered, rows_in_file, to_float32
@@ -23,6 +25,7 @@ from dovetail.store.hf_encoders import (
     with_own_pooling,
 )
 from dovetail.store.hf_names import EMBEDDING, LM_HEADS, PREFIXES, Piece, hf_pieces
+from dovetail.store.hf_transforms import FP4, Stored, is_fp4, transform_of
 from dovetail.store.safetensors_file import SafetensorsFile
 from dovetail.store.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
 
@@ -53,6 +56,8 @@ class HfFolder:
         return True
 
     def pieces(self, name: str) -> Sequence[HostTensor]:
+        if (transform := transform_of(self.spec, name)) is not None:
+            return transform(self.spec, [Stored(self._where[full], full) for full in self._pieces[name]])
         tensors = [self._where[full].tensor(full) for full in self._pieces[name]]
         if name in self._plus_one:
             return [from_array(to_float32(tensor) + np.float32(1.0)) for tensor in tensors]
@@ -87,6 +92,11 @@ class HfFolder:
     @property
     def dtype(self) -> str:
         """Storage type of the matrices."""
+        return self.float_dtype
+
+    @property
+    def float_dtype(self) -> str:
+        """Of those that are not quantised."""
         return self.pieces("layers.0.out.weight")[0].dtype
 
     def _find_prefix(self, spec: ModelSpec) -> str:
@@ -137,6 +147,23 @@ class HfFolder:
                     f"{where}: {full} has shape {list(found)}, config.json asks for {list(piece.shape)}"
                 )
         return tuple(prefix + piece.name for piece in way)
+
+
+class CodedHfFolder(HfFolder):
+    """One of which some matrices are quantised, in blocks that can be kept."""
+
+    @property
+    def dtype(self) -> str:
+        return GGUF  # whose layout says of every matrix how it is kept
+
+    def coded(self, name: str) -> tuple[tuple[int, str], ...]:
+        rows = math.prod(dict(self.spec.tensors())[name][:-1])
+        return ((rows, FP4 if is_fp4(self._pieces[name]) else "plain"),)
+
+
+def open_hf_folder(path: Path) -> HfFolder:
+    config = read_json(path / "config.json")
+    return (HfFolder if config.get("quantization_config") is None else CodedHfFolder)(path)
 
 
 def _are_equal(one: Array, other: Array) -> bool:

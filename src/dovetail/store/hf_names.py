@@ -58,6 +58,7 @@ _LAYERS = {
     "glm4": _LAYER_GLM4,
     "starcoder2": _LAYER | {"up": "mlp.c_fc", "down": "mlp.c_proj"},
     "granite_hybrid": _LAYER | {"down": "shared_mlp.output_linear"},
+    "deepseek_v2": _LAYER | {"kv_norm": "self_attn.kv_a_layernorm"},
     "opt": _LAYER_OPT,
 }
 # Families whose files keep q, k and v, or gate and up, in one tensor.
@@ -72,6 +73,7 @@ _FUSED = {
 _EXPERTS = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v2": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -84,16 +86,22 @@ def hf_pieces(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> list[tuple[
     _, layer, part = name.split(".", 2)
     prefix = f"layers.{layer}."
     module, kind = part.rsplit(".", 1)
+    if spec.family == "gpt_oss" and (module in ("router", "sinks") or module.startswith("experts.")):
+        return _gpt_oss_pieces(spec, prefix, part, shape)
     if module == "router" or module.startswith("experts."):
         return _expert_pieces(spec, prefix, module, shape)
+    if spec.mla is not None and module in ("qkv", "k_up", "v_up"):
+        return [_latent_pieces(spec, prefix, module)]
     if (fused := _FUSED.get(spec.family, {}).get(module)) is not None:
         return [(Piece(f"{prefix}{fused}.{kind}", shape),)]
     if module == "qkv":
         sizes = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         return [tuple(Piece(f"{prefix}self_attn.{part}.{kind}", (rows, *shape[1:])) for part, rows in sizes.items())]
-    if module == "gate_up":
-        rows = spec.intermediate_size
-        return [tuple(Piece(f"{prefix}mlp.{part}.{kind}", (rows, *shape[1:])) for part in ("gate_proj", "up_proj"))]
+    if module in ("gate_up", "shared.gate_up"):
+        rows, home = shape[0] // 2, "mlp" if module == "gate_up" else "mlp.shared_experts"
+        return [tuple(Piece(f"{prefix}{home}.{part}.{kind}", (rows, *shape[1:])) for part in ("gate_proj", "up_proj"))]
+    if module == "shared.down":
+        return [(Piece(f"{prefix}mlp.shared_experts.down_proj.{kind}", shape),)]
     return [(Piece(f"{prefix}{_LAYERS.get(spec.family, _LAYER)[module]}.{kind}", shape),)]
 
 
@@ -113,3 +121,31 @@ def _expert_pieces(spec: ModelSpec, prefix: str, module: str, shape: tuple[int, 
         for part in parts
     )
     return [separate, (Piece(f"{prefix}mlp.experts.{fused}", shape),)]
+
+
+def _gpt_oss_pieces(spec: ModelSpec, prefix: str, part: str, shape: tuple[int, ...]) -> list[tuple[Piece, ...]]:
+    """Experts as blocks of MXFP4 with their scales, or as floats [experts, in, out]."""
+    assert spec.moe is not None
+    module, kind = part.rsplit(".", 1)
+    if module == "sinks":
+        return [(Piece(f"{prefix}self_attn.sinks", shape),)]
+    if module == "router":
+        return [(Piece(f"{prefix}mlp.router.{kind}", shape),)]
+    name = f"{prefix}mlp.experts.{module.removeprefix('experts.')}_proj"
+    experts = spec.moe.num_experts
+    if kind == "bias":
+        return [(Piece(f"{name}_bias", (experts, shape[0] // experts)),)]
+    _, rows, columns = shape
+    groups = (experts, rows, columns // 32)
+    coded = (Piece(f"{name}_blocks", (*groups, 16)), Piece(f"{name}_scales", groups))
+    return [coded, (Piece(name, (experts, columns, rows)),)]
+
+
+def _latent_pieces(spec: ModelSpec, prefix: str, module: str) -> tuple[Piece, ...]:
+    mla, heads = spec.mla, spec.num_heads
+    assert mla is not None
+    if module != "qkv":
+        return (Piece(f"{prefix}self_attn.kv_b_proj.weight", (heads * (mla.nope + mla.value), mla.rank)),)
+    queries = Piece(f"{prefix}self_attn.q_proj.weight", (heads * (mla.nope + mla.rope), spec.hidden_size))
+    latents = Piece(f"{prefix}self_attn.kv_a_proj_with_mqa.weight", (mla.rank + mla.rope, spec.hidden_size))
+    return queries, latents

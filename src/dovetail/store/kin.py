@@ -9,9 +9,9 @@ from collections.abc import Collection
 _KIN = {
     "gpt2": "opt", "gpt_neo": "opt", "gpt_neox": "opt", "gptneox": "opt", "gptj": "opt", "bloom": "opt", "mpt": "opt",
     "gpt_bigcode": "starcoder2", "starcoder": "starcoder2", "falcon": "cohere", "phi": "phi3", "phi2": "phi3",
-    "phimoe": "mixtral", "gpt_oss": "qwen3_moe", "gpt-oss": "qwen3moe", "olmoe": "qwen3_moe", "deepseek2": "qwen3moe",
-    "deepseek_v2": "qwen3_moe", "deepseek_v3": "qwen3_moe", "granitemoe": "mixtral", "glm4_moe": "glm4",
-    "qwen2_moe": "qwen3_moe", "gemma": "gemma2", "chatglm": "glm", "mamba": "granite", "command-r": "cohere",
+    "phimoe": "mixtral", "olmoe": "qwen3_moe", "deepseek_v3": "deepseek_v2", "deepseek": "deepseek_v2",
+    "granitemoe": "mixtral", "glm4_moe": "glm4", "qwen2_moe": "qwen3_moe", "gemma": "gemma2", "chatglm": "glm",
+    "mamba": "granite", "command-r": "cohere",
     "camembert": "xlm-roberta", "distilbert": "bert", "electra": "bert", "mpnet": "bert",
     "deberta-v2": "bert", "nomic_bert": "modernbert", "nomic-bert": "modernbert", "t5": "bert",
 }  # fmt: skip

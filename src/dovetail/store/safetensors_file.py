@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import DTYPE_BYTES
@@ -59,6 +61,16 @@ class SafetensorsFile:
             raise UnsupportedModel(f"{self.path}: {name}: dtype {entry.dtype} is not supported for weights")
         view = memoryview(self._map)[self._data_start + entry.begin : self._data_start + entry.end]
         return HostTensor(DTYPES[entry.dtype], entry.shape, view)
+
+    def unsigned_bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """Of a tensor of codes: a view."""
+        entry = self._entries[name]
+        if entry.dtype != "U8":
+            raise UnsupportedModel(f"{self.path}: {name}: dtype {entry.dtype} is not supported for codes")
+        if entry.end - entry.begin != math.prod(entry.shape):
+            raise DamagedCheckpoint(f"{self.path}: {name}: not as many bytes as shape {list(entry.shape)} has")
+        view = memoryview(self._map)[self._data_start + entry.begin : self._data_start + entry.end]
+        return np.frombuffer(view, np.uint8).reshape(entry.shape)
 
     def release(self) -> None:
         """Lets go of pages that were read; they come back when touched."""

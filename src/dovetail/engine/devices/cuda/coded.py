@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dovetail.codings import CODINGS, GROUP, Coding
+from dovetail.codings import CODINGS, FORMS, GROUP, Coding
 from dovetail.engine.devices.cuda.elementwise import ACTIVATIONS, activate, activate_values
 from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_previous
 from dovetail.layouts import CELL
@@ -100,7 +100,8 @@ class CodedMatrix:
 
 
 def can_keep(layout: str) -> bool:
-    return layout in CODINGS
+    """Others are unpacked on their way."""
+    return layout in CODINGS and not FORMS[layout].floats
 
 
 def lay_out(cells: Tensor, coding: Coding, codes: Tensor, scales: Sequence[Tensor]) -> None:

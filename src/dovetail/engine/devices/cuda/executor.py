@@ -69,6 +69,12 @@ def lacking_on_gpu(spec: ModelSpec) -> str | None:
         return "attention and MLP side by side (parallel_block)"
     if not spec.pre_norm:
         return "a layer with norms behind attention and MLP only (pre_norm = false)"
+    if spec.mla is not None:
+        return "attention over latents (mla)"
+    if spec.attention_sinks:
+        return "a softmax with a sink (attention_sinks)"
+    if spec.moe is not None and (spec.moe.biases or spec.moe.limit or spec.moe.shared_size or spec.moe.groups > 1):
+        return "experts with biases, limits, groups or a shared one (moe)"
     return "a norm over all heads of q and k at once (qk_norm_whole)" if spec.qk_norm_whole else None
 
 
