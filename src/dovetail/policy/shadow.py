@@ -338,6 +338,7 @@ class _Play:
             return clock
         clock += whole * round_s
         prompter.begun_s += whole * gain_s
+        prompter.look_ahead()
         for one in answering:
             one.decode(whole * (own if one is prompter else others), clock)
         prompter.turned_s = self._parted_s = clock
