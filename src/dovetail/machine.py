@@ -30,6 +30,7 @@ _ARM_PARTS = {
 }
 
 
+YOUNG_OBJECTS = 10_000  # after which the collector of garbage looks at them, instead of 700
 UNLIMITED_BYTES = 1 << 60  # where no limit is set, the first version of control groups says a number beyond this
 
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+\s*(.*)")  # the first line of each in /proc/PID/smaps
@@ -233,6 +234,14 @@ def usable_gpus() -> tuple[str, ...]:
     version = Path(torch.origin).with_name("version.py")
     built_for = re.search(r"^cuda\b[^=]*=\s*'([^']+)'", version.read_text(), re.MULTILINE) if version.exists() else None
     return list_gpus() if built_for else ()
+
+
+def spare_collector() -> None:
+    """For a process that has started: what is there now stays, so that the collector of garbage need not look at it
+    again, and looks at what comes after so many objects: those of a request are mostly gone by then."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def release_memory() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import typer
 
 from dovetail.config import Config, KeyConfig, NodeConfig, StoreConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError
-from dovetail.machine import hide_argument, memory_bytes, process_age_s, usable_cores, usable_gpus
+from dovetail.machine import hide_argument, memory_bytes, process_age_s, spare_collector, usable_cores, usable_gpus
 
 if TYPE_CHECKING:
     import socket
@@ -401,10 +400,8 @@ async def _serve_http(
 
 
 def settle_down() -> None:
-    """What is there now stays: the collector need not look at it again, which would stop the loop. And the loop gets
-    the interpreter back from threads soon."""
-    gc.collect()
-    gc.freeze()
+    """The collector stops the loop as little as possible, and the loop gets the interpreter back from threads soon."""
+    spare_collector()
     sys.setswitchinterval(_SWITCH_S)
 
 

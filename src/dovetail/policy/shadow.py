@@ -129,7 +129,7 @@ class _Player:
                 candidate.part_s,
                 candidate.split_s,
             )
-            self.prefills = sorted((*self.prefills, prefill), key=_BY_URGENCY)
+            self.prefills = sorted((*self.prefills, prefill), key=_BY_URGENCY) if self.prefills else (prefill,)
         else:
             self._run(candidate.deadline_s, candidate.tpot_s)
         self.look_ahead()
@@ -239,9 +239,13 @@ class _Play:
         self._players = [_Player(one, rule) for index, one in enumerate(demands) if index != target and one.batch]
         self._players.append(joined)
         self._rule = rule
-        self._round_s = sum(one.decode_s for one in self._players)
-        self._waiting = sum(len(one.prefills) for one in self._players)
-        self._last_ready_s = max(one.ready_s for one in self._players)
+        self._round_s = self._last_ready_s = 0.0
+        self._waiting = 0
+        for one in self._players:
+            self._round_s += one.decode_s
+            self._waiting += len(one.prefills)
+            if one.ready_s > self._last_ready_s:
+                self._last_ready_s = one.ready_s
         self._parted_s = max(one.parted_s for one in demands)  # when the last part of a prompt was computed
 
     def run(self, clock: float) -> Refusal | None:
@@ -334,6 +338,7 @@ class _Play:
             return clock
         clock += whole * round_s
         prompter.begun_s += whole * gain_s
+        prompter.look_ahead()
         for one in answering:
             one.decode(whole * (own if one is prompter else others), clock)
         prompter.turned_s = self._parted_s = clock
@@ -399,15 +404,17 @@ class _Play:
         rounds = self._rounds_until(urgent, group, clock)
         if rounds < 1:
             return clock
-        clock += rounds * sum(one.decode_s for one in group)
+        clock += rounds * sum([one.decode_s for one in group])
         for one in group:
             one.decode(rounds, clock)
         return clock
 
     def _rounds_until(self, urgent: float, group: Sequence[_Player], clock: float) -> int:
         """How many rounds of all of them come before something that is this urgent, one less to be sure."""
-        round_s = sum(one.decode_s for one in group)
-        rounds = min((urgent - one.due_s) / one.tpot_s for one in group)
+        round_s, rounds = 0.0, INFINITY
+        for one in group:
+            round_s += one.decode_s
+            rounds = min(rounds, (urgent - one.due_s) / one.tpot_s)
         silence_s = urgent - self._rule.turn_silence_s - clock
         if silence_s > 0.0:  # until then a silence is more urgent, however far ahead they are
             rounds = max(rounds, silence_s / round_s)

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from dovetail.cluster.controller import Controller
+from dovetail.machine import spare_collector
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
 from dovetail.node.work import Work
@@ -72,10 +73,7 @@ def measure_decisions(
     controller = TimedController(list(simulation.cluster.handles.values()), DOVETAIL)
     controller.admission_times_s, controller.queues = [], []
     simulation.cluster.runtime.controller = controller
-    gc.collect()
-    gc.freeze()  # as a server does when it is up: what lies there already is not looked through again and again
-    simulation.run()
-    gc.unfreeze()
+    run_as_served(simulation)
     admissions = sorted(controller.admission_times_s)
     turns = sorted(turn_times_s)
     return {
@@ -87,6 +85,15 @@ def measure_decisions(
         "turn_p50_us": round(1e6 * percentile(turns, 0.50), 2),
         "turn_p99_us": round(1e6 * percentile(turns, 0.99), 2),
     }
+
+
+def run_as_served(simulation: Simulation) -> None:
+    """With the collector of garbage as a server has it when it is up."""
+    before = gc.get_threshold()
+    spare_collector()
+    simulation.run()
+    gc.unfreeze()
+    gc.set_threshold(*before)
 
 
 def measure_placement(servers: int, seed: int = 0) -> dict[str, Any]:
@@ -116,10 +123,7 @@ def measure_placement(servers: int, seed: int = 0) -> dict[str, Any]:
         times_s.append(time.thread_time() - started)
 
     controller.submit = timed  # type: ignore[method-assign]
-    gc.collect()
-    gc.freeze()
-    simulation.run()
-    gc.unfreeze()
+    run_as_served(simulation)
     ranked = sorted(times_s)
     runtime = simulation.cluster.runtime
     return {
