@@ -26,7 +26,7 @@ def longest_decode_s(node: Node, now: float) -> float:
     latest = {one: min(one.running_due_s, one.spoke_s + rule.max_silence_s) for one in others if one.running}
     latest.pop(own, None)
     if latest:
-        until_s = min(until_s, begins_by_s((latest_s, one.decode_s()) for one, latest_s in latest.items()))
+        until_s = min(until_s, begins_by_s([(latest_s, one.decode_s()) for one, latest_s in latest.items()]))
     return max(until_s - now, 0.0)
 
 

@@ -242,8 +242,7 @@ class NodeDriver:
         drafts = propose(self.home, runner, sequences, self._clock) if len(batches) == 1 else NO_DRAFTS
         self._extra = {}
         for batch in batches:
-            goes_on = len(batches) == 1 and self.home.is_settled
-            finished += self._iterate(runner, batch, drafts=drafts, goes_on=goes_on)
+            finished += self._iterate(runner, batch, drafts=drafts, goes_on=len(batches) == 1 and self.home.is_settled)
         return finished, events.Computed(None, True, runner.was_ahead, self._extra, runner.draft_rows)
 
     def _iterate(
