@@ -18,7 +18,7 @@ from dovetail.policy.speculation import Acceptance, Proposal, draft_lengths
 from dovetail.sched.lookup import MAX_MATCH, LookupIndex, Match
 from dovetail.sched.sequence import Sequence
 from dovetail.types import FinishReason, SamplingParams, Speculation
-from dovetail.worker.speculation import Costs, Speculator
+from dovetail.worker.speculation import RETRY_EVERY, Costs, Speculator
 
 # Lookup
 
@@ -141,6 +141,14 @@ def test_proposals_stop_where_rows_cost_more_and_a_request_may_have_none() -> No
     unwilling = make_sequence(text)
     unwilling.speculates = False
     assert speculator.propose([unwilling], 1, lambda: free) == {}
+
+
+def test_likely_drafts_that_seem_too_dear_are_tried_now_and_then_if_nobody_is_late_by_it() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2
+    for costs, tries in ((Costs(float, 9.0), 3), (Costs(float, 2.0), 0)):
+        speculator = Speculator(Speculation())
+        made = [speculator.propose([make_sequence(text)], 1, lambda costs=costs: costs) for _ in range(RETRY_EVERY * 3)]
+        assert [len(drafts[0]) for drafts in made if drafts] == [2] * tries
 
 
 # On a node

@@ -19,6 +19,11 @@ from dovetail.types import Speculation
 # By kind of match (`_kind_of`): what is believed of a model that nothing was seen of yet. Two or three tokens occur
 # again by chance, more mostly in a copy.
 PRIORS = {2: 0.3, 3: 0.5, 4: 0.8}
+# Drafts that are likely right and yet too dear are tried once in so many iterations: what rows cost is learnt from rows
+# that are computed, and a machine that was busy then may be idle now.
+RETRY_EVERY = 64
+RETRY_CHANCE = 0.5
+RETRY_TOKENS = 2
 
 
 class Costs(NamedTuple):
@@ -49,6 +54,7 @@ class Speculator:
         self.accepted = 0  # of them
         self._texts: dict[int, _Text] = {}
         self._seen: dict[int, Acceptance] = {kind: Acceptance() for kind in PRIORS}  # of all sequences
+        self._num_spurned = 0  # iterations whose likely drafts were too dear
         self._kinds: dict[int, int] = {}  # by sequence: the kind of the draft under way
 
     def propose(self, sequences: Iterable[Sequence], batch: int, costs: Callable[[], Costs]) -> dict[int, list[int]]:
@@ -82,7 +88,15 @@ class Speculator:
         if self._config.mode == "always":
             return [len(draft.tokens) for draft in drafts]
         proposals = [Proposal(len(draft.tokens), self._chance(draft)) for draft in drafts]
-        return draft_lengths(proposals, batch, costs.iteration_s, costs.most_s)
+        lengths = draft_lengths(proposals, batch, costs.iteration_s, costs.most_s)
+        best = max(range(len(drafts)), key=lambda at: proposals[at].chance)
+        if not any(lengths) and proposals[best].chance >= RETRY_CHANCE and self._is_time_to_retry(batch, costs):
+            lengths[best] = min(RETRY_TOKENS, proposals[best].length)
+        return lengths
+
+    def _is_time_to_retry(self, batch: int, costs: Costs) -> bool:
+        self._num_spurned += 1
+        return self._num_spurned % RETRY_EVERY == 0 and costs.iteration_s(batch + RETRY_TOKENS) <= costs.most_s
 
     def _chance(self, draft: _Draft) -> float:
         """As this sequence has it; until it has shown that, as all have it."""
