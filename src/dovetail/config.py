@@ -95,6 +95,27 @@ class SloConfig(_Section):
     tpot: Duration | None = None
 
 
+class SpeculativeConfig(_Section):
+    """Speculative decoding: tokens proposed from what the text had before, several verified in one iteration."""
+
+    mode: Literal["auto", "always", "off"] = "auto"  # auto = where it is expected to be faster
+    tokens: int = Field(default=8, ge=1, le=64)  # proposed at a time for an answer, at most
+
+
+def _parse_speculative(value: object) -> object:
+    """A mode alone is short for it; YAML reads a bare off as false."""
+    value = _parse_off(value)
+    return {"mode": value} if isinstance(value, str) else value
+
+
+Speculative = Annotated[
+    SpeculativeConfig,
+    BeforeValidator(
+        _parse_speculative, json_schema_input_type=Literal["auto", "always", "off", False] | SpeculativeConfig
+    ),
+]
+
+
 class ModelConfig(_Section):
     source: str
     slo: SloConfig = SloConfig()
@@ -110,6 +131,7 @@ class ModelConfig(_Section):
     # which for decoders is the last.
     pooling: Literal["last", "mean", "cls"] | None = None
     default_max_tokens: int | None = Field(default=None, ge=1)  # None = the server's
+    speculative: Speculative = SpeculativeConfig()
 
 
 class ServerConfig(_Section):

@@ -13,7 +13,7 @@ import msgspec
 from dovetail.modelspec import KvKind
 from dovetail.node.protocol import Answer, Notice, Order, Question
 from dovetail.policy.placement import DeviceKind
-from dovetail.types import ModelCard, Request, TokenEvent
+from dovetail.types import ModelCard, Request, Speculation, TokenEvent
 
 # Environment of a worker on another machine: the gateway's public key, the worker's, and its secret one. Not on the
 # command line, which everyone may read.
@@ -29,6 +29,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     kv_bytes: int = 0  # upper limit of the KV pool; 0 = the worker's default
     keep_alive_s: float = -1.0  # idle time after which the node unloads it; 0 = at once, negative = never
     kv: KvKind = "auto"
+    speculation: Speculation = Speculation()
 
 
 class Unload(msgspec.Struct, frozen=True, tag="unload"):
@@ -165,6 +166,8 @@ class InstanceStats(msgspec.Struct, frozen=True):
     turn_tokens: int  # tokens computed in all turns
     turn_seconds: float  # spent in Executor.run
     overhead_seconds: float  # spent between them while there was work
+    draft_tokens: int = 0  # proposed and verified
+    accepted_tokens: int = 0  # of them
 
 
 class TurnSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -97,6 +97,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class Speculation(msgspec.Struct, frozen=True):
+    """Speculative decoding of one model: tokens that are proposed and verified several at a time."""
+
+    mode: Literal["auto", "always", "off"] = "auto"  # auto = where it is expected to be faster
+    tokens: int = 8  # proposed for a sequence in an iteration, at most
+
+
 class AdapterRef(msgspec.Struct, frozen=True):
     """A LoRA adapter of a model, as requests name it: whoever computes them reads it from where it lies."""
 
@@ -130,6 +137,9 @@ class Request(msgspec.Struct, frozen=True):
     # Empty = no salt.
     cache_salt: str = ""
     traced: bool = False  # its turns are reported with its id
+    # Several tokens of it may be computed at once, where that is expected to be faster. What it says is the same.
+    speculates: bool = True
+    prediction: tuple[int, ...] = ()  # what its caller expects the answer to be like: a source of drafts
 
     @property
     def open_choices(self) -> tuple[int, ...]:
@@ -164,6 +174,8 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):  # 
     finish: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; on the first token only
+    proposed: int = 0  # tokens of a draft that were verified with this one; on the first of its iteration only
+    accepted: int = 0  # of these: what was chosen; the events that follow in the same iteration
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
         None  # of the prompt's tokens after the first; on the first token
     )

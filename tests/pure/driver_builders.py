@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sim_builders import make_latency
@@ -19,10 +19,11 @@ from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
-from dovetail.sched.turn import Outcome, RowOutcome, Turn
+from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
 from dovetail.types import ModelCard, Request, SamplingParams, Slo, TokenEvent
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.runner import ModelRunner
+from dovetail.worker.speculation import Speculator
 
 BLOCK = 4
 KV_BYTES = 1000  # per token
@@ -106,8 +107,20 @@ class CheckedExecutor:
             if self.fails_on in tokens:
                 raise ArithmeticError("broken")
             if row.samples:
-                outcomes.append(RowOutcome(row.sequence, next_token(tokens)))
+                outcomes.append(self._chosen(row, tokens))
         return Outcome(tuple(outcomes)), self.token_s * turn.num_tokens + 0.005
+
+    def _chosen(self, row: TurnRow, tokens: Sequence[int]) -> RowOutcome:
+        """A draft is computed whole, and its first wrong token ends what comes of it."""
+        known, further = list(tokens), []
+        for position, token in enumerate(row.draft, row.end):
+            self.content.setdefault(row.blocks[position // BLOCK], {})[position % BLOCK] = token
+        for token in row.draft:
+            if next_token(known) != token:
+                break
+            known.append(token)
+            further.append(RowOutcome(row.sequence, next_token(known)))
+        return RowOutcome(row.sequence, next_token(tokens), further=tuple(further))
 
     def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
         assert num_blocks <= self.max_blocks
@@ -239,8 +252,10 @@ class Rig:
         max_batch: int = 8,
         is_late: bool = False,
         is_pipelined: bool = False,
+        speculator: Callable[[], Speculator | None] = lambda: None,
         **knobs: Any,
     ) -> None:
+        self.speculator = speculator
         self.token_s = token_s
         self.is_pipelined = is_pipelined
         self.max_batch = max_batch
@@ -287,7 +302,7 @@ class Rig:
         self.executors.append(executor)
         card = ModelCard(command.model, "", SPEC, "")
         limits = SchedulerConfig(4096, self.max_batch, max_turn_tokens=16, max_tokens=self.max_kv_tokens - BLOCK)
-        self.driver.loaded(command.instance, ModelRunner(card, executor, limits, BLOCK))
+        self.driver.loaded(command.instance, ModelRunner(card, executor, limits, BLOCK, speculator=self.speculator()))
         self.read()
 
     def submit(

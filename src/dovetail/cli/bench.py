@@ -13,6 +13,7 @@ from dovetail.cli.bench_abuse import abuse
 from dovetail.cli.bench_adapters import adapters
 from dovetail.cli.bench_engines import engines
 from dovetail.cli.bench_many import many
+from dovetail.cli.bench_speculation import speculation
 from dovetail.cli.output import human_bytes, print_json
 from dovetail.modelspec import KvKind
 
@@ -29,6 +30,7 @@ app.command("adapters")(adapters)
 app.command("many")(many)
 app.command("engines")(engines)
 app.command("abuse")(abuse)
+app.command("speculation")(speculation)
 
 
 @app.callback()

@@ -23,6 +23,7 @@ from dovetail.engine.native_model import READABLE_LAYOUTS, NativeCall, NativeMod
 from dovetail.engine.prompt_reader import PromptReader, reads_prompt
 from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
+from dovetail.engine.verify import verify
 from dovetail.engine.weights import Kind, Weights, from_read_only_memory
 from dovetail.errors import ConfigError, OutOfMemory, UnsupportedModel
 from dovetail.layouts import BY_ROWS, CELLS, GGUF
@@ -133,8 +134,13 @@ class CpuExecutor(OnCallersCores):
             return Outcome(tuple(outcomes))
 
     def _sample(self, turn: Turn) -> list[RowOutcome]:
+        if any(row.draft for row in turn.rows):
+            return verify(turn, self._forward, self._choose)
         sampled, logits, best = self._forward(turn)
         return sample(logits, sampled, self._grammars, best, self._kernels) if sampled else []
+
+    def _choose(self, logits: torch.Tensor, rows: list[TurnRow], best: Sequence[int] | None) -> list[RowOutcome]:
+        return sample(logits, rows, self._grammars, best, self._kernels)
 
     def logits(self, turn: Turn) -> dict[int, torch.Tensor]:
         """The same iteration, but the logits of each sampling sequence instead of its token."""

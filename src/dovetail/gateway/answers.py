@@ -15,6 +15,7 @@ from dovetail.gateway.detokenizer import Vocabulary
 from dovetail.gateway.replies import (
     CachedTokens,
     ChatLogprobs,
+    CompletionDetails,
     Finish,
     PromptLogprob,
     PromptLogprobs,
@@ -89,11 +90,14 @@ class UsageCount:
         self._prompt = num_prompt_tokens
         self._completion = 0
         self._cached = 0
+        self._proposed = self._accepted = 0
         self.waits: Waits | None = None  # where only the usage can still tell
 
     def add(self, delta: Delta) -> None:
         self._completion += len(delta.tokens)
         self._cached += delta.cached_tokens
+        self._proposed += delta.proposed
+        self._accepted += delta.accepted
 
     def total(self) -> Usage:
         usage = Usage(
@@ -102,6 +106,10 @@ class UsageCount:
             total_tokens=self._prompt + self._completion,
             # Every choice of a prompt reports what it took; together they cannot have saved more than the prompt.
             prompt_tokens_details=CachedTokens(cached_tokens=min(self._cached, self._prompt)),
+            completion_tokens_details=CompletionDetails(
+                accepted_prediction_tokens=self._accepted,
+                rejected_prediction_tokens=self._proposed - self._accepted,
+            ),
         )
         if self.waits is not None:
             usage.dovetail = wait_times(self.waits)

@@ -134,6 +134,9 @@ class GenerationBody(StrictBody):
     guided_grammar: str | None = None
     guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
     structured_outputs: StructuredOutputs | None = None
+    speculative: bool | None = Field(
+        default=None, description="false = tokens are computed one by one; the text is the same"
+    )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -196,6 +199,17 @@ class Message(BaseModel):
         return self.content or ""
 
 
+class Prediction(StrictBody):
+    """What the answer is expected to be like: where it is right, several of its tokens are computed at once."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[ContentPart], FAIL_FAST]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
+
 class ChatRequest(GenerationBody):
     messages: Annotated[list[Message], FAIL_FAST] = Field(min_length=1, max_length=4096)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_LIMIT)
@@ -208,6 +222,7 @@ class ChatRequest(GenerationBody):
     thinking_token_budget: int | None = Field(
         default=None, ge=0, le=_MAX_LIMIT, description="tokens after which the model is made to answer"
     )
+    prediction: Prediction | None = None
     documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(default=None, max_length=32, description="for templates that ask for it")

@@ -93,6 +93,8 @@ class Metrics:
         self.turn_tokens = self._counter("turn_tokens_total", "Tokens computed in all iterations.")
         self.turn_seconds = self._counter("turn_seconds_total", "Time in iterations.")
         self.overhead_seconds = self._counter("turn_overhead_seconds_total", "Time between iterations with work there.")
+        self.drafted = self._counter("spec_decode_num_draft_tokens_total", "Proposed tokens that were verified.")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens_total", "Of these: right.")
         self.slo = self._counter("slo_requests_total", "Requests with targets, by outcome.", "outcome")
         self.resumptions = self._counter("request_resumptions_total", "Requests that went on after a worker died.")
         self.cold_starts = self._counter("cold_starts_total", "Loads that a request waited for.", "tier")
@@ -181,6 +183,8 @@ class Metrics:
             (self.turn_tokens, "turn_tokens"),
             (self.turn_seconds, "turn_seconds"),
             (self.overhead_seconds, "overhead_seconds"),
+            (self.drafted, "draft_tokens"),
+            (self.accepted, "accepted_tokens"),
         ):
             total = getattr(now, field)
             known = getattr(before, field) if before is not None else 0

@@ -24,6 +24,13 @@ class CachedTokens(BaseModel):
     cached_tokens: int = 0
 
 
+class CompletionDetails(BaseModel):
+    """Of tokens that were proposed before they were computed, by a `prediction` or from the text itself."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class WaitTimes(BaseModel):
     """Before the first token, in milliseconds."""
 
@@ -37,6 +44,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionDetails
     dovetail: WaitTimes | None = Field(
         default=None, description="what a held stream waited for, which its headers could not say any more"
     )

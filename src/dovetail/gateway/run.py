@@ -41,6 +41,8 @@ class Delta:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)  # token and what was said of it
     cached_tokens: int = 0
+    proposed: int = 0  # tokens of drafts
+    accepted: int = 0  # of them
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt's tokens after the first
     embedding: bytes | None = None  # float32; then there is no text
     finish: FinishReason | None = None
@@ -281,6 +283,8 @@ class _Choice:
     def feed(self, event: TokenEvent) -> None:
         delta = self._delta
         delta.cached_tokens += event.cached_tokens
+        delta.proposed += event.proposed
+        delta.accepted += event.accepted
         delta.embedding = event.embedding
         if event.prompt_logprobs is not None:
             delta.prompt_logprobs = event.prompt_logprobs

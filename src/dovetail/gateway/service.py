@@ -25,7 +25,7 @@ from dovetail.gateway.templates import templates
 from dovetail.gateway.translate import Job
 from dovetail.gateway.waits import Standing
 from dovetail.messages import Load
-from dovetail.types import ModelCard, Slo
+from dovetail.types import ModelCard, Slo, Speculation
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,8 @@ class Service:
 
 def _load_of(model: ServedModel, card: ModelCard) -> Load:
     config = model.config
-    return Load(card, config.dtype, keep_alive_s=config.keep_alive, kv=config.kv)
+    speculation = Speculation(config.speculative.mode, config.speculative.tokens)
+    return Load(card, config.dtype, keep_alive_s=config.keep_alive, kv=config.kv, speculation=speculation)
 
 
 def _until(deadline: float) -> float:

@@ -138,6 +138,7 @@ async def _job(
         thinking=form.thinking,
         prompt_logprobs=body.wanted_prompt_logprobs,
     )
+    prediction = await _prediction(body, model)
     requests = tuple(
         Request(
             id=job_id if len(prompts) == 1 else f"{job_id}-{index}",
@@ -148,6 +149,8 @@ async def _job(
             num_choices=body.num_choices,
             slo=slo,
             cache_salt=body.cache_salt or "",
+            speculates=body.speculative is not False,
+            prediction=prediction,
             service_class=ServiceClass.BEST_EFFORT if body.is_best_effort else model.config.service_class,
         )
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
@@ -272,6 +275,14 @@ def _known_tokens(param: str, tokens: Sequence[int] | None, model: ServedModel) 
         size = model.card.spec.vocab_size
         raise InvalidRequest(f"{param}: {max(known)} is not in the vocabulary of {size}", param=param)
     return known
+
+
+async def _prediction(body: ChatRequest | CompletionRequest, model: ServedModel) -> tuple[int, ...]:
+    if not isinstance(body, ChatRequest) or body.prediction is None:
+        return ()
+    text = body.prediction.text
+    check_text_fits(text, model, "prediction")
+    return tuple(await model.encode(text, add_special_tokens=False)) if text else ()
 
 
 async def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:

@@ -32,8 +32,11 @@ class LatencyFeedback:
         self._timings = TurnTimings()
         self._observed: list[Observation] = []
 
-    def observe(self, turn: Turn, took_s: float, gap_s: float, now: float, *, is_beside_load: bool) -> None:
-        """A turn that has ended, before its requests are counted on; `gap_s` lay before it."""
+    def observe(
+        self, turn: Turn, took_s: float, gap_s: float, now: float, is_beside_load: bool, draft_rows: int = 0
+    ) -> None:
+        """A turn that has ended, before its requests are counted on; `gap_s` lay before it. Rows of drafts cost what
+        as many requests more would have."""
         instance, prompts, decodes = turn
         latency = instance.hosting.latency
         if not isinstance(latency, LiveLatency) or (prompts and decodes):
@@ -42,6 +45,8 @@ class LatencyFeedback:
         if prompts:
             batch, tokens = 0, sum(share.tokens for share in prompts)
             took_s *= latency.prefill_s(tokens) / turn.seconds(latency)  # without what lay before them
+        elif batch and draft_rows:
+            batch, tokens = batch + draft_rows, tokens + draft_rows * tokens // batch
         if batch or prompts:  # else everyone left during the turn
             self.add(Observation(latency, batch, tokens, took_s, gap_s, is_beside_load), now)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from dovetail.eventlog import EventLog
 from dovetail.node import answers, events, protocol
+from dovetail.node.drafting import got_more
 from dovetail.node.feedback import LatencyFeedback
 from dovetail.node.instance import State
 from dovetail.node.node import Node
@@ -258,8 +259,12 @@ class NodeRuntime:
         assert turn is not None, f"{self.name}: no turn under way"
         if computed.is_whole:
             took_s = now - self.node.turn_started_s + (self.gap_s if computed.was_ahead else 0.0)
-            self._feedback.observe(turn, took_s, self.gap_s, now, is_beside_load=bool(self._speech.load_asked_s))
+            self._feedback.observe(
+                turn, took_s, self.gap_s, now, bool(self._speech.load_asked_s), draft_rows=computed.draft_rows
+            )
         self._last_end_s = now
+        if computed.extra:
+            got_more(turn.instance, computed.extra, now)
         done = self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)], computed.by_request)
         for work in done:
             self.mailbox.append(protocol.Prefilled(work.id, work.grace_s))

@@ -1,7 +1,8 @@
 """A latency model that goes on learning: what was measured or estimated before, corrected by what iterations take.
 
 Corrections are ratios of observed to predicted time, averaged in the logarithm and kept by size of the iteration
-(powers of two), because a device that is 10 % slower at decoding single tokens need not be so at prefilling thousands.
+(powers of two; few rows one by one, because drafts are weighed by single rows): a device that is 10 % slower at
+decoding single tokens need not be so at prefilling thousands.
 A size that has not been seen yet takes the correction of its kind as a whole.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Hashable
 
 from dovetail.policy.latency import Latency
 
+EXACT_ROWS = 8
 STEP = 0.1  # weight of a new observation once enough have been made
 BOUND = math.log(2.0)  # one observation counts as at most twice or half of what was expected: a hiccup is no trend
 
@@ -50,7 +52,7 @@ class LiveLatency:
         return self.base.prefill_s(tokens) * own.factor
 
     def decode_s(self, batch: int, total_tokens: int) -> float:
-        size = (_size(batch), _size(total_tokens // batch))
+        size = (_rows(batch), _size(total_tokens // batch))
         return self.base.decode_s(batch, total_tokens) * self._sizes.get(size, self._decode).factor
 
     def observe_prefill(self, tokens: int, seconds: float) -> float:
@@ -60,7 +62,7 @@ class LiveLatency:
 
     def observe_decode(self, batch: int, total_tokens: int, seconds: float) -> float:
         """Learn from it; returns what `base` expected."""
-        size = (_size(batch), _size(total_tokens // batch))
+        size = (_rows(batch), _size(total_tokens // batch))
         return self._observe(size, self._decode, self.base.decode_s(batch, total_tokens), seconds)
 
     def _observe(self, size: Hashable, kind: Correction, base_s: float, seconds: float) -> float:
@@ -69,6 +71,11 @@ class LiveLatency:
             kind.observe(ratio)
             self._sizes.setdefault(size, Correction()).observe(ratio)
         return base_s
+
+
+def _rows(batch: int) -> int:
+    """Not above zero where it stands for one size only."""
+    return batch - EXACT_ROWS if batch <= EXACT_ROWS else _size(batch)
 
 
 def _size(number: int) -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
 
 import msgspec
 
 from dovetail.sched.blocks import BlockPool
+from dovetail.sched.drafts import NO_DRAFTS, trim, with_drafts
 from dovetail.sched.sequence import Sequence
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
 from dovetail.types import FinishReason, TokenEvent
@@ -101,9 +103,15 @@ class Scheduler:
         if self._running.pop(sequence.id, None) is None:
             self._waiting.remove(sequence)
 
-    def turn_of(self, sequences: Iterable[Sequence], quotas: Mapping[int, int] = NO_QUOTAS) -> Turn | None:
+    def turn_of(
+        self,
+        sequences: Several[Sequence],
+        quotas: Mapping[int, int] = NO_QUOTAS,
+        drafts: Mapping[int, Several[int]] = NO_DRAFTS,
+    ) -> Turn | None:
         """An iteration of exactly these, each catching up as far as its quota of tokens (by id; none = no limit) and
-        the budget go; None if nothing is due or the pool is too small, which whoever sizes it has to prevent."""
+        the budget go; None if nothing is due or the pool is too small, which whoever sizes it has to prevent. Drafts
+        (by id) are cut to what there is room for."""
         assert self._turn is None, "the last turn was not completed"
         rows: list[TurnRow] = []
         budget, size = self._config.max_turn_tokens, self.pool.block_size
@@ -124,6 +132,8 @@ class Scheduler:
                     continue
             rows.append(row_of(sequence, count))
             budget -= count
+        if drafts:
+            rows = list(with_drafts(rows, {one.id: one for one in sequences}, drafts, self.pool))
         self._turn = Turn(tuple(rows)) if rows else None
         return self._turn
 
@@ -211,9 +221,11 @@ class Scheduler:
             sequence = running[row.sequence]
             sequence.num_computed = computed = row.start + row.count
             if (sequence.num_sealed + 1) * size <= computed:
-                self._seal(sequence)
+                _cache_full_blocks(sequence, self.pool)
             if sequence.aborted:
                 self._end(sequence)
+            elif row.draft:
+                events += self._take_several(sequence, row, results[row.sequence])
             elif row.samples:
                 events.append(self._take(sequence, results[row.sequence]))
         return self._flush(events)
@@ -256,19 +268,35 @@ class Scheduler:
 
     # Outcomes
 
+    def _take_several(self, sequence: Sequence, row: TurnRow, result: RowOutcome) -> list[TokenEvent]:
+        """As many iterations with a token each would."""
+        events = [self._take(sequence, result)]
+        for further in result.further:
+            if events[-1].finish is not None:
+                break
+            sequence.num_computed += 1
+            _cache_full_blocks(sequence, self.pool)
+            events.append(self._take(sequence, further))
+        if events[-1].finish is None:
+            trim(sequence, self.pool)
+        events[0] = msgspec.structs.replace(events[0], proposed=len(row.draft), accepted=len(events) - 1)
+        return events
+
     def _take(self, sequence: Sequence, result: RowOutcome) -> TokenEvent:
         if result.error is not None:
             self._end(sequence)
             event = end_event(sequence, FinishReason.ERROR, result.error)
             return msgspec.structs.replace(event, unprocessable=result.unprocessable)
         if result.embedding is not None:
-            return self._end_with_embedding(sequence, result.embedding)
+            self._end(sequence)
+            event = end_event(sequence, FinishReason.STOP, None)
+            return msgspec.structs.replace(event, embedding=result.embedding, cached_tokens=sequence.cached_tokens)
         token = result.token
         sequence.tokens.append(token)
         generated = len(sequence.tokens) - sequence.num_prompt
         finish = None
         if result.ends or generated >= sequence.longest or token in sequence.sampling.stop_token_ids:
-            finish = self._finish_reason(sequence, result)
+            finish = _finish_reason(sequence, result)
             if finish is not None:
                 self._end(sequence)
         cached = sequence.cached_tokens if generated == 1 else 0
@@ -277,33 +305,11 @@ class Scheduler:
             return event
         return msgspec.structs.replace(event, prompt_logprobs=result.prompt_logprobs)
 
-    def _end_with_embedding(self, sequence: Sequence, embedding: bytes) -> TokenEvent:
-        self._end(sequence)
-        event = end_event(sequence, FinishReason.STOP, None)
-        return msgspec.structs.replace(event, embedding=embedding, cached_tokens=sequence.cached_tokens)
-
-    def _finish_reason(self, sequence: Sequence, result: RowOutcome) -> FinishReason | None:
-        sampling = sequence.sampling
-        if result.ends:
-            return FinishReason.STOP
-        if result.token in sampling.stop_token_ids and sequence.num_generated >= sampling.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if sequence.num_generated >= sequence.longest else None
-
     def _longest(self, sequence: Sequence) -> int:
         """How many tokens its answer may have."""
         capacity = self._config.max_tokens or self.pool.target * self.pool.block_size
         limit = min(sequence.num_prompt + sequence.sampling.max_tokens, self._config.context_length, capacity)
         return limit - sequence.num_prompt
-
-    def _seal(self, sequence: Sequence) -> None:
-        """Offer the blocks that this turn filled for reuse."""
-        size = self.pool.block_size
-        while (sequence.num_sealed + 1) * size <= sequence.num_computed:
-            start = sequence.num_sealed * size
-            content = tuple(sequence.tokens[start : start + size])
-            sequence.last_key = self.pool.seal(sequence.blocks[sequence.num_sealed], sequence.last_key, content)
-            sequence.num_sealed += 1
 
     # Ends
 
@@ -329,6 +335,25 @@ def row_of(sequence: Sequence, count: int) -> TurnRow:
     samples = start + count == len(tokens)
     prompt, sampling = sequence.num_prompt, sequence.sampling
     return TurnRow(sequence.id, tokens, start, count, sequence.blocks, prompt, sampling, samples, sequence.adapter)
+
+
+def _finish_reason(sequence: Sequence, result: RowOutcome) -> FinishReason | None:
+    sampling = sequence.sampling
+    if result.ends:
+        return FinishReason.STOP
+    if result.token in sampling.stop_token_ids and sequence.num_generated >= sampling.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if sequence.num_generated >= sequence.longest else None
+
+
+def _cache_full_blocks(sequence: Sequence, pool: BlockPool) -> None:
+    """Offer the blocks that this turn filled for reuse."""
+    size = pool.block_size
+    while (sequence.num_sealed + 1) * size <= sequence.num_computed:
+        start = sequence.num_sealed * size
+        content = tuple(sequence.tokens[start : start + size])
+        sequence.last_key = pool.seal(sequence.blocks[sequence.num_sealed], sequence.last_key, content)
+        sequence.num_sealed += 1
 
 
 def end_event(sequence: Sequence, reason: FinishReason, error: str | None) -> TokenEvent:

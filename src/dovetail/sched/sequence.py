@@ -48,6 +48,8 @@ class Sequence:
     alone_below: int = 0  # with fewer tokens than this it shares no iteration
     is_held: bool = False  # it runs elsewhere still: everything but its last token is computed, and nothing is sampled
     is_traced: bool = False  # its turns are told one by one
+    speculates: bool = True  # it may have drafts
+    prediction: tuple[int, ...] = ()  # what its answer may be like
     aborted: bool = False  # gone while its turn was running; its blocks are freed when the turn is complete
 
     @property
@@ -90,6 +92,8 @@ def sequences_of(request: Request, first_id: int) -> list[Sequence]:
                 adapter=request.adapter.key if request.adapter is not None else "",
                 root=_root_of(request),
                 is_traced=request.traced,
+                speculates=request.speculates,
+                prediction=request.prediction,
             )
         )
     return made

@@ -37,6 +37,7 @@ from dovetail.pulse import Pulse
 from dovetail.sched.scheduler import NO_QUOTAS
 from dovetail.sched.sequence import Sequence, sequences_of
 from dovetail.types import Request, TokenEvent
+from dovetail.worker.drafting import NO_DRAFTS, propose
 from dovetail.worker.prompts import PromptTurn, RequestState
 from dovetail.worker.runner import ModelRunner
 
@@ -93,6 +94,7 @@ class NodeDriver:
         self._expected_s = 0.0  # what the turn that runs should take
         self._timers: list[tuple[float, int, int]] = []  # heap of (time, instance, epoch)
         self._told_version = -1  # of the view
+        self._extra: dict[int, int] = {}  # by request: tokens beyond one that the last decode gave it
         self._leaving: list[int] = []  # requests to be forgotten when everything is carried out
 
     # Models
@@ -158,11 +160,8 @@ class NodeDriver:
             self._catch_up(order, tokens)
         self.home.obey(order, self._clock())
         if isinstance(order, Withdraw) and order.request in self.states:
-            self._leave(order)
-
-    def _leave(self, order: Withdraw) -> None:
-        if order.hold in (None, self.states[order.request].hold):
-            self._leaving.append(order.request)
+            is_meant = order.hold in (None, self.states[order.request].hold)
+            self._leaving += [order.request] if is_meant else []
 
     def _catch_up(self, order: CatchUp, tokens: Iterable[int]) -> None:
         state = self.states.get(order.request.id)
@@ -240,9 +239,11 @@ class NodeDriver:
     def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> tuple[list[int], events.Computed]:
         finished: list[int] = []
         batches = runner.batches(sequences)
+        drafts = propose(self.home, runner, sequences, self._clock) if len(batches) == 1 else NO_DRAFTS
+        self._extra = {}
         for batch in batches:
-            finished += self._iterate(runner, batch, goes_on=len(batches) == 1 and self.home.is_settled)
-        return finished, events.Computed(was_ahead=runner.was_ahead)
+            finished += self._iterate(runner, batch, drafts=drafts, goes_on=len(batches) == 1 and self.home.is_settled)
+        return finished, events.Computed(None, True, runner.was_ahead, self._extra, runner.draft_rows)
 
     def _iterate(
         self,
@@ -250,11 +251,12 @@ class NodeDriver:
         batch: list[Sequence],
         *,
         quotas: Mapping[int, int] = NO_QUOTAS,
+        drafts: Mapping[int, list[int]] = NO_DRAFTS,
         goes_on: bool = False,
     ) -> list[int]:
         """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
         self._pulse.begin([sequence.request_id for sequence in batch], self._expected_s)
-        completed = runner.iterate(batch, self._on_launch, quotas=quotas, goes_on=goes_on)
+        completed = runner.iterate(batch, self._on_launch, quotas=quotas, drafts=drafts, goes_on=goes_on)
         self._pulse.end()
         return self._deliver(runner.card.name, completed.events)
 
@@ -269,6 +271,8 @@ class NodeDriver:
             if not state.has_token:
                 state.has_token = True
                 event = msgspec.structs.replace(event, grace_s=self.home.work_of(state.id).grace_s)
+            if event.accepted:
+                self._extra[state.id] = event.accepted
             told.append(event)
             if event.finish is not None:
                 finished.append(state.id)

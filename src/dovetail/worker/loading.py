@@ -23,12 +23,14 @@ from dovetail.node.events import StartLoad
 from dovetail.policy.startup import LoadTimes
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.store.loader import Ticket
-from dovetail.types import ModelCard
+from dovetail.types import ModelCard, Speculation
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf, Tier
+from dovetail.worker.speculation import Speculator
 
 log = logging.getLogger("dovetail.worker")
 
+OFF = Speculation("off")
 PROGRESS_S = 0.25  # how often a load that runs is spoken of
 
 
@@ -45,6 +47,7 @@ class InstanceConfig:
     max_tokens: int  # longest sequence that the node can hold
     kv: KvKind = "auto"
     max_adapters: int = 0  # in one iteration; 0 = any number
+    speculation: Speculation = OFF
     verify: bool = False  # compare weights that are mapped without a pool with their checksums
 
 
@@ -192,7 +195,10 @@ def build_runner(
     )
     whole = card.spec.encoder is not None
     limits = SchedulerConfig(context, config.max_batch, config.max_turn_tokens, config.max_tokens, whole)
-    runner = ModelRunner(card, executor, limits, config.block_size, config.max_adapters)
+    # A device that begins with an iteration before it has seen the last one's tokens cannot propose what follows them.
+    speculates = config.speculation.mode != "off" and not executor.is_pipelined and not whole
+    speculator = Speculator(config.speculation) if speculates else None
+    runner = ModelRunner(card, executor, limits, config.block_size, config.max_adapters, speculator)
     return runner, messages.Loaded(
         model=card.name,
         dtype=executor.dtype,

@@ -312,7 +312,7 @@ class Worker:
             self._driver.unregister(name)
             known = None
         if known is not None and self._driver.instances_of(name):  # what is ready keeps its form
-            message = msgspec.structs.replace(message, dtype=known.dtype, kv=known.kv)
+            message = msgspec.structs.replace(message, dtype=known.dtype, kv=known.kv, speculation=known.speculation)
         instance_config = self._instance_configs[name] = _instance_config(
             message, self._config, self._device, self._driver.home.node.residency.ledger.capacity, self._profiles
         )
@@ -461,6 +461,7 @@ def _instance_config(
         kv=message.kv,
         verify=config.verify == "load",
         max_adapters=config.max_adapters,
+        speculation=message.speculation,
     )
 
 

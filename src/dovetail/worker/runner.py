@@ -17,10 +17,12 @@ from dovetail import messages
 from dovetail.engine.adapters import AdapterMatrices
 from dovetail.engine.devices import Adaptable, DeviceExecutor
 from dovetail.sched.blocks import BlockPool
+from dovetail.sched.drafts import NO_DRAFTS
 from dovetail.sched.scheduler import NO_QUOTAS, Completed, Scheduler, SchedulerConfig
 from dovetail.sched.sequence import Sequence
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.types import ModelCard
+from dovetail.worker.speculation import Speculator
 
 log = logging.getLogger("dovetail.worker")
 
@@ -44,11 +46,13 @@ class ModelRunner:
         config: SchedulerConfig,
         block_size: int,
         max_adapters: int = 0,
+        speculator: Speculator | None = None,
     ) -> None:
         self.card = card
         self.executor = executor
         self.scheduler = Scheduler(config, BlockPool(0, block_size))
         self.meter = Meter()
+        self.speculator = speculator  # None = no drafts
         self.idle_since: float | None = None  # None = busy, or its pages are released already
         self.is_released = True  # no KV page has been written since they were last given back
         self.max_batch = config.max_batch
@@ -56,6 +60,7 @@ class ModelRunner:
         self._max_turn_tokens = config.max_turn_tokens
         self._ahead: Turn | None = None  # launched after the one under way, on the bet that it will be asked for next
         self.rows: dict[int, TurnRow] = {}  # by sequence: what the last iteration computed, if there were quotas
+        self.draft_rows = 0  # of the last iteration
         self.was_ahead = False  # the last iteration had been launched before it was asked for
         self._collected_s = 0.0  # when the last one was
         self._adapters: set[str] = set()  # keys of those that the executor has
@@ -67,14 +72,17 @@ class ModelRunner:
         meanwhile: Callable[[], None] = lambda: None,
         *,
         quotas: Mapping[int, int] = NO_QUOTAS,
+        drafts: Mapping[int, Several[int]] = NO_DRAFTS,
         goes_on: bool = False,
     ) -> Completed:
         """One iteration of exactly these sequences, of which those with a quota compute no more than that. Ends that
-        came of it are the caller's to report. `meanwhile` is called when it has been launched: a device that computes
-        by itself does so beside it. `goes_on`: the same sequences are likely to be next; a device that can begins with
-        them before this iteration is looked at, and what it did is dropped if others are."""
-        turn = self._resume(sequences) or self.scheduler.turn_of(sequences, quotas)
+        came of it are the caller's to report. Drafts are those that the speculator proposed. `meanwhile` is called when
+        it has been launched: a device that computes by itself does so beside it. `goes_on`: the same sequences are
+        likely to be next; a device that can begins with them before this iteration is looked at, and what it did is
+        dropped if others are."""
+        turn = self._resume(sequences) or self.scheduler.turn_of(sequences, quotas, drafts)
         self.rows = {row.sequence: row for row in turn.rows} if turn is not None and quotas else {}
+        self.draft_rows = sum(len(row.draft) for row in turn.rows) if turn is not None and drafts else 0
         if turn is None:
             return self.scheduler.take_failed()
         self.is_released = False
@@ -98,6 +106,8 @@ class ModelRunner:
         self.meter.seconds += seconds
         traced = tuple([one.request_id for one in sequences if one.is_traced])
         self._spans.append(messages.TurnSpan(self.card.name, started, seconds, num_tokens, traced))
+        if drafts and self.speculator is not None:
+            self.speculator.observe(turn, outcome)
         return self._forget(self.scheduler.complete(outcome))
 
     def _launch_next(self) -> None:
@@ -185,7 +195,7 @@ class ModelRunner:
         """It goes elsewhere or nowhere: free its blocks and what the executor keeps for it."""
         self.meter.moves += bool(sequence.blocks) and not sequence.aborted
         self.scheduler.leave(sequence)
-        self.executor.forget(sequence.id)
+        self._forget_one(sequence.id)
 
     def release_pages(self) -> None:
         """Forget cached prefixes and give the pages back; the addresses stay, the next request touches fresh pages."""
@@ -220,9 +230,16 @@ class ModelRunner:
             turn_tokens=meter.tokens,
             turn_seconds=meter.seconds,
             overhead_seconds=meter.overhead_seconds,
+            draft_tokens=self.speculator.proposed if self.speculator is not None else 0,
+            accepted_tokens=self.speculator.accepted if self.speculator is not None else 0,
         )
 
     def _forget(self, completed: Completed) -> Completed:
         for sequence in completed.ended:
-            self.executor.forget(sequence)
+            self._forget_one(sequence)
         return completed
+
+    def _forget_one(self, sequence: int) -> None:
+        self.executor.forget(sequence)
+        if self.speculator is not None:
+            self.speculator.forget(sequence)

@@ -1,0 +1,66 @@
+"""`bench speculation`: tokens per second with and without drafts, on texts that repeat themselves and that do not."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from dovetail.cli.bench_many import _bar, _show, _table
+from dovetail.cli.output import print_json
+
+if TYPE_CHECKING:
+    from dovetail.bench.speculation import SpeculationResult
+
+
+def speculation(
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")] = "smollm2-135m-instruct",
+    mode: Annotated[Literal["auto", "always"], typer.Option(help="Of `speculative` in the configuration.")] = "auto",
+    tokens: Annotated[int, typer.Option(help="Proposed at a time, at most.", min=1, max=64)] = 8,
+    rounds: Annotated[int, typer.Option(help="Answers to each prompt, with and without.", min=1)] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Of each answer.", min=2)] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Speculative decoding: the same greedy answers with and without drafts, in turn, one request at a time.
+
+    Example: dovetail bench speculation smollm2-135m-instruct --rounds 3
+    """
+    from dovetail.bench.speculation import measure
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server which is being measured ends too
+    with _bar(enabled=not as_json and sys.stderr.isatty()) as step:
+        result = measure(model, mode, tokens, rounds, max_tokens, report=step)
+    if as_json:
+        gains = {"gain_repeating": result.gain(repeats=True), "gain_plain": result.gain(repeats=False)}
+        print_json({**_fields(result), **gains})
+    else:
+        _print(result)
+
+
+def _fields(result: SpeculationResult) -> dict[str, object]:
+    import msgspec
+
+    return msgspec.structs.asdict(result)
+
+
+def _print(result: SpeculationResult) -> None:
+    table = _table("text", "repeats", "without", "with", "gain", "right", "wrong", "same text")
+    for case in result.cases:
+        table.add_row(
+            case.case,
+            "yes" if case.repeats else "no",
+            _rate(case.off, case.off_range),
+            _rate(case.on, case.on_range),
+            f"{case.gain:.2f}",
+            str(case.accepted),
+            str(case.rejected),
+            "yes" if case.same_text else "NO",
+        )
+    _show(table)
+    typer.echo(f"repeating: {result.gain(repeats=True):.2f} times, others: {result.gain(repeats=False):.2f} times")
+
+
+def _rate(median: float, ends: tuple[float, float]) -> str:
+    return f"{median:.1f} ({ends[0]:.1f}-{ends[1]:.1f}) tokens/s"

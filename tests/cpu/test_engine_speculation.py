@@ -1,0 +1,159 @@
+"""Speculative decoding changes when tokens come, never which: every answer is compared with the one without drafts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drive import make_executor
+
+from dovetail.engine.executor import CpuExecutor
+from dovetail.sched.scheduler import SchedulerConfig
+from dovetail.sched.sequence import Sequence, sequences_of
+from dovetail.types import Grammar, ModelCard, Request, SamplingParams, Speculation, TokenEvent
+from dovetail.worker.runner import ModelRunner
+from dovetail.worker.speculation import Costs, Speculator
+
+PROMPT = tuple([72, 101, 108, 108, 111] * 3)
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.3, "top_p": 0.9},
+    "the whole vocabulary": {"temperature": 0.7},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.9, "temperature": 0.8},
+    "barred ends": {"min_tokens": 20, "stop_token_ids": tuple(range(0, 300, 2)), "temperature": 0.9},
+    "ends": {"stop_token_ids": tuple(range(0, 300, 7)), "temperature": 0.9},
+    "log-probabilities": {"logprobs": 3, "temperature": 1.0},
+    "a bias": {"logit_bias": {7: 3.0, 9: 2.0}, "temperature": 0.0},
+    "a grammar": {"grammar": Grammar("regex", "(ab|cd)[0-9]{20}"), "temperature": 2.0},
+    "a word that must not be": {"bad_words": ((7, 9), (11,)), "temperature": 1.0},
+}
+
+
+class Oracle:
+    """Knows the answer, and says it wrongly now and then: drafts of every kind of length and fault."""
+
+    def __init__(self, answers: dict[int, list[int]], seed: int) -> None:
+        self._answers = answers
+        self._random = random.Random(seed)
+
+    def drafts(self, sequences: list[Sequence]) -> dict[int, list[int]]:
+        made = {}
+        for one in sequences:
+            rest = self._answers[one.choice][one.num_generated :][: self._random.randrange(7)]
+            rest += [self._random.randrange(300) for _ in range(self._random.randrange(3))]
+            if rest and self._random.random() < 0.5:
+                rest[self._random.randrange(len(rest))] = self._random.randrange(300)
+            made[one.id] = rest
+        return made
+
+
+def make_runner(executor: CpuExecutor, num_blocks: int = 200, speculator: Speculator | None = None) -> ModelRunner:
+    card = ModelCard("m", "", executor.spec, "")
+    limits = SchedulerConfig(executor.spec.context_length, max_batch=16, max_turn_tokens=64)
+    runner = ModelRunner(card, executor, limits, executor._cache.block_size, speculator=speculator)
+    runner.resize(num_blocks)
+    return runner
+
+
+def answers_of(
+    runner: ModelRunner,
+    request: Request,
+    drafts: Callable[[list[Sequence]], dict[int, list[int]]] = lambda _: {},
+    preempt_every: int = 0,
+) -> dict[int, list[TokenEvent]]:
+    """By choice. Preempted sequences lose their blocks and come back with the tokens they have."""
+    open_ones = sequences_of(request, 0)
+    for one in open_ones:
+        runner.scheduler.enter(one)
+    events: dict[int, list[TokenEvent]] = {one.choice: [] for one in open_ones}
+    for turn in range(1, 500):
+        if not open_ones:
+            return events
+        if preempt_every and turn % preempt_every == 0:
+            runner.drop(open_ones[0])
+            runner.scheduler.enter(open_ones[0])
+        decoding = [one for one in open_ones if one.num_pending == 1 and one.num_generated]
+        completed = runner.iterate(open_ones, drafts=drafts(decoding))
+        runner.scheduler.pool.check()
+        for one in open_ones:
+            assert len(one.blocks) <= runner.scheduler.pool.blocks_for(max(len(one.tokens), 1)), "more than is needed"
+        for event in completed.events:
+            assert event.error is None, event.error
+            events[event.choice].append(event)
+        open_ones = [one for one in open_ones if events[one.choice][-1:] == [] or not events[one.choice][-1].finish]
+    raise AssertionError("it never came to an end")
+
+
+def told(answers: dict[int, list[TokenEvent]]) -> dict[int, list[Any]]:
+    return {choice: [(e.token, e.finish, e.logprobs) for e in events] for choice, events in answers.items()}
+
+
+def make_request(choices: int = 2, max_tokens: int = 24, **sampling: Any) -> Request:
+    return Request("r", "m", PROMPT, SamplingParams(max_tokens=max_tokens, seed=11, **sampling), num_choices=choices)
+
+
+@pytest.fixture(scope="module", params=["auto", "torch"])
+def executor(tiny_folder: Callable[[str], Path], request: pytest.FixtureRequest) -> CpuExecutor:
+    folder = tiny_folder("llama")
+    options = {"tokenizer_file": str(folder / "tokenizer.json"), "eos_token_ids": (256,), "level": request.param}
+    # Torch's products depend on how many rows there are, in the last bits; in float64 these decide nothing.
+    return make_executor(folder, dtype="f64" if request.param == "torch" else "f32", **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_answer_with_drafts_is_the_answer_without(executor: CpuExecutor, way: str) -> None:
+    request = make_request(**WAYS[way])
+    plain = answers_of(make_runner(executor), request)
+    known = {choice: [event.token or 0 for event in events] for choice, events in plain.items()}
+    for seed in range(3):
+        oracle = Oracle(known, seed)
+        drafted = answers_of(make_runner(executor), request, oracle.drafts, preempt_every=5 * seed)
+        assert known == {choice: [event.token for event in events] for choice, events in drafted.items()}
+        if executor.level != "torch":
+            assert told(drafted) == told(plain)
+        firsts = [event for events in drafted.values() for event in events if event.proposed]
+        assert sum(event.accepted for event in firsts) < sum(event.proposed for event in firsts)
+
+
+def test_right_drafts_save_iterations_and_the_pool_need_not_hold_them(executor: CpuExecutor) -> None:
+    request = make_request(choices=1, max_tokens=40, temperature=0.0)
+    plain = answers_of(make_runner(executor), request)
+    known = [event.token or 0 for event in plain[0]]
+
+    def drafts(sequences: list[Sequence]) -> dict[int, list[int]]:
+        return {one.id: known[one.num_generated :][:9] for one in sequences}
+
+    roomy, tight = make_runner(executor), make_runner(executor, num_blocks=-(-(len(PROMPT) + 40) // 4))
+    assert told(answers_of(roomy, request, drafts))[0] == told(plain)[0] or executor.level == "torch"
+    assert roomy.meter.turns == 1 + -(-39 // 10)
+    assert [event.token for event in answers_of(tight, request, drafts)[0]] == known
+
+
+def test_a_block_of_rejected_tokens_is_no_prefix_for_anyone(executor: CpuExecutor) -> None:
+    request = make_request(choices=1, max_tokens=24, temperature=0.0)
+    plain = answers_of(make_runner(executor), request)
+    known = [event.token or 0 for event in plain[0]]
+    runner = make_runner(executor)
+    wrong = [(token + 1) % 200 for token in known]
+    answers_of(runner, request, lambda some: {one.id: wrong[one.num_generated :][:9] for one in some})
+    pool = runner.scheduler.pool
+    blocks, _ = pool.match([*PROMPT, known[0], *wrong[1:]], 64)
+    assert len(blocks) == (len(PROMPT) + 1) // pool.block_size
+    whole, _ = pool.match([*PROMPT, *known], 64)
+    assert len(whole) == (len(PROMPT) + len(known) - 1) // pool.block_size
+
+
+def test_lookup_finds_the_repetitions_of_a_text_and_changes_nothing(executor: CpuExecutor) -> None:
+    request = make_request(choices=1, max_tokens=60, temperature=0.0, logit_bias={7: 50.0})
+    plain = answers_of(make_runner(executor), request)
+    speculator = Speculator(Speculation("always"))
+    runner = make_runner(executor, speculator=speculator)
+    costs = Costs(lambda rows: 1.0, 1.0)
+    drafted = answers_of(runner, request, lambda some: speculator.propose(some, len(some), lambda: costs))
+    assert [event.token for event in drafted[0]] == [event.token for event in plain[0]]
+    assert speculator.accepted > 40
+    assert runner.meter.turns < 20
+    assert sum(event.proposed for event in drafted[0]) == speculator.proposed
