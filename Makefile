@@ -70,8 +70,8 @@ cluster: install
 	{ echo "$(CURDIR)/src"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > \
 	  "$$(build/cluster/bin/python -c 'import site; print(site.getsitepackages()[0])')/dovetail.pth"
 	build/cluster/bin/python -m pip install --quiet --constraint constraints.txt ray==2.51.1
-	$$(unshare --net true 2> /dev/null && echo unshare --net) build/cluster/bin/python -m pytest -q tests/ray
-	DOVETAIL_JOINS=$(JOINS) build/cluster/bin/python -m pytest -q -s tests/cpu/cluster_live.py
+	$$(unshare --net true 2> /dev/null && echo unshare --net) build/cluster/bin/python -m pytest -q -s --timeout 1200 tests/ray
+	DOVETAIL_JOINS=$(JOINS) build/cluster/bin/python -m pytest -q -s --timeout 3600 tests/cpu/cluster_live.py
 
 # Faults at random in STORM_SEEDS small clusters, and every combination of deaths at the seven steps of a live migration.
 STORM_SEEDS ?= 1000

@@ -66,14 +66,11 @@ def many(
     Example: dovetail bench many --models 32 --minutes 5 --rate 0.7
     """
     from dovetail.bench.fleet import DEMO, Fleet
-    from dovetail.bench.load import Mix, arrivals_of, cut_trace
+    from dovetail.bench.load import Mix
     from dovetail.bench.servers import Settings
-    from dovetail.sim.trace import read_trace
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server which is being measured ends too
-    gpus = tuple(name.strip() for name in device.split(",") if name.strip())
-    if not nodes and not gpus:
-        raise ConfigError("--nodes: without workers on the CPU there must be a GPU (--device)")
+    gpus = _gpus(device, nodes)
     place = folder or _default_folder()
     place.mkdir(parents=True, exist_ok=True)
     lengths = _range(input_tokens, "--input"), _range(output_tokens, "--output")
@@ -81,10 +78,7 @@ def many(
     with _bar(enabled=not as_json and sys.stderr.isatty()) as step:
         made = Fleet(place, base or DEMO).make(models, shapes, step)
         fleet = by_popularity(made, seed)
-        if trace is not None:
-            arrivals = cut_trace(read_trace(trace), len(fleet), minutes, shrink)
-        else:
-            arrivals = arrivals_of(mix, len(fleet))
+        arrivals = _requests(mix, trace, shrink, len(fleet))
         settings = Settings(
             place, usable_cores(), share, keep_alive, None, install, nodes=nodes, gpus=gpus, sends_targets=targets
         )
@@ -100,6 +94,22 @@ def many(
         _show_lives(*lives, as_json=as_json)
     else:
         _show_contest(contest, mix, twin=twin, details=details, as_json=as_json)
+
+
+def _gpus(device: str, nodes: int) -> tuple[str, ...]:
+    gpus = tuple(name.strip() for name in device.split(",") if name.strip())
+    if not nodes and not gpus:
+        raise ConfigError("--nodes: without workers on the CPU there must be a GPU (--device)")
+    return gpus
+
+
+def _requests(mix: Mix, trace: Path | None, shrink: float, models: int) -> list[Arrival]:
+    from dovetail.bench.load import arrivals_of, cut_trace
+    from dovetail.sim.trace import read_trace
+
+    if trace is None:
+        return arrivals_of(mix, models)
+    return cut_trace(read_trace(trace), models, mix.minutes, shrink)
 
 
 def by_popularity(models: Sequence[FleetModel], seed: int) -> list[FleetModel]:
