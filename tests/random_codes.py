@@ -20,7 +20,7 @@ def random_codes(layout: str, rows: int, columns: int, seed: int = 0) -> Quantis
 def _scales(part: Part, rows: int, generator: np.random.Generator) -> Array:
     shape = (rows, part.count)
     if part.dtype.kind == "u":
-        return generator.integers(110, 140, shape, np.uint8)  # exponents of powers of two
+        return generator.integers(121, 131, shape, np.uint8)  # exponents of powers of two
     if part.dtype.kind == "i":
         return generator.integers(-63, 64, shape, np.int8)
     return generator.standard_normal(shape).astype(part.dtype)

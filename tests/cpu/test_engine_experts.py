@@ -1,5 +1,5 @@
-"""Mixtures of experts on the native levels, where tiny models of the families do not reach: many tokens of one expert,
-routers that fail."""
+"""Mixtures of experts, sinks and latents on the native levels, where tiny models of the families do not reach: many
+tokens of one expert, routers that fail, contexts whose attention is computed in parts, quantised matrices of heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drive import make_row
 from dovetail.bench.iterations import RandomCheckpoint
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.layouts import unpack
-from dovetail.modelspec import ModelSpec, MoeSpec
+from dovetail.modelspec import MlaSpec, ModelSpec, MoeSpec
 from dovetail.native import levels
 from dovetail.node.ports import HostTensor
 from dovetail.sched.turn import Turn
@@ -56,3 +56,36 @@ def test_more_tokens_of_an_expert_than_fit_into_a_block(level: str, stored: str,
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_router_that_is_not_a_number_does_not_go_unseen(level: str) -> None:
     assert run(make_checkpoint("f32", float("nan")), level, 20).isnan().all()
+
+
+SINKS = ModelSpec(
+    "gpt_oss", 64, 64, 2, 4, 2, 16, 32, 1024, qkv_bias=True, attention_sinks=True, windows=(0, 40),
+    moe=MoeSpec(5, 2, 24, True, biases=True, alpha=1.7, limit=0.5),
+)  # fmt: skip
+LATENTS = ModelSpec(
+    "deepseek_v2", 64, 64, 2, 4, 1, 40, 32, 1024, mla=MlaSpec(32, 8, 12, 16), dense_layers=(0,),
+    moe=MoeSpec(6, 2, 24, True, shared_size=40, scale=1.5, groups=3, groups_per_token=2),
+)  # fmt: skip
+
+
+def decoded(checkpoint: RandomCheckpoint, level: str) -> torch.Tensor:
+    """Of one token behind 600, whose attention is merged of two parts."""
+    executor = CpuExecutor(checkpoint, ExecutorConfig(kv_bytes=1 << 24, dtype="f32", level=level))
+    executor.resize(executor.max_blocks)
+    tokens, blocks = [(7 * i) % 64 for i in range(601)], list(range(38))
+    executor.run(Turn((make_row(0, tokens, 0, 600, blocks),)))
+    logits = executor.logits(Turn((make_row(0, tokens, 600, 1, blocks),)))[0]
+    executor.close()
+    return logits
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("layout", "tolerance"), [("plain", 1e-5), ("int8", 0.02)])
+@pytest.mark.parametrize("spec", [SINKS, LATENTS], ids=lambda spec: spec.family)
+def test_a_long_context_gives_the_logits_of_the_torch_level(
+    spec: ModelSpec, layout: str, tolerance: float, level: str
+) -> None:
+    torch.manual_seed(0)
+    checkpoint = RandomCheckpoint(spec, "f32", layout)
+    exact = decoded(checkpoint, "torch")
+    assert (decoded(checkpoint, level) - exact).norm() / exact.norm() < tolerance
