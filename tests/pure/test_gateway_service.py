@@ -19,7 +19,7 @@ from fake_worker import CRASH, FAIL
 from gateway_builders import END, byte_level_tokenizer, eventually, make_card, running_service
 
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
-from dovetail.gateway import cluster
+from dovetail.gateway import patience
 from dovetail.gateway.api import CompletionRequest
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.run import Delta, Origin
@@ -217,7 +217,7 @@ def test_a_worker_that_dies_while_it_loads_costs_the_waiting_requests_nothing(tm
 
 def test_nobody_waits_for_a_worker_that_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those whose worker died under them before their first token, nor those who come after."""
-    monkeypatch.setattr(cluster, "HOPELESS_S", 0.5)
+    monkeypatch.setattr(patience, "HOPELESS_S", 0.5)
     monkeypatch.setattr("dovetail.gateway.service.HOPELESS_S", 0.5)
 
     async def test(service: Service) -> None:

@@ -13,18 +13,16 @@ from collections.abc import Callable
 from dovetail.cluster.decisions import Warmed
 from dovetail.cluster.dispatch import Dispatcher
 from dovetail.config import NodeConfig
-from dovetail.errors import EngineFailed, Overloaded, RequestError, WorkerLost
+from dovetail.errors import EngineFailed, RequestError, WorkerLost
 from dovetail.eventlog import open_logs
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.link import Arrival, Inbox, Link, NodeLink
+from dovetail.gateway.patience import Patience, Positions
 from dovetail.messages import Hello, Load, Loaded, LoadFailed, Reclaimed, Reply, Said, ToGateway, Tokens, Unload
 from dovetail.node.protocol import Offered
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.real import real_knobs
 from dovetail.types import Request, TokenEvent
-
-POSITIONS_S = 0.25  # how old the order of those who wait may be when it is told
-HOPELESS_S = 30.0  # without any worker: nobody waits for one any longer
 
 
 class Cluster:
@@ -40,10 +38,10 @@ class Cluster:
         self.models: dict[str, HostedModel] = {}
         self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
         self.dispatcher.on_placed = self._on_placed
-        self._positions: tuple[float, dict[str, int]] = (float("-inf"), {})  # when it was looked, and who was where
+        self.positions = Positions(self.dispatcher)
+        self._patience = Patience(self.dispatcher, self._fail_all)
         self.on_drain: Callable[[str, str], None] = lambda node, how: None  # "drain", "leave", or "" = no longer
         self._timer: asyncio.TimerHandle | None = None
-        self._hope: asyncio.TimerHandle | None = None  # ends it, while there is no worker
         link.observers.append(self._on_message)
         link.exit_observers.append(self._on_exit)
         link.close_observers.append(self._close)
@@ -163,13 +161,6 @@ class Cluster:
         name = self.dispatcher.place_of(request_id)
         return None if name is None else self.link.nodes[name]
 
-    def position_of(self, request_id: str) -> int:
-        """Among those without a place, 1 = the next. Counted once for all who ask within a moment."""
-        now = time.monotonic()
-        if now - self._positions[0] > POSITIONS_S:
-            self._positions = now, self.dispatcher.positions()
-        return self._positions[1].get(request_id, len(self._positions[1]) + 1)
-
     # Nodes
 
     def drain(self, name: str) -> None:
@@ -221,7 +212,7 @@ class Cluster:
     def _greet(self, node: str, hello: Hello) -> None:
         """What its worker has from before is used if it is on offer, else it goes."""
         self.dispatcher.joined(node, hello)
-        self._stop_waiting()
+        self._patience.found()
         for hosted in list(self.models.values()):
             self._tell(node, hosted)
         for name in hello.models:
@@ -267,20 +258,7 @@ class Cluster:
         for request_id in requests & self.inboxes.keys():
             self._fail(request_id, lost)
         self._settle()
-        if self._hope is None and not any(one.up for one in self.dispatcher.nodes.values()):
-            self._hope = asyncio.get_running_loop().call_later(HOPELESS_S, self._give_up, lost)
-
-    def _stop_waiting(self) -> None:
-        if self._hope is not None:
-            self._hope.cancel()
-            self._hope = None
-
-    def _give_up(self, lost: WorkerLost) -> None:
-        """Whoever waits for a place, or for a model, hears that none comes. Those who come later have a new worker's
-        time."""
-        self._hope = None
-        message = f"{lost.message}, and no worker has come up for {HOPELESS_S:g} s"
-        self._fail_all(Overloaded(message, code="no_worker", retry_after_s=HOPELESS_S))
+        self._patience.lost(lost)
 
     def _fail_all(self, error: RequestError) -> None:
         for request_id in list(self.inboxes):
@@ -294,7 +272,7 @@ class Cluster:
         """The workers are gone for good."""
         if self._timer is not None:
             self._timer.cancel()
-        self._stop_waiting()
+        self._patience.found()
         self._fail_all(EngineFailed("the server is shutting down"))
         if self._timer is not None:
             self._timer.cancel()

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
 from dovetail.errors import EngineFailed, InvalidRequest, Overloaded, QuotaExceeded, RequestError, WorkerLost
-from dovetail.gateway.cluster import HOPELESS_S, Cluster
+from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.link import Link
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import Models, ServedModel
+from dovetail.gateway.patience import HOPELESS_S
 from dovetail.gateway.run import Delta, Origin, Run
 from dovetail.gateway.templates import templates
 from dovetail.gateway.translate import Job
@@ -170,7 +171,7 @@ class Service:
             return Standing("starting")
         node = self.cluster.node_of(request.id)
         if node is None:
-            return None if request.slo != Slo() else Standing("queued", self.cluster.position_of(request.id))
+            return None if request.slo != Slo() else Standing("queued", self.cluster.positions.of(request.id))
         if request.model in node.loaded:
             return Standing("computing")
         loading = node.loading.get(request.model)
