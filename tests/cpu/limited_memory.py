@@ -23,6 +23,7 @@ from dovetail.machine import default_root
 ROOT = Path("/sys/fs/cgroup")
 DOVETAIL = [sys.executable, "-m", "dovetail", "bench", "many", "--contenders", "dovetail", "--json"]
 LARGE = 8  # one of so many models has half a billion parameters, a GiB; the others have 98 MB
+NODE_SHARE = 0.75  # of the limit: what a node takes that is told nothing, here the pool of weights as well
 FILLED = 0.8  # of the limit: below, this run says nothing of a full machine
 SAMPLE_S = 0.2
 
@@ -105,22 +106,25 @@ def measure(group: Group, command: list[str]) -> tuple[subprocess.CompletedProce
 
 def main(models: int = 32, gib: float = 4.0, minutes: float = 3.0) -> int:
     large, limit = max(models // LARGE, 1), int(gib * 2**30)
-    options = ["--models", str(models - large), "--shapes", str(large), "--share", "0"]  # it finds out what there is
     # Every model is asked for, in bursts and with prompts that need KV, and none goes by itself.
-    options += ["--cv", "8", "--zipf", "0", "--rate", "1", "--input", "64-256", "--keep-alive", "600", "--no-targets"]
-    first = [*DOVETAIL, *options, "--minutes", "0.02"]  # leaves the models behind
-    subprocess.run(first, check=True, stdout=subprocess.DEVNULL)
+    options = ["--models", str(models - large), "--shapes", str(large), "--no-targets", "--keep-alive", "600"]
+    options += ["--cv", "8", "--zipf", "0", "--rate", "1", "--input", "64-256"]
+    first = [*DOVETAIL, *options, "--share", "1", "--minutes", "0.02"]  # leaves the models behind
+    made = json.loads(subprocess.run(first, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    all_bytes = made["outcomes"][0]["memory_budget_bytes"]
     folder = default_root() / "bench" / "many"
     for path in folder.rglob("*"):
         if path.is_file():
             forget(path)
     try:
         with limited(limit) as group:
-            run, peak, kills = measure(group, [*DOVETAIL, *options, "--minutes", str(minutes)])
+            options += ["--share", str(min(NODE_SHARE * limit / all_bytes, 1.0)), "--minutes", str(minutes)]
+            run, peak, kills = measure(group, [*DOVETAIL, *options])
     except PermissionError as error:
         print(f"not run: {error}")
         return 0
-    print(f"{models} models, {large} of them of 0.5B, in {gib:g} GiB: {kills} processes killed")
+    total = f"{all_bytes / 2**30:.1f} GiB with 1,024 tokens of KV each"
+    print(f"{models} models, {large} of them of 0.5B, {total}, in {gib:g} GiB: {kills} processes killed")
     print(f"at most {peak.used / 2**30:.2f} GiB in use, {peak.used / limit:.0%} of the limit; without the page cache")
     print(f"{peak.held / 2**30:.2f} GiB, {peak.held / limit:.0%}")
     if run.returncode:

@@ -53,7 +53,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     folder: Path  # for configurations and logs
     cores: int
-    share: float = 1 / 3  # of the models that fit; 0 = ours takes what it finds, like any server that is told nothing
+    share: float = 1 / 3  # of the models that fit
     keep_alive_s: float = 30.0
     peers: Path | None = None  # where peers live
     install: bool = True
@@ -100,31 +100,27 @@ def dovetail(models: Sequence[FleetModel], settings: Settings, policy: str = "do
     note = "" if is_shared else "one model has the node at a time, and leaves when it is idle"
     stem = policy.replace("+", "-")
     event_log = settings.folder / f"{stem}.events.jsonl"
-    memory_bytes = budget_bytes(models, settings.share) if settings.share else 0
-    store: dict[str, object] = {"path": str(Path(models[0].card.path).parents[1])}
-    store["host_keep_alive"] = settings.host_keep_alive_s
-    if memory_bytes:  # what is kept between uses counts into the same budget
-        store["host_pool"] = memory_bytes
+    memory_bytes = budget_bytes(models, settings.share)
+    store = Path(models[0].card.path).parents[1]
     # One that has the node alone would keep all others waiting while it is idle: it leaves at once.
     keep_alive_s = settings.keep_alive_s if is_shared else 0.0
     config = {
         "models": {model.name: {"source": model.name, "keep_alive": keep_alive_s} for model in models},
         "nodes": [one | {"policy": policy, "event_log": str(event_log)} for one in _nodes(settings, memory_bytes)],
-        "store": store,
+        # What is kept between uses counts into the same budget.
+        "store": {"path": str(store), "host_pool": memory_bytes, "host_keep_alive": settings.host_keep_alive_s},
         "server": {"max_queue": 4096},
     }
     path = settings.folder / f"{stem}.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     port = free_port()
     command = (*_OURS, "serve", "--config", str(path), "--port", str(port), "--json")
-    budget = memory_bytes or None
     return Contender(
-        name, models[0].card.dtype, command, port, "/health", event_log=event_log, memory_bytes=budget, note=note
+        name, models[0].card.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes, note=note
     )
 
 
 def _nodes(settings: Settings, memory_bytes: int) -> list[dict[str, object]]:
-    """0 bytes: what each finds."""
     count = settings.nodes
     names = [NODE] if count == 1 else [f"{NODE}-{index}" for index in range(count)]
     share = {"threads": max(settings.cores // max(count, 1), 1), "memory": memory_bytes // max(count, 1)}

@@ -42,9 +42,7 @@ def many(
     shrink: Annotated[float, typer.Option(help="--trace: divide its lengths by this.", min=1.0)] = 1.0,
     targets: Annotated[bool, typer.Option(help="Send each request's targets; else ours serves it late.")] = True,
     contenders: Annotated[str, typer.Option(help="Which ones, in this order.")] = ALL,
-    share: Annotated[
-        float, typer.Option(help="Of the models that fit into memory; 0 = as many as there is room for.", max=1, min=0)
-    ] = 1 / 3,
+    share: Annotated[float, typer.Option(help="Of the models that fit into memory.", min=0.01, max=1.0)] = 1 / 3,
     keep_alive: Annotated[float, typer.Option(help="Seconds that an idle model stays.", min=0.0)] = 30.0,
     nodes: Annotated[int, typer.Option(help="Workers of ours, which share cores and memory.", min=0)] = 1,
     device: Annotated[str, typer.Option(help="GPUs of ours beside them, cuda:N,…; --nodes 0: these alone.")] = "",
