@@ -111,7 +111,13 @@ def test_the_published_schema_is_that_of_the_code() -> None:
 
 @pytest.mark.parametrize(
     ("text", "mode", "tokens"),
-    [("off", "off", 8), ("auto", "auto", 8), ("always", "always", 8), ("{mode: always, tokens: 4}", "always", 4)],
+    [
+        ("off", "off", 8),
+        ("{tokens: 8}", "auto", 8),
+        ("auto", "auto", 8),
+        ("always", "always", 8),
+        ("{mode: always, tokens: 4}", "always", 4),
+    ],
 )
 def test_speculation_is_a_mode_or_a_section(tmp_path: Path, text: str, mode: str, tokens: int) -> None:
     config = load_config(write(tmp_path, f"models: {{m: {{source: x, speculative: {text}}}}}"))
