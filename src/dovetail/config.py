@@ -131,7 +131,7 @@ class ModelConfig(_Section):
     # which for decoders is the last.
     pooling: Literal["last", "mean", "cls"] | None = None
     default_max_tokens: int | None = Field(default=None, ge=1)  # None = the server's
-    speculative: Speculative = SpeculativeConfig()
+    speculative: Speculative = SpeculativeConfig(mode="off")
 
 
 class ServerConfig(_Section):

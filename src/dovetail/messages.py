@@ -29,7 +29,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     kv_bytes: int = 0  # upper limit of the KV pool; 0 = the worker's default
     keep_alive_s: float = -1.0  # idle time after which the node unloads it; 0 = at once, negative = never
     kv: KvKind = "auto"
-    speculation: Speculation = Speculation()
+    speculation: Speculation = Speculation("off")
 
 
 class Unload(msgspec.Struct, frozen=True, tag="unload"):

@@ -107,3 +107,25 @@ def test_the_published_schema_is_that_of_the_code() -> None:
         'print(json.dumps(Config.model_json_schema(), indent=2))" > docs/dovetail.schema.json'
     )
     assert SCHEMA.read_text() == wanted, f"out of date; run: {command}"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "tokens"),
+    [
+        ("off", "off", 8),
+        ("{tokens: 8}", "auto", 8),
+        ("auto", "auto", 8),
+        ("always", "always", 8),
+        ("{mode: always, tokens: 4}", "always", 4),
+    ],
+)
+def test_speculation_is_a_mode_or_a_section(tmp_path: Path, text: str, mode: str, tokens: int) -> None:
+    config = load_config(write(tmp_path, f"models: {{m: {{source: x, speculative: {text}}}}}"))
+    speculative = config.models["m"].speculative
+    assert (speculative.mode, speculative.tokens) == (mode, tokens)
+
+
+@pytest.mark.parametrize("text", ["sometimes", "{tokens: 0}", "{lookup: 3}", "7"])
+def test_a_wrong_speculation_names_its_key(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"models\.m\.speculative"):
+        load_config(write(tmp_path, f"models: {{m: {{source: x, speculative: {text}}}}}"))
