@@ -44,6 +44,7 @@ def main(seconds: float) -> None:
             print(json.dumps({"first_paint_ms": {"median": statistics.median(paints), "longest": max(paints)}}))
             gateway = psutil.Process(server.process.pid)
             pages = [one for one in psutil.Process().children(recursive=True) if "chrom" in one.name()]
+            time.sleep(seconds)  # what a browser does after its start is not the page's
             for stream in (False, True):
                 with streaming(server, stream):
                     for view in ("chat", "models", "turns"):
