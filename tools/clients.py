@@ -33,7 +33,7 @@ class Client:
 CLIENTS = {
     "openai (Python)": Client("openai_checks.py", ("openai",)),
     "openai (npm)": Client("openai_checks.mjs", ("openai",)),
-    "litellm": Client("litellm_checks.py", ("litellm",)),
+    "litellm": Client("litellm_checks.py", ("litellm", "mcp")),
     "langchain-openai": Client("langchain_checks.py", ("langchain-openai",)),
     "instructor": Client("instructor_checks.py", ("instructor",)),
     "llama-index": Client(

@@ -106,6 +106,9 @@ def test_documents_are_ranked_by_their_nearness(tmp_path: Path) -> None:
         options = {"top_n": 1, "return_documents": False}
         (best,) = (await client.post("/v1/rerank", json=body | options)).json()["results"]
         assert best["document"] is None
+        cut = (await client.post("/v1/rerank", json=body | {"max_tokens_per_doc": 1, "top_n": 1})).json()
+        assert cut["usage"]["prompt_tokens"] == 4 + 1 + 1  # the query, "z" and "a", which stands for two documents
+        assert cut["results"][0]["document"]["text"] == "aaab"
         check_error(await client.post("/v1/rerank", json=body | {"documents": []}), 400, "documents")
 
     on_app(tmp_path, test)

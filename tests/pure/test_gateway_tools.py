@@ -123,6 +123,13 @@ def test_a_call_that_is_cut_short_gives_what_there_is() -> None:
     assert read(CallReader(HERMES.form), ['<tool_call>\n{"name": "f", "arguments": {"a": 1'])[2] == [("f", '{"a": 1')]
 
 
+@pytest.mark.parametrize("rest", ["\n<tool_call>", '\n<tool_call>\n{"name":', "\n<tool_c"])
+def test_a_further_call_that_is_cut_short_before_its_name_is_no_text(rest: str) -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert read(CallReader(HERMES.form), [text + rest]) == ("", "", [("f", "{}")])
+    assert read(CallReader(HERMES.form), [rest])[1] + read(CallReader(HERMES.form), [rest])[0]  # alone it may be text
+
+
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_what_a_format_writes_it_reads(format: ToolFormat) -> None:
     assert read_whole(format, format.write_all([W, T])) == ("", [W, T])

@@ -9,6 +9,7 @@ const provider = createOpenAICompatible({ name: "dovetail", baseURL: `${URL_ROOT
 const options = { model: provider(MODEL), prompt: QUESTION, temperature: 0, maxOutputTokens: 60, maxRetries: 0 };
 const schema = z.object({ city: z.string().max(12), days: z.number().int().min(1).max(9) });
 const tools = { get_forecast: tool({ description: "The weather", inputSchema: schema }) };
+const single = { providerOptions: { dovetail: { parallel_tool_calls: false } } };
 const named = { type: "tool", toolName: "get_forecast" };
 
 await run("ai", [
@@ -20,14 +21,14 @@ await run("ai", [
   }],
   ["tools", "required and named", async () => {
     for (const toolChoice of ["required", named]) {
-      const { toolCalls } = await generateText({ ...options, tools, toolChoice });
+      const { toolCalls } = await generateText({ ...options, ...single, tools, toolChoice });
       assert.ok(toolCalls.length > 0);
       toolCalls.forEach(({ toolName, input }) => checkCall(toolName, input));
     }
     await generateText({ ...options, tools, toolChoice: "auto" });
   }],
   ["tools", "streamed", async () => {
-    const calls = await streamText({ ...options, tools, toolChoice: "required" }).toolCalls;
+    const calls = await streamText({ ...options, ...single, tools, toolChoice: "required" }).toolCalls;
     assert.ok(calls.length > 0);
     calls.forEach(({ toolName, input }) => checkCall(toolName, input));
   }],

@@ -29,6 +29,7 @@ TOOL = {
     "function": {"name": "get_forecast", "description": "The weather of a city", "parameters": CITY_SCHEMA},
 }
 
+# Calls are asked for one at a time: the small model writes one after the other until its limit otherwise.
 _checks: list[tuple[str, Callable[[], None]]] = []
 
 

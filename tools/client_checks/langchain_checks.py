@@ -42,7 +42,9 @@ def stream() -> None:
 
 @check("tools")
 def any_tool() -> None:
-    for call in model.bind_tools([get_forecast], tool_choice="any").invoke(QUESTION).tool_calls:
+    for call in (
+        model.bind_tools([get_forecast], tool_choice="any", parallel_tool_calls=False).invoke(QUESTION).tool_calls
+    ):
         check_call(call["name"], call["args"])
         assert "rain" in get_forecast.invoke(call["args"])
 
@@ -50,7 +52,7 @@ def any_tool() -> None:
 @check("tools")
 def streamed_calls() -> None:
     whole = None
-    for chunk in model.bind_tools([get_forecast], tool_choice="any").stream(QUESTION):
+    for chunk in model.bind_tools([get_forecast], tool_choice="any", parallel_tool_calls=False).stream(QUESTION):
         whole = chunk if whole is None else whole + chunk
     for call in whole.tool_calls:
         check_call(call["name"], call["args"])

@@ -32,7 +32,9 @@ def stream() -> None:
 @check("tools")
 def tools() -> None:
     for stream in (False, True):
-        answer = litellm.completion(**OPTIONS, tools=[TOOL], tool_choice="required", stream=stream)
+        answer = litellm.completion(
+            **OPTIONS, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, stream=stream
+        )
         answer = litellm.stream_chunk_builder(list(answer)) if stream else answer
         for call in answer.choices[0].message.tool_calls:
             check_call(call.function.name, call.function.arguments)

@@ -18,7 +18,7 @@ await run("openai", [
   }],
   ["stream", "stream helper", async () => assert.equal(await client.chat.completions.stream(options).finalContent(), await content())],
   ["tools", "required", async () => {
-    const answer = await client.chat.completions.create({ ...options, tools, tool_choice: "required" });
+    const answer = await client.chat.completions.create({ ...options, tools, tool_choice: "required", parallel_tool_calls: false });
     for (const { function: called } of answer.choices[0].message.tool_calls) checkCall(called.name, called.arguments);
   }],
   ["tools", "streamed", async () => {

@@ -54,7 +54,9 @@ def responses_stream() -> None:
 @check("tools")
 def forced_tools() -> None:
     for choice in ("required", {"type": "function", "function": {"name": "get_forecast"}}):
-        answer = client.chat.completions.create(**OPTIONS, tools=[TOOL], tool_choice=choice).choices[0]
+        answer = client.chat.completions.create(
+            **OPTIONS, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False
+        ).choices[0]
         assert answer.finish_reason == "tool_calls"
         for call in answer.message.tool_calls:
             check_call(call.function.name, call.function.arguments)

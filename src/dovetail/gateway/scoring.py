@@ -53,6 +53,7 @@ class RerankRequest(ScoringBody):
     documents: Annotated[list[Text | RerankDocument], FAIL_FAST] = Field(min_length=1, max_length=MAX_INPUTS - 1)
     top_n: int | None = Field(default=None, ge=0, description="0 = all")
     return_documents: bool | None = Field(default=None, description="on unless false")
+    max_tokens_per_doc: int | None = Field(default=None, ge=0, description="of each document its beginning; 0 = all")
 
     @property
     def texts(self) -> list[str]:
@@ -132,20 +133,22 @@ class ScoringEndpoints:
         """Documents by how near they are to a query."""
         self._service.check_admission()
         body = await read_body(RerankRequest, request)
-        pairs = [(body.query, text) for text in body.texts]
-        return await self._scored(request, body, pairs, lambda job, scores: _ranked(body, job, scores))
+        model = await self._service.models.choose(body.model)
+        await model.prepare()
+        pairs = [(body.query, await _beginning(text, body.max_tokens_per_doc, model)) for text in body.texts]
+        return await self._scored(request, body, model, pairs, lambda job, scores: _ranked(body, job, scores))
 
     async def score(self, request: Request) -> Response:
         """How near pairs of texts are."""
         self._service.check_admission()
         body = await read_body(ScoreRequest, request)
-        return await self._scored(request, body, body.pairs, _listed)
-
-    async def _scored(
-        self, request: Request, body: ScoringBody, pairs: Sequence[tuple[str, str]], write: Write
-    ) -> Response:
         model = await self._service.models.choose(body.model)
         await model.prepare()
+        return await self._scored(request, body, model, body.pairs, _listed)
+
+    async def _scored(
+        self, request: Request, body: ScoringBody, model: ServedModel, pairs: Sequence[tuple[str, str]], write: Write
+    ) -> Response:
         if scores_pairs(model):
             job = await pooled_job(
                 self._service, request, body, model, [await _encoded_pair(*pair, body, model) for pair in pairs]
@@ -158,6 +161,13 @@ class ScoringEndpoints:
         )
         places = [(at[query], at[text]) for query, text in pairs]
         return VectorResponse(self._service, job, lambda vectors: write(job, _cosines(vectors, places)))
+
+
+async def _beginning(text: str, num_tokens: int | None, model: ServedModel) -> str:
+    if not num_tokens:
+        return text
+    tokens = await model.encode(text, add_special_tokens=False)
+    return text if len(tokens) <= num_tokens else await model.decode(tokens[:num_tokens], skip_special_tokens=False)
 
 
 async def _encoded_pair(query: str, text: str, body: PooledBody, model: ServedModel) -> list[int]:

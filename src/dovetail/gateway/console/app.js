@@ -127,8 +127,16 @@ const percent = (share) => (share == null ? "–" : `${(share * 100).toFixed(0)}
 
 async function showModels() {
   const [{ data }, pulls] = await Promise.all([ask("GET", "/api/models"), ask("GET", "/api/pulls")]);
-  $("table").replaceChildren(...data.map(row));
-  $("pulls").replaceChildren(...pulls.data.filter(({ state }) => state !== "done").map(pullBar));
+  replaceIfNew($("table"), data, row);
+  replaceIfNew($("pulls"), pulls.data.filter(({ state }) => state !== "done"), pullBar);
+}
+
+// What is there already is not made again: most of what a page costs is laying it out and drawing it.
+function replaceIfNew(node, records, make) {
+  const shown = JSON.stringify(records);
+  if (node.shown === shown) return;
+  node.shown = shown;
+  node.replaceChildren(...records.map(make));
 }
 
 function row(model) {
@@ -164,6 +172,7 @@ async function change(work) {
   } catch (error) {
     problem(error);
   }
+  $("table").shown = null; // its buttons are to be used again
   await showModels().catch(problem);
   await fillModels().catch(problem);
 }

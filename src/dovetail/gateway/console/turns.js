@@ -32,13 +32,11 @@ export function forgetTurns() {
 export function drawTurns(devices, legend, news) {
   const told = new Set(news.nodes.map(({ node }) => node));
   for (const [name, lane] of lanes) if (!told.has(name)) lanes.delete(name), lane.node.remove();
-  const models = new Set();
   for (const node of news.nodes) {
     if (!lanes.has(node.node)) lanes.set(node.node, new Lane(devices, node.node));
-    const lane = lanes.get(node.node);
-    lane.take(node, news.now_s, news.window_s);
-    lane.models().forEach((model) => models.add(model));
+    lanes.get(node.node).take(node, news.now_s, news.window_s);
   }
+  const models = new Set([...lanes.values()].flatMap((lane) => [...lane.seen.keys()]));
   showLegend(legend, [...models]);
   return models.size > 0;
 }
@@ -70,6 +68,8 @@ class Lane {
     this.name = name;
     this.turns = []; // {model, at, seconds}: `at` by the server's clock
     this.memory = []; // {at, kv}
+    this.seen = new Map(); // of each model, how often it is in both
+    this.held_s = 0; // by all turns
     this.node = make(devices, "div", "device");
     this.node.dataset.node = name;
     make(this.node, "div", "").textContent = name;
@@ -84,19 +84,33 @@ class Lane {
     this.drawn_s = 0; // where the right edge stands
   }
 
-  models() {
-    return [...new Set([...this.turns.map(({ model }) => model), ...this.memory.flatMap(({ kv }) => Object.keys(kv))])];
+  // There are tens of thousands of turns in a busy minute, so none is looked at but those that come and go.
+  count(turns, memory, by) {
+    for (const { model, seconds } of turns) this.add(model, by), (this.held_s += by * seconds);
+    for (const { kv } of memory) Object.keys(kv).forEach((model) => this.add(model, by));
+  }
+
+  add(model, by) {
+    const count = (this.seen.get(model) || 0) + by;
+    if (count) this.seen.set(model, count);
+    else this.seen.delete(model);
+  }
+
+  forget(before_s) {
+    const gone = (list) => list.splice(0, list.findIndex(({ at }) => at >= before_s) >>> 0);
+    this.count(gone(this.turns), gone(this.memory), -1);
   }
 
   take({ turns, memory }, now_s, window_s) {
     const new_turns = turns.map(({ model, ago_s, seconds }) => ({ model, at: now_s - ago_s, seconds }));
     const new_memory = memory.map(({ ago_s, kv_bytes }) => ({ at: now_s - ago_s, kv: kv_bytes }));
     const before = this.memory.at(-1);
-    const in_window = ({ at }) => at >= now_s - window_s;
-    const was_empty = !this.turns.length && !this.memory.length;
-    this.turns = [...this.turns.filter(in_window), ...new_turns];
-    this.memory = [...this.memory.filter(in_window), ...new_memory];
-    if (was_empty && !this.turns.length && !this.memory.length && this.size) return;
+    const was_empty = !this.seen.size;
+    this.forget(now_s - window_s);
+    this.count(new_turns, new_memory, 1);
+    new_turns.forEach((turn) => this.turns.push(turn));
+    new_memory.forEach((state) => this.memory.push(state));
+    if (was_empty && !this.seen.size && this.size) return;
     setText(this.begin, `${window_s} s ago`);
     const most = rounded(Math.max(1, ...this.memory.flatMap(({ kv }) => Object.values(kv))));
     const width = this.canvas.clientWidth || 600;
@@ -129,9 +143,13 @@ class Lane {
   draw(turns, memory, window_s) {
     const x = (at) => this.size * (1 - (this.drawn_s - at) / window_s);
     const y = (count) => HEIGHT - 4 - ((HEIGHT - TURNS - 12) * count) / this.most;
+    let drawn = null; // what the last rectangle shows, up to where: most turns are shorter than a pixel
     for (const { model, at, seconds } of turns) {
+      const left = x(at), width = Math.max((this.size * seconds) / window_s, 0.6);
+      if (drawn && drawn.model === model && left + width <= drawn.end) continue;
+      drawn = { model, end: left + Math.max(width, 1) };
       this.pen.fillStyle = colour(model);
-      this.pen.fillRect(x(at), 4, Math.max((this.size * seconds) / window_s, 0.6), TURNS - 8);
+      this.pen.fillRect(left, 4, Math.max(width, 1), TURNS - 8);
     }
     this.pen.lineWidth = 2;
     for (const model of new Set(memory.flatMap(({ kv }) => Object.keys(kv)))) {
@@ -143,8 +161,7 @@ class Lane {
   }
 
   say(window_s) {
-    const held = this.turns.reduce((sum, { seconds }) => sum + seconds, 0);
-    const label = `${this.name}: ${this.turns.length} turns, ${held.toFixed(1)} s of ${window_s} s held`;
+    const label = `${this.name}: ${this.turns.length} turns, ${Math.abs(this.held_s).toFixed(1)} s of ${window_s} s held`;
     if (this.canvas.getAttribute("aria-label") !== label) this.canvas.setAttribute("aria-label", label);
     setText(this.scale, `KV ${(this.most / 1e6).toFixed(1)} MB`);
   }

@@ -41,7 +41,7 @@ class ResponseStore:
         found = self._stored.get(id)
         if found is None or found.owner != owner:
             raise ResponseNotFound(
-                f"no response {id[:128]!r} is kept here", param="response_id", code="response_not_found"
+                f"Response with id {id[:128]!r} not found.", param="response_id", code="response_not_found"
             )
         return found
 

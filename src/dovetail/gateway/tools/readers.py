@@ -56,6 +56,8 @@ class CallReader:
         parts = Parts()
         if self._state == "call" and self._is_told:
             self._buffer = ""  # cut short; what there is of its arguments was given
+        elif self._num_calls and self._is_in_call():
+            self._buffer = ""  # the head of one more call, cut short
         elif self._state in ("before", "call"):
             self._give_up(parts)
         self._show(parts, self._buffer)
@@ -64,6 +66,9 @@ class CallReader:
             parts.content += self._spaces
         self._spaces = ""
         return parts
+
+    def _is_in_call(self) -> bool:
+        return self._state in ("before", "call") or could_become(self._buffer, self._form.openings)
 
     def _step(self, parts: Parts) -> bool:
         """Take something from the buffer; False if more is needed first."""
