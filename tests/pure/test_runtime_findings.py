@@ -161,6 +161,28 @@ def test_a_newcomer_gets_its_first_token_before_the_next_hundred_of_long_answers
         assert rig.tokens(id, choice) == expected(id, prompt, tokens), "what gave way goes on where it was"
 
 
+@pytest.mark.parametrize("model", ["a", "b"])
+def test_a_newcomer_has_its_first_token_within_two_seconds_and_its_prefill(model: str) -> None:
+    """Beside long streams and one request for many answers, half a second an iteration; and all of them end."""
+    rig = Rig("ab", memory=WEIGHT_BYTES * 2 + 60_000 * KV_BYTES, max_kv_tokens=30_000, token_s=0.01, max_batch=256)
+    for number in range(16):
+        rig.submit(f"long{number}", "a", prompt=10, tokens=150)
+    rig.submit("many", "a", prompt=10, tokens=150, num_choices=32)
+    for _ in range(100):
+        if rig.commands:
+            rig.finish_load()
+        rig.step()
+    (crowd,) = rig.driver.home.node.instances.values()
+    assert len(crowd.running) > 40
+    began = rig.clock.now
+    rig.submit("new", model, prompt=50, tokens=5)
+    step_until(rig, 1, "new")
+    assert rig.clock.now - began < 2.0 + 0.5
+    rig.run(limit=60_000)
+    for id, choice in list(rig.events):
+        assert rig.tokens(id, choice) == expected(id, *((50, 5) if id == "new" else (10, 150)))
+
+
 def test_running_answers_slow_down_for_a_newcomer_when_time_is_what_there_is_not() -> None:
     rig = make_crowded("streams", memory_tokens=20_000, token_s=0.0068)  # 32 of them just keep their pace of 0.25 s
     rig.submit("new", "b", prompt=20, tokens=5)
