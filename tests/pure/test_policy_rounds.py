@@ -14,6 +14,7 @@ from sim_builders import make_hosting, make_node, make_work, serve_memory
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
 from dovetail.node.work import Work
+from dovetail.policy import shadow
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.parts import split_s
@@ -165,21 +166,16 @@ asked_works = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
-@given(asked_works)
-def test_what_is_admitted_beside_smooth_answers_is_kept(
-    asked: list[tuple[str, int, float, float]],
-) -> None:
-    """As played, so done: nobody is late, and nobody who answers waits for long."""
-    node = make_node(hosting=LINEAR, knobs=SMOOTH)
-    scale = SMOOTH.slo_scale
+def serve(asked: list[tuple[str, int, float, float]], knobs: Knobs = SMOOTH) -> list[Work]:
+    """One after the other asks for a place, a turn after each; those who had it, when all is done."""
+    node, scale = make_node(hosting=LINEAR, knobs=knobs), SMOOTH.slo_scale
     coming = [
         Work(number, model, tokens, 0.0, scale * ttft_s, scale * tpot_s, scale)
         for number, (model, tokens, ttft_s, tpot_s) in enumerate(asked)
     ]
     taken: list[Work] = []
     now = 0.0
-    for _ in range(3000):
+    for _ in range(6000):
         if coming:
             work = coming.pop(0)
             work.arrival_s, work.first_due_s = now, now + work.ttft_s
@@ -194,5 +190,26 @@ def test_what_is_admitted_beside_smooth_answers_is_kept(
         done = [one for one in turn.instance.running.values() if turn.instance.produced(one) >= 39]
         node.turn_done(now, done if turn.decodes else [])
         serve_memory(node, now)
+    return taken
+
+
+@settings(max_examples=40, deadline=None)
+@given(asked_works)
+def test_what_is_admitted_beside_smooth_answers_is_kept(asked: list[tuple[str, int, float, float]]) -> None:
+    """As played, so done: nobody is late, and nobody who answers waits for long."""
+    taken = serve(asked)
     assert not any(one.late_tokens for one in taken)
     assert all(one.produced for one in taken)
+
+
+@pytest.mark.parametrize("tokens", [64, 400])
+def test_a_crowd_with_time_has_its_place_and_is_kept(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More prompts wait than are played one by one: what comes after that is counted."""
+    monkeypatch.setattr(shadow, "MAX_TURNS_IN_ROUNDS", 12)
+    taken = serve([("ab"[number % 2], tokens, 60.0, 2.0) for number in range(60)])
+    assert len(taken) > 50
+    assert not any(one.late_tokens for one in taken)
+    assert all(one.produced for one in taken)
+    strict = serve([("ab"[number % 2], tokens, 2.0, 0.25) for number in range(60)])
+    assert 0 < len(strict) < 60
+    assert not any(one.late_tokens for one in strict)

@@ -97,9 +97,7 @@ def many(
 
 
 def _gpus(device: str, nodes: int) -> tuple[str, ...]:
-    gpus = tuple(name.strip() for name in device.split(",") if name.strip())
-    if not nodes and not gpus:
-        raise ConfigError("--nodes: without workers on the CPU there must be a GPU (--device)")
+    gpus = _gpus(device, nodes)
     return gpus
 
 
@@ -110,6 +108,13 @@ def _requests(mix: Mix, trace: Path | None, shrink: float, models: int) -> list[
     if trace is None:
         return arrivals_of(mix, models)
     return cut_trace(read_trace(trace), models, mix.minutes, shrink)
+
+
+def _gpus(device: str, nodes: int) -> tuple[str, ...]:
+    gpus = tuple(name.strip() for name in device.split(",") if name.strip())
+    if not nodes and not gpus:
+        raise ConfigError("--nodes: without workers on the CPU there must be a GPU (--device)")
+    return gpus
 
 
 def by_popularity(models: Sequence[FleetModel], seed: int) -> list[FleetModel]:

@@ -79,3 +79,8 @@ def begins_by_s(decodes: Sequence[tuple[float, float]]) -> float:
 def saves(latency: Latency, tokens: int, more: int) -> bool:
     """Whether so many more tokens of another prompt had better be in the same iteration."""
     return latency.prefill_s(tokens + more) <= PACKED_SHARE * (latency.prefill_s(tokens) + latency.prefill_s(more))
+
+
+def saves_s(seconds: float, more_s: float, split: float) -> bool:
+    """The same of what takes so long by itself, where an iteration of both costs less by what splitting costs."""
+    return split >= (1.0 - PACKED_SHARE) * (seconds + more_s)

@@ -22,11 +22,12 @@ from dovetail.policy.headroom import (
     is_overcommitted,
     is_overtaken,
 )
-from dovetail.policy.parts import begins_by_s, in_parts_s, in_steps_s, part_limit_s
-from dovetail.policy.rounds import may_compute, next_to_answer, part_between_s
+from dovetail.policy.parts import MOST_PROMPTS, begins_by_s, in_parts_s, in_steps_s, part_limit_s, saves_s
+from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
 
-# A bound on what one validation costs. It is reached only where prefills wait by the dozen.
-MAX_TURNS = 192
+# Bounds on what one validation costs. They are reached only where prefills wait by the dozen. In rounds there is a rule
+# for what comes after, so that fewer do.
+MAX_TURNS, MAX_TURNS_IN_ROUNDS = 192, 64
 _BY_URGENCY = attrgetter("urgent_s")
 
 
@@ -39,7 +40,7 @@ class TurnRule:
     turn_silence_s: float = INFINITY  # after which a running batch should have its turn
     guards_decodes: bool = False  # a prompt may let running requests of its model go first
     part_s: float = INFINITY  # prompts are computed in parts of about so long; INFINITY: whole
-    packs_prompts: bool = False  # several of them in one iteration where that saves time: played one by one
+    packs_prompts: bool = False  # several of them in one iteration where that saves time
     mixes_decodes: bool = False  # running requests have a token in the same iteration: played one after the other
     smooths_answers: bool = False  # models that answer take turns, see `policy.rounds`
 
@@ -165,6 +166,17 @@ class _Player:
         self.begun_s = 0.0
         return done
 
+    def pack(self, done: list[Prefill], spent_s: float, limit_s: float) -> float:
+        """Further prompts come along in an iteration that has taken so long; returns what it takes with them."""
+        while self.next < len(self.prefills) and len(done) < MOST_PROMPTS:
+            one = self.prefills[self.next]
+            packed_s = spent_s + one.seconds - one.split_s
+            if not saves_s(spent_s, one.seconds, one.split_s) or packed_s > limit_s:
+                break
+            done.append(self.prefill())
+            spent_s = packed_s
+        return spent_s
+
     def join(self, done: Prefill, clock: float) -> None:
         """What was prefilled runs from now on."""
         if self.decode_s:  # a prefill instance of its own hands it over instead
@@ -249,7 +261,7 @@ class _Play:
         self._parted_s = max(one.parted_s for one in demands)  # when the last part of a prompt was computed
 
     def run(self, clock: float) -> Refusal | None:
-        for _ in range(MAX_TURNS):
+        for _ in range(MAX_TURNS_IN_ROUNDS if self._rule.in_rounds else MAX_TURNS):
             ready = self._players
             if self._last_ready_s > clock:
                 ready = [one for one in ready if one.ready_s <= clock]
@@ -275,13 +287,9 @@ class _Play:
                     chosen.turned(part_s, clock)
                     self._parted_s = clock
                     continue
-                done = chosen.prefill()
-                clock += left_s
-                chosen.turned(left_s, clock)
-                self._parted_s = clock
-                if clock > done.due_s:
-                    return Refusal.FIRST_TOKEN_LATE if done is self._awaited else Refusal.NEIGHBOUR_LATE
-                self._prefilled(chosen, done, clock)
+                clock, late = self._compute(chosen, clock, until_s)
+                if late is not None:
+                    return late
             else:
                 if clock + chosen.decode_s > chosen.latest_s:
                     return Refusal.NEIGHBOUR_LATE
@@ -293,7 +301,22 @@ class _Play:
                 chosen.decode(times, clock)
             if not self._waiting and self._is_over(clock):
                 return None
-        return None if self._awaited is None else Refusal.FIRST_TOKEN_LATE
+        if self._awaited is None:
+            return None
+        return self._goes_on(clock) if self._rule.in_rounds else Refusal.FIRST_TOKEN_LATE
+
+    def _goes_on(self, clock: float) -> Refusal | None:
+        """The rest in rounds, counted instead of played: behind each part of a prompt everybody has a token."""
+        paces = [one.tpot_s for one in self._players if one.due_s != INFINITY]
+        waiting = [prefill for one in self._players for prefill in one.prefills[one.next :]]
+        for one in sorted(waiting, key=_BY_URGENCY):
+            part_s = max(min(self._round_s, part_limit_s(self._rule.part_s, one.split_s)), SMOOTH_LIMIT * one.split_s)
+            parts = -int(-one.seconds // part_s)
+            clock += one.seconds + (parts - 1) * one.split_s + parts * self._round_s
+            if clock > one.due_s or (paces and min(one.seconds, part_s) + self._round_s > min(paces)):
+                return Refusal.FIRST_TOKEN_LATE if one is self._awaited else Refusal.NEIGHBOUR_LATE
+            paces.append(one.tpot_s)
+        return None
 
     def _in_rounds(self, ready: Sequence[_Player], clock: float) -> tuple[_Player | None, float, float]:
         """Whose turn it is by `policy.rounds`; until when it computes a part of its prompt, 0 if it decodes; and the
@@ -357,6 +380,22 @@ class _Play:
             first_ready = min(one.ready_s for one in self._players if one.ready_s > clock)
             until_s = min(until_s, first_ready + self._rule.part_s)
         return chosen, max(until_s, clock)
+
+    def _compute(self, player: _Player, clock: float, until_s: float) -> tuple[float, Refusal | None]:
+        """What is left of its prompt, and those that come along; the time after it, and who is late then."""
+        spent_s = player.left_s
+        done = [player.prefill()]
+        if self._rule.packs_prompts:
+            limit_s = min(until_s - clock, part_limit_s(self._rule.part_s, done[0].split_s))
+            spent_s = player.pack(done, spent_s, limit_s)
+        clock += spent_s
+        player.turned(spent_s, clock)
+        self._parted_s = clock
+        for one in done:
+            if clock > one.due_s:
+                return clock, Refusal.FIRST_TOKEN_LATE if one is self._awaited else Refusal.NEIGHBOUR_LATE
+            self._prefilled(player, one, clock)
+        return clock, None
 
     def _prefilled(self, player: _Player, done: Prefill, clock: float) -> None:
         player.join(done, clock)
