@@ -207,7 +207,7 @@ def test_a_crowd_with_time_has_its_place_and_is_kept(tokens: int, monkeypatch: p
     """More prompts wait than are played one by one: what comes after that is counted."""
     monkeypatch.setattr(shadow, "MAX_TURNS_IN_ROUNDS", 12)
     taken = serve([("ab"[number % 2], tokens, 60.0, 2.0) for number in range(60)])
-    assert len(taken) > 50
+    assert len(taken) > 30, "playing alone ends after 12 turns"
     assert not any(one.late_tokens for one in taken)
     assert all(one.produced for one in taken)
     strict = serve([("ab"[number % 2], tokens, 2.0, 0.25) for number in range(60)])

@@ -306,14 +306,16 @@ class _Play:
         return self._goes_on(clock) if self._rule.in_rounds else Refusal.FIRST_TOKEN_LATE
 
     def _goes_on(self, clock: float) -> Refusal | None:
-        """The rest in rounds, counted instead of played: behind each part of a prompt everybody has a token."""
+        """The rest in rounds, counted instead of played: behind each part of a prompt everybody has a token, and the
+        others one more before the prompter's own answers have theirs."""
+        round_s = self._round_s if len(self._players) == 1 else 2 * self._round_s
         paces = [one.tpot_s for one in self._players if one.due_s != INFINITY]
         waiting = [prefill for one in self._players for prefill in one.prefills[one.next :]]
         for one in sorted(waiting, key=_BY_URGENCY):
             part_s = max(min(self._round_s, part_limit_s(self._rule.part_s, one.split_s)), SMOOTH_LIMIT * one.split_s)
             parts = -int(-one.seconds // part_s)
-            clock += one.seconds + (parts - 1) * one.split_s + parts * self._round_s
-            if clock > one.due_s or (paces and min(one.seconds, part_s) + self._round_s > min(paces)):
+            clock += one.seconds + (parts - 1) * one.split_s + parts * round_s
+            if clock > one.due_s or (paces and min(one.seconds, part_s) + round_s > min(paces)):
                 return Refusal.FIRST_TOKEN_LATE if one is self._awaited else Refusal.NEIGHBOUR_LATE
             paces.append(one.tpot_s)
         return None
