@@ -96,11 +96,6 @@ def many(
         _show_contest(contest, mix, twin=twin, details=details, as_json=as_json)
 
 
-def _gpus(device: str, nodes: int) -> tuple[str, ...]:
-    gpus = _gpus(device, nodes)
-    return gpus
-
-
 def _requests(mix: Mix, trace: Path | None, shrink: float, models: int) -> list[Arrival]:
     from dovetail.bench.load import arrivals_of, cut_trace
     from dovetail.sim.trace import read_trace
