@@ -142,7 +142,7 @@ def leaving(free_bytes: int) -> Iterator[None]:
 
 def test_a_node_has_no_more_of_a_card_than_others_leave(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
     with leaving(4 << 30), serving(tmp_path, tiny_folder("llama"), GPU, memory="100GiB") as server:
-        (one,) = server.get("/api/nodes").json()["nodes"]
+        (one,) = server.get("/api/nodes").json()["data"]
         assert one["memory_bytes"] < 4 << 30
         assert not any(text.startswith("error") for text in asyncio.run(read_all(server)))
     assert "were asked for" in (tmp_path / "log").read_text()

@@ -17,7 +17,15 @@ from test_gateway_http import TEXT, check_error, on_app
 from dovetail.gateway import embeddings, scoring
 from dovetail.gateway.embeddings import EmbeddingRequest
 from dovetail.gateway.replies import CachedTokens as Cached
-from dovetail.gateway.replies import ChatLogprobs, PromptLogprob, TextChoice, TextCompletion, TokenEntry, Usage
+from dovetail.gateway.replies import (
+    ChatLogprobs,
+    CompletionDetails,
+    PromptLogprob,
+    TextChoice,
+    TextCompletion,
+    TokenEntry,
+    Usage,
+)
 from dovetail.gateway.responses import endpoints
 from dovetail.gateway.scoring import RerankRequest
 from dovetail.gateway.service import Service
@@ -28,7 +36,8 @@ from dovetail.gateway.writing import json_pieces
 
 def make_answer(num_tokens: int) -> TextCompletion:
     read = [None, *({str(at): PromptLogprob(logprob=-0.5, rank=at, decoded_token="é")} for at in range(num_tokens))]
-    usage = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3, prompt_tokens_details=Cached())
+    counts = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    usage = Usage(**counts, prompt_tokens_details=Cached(), completion_tokens_details=CompletionDetails())
     choices = [TextChoice(index=0, text='a"\n', finish_reason="stop", prompt_logprobs=read, token_ids=[1, 2])]
     return TextCompletion(
         id="a", object="text_completion", created=1, model="m", choices=choices * (num_tokens > 0), usage=usage

@@ -14,12 +14,13 @@ from dovetail.policy.headroom import INFINITY, choose_turn, guards_decodes, is_o
 from dovetail.policy.parts import (
     MOST_PROMPTS,
     begins_by_s,
+    is_unhurried,
     least_s,
     part_limit_s,
     saves,
     tokens_within,
 )
-from dovetail.policy.rounds import may_compute, next_to_answer, part_between_s
+from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
 from dovetail.policy.shadow import TurnRule
 
 # The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
@@ -85,7 +86,7 @@ class Turns:
         runnable = candidates
         if self._almost:
             candidates = candidates + [one for one in self._almost if 0.0 <= one.op_end_s - now <= MOMENT_S]
-        if self._rule.smooths_answers and self._rule.part_s != INFINITY:
+        if self._rule.in_rounds and len(candidates) > 1:
             return self._in_rounds(candidates, now)
         chosen = choose_turn(candidates, now, self._rule.slack_s)
         if chosen is None or chosen in self._almost:
@@ -104,10 +105,19 @@ class Turns:
         return Turn(instance, (Share(first, first.computed, first.pending_tokens),), decodes=False)
 
     def _in_parts(self, chosen: Instance, runnable: Sequence[Instance], now: float) -> Turn:
-        """Of the chosen one's first prompt, or a decode."""
+        """Of the chosen one's first prompt, or a decode. Where it alone has work, a prompt that has time leaves half of
+        it to the answers; one in a hurry goes first, and holds nobody else's."""
         if not chosen.waiting:
             return Turn(chosen)
-        return self._part_of(chosen, runnable, now, part_limit_s(self._rule.part_s, splitting_s(chosen)))
+        split = splitting_s(chosen)
+        limit_s = part_limit_s(self._rule.part_s, split)
+        if self._rule.in_rounds and chosen.running:
+            first, decode_s = chosen.waiting[0], chosen.decode_s()
+            if is_unhurried(now, left_s(chosen, first, first.computed), first.due_s):
+                if now - chosen.spoke_s >= decode_s:
+                    return Turn(chosen)
+                limit_s = min(limit_s, max(decode_s, SMOOTH_LIMIT * split))
+        return self._part_of(chosen, runnable, now, limit_s)
 
     def _in_rounds(self, candidates: Sequence[Instance], now: float) -> Turn | None:
         """A part of the most urgent prompt, or a decode of whoever has waited longest for one."""

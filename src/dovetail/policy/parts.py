@@ -12,6 +12,7 @@ from dovetail.policy.latency import Latency, prompt_s
 FEWEST_TOKENS = 16  # of a part: fewer would cost nearly as much
 STEP_TOKENS = 16  # parts are multiples of it: a KV block
 PACKED_SHARE = 0.9  # of the time that two prompts take one by one: they share an iteration if it takes no longer
+UNHURRIED = 3.0  # times what is left of a prompt: it is due no sooner
 SPLIT_LIMIT = 8.0  # parts take no less than so many times what splitting costs
 MOST_PROMPTS = 32  # in one iteration
 
@@ -74,6 +75,11 @@ def begins_by_s(decodes: Sequence[tuple[float, float]]) -> float:
         total_s += seconds
         begins_s = min(begins_s, latest_s - total_s)
     return begins_s
+
+
+def is_unhurried(now: float, left_s: float, due_s: float) -> bool:
+    """Whether a prompt with so much left has time to share the device with answers that are not due yet."""
+    return now + UNHURRIED * left_s < due_s
 
 
 def saves(latency: Latency, tokens: int, more: int) -> bool:

@@ -46,6 +46,7 @@ class TurnRule:
 
     @property
     def in_rounds(self) -> bool:
+        """Where several models have work. One alone has a rule of its own, which is not played."""
         return self.smooths_answers and self.part_s != INFINITY
 
 
@@ -243,7 +244,7 @@ def _infeasible(demands: Sequence[InstanceDemand], candidate: Candidate, start_s
 class _Play:
     """The node's next turns with the candidate on it."""
 
-    __slots__ = ("_awaited", "_last_ready_s", "_parted_s", "_players", "_round_s", "_rule", "_waiting")
+    __slots__ = ("_awaited", "_in_rounds", "_last_ready_s", "_parted_s", "_players", "_round_s", "_rule", "_waiting")
 
     def __init__(self, demands: Sequence[InstanceDemand], target: int, candidate: Candidate, rule: TurnRule) -> None:
         joined = _Player(demands[target], rule)
@@ -251,6 +252,7 @@ class _Play:
         self._players = [_Player(one, rule) for index, one in enumerate(demands) if index != target and one.batch]
         self._players.append(joined)
         self._rule = rule
+        self._in_rounds = rule.in_rounds and len(self._players) > 1
         self._round_s = self._last_ready_s = 0.0
         self._waiting = 0
         for one in self._players:
@@ -266,8 +268,8 @@ class _Play:
             if self._last_ready_s > clock:
                 ready = [one for one in ready if one.ready_s <= clock]
             until_s = INFINITY
-            if self._rule.in_rounds:
-                chosen, until_s, clock = self._in_rounds(ready, clock)
+            if self._in_rounds:
+                chosen, until_s, clock = self._next_in_rounds(ready, clock)
             else:
                 chosen = choose_turn(ready, clock, self._rule.slack_s)
             if chosen is None:
@@ -296,7 +298,7 @@ class _Play:
                 if chosen.is_settled and (skipped := self._skip_rounds(ready, clock)) > clock:
                     clock = skipped
                     continue
-                times = 1 if self._rule.in_rounds else self._in_a_row(chosen, ready, clock)
+                times = 1 if self._in_rounds else self._in_a_row(chosen, ready, clock)
                 clock += times * chosen.decode_s
                 chosen.decode(times, clock)
             if not self._waiting and self._is_over(clock):
@@ -320,7 +322,7 @@ class _Play:
             paces.append(one.tpot_s)
         return None
 
-    def _in_rounds(self, ready: Sequence[_Player], clock: float) -> tuple[_Player | None, float, float]:
+    def _next_in_rounds(self, ready: Sequence[_Player], clock: float) -> tuple[_Player | None, float, float]:
         """Whose turn it is by `policy.rounds`; until when it computes a part of its prompt, 0 if it decodes; and the
         time, which is later if rounds could be played as one."""
         answering = [one for one in ready if one.due_s != INFINITY]
@@ -428,7 +430,7 @@ class _Play:
         """The time after the rounds of decodes that certainly lie before the next prefill or the next instance that
         gets ready. Once everyone has had a token in time they are played as one: by case 3 each round leaves everyone
         better off."""
-        if self._rule.in_rounds and any(one.next < len(one.prefills) for one in ready):
+        if self._in_rounds and any(one.next < len(one.prefills) for one in ready):
             return clock
         urgent = INFINITY
         for one in ready:
