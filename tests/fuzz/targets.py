@@ -186,21 +186,21 @@ class Settings(Target):
 
         for name in TINY_CONFIGS:
             self.save_seed(f"{name}.json", tiny_model(name).config.to_json_string().encode())
-        self.save_seed("server.yaml", _SERVER.encode())
+        (self.work / "server.yaml").write_text(_SERVER)
 
     def load(self) -> None:
         import yaml
 
         super().load()
-        self.server = as_json(yaml.safe_load(self.seeds[-1]))
+        self.text = (self.work / "server.yaml").read_bytes()
+        self.server = as_json(yaml.safe_load(self.text))
 
     def make(self, draw: random.Random) -> bytes:
-        *models, server = self.seeds
         if draw.random() < 0.1:
             if draw.random() < 0.3:
-                return b"yaml" + changed_bytes(draw, server)
+                return b"yaml" + changed_bytes(draw, self.text)
             return b"yaml" + as_json(changed_value(draw, self.server))
-        return b"json" + as_json(changed_value(draw, draw.choice(models)))
+        return b"json" + as_json(changed_value(draw, draw.choice(self.seeds)))
 
     def use(self, data: bytes) -> None:
         from dovetail.config import load_config
