@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB_SIZE
+from gpu_prompts import logits
 
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.modelspec import FP8, is_fp8_matrix
-from dovetail.sched.turn import Turn, TurnRow
 from dovetail.store import Catalogue, open_checkpoint
-from dovetail.types import SamplingParams
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = pytest.mark.skipif(not HAS_FP8, reason="no GPU with products of 8-bit floats")
@@ -22,8 +20,6 @@ if HAS_FP8:
     from dovetail.engine.devices.cuda.device import CudaDevice
     from dovetail.engine.devices.cuda.fp8 import Fp8Matrix, round_rows
     from dovetail.engine.devices.cuda.products import gated_linear, linear
-
-GREEDY = SamplingParams(max_tokens=1000, seed=0, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -73,23 +69,8 @@ def test_gated_products_too(device: Any, count: int) -> None:
     assert (gated_linear(x, matrix, "silu").double() - wanted).abs().max() < 0.02 * wanted.abs().max()
 
 
-def turn(lengths: list[int]) -> Turn:
-    rows, first = [], 0
-    for index, length in enumerate(lengths):
-        tokens = [(31 * index + 7 * at) % VOCAB_SIZE for at in range(length)]
-        blocks = list(range(first, first + -(-length // 16)))
-        rows.append(TurnRow(index, tokens, 0, length, blocks, length, GREEDY, samples=True))
-        first += len(blocks)
-    return Turn(tuple(rows))
-
-
 def distribution(executor: Any, lengths: list[int]) -> torch.Tensor:
-    executor.resize(executor.max_blocks)
-    try:
-        found = executor.logits(turn(lengths))
-        return torch.stack([found[index].double() for index in range(len(lengths))]).log_softmax(-1)
-    finally:
-        executor.close()
+    return logits(executor, lengths).double().log_softmax(-1)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])

@@ -9,20 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tiny import VOCAB_SIZE
+from gpu_prompts import logits
 from tiny_gguf import Q, save_tiny_gguf
 
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
-from dovetail.sched.turn import Turn, TurnRow
 from dovetail.store import Catalogue, open_checkpoint
-from dovetail.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 if torch.cuda.is_available():
     from dovetail.engine.devices.cuda.device import CudaDevice
 
 LENGTHS = [1, 9, 40, 150]
-GREEDY = SamplingParams(max_tokens=1000, seed=0, temperature=0.0)
 KINDS = [Q.Q8_0, Q.Q5_1, Q.Q4_0, Q.Q4_1]
 WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
 
@@ -43,26 +40,6 @@ def path(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path], tmp
         source, layout = tiny_folder(family), kind.split()[-1]
     card = Catalogue(tmp_path / "store").pull(str(source), name="m", layout=layout)
     return Path(card.path)
-
-
-def turn(lengths: list[int]) -> Turn:
-    """Prompts of these lengths in one iteration."""
-    rows, first = [], 0
-    for index, length in enumerate(lengths):
-        tokens = [(31 * index + 7 * at) % VOCAB_SIZE for at in range(length)]
-        blocks = list(range(first, first + -(-length // 16)))
-        rows.append(TurnRow(index, tokens, 0, length, blocks, length, GREEDY, samples=True))
-        first += len(blocks)
-    return Turn(tuple(rows))
-
-
-def logits(executor: Any, lengths: list[int]) -> torch.Tensor:
-    executor.resize(executor.max_blocks)
-    try:
-        found = executor.logits(turn(lengths))
-        return torch.stack([found[index].float().cpu() for index in range(len(lengths))])
-    finally:
-        executor.close()
 
 
 @pytest.mark.parametrize("lengths", [[1], [9], [40, 1, 5], [150, 70]], ids=str)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,10 +17,8 @@ import msgspec
 import psutil
 import yaml
 
-from dovetail.bench.servers import Contender, Running, free_port, running
+from dovetail.bench.servers import OURS, Contender, Running, free_port, running
 from dovetail.errors import DovetailError
-
-_OURS = (sys.executable, "-c", "from dovetail.cli.main import main; main()")
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -65,8 +62,8 @@ def _contenders(model: str, folder: Path, store: str) -> tuple[Contender, Conten
     path = folder / "dovetail.yaml"
     path.write_text(yaml.safe_dump(config))
     ports = free_port(), free_port()
-    serve = (*_OURS, "serve", "--config", str(path), "--state", str(state), "--port", str(ports[0]), "--json")
-    front = (*_OURS, "front", str(state), "--config", str(path), "--port", str(ports[1]), "--json")
+    serve = (*OURS, "serve", "--config", str(path), "--state", str(state), "--port", str(ports[0]), "--json")
+    front = (*OURS, "front", str(state), "--config", str(path), "--port", str(ports[1]), "--json")
     return Contender("leader", "", serve, ports[0], "/health"), Contender("front", "", front, ports[1], "/health")
 
 

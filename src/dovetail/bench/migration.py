@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,11 +19,10 @@ import httpx
 import msgspec
 import yaml
 
-from dovetail.bench.servers import Contender, free_port, running
+from dovetail.bench.servers import OURS, Contender, free_port, running
 from dovetail.errors import DovetailError
 from dovetail.local_token import token_for
 
-_OURS = (sys.executable, "-c", "from dovetail.cli.main import main; main()")
 WARM_UP_TOKENS = 12  # of every stream before a node is drained
 LATELY = 16  # gaps that a token time is the median of: it grows with the batch, which a drain changes
 
@@ -79,7 +77,7 @@ def _server(model: str, nodes: int, folder: Path, log: Path, store: str) -> Cont
     path = folder / "dovetail.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     port = free_port()
-    command = (*_OURS, "serve", "--config", str(path), "--port", str(port), "--json")
+    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
     return Contender("dovetail", "", command, port, "/health")
 
 

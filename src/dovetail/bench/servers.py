@@ -41,7 +41,7 @@ RAY_SERVE = Peer(
     ("ray[serve]==2.51.1", "protobuf<7", "numpy", "diskcache", "jinja2", "typing_extensions"),
     ("ray", "fastapi", "uvicorn", "diskcache"),
 )
-_OURS = (sys.executable, "-c", "from dovetail.cli.main import main; main()")
+OURS = (sys.executable, "-c", "from dovetail.cli.main import main; main()")  # our own command line
 
 
 class ServerFailed(DovetailError):
@@ -114,7 +114,7 @@ def dovetail(models: Sequence[FleetModel], settings: Settings, policy: str = "do
     path = settings.folder / f"{stem}.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     port = free_port()
-    command = (*_OURS, "serve", "--config", str(path), "--port", str(port), "--json")
+    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
     return Contender(
         name, models[0].card.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes, note=note
     )
@@ -151,7 +151,7 @@ def with_adapters(
     path = settings.folder / f"{stem}.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     port = free_port()
-    command = (*_OURS, "serve", "--config", str(path), "--port", str(port), "--json")
+    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
     return Contender(name, base.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes)
 
 

@@ -7,7 +7,6 @@ request at a time, greedily. Texts that repeat their prompt gain; texts that do 
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +17,8 @@ import httpx
 import msgspec
 import yaml
 
-from dovetail.bench.servers import Contender, free_port, running
+from dovetail.bench.servers import OURS, Contender, free_port, running
 
-_OURS = (sys.executable, "-m", "dovetail")
 TIMEOUT_S = 120.0
 _ESSAY = (
     "The lighthouse at Skerry Point was built in 1874 by Anna Lindqvist, who carried the lamp up the stairs herself. "
@@ -136,7 +134,7 @@ def _server(folder: Path, model: str, mode: str, tokens: int) -> Contender:
     path = folder / "dovetail.yaml"
     path.write_text(yaml.safe_dump(config))
     port = free_port()
-    command = (*_OURS, "serve", "--config", str(path), "--port", str(port), "--json")
+    command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
     return Contender("dovetail", "", command, port, "/health")
 
 

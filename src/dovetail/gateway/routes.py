@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,6 +21,7 @@ from dovetail.gateway.api import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from dovetail.gateway.asked import asked_chat, asked_completion
 from dovetail.gateway.beam_search import run_beams
 from dovetail.gateway.chat_prompt import chat_prompt
 from dovetail.gateway.chat_reply import ChatReply
@@ -45,9 +45,8 @@ from dovetail.gateway.respond import GenerationResponse, until_disconnect
 from dovetail.gateway.service import Service
 from dovetail.gateway.settings import Settings
 from dovetail.gateway.status import server_status
-from dovetail.gateway.targets import targets_of
 from dovetail.gateway.text_reply import TextForm, TextReply
-from dovetail.gateway.translate import Job, chat_job, completion_job
+from dovetail.gateway.translate import Job
 
 _INLINE_TOKENS = 4096  # written as JSON in a millisecond
 
@@ -101,11 +100,7 @@ class Endpoints:
         self._service.check_admission()
         body = await read_body(ChatRequest, request)
         model = await self._service.models.choose(body.model)
-        slo = targets_of(request, model)
-        context, default = self._service.context_limit(model), self._service.default_max_tokens(model)
-        job = await until_disconnect(
-            request.receive, chat_job(body, model, _new_id(), context, slo, default_tokens=default)
-        )
+        job = await until_disconnect(request.receive, asked_chat(self._service, request, body, model))
         reply = ChatReply(job, _now(), ReplyOptions.of(body), make_reader=job.make_reader, echo=_echo(body))
         return self._generation(body, job, reply)
 
@@ -114,9 +109,7 @@ class Endpoints:
         self._service.check_admission()
         body = await read_body(CompletionRequest, request)
         model = await self._service.models.choose(body.model)
-        slo = targets_of(request, model)
-        context = self._service.context_limit(model)
-        job = await until_disconnect(request.receive, completion_job(body, model, _new_id(), context, slo))
+        job = await until_disconnect(request.receive, asked_completion(self._service, request, body, model))
         form = TextForm(
             await echoes_of(body, job), body.is_prompt_only, body.num_kept, is_ranked=bool(body.use_beam_search)
         )
@@ -263,10 +256,6 @@ def _model_info(name: str, model: ServedModel) -> ModelInfo:
             key: value for key, value in msgspec.structs.asdict(card.defaults).items() if value is not None
         },
     )
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex
 
 
 def _now() -> int:

@@ -181,8 +181,7 @@ class Service:
     async def _resume(self, run: Run, lost: WorkerLost) -> None:
         """Submit the rest of a job. A client in the middle of a text waits no longer than the limit; one who has seen
         nothing yet is held as for any cold model, unless no worker comes up at all."""
-        waits_s = self.limits.resume_timeout_s if run.has_tokens else HOPELESS_S
-        deadline = asyncio.get_running_loop().time() + waits_s
+        deadline = asyncio.get_running_loop().time() + self._waits_s(run)
         if run.is_guilty(lost.suspects):
             raise EngineFailed(f"{lost.message} twice on this request, the second time on it alone", code="worker_lost")
         if not lost.is_cut and run.is_concerned(lost.suspects):
@@ -210,8 +209,11 @@ class Service:
                     raise self._too_late(run, lost) from pause
                 await asyncio.sleep(pause.retry_after_s or 0.0)
 
+    def _waits_s(self, run: Run) -> float:
+        return self.limits.resume_timeout_s if run.has_tokens else HOPELESS_S
+
     def _too_late(self, run: Run, lost: WorkerLost) -> Overloaded:
-        seconds = self.limits.resume_timeout_s if run.has_tokens else HOPELESS_S
+        seconds = self._waits_s(run)
         message = f"{lost.message} and was not back within {seconds:g} s"
         return Overloaded(message, code="worker_restarting", retry_after_s=max(seconds, 1.0))
 

@@ -159,9 +159,9 @@ class NodeDriver:
         if isinstance(order, CatchUp):
             self._catch_up(order, tokens)
         self.home.obey(order, self._clock())
-        if isinstance(order, Withdraw) and order.request in self.states:
-            is_meant = order.hold in (None, self.states[order.request].hold)
-            self._leaving += [order.request] if is_meant else []
+        state = self.states.get(order.request) if isinstance(order, Withdraw) else None
+        if isinstance(order, Withdraw) and state is not None and order.hold in (None, state.hold):
+            self._leaving.append(order.request)
 
     def _catch_up(self, order: CatchUp, tokens: Iterable[int]) -> None:
         state = self.states.get(order.request.id)

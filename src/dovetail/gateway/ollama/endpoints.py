@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -15,14 +14,14 @@ from starlette.responses import JSONResponse, Response
 
 import dovetail
 from dovetail.gateway.api import ChatRequest
+from dovetail.gateway.asked import asked_chat, asked_completion
 from dovetail.gateway.embeddings import EmbeddingRequest, VectorResponse, Vectors, pooled_job, prompts_of, unit
 from dovetail.gateway.endpoint import read_body
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.ollama.answer import Kind, OllamaResponse, ended, told_as_text
 from dovetail.gateway.ollama.request import OllamaChat, OllamaEmbed, OllamaGenerate, OllamaShow
 from dovetail.gateway.service import Service
-from dovetail.gateway.targets import targets_of
-from dovetail.gateway.translate import Job, chat_job, completion_job
+from dovetail.gateway.translate import Job
 from dovetail.types import ModelCard
 
 
@@ -66,16 +65,12 @@ class OllamaEndpoints:
             job = await self._chat_job(request, ours)
         else:
             model = await self._service.models.choose(ours.model)
-            limit = self._service.context_limit(model)
-            job = await completion_job(ours, model, uuid.uuid4().hex, limit, targets_of(request, model))
+            job = await asked_completion(self._service, request, ours, model)
         return OllamaResponse(self._service, job, "generate", stream=body.stream is not False)
 
     async def _chat_job(self, request: Request, body: ChatRequest) -> Job:
         model = await self._service.models.choose(body.model)
-        context, default = self._service.context_limit(model), self._service.default_max_tokens(model)
-        return await chat_job(
-            body, model, uuid.uuid4().hex, context, targets_of(request, model), default_tokens=default
-        )
+        return await asked_chat(self._service, request, body, model)
 
     async def _load(self, kind: Kind, name: str) -> Response:
         """Nothing is asked: the model is to be there."""

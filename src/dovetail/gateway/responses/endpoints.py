@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from dovetail.errors import InvalidRequest, RequestError, ResponseNotFound
 from dovetail.gateway.answers import TokenNames, UsageCount
 from dovetail.gateway.api import Message
+from dovetail.gateway.asked import asked_chat
 from dovetail.gateway.endpoint import json_response, read_body, request_body, responses
 from dovetail.gateway.replies import Usage
 from dovetail.gateway.respond import INLINE_REPORTS, EventStream, Taken, accounted, until_disconnect
@@ -41,8 +41,7 @@ from dovetail.gateway.responses.request import Item, ResponsesRequest, chat_of, 
 from dovetail.gateway.responses.store import ResponseStore, StoredResponse
 from dovetail.gateway.run import Delta, Waits
 from dovetail.gateway.service import Service
-from dovetail.gateway.targets import targets_of
-from dovetail.gateway.translate import Job, chat_job
+from dovetail.gateway.translate import Job
 from dovetail.gateway.waits import HeldStream, headers_of
 from dovetail.gateway.writing import json_pieces
 from dovetail.types import FinishReason
@@ -97,9 +96,7 @@ class ResponsesEndpoints:
         owner = request.scope.get("state", {}).get("key", "")
         before = self._before(body, owner)
         model = await self._service.models.choose(body.model)
-        context, default = self._service.context_limit(model), self._service.default_max_tokens(model)
-        targets = targets_of(request, model)
-        job = await chat_job(chat_of(body, before), model, uuid.uuid4().hex, context, targets, default_tokens=default)
+        job = await asked_chat(self._service, request, chat_of(body, before), model)
         turn = _Turn(body, before, job, owner, int(time.time()))
         response = ResponsesResponse(self._service, self._store, turn)
         if not body.background:
