@@ -60,7 +60,7 @@ class ClockedDevice:
     dtype = "bf16"
     weight_bytes = 1 << 30
     copied_bytes = kv_committed_bytes = 0
-    is_pipelined = True
+    is_pipelined = was_typical = True
 
     def __init__(self, latency: LatencyModel) -> None:
         self.now = 0.0

@@ -46,6 +46,7 @@ class CheckedExecutor:
     dtype = "f32"
     weight_bytes = WEIGHT_BYTES
     copied_bytes = 0
+    was_typical = True
 
     def __init__(
         self,

@@ -245,6 +245,21 @@ def test_a_device_that_computes_by_itself_is_not_kept_waiting_for_the_host() -> 
     assert executor.num_discarded <= 1, "only the one that an end made pointless"
 
 
+def test_nothing_is_learnt_from_iterations_for_which_something_was_prepared() -> None:
+    """A GPU compiles kernels in the first one of a kind, for seconds: prompts would seem to take that long for ever."""
+    learnt = []
+    for is_typical in (False, True):
+        rig = Rig("a")
+        latency = rig.driver.hostings["a"].latency
+        expected_s = latency.prefill_s(5), latency.decode_s(1, 6)
+        rig.submit("r", "a", tokens=4)
+        rig.finish_load()
+        rig.executors[0].token_s, rig.executors[0].was_typical = 2.0, is_typical
+        rig.run()
+        learnt.append((latency.prefill_s(5), latency.decode_s(1, 6)) != expected_s)
+    assert learnt == [False, True]
+
+
 def test_an_iteration_begun_in_vain_leaves_nothing_behind() -> None:
     rig = Rig("ab", is_pipelined=True)
     rig.submit("r", "a", tokens=60)

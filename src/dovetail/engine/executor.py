@@ -55,6 +55,7 @@ class OnCallersCores:
     is asked for, and nothing would be gained by beginning with the next one."""
 
     is_pipelined = False
+    was_typical = True
 
     def __init__(self) -> None:
         self._launched: Turn | None = None

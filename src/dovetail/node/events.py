@@ -36,7 +36,8 @@ class Computed(NamedTuple):
     """What a device has to say of a turn, beside whose answers have ended."""
 
     by_request: Mapping[int, int] | None = None  # how many tokens are, of each prompt in it; None = as many as asked
-    is_whole: bool = True  # no more and no less than was asked; a prompt that was partly in the cache teaches nothing
+    # How long it took tells of others like it: it was what was asked, no more and no less, with nothing to prepare.
+    is_typical: bool = True
     was_ahead: bool = False  # the device began with it when the turn before had ended
     extra: Mapping[int, int] = {}  # by request: tokens that a decode gave it beyond one
     draft_rows: int = 0  # that it computed beyond one for each request

@@ -226,24 +226,28 @@ class NodeDriver:
         """In as many iterations as that takes."""
         parts, before = PromptTurn(turn, self.states, runner), runner.meter.tokens
         finished: list[int] = []
+        is_typical = True
         while batches := parts.batches():
             for batch in batches:
                 finished += self._iterate(runner, batch, quotas=parts.quotas)
+                is_typical &= runner.was_typical
                 parts.take(runner.rows, finished)
             if parts.is_open:
                 assert runner.rows, f"{runner.card.name}: the KV pool is smaller than the node thinks"
                 self._on_pause()  # after which somebody may have left
-        is_whole = runner.meter.tokens - before == parts.num_tokens  # else some was in the cache, or was given up
-        return finished, events.Computed(parts.computed, is_whole)
+        is_typical &= runner.meter.tokens - before == parts.num_tokens  # else some was in the cache, or was given up
+        return finished, events.Computed(parts.computed, is_typical)
 
     def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> tuple[list[int], events.Computed]:
         finished: list[int] = []
         batches = runner.batches(sequences)
         drafts = propose(self.home, runner, sequences, self._clock) if len(batches) == 1 else NO_DRAFTS
         self._extra = {}
+        is_typical = True
         for batch in batches:
             finished += self._iterate(runner, batch, drafts=drafts, goes_on=len(batches) == 1 and self.home.is_settled)
-        return finished, events.Computed(None, True, runner.was_ahead, self._extra, runner.draft_rows)
+            is_typical &= runner.was_typical
+        return finished, events.Computed(None, is_typical, runner.was_ahead, self._extra, runner.draft_rows)
 
     def _iterate(
         self,

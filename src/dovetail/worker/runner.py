@@ -62,6 +62,7 @@ class ModelRunner:
         self.rows: dict[int, TurnRow] = {}  # by sequence: what the last iteration computed, if there were quotas
         self.draft_rows = 0  # of the last iteration
         self.was_ahead = False  # the last iteration had been launched before it was asked for
+        self.was_typical = True  # it took as long as others like it will
         self._collected_s = 0.0  # when the last one was
         self._adapters: set[str] = set()  # keys of those that the executor has
         self._spans: deque[messages.TurnSpan] = deque(maxlen=MAX_SPANS)  # iterations that nobody was told of yet
@@ -80,6 +81,7 @@ class ModelRunner:
         it has been launched: a device that computes by itself does so beside it. `goes_on`: the same sequences are
         likely to be next; a device that can begins with them before this iteration is looked at, and what it did is
         dropped if others are."""
+        self.was_typical = True
         turn = self._resume(sequences) or self.scheduler.turn_of(sequences, quotas, drafts)
         self.rows = {row.sequence: row for row in turn.rows} if turn is not None and quotas else {}
         self.draft_rows = sum(len(row.draft) for row in turn.rows) if turn is not None and drafts else 0
@@ -94,6 +96,7 @@ class ModelRunner:
                 self._launch_next()
             meanwhile()
             outcome = self.executor.collect()
+            self.was_typical = self.executor.was_typical
         except Exception as error:  # one model's fault must not end the others
             log.error("%s: iteration failed\n%s", self.card.name, traceback.format_exc())
             self._discard()

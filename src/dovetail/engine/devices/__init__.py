@@ -34,6 +34,7 @@ class DeviceExecutor(Protocol):
 
     dtype: str
     is_pipelined: bool  # `launch_next` is worth trying
+    was_typical: bool  # nothing was compiled, captured or loaded while the iteration collected last ran
     max_blocks: int
     weight_bytes: int
     copied_bytes: int

@@ -59,6 +59,7 @@ class _Launched:
     tokens: Tensor | None  # on the host once `done`; None = they are drawn from the logits when collected
     done: torch.cuda.Event
     is_decode: bool  # by `DecodeSteps`
+    is_typical: bool
 
 
 def lacking_on_gpu(spec: ModelSpec) -> str | None:
@@ -118,6 +119,7 @@ class CudaExecutor:
         self._reading: list[TurnRow] = []  # rows of the launched iteration whose prompts are read when it is collected
         self._stays_greedy: dict[int, bool] = {}  # by sequence
         self._launched: deque[_Launched] = deque(maxlen=2)  # not collected; the second follows the first
+        self.was_typical = True
 
     @property
     def kv_committed_bytes(self) -> int:
@@ -152,7 +154,7 @@ class CudaExecutor:
             is_decode = self._is_decode(turn.rows)
             sampled, logits, best = self._forward(turn)
             tokens = best if self._all_stay_greedy(sampled) or only_greedy(sampled) else None
-            self._note(_Launched(sampled, logits, tokens, torch.cuda.Event(), is_decode))
+            self._note(sampled, logits, tokens, is_decode=is_decode)
 
     def launch_next(self, turn: Turn) -> bool:
         """Queue the iteration that follows the launched one: its rows are some of that one's, and their tokens what
@@ -166,7 +168,7 @@ class CudaExecutor:
         rows = list(turn.rows)
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
             logits, best = self._decode.run(rows, [places[row.sequence] for row in rows])
-            self._note(_Launched(rows, logits, best, torch.cuda.Event(), is_decode=True))
+            self._note(rows, logits, best, is_decode=True)
         return True
 
     def _all_stay_greedy(self, rows: Sequence[TurnRow]) -> bool:
@@ -179,7 +181,9 @@ class CudaExecutor:
                 return False
         return True
 
-    def _note(self, launched: _Launched) -> None:
+    def _note(self, sampled: list[TurnRow], logits: Tensor | None, tokens: Tensor | None, *, is_decode: bool) -> None:
+        is_typical = self._steps.take_known() and self._checkpoint is None
+        launched = _Launched(sampled, logits, tokens, torch.cuda.Event(), is_decode, is_typical)
         launched.done.record()
         self._launched.append(launched)
 
@@ -204,12 +208,14 @@ class CudaExecutor:
                 outcome = self._reader.run(row, self, self._cache, self._grammars)
                 outcomes += [] if outcome is None else [outcome]
             self._device.stream.synchronize()
+        self.was_typical = False
         self._let_go_of_source()
         return Outcome(tuple(outcomes))
 
     def _collect(self) -> Outcome:
         launched = self._launched.popleft()
         launched.done.synchronize()
+        self.was_typical = launched.is_typical
         self._let_go_of_source()
         if not launched.sampled:
             return Outcome(())
@@ -282,6 +288,7 @@ class CudaExecutor:
             sampled = [row for row in rows if row.samples]
             logits, best = self._chunk.run([*sampled, *(row for row in rows if not row.samples)])
             return (sampled, logits[: len(sampled)], best[: len(sampled)]) if sampled else ([], None, None)
+        self._steps.note(f"mixed {sum(row.count for row in rows).bit_length()}")
         batch = build(turn, self._cache.block_size, self.spec.head_dim, self._device.device)
         attend = MixedAttention(batch, self._scratch, self._device.num_processors)
         logits = self._model.forward(

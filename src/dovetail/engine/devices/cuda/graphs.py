@@ -49,19 +49,33 @@ class CapturedSteps:
         self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._seen: set[str] = set()
         self._pool: Any = None  # torch's handle of it
+        self._is_known = True  # no step since `take_known` was the first of its name, or was captured
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def run(self, name: str, step: Callable[[], Outputs]) -> Outputs:
         if name not in self._graphs:
-            if name not in self._seen or not self._capturable():
-                self._seen.add(name)
+            if self.note(name) or not self._capturable():
                 return step()
             self._graphs[name] = self._capture(step)
+            self._is_known = False
         graph, outputs = self._graphs[name]
         graph.replay()
         return outputs
+
+    def note(self, name: str) -> bool:
+        """A step of that name runs kernel by kernel. Returns whether it is the first, which may compile them."""
+        is_first = name not in self._seen
+        if is_first:
+            self._seen.add(name)
+            self._is_known = False
+        return is_first
+
+    def take_known(self) -> bool:
+        """Whether every step since the last call had run before, and none was captured."""
+        known, self._is_known = self._is_known, True
+        return known
 
     def close(self) -> None:
         self._graphs.clear()
