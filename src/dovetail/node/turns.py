@@ -18,6 +18,7 @@ from dovetail.policy.parts import (
     least_s,
     part_limit_s,
     saves,
+    together_s,
     tokens_within,
 )
 from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
@@ -25,6 +26,7 @@ from dovetail.policy.shadow import TurnRule
 
 # The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
 MOMENT_S = 0.005
+FEW_PROMPTS = 8  # that wait: of more nobody counts whether they have time
 
 
 class _Seat(NamedTuple):
@@ -105,18 +107,18 @@ class Turns:
         return Turn(instance, (Share(first, first.computed, first.pending_tokens),), decodes=False)
 
     def _in_parts(self, chosen: Instance, runnable: Sequence[Instance], now: float) -> Turn:
-        """Of the chosen one's first prompt, or a decode. Where it alone has work, a prompt that has time leaves half of
-        it to the answers; one in a hurry goes first, and holds nobody else's."""
+        """Of the chosen one's first prompt, or a decode. Where it alone has work, prompts that have time leave half of
+        it to the answers; in a hurry they go first, and hold nobody else's."""
         if not chosen.waiting:
             return Turn(chosen)
         split = splitting_s(chosen)
         limit_s = part_limit_s(self._rule.part_s, split)
-        if self._rule.in_rounds and chosen.running:
-            first, decode_s = chosen.waiting[0], chosen.decode_s()
-            if is_unhurried(now, left_s(chosen, first, first.computed), first.due_s):
-                if now - chosen.spoke_s >= decode_s:
-                    return Turn(chosen)
-                limit_s = min(limit_s, max(decode_s, SMOOTH_LIMIT * split))
+        if self._rule.in_rounds and chosen.running and _have_time(chosen, now):
+            decode_s = chosen.decode_s()
+            if now - chosen.spoke_s >= decode_s:
+                return Turn(chosen)
+            shortest_s = SMOOTH_LIMIT * split if len(chosen.waiting) == 1 else limit_s  # together they take less
+            limit_s = min(limit_s, max(decode_s, shortest_s))
         return self._part_of(chosen, runnable, now, limit_s)
 
     def _in_rounds(self, candidates: Sequence[Instance], now: float) -> Turn | None:
@@ -144,7 +146,7 @@ class Turns:
             part_s = least_s(prompter.hosting.latency, first.computed, first.pending_tokens) * prompter.overestimate
             if is_overtaken(now, part_s, latest_prefill_s(prompter, first, remaining_s), begins_s):
                 return Turn(strictest)
-        return self._turn_of_parts(prompter, min(limit_s, begins_s - now))
+        return self._turn_of_parts(prompter, min(limit_s, begins_s - now), now)
 
     def _begins(self, decoding: Mapping[Instance, float], now: float) -> tuple[float, Instance | None]:
         """When somebody has to decode, and who comes first; who is late already waits for its turn like anybody."""
@@ -154,24 +156,26 @@ class Turns:
         begins_s = begins_by_s([(latest_s, decoding[one]) for one, latest_s in in_time.items()])
         return begins_s, min(in_time, key=in_time.__getitem__)
 
-    def _turn_of_parts(self, instance: Instance, seconds: float) -> Turn:
+    def _turn_of_parts(self, instance: Instance, seconds: float, now: float) -> Turn:
         decodes = self._rule.mixes_decodes and bool(instance.running)
         if decodes:
             seconds -= instance.decode_s()
-        return Turn(instance, self._shares(instance, seconds), decodes)
+        return Turn(instance, self._shares(instance, seconds, now), decodes)
 
     def _latest_s(self, instance: Instance) -> float:
         """When its running requests must have their next token."""
         return min(instance.running_due_s, instance.spoke_s + self._rule.max_silence_s)
 
-    def _shares(self, instance: Instance, seconds: float) -> tuple[Share, ...]:
-        """Of its first prompt, and of those behind it that had better come along."""
+    def _shares(self, instance: Instance, seconds: float, now: float) -> tuple[Share, ...]:
+        """Of its first prompt, and of those behind it that had better come along, unless it were late by that."""
         first, latency = instance.waiting[0], instance.hosting.latency
         seconds /= instance.overestimate
         tokens = tokens_within(latency, first.computed, first.pending_tokens, seconds)
         shares = [Share(first, first.computed, tokens)]
         if not self._rule.packs_prompts or tokens < first.pending_tokens:
             return tuple(shares)
+        alone_s = latency.prefill_s(tokens)
+        seconds = together_s(seconds, alone_s, (first.due_s - now) / instance.overestimate)
         for work in instance.waiting[1:MOST_PROMPTS]:
             more = work.pending_tokens
             if not saves(latency, tokens, more) or latency.prefill_s(tokens + more) > seconds:
@@ -223,3 +227,15 @@ class Turns:
         self._almost.clear()
         self._rest_until.clear()
         self.turn = None
+
+
+def _have_time(instance: Instance, now: float) -> bool:
+    """Whether every prompt that waits would be in time if all of them took their time. A crowd has none."""
+    if len(instance.waiting) > FEW_PROMPTS:
+        return False
+    before_s = 0.0
+    for work in instance.waiting:
+        before_s += left_s(instance, work, work.computed)
+        if not is_unhurried(now, before_s, work.due_s):
+            return False
+    return True

@@ -82,6 +82,12 @@ def is_unhurried(now: float, left_s: float, due_s: float) -> bool:
     return now + UNHURRIED * left_s < due_s
 
 
+def together_s(limit_s: float, alone_s: float, left_s: float) -> float:
+    """How long an iteration may take in which others come along with a prompt that takes so long alone and is due in
+    `left_s`. One that is late anyway does not count."""
+    return min(limit_s, left_s) if alone_s <= left_s else limit_s
+
+
 def saves(latency: Latency, tokens: int, more: int) -> bool:
     """Whether so many more tokens of another prompt had better be in the same iteration."""
     return latency.prefill_s(tokens + more) <= PACKED_SHARE * (latency.prefill_s(tokens) + latency.prefill_s(more))

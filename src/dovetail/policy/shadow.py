@@ -22,7 +22,15 @@ from dovetail.policy.headroom import (
     is_overcommitted,
     is_overtaken,
 )
-from dovetail.policy.parts import MOST_PROMPTS, begins_by_s, in_parts_s, in_steps_s, part_limit_s, saves_s
+from dovetail.policy.parts import (
+    MOST_PROMPTS,
+    begins_by_s,
+    in_parts_s,
+    in_steps_s,
+    part_limit_s,
+    saves_s,
+    together_s,
+)
 from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
 
 # Bounds on what one validation costs. They are reached only where prefills wait by the dozen. In rounds there is a rule
@@ -391,6 +399,7 @@ class _Play:
         done = [player.prefill()]
         if self._rule.packs_prompts:
             limit_s = min(until_s - clock, part_limit_s(self._rule.part_s, done[0].split_s))
+            limit_s = together_s(limit_s, spent_s, done[0].due_s - clock)
             spent_s = player.pack(done, spent_s, limit_s)
         clock += spent_s
         player.turned(spent_s, clock)
