@@ -37,7 +37,7 @@ from dovetail.pulse import Pulse
 from dovetail.sched.scheduler import NO_QUOTAS
 from dovetail.sched.sequence import Sequence, sequences_of
 from dovetail.types import Request, TokenEvent
-from dovetail.worker.drafting import NO_DRAFTS, propose
+from dovetail.worker.drafting import NO_DRAFTS, Drafts, propose
 from dovetail.worker.prompts import PromptTurn, RequestState
 from dovetail.worker.runner import ModelRunner
 
@@ -241,13 +241,14 @@ class NodeDriver:
     def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> tuple[list[int], events.Computed]:
         finished: list[int] = []
         batches = runner.batches(sequences)
-        drafts = propose(self.home, runner, sequences, self._clock) if len(batches) == 1 else NO_DRAFTS
+        drafts = propose(self.home, runner, sequences, self._clock, self._pulse) if len(batches) == 1 else NO_DRAFTS
         self._extra = {}
         is_typical = True
         for batch in batches:
             finished += self._iterate(runner, batch, drafts=drafts, goes_on=len(batches) == 1 and self.home.is_settled)
             is_typical &= runner.was_typical
-        return finished, events.Computed(None, is_typical, runner.was_ahead, self._extra, runner.draft_rows)
+        rows = runner.draft_rows
+        return finished, events.Computed(None, is_typical, runner.was_ahead, self._extra, rows, drafts.took_s)
 
     def _iterate(
         self,
@@ -255,12 +256,12 @@ class NodeDriver:
         batch: list[Sequence],
         *,
         quotas: Mapping[int, int] = NO_QUOTAS,
-        drafts: Mapping[int, list[int]] = NO_DRAFTS,
+        drafts: Drafts = NO_DRAFTS,
         goes_on: bool = False,
     ) -> list[int]:
         """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
         self._pulse.begin([sequence.request_id for sequence in batch], self._expected_s)
-        completed = runner.iterate(batch, self._on_launch, quotas=quotas, drafts=drafts, goes_on=goes_on)
+        completed = runner.iterate(batch, self._on_launch, quotas=quotas, drafts=drafts.tokens, goes_on=goes_on)
         self._pulse.end()
         return self._deliver(runner.card.name, completed.events)
 
