@@ -208,9 +208,8 @@ class NodeDriver:
         self.carry_out()
         if turn is None:
             return False
-        runner = self.runners[turn.instance.id]
+        instance, runner = turn.instance, self.runners[turn.instance.id]
         runner.meter.overhead_seconds += self.home.gap_s
-        instance = turn.instance
         self._expected_s = turn.seconds(instance.hosting.latency) * instance.overestimate
         if turn.prompts:
             if runner.meter.turns == 0 and self.home.kind is not DeviceKind.CPU:
@@ -242,13 +241,11 @@ class NodeDriver:
         finished: list[int] = []
         batches = runner.batches(sequences)
         drafts = propose(self.home, runner, sequences, self._clock, self._pulse) if len(batches) == 1 else NO_DRAFTS
-        self._extra = {}
-        is_typical = True
+        usual, self._extra = True, {}
         for batch in batches:
             finished += self._iterate(runner, batch, drafts=drafts, goes_on=len(batches) == 1 and self.home.is_settled)
-            is_typical &= runner.was_typical
-        rows = runner.draft_rows
-        return finished, events.Computed(None, is_typical, runner.was_ahead, self._extra, rows, drafts.took_s)
+            usual &= runner.was_typical
+        return finished, events.Computed(None, usual, runner.was_ahead, self._extra, runner.draft_rows, drafts.took_s)
 
     def _iterate(
         self,
@@ -299,10 +296,9 @@ class NodeDriver:
     # Carrying out what the node says
 
     def carry_out(self) -> None:
-        outbox = self.home.outbox
         self._on_said()
-        while outbox:
-            self._carry_out_one(outbox.popleft())
+        while self.home.outbox:
+            self._carry_out_one(self.home.outbox.popleft())
             self._on_said()
         while self._leaving:
             self._forget(self._leaving.pop())
@@ -346,10 +342,9 @@ class NodeDriver:
             runner.resize(num_blocks)
         else:
             self._sizes[command.instance] = num_blocks  # granted before its weights are there
-        ended = self._clock()
         self.resizes += 1
-        self.resize_s += ended - started
-        self.home.resize_ended(command.instance, ended)
+        self.resize_s += self._clock() - started
+        self.home.resize_ended(command.instance, self._clock())
 
     def take_notices(self) -> list[Notice]:
         notices = list(self.home.mailbox)

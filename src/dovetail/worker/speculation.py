@@ -45,7 +45,7 @@ REST = 8
 TRIED_GAIN = 1.2  # assumed of one that is tried because its costs may be other than they seem
 MAX_LAG = 16  # tokens that a draft model computes together with its first guess
 CATCH_UP_S = 0.1  # what it may take for others in one iteration, or as long as an iteration takes
-LEAST_CATCH_UP = 16  # tokens
+LEAST_CATCH_UP = 4  # tokens: fewer would not gain on a text that goes on meanwhile
 
 
 class Costs(NamedTuple):
@@ -241,14 +241,14 @@ class Speculator:
     def _catch_up(self, late: Several[_Draft], gain: float, batch: int, costs: Costs, pool: BlockPool) -> None:
         """The model reads one text that it has not read yet, or a part of it, if that is likely to pay."""
         assert self.model is not None
-        usual_s = costs.iteration_s(batch)
+        usual_s, is_asked = costs.iteration_s(batch), self._config.mode == "always"
         for sequence in (draft.sequence for draft in late):
             lag = self.model.lag(sequence, pool) - 1
             whole_s = self.model.catching_up_s(sequence, pool, lag)
-            if not is_worth_catching_up(sequence.num_generated, usual_s / batch, gain, whole_s):
+            if not is_asked and not is_worth_catching_up(sequence.num_generated, usual_s / batch, gain, whole_s):
                 continue
-            spare_s = INFINITY if self._config.mode == "always" else costs.most_s - usual_s
-            count, most_s = lag, min(max(usual_s, CATCH_UP_S), spare_s)
+            most_s = min(max(usual_s, CATCH_UP_S), costs.most_s - usual_s)
+            count, most_s = lag, INFINITY if is_asked else most_s
             while count >= LEAST_CATCH_UP and self.model.catching_up_s(sequence, pool, count) > most_s:
                 count //= 2
             if count >= LEAST_CATCH_UP:
