@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,10 +96,12 @@ class SloConfig(_Section):
 
 
 class SpeculativeConfig(_Section):
-    """Speculative decoding: tokens proposed from what the text had before, several verified in one iteration."""
+    """Speculative decoding: tokens proposed from what the text had before, or by a smaller model, several verified in
+    one iteration."""
 
     mode: Literal["auto", "always", "off"] = "auto"  # auto = where it is expected to be faster
     tokens: int = Field(default=8, ge=1, le=64)  # proposed at a time for an answer, at most
+    draft: str | None = Field(default=None, min_length=1)  # name of a model of the same vocabulary, which proposes too
 
 
 def _parse_speculative(value: object) -> object:
@@ -274,9 +276,39 @@ def load_config(path: Path) -> Config:
 
 def parse_config(raw: dict[str, Any], origin: str) -> Config:
     try:
-        return Config.model_validate(raw)
+        config = Config.model_validate(raw)
+        check_drafts(config.models)
     except ValidationError as error:
         raise ConfigError(f"{origin}: {describe(error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from error
+    return config
+
+
+def check_drafts(models: Mapping[str, ModelConfig]) -> None:
+    """As far as names tell: raises ConfigError for a draft model that is not there, or that nothing can come of."""
+    for name, model in models.items():
+        draft, key = model.speculative.draft, f"models.{name}.speculative.draft"
+        if draft is None:
+            continue
+        if draft == name:
+            raise ConfigError(f"{key}: a model cannot draft for itself; it takes a smaller one of the same vocabulary")
+        if draft not in models:
+            known = ", ".join(other for other in models if other != name) or "none"
+            raise ConfigError(f"{key}: {draft!r} is no model of this configuration; there are: {known}")
+        circle = _circle_of(name, models)
+        if circle:
+            raise ConfigError(f"{key}: the drafts go round in a circle: {' -> '.join(circle)}")
+
+
+def _circle_of(name: str, models: Mapping[str, ModelConfig]) -> list[str]:
+    """Names from this one along the drafts back to it; empty if they do not come back."""
+    met = [name]
+    while (draft := models[met[-1]].speculative.draft) in models and draft is not None:
+        met.append(draft)
+        if draft in met[:-1]:
+            return met if draft == name else []
+    return []
 
 
 def describe(error: ValidationError) -> str:

@@ -102,6 +102,7 @@ class Speculation(msgspec.Struct, frozen=True):
 
     mode: Literal["auto", "always", "off"] = "auto"  # auto = where it is expected to be faster
     tokens: int = 8  # proposed for a sequence in an iteration, at most
+    draft: ModelCard | None = None  # a smaller model of the same vocabulary, which proposes
 
 
 class AdapterRef(msgspec.Struct, frozen=True):

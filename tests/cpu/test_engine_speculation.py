@@ -11,9 +11,13 @@ import pytest
 from drive import make_executor
 
 from dovetail.engine.executor import CpuExecutor
+from dovetail.policy.latency import Curve, LatencyModel, Surface
+from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.sequence import Sequence, sequences_of
+from dovetail.sched.turn import Outcome, Turn
 from dovetail.types import Grammar, ModelCard, Request, SamplingParams, Speculation, TokenEvent
+from dovetail.worker.draft_model import DraftModel
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.speculation import Costs, Speculator
 
@@ -157,3 +161,84 @@ def test_lookup_finds_the_repetitions_of_a_text_and_changes_nothing(executor: Cp
     assert speculator.accepted > 40
     assert runner.meter.turns < 20
     assert sum(event.proposed for event in drafted[0]) == speculator.proposed
+
+
+# A draft model
+
+
+def save_layers(folder: Path, count: int, seed: int = 0) -> Path:
+    """A model of four layers of which the last ones say little; its first `count` of them."""
+    from tiny import save_tiny_tokenizer, tiny_model
+
+    model = tiny_model("llama", seed, num_hidden_layers=4)
+    for layer in model.model.layers[2:]:
+        layer.self_attn.o_proj.weight.data.mul_(0.4)
+        layer.mlp.down_proj.weight.data.mul_(0.4)
+    model.model.layers = model.model.layers[:count]
+    model.config.num_hidden_layers = count
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:count]
+    model.save_pretrained(folder)
+    save_tiny_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("layers")
+    kinds = {"itself": (4, 0), "its first layers": (2, 0), "another": (1, 5)}
+    return {name: save_layers(root / name.replace(" ", "-"), *which) for name, which in kinds.items()}
+
+
+class Pair:
+    """A model and its draft, with a clock that both move: a row of the model takes a second, one of the draft less."""
+
+    def __init__(self, model: Path, draft: Path, row_s: float = 0.1, blocks: int = 200, **speculation: Any) -> None:
+        options = {"tokenizer_file": str(model / "tokenizer.json"), "eos_token_ids": (256,)}
+        self.now, self.row_s = 0.0, row_s
+        self.model, self.executor = make_executor(model, **options), make_executor(draft, **options)
+        self.rows: list[int] = []  # of the draft's iterations
+        self._run, self.executor.run = self.executor.run, self._timed  # type: ignore[method-assign]
+        spec = self.executor.spec
+        decode = Surface([(64, Curve([(1, row_s), (64, row_s * 2)]))])
+        latency = LiveLatency(LatencyModel(Curve([(1, row_s), (512, row_s * 8)]), decode))
+        self.draft = DraftModel(
+            self.executor, latency, spec.context_length, (spec.vocab_size, self.model.spec.vocab_size), lambda: self.now
+        )
+        self.speculator = Speculator(Speculation(**{"mode": "auto", "tokens": 5} | speculation), self.draft)
+        self.runner = make_runner(self.model, blocks, speculator=self.speculator)
+
+    def _timed(self, turn: Turn) -> Outcome:
+        self.now += self.row_s
+        self.rows.append(turn.num_tokens)
+        return self._run(turn)
+
+    def drafts(self, sequences: list[Sequence]) -> dict[int, list[int]]:
+        costs = Costs(lambda rows: 1.0 + 0.05 * rows, 100.0)
+        return self.runner.propose(sequences, len(sequences), lambda: costs)
+
+    def answer(self, request: Request, preempt_every: int = 0) -> dict[int, list[TokenEvent]]:
+        drafted = answers_of(self.runner, request, self.drafts, preempt_every)
+        assert self.runner.scheduler.pool.num_held == 0
+        assert not self.draft._progress, "it keeps nothing of an answer that has ended"
+        return drafted
+
+    @property
+    def acceptance(self) -> float:
+        return self.speculator.accepted / max(self.speculator.proposed, 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("draft", ["itself", "its first layers"])
+def test_an_answer_that_a_model_drafts_is_the_answer_without(layers: dict[str, Path], draft: str, way: str) -> None:
+    request = make_request(max_tokens=40, **WAYS[way])
+    pair = Pair(layers["itself"], layers[draft], mode="always")
+    plain = answers_of(make_runner(pair.model), request)
+    for preempt_every in (0, 7):
+        assert told(pair.answer(request, preempt_every)) == told(plain)
+    if way == "a grammar":
+        assert not pair.rows, "it knows no grammar"
+    else:
+        assert pair.speculator.accepted > 0
+        assert draft != "itself" or pair.acceptance > (0.6 if way == "ends" else 0.9)  # none accepts an end
+        assert draft == "itself" or pair.acceptance < 0.95

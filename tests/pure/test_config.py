@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,29 @@ def test_speculation_is_a_mode_or_a_section(tmp_path: Path, text: str, mode: str
     config = load_config(write(tmp_path, f"models: {{m: {{source: x, speculative: {text}}}}}"))
     speculative = config.models["m"].speculative
     assert (speculative.mode, speculative.tokens) == (mode, tokens)
+
+
+def test_a_draft_is_another_model_of_the_configuration(tmp_path: Path) -> None:
+    text = "models: {m: {source: x, speculative: {draft: d, tokens: 4}}, d: {source: y}}"
+    speculative = load_config(write(tmp_path, text)).models["m"].speculative
+    assert (speculative.draft, speculative.mode, speculative.tokens) == ("d", "auto", 4)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "problem"),
+    [
+        ({"a": "a"}, r"models\.a\.speculative\.draft: a model cannot draft for itself"),
+        ({"a": "nobody", "b": None}, r"models\.a\.speculative\.draft: 'nobody' is no model .* there are: b"),
+        ({"a": "b", "b": "a"}, r"models\.a\.speculative\.draft: .* circle: a -> b -> a"),
+        ({"z": "a", "a": "b", "b": "c", "c": "a"}, r"models\.a\.speculative\.draft: .* circle: a -> b -> c -> a"),
+        ({"a": ""}, r"models\.a\.speculative\.draft"),
+    ],
+)
+def test_a_draft_that_cannot_be_names_file_and_key(tmp_path: Path, drafts: dict[str, str | None], problem: str) -> None:
+    models = {name: {"source": "x", "speculative": {"draft": draft}} for name, draft in drafts.items()}
+    path = write(tmp_path, json.dumps({"models": models}))
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}: {problem}"):
+        load_config(path)
 
 
 @pytest.mark.parametrize("text", ["sometimes", "{tokens: 0}", "{lookup: 3}", "7"])

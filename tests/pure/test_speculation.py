@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dovetail.node.drafting import longest_decode_s
 from dovetail.node.events import Computed
 from dovetail.node.work import Work
-from dovetail.policy.speculation import Acceptance, Proposal, draft_lengths
+from dovetail.policy.speculation import Acceptance, Proposal, plan_drafts
 from dovetail.sched.lookup import MAX_MATCH, LookupIndex, Match
 from dovetail.sched.sequence import Sequence
 from dovetail.types import FinishReason, SamplingParams, Speculation
@@ -80,19 +80,19 @@ def _match(text: list[int], place: int) -> int:
 
 def test_free_rows_are_all_taken_and_dear_ones_not() -> None:
     sure = [Proposal(6, 0.9)]
-    assert draft_lengths(sure, 1, lambda rows: 1.0, 10.0) == [6]
-    assert draft_lengths(sure, 1, lambda rows: float(rows), 10.0) == [0]
-    assert draft_lengths(sure, 1, lambda rows: 0.5 + 0.5 * rows, 10.0) == [3]
-    assert draft_lengths([Proposal(6, 0.4)], 1, lambda rows: 0.5 + 0.5 * rows, 10.0) == [0]
+    assert plan_drafts(sure, 1, lambda rows: 1.0, 10.0).lengths == [6]
+    assert plan_drafts(sure, 1, lambda rows: float(rows), 10.0).lengths == [0]
+    assert plan_drafts(sure, 1, lambda rows: 0.5 + 0.5 * rows, 10.0).lengths == [3]
+    assert plan_drafts([Proposal(6, 0.4)], 1, lambda rows: 0.5 + 0.5 * rows, 10.0).lengths == [0]
 
 
 def test_an_iteration_takes_no_longer_than_it_may() -> None:
-    assert draft_lengths([Proposal(6, 0.9)], 1, lambda rows: 1.0 + 0.1 * rows, 1.35) == [2]
-    assert draft_lengths([Proposal(6, 0.9)], 1, lambda rows: 1.0 + 0.1 * rows, 0.0) == [0]
+    assert plan_drafts([Proposal(6, 0.9)], 1, lambda rows: 1.0 + 0.1 * rows, 1.35).lengths == [2]
+    assert plan_drafts([Proposal(6, 0.9)], 1, lambda rows: 1.0 + 0.1 * rows, 0.0).lengths == [0]
 
 
 def test_rows_go_to_those_whose_drafts_are_likely_right() -> None:
-    lengths = draft_lengths([Proposal(8, 0.2), Proposal(8, 0.9)], 2, lambda rows: 1.0 + 0.2 * rows, 10.0)
+    lengths, _ = plan_drafts([Proposal(8, 0.2), Proposal(8, 0.9)], 2, lambda rows: 1.0 + 0.2 * rows, 10.0)
     assert lengths[0] == 0
     assert lengths[1] > 2
 
@@ -107,7 +107,7 @@ def test_drafts_never_cost_more_than_they_are_expected_to_yield(chances: list[tu
     def iteration_s(rows: int) -> float:
         return 1.0 + row_s * (rows - 1)
 
-    lengths = draft_lengths(proposals, batch, iteration_s, 100.0)
+    lengths, _ = plan_drafts(proposals, batch, iteration_s, 100.0)
     assert all(length <= one.length for length, one in zip(lengths, proposals, strict=True))
     gain = sum(one.chance**k for one, n in zip(proposals, lengths, strict=True) for k in range(1, n + 1))
     assert (batch + gain) / iteration_s(batch + sum(lengths)) >= batch / iteration_s(batch)
@@ -162,7 +162,9 @@ class Knowing(Speculator):
         self._random = random.Random(seed)
         self._most = most
 
-    def propose(self, sequences: Iterable[Sequence], batch: int, costs: Callable[[], Costs]) -> dict[int, list[int]]:
+    def propose(
+        self, sequences: Iterable[Sequence], batch: int, costs: Callable[[], Costs], *_: object
+    ) -> dict[int, list[int]]:
         assert costs().iteration_s(batch + 1) > 0.0
         return {one.id: self._draft(one) for one in sequences}
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import msgspec
 from dovetail.config import Config, ModelConfig, StoreConfig, load_config
 from dovetail.errors import ConfigError, DovetailError, InvalidRequest, ModelNotFound
 from dovetail.gateway.adapter_desk import NOT_ON_THIS_DEVICE
+from dovetail.gateway.draft_models import draft_problem
 from dovetail.gateway.models import FixedCatalogue, NamedAdapter, Offer
 from dovetail.store import Catalogue, describe
 from dovetail.store.adapter_parts import declared_base, describe_adapter
@@ -42,6 +44,15 @@ def make_offer(config: Config, wanted: Sequence[str] = ()) -> Offer:
     if config.store.max_size is not None and offer.configs:
         collect(catalogue.place, config.store.max_size, keep=[Path(card.path).name for card in offer.catalogue.cards()])
     return offer
+
+
+@contextmanager
+def naming(file: Path | None) -> Iterator[None]:
+    """What is wrong with the configuration is wrong with this file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise (error if file is None else ConfigError(f"{file}: {error}")) from error
 
 
 def find_card(catalogue: Catalogue, source: str, name: str | None = None, layout: str = "auto") -> ModelCard:
@@ -78,22 +89,50 @@ def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Fi
     if not wanted and not configs:
         return Offer(WatchedCatalogue(catalogue), {})
     cards, preload, missing = [], [], []
-    for name in wanted or config.models:
+    for name in _with_drafts(wanted or tuple(config.models), configs):
         entry = configs.get(name)
         card = find(name, None, "auto") if entry is None else find(entry.source, name, entry.layout)
         if entry is None:
             # Asked for by name, so it stays until it is stopped.
             assert card is not None, "what the command line names is pulled before the server starts"
             configs[card.name] = ModelConfig(source=card.source or name, keep_alive=-1)
-        if wanted or (entry is not None and entry.preload):
+        if name in wanted or (entry is not None and entry.preload):
             preload.append(card.name if card is not None else name)
         if card is not None:
             cards.append(card)
         else:
             missing.append(name)
     _check_devices(config)
+    _check_drafts(cards, configs)
     adapters = [adapter for card in cards for adapter in _adapters_of(catalogue, card, configs.get(card.name))]
     return Offer(FixedCatalogue(cards), configs, tuple(preload), tuple(missing), tuple(adapters))
+
+
+def _with_drafts(names: Sequence[str], configs: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """A model's draft is served with it."""
+    met: set[str] = set()
+    waiting = list(reversed(names))
+    while waiting:
+        name = waiting.pop()
+        if name not in met:
+            met.add(name)
+            yield name
+            draft = configs[name].speculative.draft if name in configs else None
+            waiting += [draft] if draft is not None and draft not in names else []
+
+
+def _check_drafts(cards: Sequence[ModelCard], configs: Mapping[str, ModelConfig]) -> None:
+    """As far as they are here already; what has to be pulled is looked at when it is."""
+    by_name = {card.name: card for card in cards}
+    for name, card in by_name.items():
+        config = configs.get(name)
+        draft = by_name.get(config.speculative.draft or "") if config is not None else None
+        try:
+            problem = draft_problem(card, draft) if draft is not None else ""
+        except DovetailError as error:
+            problem = str(error)
+        if problem:
+            raise ConfigError(f"models.{name}.speculative.draft: {problem}")
 
 
 def _check_devices(config: Config) -> None:
@@ -201,6 +240,7 @@ class ConfigFile:
             try:
                 return find_local(catalogue, source, name)
             except DovetailError as error:
-                raise ConfigError(f"{self._path}: models.{name}.source: {error}") from error
+                raise ConfigError(f"models.{name}.source: {error}") from error
 
-        return _offer(config, self._wanted, catalogue, find)
+        with naming(self._path):
+            return _offer(config, self._wanted, catalogue, find)

@@ -350,9 +350,10 @@ def _worker_options(config: Config, pool: HostPool | None) -> list[str]:
 
 
 def _make_offer(plan: Plan) -> Offer:
-    from dovetail.cli.offer import make_offer
+    from dovetail.cli.offer import make_offer, naming
 
-    return make_offer(plan.config, plan.wanted)
+    with naming(plan.file):
+        return make_offer(plan.config, plan.wanted)
 
 
 def _import_http() -> None:

@@ -102,6 +102,7 @@ class Admin:
                 card = await asyncio.to_thread(self._store.find, config.source, name)
             except (DovetailError, OSError) as error:
                 raise InvalidRequest(f"source: {error}", param="source") from error
+            await asyncio.to_thread(self.service.drafts.check, name, card, config.speculative.draft)
             adapters = await self._adapters.check(card, config, in_file=False) if card is not None else []
             self._offer(name, config, card, in_file=False)
             for adapter in adapters:
@@ -130,6 +131,8 @@ class Admin:
             except ValidationError as error:
                 raise InvalidRequest(describe(error), param=str(error.errors()[0]["loc"][0])) from error
             self._check_free(alias for alias in config.aliases if alias not in before.aliases)
+            card = None if entry is not None else self._models.get(name).card
+            await asyncio.to_thread(self.service.drafts.check, name, card, config.speculative.draft)
             self._models.configure(name, config)
             self.service.reconfigure(name)
             self._note(name, config)

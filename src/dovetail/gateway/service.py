@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
 from dovetail.errors import EngineFailed, InvalidRequest, Overloaded, QuotaExceeded, RequestError, WorkerLost
 from dovetail.gateway.cluster import Cluster
+from dovetail.gateway.draft_models import DraftModels
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.link import Link
 from dovetail.gateway.metrics import Metrics
@@ -49,6 +50,7 @@ class Service:
     def __init__(self, link: Link, models: Models, metrics: Metrics, limits: Limits) -> None:
         self.link = link
         self.models = models
+        self.drafts = DraftModels(models)
         self.cluster = Cluster(link, self._load_by_name)
         self.metrics = metrics
         self.limits = limits
@@ -112,7 +114,7 @@ class Service:
         """A model's settings have changed: one that is idle is given its new time to live."""
         if name in self.cluster.models:
             model, card = self.models.get(name), self.cluster.models[name].card
-            self.cluster.reconfigure(_load_of(model, card))
+            self.cluster.reconfigure(self._load_of(model, card))
 
     async def start(self, preload: Iterable[str] = ()) -> None:
         """Returns when the workers are up and these models loaded; raises what the first that fails raises."""
@@ -203,7 +205,7 @@ class Service:
                 raise EngineFailed(f"{lost.message}, and '{model.name}' is another model since", code="worker_lost")
             try:
                 self.link.check_usable()
-                return self.cluster.offer(_load_of(model, model.card))
+                return self.cluster.offer(self._load_of(model, model.card))
             except Overloaded as pause:  # the worker died several times and is given a pause
                 if _until(deadline) < (pause.retry_after_s or 0.0):
                     raise self._too_late(run, lost) from pause
@@ -225,7 +227,7 @@ class Service:
                 await old.idle.wait()
                 if self._outdated(model) is old and not old.is_wanted:
                     self.cluster.unload(model.host)
-            hosted = self.cluster.offer(_load_of(model, model.card))
+            hosted = self.cluster.offer(self._load_of(model, model.card))
             self.link.check_usable()
             await hosted.wait_until_known()
             if self.cluster.models.get(model.host) is hosted:  # else it was unloaded meanwhile
@@ -237,7 +239,12 @@ class Service:
             model = self.models.get(name)
         except RequestError:
             return None
-        return _load_of(model, model.card)
+        return self._load_of(model, model.card)
+
+    def _load_of(self, model: ServedModel, card: ModelCard) -> Load:
+        config = model.config
+        speculation = Speculation(config.speculative.mode, config.speculative.tokens, self.drafts.of(model))
+        return Load(card, config.dtype, keep_alive_s=config.keep_alive, kv=config.kv, speculation=speculation)
 
     def _outdated(self, model: ServedModel) -> HostedModel | None:
         hosted = self.cluster.models.get(model.host)
@@ -255,12 +262,6 @@ class Service:
             del self._by_key[key]
         if self._unfinished == 0:
             self._idle.set()
-
-
-def _load_of(model: ServedModel, card: ModelCard) -> Load:
-    config = model.config
-    speculation = Speculation(config.speculative.mode, config.speculative.tokens)
-    return Load(card, config.dtype, keep_alive_s=config.keep_alive, kv=config.kv, speculation=speculation)
 
 
 def _until(deadline: float) -> float:

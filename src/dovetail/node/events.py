@@ -41,6 +41,7 @@ class Computed(NamedTuple):
     was_ahead: bool = False  # the device began with it when the turn before had ended
     extra: Mapping[int, int] = {}  # by request: tokens that a decode gave it beyond one
     draft_rows: int = 0  # that it computed beyond one for each request
+    drafting_s: float = 0.0  # that went by before it, in the same turn, for drafts to be made
 
 
 AS_ASKED = Computed()

@@ -258,7 +258,8 @@ class NodeRuntime:
         turn = self.node.turn
         assert turn is not None, f"{self.name}: no turn under way"
         if computed.is_typical:
-            took_s = now - self.node.turn_started_s + (self.gap_s if computed.was_ahead else 0.0)
+            took_s = now - self.node.turn_started_s - computed.drafting_s
+            took_s += self.gap_s if computed.was_ahead else 0.0
             self._feedback.observe(
                 turn, took_s, self.gap_s, now, bool(self._speech.load_asked_s), draft_rows=computed.draft_rows
             )

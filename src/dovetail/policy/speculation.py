@@ -5,11 +5,19 @@ A function of chances and times; where proposals come from and what became of th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 MIN_GAIN = 1.05  # tokens per second, over an iteration without drafts: less is noise of the estimates
 LEAST_CHANCE = 0.05  # of a token: those beyond are not weighed
+
+Rows = Callable[[int], float]  # seconds of an iteration of so many rows
+Steps = Callable[[int, int], float]  # seconds that a draft model takes for its n-th step (from 0), of so many sequences
+
+
+def no_steps(step: int, count: int) -> float:
+    return 0.0
 
 
 class Proposal(NamedTuple):
@@ -17,13 +25,19 @@ class Proposal(NamedTuple):
 
     length: int  # tokens proposed
     chance: float  # that one of them is what is chosen, if those before it were
+    is_drafted: bool = False  # a draft model has to make them first, a step for each
 
 
-def draft_lengths(
-    proposals: Sequence[Proposal], batch: int, iteration_s: Callable[[int], float], most_s: float
-) -> list[int]:
+class Plan(NamedTuple):
+    lengths: list[int]  # how many tokens of each proposal to verify
+    tokens_per_s: float
+
+
+def plan_drafts(
+    proposals: Sequence[Proposal], batch: int, iteration_s: Rows, most_s: float, step_s: Steps = no_steps
+) -> Plan:
     """How many tokens of each proposal to verify, so that an iteration of `batch` sequences yields most tokens per
-    second and takes at most `most_s`. `iteration_s`: of so many rows."""
+    second and takes at most `most_s`, with the steps of a draft model before it."""
     # Chances fall from one token of a proposal to the next, so that the best rows are always leading tokens.
     rows = sorted(
         (proposal.chance**place, at)
@@ -32,19 +46,52 @@ def draft_lengths(
         if proposal.chance**place >= LEAST_CHANCE
     )
     rows.reverse()
-    expected, kept = float(batch), 0
-    best_rate = expected / iteration_s(batch) * MIN_GAIN
-    for count, (chance, _) in enumerate(rows, 1):
+    expected, kept, drafting_s = float(batch), 0, 0.0
+    least_s = iteration_s(batch)
+    best_rate, rate = expected / least_s * MIN_GAIN, expected / least_s
+    lengths = [0] * len(proposals)
+    sharing: list[int] = []  # by step: sequences that take part in it
+    for count, (chance, at) in enumerate(rows, 1):
         expected += chance
-        seconds = iteration_s(batch + count)
+        if proposals[at].is_drafted:
+            drafting_s += _joins(sharing, lengths[at], step_s)
+        lengths[at] += 1
+        seconds = drafting_s + iteration_s(batch + count)
         if seconds > most_s:
             break
         if expected / seconds > best_rate:
-            best_rate, kept = expected / seconds, count
-    lengths = [0] * len(proposals)
-    for _, at in rows[:kept]:
-        lengths[at] += 1
-    return lengths
+            best_rate = rate = expected / seconds
+            kept = count
+    kept_rows = Counter(at for _, at in rows[:kept])
+    return Plan([kept_rows[at] for at in range(len(proposals))], rate)
+
+
+def _joins(sharing: list[int], step: int, step_s: Steps) -> float:
+    """What a step takes longer with one more sequence in it."""
+    if step == len(sharing):
+        sharing.append(0)
+    sharing[step] += 1
+    before_s = step_s(step, sharing[step] - 1) if sharing[step] > 1 else 0.0
+    return step_s(step, sharing[step]) - before_s
+
+
+def drafting_gain(proposal: Proposal, count: int, batch: int, iteration_s: Rows, step_s: Steps) -> float:
+    """Tokens per second with a draft model over without one, if `count` of the batch have such a proposal; 1 = none.
+    A quick look, before each is weighed by itself."""
+    expected, drafting_s, least_s = float(batch), 0.0, iteration_s(batch)
+    best = 1.0
+    for place in range(1, proposal.length + 1):
+        expected += count * proposal.chance**place
+        drafting_s += step_s(place - 1, count)
+        best = max(best, expected / (drafting_s + iteration_s(batch + place * count)) / (batch / least_s))
+    return best
+
+
+def is_worth_catching_up(made: int, iteration_s: float, gain: float, catching_up_s: float) -> bool:
+    """A draft model has to read a text before it can go on with it. Nobody knows how long an answer will be: as long
+    again as it is already. So it is read when what drafts would have saved so far is what the reading takes, and at
+    the worst the loss is as much as was saved before."""
+    return made * iteration_s * (1.0 - 1.0 / gain) >= catching_up_s
 
 
 class Acceptance:

@@ -108,6 +108,11 @@ class BlockPool:
         self._content[block] = content
         return key
 
+    def key_of(self, block: int) -> PrefixKey | None:
+        """Of a block that is offered as a prefix: no other text has had it or will. None = it is not."""
+        content = self._content.get(block)
+        return None if content is None else self._index[content][1]
+
     # Growing and shrinking
 
     def resize(self, num_blocks: int) -> None:

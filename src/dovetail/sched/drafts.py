@@ -40,9 +40,33 @@ def _with_draft(row: TurnRow, sequence: Sequence, draft: Several[int], pool: Blo
     return msgspec.structs.replace(row, draft=tuple(draft[:count])) if count else row
 
 
-def trim(sequence: Sequence, pool: BlockPool) -> None:
-    """Give back the blocks that only rejected tokens needed: what is held is what the node counts."""
-    needed = pool.blocks_for(len(sequence.tokens))
+def reserve(sequences: Several[Sequence], wanted: Mapping[int, int], pool: BlockPool) -> dict[int, int]:
+    """Blocks for so many further tokens (by sequence) of an iteration of `sequences`, before anybody knows them, as far
+    as answers may go and as there are blocks that the iteration itself does not need. Returns how many there is room
+    for, by sequence; what comes to be unused is given back by `trim`."""
+    missing = {one.id: max(pool.blocks_for(len(one.tokens)) - len(one.blocks), 0) for one in sequences}
+    kept = sum(missing.values())
+    granted: dict[int, int] = {}
+    for one in sequences:
+        count = min(wanted.get(one.id, 0), one.longest - one.num_generated - 1)
+        more = pool.blocks_for(len(one.tokens) + count) - len(one.blocks)
+        if count > 0 and more > 0:
+            if more + kept - missing[one.id] <= pool.num_available:
+                blocks = pool.allocate(more)
+                assert blocks is not None, "they were counted"
+                one.blocks.extend(blocks)
+                kept -= missing[one.id]
+            else:
+                count = len(one.blocks) * pool.block_size - len(one.tokens)
+        if count > 0:
+            granted[one.id] = count
+    return granted
+
+
+def trim(sequence: Sequence, pool: BlockPool, further: int = 0) -> None:
+    """Give back the blocks that only rejected tokens needed, but for so many further ones: what is held is what the
+    node counts."""
+    needed = pool.blocks_for(len(sequence.tokens) + further)
     if len(sequence.blocks) > needed:
         pool.release(sequence.blocks[needed:])
         del sequence.blocks[needed:]

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from dovetail.node.drafting import longest_decode_s
 from dovetail.node.runtime import NodeRuntime
+from dovetail.pulse import Pulse
 from dovetail.sched import sequence
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.speculation import Costs
 
-NO_DRAFTS: Mapping[int, list[int]] = {}
+
+class Drafts(NamedTuple):
+    tokens: Mapping[int, list[int]]  # by sequence
+    took_s: float  # a model may have made them
+
+
+NO_DRAFTS = Drafts({}, 0.0)
 
 
 def propose(
-    home: NodeRuntime, runner: ModelRunner, sequences: Sequence[sequence.Sequence], clock: Callable[[], float]
-) -> Mapping[int, list[int]]:
-    """By sequence."""
-    turn = home.node.turn
+    home: NodeRuntime,
+    runner: ModelRunner,
+    sequences: Sequence[sequence.Sequence],
+    clock: Callable[[], float],
+    pulse: Pulse,
+) -> Drafts:
+    """In sight of whoever watches this process, as part of the iteration that follows."""
+    turn, started_s = home.node.turn, clock()
     if runner.speculator is None or turn is None or turn.prompts:
         return NO_DRAFTS
     instance, batch = turn.instance, len(sequences)
@@ -27,4 +39,6 @@ def propose(
         most_s = longest_decode_s(home.node, clock()) / instance.overestimate
         return Costs(lambda rows: latency.decode_s(rows, rows * mean), most_s)
 
-    return runner.speculator.propose(sequences, batch, costs)
+    pulse.begin([one.request_id for one in sequences], turn.seconds(latency) * instance.overestimate)
+    tokens = runner.propose(sequences, batch, costs)
+    return Drafts(tokens, clock() - started_s)

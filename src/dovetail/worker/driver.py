@@ -37,7 +37,7 @@ from dovetail.pulse import Pulse
 from dovetail.sched.scheduler import NO_QUOTAS
 from dovetail.sched.sequence import Sequence, sequences_of
 from dovetail.types import Request, TokenEvent
-from dovetail.worker.drafting import NO_DRAFTS, propose
+from dovetail.worker.drafting import NO_DRAFTS, Drafts, propose
 from dovetail.worker.prompts import PromptTurn, RequestState
 from dovetail.worker.runner import ModelRunner
 
@@ -208,9 +208,8 @@ class NodeDriver:
         self.carry_out()
         if turn is None:
             return False
-        runner = self.runners[turn.instance.id]
+        instance, runner = turn.instance, self.runners[turn.instance.id]
         runner.meter.overhead_seconds += self.home.gap_s
-        instance = turn.instance
         self._expected_s = turn.seconds(instance.hosting.latency) * instance.overestimate
         if turn.prompts:
             if runner.meter.turns == 0 and self.home.kind is not DeviceKind.CPU:
@@ -241,13 +240,12 @@ class NodeDriver:
     def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> tuple[list[int], events.Computed]:
         finished: list[int] = []
         batches = runner.batches(sequences)
-        drafts = propose(self.home, runner, sequences, self._clock) if len(batches) == 1 else NO_DRAFTS
-        self._extra = {}
-        is_typical = True
+        drafts = propose(self.home, runner, sequences, self._clock, self._pulse) if len(batches) == 1 else NO_DRAFTS
+        usual, self._extra = True, {}
         for batch in batches:
             finished += self._iterate(runner, batch, drafts=drafts, goes_on=len(batches) == 1 and self.home.is_settled)
-            is_typical &= runner.was_typical
-        return finished, events.Computed(None, is_typical, runner.was_ahead, self._extra, runner.draft_rows)
+            usual &= runner.was_typical
+        return finished, events.Computed(None, usual, runner.was_ahead, self._extra, runner.draft_rows, drafts.took_s)
 
     def _iterate(
         self,
@@ -255,12 +253,12 @@ class NodeDriver:
         batch: list[Sequence],
         *,
         quotas: Mapping[int, int] = NO_QUOTAS,
-        drafts: Mapping[int, list[int]] = NO_DRAFTS,
+        drafts: Drafts = NO_DRAFTS,
         goes_on: bool = False,
     ) -> list[int]:
         """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
         self._pulse.begin([sequence.request_id for sequence in batch], self._expected_s)
-        completed = runner.iterate(batch, self._on_launch, quotas=quotas, drafts=drafts, goes_on=goes_on)
+        completed = runner.iterate(batch, self._on_launch, quotas=quotas, drafts=drafts.tokens, goes_on=goes_on)
         self._pulse.end()
         return self._deliver(runner.card.name, completed.events)
 
@@ -298,10 +296,9 @@ class NodeDriver:
     # Carrying out what the node says
 
     def carry_out(self) -> None:
-        outbox = self.home.outbox
         self._on_said()
-        while outbox:
-            self._carry_out_one(outbox.popleft())
+        while self.home.outbox:
+            self._carry_out_one(self.home.outbox.popleft())
             self._on_said()
         while self._leaving:
             self._forget(self._leaving.pop())
@@ -345,10 +342,9 @@ class NodeDriver:
             runner.resize(num_blocks)
         else:
             self._sizes[command.instance] = num_blocks  # granted before its weights are there
-        ended = self._clock()
         self.resizes += 1
-        self.resize_s += ended - started
-        self.home.resize_ended(command.instance, ended)
+        self.resize_s += self._clock() - started
+        self.home.resize_ended(command.instance, self._clock())
 
     def take_notices(self) -> list[Notice]:
         notices = list(self.home.mailbox)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail import messages
 from dovetail.engine.devices import Device
@@ -20,18 +20,34 @@ from dovetail.engine.grammar_library import GrammarLibrary
 from dovetail.errors import DovetailError
 from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
+from dovetail.node.ports import Checkpoint
 from dovetail.policy.startup import LoadTimes
+from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.store.loader import Ticket
 from dovetail.types import ModelCard, Speculation
+from dovetail.worker.draft_model import DraftModel
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf, Tier
 from dovetail.worker.speculation import Speculator
+
+if TYPE_CHECKING:
+    from dovetail.engine.executor import ExecutorConfig
 
 log = logging.getLogger("dovetail.worker")
 
 OFF = Speculation("off")
 PROGRESS_S = 0.25  # how often a load that runs is spoken of
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """How to build the draft model of an instance."""
+
+    card: ModelCard
+    dtype: str
+    kv_bytes: int  # as many blocks as the model itself has
+    latency: LiveLatency
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,13 @@ class InstanceConfig:
     kv: KvKind = "auto"
     max_adapters: int = 0  # in one iteration; 0 = any number
     speculation: Speculation = OFF
+    draft: DraftConfig | None = None
     verify: bool = False  # compare weights that are mapped without a pool with their checksums
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all weights that are loaded."""
+        return self.card.size_bytes + (self.draft.card.size_bytes if self.draft is not None else 0)
 
 
 class LoadResult(NamedTuple):
@@ -62,13 +84,13 @@ class LoadResult(NamedTuple):
 class _Current(NamedTuple):
     """What is being loaded. Replaced as a whole, so that the other thread sees one state or the next."""
 
-    card: ModelCard
+    config: InstanceConfig
     tickets: tuple[Ticket, ...] = ()
 
     @property
     def progress(self) -> messages.Loading:
         done = sum(ticket.arrived_bytes for ticket in self.tickets)
-        return messages.Loading(self.card.name, done, self.card.size_bytes)
+        return messages.Loading(self.config.card.name, done, self.config.size_bytes)
 
 
 @dataclass(order=True)
@@ -123,13 +145,14 @@ class LoaderThread:
         self.progress_due_s = now + PROGRESS_S
         return current.progress
 
-    def expected_s(self, card: ModelCard) -> float:
-        """L6: what a load would take, by where the weights are now."""
+    def expected_s(self, config: InstanceConfig) -> float:
+        """L6: what a load would take, by where the weights are now; a draft's are small beside them."""
+        card = config.card
         tier: Tier = "disk"
         if self._shelf is not None:
             with suppress(DovetailError, OSError):  # what is wrong with them the load itself will say
                 tier = self._shelf.tier_of(card.path)
-        return self.times.expected_s(card.name, tier, card.size_bytes)
+        return self.times.expected_s(card.name, tier, config.size_bytes)
 
     def _run(self) -> None:
         while (command := self._orders.get().command) is not None:
@@ -142,7 +165,7 @@ class LoaderThread:
         config = self._config_of(name)
         if config is None:
             return LoadResult(command.instance, name, None, None, "the model was unloaded")
-        self._current = _Current(config.card)
+        self._current = _Current(config)
         try:
             runner, loaded = build_runner(config, self._device, self._shelf, self._grammars, self._watch)
         except DovetailError as error:
@@ -153,12 +176,15 @@ class LoaderThread:
         finally:
             self._current = None
         seconds = time.monotonic() - started
-        self.times.observe(name, loaded.tier, config.card.size_bytes, seconds)
+        self.times.observe(name, loaded.tier, config.size_bytes, seconds)
         return LoadResult(command.instance, name, runner, loaded, "")
 
     def _watch(self, tickets: Sequence[Ticket]) -> None:
         assert self._current is not None
-        self._current = self._current._replace(tickets=tuple(tickets))
+        self._current = self._current._replace(tickets=(*self._current.tickets, *tickets))
+
+
+OnPlace = Callable[[Sequence[Ticket]], None]
 
 
 def build_runner(
@@ -166,45 +192,73 @@ def build_runner(
     device: Device,
     shelf: Shelf | None = None,
     grammars: GrammarLibrary | None = None,
-    on_place: Callable[[Sequence[Ticket]], None] = lambda _: None,
+    on_place: OnPlace = lambda _: None,
 ) -> tuple[ModelRunner, messages.Loaded]:
-    from dovetail.engine.executor import ExecutorConfig
-    from dovetail.store import open_checkpoint
-    from dovetail.store.checking import check_weights
-    from dovetail.store.format import is_stored, read_manifest
-
     card = config.card
     started = time.monotonic()
-    if shelf is None and config.verify and is_stored(Path(card.path)):
-        check_weights(Path(card.path), read_manifest(Path(card.path)))
-    checkpoint, tier = shelf.open(card.path, on_place) if shelf is not None else (open_checkpoint(card.path), "disk")
+    checkpoint, tier = _open(config, card, shelf, on_place)
     opened = time.monotonic()
     context = checkpoint.spec.context_length
-    executor = device.executor(
-        checkpoint,
-        ExecutorConfig(
-            kv_bytes=config.kv_bytes,
-            block_size=config.block_size,
-            dtype=config.dtype,
-            kv=config.kv,
-            tokenizer_file=card.tokenizer_file,
-            eos_token_ids=card.eos_token_ids,
-            max_batch=config.max_batch,
-            library=grammars,
-        ),
-    )
+    executor = device.executor(checkpoint, _executor_config(config, card, config.dtype, config.kv_bytes, grammars))
     whole = card.spec.encoder is not None
     limits = SchedulerConfig(context, config.max_batch, config.max_turn_tokens, config.max_tokens, whole)
     # A device that begins with an iteration before it has seen the last one's tokens cannot propose what follows them.
     speculates = config.speculation.mode != "off" and not executor.is_pipelined and not whole
-    speculator = Speculator(config.speculation) if speculates else None
+    draft = _draft_model(config, device, shelf, on_place) if speculates else None
+    speculator = Speculator(config.speculation, draft) if speculates else None
     runner = ModelRunner(card, executor, limits, config.block_size, config.max_adapters, speculator)
     return runner, messages.Loaded(
         model=card.name,
         dtype=executor.dtype,
         kv_capacity_tokens=config.max_tokens,
-        weight_bytes=executor.weight_bytes,
+        weight_bytes=executor.weight_bytes + (draft.executor.weight_bytes if draft is not None else 0),
         mapped=executor.copied_bytes < executor.weight_bytes // 2,
         times=messages.LoadTimes(open_s=opened - started, build_s=time.monotonic() - opened),
         tier=tier,
+    )
+
+
+def _draft_model(config: InstanceConfig, device: Device, shelf: Shelf | None, on_place: OnPlace) -> DraftModel | None:
+    """None also where it cannot be loaded: nobody needs a draft."""
+    draft = config.draft
+    if draft is None:
+        return None
+    try:
+        checkpoint, _ = _open(config, draft.card, shelf, on_place)
+        executor = device.executor(
+            checkpoint, _executor_config(config, draft.card, draft.dtype, draft.kv_bytes, grammars=None)
+        )
+    except (DovetailError, OSError) as error:
+        log.error("%s: its draft model %s cannot be loaded: %s", config.card.name, draft.card.name, error)
+        return None
+    spec = checkpoint.spec
+    return DraftModel(executor, draft.latency, spec.context_length, (spec.vocab_size, config.card.spec.vocab_size))
+
+
+def _open(config: InstanceConfig, card: ModelCard, shelf: Shelf | None, on_place: OnPlace) -> tuple[Checkpoint, Tier]:
+    from dovetail.store import open_checkpoint
+    from dovetail.store.checking import check_weights
+    from dovetail.store.format import is_stored, read_manifest
+
+    if shelf is not None:
+        return shelf.open(card.path, on_place)
+    if config.verify and is_stored(Path(card.path)):
+        check_weights(Path(card.path), read_manifest(Path(card.path)))
+    return open_checkpoint(card.path), "disk"
+
+
+def _executor_config(
+    config: InstanceConfig, card: ModelCard, dtype: str, kv_bytes: int, grammars: GrammarLibrary | None
+) -> ExecutorConfig:
+    from dovetail.engine.executor import ExecutorConfig
+
+    return ExecutorConfig(
+        kv_bytes=kv_bytes,
+        block_size=config.block_size,
+        dtype=dtype,
+        kv=config.kv,
+        tokenizer_file=card.tokenizer_file,
+        eos_token_ids=card.eos_token_ids,
+        max_batch=config.max_batch,
+        library=grammars,
     )

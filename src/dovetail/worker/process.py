@@ -32,6 +32,7 @@ from dovetail.worker.adapters import AdapterRack
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.grammar_thread import GrammarThread, HeldAsks
 from dovetail.worker.hosting import Profiles
+from dovetail.worker.instances import hosting_of, instance_config
 from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
 from dovetail.worker.rejoin import ReadyModels, wait_for_gateway, withdraw_all
 from dovetail.worker.runner import ModelRunner
@@ -313,18 +314,11 @@ class Worker:
             known = None
         if known is not None and self._driver.instances_of(name):  # what is ready keeps its form
             message = msgspec.structs.replace(message, dtype=known.dtype, kv=known.kv, speculation=known.speculation)
-        instance_config = self._instance_configs[name] = _instance_config(
+        config = self._instance_configs[name] = instance_config(
             message, self._config, self._device, self._driver.home.node.residency.ledger.capacity, self._profiles
         )
-        hosting = self._profiles.hosting(
-            message.card,
-            instance_config.dtype,
-            instance_config.kv,
-            block_size=instance_config.block_size,
-            max_kv_tokens=instance_config.max_tokens + instance_config.block_size,
-            keep_alive_s=message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY,
-            load_s=self._loader.expected_s(message.card),
-        )
+        keep_alive_s = message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY
+        hosting = hosting_of(config, self._profiles, keep_alive_s, self._loader.expected_s(config))
         if (loaded := self._ready.again(name, self._driver)) is not None:
             self._send(loaded)
         self._driver.register(name, hosting)
@@ -438,38 +432,11 @@ def stats_of(driver: NodeDriver, node: str, rss_bytes: int, offset_s: float) -> 
     )
 
 
-def _instance_config(
-    message: messages.Load, config: WorkerConfig, device: Device, capacity: int, profiles: Profiles
-) -> InstanceConfig:
-    """`capacity`: of the node's memory."""
-    spec = message.card.spec
-    stored = "f32" if message.card.spec.encoder is not None else message.card.dtype or "f32"
-    dtype = device.compute_dtype(message.dtype, stored)
-    max_batch = config.max_batch or device.max_batch
-    block_bytes = spec.kv_bytes_per_token(dtype, message.kv) * config.block_size
-    room = max(capacity - profiles.weight_bytes(message.card, dtype), 0)
-    kv_bytes = min(message.kv_bytes or config.kv_bytes or room, room)
-    blocks = min(kv_bytes // block_bytes, -(-max_batch * spec.context_length // config.block_size) + 1)
-    return InstanceConfig(
-        card=message.card,
-        dtype=dtype,
-        kv_bytes=blocks * block_bytes,
-        block_size=config.block_size,
-        max_batch=max_batch,
-        max_turn_tokens=config.max_turn_tokens or device.max_turn_tokens,
-        max_tokens=max(blocks - 1, 0) * config.block_size,  # a sequence always has a block to spare
-        kv=message.kv,
-        verify=config.verify == "load",
-        max_adapters=config.max_adapters,
-        speculation=message.speculation,
-    )
-
-
 def _expect_load(driver: NodeDriver, loader: LoaderThread, config: InstanceConfig | None) -> None:
     """A model was loaded, or has gone: what its next load will take is told anew if that is news."""
     hosting = driver.hostings.get(config.card.name) if config is not None else None
     if config is None or hosting is None:
         return
-    load_s = loader.expected_s(config.card)
+    load_s = loader.expected_s(config)
     if abs(load_s - hosting.load_s) > MIN_NEWS * max(load_s, hosting.load_s):
         driver.register(config.card.name, replace(hosting, load_s=load_s))

@@ -22,7 +22,8 @@ from dovetail.sched.scheduler import NO_QUOTAS, Completed, Scheduler, SchedulerC
 from dovetail.sched.sequence import Sequence
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.types import ModelCard
-from dovetail.worker.speculation import Speculator
+from dovetail.worker.draft_model import DraftModel
+from dovetail.worker.speculation import Costs, Speculator
 
 log = logging.getLogger("dovetail.worker")
 
@@ -64,8 +65,22 @@ class ModelRunner:
         self.was_ahead = False  # the last iteration had been launched before it was asked for
         self.was_typical = True  # it took as long as others like it will
         self._collected_s = 0.0  # when the last one was
+        self._drafting_s = 0.0  # that the drafts of the next iteration took
         self._adapters: set[str] = set()  # keys of those that the executor has
         self._spans: deque[messages.TurnSpan] = deque(maxlen=MAX_SPANS)  # iterations that nobody was told of yet
+
+    def propose(self, sequences: Several[Sequence], batch: int, costs: Callable[[], Costs]) -> dict[int, list[int]]:
+        """Drafts for the next iteration of these. A draft model that fails drafts no more."""
+        started_s = time.monotonic()
+        try:
+            return self.speculator.propose(sequences, batch, costs, self.scheduler.pool) if self.speculator else {}
+        except Exception:  # nobody needs a draft
+            log.error("%s: its draft model failed and is given up\n%s", self.card.name, traceback.format_exc())
+            assert self.speculator is not None
+            self.speculator.drop_model()
+            return {}
+        finally:
+            self._drafting_s = time.monotonic() - started_s
 
     def iterate(
         self,
@@ -77,10 +92,10 @@ class ModelRunner:
         goes_on: bool = False,
     ) -> Completed:
         """One iteration of exactly these sequences, of which those with a quota compute no more than that. Ends that
-        came of it are the caller's to report. Drafts are those that the speculator proposed. `meanwhile` is called when
-        it has been launched: a device that computes by itself does so beside it. `goes_on`: the same sequences are
-        likely to be next; a device that can begins with them before this iteration is looked at, and what it did is
-        dropped if others are."""
+        came of it are the caller's to report. Drafts are those that `propose` made. `meanwhile` is called when it has
+        been launched: a device that computes by itself does so beside it. `goes_on`: the same sequences are likely to
+        be next; a device that can begins with them before this iteration is looked at, and what it did is dropped if
+        others are."""
         self.was_typical = True
         turn = self._resume(sequences) or self.scheduler.turn_of(sequences, quotas, drafts)
         self.rows = {row.sequence: row for row in turn.rows} if turn is not None and quotas else {}
@@ -88,7 +103,8 @@ class ModelRunner:
         if turn is None:
             return self.scheduler.take_failed()
         self.is_released = False
-        started = self._collected_s if self.was_ahead else time.monotonic()
+        started = self._collected_s if self.was_ahead else time.monotonic() - self._drafting_s
+        self._drafting_s = 0.0
         try:
             if not self.was_ahead:
                 self.executor.launch(turn)
@@ -179,7 +195,17 @@ class ModelRunner:
     def resize(self, num_blocks: int) -> None:
         self._discard()
         moves = self.scheduler.resize(num_blocks)
+        self._resize(num_blocks, moves)
+
+    def _resize(self, num_blocks: int, moves: Several[tuple[int, int]] = ()) -> None:
+        """A draft model has blocks of the same numbers."""
         self.executor.resize(num_blocks, moves)
+        if self._draft_model is not None:
+            self._draft_model.resize(num_blocks, moves)
+
+    @property
+    def _draft_model(self) -> DraftModel | None:
+        return self.speculator.model if self.speculator is not None else None
 
     def bind_adapter(self, key: str, matrices: AdapterMatrices | None, problem: str) -> None:
         """Its sequences may name the adapter from now on; without matrices they fail with the problem."""
@@ -207,14 +233,16 @@ class ModelRunner:
         pool.check()
         assert pool.num_available == pool.target, "an idle instance holds no block"
         self._discard()
-        self.executor.resize(0)
-        self.executor.resize(pool.target)
+        self._resize(0)
+        self._resize(pool.target)
         self.idle_since = None
         self.is_released = True
 
     def close(self) -> None:
         self._discard()
         self.executor.close()
+        if self.speculator is not None:
+            self.speculator.drop_model()
 
     def stats(self, running: int, waiting: int) -> messages.InstanceStats:
         scheduler, meter = self.scheduler, self.meter
@@ -225,7 +253,7 @@ class ModelRunner:
             blocks_total=scheduler.pool.target,
             blocks_used=scheduler.pool.num_held,
             blocks_cached=scheduler.pool.num_cached,
-            kv_committed_bytes=self.executor.kv_committed_bytes,
+            kv_committed_bytes=self._kv_committed_bytes,
             preemptions=self.meter.moves,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
@@ -236,6 +264,11 @@ class ModelRunner:
             draft_tokens=self.speculator.proposed if self.speculator is not None else 0,
             accepted_tokens=self.speculator.accepted if self.speculator is not None else 0,
         )
+
+    @property
+    def _kv_committed_bytes(self) -> int:
+        draft = self._draft_model.executor.kv_committed_bytes if self._draft_model is not None else 0
+        return self.executor.kv_committed_bytes + draft
 
     def _forget(self, completed: Completed) -> Completed:
         for sequence in completed.ended:
