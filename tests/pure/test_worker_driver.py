@@ -36,6 +36,18 @@ def test_models_take_turns_token_by_token() -> None:
     assert all(rig.tokens(name) == expected(name, tokens=20) for name in "ab")
 
 
+def test_a_node_is_shared_while_several_models_have_requests() -> None:
+    rig = Rig()
+    rig.submit("a", "a", tokens=20)
+    rig.finish_load()
+    assert not rig.driver.is_shared
+    rig.submit("b", "b", tokens=2)
+    rig.finish_load()
+    assert rig.driver.is_shared
+    rig.run()
+    assert not rig.driver.is_shared
+
+
 def test_turns_name_the_traced_requests_that_took_part_and_no_others() -> None:
     rig = Rig()
     rig.submit("seen", "a", prompt=5, tokens=4, traced=True)

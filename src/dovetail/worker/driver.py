@@ -189,6 +189,11 @@ class NodeDriver:
     def has_work(self) -> bool:
         return bool(self.states)
 
+    @property
+    def is_shared(self) -> bool:
+        """Several models have requests here: what one of them brings holds the others."""
+        return sum(runner.scheduler.has_work for runner in self.runners.values()) > 1
+
     # Turns
 
     def next_due_s(self) -> float | None:

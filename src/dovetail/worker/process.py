@@ -1,7 +1,7 @@
 """The shell of a worker: socket, loader thread and clock around `driver`, which computes what the runtime decides.
 
-Between two iterations it takes in all messages, so that an abort frees its blocks before the next one. It knows tokens,
-no text.
+Between two iterations it takes in messages (all of them, unless that would hold another model's answers), so that an
+abort frees its blocks before the next one. It knows tokens, no text.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
 from dovetail.worker.rejoin import ReadyModels, wait_for_gateway, withdraw_all
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf
-from dovetail.worker.wire import Wire
+from dovetail.worker.wire import Wire, take_in
 
 log = logging.getLogger("dovetail.worker")
 
 POLL_MS = 1000  # how often an idle worker looks whether its parent lives
 STATS_S = 1.0
 MIN_NEWS = 0.2  # a load that is expected to take this much more or less than was told is told anew
+INTAKE_S = 0.01  # messages take no longer than this between two iterations that several models wait for
 TEND_S = 0.05  # how often a busy worker looks at what is due by the clock
 NICER = 3  # of the computing threads: half of the weight of others
 LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
@@ -220,7 +221,8 @@ class Worker:
     # Messages
 
     def _receive(self, wait: bool) -> None:
-        """Take in everything that has arrived; wait for something if there is nothing else to do."""
+        """Take in everything that has arrived; wait for something if there is nothing else to do. Where several models
+        have requests, no longer than `INTAKE_S`: a flood for one of them does not hold the others' tokens."""
         ready = self._wire.wait(self._patience_ms() if wait else 0)
         if self._wire.is_cut(ready):
             self._rejoin()
@@ -235,9 +237,13 @@ class Worker:
                 self._take_adapter()
             else:
                 self._take_load(self._loader.results.get_nowait())
-        while self._wire.has_news(ready) and (message := self._wire.receive()) is not None:
-            self._handle(message)
-            self._driver.carry_out()
+        if self._wire.has_news(ready):
+            until = self._clock() + INTAKE_S
+            take_in(self._wire.receive, self._take, lambda: self._driver.is_shared and self._clock() >= until)
+
+    def _take(self, message: messages.ToWorker) -> None:
+        self._handle(message)
+        self._driver.carry_out()
 
     def _patience_ms(self) -> int:
         idle = [runner.idle_since for runner in self._driver.runners.values() if runner.idle_since is not None]
