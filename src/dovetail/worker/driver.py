@@ -189,11 +189,6 @@ class NodeDriver:
     def has_work(self) -> bool:
         return bool(self.states)
 
-    @property
-    def is_shared(self) -> bool:
-        """Several models have requests here: what one of them brings holds the others."""
-        return sum(runner.scheduler.has_work for runner in self.runners.values()) > 1
-
     # Turns
 
     def next_due_s(self) -> float | None:
@@ -368,3 +363,8 @@ class NodeDriver:
             self._told_version = self.home.version
             report.notices.append(self.home.view())
         return report
+
+
+def is_shared(driver: NodeDriver) -> bool:
+    """Several models have requests here: what one of them brings holds the others."""
+    return sum(runner.scheduler.has_work for runner in driver.runners.values()) > 1

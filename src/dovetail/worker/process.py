@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from dovetail.policy.placement import DeviceKind
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
 from dovetail.worker.adapters import AdapterRack
-from dovetail.worker.driver import NodeDriver
+from dovetail.worker.driver import NodeDriver, is_shared
 from dovetail.worker.grammar_thread import GrammarThread, HeldAsks
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
@@ -45,7 +43,6 @@ STATS_S = 1.0
 MIN_NEWS = 0.2  # a load that is expected to take this much more or less than was told is told anew
 INTAKE_S = 0.01  # messages take no longer than this between two iterations that several models wait for
 TEND_S = 0.05  # how often a busy worker looks at what is due by the clock
-NICER = 3  # of the computing threads: half of the weight of others
 LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
 _WAKE = "inproc://wake"
 # What wakes: a grammar that was compiled, an adapter that was read, or else a model that was loaded
@@ -95,8 +92,7 @@ class Worker:
             self._grammars.library,
         )
         self._loader.start()
-        _give_way()
-        self._wire = Wire(config.node, config.connect)  # its thread gives way too
+        self._wire = Wire(config.node, config.connect)
         self._wake = self._wire.context.socket(zmq.PULL)
         self._wake.bind(_WAKE)
         self._waker, self._grammar_waker, self._adapter_waker = (self._wire.context.socket(zmq.PUSH) for _ in range(3))
@@ -239,7 +235,7 @@ class Worker:
                 self._take_load(self._loader.results.get_nowait())
         if self._wire.has_news(ready):
             until = self._clock() + INTAKE_S
-            take_in(self._wire.receive, self._take, lambda: self._driver.is_shared and self._clock() >= until)
+            take_in(self._wire.receive, self._take, lambda: is_shared(self._driver) and self._clock() >= until)
 
     def _take(self, message: messages.ToWorker) -> None:
         self._handle(message)
@@ -394,13 +390,6 @@ def _attach_shelf(config: WorkerConfig, device: Device) -> Shelf | None:
     if config.pool < 0:
         return None
     return Shelf.attach(config.pool, config.direct_io, config.readers, device, verify=verify)
-
-
-def _give_way() -> None:
-    """This thread, and those that compute with it, leave the cores to others when they want them: to the threads that
-    load (started before, so that they are not meant) and to the gateway. Both need little and are waited for."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICER)
 
 
 def _tend_idle(runner: ModelRunner, now: float, release_s: float) -> bool:
