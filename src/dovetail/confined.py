@@ -222,6 +222,12 @@ def give_way(pid: int, niceness: int) -> None:
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + niceness)
 
 
+def thread_gives_way(niceness: int) -> None:
+    """Let the calling thread leave the cores to others, where threads have a niceness of their own."""
+    if sys.platform == "linux":
+        give_way(threading.get_native_id(), niceness)
+
+
 def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exceeded) -> None:
     if answer.done():
         return

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 import time
 
-from dovetail.gateway.lanes import Lane
+import pytest
+
+from dovetail.gateway.lanes import SHORT_CHARS, Lane, TextLanes
 
 
 def test_an_answer_does_not_wait_for_the_pause_after_it_but_the_next_work_does() -> None:
@@ -30,3 +35,17 @@ def test_what_goes_wrong_in_a_lane_reaches_whoever_waits_and_frees_the_thread() 
         return False
 
     assert asyncio.run(fails_then_works())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")
+def test_threads_for_long_texts_give_way_and_the_event_loop_does_not() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def compare() -> tuple[int, int]:
+        lanes = TextLanes()
+        return await lanes.run(SHORT_CHARS, niceness) - niceness(), await lanes.run(SHORT_CHARS + 1, niceness)
+
+    before = niceness()
+    assert asyncio.run(compare()) == (0, min(before + 10, 19))
+    assert niceness() == before

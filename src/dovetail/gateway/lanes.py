@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from dovetail.confined import thread_gives_way
 from dovetail.errors import Overloaded
 from dovetail.gateway.clients import current_client
 from dovetail.machine import trim_memory
@@ -23,16 +24,20 @@ SHORT_CHARS = 64 * 1024  # of a text that is tokenised in a few hundredths of a 
 _MAX_WAITING = 256  # in one lane; one client alone may have half of them
 _TRIM_BYTES = 128 * 1024  # after work on so much, memory is given back to the system
 _TRIM_AFTER_S = 1.0
+_LONG_NICENESS = 10  # whoever brings a long text waits for its prefill anyway; streams go on meanwhile
 _RESTS = 3.0  # a quarter of a core, whoever sends how much
 
 
 class Lane:
     """Work in `num_threads` threads. `rests`: work that holds the interpreter is followed by a pause so many times as
     long as it took, in which the event loop, and on a small machine the worker, come in. Nobody waits for the pause
-    but whoever is next."""
+    but whoever is next. `niceness`: of the threads, for work that holds the interpreter next to never; who waited for
+    it with the interpreter in hand would hold everybody."""
 
-    def __init__(self, name: str, num_threads: int, *, rests: float = 0.0) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    def __init__(self, name: str, num_threads: int, *, rests: float = 0.0, niceness: int = 0) -> None:
+        self._executor = ThreadPoolExecutor(
+            num_threads, thread_name_prefix=name, initializer=thread_gives_way, initargs=(niceness,)
+        )
         self._rests = rests
         self._free = num_threads
         self._waiting: OrderedDict[str, deque[tuple[Callable[[], Any], asyncio.Future[Any]]]] = OrderedDict()
@@ -99,7 +104,7 @@ class TextLanes:
         self.parse = Lane("parse", 1, rests=_RESTS)
         self.write = Lane("write", 1, rests=_RESTS)  # of answers that are long
         self._short = Lane("text", 2)
-        self._long = Lane("long-text", 1)
+        self._long = Lane("long-text", 1, niceness=_LONG_NICENESS)
         self._trim: asyncio.TimerHandle | None = None
 
     async def run(self, size: int, work: Callable[[], Result]) -> Result:
