@@ -100,7 +100,7 @@ class Confined:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what it prints must not get into the output of a command
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C is for the parent
+                process_group=0,  # a Ctrl-C is for the parent; no session of its own, see `give_way`
                 env=dict(os.environ, MALLOC_ARENA_MAX="2", RUST_BACKTRACE="0"),
             )
         self._socket = ours
@@ -215,9 +215,17 @@ class Lane:
 
 
 def give_way(pid: int, niceness: int) -> None:
-    """Let a process that was started just now leave the cores to others: from outside, so that importing counts."""
+    """Let a process that was started just now leave the cores to others: from outside, so that importing counts. It
+    must be in the caller's session: Linux (sched_autogroup) divides a core among sessions first, whatever the niceness
+    of who is in them."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + niceness)
+
+
+def thread_gives_way(niceness: int) -> None:
+    """Let the calling thread leave the cores to others, where threads have a niceness of their own."""
+    if sys.platform == "linux":
+        give_way(threading.get_native_id(), niceness)
 
 
 def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exceeded) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 
+from dovetail import guidance
 from dovetail.types import Grammar
 
 
@@ -22,19 +23,25 @@ class CompileError(Exception):
 
 
 def load_tokenizer(key: TokenizerKey) -> Any:
-    """Raises CompileError."""
+    """Other threads run meanwhile, unless the tokenizer is of a rare kind. Raises CompileError."""
     from llguidance import LLTokenizer
 
     with _rust():
+        with suppress(guidance.Unsupported):
+            return guidance.Tokenizer(key.file, key.vocab_size, key.eos_token_ids)
         return LLTokenizer(key.file, n_vocab=key.vocab_size, eos_token=list(key.eos_token_ids) or None)
 
 
 def compiled(tokenizer: Any, grammar: Grammar) -> Any:
-    """An LLMatcher at the start of its text. Other threads run meanwhile. Raises CompileError."""
+    """A matcher at the start of its text. Other threads run meanwhile. Raises CompileError."""
     from llguidance import LLMatcher
 
     with _rust():
-        matcher = LLMatcher(tokenizer, grammar_text(grammar), log_level=0)
+        text = grammar_text(grammar)
+        if isinstance(tokenizer, guidance.Tokenizer):
+            matcher: Any = guidance.Matcher(tokenizer, text)
+        else:
+            matcher = LLMatcher(tokenizer, text, log_level=0)
     if matcher.is_error():
         raise CompileError(in_words(matcher.get_error()))
     return matcher

@@ -76,6 +76,15 @@ def kill_worker(server: Server, *, other_than: int | None = None) -> int:
     return pid
 
 
+def test_a_worker_is_in_the_gateways_session_where_its_niceness_counts_and_in_a_group_of_its_own(
+    server: Server,
+) -> None:
+    eventually(lambda: server.node()["pid"] is not None)
+    pid: int = server.node()["pid"]
+    assert os.getsid(pid) == os.getsid(server.process.pid)
+    assert os.getpgid(pid) == pid  # a Ctrl-C in the terminal is the gateway's to answer
+
+
 def test_fifty_streams_go_on_when_the_worker_is_killed(server: Server) -> None:
     undisturbed = asyncio.run(read_all(server, None))
     assert len(set(map(str, undisturbed))) > NUM_STREAMS // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -137,6 +138,18 @@ def test_what_gives_way_does_so_before_its_first_call() -> None:
     confined.start()
     try:
         assert psutil.Process(confined.pid).nice() >= 7
+    finally:
+        confined.close()
+
+
+def test_a_child_is_in_our_session_where_its_niceness_counts_and_in_a_group_of_its_own() -> None:
+    """Linux divides a core among sessions first (sched_autogroup): in one of its own, a nice child takes half of it."""
+    confined = Confined("dovetail.gateway.chat_child", BOUNDS)
+    confined.start()
+    try:
+        assert confined.pid is not None
+        assert os.getsid(confined.pid) == os.getsid(0)
+        assert os.getpgid(confined.pid) == confined.pid  # a Ctrl-C does not reach it
     finally:
         confined.close()
 

@@ -79,6 +79,13 @@ def test_a_key_has_so_many_answers_at_a_time(edge: Edge) -> None:
     assert ask(edge, "two", n=2).status_code == 200
 
 
+def test_whoever_has_no_place_is_told_so_before_texts_are_tokenised(edge: Edge) -> None:
+    too_long = "a" * 100_000  # for the context, which tokenising finds out
+    assert ask(edge, "two", prompt=too_long).status_code == 400
+    assert ask(edge, "two", prompt=[too_long] * 3).status_code == 429
+    assert ask(edge, "two", prompt=too_long, n=3).status_code == 429
+
+
 def test_metrics_and_administration_are_not_for_every_tenant(edge: Edge) -> None:
     for path in ("/metrics", "/api/ps", "/api/models", "/api/models/fake", "/api/pulls", "/api/config"):
         assert edge.get(path).status_code == 401, path

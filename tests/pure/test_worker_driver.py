@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dovetail.node.instance import State
 from dovetail.node.protocol import Preempt
 from dovetail.types import FinishReason, ServiceClass
+from dovetail.worker.driver import is_shared
 
 
 def test_a_request_for_a_cold_model_waits_for_it_and_gets_its_tokens() -> None:
@@ -34,6 +35,18 @@ def test_models_take_turns_token_by_token() -> None:
     assert all(0 < len(rig.events[name, 0]) < 20 for name in "ab")
     rig.run()
     assert all(rig.tokens(name) == expected(name, tokens=20) for name in "ab")
+
+
+def test_a_node_is_shared_while_several_models_have_requests() -> None:
+    rig = Rig()
+    rig.submit("a", "a", tokens=20)
+    rig.finish_load()
+    assert not is_shared(rig.driver)
+    rig.submit("b", "b", tokens=2)
+    rig.finish_load()
+    assert is_shared(rig.driver)
+    rig.run()
+    assert not is_shared(rig.driver)
 
 
 def test_turns_name_the_traced_requests_that_took_part_and_no_others() -> None:

@@ -281,6 +281,10 @@ class CompletionRequest(GenerationBody):
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="choose the n likeliest of so many")
 
     @property
+    def num_prompts(self) -> int:
+        return 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
+
+    @property
     def num_choices(self) -> int:
         return self.best_of or self.num_kept
 

@@ -1,4 +1,5 @@
-"""The job of a body, whichever API it came by: with the request's targets and this server's limits."""
+"""The job of a body, whichever API it came by: with the request's targets and this server's limits. Whoever has no
+place for so many answers is told before any text is rendered or tokenised."""
 
 from __future__ import annotations
 
@@ -8,15 +9,23 @@ from starlette.requests import Request
 
 from dovetail.gateway.api import ChatRequest, CompletionRequest
 from dovetail.gateway.models import ServedModel
+from dovetail.gateway.respond import origin_of
 from dovetail.gateway.service import Service
 from dovetail.gateway.targets import targets_of
 from dovetail.gateway.translate import Job, chat_job, completion_job
 
 
 async def asked_chat(service: Service, request: Request, body: ChatRequest, model: ServedModel) -> Job:
+    _check_places(service, request, body.num_choices)
     context, default = service.context_limit(model), service.default_max_tokens(model)
     return await chat_job(body, model, uuid.uuid4().hex, context, targets_of(request, model), default_tokens=default)
 
 
 async def asked_completion(service: Service, request: Request, body: CompletionRequest, model: ServedModel) -> Job:
+    _check_places(service, request, body.num_prompts * body.num_choices)
     return await completion_job(body, model, uuid.uuid4().hex, service.context_limit(model), targets_of(request, model))
+
+
+def _check_places(service: Service, request: Request, count: int) -> None:
+    origin = origin_of(request.scope)
+    service.check_admission(count, origin.key, origin.max_unfinished)

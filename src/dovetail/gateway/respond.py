@@ -77,14 +77,24 @@ class Taken:
     usage: UsageCount  # what it says is added here
 
 
+def origin_of(scope: Scope) -> Origin:
+    """When and from whom a request came in."""
+    state, account = scope.get("state", {}), _account_of(scope)
+    limit = account.max_unfinished if account is not None else None
+    trace: RequestTrace | None = state.get("trace")
+    return Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit, trace)
+
+
+def _account_of(scope: Scope) -> Account | None:
+    account: Account | None = getattr(scope.get("state", {}).get("caller"), "account", None)
+    return account
+
+
 @contextmanager
 def accounted(scope: Scope, job: Job) -> Iterator[Taken]:
     """While the job runs: charged to its caller before it does, and for what it has said however it ends."""
-    state = scope.get("state", {})
-    account: Account | None = getattr(state.get("caller"), "account", None)
-    limit = account.max_unfinished if account is not None else None
-    trace: RequestTrace | None = state.get("trace")
-    origin = Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit, trace)
+    state, origin, account = scope.get("state", {}), origin_of(scope), _account_of(scope)
+    trace = origin.trace
     job = with_tenant(job, origin.key, traced=trace is not None)
     if account is not None:
         account.charge(job.num_answers, job.num_prompt_tokens, time.monotonic())

@@ -215,12 +215,12 @@ class Supervisor:
 
     async def _spawn(self) -> Pulse:
         pulse = Pulse.create(self._pulse_file)
-        # Its own session: a Ctrl-C in the terminal is for the gateway, which drains and then ends the worker.
+        # In this session: Linux divides a core among sessions before it looks at priorities (sched_autogroup), and a
+        # worker in one of its own had half of what each helper had. It takes a process group of its own when it starts.
         self._process = await asyncio.create_subprocess_exec(
             *self._argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=_STDERR,
-            start_new_session=True,
             pass_fds=self._pass_fds,
         )
         if self._records is not None:

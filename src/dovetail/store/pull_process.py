@@ -45,7 +45,7 @@ def pull_in_process(
         [sys.executable, "-m", "dovetail.store.pull_child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,
+        process_group=0,  # it can be ended with what it has started; the session is ours, so that niceness counts
         env=dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),  # their buffers count as memory
     )
     give_way(child.pid, bounds.niceness)

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 
 from dovetail.errors import ConfigError, DeviceLost, OutOfMemory
 from dovetail.machine import usable_cores
@@ -66,9 +67,12 @@ def _import_engine() -> None:
 def main() -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     arguments = parse_arguments()
-    # A signal to the whole group is the gateway's to answer: it lets streams finish, then says Shutdown.
+    # A signal to the whole group is the gateway's to answer (a Ctrl-C in the terminal is for it, which lets streams
+    # finish, then says Shutdown): the worker has a group of its own, and ignores what came before it had.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(OSError):  # the leader of a session has one
+        os.setpgid(0, 0)
     if arguments.parent:
         _die_with_parent()
     arguments.threads = arguments.threads or usable_cores()

@@ -359,3 +359,8 @@ class NodeDriver:
             self._told_version = self.home.version
             report.notices.append(self.home.view())
         return report
+
+
+def is_shared(driver: NodeDriver) -> bool:
+    """Several models have requests here: what one of them brings holds the others."""
+    return sum(runner.scheduler.has_work for runner in driver.runners.values()) > 1

@@ -5,13 +5,12 @@ The gateway has tried each grammar out and refused what takes long; what is left
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple
 
+from dovetail.confined import thread_gives_way
 from dovetail.engine.grammar_library import GrammarLibrary
 from dovetail.grammars import TokenizerKey
 from dovetail.messages import Ask
@@ -56,8 +55,7 @@ class GrammarThread:
         return self._held.pop(self.ready.get_nowait(), None)
 
     def _run(self) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread_gives_way(NICENESS)
         while True:
             held = self._orders.get()
             grammar = held.request.sampling.grammar

@@ -1,16 +1,14 @@
 """The shell of a worker: socket, loader thread and clock around `driver`, which computes what the runtime decides.
 
-Between two iterations it takes in all messages, so that an abort frees its blocks before the next one. It knows tokens,
-no text.
+Between two iterations it takes in messages (all of them, unless that would hold another model's answers), so that an
+abort frees its blocks before the next one. It knows tokens, no text.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from dovetail.policy.placement import DeviceKind
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
 from dovetail.worker.adapters import AdapterRack
-from dovetail.worker.driver import NodeDriver
+from dovetail.worker.driver import NodeDriver, is_shared
 from dovetail.worker.grammar_thread import GrammarThread, HeldAsks
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.instances import hosting_of, instance_config
@@ -37,15 +35,15 @@ from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
 from dovetail.worker.rejoin import ReadyModels, wait_for_gateway, withdraw_all
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf
-from dovetail.worker.wire import Wire
+from dovetail.worker.wire import Wire, take_in
 
 log = logging.getLogger("dovetail.worker")
 
 POLL_MS = 1000  # how often an idle worker looks whether its parent lives
 STATS_S = 1.0
 MIN_NEWS = 0.2  # a load that is expected to take this much more or less than was told is told anew
+INTAKE_S = 0.01  # messages take no longer than this between two iterations that several models wait for
 TEND_S = 0.05  # how often a busy worker looks at what is due by the clock
-NICER = 3  # of the computing threads: half of the weight of others
 LOW_MEMORY_SHARE = 0.03  # less than this much of the host's memory available is pressure
 _WAKE = "inproc://wake"
 # What wakes: a grammar that was compiled, an adapter that was read, or else a model that was loaded
@@ -95,8 +93,7 @@ class Worker:
             self._grammars.library,
         )
         self._loader.start()
-        _give_way()
-        self._wire = Wire(config.node, config.connect)  # its thread gives way too
+        self._wire = Wire(config.node, config.connect)
         self._wake = self._wire.context.socket(zmq.PULL)
         self._wake.bind(_WAKE)
         self._waker, self._grammar_waker, self._adapter_waker = (self._wire.context.socket(zmq.PUSH) for _ in range(3))
@@ -221,7 +218,8 @@ class Worker:
     # Messages
 
     def _receive(self, wait: bool) -> None:
-        """Take in everything that has arrived; wait for something if there is nothing else to do."""
+        """Take in everything that has arrived; wait for something if there is nothing else to do. Where several models
+        have requests, no longer than `INTAKE_S`: a flood for one of them does not hold the others' tokens."""
         ready = self._wire.wait(self._patience_ms() if wait else 0)
         if self._wire.is_cut(ready):
             self._rejoin()
@@ -236,9 +234,13 @@ class Worker:
                 self._take_adapter()
             else:
                 self._take_load(self._loader.results.get_nowait())
-        while self._wire.has_news(ready) and (message := self._wire.receive()) is not None:
-            self._handle(message)
-            self._driver.carry_out()
+        if self._wire.has_news(ready):
+            until = self._clock() + INTAKE_S
+            take_in(self._wire.receive, self._take, lambda: is_shared(self._driver) and self._clock() >= until)
+
+    def _take(self, message: messages.ToWorker) -> None:
+        self._handle(message)
+        self._driver.carry_out()
 
     def _patience_ms(self) -> int:
         idle = [runner.idle_since for runner in self._driver.runners.values() if runner.idle_since is not None]
@@ -382,13 +384,6 @@ def _attach_shelf(config: WorkerConfig, device: Device) -> Shelf | None:
     if config.pool < 0:
         return None
     return Shelf.attach(config.pool, config.direct_io, config.readers, device, verify=verify)
-
-
-def _give_way() -> None:
-    """This thread, and those that compute with it, leave the cores to others when they want them: to the threads that
-    load (started before, so that they are not meant) and to the gateway. Both need little and are waited for."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICER)
 
 
 def _tend_idle(runner: ModelRunner, now: float, release_s: float) -> bool:

@@ -7,6 +7,7 @@ leave tokens out. Each connection begins with Hello.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -18,6 +19,18 @@ FIRST_TIMEOUT_S = 30.0  # for the gateway that has started this process
 CLOCK_TIMEOUT_S = 2.0  # a gateway that does not know this node yet does not answer
 LINGER_MS = 1000
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+def take_in(
+    receive: Callable[[], messages.ToWorker | None],
+    handle: Callable[[messages.ToWorker], None],
+    is_over: Callable[[], bool],
+) -> None:
+    """Handle what has come, one message after another: all of it, or until it is over, and the rest next time."""
+    while (message := receive()) is not None:
+        handle(message)
+        if is_over():
+            return
 
 
 class Wire:
