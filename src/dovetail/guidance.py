@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 _INIT_BYTES = 1024  # for an LlgConstraintInit, to which later versions may add fields
 _ERROR_BYTES = 1024
 _GUIDANCE = b"guidance"
+_KNOWN = "1.9."  # versions whose structures these are
 
 
 class Unsupported(Exception):
@@ -72,6 +74,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def _library() -> ctypes.CDLL:
     from llguidance import _lib
 
+    if not version("llguidance").startswith(_KNOWN):
+        raise Unsupported(f"llguidance {version('llguidance')} may have other structures")
     try:
         library = ctypes.CDLL(_lib.__file__)
         for name, (result, arguments) in _SIGNATURES.items():

@@ -4,8 +4,9 @@
 
 Serves a tiny model of random weights; prints medians of 20 visits, and for each view the share of a core that the
 gateway and all of the browser's processes used together over so many seconds (three times; a multiple of 6, which is
-how often an idle page asks): while the server is idle, and while a stream runs. What the gateway spends on the stream varies more than the page costs, so at last the page's questions
-about the stream are asked again and again without it: what one takes, as often as the page asks.
+how often an idle page asks): while the server is idle, and while a stream runs. What the gateway spends on the stream
+varies more than the page costs, so at last the page's questions about the stream are asked again and again without it:
+what one takes, as often as the page asks.
 """
 
 from __future__ import annotations
