@@ -120,6 +120,7 @@ def test_a_model_that_is_here_is_served_at_once_with_its_settings(tmp_path: Path
         ({"name": "x", "source": "fake", "keep_alive": "soon"}, 400, "keep_alive"),
         ({"name": "x", "source": "fake", "keepalive": 5}, 400, "keepalive"),
         ({"name": "x", "source": "fake", "slo": {"ttft": "x"}}, 400, "slo.ttft"),
+        ({"name": "x", "source": "fake", "speculative": {"draft": "nobody"}}, 400, "speculative"),
     ],
 )
 def test_a_model_that_cannot_be_added_is_refused_by_name(
