@@ -1,7 +1,7 @@
 """Speculative decoding of one model: tokens per second with and without drafts, and whether the text is the same.
 
 A server is asked for the same answers in turn, with drafts as it is configured and without (`speculative: false`), one
-request at a time, greedily. Texts that repeat their prompt gain; texts that do not shall lose nothing.
+request at a time. Texts that repeat their prompt gain by lookup, all by a draft model that is right; none shall lose.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class SpeculationResult(msgspec.Struct, frozen=True):
     tokens: int  # proposed at a time, at most
     rounds: int
     cases: list[CaseResult]
+    draft: str = ""  # the model that proposed; empty = lookup alone
 
     def gain(self, *, repeats: bool) -> float:
         """Geometric mean."""
@@ -109,28 +110,34 @@ def measure(
     rounds: int,
     max_tokens: int,
     cases: Sequence[Case] = CASES,
+    draft: str = "",
+    temperature: float = 0.0,
     report: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> SpeculationResult:
     with tempfile.TemporaryDirectory() as folder:
-        contender = _server(Path(folder), model, mode, tokens)
+        contender = _server(Path(folder), model, mode, tokens, draft)
         with running(contender, Path(folder) / "server.log") as server:
             client = httpx.Client(base_url=server.url, timeout=TIMEOUT_S)
             for is_on in (False, True):  # loads the model, and lets the server learn what rows cost
-                _ask(client, model, cases[0], max_tokens, is_on=is_on)
+                _ask(client, model, cases[0], max_tokens, temperature, is_on=is_on)
             found: dict[tuple[str, bool], list[Sample]] = {}
             for round_number in range(rounds):
                 for place, case in enumerate(cases):
                     report(case.name, round_number * len(cases) + place, rounds * len(cases))
                     for is_on in (False, True) if round_number % 2 == 0 else (True, False):
-                        sample = _ask(client, model, case, max_tokens, is_on=is_on)
+                        sample = _ask(client, model, case, max_tokens, temperature, is_on=is_on)
                         found.setdefault((case.name, is_on), []).append(sample)
             client.close()
     results = [_result(case, found[case.name, False], found[case.name, True]) for case in cases]
-    return SpeculationResult(model, mode, tokens, rounds, results)
+    return SpeculationResult(model, mode, tokens, rounds, results, draft)
 
 
-def _server(folder: Path, model: str, mode: str, tokens: int) -> Contender:
-    config = {"models": {model: {"source": model, "speculative": {"mode": mode, "tokens": tokens}, "keep_alive": -1}}}
+def _server(folder: Path, model: str, mode: str, tokens: int, draft: str) -> Contender:
+    speculative = {"mode": mode, "tokens": tokens} | ({"draft": draft} if draft else {})
+    models: dict[str, Any] = {model: {"source": model, "speculative": speculative, "keep_alive": -1}}
+    if draft:
+        models[draft] = {"source": draft}
+    config = {"models": models}
     path = folder / "dovetail.yaml"
     path.write_text(yaml.safe_dump(config))
     port = free_port()
@@ -138,12 +145,13 @@ def _server(folder: Path, model: str, mode: str, tokens: int) -> Contender:
     return Contender("dovetail", "", command, port, "/health")
 
 
-def _ask(client: httpx.Client, model: str, case: Case, max_tokens: int, *, is_on: bool) -> Sample:
+def _ask(client: httpx.Client, model: str, case: Case, max_tokens: int, temperature: float, *, is_on: bool) -> Sample:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": case.prompt}],
         "max_tokens": max_tokens,
-        "temperature": 0,
+        "temperature": temperature,
+        "seed": 1,
         "stream": True,
         "stream_options": {"include_usage": True},
         "speculative": is_on,

@@ -21,17 +21,25 @@ def speculation(
     tokens: Annotated[int, typer.Option(help="Proposed at a time, at most.", min=1, max=64)] = 8,
     rounds: Annotated[int, typer.Option(help="Answers to each prompt, with and without.", min=1)] = 3,
     max_tokens: Annotated[int, typer.Option(help="Of each answer.", min=2)] = 128,
+    draft: Annotated[str, typer.Option(help="A smaller model that proposes, too: a name from `dovetail list`.")] = "",
+    temperature: Annotated[float, typer.Option(help="0 = greedy, else drawn with a seed.", min=0, max=2)] = 0.0,
+    only: Annotated[
+        str, typer.Option(help="Texts to ask for, with commas: repeat,edit,summarise,advice,story,explain.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Speculative decoding: the same greedy answers with and without drafts, in turn, one request at a time.
+    """Speculative decoding: the same answers with and without drafts, in turn, one request at a time.
 
     Example: dovetail bench speculation smollm2-135m-instruct --rounds 3
     """
-    from dovetail.bench.speculation import measure
+    from dovetail.bench.speculation import CASES, measure
 
+    cases = [case for case in CASES if not only or case.name in only.split(",")]
+    if not cases or len(cases) < len(only.split(",")):
+        raise typer.BadParameter("one of these is no text of this bench", param_hint="--only")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server which is being measured ends too
     with _bar(enabled=not as_json and sys.stderr.isatty()) as step:
-        result = measure(model, mode, tokens, rounds, max_tokens, report=step)
+        result = measure(model, mode, tokens, rounds, max_tokens, cases, draft, temperature, step)
     if as_json:
         gains = {"gain_repeating": result.gain(repeats=True), "gain_plain": result.gain(repeats=False)}
         print_json({**_fields(result), **gains})

@@ -131,8 +131,6 @@ class Admin:
             except ValidationError as error:
                 raise InvalidRequest(describe(error), param=str(error.errors()[0]["loc"][0])) from error
             self._check_free(alias for alias in config.aliases if alias not in before.aliases)
-            card = None if entry is not None else self._models.get(name).card
-            await asyncio.to_thread(self.service.drafts.check, name, card, config.speculative.draft)
             self._models.configure(name, config)
             self.service.reconfigure(name)
             self._note(name, config)
