@@ -76,7 +76,8 @@ class ModelRunner:
             return self.speculator.propose(sequences, batch, costs, self.scheduler.pool) if self.speculator else {}
         except Exception:  # nobody needs a draft
             log.error("%s: its draft model failed and is given up\n%s", self.card.name, traceback.format_exc())
-            assert self.speculator is not None
+            if self._draft_model is None or self.speculator is None:
+                raise
             self.speculator.drop_model()
             return {}
         finally:

@@ -179,8 +179,10 @@ class Speculator:
         guessed = {one.sequence.id for one in ready}
         chosen = [*ready, *(draft for draft in found if draft.sequence.id not in guessed)]
         lengths = self._lengths(chosen, batch, costs, step_s) if chosen else []
-        if self._is_trying and ready:
-            lengths[0] = lengths[0] or min(RETRY_TOKENS, self._config.tokens)
+        if self._is_trying and ready and not any(lengths):
+            lengths[0] = min(RETRY_TOKENS, self._config.tokens)
+            if _takes_s(lengths[:1], batch, costs, step_s) > costs.most_s:
+                lengths[0] = 0
         self._note(chosen, lengths)
         wanted = {one.sequence.id: length for one, length in zip(chosen, lengths, strict=True) if length}
         made = {one.sequence.id: one.tokens[: wanted.get(one.sequence.id, 0)] for one in chosen if one.tokens}
@@ -188,7 +190,9 @@ class Speculator:
         made |= drafted
         self._is_trying &= not drafted
         if late:
-            self._catch_up(late, gain, batch, costs, pool)
+            by_model = [length for one, length in zip(chosen, lengths, strict=True) if one.kind == BY_MODEL]
+            taken_s = _takes_s(by_model, batch, costs, step_s, sum(lengths) - sum(by_model))
+            self._catch_up(late, gain, batch, costs, taken_s, pool)
         return {id: tokens for id, tokens in made.items() if tokens}
 
     def _by_model(self, sequence: Sequence) -> _Draft:
@@ -238,8 +242,11 @@ class Speculator:
                 trim(one, pool, len(made.get(one.id, ())))
         return made
 
-    def _catch_up(self, late: Several[_Draft], gain: float, batch: int, costs: Costs, pool: BlockPool) -> None:
-        """The model reads one text that it has not read yet, or a part of it, if that is likely to pay."""
+    def _catch_up(
+        self, late: Several[_Draft], gain: float, batch: int, costs: Costs, taken_s: float, pool: BlockPool
+    ) -> None:
+        """The model reads one text that it has not read yet, or a part of it, if that is likely to pay. The iteration
+        takes `taken_s` without that."""
         assert self.model is not None
         usual_s, is_asked = costs.iteration_s(batch), self._config.mode == "always"
         for sequence in (draft.sequence for draft in late):
@@ -247,7 +254,7 @@ class Speculator:
             whole_s = self.model.catching_up_s(sequence, pool, lag)
             if not is_asked and not is_worth_catching_up(sequence.num_generated, usual_s / batch, gain, whole_s):
                 continue
-            most_s = min(max(usual_s, CATCH_UP_S), costs.most_s - usual_s)
+            most_s = min(max(usual_s, CATCH_UP_S), costs.most_s - taken_s)
             count, most_s = lag, INFINITY if is_asked else most_s
             while count >= LEAST_CATCH_UP and self.model.catching_up_s(sequence, pool, count) > most_s:
                 count //= 2
@@ -282,6 +289,13 @@ class Speculator:
 def _may_have_drafts(sequence: Sequence) -> bool:
     is_whole = not sequence.is_alone and not sequence.is_held
     return sequence.speculates and is_whole and sequence.num_generated > 0 and sequence.num_pending == 1
+
+
+def _takes_s(by_model: Several[int], batch: int, costs: Costs, step_s: Steps, found: int = 0) -> float:
+    """An iteration with drafts of these lengths by the model, and so many tokens that were looked up."""
+    sharing = [sum(length > step for length in by_model) for step in range(max(by_model, default=0))]
+    drafting_s = sum(step_s(step, count) for step, count in enumerate(sharing))
+    return drafting_s + costs.iteration_s(batch + sum(by_model) + found)
 
 
 def _kind_of(length: int) -> int:
