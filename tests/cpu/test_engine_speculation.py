@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from drive import make_executor
 
@@ -17,7 +18,7 @@ from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.sequence import Sequence, sequences_of
 from dovetail.sched.turn import Outcome, Turn
-from dovetail.types import Grammar, ModelCard, Request, SamplingParams, Speculation, TokenEvent
+from dovetail.types import AdapterRef, Grammar, ModelCard, Request, SamplingParams, Speculation, TokenEvent
 from dovetail.worker.draft_model import DraftModel
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.speculation import Costs, Speculator
@@ -314,3 +315,26 @@ def test_the_memory_of_a_draft_is_its_models(layers: dict[str, Path]) -> None:
     assert runner.speculator.model is not None
     assert runner.speculator.model.executor.max_blocks == runner.executor.max_blocks
     runner.close()
+
+
+def test_an_answer_with_an_adapter_is_drafted_for_by_the_bare_model(layers: dict[str, Path], tmp_path: Path) -> None:
+    from tiny_adapters import save_adapter
+
+    from dovetail.engine.adapters import read_matrices
+    from dovetail.store.adapter_parts import open_adapter
+
+    pair = Pair(layers["itself"], layers["itself"], mode="always")
+    if pair.model.level == "torch":
+        pytest.skip("adapters need native kernels")
+    adapter = AdapterRef("a", str(save_adapter(tmp_path / "a", layers["itself"], rank=2, seed=1)), "1")
+    weights = open_adapter(Path(adapter.path), pair.model.spec)
+    pair.model.add_adapter(adapter.key, read_matrices(weights))
+    weights.close()
+    bare = make_request(temperature=0.7)
+    request = msgspec.structs.replace(bare, adapter=adapter)
+    plain = answers_of(make_runner(pair.model), request)
+    assert told(plain) != told(answers_of(make_runner(pair.model), bare))
+    assert told(pair.answer(request)) == told(plain)
+    assert pair.rows
+    assert pair.acceptance < 1.0
+    assert told(pair.answer(bare)) == told(answers_of(make_runner(pair.model), bare)), "no prefix is the other's"
