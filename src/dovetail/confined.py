@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -239,6 +240,7 @@ def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exceeded) -> None:
 
 def serve(handle: Callable[[bytes], bytes]) -> None:
     """The child's side: answer until the parent is gone. A MemoryError of `handle` ends the child, as other excess."""
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a terminal may stop whoever prints from behind
     descriptor, cpu_s, memory_bytes, kept_bytes = (float(text) for text in sys.argv[1:5])
     channel = socket.socket(fileno=int(descriptor))
     base, calls = _address_bytes(), 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
+import signal
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -150,6 +152,10 @@ def test_a_child_is_in_our_session_where_its_niceness_counts_and_in_a_group_of_i
         assert confined.pid is not None
         assert os.getsid(confined.pid) == os.getsid(0)
         assert os.getpgid(confined.pid) == confined.pid  # a Ctrl-C does not reach it
+        confined.call(json.dumps({"template": ["name", "", "", ""], "messages": HELLO}).encode())
+        status = Path(f"/proc/{confined.pid}/status")
+        ignored = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigIgn:")]
+        assert int(ignored[0], 16) >> (signal.SIGTTOU - 1) & 1  # nor does a terminal stop it for what it prints
     finally:
         confined.close()
 

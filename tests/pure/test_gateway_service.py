@@ -17,9 +17,10 @@ import msgspec
 import pytest
 from fake_worker import CRASH, FAIL
 from gateway_builders import END, byte_level_tokenizer, eventually, make_card, running_service
+from starlette.requests import Request
 
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
-from dovetail.gateway import patience
+from dovetail.gateway import asked, patience
 from dovetail.gateway.api import CompletionRequest
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.run import Delta, Origin
@@ -332,6 +333,27 @@ def test_more_than_max_queue_is_refused(tmp_path: Path) -> None:
             await collect(service, "ab")
         assert caught.value.retry_after_s
         await asyncio.gather(*running)
+
+    on_service(tmp_path, test, limits=Limits(max_queue=2))
+
+
+def test_a_refusal_comes_after_a_pause_so_that_asking_again_and_again_costs_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: Service) -> None:
+        model = service.models.get("fake")
+        request = Request({"type": "http", "headers": []})
+        body = CompletionRequest(model="fake", prompt="ab", n=2)
+        with service.places(1, Origin(0.0)):
+            with pytest.raises(Overloaded):
+                await asked.asked_completion(service, request, body, model)
+            monkeypatch.setattr(asked, "REFUSED_S", 3600)
+            waiting = asyncio.create_task(asked.asked_completion(service, request, body, model))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not waiting.done()
+            waiting.cancel()
+        assert (await asked.asked_completion(service, request, body, model)).num_answers == 2
 
     on_service(tmp_path, test, limits=Limits(max_queue=2))
 

@@ -18,6 +18,14 @@ from dovetail.types import Grammar
 
 EOS = 0
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+FALLBACK = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ],
+}
 GRAMMARS = (
     Grammar("json_object"),
     Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}'),
@@ -26,21 +34,28 @@ GRAMMARS = (
 )
 
 
-def write_tokenizer(file: Path, *, num_more: int = 0, decoder: dict[str, Any] | None = None) -> TokenizerKey:
-    """Of single printable characters, some pairs, and as many more words."""
+def write_tokenizer(file: Path, *, num_more: int = 0, decoder: Any = None, has_fallback: bool = False) -> TokenizerKey:
+    """Of single printable characters, some pairs, and as many more words; as GPT-2 writes bytes, or as Llama 2 does."""
     words = [chr(code) for code in range(33, 127)] + ['{"', '":', "ab", "no"]
     words += [f"w{number}" for number in range(num_more)]
-    vocab = {word: index for index, word in enumerate(["<end>", "Ġ", *words])}
-    added = [{"id": EOS, "content": "<end>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}]
-    model = {"type": "BPE", "vocab": vocab, "merges": []}
-    text = {"version": "1.0", "added_tokens": [added[0] | {"normalized": False}], "model": model}
-    file.write_text(json.dumps(text | {"pre_tokenizer": BYTES, "decoder": decoder or BYTES}))
+    first = ["<end>", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))] if has_fallback else ["<end>", "Ġ"]
+    vocab = {word: index for index, word in enumerate([*first, *words])}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    text = {
+        "version": "1.0",
+        "added_tokens": [{"id": EOS, "content": "<end>", "special": True, **plain}],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"} if has_fallback else None,
+        "pre_tokenizer": None if has_fallback else BYTES,
+        "decoder": decoder or (FALLBACK if has_fallback else BYTES),
+        "model": {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": has_fallback},
+    }
+    file.write_text(json.dumps(text))
     return TokenizerKey(str(file), len(vocab), (EOS,))
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> TokenizerKey:
-    return write_tokenizer(tmp_path / "tokenizer.json")
+@pytest.fixture(params=[False, True], ids=["bytes", "fallback"])
+def key(request: pytest.FixtureRequest, tmp_path: Path) -> TokenizerKey:
+    return write_tokenizer(tmp_path / "tokenizer.json", has_fallback=request.param)
 
 
 def allowed(matcher: Any, key: TokenizerKey) -> set[int]:
@@ -120,3 +135,11 @@ def test_other_threads_run_while_a_tokenizer_is_read(tmp_path: Path) -> None:
     is_over.set()
     thread.join()
     assert seen > 20  # while the interpreter is held: one or two, before and after
+
+
+def test_every_end_of_a_text_may_end_it(key: TokenizerKey) -> None:
+    several = TokenizerKey(key.file, key.vocab_size, (EOS, key.vocab_size - 1))
+    matcher = compiled(load_tokenizer(several), Grammar("regex", "(xy|x)"))
+    assert matcher.consume_token(max(allowed(matcher, several)))
+    assert set(several.eos_token_ids) <= allowed(matcher, several)
+    assert all(matcher.deep_copy().consume_token(end) for end in several.eos_token_ids)

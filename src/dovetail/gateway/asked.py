@@ -3,10 +3,12 @@ place for so many answers is told before any text is rendered or tokenised."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 
 from starlette.requests import Request
 
+from dovetail.errors import Overloaded, QuotaExceeded
 from dovetail.gateway.api import ChatRequest, CompletionRequest
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.respond import origin_of
@@ -14,18 +16,24 @@ from dovetail.gateway.service import Service
 from dovetail.gateway.targets import targets_of
 from dovetail.gateway.translate import Job, chat_job, completion_job
 
+REFUSED_S = 0.1  # a refusal comes after this: who asks again at once keeps no core busy with it
+
 
 async def asked_chat(service: Service, request: Request, body: ChatRequest, model: ServedModel) -> Job:
-    _check_places(service, request, body.num_choices)
+    await _check_places(service, request, body.num_choices)
     context, default = service.context_limit(model), service.default_max_tokens(model)
     return await chat_job(body, model, uuid.uuid4().hex, context, targets_of(request, model), default_tokens=default)
 
 
 async def asked_completion(service: Service, request: Request, body: CompletionRequest, model: ServedModel) -> Job:
-    _check_places(service, request, body.num_prompts * body.num_choices)
+    await _check_places(service, request, body.num_prompts * body.num_choices)
     return await completion_job(body, model, uuid.uuid4().hex, service.context_limit(model), targets_of(request, model))
 
 
-def _check_places(service: Service, request: Request, count: int) -> None:
+async def _check_places(service: Service, request: Request, count: int) -> None:
     origin = origin_of(request.scope)
-    service.check_admission(count, origin.key, origin.max_unfinished)
+    try:
+        service.check_admission(count, origin.key, origin.max_unfinished)
+    except (Overloaded, QuotaExceeded):
+        await asyncio.sleep(REFUSED_S)
+        raise

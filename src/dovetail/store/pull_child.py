@@ -48,6 +48,7 @@ Line = Step | Done | Failed
 
 
 def main() -> None:
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a terminal may stop whoever prints from behind
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     output, sys.stdout = sys.stdout.buffer, sys.stderr  # what a library prints is no line of ours
     _confine(order)

@@ -71,6 +71,7 @@ def main() -> None:
     # finish, then says Shutdown): the worker has a group of its own, and ignores what came before it had.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a terminal may stop whoever logs from behind
     with suppress(OSError):  # the leader of a session has one
         os.setpgid(0, 0)
     if arguments.parent:
