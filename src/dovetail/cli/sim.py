@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from dovetail import plots
+from dovetail.cli.sim_bound import bounds
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.eventlog import EventLog
 from dovetail.policy.knobs import Knobs
@@ -44,6 +45,7 @@ from dovetail.sim.workload import DEFAULT_LENGTHS, Workload, read_lengths
 from dovetail.sim.workload import generate as generate_workload
 
 app = typer.Typer(no_args_is_help=True, help="Simulate token-level sharing in virtual time.")
+app.command("bound")(bounds)
 STORM_CPU_S = 60.0
 console = Console(width=None if sys.stdout.isatty() else 200)  # a pipe gets whole rows
 

@@ -83,6 +83,12 @@ class Surface:
             curve = self._by_batch[batch] = Curve([(length, row.at(batch)) for length, row in self._rows])
         return curve
 
+    def corners(self) -> list[tuple[float, float, float]]:
+        """(batch, mean length, seconds) wherever a measured length meets a batch measured at any length: between
+        neighbours of these it is linear along either axis."""
+        batches = sorted({batch for _, row in self._rows for batch, _ in row.points})
+        return [(batch, length, row.at(batch)) for length, row in self._rows for batch in batches]
+
 
 class Latency(Protocol):
     """What schedulers ask. `LatencyModel` answers from measurements, `live.LiveLatency` goes on learning."""
