@@ -40,6 +40,29 @@ def test_turns_are_kept_in_order_for_a_minute() -> None:
     assert watch.history().nodes[0].turns == []
 
 
+def test_shares_of_cells_hold_what_the_turns_held() -> None:
+    now = 1000.0
+    watch = TurnWatch(lambda: now)
+    watch.observe("cpu-0", stats(TurnSpan("a", 999.01, 0.02, 1), TurnSpan("b", 999.04, 0.02, 1), kv_bytes=10))
+    watch.observe("cpu-0", stats(TurnSpan("a", 999.5, 0.28125, 64)))
+    shares = watch.shares(num_cells=480)
+    assert (shares.cell_s, shares.window_s) == (0.125, WINDOW_S)
+    (node,) = shares.nodes
+    assert [(cell.cell, cell.turns, cell.held_s) for cell in node.cells] == [
+        (7992, 2, {"a": 0.02, "b": 0.02}),
+        (7996, 1, {"a": 0.125}),
+        (7997, 0, {"a": 0.125}),
+        (7998, 0, {"a": 0.03125}),
+    ]
+    assert node.memory == watch.history().nodes[0].memory
+    now += 1
+    watch.observe("cpu-0", stats(TurnSpan("b", 999.8, 0.03, 1)))
+    (news,) = watch.shares(480, after=shares.now_s).nodes
+    assert [(cell.cell, cell.turns, cell.held_s) for cell in news.cells] == [(7998, 1, {"b": 0.03})]
+    now += WINDOW_S
+    assert watch.shares(480).nodes[0].cells == []
+
+
 def test_the_page_is_open_and_what_it_shows_is_not(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         for path in ("/", "/ui", "/docs", "/ui/app.js", "/ui/style.css"):
@@ -55,6 +78,12 @@ def test_the_page_is_open_and_what_it_shows_is_not(tmp_path: Path) -> None:
         await client.post("/v1/completions", json=TEXT, headers=free)
         check_error(await client.get("/api/turns", headers=free), 403)
         assert (await client.get("/api/turns", headers=admin)).json()["window_s"] == WINDOW_S
+        check_error(await client.get("/api/turns/shares", headers=free), 403)
+        shares = await client.get("/api/turns/shares?cells=1200&after=0", headers=admin)
+        assert shares.json()["cell_s"] == WINDOW_S / 1200
+        for query in ("cells=0", "cells=nan", "cells=-1", "cells=10001", "cells=", "cells=\u00b2", "after=x"):
+            told = check_error(await client.get(f"/api/turns/shares?{query}", headers=admin), 400)
+            assert told["param"] == query.partition("=")[0]
 
     operator = KeyConfig(name="operator", key=SecretStr("sk-admin"), admin=True)
     on_app(tmp_path, test, auth=AuthConfig(keys=(*KEYS.keys, operator)))

@@ -87,7 +87,7 @@ class RemoteOpenAIServer:
 
     def _set_aliases(self, names: list[str]) -> None:
         aliases = [name for name in dict.fromkeys(names) if name != TESTED]
-        answer = OurServer.admin("PATCH", f"/api/models/{TESTED}", {"aliases": aliases, "default_max_tokens": 512})
+        answer = OurServer.admin("PATCH", f"/api/models/{TESTED}", {"aliases": aliases, "default_max_tokens": 2048})
         assert answer.status_code == 200, answer.text
 
     def url_for(self, *parts: str) -> str:

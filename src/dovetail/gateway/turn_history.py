@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ Told = TypeVar("Told")
 
 WINDOW_S = 60.0
 MAX_TURNS = 20_000  # of one node, whatever the window
+MAX_CELLS = 10_000  # of a window: more than a screen has columns
 
 
 class TurnRecord(BaseModel):
@@ -35,6 +36,25 @@ class NodeTurns(BaseModel):
     node: str
     turns: list[TurnRecord] = Field(description="in the order in which they began")
     memory: list[MemoryRecord]
+
+
+class CellRecord(BaseModel):
+    cell: int = Field(description="from `cell` to `cell` + 1 times `cell_s`, by the server's clock")
+    turns: int = Field(description="that began in it")
+    held_s: dict[str, float] = Field(description="of the cell, by model")
+
+
+class NodeShares(BaseModel):
+    node: str
+    cells: list[CellRecord] = Field(description="in the order of time; a cell that is told of again has more of it")
+    memory: list[MemoryRecord]
+
+
+class TurnShares(BaseModel):
+    window_s: float
+    cell_s: float
+    now_s: float = Field(description="by the server's clock; as `after` it asks for what is told of later")
+    nodes: list[NodeShares]
 
 
 class TurnHistory(BaseModel):
@@ -70,6 +90,17 @@ class TurnWatch:
         nodes = [self._of_node(name, history, now, after) for name, history in self._nodes.items()]
         return TurnHistory(window_s=WINDOW_S, now_s=now, nodes=nodes)
 
+    def shares(self, num_cells: int, after: float = 0.0) -> TurnShares:
+        """The same by cells of time: hundreds of turns a second are as many columns as a picture has, no more."""
+        now, cell_s = self._clock(), WINDOW_S / num_cells
+        nodes = [self._shares_of_node(name, history, now, after, cell_s) for name, history in self._nodes.items()]
+        return TurnShares(window_s=WINDOW_S, cell_s=cell_s, now_s=now, nodes=nodes)
+
+    def _shares_of_node(self, name: str, history: _NodeHistory, now: float, after: float, cell_s: float) -> NodeShares:
+        self._forget(history, now)
+        cells = _spread((span for _, span in _since(history.turns, after)), cell_s)
+        return NodeShares(node=name, cells=cells, memory=_memory(history, now, after))
+
     def _of_node(self, name: str, history: _NodeHistory, now: float, after: float) -> NodeTurns:
         self._forget(history, now)
         new = [span for _, span in _since(history.turns, after)]
@@ -81,7 +112,7 @@ class TurnWatch:
                 )
                 for span in new
             ],
-            memory=[MemoryRecord(ago_s=round(now - at, 3), kv_bytes=kv) for at, kv in _since(history.memory, after)],
+            memory=_memory(history, now, after),
         )
 
     def _forget(self, history: _NodeHistory, now: float) -> None:
@@ -89,6 +120,29 @@ class TurnWatch:
             history.turns.popleft()
         while history.memory and history.memory[0][0] < now - WINDOW_S:
             history.memory.popleft()
+
+
+def _memory(history: _NodeHistory, now: float, after: float) -> list[MemoryRecord]:
+    return [MemoryRecord(ago_s=round(now - at, 3), kv_bytes=kv) for at, kv in _since(history.memory, after)]
+
+
+def _spread(spans: Iterable[TurnSpan], cell_s: float) -> list[CellRecord]:
+    turns: dict[int, int] = {}
+    held: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for span in spans:
+        model, at, end = span.model, span.started_s, span.started_s + span.seconds
+        first, last = int(at // cell_s), int(end // cell_s)
+        turns[first] = turns.get(first, 0) + 1
+        for cell in range(first, last):
+            next_at = (cell + 1) * cell_s
+            held[cell][model] = held[cell].get(model, 0.0) + next_at - at
+            at = next_at
+        held[last][model] = held[last].get(model, 0.0) + end - at
+    return [CellRecord(cell=cell, turns=turns.get(cell, 0), held_s=_rounded(held[cell])) for cell in sorted(held)]
+
+
+def _rounded(held_s: Mapping[str, float]) -> dict[str, float]:
+    return {model: round(seconds, 5) for model, seconds in held_s.items()}
 
 
 def _since(told: deque[tuple[float, Told]], after: float) -> list[tuple[float, Told]]:

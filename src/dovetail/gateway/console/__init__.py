@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.endpoint import json_response, responses
-from dovetail.gateway.turn_history import TurnHistory, TurnWatch
+from dovetail.gateway.turn_history import MAX_CELLS, TurnHistory, TurnShares, TurnWatch
 
 PAGES = {"/": "index.html", "/ui": "index.html", "/docs": "docs.html"}
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
@@ -50,15 +50,32 @@ def make_console_router(turns: TurnWatch) -> APIRouter:
 
     async def list_turns(request: Request) -> Response:
         """Who held which device over the last minute, turn by turn; with ?after=NOW_S of an answer, what is new."""
-        after = request.query_params.get("after", "0")
-        try:
-            return json_response(turns.history(float(after)))
-        except ValueError:
-            raise InvalidRequest(f"after: {after[:40]!r} is no number", param="after") from None
+        return json_response(turns.history(_after(request)))
+
+    async def list_shares(request: Request) -> Response:
+        """The same as shares of `cells` equal pieces of the minute, each with how long which model held the device."""
+        return json_response(turns.shares(_num_cells(request), _after(request)))
 
     router.add_api_route("/ui/{name}", asset, methods=["GET"], include_in_schema=False)
     router.add_api_route("/api/turns", list_turns, methods=["GET"], responses=responses(TurnHistory, (400, 401)))
+    shares = responses(TurnShares, (400, 401))
+    router.add_api_route("/api/turns/shares", list_shares, methods=["GET"], responses=shares)
     return router
+
+
+def _after(request: Request) -> float:
+    after = request.query_params.get("after", "0")
+    try:
+        return float(after)
+    except ValueError:
+        raise InvalidRequest(f"after: {after[:40]!r} is no number", param="after") from None
+
+
+def _num_cells(request: Request) -> int:
+    cells = request.query_params.get("cells", "600")
+    if not (cells.isascii() and cells.isdigit() and len(cells) <= 9 and 1 <= int(cells) <= MAX_CELLS):
+        raise InvalidRequest(f"cells: {cells[:40]!r} is no number from 1 to {MAX_CELLS}", param="cells")
+    return int(cells)
 
 
 def _kind(name: str) -> str:

@@ -1,11 +1,11 @@
 // The page: three views over the server's own API. No state but the visitor's key, which stays in this tab.
 import { ask, events, problem } from "/ui/server.js";
-import { drawTurns, forgetTurns } from "/ui/turns.js";
+import { drawTurns, forgetTurns, numCells } from "/ui/turns.js";
 
 const $ = (id) => document.getElementById(id);
 const VIEWS = ["chat", "models", "turns"];
-const POLL_MS = { models: 2000, turns: 2000 };
-const IDLE_MS = 5000; // while the picture of turns is empty
+const POLL_MS = 3000;
+const IDLE_MS = 6000; // after an answer that told nothing new
 let conversation = [];
 let answering = null; // an AbortController while an answer comes
 let timer = null;
@@ -21,15 +21,15 @@ function show() {
 
 // Only the view that is seen asks, and not while the tab is hidden.
 async function poll(view) {
-  let wait_ms = POLL_MS[view];
+  let is_new = false;
   try {
-    if (view === "models") await showModels();
-    else if (!(await showTurns())) wait_ms = IDLE_MS;
+    is_new = await (view === "models" ? showModels() : showTurns());
   } catch (error) {
     problem(error);
   }
+  if ($(view).hidden || document.hidden) return; // the timer is another view's
   clearTimeout(timer);
-  if (!$(view).hidden && !document.hidden) timer = setTimeout(poll, wait_ms, view);
+  timer = setTimeout(poll, is_new ? POLL_MS : IDLE_MS, view);
 }
 
 // Chat
@@ -125,18 +125,25 @@ $("clear").addEventListener("click", () => {
 const bytes = (count) => (count ? `${(count / 1e6).toFixed(count < 1e7 ? 1 : 0)} MB` : "–");
 const percent = (share) => (share == null ? "–" : `${(share * 100).toFixed(0)} %`);
 
+// Says whether anything is new.
 async function showModels() {
   const [{ data }, pulls] = await Promise.all([ask("GET", "/api/models"), ask("GET", "/api/pulls")]);
-  replaceIfNew($("table"), data, row);
-  replaceIfNew($("pulls"), pulls.data.filter(({ state }) => state !== "done"), pullBar);
+  const is_new = replaceIfNew($("table"), data, row);
+  return replaceIfNew($("pulls"), pulls.data.filter(({ state }) => state !== "done"), pullBar) || is_new;
 }
 
 // What is there already is not made again: most of what a page costs is laying it out and drawing it.
 function replaceIfNew(node, records, make) {
-  const shown = JSON.stringify(records);
-  if (node.shown === shown) return;
-  node.shown = shown;
-  node.replaceChildren(...records.map(make));
+  let is_new = node.children.length > records.length;
+  while (node.children.length > records.length) node.lastChild.remove();
+  records.forEach((record, place) => {
+    const shown = JSON.stringify(record), old = node.children[place];
+    if (old?.shown === shown) return;
+    const made = Object.assign(make(record), { shown });
+    old ? old.replaceWith(made) : node.append(made);
+    is_new = true;
+  });
+  return is_new;
 }
 
 function row(model) {
@@ -172,8 +179,8 @@ async function change(work) {
   } catch (error) {
     problem(error);
   }
-  $("table").shown = null; // its buttons are to be used again
-  await showModels().catch(problem);
+  for (const line of $("table").children) line.shown = null; // its buttons are to be used again
+  await poll("models");
   await fillModels().catch(problem);
 }
 
@@ -197,7 +204,7 @@ $("add").addEventListener("submit", (event) => {
 });
 
 let told_s = 0; // of turns, by the server's clock
-
+let num_cells = 0; // of the picture
 let asking = null; // one at a time, or the same news would come twice
 
 function showTurns() {
@@ -205,10 +212,12 @@ function showTurns() {
 }
 
 async function takeNews() {
-  let news = await ask("GET", `/api/turns?after=${told_s}`);
+  const cells = numCells($("devices"));
+  if (cells !== num_cells) forgetTurns(), ([told_s, num_cells] = [0, cells]);
+  let news = await ask("GET", `/api/turns/shares?cells=${cells}&after=${told_s}`);
   if (news.now_s < told_s) {
     forgetTurns();
-    news = await ask("GET", "/api/turns");
+    news = await ask("GET", `/api/turns/shares?cells=${cells}`);
   }
   told_s = news.now_s;
   return drawTurns($("devices"), $("legend"), news);

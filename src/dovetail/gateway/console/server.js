@@ -17,8 +17,10 @@ async function checked(response) {
   throw new Error(body.error?.message || `the server answers ${response.status}`);
 }
 
+// No answer of these is worth a place in the browser's cache.
 export async function ask(method, path, body) {
-  const response = await fetch(path, { method, headers: headers(), body: body && JSON.stringify(body) });
+  const sent = body && JSON.stringify(body);
+  const response = await fetch(path, { method, headers: headers(), body: sent, cache: "no-store" });
   return (await checked(response)).json();
 }
 

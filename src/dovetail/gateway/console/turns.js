@@ -1,6 +1,8 @@
 // The picture of the last minute: per device a lane of turns coloured by model, and under it each model's KV memory.
-// What has been drawn is moved to the left and the news are drawn at the right, because drawing all of it anew costs ten
-// times as much; while nothing happens and nothing is left to move, nothing is drawn.
+// The minute is cut into as many cells as the picture has columns. A turn that is longer than a cell fills columns of its
+// own; shorter ones share a column, each model by the time that it held the device. What has been drawn is moved to the
+// left and the news are drawn at the right, because drawing all of it anew costs ten times as much; while nothing
+// happens and nothing is left to move, nothing is drawn.
 
 const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#ec4899", "#14b8a6", "#a16207"];
 const HEIGHT = 140, TURNS = 60;
@@ -22,23 +24,28 @@ function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// Of a server that was started anew: its clock may be another.
+// One cell to a column of the screen.
+export function numCells(devices) {
+  return Math.min(Math.max(Math.floor((devices.clientWidth - 2) * (devicePixelRatio || 1)), 100), 10000);
+}
+
+// Of a server that was started anew (its clock may be another), or of a picture of another size.
 export function forgetTurns() {
   lanes.forEach((lane) => lane.node.remove());
   lanes.clear();
 }
 
-// Takes the news; says whether anything is in the picture.
+// Takes the news; says whether there were any.
 export function drawTurns(devices, legend, news) {
   const told = new Set(news.nodes.map(({ node }) => node));
   for (const [name, lane] of lanes) if (!told.has(name)) lanes.delete(name), lane.node.remove();
   for (const node of news.nodes) {
     if (!lanes.has(node.node)) lanes.set(node.node, new Lane(devices, node.node));
-    lanes.get(node.node).take(node, news.now_s, news.window_s);
+    lanes.get(node.node).take(node, news);
   }
   const models = new Set([...lanes.values()].flatMap((lane) => [...lane.seen.keys()]));
   showLegend(legend, [...models]);
-  return models.size > 0;
+  return news.nodes.some(({ cells, memory }) => cells.length || memory.length);
 }
 
 function showLegend(legend, models) {
@@ -66,10 +73,9 @@ function make(parent, kind, name) {
 class Lane {
   constructor(devices, name) {
     this.name = name;
-    this.turns = []; // {model, at, seconds}: `at` by the server's clock
-    this.memory = []; // {at, kv}
+    this.cells = new Map(); // by number: {turns, held_s by model}
+    this.memory = []; // {at, kv}: `at` by the server's clock
     this.seen = new Map(); // of each model, how often it is in both
-    this.held_s = 0; // by all turns
     this.node = make(devices, "div", "device");
     this.node.dataset.node = name;
     make(this.node, "div", "").textContent = name;
@@ -79,78 +85,90 @@ class Lane {
     this.scale = make(picture, "span", "scale");
     this.begin = make(picture, "span", "begin");
     make(picture, "span", "end").textContent = "now";
-    this.size = 0; // of the canvas as it was drawn last
-    this.most = 1; // bytes at the top of the memory
-    this.drawn_s = 0; // where the right edge stands
+    this.most = 0; // bytes at the top of the memory
+    this.edge = 0; // the cell at the right edge
   }
 
-  // There are tens of thousands of turns in a busy minute, so none is looked at but those that come and go.
-  count(turns, memory, by) {
-    for (const { model, seconds } of turns) this.add(model, by), (this.held_s += by * seconds);
-    for (const { kv } of memory) Object.keys(kv).forEach((model) => this.add(model, by));
-  }
-
-  add(model, by) {
+  count(model, by) {
     const count = (this.seen.get(model) || 0) + by;
     if (count) this.seen.set(model, count);
     else this.seen.delete(model);
   }
 
-  forget(before_s) {
-    const gone = (list) => list.splice(0, list.findIndex(({ at }) => at >= before_s) >>> 0);
-    this.count(gone(this.turns), gone(this.memory), -1);
+  forget(before, before_s) {
+    for (const [number, { held_s }] of this.cells) {
+      if (number >= before) continue;
+      this.cells.delete(number);
+      Object.keys(held_s).forEach((model) => this.count(model, -1));
+    }
+    while (this.memory.length && this.memory[0].at < before_s)
+      Object.keys(this.memory.shift().kv).forEach((model) => this.count(model, -1));
   }
 
-  take({ turns, memory }, now_s, window_s) {
-    const new_turns = turns.map(({ model, ago_s, seconds }) => ({ model, at: now_s - ago_s, seconds }));
+  add({ cell, turns, held_s }) {
+    if (!this.cells.has(cell)) this.cells.set(cell, { turns: 0, held_s: {} });
+    const known = this.cells.get(cell);
+    known.turns += turns;
+    for (const [model, seconds] of Object.entries(held_s)) {
+      if (!(model in known.held_s)) this.count(model, 1);
+      known.held_s[model] = (known.held_s[model] || 0) + seconds;
+    }
+  }
+
+  take({ cells, memory }, { now_s, window_s, cell_s }) {
     const new_memory = memory.map(({ ago_s, kv_bytes }) => ({ at: now_s - ago_s, kv: kv_bytes }));
     const before = this.memory.at(-1);
     const was_empty = !this.seen.size;
-    this.forget(now_s - window_s);
-    this.count(new_turns, new_memory, 1);
-    new_turns.forEach((turn) => this.turns.push(turn));
-    new_memory.forEach((state) => this.memory.push(state));
-    if (was_empty && !this.seen.size && this.size) return;
-    setText(this.begin, `${window_s} s ago`);
+    const edge = Math.floor(now_s / cell_s);
+    this.forget(edge - Math.round(window_s / cell_s), now_s - window_s);
+    cells.forEach((cell) => this.add(cell));
+    for (const state of new_memory) this.memory.push(state), Object.keys(state.kv).forEach((model) => this.count(model, 1));
+    if (was_empty && !this.seen.size && this.most) return;
     const most = rounded(Math.max(1, ...this.memory.flatMap(({ kv }) => Object.values(kv))));
-    const width = this.canvas.clientWidth || 600;
-    if (most !== this.most || width !== this.size) this.drawAll(width, most, now_s, window_s);
-    else this.drawNews(new_turns, before ? [before, ...new_memory] : new_memory, now_s, window_s);
+    if (most !== this.most) this.drawAll(most, edge, window_s, cell_s);
+    else this.drawNews(cells, before ? [before, ...new_memory] : new_memory, edge, cell_s);
     this.say(window_s);
   }
 
-  drawAll(width, most, now_s, window_s) {
+  drawAll(most, edge, window_s, cell_s) {
     const ratio = devicePixelRatio || 1;
-    [this.size, this.most, this.drawn_s] = [width, most, now_s];
-    [this.canvas.width, this.canvas.height] = [width * ratio, HEIGHT * ratio];
+    [this.most, this.edge] = [most, edge];
+    [this.canvas.width, this.canvas.height] = [Math.round(window_s / cell_s), HEIGHT * ratio];
     this.pen = this.canvas.getContext("2d");
-    this.pen.scale(ratio, ratio);
-    this.draw(this.turns, this.memory, window_s);
+    this.pen.scale(1, ratio); // across, one cell is one column
+    this.drawCells(this.cells.keys(), cell_s);
+    this.drawMemory(this.memory, cell_s);
   }
 
-  drawNews(turns, memory, now_s, window_s) {
-    const ratio = devicePixelRatio || 1, step_s = window_s / this.canvas.width;
-    const pixels = Math.floor((now_s - this.drawn_s) / step_s); // whole ones, so that nothing is blurred
-    this.drawn_s += pixels * step_s;
-    if (pixels > 0) {
+  drawNews(cells, memory, edge, cell_s) {
+    if (edge > this.edge) {
       this.pen.globalCompositeOperation = "copy";
-      this.pen.drawImage(this.canvas, -pixels / ratio, 0, this.canvas.width / ratio, HEIGHT);
+      this.pen.drawImage(this.canvas, this.edge - edge, 0, this.canvas.width, HEIGHT);
       this.pen.globalCompositeOperation = "source-over";
+      this.edge = edge;
     }
-    this.draw(turns, memory, window_s);
+    this.drawCells(cells.map(({ cell }) => cell), cell_s);
+    this.drawMemory(memory, cell_s);
   }
 
-  draw(turns, memory, window_s) {
-    const x = (at) => this.size * (1 - (this.drawn_s - at) / window_s);
-    const y = (count) => HEIGHT - 4 - ((HEIGHT - TURNS - 12) * count) / this.most;
-    let drawn = null; // what the last rectangle shows, up to where: most turns are shorter than a pixel
-    for (const { model, at, seconds } of turns) {
-      const left = x(at), width = Math.max((this.size * seconds) / window_s, 0.6);
-      if (drawn && drawn.model === model && left + width <= drawn.end) continue;
-      drawn = { model, end: left + Math.max(width, 1) };
-      this.pen.fillStyle = colour(model);
-      this.pen.fillRect(left, 4, Math.max(width, 1), TURNS - 8);
+  drawCells(numbers, cell_s) {
+    const whole = TURNS - 8;
+    for (const number of numbers) {
+      const left = this.canvas.width - 1 - this.edge + number, { held_s } = this.cells.get(number) ?? { held_s: {} };
+      let bottom = whole + 4;
+      this.pen.clearRect(left, 4, 1, whole);
+      for (const model of Object.keys(held_s).sort()) {
+        const height = Math.min(whole * (held_s[model] / cell_s), bottom - 4);
+        this.pen.fillStyle = colour(model);
+        this.pen.fillRect(left, bottom - height, 1, height);
+        bottom -= height;
+      }
     }
+  }
+
+  drawMemory(memory, cell_s) {
+    const x = (at) => this.canvas.width - 1 - this.edge + at / cell_s;
+    const y = (count) => HEIGHT - 4 - ((HEIGHT - TURNS - 12) * count) / this.most;
     this.pen.lineWidth = 2;
     for (const model of new Set(memory.flatMap(({ kv }) => Object.keys(kv)))) {
       this.pen.strokeStyle = colour(model);
@@ -161,8 +179,14 @@ class Lane {
   }
 
   say(window_s) {
-    const label = `${this.name}: ${this.turns.length} turns, ${Math.abs(this.held_s).toFixed(1)} s of ${window_s} s held`;
+    let turns = 0, held = 0;
+    for (const cell of this.cells.values()) {
+      turns += cell.turns;
+      for (const seconds of Object.values(cell.held_s)) held += seconds;
+    }
+    const label = `${this.name}: ${turns} turns, ${held.toFixed(1)} s of ${window_s} s held`;
     if (this.canvas.getAttribute("aria-label") !== label) this.canvas.setAttribute("aria-label", label);
+    setText(this.begin, `${window_s} s ago`);
     setText(this.scale, `KV ${(this.most / 1e6).toFixed(1)} MB`);
   }
 }
