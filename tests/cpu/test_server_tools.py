@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,9 @@ import openai
 import pytest
 from server_fixture import Server, running_server
 from tiny import CHAT_TEMPLATE, save_tiny
+from tokenizers import AddedToken, Tokenizer
+
+from dovetail.gateway.tools.harmony import MARKS
 
 CITY = {
     "type": "object",
@@ -48,16 +52,38 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Berli
 THINKER = "{{ tools | tojson if tools }}" + CHAT_TEMPLATE.replace("<|assistant|>{%", "<|assistant|><think>\n{%")
 
 
+CHANNELS = (
+    "{{ tools | tojson if tools }}{% for message in messages %}<|start|>{{ message.role }}<|message|>"
+    "{{ message.thinking or message.content }}<|end|>{% endfor %}<|start|>assistant{# <|channel|> #}"
+)
+
+
+def save_channels(folder: Path) -> None:
+    save_tiny("llama", folder, seed=2, max_position_embeddings=4096)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = folder / "tokenizer_config.json"
+    changed = {"chat_template": CHANNELS, "eos_token": "<|return|>"}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | changed))
+    ends = [tokenizer.token_to_id(mark) for mark in ("<|return|>", "<|call|>")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two random models with room for tools in their contexts: one of a plain template, one that thinks."""
+    """Random models with room for tools in their contexts: one of a plain template, one that thinks, one that speaks in
+    gpt-oss's channels."""
     root = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("plain", "thinker")):
         save_tiny("llama", root / name, seed=seed, max_position_embeddings=4096)
     settings = root / "thinker" / "tokenizer_config.json"
     template = THINKER + "{# <tool_call> </think> #}"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
-    with running_server(root / "plain", root / "thinker", "--kv-cache", "64MiB", "--threads", "1") as running:
+    save_channels(root / "channels")
+    with running_server(
+        root / "plain", root / "thinker", root / "channels", "--kv-cache", "64MiB", "--threads", "1"
+    ) as running:
         yield running
 
 
@@ -190,6 +216,33 @@ def test_a_format_is_the_answers_and_thoughts_before_it_are_free(server: Server)
     )
     assert message.reasoning_content
     assert json.loads(message.content)["ok"] in (True, False)
+
+
+def test_calls_and_answers_come_out_of_channels_whole_and_streamed(server: Server) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}}}
+    thoughts = set()
+    for seed in range(4):
+        shared: Any = {"seed": seed, "max_tokens": 600, "extra_body": {"thinking_token_budget": 30}}
+        for options in (
+            {"tool_choice": "required", "parallel_tool_calls": False, **shared},
+            {"tools": None, "response_format": wanted, **shared},
+        ):
+            whole = ask(server, "channels", **options).choices[0]
+            streamed = collect(ask(server, "channels", stream=True, **options))
+            calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]
+            assert [(call["name"], call["arguments"]) for call in streamed["calls"].values()] == calls
+            assert (streamed["content"] or None, streamed["finish"]) == (whole.message.content, whole.finish_reason)
+            assert streamed["reasoning"] == (getattr(whole.message, "reasoning_content", None) or "")
+            assert "<|" not in streamed["content"] + streamed["reasoning"]
+            thoughts.add(bool(streamed["reasoning"]))
+            if "response_format" in options:
+                assert json.loads(whole.message.content)["ok"] in (True, False)
+            else:
+                assert whole.finish_reason == "tool_calls"
+                for call in whole.message.tool_calls:
+                    check(call)
+    assert True in thoughts
 
 
 def test_a_format_and_tools_together_give_one_or_the_other(server: Server) -> None:

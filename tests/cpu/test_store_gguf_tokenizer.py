@@ -104,6 +104,16 @@ def byte_level_keys(pre: str | None, **changes: Any) -> Keys:
     return Keys({**values, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}, "m.gguf")
 
 
+def test_thoughts_of_gpt_oss_do_not_end_its_turn() -> None:
+    special = ["<|return|>", "<|call|>", "<|end|>"]
+    tokens = [*_byte_characters(), *special]
+    harmony = {"tokens": tokens, "token_type": [1] * 256 + [3] * 3, "merges": [], "bos_token_id": 256}
+    fields = token_fields(Vocabulary(byte_level_keys("gpt-4o", **harmony, eos_token_id=256)))
+    assert fields.eos_token_ids == (256, 257)
+    phi = {**harmony, "tokens": [*tokens[:257], "<|user|>", "<|end|>"]}
+    assert token_fields(Vocabulary(byte_level_keys("gpt-4o", **phi, eos_token_id=256))).eos_token_ids == (256, 258)
+
+
 def tokens_of(keys: Keys, text: str, architecture: str = "llama") -> list[str]:
     tokens: list[str] = build_tokenizer(Vocabulary(keys), architecture).encode(text).tokens
     return tokens

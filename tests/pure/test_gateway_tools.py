@@ -22,6 +22,7 @@ from dovetail.gateway.reasoning import ThinkingReader, ThinkMarks
 from dovetail.gateway.tools.formats import (
     BARS,
     FORMATS,
+    HARMONY,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
@@ -31,6 +32,7 @@ from dovetail.gateway.tools.formats import (
     format_in,
 )
 from dovetail.gateway.tools.grammar import CallGrammar, closed_schema
+from dovetail.gateway.tools.harmony import MARKS, HarmonyReader
 from dovetail.gateway.tools.prompt import told_in_system, told_in_user, tools_as_text, without_tool_roles
 from dovetail.gateway.tools.readers import CallReader
 from dovetail.gateway.tools.schema import NamedTool, Tool, Wanted, wanted_tools
@@ -52,7 +54,7 @@ def read(reader: Reader, pieces: list[str]) -> tuple[str, str, list[tuple[str | 
 
 
 def read_whole(format: ToolFormat, text: str) -> tuple[str, list[tuple[str | None, Any]]]:
-    _, content, calls = read(CallReader(format.form), [text])
+    _, content, calls = read(format.reader(), [text])
     return content, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
@@ -93,6 +95,17 @@ CASES: list[tuple[ToolFormat, str, str, list[Any]]] = [
     (MISTRAL, "See [TOOL_CALLS", "See [TOOL_CALLS", []),
     (MISTRAL_ARGS, '[TOOL_CALLS]weather[ARGS]{"city": "Berlin", "days": 3}'
      '[TOOL_CALLS]time[CALL_ID]a1[ARGS]{"zone": "UTC"}', "", [W, T]),
+    (HARMONY, '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Berlin", "days": 3}'
+     '<|call|>', "", [W]),
+    (HARMONY, ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Berlin", "days": 3}<|end|>'
+     '<|start|>assistant<|channel|>commentary to=functions.time<|constrain|>json<|message|>{"zone": "UTC"}', "",
+     [W, T]),
+    (HARMONY, "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant to=functions.now<|channel|>"
+     "commentary<|message|><|call|>", "Let me look.", [("now", {})]),
+    (HARMONY, "<|channel|>final<|message|>a < b <|x|>  \n<|return|>", "a < b <|x|>  \n", []),
+    (HARMONY, "plain text <|en", "plain text <|en", []),
+    (HARMONY, " to=me", " to=me", []),
+    (HARMONY, "<|channel|>final", "", []),
     (BARS, '<|tool_call|>[{"name": "weather", "arguments": {"city": "Berlin", "days": 3}}]<|/tool_call|>', "", [W]),
 ]  # fmt: skip
 
@@ -108,7 +121,7 @@ def test_how_the_text_is_cut_does_not_matter(case: Any, cuts: list[int], by_char
     format, text, _, _ = case
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     pieces = list(text) if by_character else [text[a:b] for a, b in pairwise(places)]
-    assert read(CallReader(format.form), pieces) == read(CallReader(format.form), [text])
+    assert read(format.reader(), pieces) == read(format.reader(), [text])
 
 
 def test_arguments_are_told_while_they_are_written() -> None:
@@ -261,6 +274,7 @@ def test_tools_and_choices_that_do_not_fit_are_refused(tools: Any, choice: Any) 
         ("<|python_tag|>", LLAMA3_JSON),
         ("[func_name1(params_name1=params_value1)]", PYTHONIC),
         ("<|tool_call|>", BARS),
+        ("<|start|>assistant<|channel|>final<|message|>", HARMONY),
         ("{{ messages }}", None),
     ],
 )
@@ -319,3 +333,47 @@ def test_a_call_may_follow_thoughts() -> None:
     for pieces in ([text], list(text)):
         reader = ThinkingReader(THINK, CallReader(HERMES.form), is_open=True)
         assert read(reader, pieces) == ("I need the time.", "", [("time", '{"zone": "UTC"}')])
+
+
+# Channels
+
+CHANNELS = [
+    (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi!<|return|>",
+        "Hm.",
+        "Hi!",
+    ),
+    ("<|channel|>analysis<|message|>Hm, ", "Hm, ", ""),
+    (
+        "<|channel|>analysis<|message|>One.<|end|>\n<|start|>assistant<|channel|>analysis to=python code<|message|>"
+        "1 + 1<|end|><|start|>python to=assistant<|channel|>analysis<|message|>2<|end|><|start|>assistant<|channel|>"
+        "commentary<|message|>Soon.<|end|><|start|>assistant<|channel|>final<|message|>2<|end|>",
+        "One.\n1 + 1",
+        "Soon.\n2",
+    ),
+    ("<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hi!", "Hm.", "Hi!"),
+    ("<|channel|>analysis<|end|><|start|>assistant<|channel|>final<|message|>Hi!", "", "Hi!"),
+    ("<|message|>Hi!", "", "Hi!"),
+    ('<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>', "", '{"a": 1}'),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content"), CHANNELS)
+def test_channels_are_thoughts_and_what_is_said(text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(HarmonyReader(reads_calls=False), pieces) == (reasoning, content, [])
+
+
+PIECES = ["assistant", "analysis", "commentary", "final", " to=functions.f", " to=", "json", "{}", "hm ", "\n", *MARKS]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=14), st.lists(st.integers(0, 200), max_size=12), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_channels_in_any_order_read_the_same_however_they_are_cut(
+    words: list[str], cuts: list[int], calls: bool
+) -> None:
+    text = "".join(words)
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    whole = read(HarmonyReader(reads_calls=calls), [text])
+    assert read(HarmonyReader(reads_calls=calls), [text[a:b] for a, b in pairwise(places)]) == whole
+    assert read(HarmonyReader(reads_calls=calls), list(text)) == whole

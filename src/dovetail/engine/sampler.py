@@ -65,6 +65,8 @@ def uniform(seed: int, position: int) -> float:
 
 # Shaping one row's logits, in place
 
+_LATE_TOKENS = 3  # that the mark may come after its time: a character has up to four bytes, each perhaps a token
+
 
 def is_shaped(row: TurnRow) -> bool:
     """Its logits are changed before one is chosen."""
@@ -94,7 +96,8 @@ def _shape(logits: Tensor, row: TurnRow, grammars: Grammars) -> _Failure | None:
         except Unprocessable as error:
             return _Failure(str(error))
     forced = _forced_token(row)
-    if forced is not None:
+    # A grammar may want the rest of a character first.
+    if forced is not None and (sampling.grammar is None or logits[forced] > float("-inf")):
         _allow_only(logits, (forced,))
     return None
 
@@ -103,13 +106,15 @@ def _forced_token(row: TurnRow) -> int | None:
     """The next token of the mark that ends thoughts, once they have had their tokens."""
     limit = row.sampling.thinking
     made = len(row.tokens) - row.num_prompt
-    if limit is None or not limit.max_tokens <= made < limit.max_tokens + len(limit.closing):
+    if limit is None or not limit.max_tokens <= made < limit.max_tokens + len(limit.closing) + _LATE_TOKENS:
         return None
-    thoughts = tuple(row.tokens[row.num_prompt : row.num_prompt + limit.max_tokens])
-    size = len(limit.closing)
-    ended = any(thoughts[at : at + size] == limit.closing for at in range(len(thoughts)))
-    begun = thoughts[: len(limit.opening)] == limit.opening
-    return limit.closing[made - limit.max_tokens] if begun and not ended else None
+    output, size = tuple(row.tokens[row.num_prompt :]), len(limit.closing)
+    ended = any(output[at : at + size] == limit.closing for at in range(len(output)))
+    if ended or output[: len(limit.opening)] != limit.opening:
+        return None
+    over = output[limit.max_tokens :]
+    there = next(k for k in range(min(size - 1, len(over)), -1, -1) if over[len(over) - k :] == limit.closing[:k])
+    return limit.closing[there]
 
 
 def _penalize(logits: Tensor, row: TurnRow) -> None:
@@ -131,7 +136,7 @@ def _penalize(logits: Tensor, row: TurnRow) -> None:
 def _allow_only(logits: Tensor, tokens: Sequence[int]) -> None:
     allowed = torch.tensor(tokens, device=logits.device)
     values = logits[allowed]
-    # One token alone is chosen also where the model, or a grammar, gives it no chance.
+    # One token alone is chosen also where the model gives it no chance.
     values = values if len(tokens) > 1 else torch.zeros_like(values)
     logits.fill_(float("-inf"))
     logits[allowed] = values

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.reasoning import think_marks
 from dovetail.gateway.tools.formats import HERMES, PYTHONIC, format_in
+from dovetail.gateway.tools.harmony import is_harmony
 from dovetail.types import ModelCard
 
 # A rendering may grow on its input (a template that repeats the tools), but not without end.
@@ -55,6 +56,7 @@ class TemplateFacts:
         own = PYTHONIC if card.spec.family.startswith("gemma") else HERMES
         self.tool_format = found if found is not None and self.knows_tools else own
         self.think_marks = think_marks(card.chat_template)
+        self.is_harmony = is_harmony(card.chat_template)
 
 
 class ChatTemplate:

@@ -12,15 +12,16 @@ from functools import partial
 
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.api import ChatRequest
+from dovetail.gateway.chat import TemplateFacts
 from dovetail.gateway.chat_prompt import chat_prompt
 from dovetail.gateway.constraints import Constraint, constraint_of
 from dovetail.gateway.grammar_trials import grammar_trials
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.reading import MakeReader, Parts, PlainReader, Reader
 from dovetail.gateway.reasoning import ThinkingReader, ThinkMarks
+from dovetail.gateway.tools import harmony
 from dovetail.gateway.tools.formats import ToolFormat
-from dovetail.gateway.tools.grammar import COMPACT, CallGrammar, escaped
-from dovetail.gateway.tools.readers import CallReader
+from dovetail.gateway.tools.grammar import COMPACT, CallGrammar, Mark, escaped, marked_text
 from dovetail.gateway.tools.schema import Wanted, wanted_tools
 from dovetail.types import Grammar, ThinkingLimit
 
@@ -44,10 +45,11 @@ async def chat_form(body: ChatRequest, model: ServedModel) -> ChatForm:
     marks = model.template.think_marks
     is_open = marks is not None and prompt.text.rstrip().endswith(marks.opening)
     shape = _Shape(body, model, wanted, marks if is_open else None)
-    make_reader = partial(_reader, marks, is_open, model.template.tool_format if wanted else None, body)
+    make_reader = partial(_reader, model.template, is_open, model.template.tool_format if wanted else None, body)
     markers = (
         *(model.template.tool_format.markers if wanted else ()),
         *((marks.opening, marks.closing) if marks else ()),
+        *(harmony.MARKS if model.template.is_harmony else ()),
     )
     return ChatForm(
         prompts=[prompt.tokens],
@@ -58,12 +60,16 @@ async def chat_form(body: ChatRequest, model: ServedModel) -> ChatForm:
     )
 
 
-def _reader(marks: ThinkMarks | None, is_open: bool, format: ToolFormat | None, body: ChatRequest) -> Reader:
-    answer: Reader = CallReader(format.form) if format is not None else PlainReader()
-    if marks is None:
-        return answer
-    thinking = ThinkingReader(marks, answer, is_open=is_open)
-    return thinking if body.include_reasoning is not False else _WithoutReasoning(thinking)
+def _reader(template: TemplateFacts, is_open: bool, format: ToolFormat | None, body: ChatRequest) -> Reader:
+    reader: Reader
+    if template.is_harmony:
+        reader = harmony.HarmonyReader(reads_calls=format is not None)
+    else:
+        reader = format.reader() if format is not None else PlainReader()
+        if template.think_marks is None:
+            return reader
+        reader = ThinkingReader(template.think_marks, reader, is_open=is_open)
+    return reader if body.include_reasoning is not False else _WithoutReasoning(reader)
 
 
 class _WithoutReasoning:
@@ -116,6 +122,9 @@ class _Shape:
         self._wanted = wanted
         self._thoughts = thoughts
         self._format = model.template.tool_format
+        # An answer whose marks are no tokens of their own comes from no model that was trained on them.
+        self._has_channels = model.template.is_harmony and self._mark(harmony.END) is not None
+        self._reply = "final reply" if self._has_channels else "reply"
 
     async def constraint(self) -> Constraint | None:
         asked = constraint_of(self._body)
@@ -128,7 +137,11 @@ class _Shape:
             return "tools", await self._lark(wanted, "calls")
         if asked is not None:
             answer = _as_rule(asked[1])
-            return asked if answer is None else ("response_format", await self._lark(wanted, "calls | reply", answer))
+            return (
+                asked
+                if answer is None
+                else ("response_format", await self._lark(wanted, f"calls | {self._reply}", answer))
+            )
         if wanted.is_strict and self._format.form.openings and self._mark(self._format.form.openings[0]) is None:
             return "tools", await self._lark(wanted, "answer")
         return None
@@ -147,6 +160,8 @@ class _Shape:
         return Grammar("lark", "\n".join([*self._start(start), text, *rules]))
 
     def _start(self, rule: str) -> list[str]:
+        if self._has_channels:
+            return _in_channels(rule, self._mark)
         if self._thoughts is None:
             return [f"start: {rule}"]
         mark = self._mark(self._thoughts.closing)
@@ -155,16 +170,25 @@ class _Shape:
 
     def _after_thoughts(self, asked: Constraint | None) -> Constraint | None:
         """A format is the answer's; the thoughts before it are free."""
-        if asked is None or self._thoughts is None:
+        if asked is None or (self._thoughts is None and not self._has_channels):
             return asked
         answer = _as_rule(asked[1])
         if answer is None:
             return asked
-        return asked[0], Grammar("lark", "\n".join([*self._start("reply"), answer]))
+        return asked[0], Grammar("lark", "\n".join([*self._start(self._reply), answer]))
 
     def _mark(self, text: str) -> str | None:
         token = _special(self._model, text)
         return None if token is None else f"<[{token}]>"
+
+
+def _in_channels(rule: str, mark: Mark) -> list[str]:
+    """Thoughts first, if the model likes; then calls, or what it says in the channel for that."""
+    opening, closing, final = (
+        marked_text(text, harmony.MARKS, mark)
+        for text in (harmony.THOUGHTS[0], f"{harmony.END}{harmony.START}assistant", harmony.FINAL)
+    )
+    return [f"start: analysis? ({rule})", f"analysis: {opening} /(?s:.*)/ {closing}", f"final: {final}"]
 
 
 def _as_rule(grammar: Grammar) -> str | None:

@@ -52,6 +52,8 @@ async def _render(body: ChatRequest, model: ServedModel, wanted: Wanted | None) 
         messages = await model.lanes.parse.run(lambda: template_messages(body.messages))
     else:
         messages = template_messages(body.messages)
+    if template.is_harmony:
+        messages = [_with_thinking(message) for message in messages]
     if template.knows_tools:
         tools = [tool.model_dump(exclude_unset=True) for tool in wanted.shown] if wanted is not None else None
         return await _render_messages(body, model, messages, tools)
@@ -78,6 +80,12 @@ async def _render_messages(
         continue_final_message=bool(body.continue_final_message),
         extra=_template_options(body),
     )
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Thoughts under the name that the template of gpt-oss has for them. Beside a text it takes none."""
+    thoughts = message.get("reasoning_content")
+    return {**message, "thinking": thoughts} if thoughts and not message.get("content") else message
 
 
 def _template_options(body: ChatRequest) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dovetail.gateway.reading import Parts, PlainReader, Reader
+from dovetail.gateway.tools.harmony import THOUGHTS, is_harmony
 from dovetail.gateway.tools.held import could_become, split_held
 
 
@@ -19,6 +20,8 @@ _KNOWN = (ThinkMarks("<think>", "</think>"), ThinkMarks("[THINK]", "[/THINK]"))
 
 def think_marks(template: str) -> ThinkMarks | None:
     """Of a model whose chat template speaks of thoughts."""
+    if is_harmony(template):
+        return ThinkMarks(*THOUGHTS)
     return next((marks for marks in _KNOWN if marks.closing in template), None)
 
 

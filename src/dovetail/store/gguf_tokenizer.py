@@ -16,6 +16,7 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_typ
 
 # Control tokens that end a turn, whatever the file calls its end token; llama.cpp has the same list.
 _END_OF_TURN = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
+_END_OF_HARMONY = {"<|return|>", "<|call|>"}  # of gpt-oss, whose <|end|> ends a thought and not the turn
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -118,11 +119,14 @@ def build_tokenizer(vocabulary: Vocabulary, architecture: str) -> Tokenizer:
 
 def token_fields(vocabulary: Vocabulary) -> TokenFields:
     ends = [vocabulary.special(name) for name in ("eos", "eot", "eom")]
-    named = [
-        token
+    controls = {
+        text: token
         for token, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-        if kind == _CONTROL and text in _END_OF_TURN
-    ]
+        if kind == _CONTROL
+    }
+    is_harmony = controls.keys() >= _END_OF_HARMONY
+    ending = _END_OF_HARMONY | _END_OF_TURN - {"<|end|>"} if is_harmony else _END_OF_TURN
+    named = [token for text, token in controls.items() if text in ending]
     template = vocabulary.keys.get("tokenizer.chat_template")
     return TokenFields(
         chat_template=template if isinstance(template, str) else None,

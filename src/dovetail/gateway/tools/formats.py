@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.gateway.tools.readers import CallForm
+from dovetail.gateway.reading import Reader
+from dovetail.gateway.tools import harmony
+from dovetail.gateway.tools.readers import CallForm, CallReader
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,16 @@ class ToolFormat:
     item: tuple[str, str] = ("", "")  # around each call
     separator: str = ""  # between calls
     end: str = ""  # after the last
+    marks: tuple[str, ...] = ()  # all of its special tokens, where the form does not say them
+
+    def reader(self) -> Reader:
+        return harmony.HarmonyReader(reads_calls=True) if self is HARMONY else CallReader(self.form)
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be single tokens, hidden from an answer's text unless it is read for calls."""
+        if self.marks:
+            return self.marks
         marks = (*self.form.openings, self.form.closing, self.form.argument_mark, self.form.id_mark, "<|python_tag|>")
         return tuple(mark for mark in marks if mark)
 
@@ -73,12 +81,23 @@ BARS = ToolFormat(  # Granite 3, Phi-4-mini
     separator=", ",
     end="]",
 )
+HARMONY = ToolFormat(  # gpt-oss; read by a reader of its own, because thoughts and calls are not apart in it
+    "harmony",
+    CallForm(
+        (harmony.CHANNEL,), body="named", argument_mark=f" {harmony.CONSTRAIN}json{harmony.MESSAGE}", repeats=False
+    ),
+    item=(f"{harmony.CHANNEL}commentary to=functions.", ""),
+    separator=f"{harmony.END}{harmony.START}assistant",
+    marks=harmony.MARKS,
+)
 
-FORMATS = {format.name: format for format in (HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, BARS)}
+FORMATS = {format.name: format for format in (HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, BARS, HARMONY)}
 
 
 def format_in(template: str) -> ToolFormat | None:
     """The form that a chat template tells its model to use; None if it names none that is known."""
+    if harmony.is_harmony(template):
+        return HARMONY
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
     if "<tool_call>" in template and "<function=" not in template:

@@ -97,11 +97,15 @@ class CallGrammar:
         return f"%json {json.dumps(closed)}"
 
     def _text(self, text: str) -> str:
-        """A text as Lark, its markers as the tokens that they are."""
-        pieces = [text]
-        for marker in self._format.markers:
-            pieces = [part for piece in pieces for part in _cut(piece, marker)]
-        return " ".join(self._mark(piece) or literal(piece) for piece in pieces if piece) or '""'
+        return marked_text(text, self._format.markers, self._mark)
+
+
+def marked_text(text: str, markers: Iterable[str], mark: Mark) -> str:
+    """A text as Lark, its markers as the tokens that they are."""
+    pieces = [text]
+    for marker in markers:
+        pieces = [part for piece in pieces for part in _cut(piece, marker)]
+    return " ".join(mark(piece) or literal(piece) for piece in pieces if piece) or '""'
 
 
 def literal(text: str) -> str:
