@@ -1,5 +1,5 @@
 """A chat that names no limit gets the server's, or the model's own, and never more than the context; and drafts, which
-the second model of the same server has, change no answer."""
+other models of the same server have, by lookup and by a draft model, change no answer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ CONFIG = """
 models:
   short: {{source: "{llama}", default_max_tokens: 5}}
   other: {{source: "{qwen3}", speculative: {{mode: always, tokens: 6}}}}
+  drafted: {{source: "{llama}", speculative: {{mode: always, tokens: 4, draft: other}}}}
 server: {{default_max_tokens: 9}}
 nodes: [{{threads: 1, kv_cache: 4MiB}}]
 store: {{path: "{store}"}}
@@ -65,7 +66,7 @@ def test_a_completion_without_a_limit_still_gets_sixteen(server: Server) -> None
     assert answer.usage.completion_tokens == 16
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("model", "stream"), [("other", False), ("other", True), ("drafted", True)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -74,8 +75,11 @@ def test_a_completion_without_a_limit_still_gets_sixteen(server: Server) -> None
         {"temperature": 0, "max_tokens": 60, "stop": ["AAAAAAAAAAAAA"]},
     ],
 )
-def test_drafts_change_no_answer_and_are_counted(server: Server, options: dict[str, Any], stream: bool) -> None:
+def test_drafts_change_no_answer_and_are_counted(
+    server: Server, options: dict[str, Any], model: str, stream: bool
+) -> None:
     body = options | {
+        "model": model,
         "ignore_eos": True,
         "logit_bias": {"65": 8.0},
         "prediction": {"type": "content", "content": "AAA"},
@@ -93,7 +97,7 @@ def test_drafts_change_no_answer_and_are_counted(server: Server, options: dict[s
 
 def answer_to(server: Server, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
     """Texts and ends by choice, log-probabilities as part of the text, and usage."""
-    body = {"model": "other", "messages": [{"role": "user", "content": "hello"}], **body}
+    body = {"messages": [{"role": "user", "content": "hello"}], **body}
     if not stream:
         answer = server.post("/v1/chat/completions", body).json()
         chunks = [answer]
