@@ -24,11 +24,13 @@ from dovetail.node.events import (
 )
 from dovetail.node.instance import State
 from dovetail.node.node import Node
+from dovetail.node.outlook import demand_of
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Admission, Knobs, TurnOrder
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.presets import DOVETAIL
 from dovetail.sim.storm import check_node
 
 BY_SLO = Knobs(paced_from_first_token=False)  # a first token that comes early leaves the others its time
@@ -483,3 +485,16 @@ def test_any_interleaving_keeps_the_books_balanced(
         _collect(node, 99, pending)
     assert not node.instances
     assert node.residency.ledger.held == node.residency.ledger.planned == node.residency.ledger.waiting == 0
+
+
+def test_who_comes_later_does_not_silence_an_answer_that_is_computed_again() -> None:
+    """An answer that was moved here is far ahead of its pace; what is judged is when it falls silent for too long."""
+    node = make_node(knobs=replace(DOVETAIL, max_silence_s=2.0), hosting=make_hosting(in_place=True))
+    moved = make_work(0, input_tokens=1024)
+    moved.produced, moved.last_token_s = 200, 0.0  # due 50 s from now by its pace
+    moved.first_due_s = 1.0
+    assert not isinstance(node.start(moved, 0.5), Refusal)
+    instance = next(iter(node.instances.values()))
+    demand = demand_of(instance, 0.5, 0.0, 0.0, 32.0)
+    assert demand.prefills[0].due_s == pytest.approx(node.admit.rule.max_silence_s)
+    assert demand.prefills[0].due_s < moved.due_s

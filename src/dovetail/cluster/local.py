@@ -84,7 +84,7 @@ class LocalNode:
 
     @property
     def room(self) -> StartRoom:
-        return self.runtime.room
+        return self.runtime.known_room or self.runtime.room  # dozens are looked at in a decision
 
     @property
     def link_free_s(self) -> float:

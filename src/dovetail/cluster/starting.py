@@ -69,13 +69,15 @@ class StartOrder:
         if self._knobs.admission is not Admission.SHADOW:
             return node.offer_of(request.model) is not None and node.up and (self._knobs.sharing or not node.in_use)
         room = node.room
-        pace_s, strictest_s = room.pace_s, min(request.tpot_s, room.strictest_s)
-        if pace_s > strictest_s or not node.up:
+        pace_s, strictest_s = room.pace_s, room.strictest_s
+        if request.tpot_s < strictest_s:
+            strictest_s = request.tpot_s
+        if pace_s > strictest_s:
             return False
         offer = node.offer_of(request.model)
         if offer is None or offer.weight_bytes > room.weight_bytes:
             return False
-        return pace_s + offer.decode_s <= strictest_s or not pace_s
+        return (pace_s + offer.decode_s <= strictest_s or not pace_s) and node.up
 
     def rank(self, nodes: Sequence[NodeHandle], model: str, now: float) -> list[NodeHandle]:
         """In the order in which they are asked to start an instance of the model."""

@@ -129,6 +129,14 @@ def _prefills(instance: Instance, loaded_s: float | None, pace_tokens: float) ->
     return found
 
 
+def _silent_s(instance: Instance, work: Work) -> float:
+    """When an answer that came from elsewhere and is computed again would have been silent for too long. It may be far
+    ahead of its pace: judged by that alone, it would wait for everyone who comes after it."""
+    if work.last_token_s is None or work.hold:
+        return INFINITY
+    return work.last_token_s + instance.rule.max_silence_s
+
+
 def _prefill(
     instance: Instance, work: Work, start: int, loaded_s: float | None, pace_tokens: float, split: float
 ) -> Prefill:
@@ -141,4 +149,5 @@ def _prefill(
         part_s = least_s(instance.hosting.latency, start, work.known_tokens - start) * instance.overestimate
     urgent_s = instance.urgent_prefill_s(work) + grace_s
     safety_s = INFINITY if work.produced else work.safety_s(pace_tokens)
-    return Prefill(work.due_s + grace_s, urgent_s, seconds, work.tpot_s, safety_s, part_s, split)
+    due_s = min(work.due_s + grace_s, _silent_s(instance, work))
+    return Prefill(due_s, urgent_s, seconds, work.tpot_s, safety_s, part_s, split)

@@ -41,7 +41,7 @@ class NodeRuntime:
         self._last_end_s: float | None = None  # of a turn; None = the device was idle since
         self.is_idle = False  # nothing can run, as it was last said
         self._fullness: float | None = None
-        self._room: protocol.StartRoom | None = None
+        self.known_room: protocol.StartRoom | None = None  # None: something has changed since it was last asked for
 
     # What may be seen
 
@@ -59,9 +59,9 @@ class NodeRuntime:
     @property
     def room(self) -> protocol.StartRoom:
         """As of then, too."""
-        if self._room is None:
-            self._room = self.node.admit.room_for_start()
-        return self._room
+        if self.known_room is None:
+            self.known_room = self.node.admit.room_for_start()
+        return self.known_room
 
     def view(self) -> protocol.NodeView:
         return answers.view_of(self.node, self.version, self.fullness, self.room)
@@ -306,7 +306,7 @@ class NodeRuntime:
     def fail(self) -> list[Work]:
         """The device is gone; returns the work that was on it."""
         self._speech.clear()
-        self._last_end_s = self._fullness = self._room = None
+        self._last_end_s = self._fullness = self.known_room = None
         self.is_idle = False
         return self.node.fail()
 
@@ -316,7 +316,7 @@ class NodeRuntime:
         self._speech.start_log(device)
 
     def changed(self, now: float) -> None:
-        self._fullness = self._room = None
+        self._fullness = self.known_room = None
         self.version += 1
         self.is_touched = True
         if self._dirty is not None:

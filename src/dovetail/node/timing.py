@@ -18,7 +18,7 @@ from dovetail.policy.lengths import AnswerLengths, most_tokens
 from dovetail.policy.memory import OutputMean
 from dovetail.policy.parts import in_parts_s, least_s, split_s
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.shadow import TurnRule, validate
+from dovetail.policy.shadow import TurnRule, must_be_late, validate
 
 TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it
 
@@ -128,9 +128,12 @@ class Timing:
         if self._is_overcommitted(others, target, work.tpot_s, max(decode_s, grown_s)):
             return Refusal.DECODE_OVERCOMMITTED  # most refusals end here, before anything is played
         candidate, own = self._candidate(target, work, free_at_s, kv_tokens, decode_s, grown_s)
+        is_played = self._knobs.shadow is not Shadow.CLOSED
+        if is_played and must_be_late(candidate, own, free_at_s):
+            return Refusal.FIRST_TOKEN_LATE  # before the neighbours are looked at
         demands = [self._demand(one, free_at_s) for one in others]
         demands.append(own)
-        if self._knobs.shadow is Shadow.CLOSED:
+        if not is_played:
             return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
         return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule, is_paced=True)
 

@@ -16,6 +16,7 @@ class PlacedBatch(Batch, Protocol):
     def on_cpu(self) -> bool: ...
 
 
+FIRST = 1 << 40  # beyond any batch: one number sorts sooner than a pair, and a popular model has many instances
 BatchT = TypeVar("BatchT", bound=Batch)
 PlacedT = TypeVar("PlacedT", bound=PlacedBatch)
 
@@ -25,7 +26,7 @@ def rank_instances(instances: Iterable[PlacedT], *, reactive: bool) -> list[Plac
     the smallest batch first, wherever it is."""
     if not reactive:
         return sorted(instances, key=lambda instance: instance.batch)
-    return sorted(instances, key=lambda instance: (not instance.on_cpu, -instance.batch))
+    return sorted(instances, key=lambda instance: -instance.batch - FIRST if instance.on_cpu else -instance.batch)
 
 
 def rank_victims(neighbours: Iterable[BatchT], batch: int) -> list[BatchT]:

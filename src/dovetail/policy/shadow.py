@@ -221,11 +221,16 @@ def validate(
     is known to be."""
     if not is_paced and is_overcommitted(demands, target, candidate):
         return Refusal.DECODE_OVERCOMMITTED
-    if max(start_s, demands[target].ready_s) + candidate.prefill_s > candidate.deadline_s:
+    if must_be_late(candidate, demands[target], start_s):
         return Refusal.FIRST_TOKEN_LATE
     if (late := _infeasible(demands, candidate, start_s)) is not None:
         return late
     return _Play(demands, target, candidate, rule).run(start_s)
+
+
+def must_be_late(candidate: Candidate, target: InstanceDemand, start_s: float) -> bool:
+    """Whoever its neighbours are."""
+    return max(start_s, target.ready_s) + candidate.prefill_s > candidate.deadline_s
 
 
 def _infeasible(demands: Sequence[InstanceDemand], candidate: Candidate, start_s: float) -> Refusal | None:
