@@ -20,6 +20,7 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    PlainSerializer,
     SecretStr,
     TypeAdapter,
     ValidationError,
@@ -34,6 +35,7 @@ _SIZE = TypeAdapter(ByteSize)
 _DURATION = re.compile(r"^\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*$")
 _SECONDS = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DEFAULT_MAX_TOKENS = 2048  # of a chat that names no limit: a model that does not stop would fill its whole context
+_LOGIN = re.compile(r"^(etcds?://)[^@]*:.*@")  # of a state that several gateways share
 _ENV = re.compile(r"\$\{env\.([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -53,6 +55,14 @@ def parse_duration(value: object) -> float:
     if match is None:
         raise ValueError(f"expected a duration such as 10m, 30s or 0, got {value!r}")
     return float(match.group(1)) * _SECONDS[match.group(2)]
+
+
+def is_secret_state(state: str) -> bool:
+    return _LOGIN.match(state) is not None
+
+
+def _without_password(state: str | None) -> str | None:
+    return None if state is None else _LOGIN.sub(r"\1***@", state)
 
 
 Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str), Field(ge=0)]
@@ -161,9 +171,10 @@ class ServerConfig(_Section):
     # A request whose worker dies goes on, from the tokens that it has, on the worker that takes its place.
     max_resumptions: int = Field(default=2, ge=0)  # of one request; one more death is an error
     resume_timeout: Duration = Field(default=4.0, ge=0)  # how long a stream waits for the new worker before an error
-    # Folder of what survives a server that is killed: its workers wait for the next one, with their models, and are
-    # found by what is written here. None = they end with it.
-    state: Path | None = None
+    # Folder of what survives a server that is killed, or etcd://[USER:PASSWORD@]HOST:PORT[,HOST2:PORT]/PREFIX for
+    # several gateways of which one leads: its workers wait for the next one, with their models, and are found by what
+    # is written here. None = they end with it.
+    state: Annotated[str | None, PlainSerializer(_without_password, when_used="json")] = Field(default=None, repr=False)
     outlive: Duration = Field(default=60.0, gt=0)  # how long they wait
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from server_fixture import Server, eventually, read_one_of_many, running_server
 
-from dovetail.cluster.durable import Durable
+from dovetail.cluster.durable import SqliteDurable
 from dovetail.errors import ConfigError
 from dovetail.local_token import token_for
 
@@ -134,27 +134,27 @@ def test_a_killed_gateway_finds_its_workers_with_their_models_and_a_front_loses_
 
 def test_a_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    Durable(folder).close()
+    SqliteDurable(folder).close()
     (folder / "state.db").write_bytes(b"nonsense" * 1000)
     with pytest.raises(ConfigError, match=r"state\.db"):
-        Durable(folder)
+        SqliteDurable(folder)
     with pytest.raises(ConfigError, match="longer than"):
-        Durable(tmp_path / ("long" * 30))
+        SqliteDurable(tmp_path / ("long" * 30))
 
 
 def test_facts_are_there_for_the_next_one_whatever_became_of_the_last(tmp_path: Path) -> None:
-    first = Durable(tmp_path / "state")
+    first = SqliteDurable(tmp_path / "state")
     first.put("worker", "left", {"pid": 1})
     first.put("worker", "right", None)
     first.drop("worker", "right")
     with pytest.raises(ConfigError, match="another server uses"):
-        Durable(tmp_path / "state")
+        SqliteDurable(tmp_path / "state")
     reader = sqlite3.connect(tmp_path / "state" / "state.db")
     assert reader.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert reader.execute("SELECT name, value FROM facts").fetchall() == [("left", '{"pid": 1}')]
     reader.close()
     first.close()
-    second = Durable(tmp_path / "state")
+    second = SqliteDurable(tmp_path / "state")
     assert second.all("worker") == {"left": {"pid": 1}}
     assert second.get("worker", "right") is None
     second.close()

@@ -77,7 +77,7 @@ def test_the_container_has_what_it_copies_and_what_it_runs() -> None:
             missing = [source for source in step[1:-1] if not (ROOT / source).exists()]
             assert not missing, missing
     (command,) = (line for line in lines if line.startswith("CMD"))
-    assert parse(yaml.safe_load(command.removeprefix("CMD")))["state"] == Path("/var/lib/dovetail/state")
+    assert parse(yaml.safe_load(command.removeprefix("CMD")))["state"] == "/var/lib/dovetail/state"
 
 
 def test_in_compose_the_joiner_finds_the_head() -> None:

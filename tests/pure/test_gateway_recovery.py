@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from pathlib import Path
 
 from gateway_builders import eventually, make_admin, make_card, running_service
 from test_gateway_service import collect
 
-from dovetail.cluster.durable import Durable
-from dovetail.config import ModelConfig
+from dovetail.cluster.durable import SqliteDurable
+from dovetail.config import ModelConfig, NodeConfig
 from dovetail.gateway.admin import Admin
+from dovetail.gateway.adopted import WorkerRecords
 from dovetail.gateway.recovery import Changes, Recovery
+from dovetail.gateway.supervisor import Supervisor
+from dovetail.messages import Hello
+from dovetail.pulse import Pulse
 
 
 def test_models_are_assigned_confirmed_and_forgotten_as_nodes_say(tmp_path: Path) -> None:
     async def run() -> None:
-        durable = Durable(tmp_path / "state")
+        durable = SqliteDurable(tmp_path / "state")
         async with running_service(tmp_path) as service:
             recovery = Recovery(durable, service.cluster)
             assert recovery.ready_before == ()
@@ -39,7 +44,7 @@ def test_models_are_assigned_confirmed_and_forgotten_as_nodes_say(tmp_path: Path
 
 def test_changes_of_models_hold_in_the_next_server_as_far_as_they_can(tmp_path: Path) -> None:
     async def run() -> None:
-        durable = Durable(tmp_path / "state")
+        durable = SqliteDurable(tmp_path / "state")
         async with running_service(tmp_path) as service:
             admin = _admin(durable, service)
             await admin.add("mine", ModelConfig(source="fake", keep_alive=7.0))
@@ -54,7 +59,7 @@ def test_changes_of_models_hold_in_the_next_server_as_far_as_they_can(tmp_path: 
             assert {one.name for one in service.models.all()} == {"mine", "fake"}
         durable.close()
 
-    def _admin(durable: Durable, service: object) -> Admin:
+    def _admin(durable: SqliteDurable, service: object) -> Admin:
         admin = make_admin(service)  # type: ignore[arg-type]
         admin._changes = Changes(durable)
         return admin
@@ -71,5 +76,27 @@ def test_a_worker_that_comes_back_with_a_model_that_is_on_offer_no_more_is_told_
             service.link.send = lambda node, message: sent.append(type(message).__name__)  # type: ignore[method-assign]
             service.cluster._greet("cpu-0", type(hello)("cpu-0", 1, "cpu", 0.0, models=("fake", "gone")))
             assert sent == ["Load", "Unload"]
+
+    asyncio.run(run())
+
+
+def test_a_worker_from_before_is_known_before_anything_that_it_says_can_be_read(tmp_path: Path) -> None:
+    async def run() -> None:
+        durable = SqliteDurable(tmp_path / "state")
+        records = WorkerRecords(durable)
+        supervisor = Supervisor(
+            NodeConfig(name="left"), "ipc://nowhere", None, lambda name, end: None, tmp_path, (), records, 60.0
+        )
+        orphan = subprocess.Popen(["sleep", "60"])
+        try:
+            records.started("left", orphan.pid, supervisor._argv)
+            Pulse.create(supervisor._pulse_file).close()
+            supervisor.start()  # in the tick in which its socket is bound: it may speak in the next one
+            assert supervisor.expects(Hello("left", orphan.pid, "cpu", 0.0))
+        finally:
+            orphan.kill()
+            await supervisor.stop()
+            orphan.wait()
+            durable.close()
 
     asyncio.run(run())

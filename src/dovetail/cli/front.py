@@ -12,6 +12,7 @@ import typer
 import zmq
 
 from dovetail.cli.serve import ApiKey, OpenToNetwork, Plan, listen_for, override_with, run_loop, serve_plan
+from dovetail.cli.state import hide_secret, state_folder
 from dovetail.config import Config, NodeConfig, load_config
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ LEADER_TIMEOUT_S = 60.0  # for which a stream waits while there is no leading ga
 
 
 def front(
-    state: Annotated[Path, typer.Argument(help="The folder that the leading gateway was given as --state.")],
+    state: Annotated[str, typer.Argument(help="What the leading gateway was given as --state.")],
     models: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="As for the leading gateway's `serve`.")
     ] = None,
@@ -55,14 +56,15 @@ def front(
 
     settings = override(load_config(config) if config is not None else Config())
     plan = Plan(settings, tuple(dict.fromkeys(models or ())), config, override, as_json)
-    run_loop(serve_plan(plan, listen_for(settings), Leader(state)))
+    folder = state_folder(str(hide_secret(state)), settings)
+    run_loop(serve_plan(plan, listen_for(settings), Leader(folder)))
 
 
 class Leader:
     """A `serve.OtherMachines`: the gateway that decides, as the one node of this one."""
 
-    def __init__(self, state: Path) -> None:
-        self._folder = state.expanduser().absolute() / "fronts"
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.expanduser().absolute() / "fronts"
         self._link: Link | None = None
         self._registration: Registration | None = None
 

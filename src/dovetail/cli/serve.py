@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Never, Protocol
 
 import typer
 
+from dovetail.cli.state import State, hide_secret, open_state
 from dovetail.config import Config, KeyConfig, NodeConfig, StoreConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError
 from dovetail.machine import hide_argument, memory_bytes, process_age_s, spare_collector, usable_cores, usable_gpus
@@ -47,14 +48,6 @@ ApiKey = Annotated[
 ]
 OpenToNetwork = Annotated[
     bool, typer.Option("--open-to-network", help="Listen beyond this machine although there are no keys.")
-]
-
-StateFolder = Annotated[
-    Path | None,
-    typer.Option(
-        help="A folder: a server that is killed and started again with it finds its workers, with their models.",
-        show_default=False,
-    ),
 ]
 
 
@@ -105,7 +98,7 @@ def serve(
     log_level: Annotated[
         LogLevel, typer.Option(help="Of what is written to standard error; info has a line for each request.")
     ] = LogLevel.INFO,
-    state: StateFolder = None,
+    state: State = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say that it is ready in JSON, on one line.")] = False,
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
@@ -125,7 +118,7 @@ def serve(
         "host": host,
         "port": port,
         "max_queue": max_queue,
-        "state": state,
+        "state": hide_secret(state),
         "open_to_network": open_to_network or None,
         "drain_timeout": None if drain_timeout is None else parsed(parse_duration, drain_timeout, "--drain-timeout"),
     }
@@ -268,7 +261,6 @@ class OtherMachines(Protocol):
 
 
 async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines | None = None) -> None:
-    from dovetail.cluster.durable import Durable
     from dovetail.gateway.fronts import Fronts
     from dovetail.gateway.link import Link
     from dovetail.gateway.recovery import Recovery
@@ -280,7 +272,11 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
     loop.add_signal_handler(signal.SIGTERM, task.cancel)  # until the HTTP server takes over
     heeds_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # else it was started by nohup
     loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the file is being read anyway
-    durable = Durable(plan.config.server.state) if plan.config.server.state is not None else None
+    try:
+        durable = await open_state(plan.config, listener, as_json=plan.as_json)
+    except asyncio.CancelledError:
+        listener.close()
+        raise SystemExit(0) from None
     pool = _make_pool(plan.config.store, durable)
     link = Link(
         plan.config.nodes,
@@ -301,6 +297,7 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
         recovery = Recovery(durable, admin.service.cluster) if durable is not None else None
         await admin.recover()
         if durable is not None:
+            admin.service.trouble = durable.trouble
             fronts = Fronts(durable.folder / "fronts", admin.service)
             fronts.start()
         await _serve_http(plan, admin, offer, listener, heeds_hangup, others, recovery)

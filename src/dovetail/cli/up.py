@@ -20,13 +20,13 @@ from dovetail.cli.serve import (
     ApiKey,
     OpenToNetwork,
     Plan,
-    StateFolder,
     listen_for,
     override_with,
     parsed,
     run_loop,
     serve_plan,
 )
+from dovetail.cli.state import State, hide_secret
 from dovetail.config import Config, NodeConfig, load_config, parse_size
 from dovetail.errors import ConfigError, DovetailError
 
@@ -64,7 +64,7 @@ def up(
     api_key: ApiKey = None,
     open_to_network: OpenToNetwork = False,
     store: Annotated[Path | None, typer.Option(help="Where models are kept, on every machine.")] = None,
-    state: StateFolder = None,
+    state: State = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say that it is ready in JSON, on one line.")] = False,
 ) -> None:
     """Serve models over several machines. Others come in with `dovetail join`, and go with `dovetail leave`.
@@ -73,7 +73,8 @@ def up(
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    server = {"host": host, "port": port, "open_to_network": open_to_network or None, "state": state}
+    server = {"host": host, "port": port, "open_to_network": open_to_network or None}
+    server["state"] = hide_secret(state)
     node = {"threads": threads, "memory": None if memory is None else parsed(parse_size, memory, "--memory")}
     ours = override_with(server, node, api_key, store, None)
 
@@ -93,7 +94,7 @@ def _with_state(config: Config, port: int) -> Config:
     if config.server.state is not None:
         return config
     folder = config.store.profiles.parent / f"up-{port}"
-    return config.model_copy(update={"server": config.server.model_copy(update={"state": folder})})
+    return config.model_copy(update={"server": config.server.model_copy(update={"state": str(folder)})})
 
 
 class RayCluster:

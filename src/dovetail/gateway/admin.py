@@ -97,6 +97,7 @@ class Admin:
     async def add(self, name: str, config: ModelConfig) -> None:
         """On offer at once if it is here, else as soon as it is pulled."""
         async with self._changing:
+            self.service.check_leading()
             self._check_free([name, *config.aliases])
             try:
                 card = await asyncio.to_thread(self._store.find, config.source, name)
@@ -107,7 +108,7 @@ class Admin:
             self._offer(name, config, card, in_file=False)
             for adapter in adapters:
                 self._models.add_adapter(adapter)
-            self._note(name, config)
+            await self._note(name, config)
 
     async def add_adapter(self, name: str, source: str, base: str | None, *, in_place: bool) -> None:
         async with self._changing:
@@ -121,6 +122,7 @@ class Admin:
 
     async def change(self, name: str, changes: dict[str, Any]) -> None:
         async with self._changing:
+            self.service.check_leading()
             name = self._known(name)
             entry = self._models.arriving().get(name)
             before = entry.config if entry is not None else self._models.get(name).config
@@ -133,7 +135,7 @@ class Admin:
             self._check_free(alias for alias in config.aliases if alias not in before.aliases)
             self._models.configure(name, config)
             self.service.reconfigure(name)
-            self._note(name, config)
+            await self._note(name, config)
 
     async def remove(self, name: str, *, force: bool) -> int:
         """No new requests; the running ones finish, or end with an error. Returns how many there were."""
@@ -141,11 +143,13 @@ class Admin:
             if self._models.adapter(name) is not None:
                 self._adapters.remove(name)
                 return 0
+            self.service.check_leading()
             name = self._known(name)
             self.pulls.cancel(name)
             self._models.remove(name)
-            self._note(name, None)
-            return self._retire(name, force=force)
+            left = self._retire(name, force=force)
+            await self._note(name, None)
+            return left
 
     async def recover(self) -> None:
         """What was changed before the server was started again holds, as far as it still can."""
@@ -165,12 +169,15 @@ class Admin:
         known = [name for name in names if self._models.is_taken(name) and name not in self._models.arriving()]
         self._spawn(self._load_all(known))
 
-    def _note(self, name: str, config: ModelConfig | None) -> None:
+    async def _note(self, name: str, config: ModelConfig | None) -> None:
+        """Returns when it is written: whoever asked for it may count on it then."""
         if self._changes is not None:
             self._changes.note(name, config)
+            await asyncio.to_thread(self._changes.flush)
 
     async def load(self, name: str) -> None:
         """Returns when it is ready."""
+        self.service.check_leading()
         adapter = self._models.adapter(name)
         await self.service.preload([self._known(name) if adapter is None else adapter.base])
 

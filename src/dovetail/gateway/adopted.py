@@ -55,18 +55,19 @@ class WorkerRecords:
 
     def __init__(self, durable: Durable) -> None:
         self._durable = durable
+        self._kind = KIND + durable.machine  # processes of another machine say nothing here
 
     def started(self, node: str, pid: int, arguments: Sequence[str]) -> None:
         with suppress(psutil.NoSuchProcess):
             fact = {"pid": pid, "started": psutil.Process(pid).create_time(), "arguments": list(arguments)}
-            self._durable.put(KIND, node, fact)
+            self._durable.put(self._kind, node, fact)
 
     def ended(self, node: str) -> None:
-        self._durable.drop(KIND, node)
+        self._durable.drop(self._kind, node)
 
     def adopt(self, node: str, arguments: Sequence[str]) -> AdoptedProcess | None:
         """The worker of this node if it lives and does what is asked of it; one that does something else is ended."""
-        fact = self._durable.get(KIND, node)
+        fact = self._durable.get(self._kind, node)
         file = _open(fact) if fact is not None else None
         if fact is None or file is None:
             return None
@@ -77,16 +78,16 @@ class WorkerRecords:
 
     def end_others(self, nodes: Sequence[str]) -> None:
         """Workers of nodes that are no more."""
-        for node, fact in self._durable.all(KIND).items():
+        for node, fact in self._durable.all(self._kind).items():
             if node not in nodes:
                 file = _open(fact)
                 if file is not None:
                     _end(file)
-                self._durable.drop(KIND, node)
+                self._durable.drop(self._kind, node)
 
     def host_pool(self) -> int | None:
         """The memory in which workers that live keep models, as a file of ours; None: nobody has any."""
-        for fact in self._durable.all(KIND).values():
+        for fact in self._durable.all(self._kind).values():
             file = _open(fact)
             if file is None:
                 continue

@@ -80,7 +80,7 @@ def make_app(admin: Admin) -> ASGIApp:
     service.link.close_observers.append(lambda: logging.getLogger("dovetail").removeHandler(ring))
     app.include_router(make_admin_router(admin, ring))
     app.include_router(make_adapter_router(admin))
-    app.include_router(make_node_router(service.cluster))
+    app.include_router(make_node_router(service))
     app.add_middleware(Boundary)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -304,6 +304,9 @@ class Front:
 
     async def _submit(self, relayed: Relayed) -> None:
         while True:
+            if self._service.trouble() is not None:  # it leads again, or ends and the next one is asked
+                await asyncio.sleep(LOOK_S)
+                continue
             try:
                 await self._service.hosted(self._service.models.get(relayed.request.model))
                 break

@@ -93,6 +93,9 @@ class Changes:
     def note(self, name: str, config: ModelConfig | None) -> None:
         self._durable.put(MODEL, name, None if config is None else config.model_dump(mode="json", by_alias=True))
 
+    def flush(self) -> None:
+        self._durable.flush()
+
     def forget(self, names: Iterable[str]) -> None:
         """The file says what becomes of these."""
         for name in names:

@@ -183,6 +183,8 @@ class Endpoints:
             status = "draining"
         elif not self._service.is_ready:
             status = "starting"
+        elif self._service.trouble() is not None:
+            status = "not leading"
         elif not self._service.link.is_up():
             status = "a worker is down"
         is_admin = request.state.caller.is_admin

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -55,6 +55,7 @@ class Service:
         self.metrics = metrics
         self.limits = limits
         self.is_draining = False
+        self.trouble: Callable[[], str | None] = lambda: None  # why nothing new may be decided here now
         self.is_ready = False  # the workers are up and the models to be preloaded are there
         self._unfinished = 0  # choices: one request for a hundred answers weighs as much as a hundred requests
         self._by_key: Counter[str] = Counter()  # the same by API key
@@ -70,10 +71,15 @@ class Service:
     async def wait_until_idle(self) -> None:
         await self._idle.wait()
 
+    def check_leading(self) -> None:
+        if (why := self.trouble()) is not None:
+            raise Overloaded(why, code="not_leading", retry_after_s=2)
+
     def check_admission(self, count: int = 1, key: str = "", max_unfinished: int | None = None) -> None:
         """Before any work is spent on a request of so many answers."""
         if self.is_draining:
             raise Overloaded("the server is shutting down", code="draining", retry_after_s=5)
+        self.check_leading()
         limit = self.limits.max_queue
         if count > limit:  # however long the client waits
             raise InvalidRequest(f"{count} answers are more than this server queues ({limit})", param="prompt")

@@ -110,6 +110,7 @@ class Supervisor:
         self._on_exit = on_exit
         self._pass_fds = tuple(pass_fds)
         self._process: asyncio.subprocess.Process | AdoptedProcess | None = None
+        self._adopted: Pulse | None = None  # of a process that is there from before, until it is watched
         self._task: asyncio.Task[None] | None = None
         self._hello = asyncio.Event()
         self._resume_at: float | None = None
@@ -129,6 +130,8 @@ class Supervisor:
         return until_restart_s(self._resume_at)
 
     def start(self) -> None:
+        # In the tick in which the socket is bound: a Hello that is read before its process is known would be lost.
+        self._adopted = self._adopt()
         self._task = asyncio.create_task(self._run(), name=f"supervisor-{self._name}")
 
     def expects(self, hello: Hello) -> bool:
@@ -176,11 +179,10 @@ class Supervisor:
                 self._resume_at = None
 
     async def _run_once(self) -> WorkerExit:
-        self._hello.clear()
         self.starts += 1
         watch: asyncio.Task[float] | None = None
         try:
-            pulse = self._adopt() or await self._spawn()
+            pulse, self._adopted = self._adopted or await self._spawn(), None
         except OSError as error:
             logger.error("worker %s cannot be started: %s", self._name, error)
             return WorkerExit(127)
@@ -201,6 +203,7 @@ class Supervisor:
             watch.cancel()
         suspects = pulse.in_iteration()
         pulse.close()
+        self._hello.clear()
         if self._records is not None:
             self._records.ended(self._name)
         return WorkerExit(code, suspects, hung_s)
