@@ -18,6 +18,7 @@ from tiny import save_tiny  # noqa: E402
 
 MODEL = "smollm2-135m-instruct"
 SIZES = {1400: 900, 400: 800}
+ANSWERED = "(document.querySelector('#send').textContent === 'Send')"
 READY = {
     "chat": "true",
     "models": "document.querySelectorAll('#table tr').length === 2",
