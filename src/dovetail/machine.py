@@ -20,6 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+HOME_VARIABLE = "DOVETAIL_HOME"
+
 _ARM_PARTS = {
     "0xd0c": "Neoverse-N1",
     "0xd40": "Neoverse-V1",
@@ -38,7 +40,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+\s*(.*)")  # th
 
 def default_root() -> Path:
     """Where models, profiles and peers are kept unless told otherwise."""
-    home = os.environ.get("DOVETAIL_HOME")
+    home = os.environ.get(HOME_VARIABLE)
     return Path(home).expanduser() if home else Path.home() / ".cache" / "dovetail"
 
 

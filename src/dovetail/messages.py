@@ -6,6 +6,7 @@ The gateway binds a ROUTER, each worker connects a DEALER whose identity is its 
 
 from __future__ import annotations
 
+import hmac
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,13 @@ from dovetail.types import ModelCard, Request, Speculation, TokenEvent
 # Environment of a worker on another machine: the gateway's public key, the worker's, and its secret one. Not on the
 # command line, which everyone may read.
 KEYS_VARIABLE = "DOVETAIL_WORKER_KEYS"
+# The same, in bytes: what models may take in the store of a machine that joined. Where that is, DOVETAIL_HOME says.
+STORE_LIMIT_VARIABLE = "DOVETAIL_STORE_LIMIT"
+
+
+def weights_token(keys: str) -> bytes:
+    """Under which machines of a cluster ask each other for weights: of the secret that all its workers have."""
+    return hmac.digest(keys.rpartition(" ")[2].encode(), b"dovetail weights", "sha256")
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -59,6 +67,12 @@ class Command(msgspec.Struct, frozen=True, tag="command"):
     tokens: tuple[int, ...] = ()  # with CatchUp: those that the request has got since
 
 
+class Neighbours(msgspec.Struct, frozen=True, tag="neighbours"):
+    """Where weights can be had that a machine lacks, the first to be asked in front; said anew when it changes."""
+
+    addresses: tuple[str, ...]
+
+
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Says nothing: whether it can be sent is what counts."""
 
@@ -88,10 +102,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     kind: DeviceKind = DeviceKind.CPU
     memory_bytes: int = 0  # for weights and KV
     models: tuple[str, ...] = ()  # that it knows from before: it has come back to a gateway, with its models
+    weights: str = ""  # host:port where its machine gives weights to others; empty = it does not
 
 
 class LoadTimes(msgspec.Struct, frozen=True):
-    open_s: float  # mapping the checkpoint's files and reading its index
+    open_s: float  # mapping the checkpoint's files and reading its index; fetching them first where they were not here
     build_s: float  # building the model on its tensors, and its KV pool
 
 
@@ -102,7 +117,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     weight_bytes: int
     mapped: bool  # weights are used in place in the checkpoint's pages
     times: LoadTimes
-    tier: Literal["host", "disk"] = "disk"  # where the weights were before
+    tier: Literal["host", "disk", "neighbour"] = "disk"  # where the weights were before
     again: bool = False  # to a gateway that has not heard of it: it was loaded long ago
 
 
@@ -110,7 +125,7 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     """How far a load has come, a few times a second while it runs."""
 
     model: str
-    done_bytes: int  # of its weights in memory, from the front
+    done_bytes: int  # of its weights in memory, from the front; of what is fetched from a neighbour first, here
     total_bytes: int
 
 
@@ -195,7 +210,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     spans: tuple[TurnSpan, ...] = ()  # iterations since the last message; the latest, if there were very many
 
 
-ToWorker = Load | Unload | DropAdapter | Ask | Command | ClockTold | Probe | Shutdown
+ToWorker = Load | Unload | DropAdapter | Ask | Command | ClockTold | Neighbours | Probe | Shutdown
 ToGateway = ClockAsked | Hello | Loading | Loaded | LoadFailed | Unloaded | Reclaimed | Reply | Said | Tokens | Stats
 
 _encoder = msgspec.msgpack.Encoder()

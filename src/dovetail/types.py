@@ -218,3 +218,4 @@ class ModelCard(msgspec.Struct, frozen=True):
     size_bytes: int = 0  # of the weights on disk
     created: int = 0  # Unix seconds of the pull
     tokenizer_digest: str = ""  # SHA-256 of its file; empty = not known
+    digest: str = ""  # checksum of its manifest, which names all its bytes; empty = not in the store's form

@@ -1,6 +1,7 @@
 """A server whose workers are on "other machines": real worker processes that reach it over TCP, with keys, through a
-forwarder that can stop passing bytes. Run by `cluster_live.py`; commands come in on standard input, one a line:
-`join NAME`, `cut NAME`, `heal NAME`."""
+forwarder that can stop passing bytes. Run by `cluster_live.py` and `test_server_neighbour.py`; commands come in on
+standard input, one a line: `join NAME [FOLDER [LIMIT]]`, `cut NAME`, `heal NAME`. FOLDER is where the machine's command
+was started and has its store, of LIMIT bytes: what the gateway finds under /proc/self/cwd the machine does not."""
 
 from __future__ import annotations
 
@@ -11,16 +12,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dovetail.cli.serve import Plan, listen_for, run_loop, serve_plan
+from dovetail.cli.serve import LocalWeights, Plan, listen_for, run_loop, serve_plan
 from dovetail.cluster.durable import Durable
 from dovetail.cluster.ray_backend import Member, WorkerEnd
 from dovetail.config import Config, load_config
 from dovetail.gateway.link import Link
-from dovetail.gateway.remote_workers import Membership, WireKeys
-from dovetail.messages import KEYS_VARIABLE
+from dovetail.gateway.remote_workers import Membership, WeightSources, WireKeys
+from dovetail.machine import HOME_VARIABLE
+from dovetail.messages import KEYS_VARIABLE, STORE_LIMIT_VARIABLE, weights_token
+from dovetail.store.weight_server import WeightServer
 
 
 class Forwarder:
@@ -55,8 +59,10 @@ class Forwarder:
 class Machine:
     """A `remote_workers.Host`: a worker process here, which knows the gateway by the forwarder's address only."""
 
-    def __init__(self, name: str, left: Callable[[], None]) -> None:
+    def __init__(self, name: str, left: Callable[[], None], folder: str = "", limit: str = "") -> None:
         self.name = name
+        self._folder = folder
+        self._limit = limit
         self.forwarder: Forwarder | None = None
         self._left = left
         self._process: subprocess.Popen[bytes] | None = None
@@ -71,7 +77,12 @@ class Machine:
             self.forwarder = Forwarder(int(arguments[at].rpartition(":")[2]))
         arguments[at] = f"tcp://127.0.0.1:{self.forwarder.port}"
         command = [sys.executable, "-m", "dovetail.worker", *arguments, "--parent", str(os.getpid())]
-        self._process = subprocess.Popen(command, env={**os.environ, KEYS_VARIABLE: keys}, stdin=subprocess.DEVNULL)
+        environment = {**os.environ, KEYS_VARIABLE: keys, STORE_LIMIT_VARIABLE: self._limit}
+        if self._folder:
+            environment[HOME_VARIABLE] = self._folder
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=2, cwd=self._folder or None
+        )
         return WorkerEnd(await asyncio.to_thread(self._process.wait))
 
     async def stop(self, *, leaves: bool = False) -> None:
@@ -96,8 +107,11 @@ class FarMachines:
     def host(self, member: Member) -> Machine:
         return self._machines[member.id]
 
-    def attach(self, link: Link, options: Sequence[str], durable: Durable | None) -> None:
+    def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
         keys = WireKeys()
+        server = WeightServer(weights.place, weights_token(keys.for_workers), "127.0.0.1", pool=weights.pool)
+        link.close_observers.append(server.close)
+        WeightSources(link, server.address)
         port = link.listen(lambda context: keys.bind(context, "tcp://127.0.0.1:*"))
         link.close_observers.append(keys.close)
         self._membership = Membership(self, link, keys, f"tcp://127.0.0.1:{port}", options)
@@ -114,11 +128,12 @@ class FarMachines:
 
     def _obey(self) -> None:
         for line in sys.stdin:
-            verb, name = line.split()
+            verb, name, *store = line.split()
             if verb == "join":
                 self._count += 1
                 id = f"machine-{self._count}"
-                self._machines[id] = Machine(name, lambda id=id: self._machines.pop(id, None))  # type: ignore[misc]
+                left = partial(self._machines.pop, id, None)
+                self._machines[id] = Machine(name, left, *store)
                 continue
             (machine,) = (one for one in self._machines.values() if one.name == name)
             assert machine.forwarder is not None

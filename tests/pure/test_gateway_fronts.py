@@ -16,6 +16,7 @@ from gateway_builders import eventually, make_card, running_service
 from test_gateway_service import collect, make_job, text_of
 
 from dovetail.cli.front import Leader
+from dovetail.cli.serve import LocalWeights
 from dovetail.config import ModelConfig
 from dovetail.errors import EngineFailed, ModelNotFound
 from dovetail.gateway.fronts import LEADER, Fronts
@@ -23,6 +24,7 @@ from dovetail.gateway.link import Link
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.service import Limits, Service
+from dovetail.store.place import Place
 
 
 @asynccontextmanager
@@ -39,7 +41,7 @@ async def leading(folder: Path) -> AsyncIterator[Service]:
 @asynccontextmanager
 async def front_of(folder: Path) -> AsyncIterator[Service]:
     leader, link = Leader(folder), Link(())
-    leader.attach(link, (), None)
+    leader.attach(link, (), None, LocalWeights(Place(folder), None))
     cards = [make_card(folder), make_card(folder, "broken"), make_card(folder, "ours")]
     models = Models(FixedCatalogue(cards), {card.name: ModelConfig(source="") for card in cards})
     service = Service(link, models, Metrics(), Limits(resume_timeout_s=30.0))

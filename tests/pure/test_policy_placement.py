@@ -74,6 +74,19 @@ def test_a_load_is_expected_to_take_what_it_took_and_else_what_others_took() -> 
     assert times.expected_s("a", "host", 100) == 0.1
 
 
+def test_what_has_to_come_from_another_machine_is_thought_slow_until_it_was_seen() -> None:
+    size = 10**9
+    times = LoadTimes()
+    assert times.expected_s("a", "neighbour", size) == 8.0 > times.expected_s("a", "disk", size)
+    here, empty = FakeNode(DeviceKind.CPU, False, 0.0), FakeNode(DeviceKind.CPU, True, 0.5)
+    starts = {here: times.expected_s("a", "disk", size), empty: times.expected_s("a", "neighbour", size)}
+    ranked = rank_by_start([empty, here], starts.__getitem__, pack=True)
+    assert ranked == [here, empty], "whoever has the weights is asked first"
+    times.observe("a", "neighbour", size, 2.0)
+    assert times.expected_s("a", "neighbour", size) == 2.0
+    assert times.expected_s("b", "neighbour", 2 * size) == 4.0
+
+
 def test_a_model_starts_where_it_is_there_soonest_and_packing_decides_among_equals() -> None:
     full = FakeNode(DeviceKind.CPU, True, 9.0)
     half = FakeNode(DeviceKind.CPU, True, 5.0)

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import zmq
 
-from dovetail.cli.serve import ApiKey, OpenToNetwork, Plan, listen_for, override_with, run_loop, serve_plan
+from dovetail.cli.serve import (
+    ApiKey,
+    LocalWeights,
+    OpenToNetwork,
+    Plan,
+    listen_for,
+    override_with,
+    run_loop,
+    serve_plan,
+)
 from dovetail.cli.state import hide_secret, state_folder
 from dovetail.config import Config, NodeConfig, load_config
 
@@ -68,7 +77,7 @@ class Leader:
         self._link: Link | None = None
         self._registration: Registration | None = None
 
-    def attach(self, link: Link, options: Sequence[str], durable: Durable | None) -> None:
+    def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
         from dovetail.gateway.fronts import Registration
         from dovetail.gateway.link import router_socket
 

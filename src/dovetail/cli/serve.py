@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Never, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Never, Protocol
 
 import typer
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dovetail.gateway.link import Link
     from dovetail.gateway.models import Offer
     from dovetail.gateway.recovery import Recovery
+    from dovetail.store.place import Place
     from dovetail.store.pool import HostPool
 
 PROMPT = "Please name the capital of Germany."  # no token of the answer hangs on a near tie, in any precision
@@ -249,10 +250,17 @@ def _leave() -> Never:
     os._exit(0)
 
 
+class LocalWeights(NamedTuple):
+    """What this machine has for others."""
+
+    place: Place
+    pool: HostPool | None
+
+
 class OtherMachines(Protocol):
     """Whoever brings workers of other machines in (`cli.up`)."""
 
-    def attach(self, link: Link, options: Sequence[str], durable: Durable | None) -> None:
+    def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
         """Before the link is started; `options` of every worker."""
 
     def start(self, is_drained: Callable[[str], bool]) -> None: ...
@@ -265,6 +273,7 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
     from dovetail.gateway.link import Link
     from dovetail.gateway.recovery import Recovery
     from dovetail.gateway.supervisor import worker_command
+    from dovetail.store import Catalogue
 
     task = asyncio.current_task()
     assert task is not None
@@ -286,7 +295,8 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
         outlive_s=plan.config.server.outlive,
     )
     if others is not None:
-        others.attach(link, _worker_options(plan.config, None), durable)
+        weights = LocalWeights(Catalogue(plan.config.store.path).place, pool)
+        others.attach(link, _worker_options(plan.config, None), durable, weights)
     link.start()
     fronts: Fronts | None = None
     try:

@@ -18,6 +18,7 @@ import typer
 
 from dovetail.cli.serve import (
     ApiKey,
+    LocalWeights,
     OpenToNetwork,
     Plan,
     listen_for,
@@ -29,12 +30,15 @@ from dovetail.cli.serve import (
 from dovetail.cli.state import State, hide_secret
 from dovetail.config import Config, NodeConfig, load_config, parse_size
 from dovetail.errors import ConfigError, DovetailError
+from dovetail.machine import HOME_VARIABLE
+from dovetail.messages import STORE_LIMIT_VARIABLE
 
 if TYPE_CHECKING:
     from dovetail.cluster.durable import Durable
     from dovetail.cluster.ray_backend import RayNodes
     from dovetail.gateway.link import Link
     from dovetail.gateway.remote_workers import Membership
+    from dovetail.store.weight_server import WeightServer
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -46,7 +50,8 @@ _POLL_S = 0.2
 
 def up(
     models: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help="As for `serve`; every machine must find them.")
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="As for `serve`; other machines fetch them."),
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="A dovetail.yaml.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on for clients.  [default: 127.0.0.1]")] = None,
@@ -63,7 +68,7 @@ def up(
     memory: Annotated[str | None, typer.Option(help="Of the worker here, as 8GiB.")] = None,
     api_key: ApiKey = None,
     open_to_network: OpenToNetwork = False,
-    store: Annotated[Path | None, typer.Option(help="Where models are kept, on every machine.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Where models are kept.")] = None,
     state: State = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say that it is ready in JSON, on one line.")] = False,
 ) -> None:
@@ -111,14 +116,19 @@ class RayCluster:
         self._nodes = _connect(address or f"{host}:{port}", host, self._head, self._output)
         self._host = host
         self._membership: Membership | None = None
+        self._weights: WeightServer | None = None
 
-    def attach(self, link: Link, options: Sequence[str], durable: Durable | None) -> None:
-        from dovetail.gateway.remote_workers import Membership, WireKeys, listen_as_before
+    def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
+        from dovetail.gateway.remote_workers import Membership, WeightSources, WireKeys, listen_as_before
+        from dovetail.messages import weights_token
+        from dovetail.store.weight_server import WeightServer
 
         assert durable is not None
         keys = WireKeys.kept(durable)
         port = listen_as_before(link, keys, self._host, durable)
         link.close_observers.append(keys.close)
+        self._weights = WeightServer(weights.place, weights_token(keys.for_workers), self._host, pool=weights.pool)
+        WeightSources(link, self._weights.address)
         self._membership = Membership(self._nodes, link, keys, f"tcp://{self._host}:{port}", options)
 
     def start(self, is_drained: Callable[[str], bool]) -> None:
@@ -131,6 +141,8 @@ class RayCluster:
 
         if self._membership is not None:
             await self._membership.close()
+        if self._weights is not None:
+            self._weights.close()
         await asyncio.to_thread(self._nodes.close)
         if self._head is not None:
             await asyncio.to_thread(stop_ray, self._head)
@@ -159,6 +171,12 @@ def join(
     threads: Annotated[int, typer.Option(help="0 = every core.", min=0)] = 0,
     memory: Annotated[str | None, typer.Option(help="Weights and KV, as 8GiB.  [default: most of it]")] = None,
     host: Annotated[str | None, typer.Option(help="This machine's address in the network of the cluster.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Where models are kept here.  [default: $DOVETAIL_HOME, ~/.cache/dovetail]")
+    ] = None,
+    max_size: Annotated[
+        str | None, typer.Option(help="Of models that are kept here, as 200GB: those used longest ago make room.")
+    ] = None,
 ) -> None:
     """Serve with this machine, until it leaves (`dovetail leave NODE` at the head) or this command is ended.
 
@@ -170,6 +188,7 @@ def join(
     values: dict[str, Any] = {"name": name or platform.node(), "device": device, "threads": threads}
     if memory is not None:
         values["memory"] = parsed(parse_size, memory, "--memory")
+    limit = None if max_size is None else parsed(parse_size, max_size, "--max-size")
     try:
         node = NodeConfig.model_validate(values)
     except ValueError as error:
@@ -179,9 +198,10 @@ def join(
         signal.signal(number, lambda given, _: ended.append(given))
     typer.echo(f"{node.name} joins {address}; it serves when `dovetail nodes` says that it is up (pid {os.getpid()})")
     description = node.model_dump(mode="json", exclude_unset=True)
+    environment = _store_environment(store, limit)
     for attempt in range(MAX_ATTEMPTS):
         with tempfile.TemporaryFile() as output:
-            process = start_member(address, description, host, output)
+            process = start_member(address, description, host, output, environment)
             while not ended and process.poll() is None:
                 time.sleep(_POLL_S)
             stop_ray(process)
@@ -190,6 +210,12 @@ def join(
             why = f"Ray ended with {process.returncode}, for {address}: {_last_words(output)}"
         logger.warning("attempt %d of %d: %s", attempt + 1, MAX_ATTEMPTS, why)
     raise DovetailError(why)
+
+
+def _store_environment(store: Path | None, limit_bytes: int | None) -> dict[str, str]:
+    """What a worker here is to know of this machine's disk."""
+    given = {} if store is None else {HOME_VARIABLE: str(store.expanduser().resolve())}
+    return given if limit_bytes is None else {**given, STORE_LIMIT_VARIABLE: str(limit_bytes)}
 
 
 def _last_words(output: IO[bytes]) -> str:

@@ -87,13 +87,19 @@ def is_reachable(address: str) -> bool:
 
 
 def start_member(
-    head: str, node: dict[str, Any], address: str | None = None, output: IO[bytes] | None = None
+    head: str,
+    node: dict[str, Any],
+    address: str | None = None,
+    output: IO[bytes] | None = None,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """This machine as one of the cluster, under this address; `node` is what the gateway shall know of it."""
+    """This machine as one of the cluster, under this address; `node` is what the gateway shall know of it,
+    `environment` what the worker here has besides."""
     options = [f"--address={head}", f"--resources={json.dumps({RESOURCE: 1})}"]
     if address is not None:
         options.append(f"--node-ip-address={address}")
-    return _start_ray(options, {NODE_VARIABLE: json.dumps(node), JOIN_VARIABLE: str(os.getpid())}, output)
+    ours = {NODE_VARIABLE: json.dumps(node), JOIN_VARIABLE: str(os.getpid())}
+    return _start_ray(options, {**(environment or {}), **ours}, output)
 
 
 def _start_ray(

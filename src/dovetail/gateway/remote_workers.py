@@ -17,9 +17,10 @@ from zmq.auth.thread import ThreadAuthenticator
 from dovetail.cluster.durable import Durable
 from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd
 from dovetail.config import NodeConfig
+from dovetail.errors import WorkerLost
 from dovetail.gateway.link import Link, router_socket
 from dovetail.gateway.supervisor import STABLE_S, WorkerExit, pause_after, until_restart_s, worker_arguments
-from dovetail.messages import Hello
+from dovetail.messages import Hello, Neighbours, ToGateway
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -28,6 +29,7 @@ WIRE = "wire"  # of facts that are kept
 OUTLIVE_S = 60.0  # how long a worker waits for its gateway, out of reach or started anew
 ZAP_DOMAIN = b"dovetail"
 LOST_CODE = 125  # of a worker whose machine is gone
+MAX_NEIGHBOURS = 8  # that a machine asks for weights before the head
 
 
 class Host(Protocol):
@@ -104,6 +106,31 @@ def listen_as_before(link: Link, keys: WireKeys, host: str, durable: Durable) ->
         port = link.listen(lambda context: keys.bind(context, f"tcp://{host}:*"))
     durable.put(WIRE, "port", port)
     return port
+
+
+class WeightSources:
+    """Tells every machine that joined where weights can be had: from a few others, each of which has others in front,
+    and last from the head, which has everything."""
+
+    def __init__(self, link: Link, own: str) -> None:
+        self._link = link
+        self._own = own  # host:port of the head
+        link.observers.append(self._on_message)
+        link.exit_observers.append(self._on_exit)
+
+    def _on_message(self, node: str, message: ToGateway) -> None:
+        if isinstance(message, Hello):
+            self._tell_all()
+
+    def _on_exit(self, node: str, lost: WorkerLost) -> None:
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        known = {name: node.hello.weights for name, node in self._link.nodes.items() if node.hello is not None}
+        ring = sorted(name for name, address in known.items() if address)
+        for at, name in enumerate(ring):
+            others = [known[one] for one in (*ring[at + 1 :], *ring[:at])][:MAX_NEIGHBOURS]
+            self._link.send(name, Neighbours((*others, self._own)))
 
 
 class RemoteWorker:

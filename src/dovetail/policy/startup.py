@@ -12,6 +12,7 @@ from typing import TypeVar
 from dovetail.policy.placement import DeviceKind, NodeLoad
 
 STEP = 0.3  # how much a new load counts against what was known
+ASSUMED = {"neighbour": 1.25e8}  # bytes/s of a tier until something came from there: 1 Gbit/s
 STEP_S = 0.1  # starts that differ by less are alike: packing decides
 NodeT = TypeVar("NodeT", bound=NodeLoad)
 
@@ -30,11 +31,11 @@ class LoadTimes:
             self._bytes_per_s[tier] = _learn(self._bytes_per_s.get(tier), num_bytes / seconds)
 
     def expected_s(self, model: str, tier: str, num_bytes: int) -> float:
-        """0 where nothing was seen yet."""
+        """0 where nothing was seen yet, but for what has to come from another machine."""
         known = self._seconds.get((model, tier))
         if known is not None:
             return known
-        rate = self._bytes_per_s.get(tier)
+        rate = self._bytes_per_s.get(tier, ASSUMED.get(tier, 0.0))
         return num_bytes / rate if rate else 0.0
 
 

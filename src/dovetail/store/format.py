@@ -293,6 +293,7 @@ def read_card(folder: Path, name: str) -> ModelCard:
         size_bytes=manifest.size_bytes,
         created=manifest.created,
         tokenizer_digest=manifest.files.get(TOKENIZER, ""),
+        digest=manifest.checksum,
         **msgspec.structs.asdict(read_tokens(folder, manifest)),
     )
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from dovetail import messages
 from dovetail.engine.devices import Device
 from dovetail.engine.grammar_library import GrammarLibrary
@@ -27,6 +29,7 @@ from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.store.loader import Ticket
 from dovetail.types import ModelCard, Speculation
 from dovetail.worker.draft_model import DraftModel
+from dovetail.worker.fetching import Fetched, Fetcher
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf, Tier
 from dovetail.worker.speculation import Speculator
@@ -72,6 +75,11 @@ class InstanceConfig:
         """Of all weights that are loaded."""
         return self.card.size_bytes + (self.draft.card.size_bytes if self.draft is not None else 0)
 
+    @property
+    def cards(self) -> tuple[ModelCard, ...]:
+        """Of the model, and of its draft."""
+        return (self.card, self.draft.card) if self.draft is not None else (self.card,)
+
 
 class LoadResult(NamedTuple):
     instance: int
@@ -79,6 +87,7 @@ class LoadResult(NamedTuple):
     runner: ModelRunner | None
     loaded: messages.Loaded | None
     error: str
+    is_cancelled: bool = False  # nothing is wrong with it: nobody waited any more
 
 
 class _Current(NamedTuple):
@@ -98,6 +107,7 @@ class _Order:
     due_s: float
     serial: int
     command: StartLoad | None = field(compare=False)
+    fetched: Fetched | None = field(compare=False, default=None)  # it had to be, first
 
 
 class LoaderThread:
@@ -115,6 +125,7 @@ class LoaderThread:
         self.results: queue.Queue[LoadResult] = queue.Queue()
         self.times = LoadTimes()  # of the loads seen
         self.progress_due_s = 0.0  # when a load that runs is spoken of next
+        self.fetcher: Fetcher | None = None  # of models that this machine lacks, where there may be such
         self._config_of = config_of
         self._wake = wake
         self._device = device
@@ -131,37 +142,51 @@ class LoaderThread:
         self._orders.put(_Order(float("-inf"), next(self._serials), None))
 
     def load(self, command: StartLoad) -> None:
-        self._orders.put(_Order(command.due_s, next(self._serials), command))
+        """What is fetched first keeps nobody waiting whose weights are here."""
+        config = self._config_of(command.model)
+        if self.fetcher is not None and config is not None and self.fetcher.lacks(*config.cards):
+            self.fetcher.fetch(command, *config.cards)
+        else:
+            self._orders.put(_Order(command.due_s, next(self._serials), command))
+
+    def fetched(self, command: StartLoad, end: Fetched) -> None:
+        """From the fetcher's thread."""
+        self._orders.put(_Order(command.due_s, next(self._serials), command, end))
 
     @property
     def is_loading(self) -> bool:
-        return self._current is not None
+        return self._current is not None or (self.fetcher is not None and self.fetcher.progress is not None)
 
-    def take_progress(self, now: float) -> messages.Loading | None:
-        """Of the load that runs now, if it was not spoken of a moment ago."""
-        current = self._current
-        if current is None or now < self.progress_due_s:
-            return None
+    def take_progress(self, now: float) -> list[messages.Loading]:
+        """Of the load and the fetch that run now, if they were not spoken of a moment ago."""
+        current, fetcher = self._current, self.fetcher
+        if now < self.progress_due_s:
+            return []
         self.progress_due_s = now + PROGRESS_S
-        return current.progress
+        fetched = fetcher.progress if fetcher is not None else None
+        return [one for one in (current.progress if current is not None else None, fetched) if one is not None]
 
     def expected_s(self, config: InstanceConfig) -> float:
         """L6: what a load would take, by where the weights are now; a draft's are small beside them."""
         card = config.card
         tier: Tier = "disk"
-        if self._shelf is not None:
+        if self.fetcher is not None and self.fetcher.lacks(*config.cards):
+            tier = "neighbour"
+        elif self._shelf is not None:
             with suppress(DovetailError, OSError):  # what is wrong with them the load itself will say
                 tier = self._shelf.tier_of(card.path)
         return self.times.expected_s(card.name, tier, config.size_bytes)
 
     def _run(self) -> None:
-        while (command := self._orders.get().command) is not None:
-            self.results.put(self._load(command))
+        while (order := self._orders.get()).command is not None:
+            self.results.put(self._load(order.command, order.fetched))
             self._wake()
 
-    def _load(self, command: StartLoad) -> LoadResult:
+    def _load(self, command: StartLoad, fetched: Fetched | None) -> LoadResult:
         name = command.model
         started = time.monotonic()
+        if fetched is not None and (fetched.error or fetched.is_cancelled):
+            return LoadResult(command.instance, name, None, None, fetched.error, fetched.is_cancelled)
         config = self._config_of(name)
         if config is None:
             return LoadResult(command.instance, name, None, None, "the model was unloaded")
@@ -176,6 +201,8 @@ class LoaderThread:
         finally:
             self._current = None
         seconds = time.monotonic() - started
+        if fetched is not None:
+            loaded, seconds = _with_fetch(loaded, fetched.seconds), seconds + fetched.seconds
         self.times.observe(name, loaded.tier, config.size_bytes, seconds)
         return LoadResult(command.instance, name, runner, loaded, "")
 
@@ -185,6 +212,11 @@ class LoaderThread:
 
 
 OnPlace = Callable[[Sequence[Ticket]], None]
+
+
+def _with_fetch(loaded: messages.Loaded, seconds: float) -> messages.Loaded:
+    times = msgspec.structs.replace(loaded.times, open_s=loaded.times.open_s + seconds)
+    return msgspec.structs.replace(loaded, tier="neighbour", times=times)
 
 
 def build_runner(

@@ -27,7 +27,9 @@ from dovetail.policy.placement import DeviceKind
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
 from dovetail.worker.adapters import AdapterRack
+from dovetail.worker.afar import take_keys
 from dovetail.worker.driver import NodeDriver, is_shared
+from dovetail.worker.fetching import Sharing
 from dovetail.worker.grammar_thread import GrammarThread, HeldAsks
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.instances import hosting_of, instance_config
@@ -93,7 +95,10 @@ class Worker:
             self._grammars.library,
         )
         self._loader.start()
-        self._wire = Wire(config.node, config.connect)
+        keys = take_keys()
+        self._sharing = Sharing(config.connect, keys, self._loader.fetched)
+        self._loader.fetcher = self._sharing.fetcher
+        self._wire = Wire(config.node, config.connect, keys)
         self._wake = self._wire.context.socket(zmq.PULL)
         self._wake.bind(_WAKE)
         self._waker, self._grammar_waker, self._adapter_waker = (self._wire.context.socket(zmq.PUSH) for _ in range(3))
@@ -147,7 +152,8 @@ class Worker:
     def _greet(self) -> None:
         capacity, models = self._driver.home.node.residency.ledger.capacity, tuple(self._instance_configs)
         kind, device = self._device.kind, self._config.device
-        self._send(messages.Hello(self._config.node, os.getpid(), device, process_age_s(), kind, capacity, models))
+        more = process_age_s(), kind, capacity, models, self._sharing.address
+        self._send(messages.Hello(self._config.node, os.getpid(), device, *more))
 
     def _rejoin(self) -> None:
         """The gateway is gone or out of reach; its models stay for the next one."""
@@ -188,9 +194,10 @@ class Worker:
             return
         self._tend_due = now + TEND_S
         self._adapters.tend()
-        progress = self._loader.take_progress(now)
-        if progress is not None and progress.model in self._instance_configs:
-            self._send(progress)
+        for progress in self._loader.take_progress(now):
+            if progress.model in self._instance_configs:
+                self._send(progress)
+        self._sharing.tend(self._driver)
         while self._moved:
             _expect_load(self._driver, self._loader, self._instance_configs.get(self._moved.pop()))
         for runner in self._driver.runners.values():
@@ -269,14 +276,16 @@ class Worker:
                 self._unload(model)
             case messages.DropAdapter(key):
                 self._adapters.doom(key)
+            case messages.Neighbours(addresses):
+                self._sharing.heard(addresses)
             case messages.Shutdown():
                 self._running = False
 
     def _ask(self, message: messages.Ask) -> None:
-        """A proposal whose grammar has to be compiled first is answered when it is."""
+        """A proposal whose grammar has to be compiled first is answered when it is, or is there when the model is."""
         request = message.request
         config = self._instance_configs.get(request.model) if request is not None else None
-        if config is None or not self._held.hold(message, config.card):
+        if config is None or self._sharing.lacks(config.card) or not self._held.hold(message, config.card):
             self._propose(message)
 
     def _propose(self, message: messages.Ask) -> None:
@@ -309,7 +318,7 @@ class Worker:
         self._send(messages.Reply(message.number, answer))
 
     def _register(self, message: messages.Load) -> None:
-        name = message.card.name
+        name, message = message.card.name, self._sharing.localised(message)
         known = self._instance_configs.get(name)
         if known is not None and known.card != message.card:  # pulled again since
             self._driver.unregister(name)
@@ -339,10 +348,12 @@ class Worker:
             if is_wanted:
                 self._send(self._ready.add(result.loaded))
                 self._stats_due = 0.0
-                self._moved.add(result.model)
+                self._moved.update(self._instance_configs if result.loaded.tier == "neighbour" else [result.model])
             return
         self._driver.load_failed(result.instance)
-        if is_wanted:
+        if result.is_cancelled:
+            self._send(messages.Reclaimed(result.model))
+        elif is_wanted:
             self._send(messages.LoadFailed(result.model, result.error))
             self._driver.unregister(result.model)
             self._instance_configs.pop(result.model, None)
@@ -358,6 +369,7 @@ class Worker:
 
     def _close(self) -> None:
         self._loader.stop()
+        self._sharing.close()
         for runner in self._driver.runners.values():
             runner.close()
         if self._shelf is not None:

@@ -20,7 +20,7 @@ from dovetail.store.pool import HostPool
 from dovetail.store.pooled import open_pooled, open_pooled_adapter, pooled_keys
 from dovetail.store.reader import cached_share
 
-Tier = Literal["host", "disk"]
+Tier = Literal["host", "disk", "neighbour"]
 CACHED = 0.98  # of a file in the page cache: the rest is read as it is touched
 ROOM_WAIT_S = 1.0  # models in use may leave the pool meanwhile; the queue itself needs a moment too
 

@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dovetail import messages
-from dovetail.worker.afar import apply_keys, clock_offset_s, take_keys
+from dovetail.worker.afar import apply_keys, clock_offset_s
 
 FIRST_TIMEOUT_S = 30.0  # for the gateway that has started this process
 CLOCK_TIMEOUT_S = 2.0  # a gateway that does not know this node yet does not answer
@@ -34,13 +34,13 @@ def take_in(
 
 
 class Wire:
-    def __init__(self, node: str, address: str) -> None:
+    def __init__(self, node: str, address: str, keys: str = "") -> None:
         self.context = zmq.Context()
         self.poller = zmq.Poller()
         self.offset_s = 0.0  # what the gateway's clock shows more than ours
         self._node = node.encode()
         self._address = address
-        self._keys = take_keys()
+        self._keys = keys
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         if not self.connect(FIRST_TIMEOUT_S):
