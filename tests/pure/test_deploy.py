@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import typer
 import yaml
 
 from dovetail.cli.main import build_app
+from dovetail.config import parse_size
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -91,5 +93,57 @@ def test_in_compose_the_joiner_finds_the_head() -> None:
     assert head["cluster_host"] == addresses["head"]
     assert joiner["address"] == f"{addresses['head']}:{head['cluster_port']}"
     assert joiner["host"] == addresses["joiner"]
-    assert services["head"]["volumes"] == services["joiner"]["volumes"], "models are found under one path"
+    assert services["head"]["volumes"] != services["joiner"]["volumes"], "it fetches what it lacks"
+    used = {volume.partition(":")[0] for one in services.values() for volume in one["volumes"]}
+    assert used == compose["volumes"].keys()
     assert (DEPLOY / services["head"]["build"]["context"] / services["head"]["build"]["dockerfile"]).exists()
+
+
+def kuberay() -> dict[str, dict[str, Any]]:
+    return {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())}
+
+
+def pod_command(pod: dict[str, Any]) -> dict[str, Any]:
+    """Of its first container, with the variables that it has filled in as the kubelet would."""
+    container = pod["spec"]["containers"][0]
+    values = {"POD_ADDRESS": "10.1.0.7", "POD_NAME": "joiner-1", "FQ_RAY_IP": "dovetail-head-svc"}
+    given = {one["name"] for one in container["env"]} | {"FQ_RAY_IP"}  # the last one from the operator
+    command = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["args"]]
+    used = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
+    assert used <= given, "a variable that is not set stays as it is written"
+    return parse(command)
+
+
+def test_in_kubernetes_the_joiners_find_the_head() -> None:
+    cluster = kuberay()["RayCluster"]
+    assert cluster["apiVersion"] == "ray.io/v1"
+    assert cluster["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+    (group,) = cluster["spec"]["workerGroupSpecs"]
+    assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    pod = cluster["spec"]["headGroupSpec"]["template"]
+    head, joiner = pod_command(pod), pod_command(group["template"])
+    assert joiner["address"] == f"dovetail-head-svc:{head['cluster_port']}"
+    assert head["cluster_host"] == joiner["host"] == "10.1.0.7", "each has its own pod's address"
+    ports = {one["name"]: one["containerPort"] for one in pod["spec"]["containers"][0]["ports"]}
+    assert ports == {"gcs-server": head["cluster_port"], "http": 8000}
+    pinned = re.search(r"ray==([0-9.]+)", (ROOT / "Makefile").read_text())
+    assert pinned is not None
+    assert cluster["spec"]["rayVersion"] == pinned[1]
+
+
+def test_in_kubernetes_every_volume_and_name_is_there() -> None:
+    found = kuberay()
+    cluster, claim, service = found["RayCluster"], found["PersistentVolumeClaim"], found["Service"]
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    for spec in (group["template"]["spec"] for group in groups):
+        (container,) = spec["containers"]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+        assert {"livenessProbe", "readinessProbe"} <= container.keys(), "else the operator adds its own"
+        claimed = volumes["models"].get("persistentVolumeClaim", {}).get("claimName")
+        assert claimed in (None, claim["metadata"]["name"])
+    assert service["spec"]["selector"]["ray.io/cluster"] == cluster["metadata"]["name"]
+    assert len({one["metadata"]["namespace"] for one in found.values()}) == 1
+    limit = groups[1]["template"]["spec"]["volumes"][0]["emptyDir"]["sizeLimit"]
+    given = pod_command(groups[1]["template"])["max_size"]
+    assert parse_size(given) < parse_size(limit.replace("Gi", "GiB")), "models go before the kubelet evicts the pod"
