@@ -273,7 +273,6 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
     from dovetail.gateway.link import Link
     from dovetail.gateway.recovery import Recovery
     from dovetail.gateway.supervisor import worker_command
-    from dovetail.store import Catalogue
 
     task = asyncio.current_task()
     assert task is not None
@@ -295,8 +294,7 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
         outlive_s=plan.config.server.outlive,
     )
     if others is not None:
-        weights = LocalWeights(Catalogue(plan.config.store.path).place, pool)
-        others.attach(link, _worker_options(plan.config, None), durable, weights)
+        others.attach(link, _worker_options(plan.config, None), durable, _local_weights(plan.config.store, pool))
     link.start()
     fronts: Fronts | None = None
     try:
@@ -342,6 +340,12 @@ def _make_pool(store: StoreConfig, durable: Durable | None) -> HostPool | None:
         return HostPool(file)
     finally:
         os.close(file)
+
+
+def _local_weights(store: StoreConfig, pool: HostPool | None) -> LocalWeights:
+    from dovetail.store import Catalogue
+
+    return LocalWeights(Catalogue(store.path).place, pool)
 
 
 def _worker_options(config: Config, pool: HostPool | None) -> list[str]:

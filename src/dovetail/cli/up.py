@@ -142,7 +142,7 @@ class RayCluster:
         if self._membership is not None:
             await self._membership.close()
         if self._weights is not None:
-            self._weights.close()
+            await asyncio.to_thread(self._weights.close)
         await asyncio.to_thread(self._nodes.close)
         if self._head is not None:
             await asyncio.to_thread(stop_ray, self._head)
