@@ -74,8 +74,9 @@ def test_a_machine_that_joins_without_models_serves_them(tiny_folder: Callable[[
             return {one["name"]: one["state"] for one in httpx.get(f"{url}/api/nodes", timeout=30).json()["data"]}
         return {}
 
-    with running(head, *up):
-        eventually(lambda: is_live(url))
+    with running(head, *up) as process:
+        eventually(lambda: is_live(url) or process.poll() is not None)
+        assert process.poll() is None, (head / "log").read_text()
         join = ["join", f"127.0.0.1:{cluster_port}", "--name", "far", "--threads", "1", "--memory", "64MiB"]
         with running(machine, *join, "--store", str(machine / "models-here"), "--max-size", "1GB"):
             eventually(lambda: states() == {"far": "up"})
