@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from dovetail.cluster.durable import Durable, SqliteDurable
 from dovetail.config import Config
 from dovetail.errors import ConfigError, Overloaded
 from dovetail.gateway import etcd_state
+from dovetail.gateway.adopted import WorkerRecords
 from dovetail.gateway.etcd import EtcdClient, EtcdUnreachable, parse_address
 from dovetail.gateway.etcd_state import Deposed, EtcdDurable, Leadership
+from dovetail.gateway.remote_workers import WireKeys
 
 NUMBERS = itertools.count()  # for prefixes that nobody had before
 
@@ -148,6 +151,26 @@ def test_a_leader_that_was_deposed_says_so_and_has_changed_nothing(etcd: Etcd, t
     second.close()
     third = leading(etcd, name, tmp_path)
     assert third.all("model") == {"mine": 1}
+    third.close()
+
+
+def test_another_machine_has_the_keys_of_the_wire_and_leaves_the_first_ones_processes_alone(
+    etcd: Etcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = prefix()
+    first = leading(etcd, name, tmp_path / "a")
+    keys = WireKeys.kept(first)
+    WorkerRecords(first).started("left", os.getpid(), ["--node", "left"])
+    first.close()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(etcd_state, "machine_id", lambda: "elsewhere")
+        second = leading(etcd, name, tmp_path / "b")
+        assert WireKeys.kept(second)._keys == keys._keys
+        assert WorkerRecords(second).host_pool() is None
+        WorkerRecords(second).end_others([])  # it has no nodes, and ends nobody: this test is one of those processes
+        second.close()
+    third = leading(etcd, name, tmp_path / "a")
+    assert third.get(f"worker{third.machine}", "left")["pid"] == os.getpid()
     third.close()
 
 

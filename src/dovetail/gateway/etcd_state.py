@@ -14,6 +14,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ logger = logging.getLogger("dovetail.gateway")
 FORMAT = "dovetail state 1"  # what `PREFIX/format` says
 FLUSH_S = 5.0  # that somebody who changes something waits for it to be written
 RETRY_S = 0.25
+MIN_TIMEOUT_S = 1.0  # of a call
 SAFE_SHARE = 0.9  # of a lease: how long its owner counts on it, by another clock than etcd's
 _RENEWALS = 4  # in a lease
 _ATTEMPTS = 3  # of a write that finds one of its own before it
@@ -164,7 +166,7 @@ class EtcdDurable:
         self.folder = private_folder(folder)
         self.machine = f"@{machine_id()}"
         self.address = address
-        self._client = EtcdClient(address, timeout_s=address.lease_s / (_RENEWALS + 1))
+        self._client = EtcdClient(address, timeout_s=max(address.lease_s / (_RENEWALS + 1), MIN_TIMEOUT_S))
         self.leadership = Leadership(self._client, address, who)
         self._renew_s = address.lease_s / _RENEWALS
         self._renew_at = 0.0
@@ -179,8 +181,12 @@ class EtcdDurable:
     # Candidates
 
     def check(self) -> None:
-        """At start: what is wrong now is somebody's mistake."""
+        """At start: what is wrong now, and still is in a moment, is somebody's mistake."""
         try:
+            for _ in range(_ATTEMPTS - 1):  # it may be starting, too
+                with suppress(EtcdUnreachable):
+                    return self.leadership.check()
+                time.sleep(RETRY_S)
             self.leadership.check()
         except EtcdUnreachable as error:
             raise ConfigError(f"state: {error}; start it, or correct {self.address}") from error
