@@ -10,9 +10,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 START_TIMEOUT_S = 30.0
@@ -70,7 +71,7 @@ def running_etcd(folder: Path, *, tls: bool = False) -> Iterator[Etcd]:
         arguments.append("--unsafe-no-fsync")
     process = subprocess.Popen([binary, *arguments], env=_environment(), stderr=subprocess.DEVNULL)
     try:
-        _await_port(process, host)
+        _await_health(process, url)
         yield Etcd(process, host, folder)
     finally:
         process.send_signal(signal.SIGCONT)
@@ -82,14 +83,13 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"}  # 3.4 wants to be asked twice there
 
 
-def _await_port(process: subprocess.Popen[bytes], host: str) -> None:
+def _await_health(process: subprocess.Popen[bytes], url: str) -> None:
+    """It has elected itself, and writes."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    address, _, port = host.rpartition(":")
     while time.monotonic() < deadline:
         assert process.poll() is None, f"etcd ended with {process.returncode}"
-        try:
-            socket.create_connection((address, int(port)), timeout=1.0).close()
-            return
-        except OSError:
-            time.sleep(0.02)
-    raise AssertionError("etcd never listened")
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", verify=False, trust_env=False).json()["health"] == "true":
+                return
+        time.sleep(0.05)
+    raise AssertionError("etcd never answered")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from dovetail.cluster.durable import Durable, SqliteDurable
 from dovetail.config import Config
 from dovetail.errors import ConfigError, Overloaded
 from dovetail.gateway import etcd_state
-from dovetail.gateway.etcd import EtcdClient, parse_address
+from dovetail.gateway.adopted import WorkerRecords
+from dovetail.gateway.etcd import EtcdClient, EtcdUnreachable, parse_address
 from dovetail.gateway.etcd_state import Deposed, EtcdDurable, Leadership
+from dovetail.gateway.remote_workers import WireKeys
 
 NUMBERS = itertools.count()  # for prefixes that nobody had before
 
@@ -149,6 +152,65 @@ def test_a_leader_that_was_deposed_says_so_and_has_changed_nothing(etcd: Etcd, t
     third = leading(etcd, name, tmp_path)
     assert third.all("model") == {"mine": 1}
     third.close()
+
+
+def test_another_machine_has_the_keys_of_the_wire_and_leaves_the_first_ones_processes_alone(
+    etcd: Etcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = prefix()
+    first = leading(etcd, name, tmp_path / "a")
+    keys = WireKeys.kept(first)
+    WorkerRecords(first).started("left", os.getpid(), ["--node", "left"])
+    first.close()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(etcd_state, "machine_id", lambda: "elsewhere")
+        second = leading(etcd, name, tmp_path / "b")
+        assert WireKeys.kept(second)._keys == keys._keys
+        assert WorkerRecords(second).host_pool() is None
+        WorkerRecords(second).end_others([])  # it has no nodes, and ends nobody: this test is one of those processes
+        second.close()
+    third = leading(etcd, name, tmp_path / "a")
+    assert third.get(f"worker{third.machine}", "left")["pid"] == os.getpid()
+    third.close()
+
+
+class Unheard(EtcdClient):
+    """The answer to its next transaction is lost, and that is carried out before the loss, or when `late` is called."""
+
+    is_deaf, is_slow = False, False
+
+    def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self.is_deaf and path == "kv/txn":
+            self.is_deaf = False
+            self.late = lambda: EtcdClient.call(self, path, body)
+            if not self.is_slow:
+                self.late()
+            raise EtcdUnreachable("lost")
+        return super().call(path, body)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_write_whose_answer_was_lost_holds_once_and_never_after_a_later_one(etcd: Etcd, is_slow: bool) -> None:
+    address = parse_address(etcd.state(prefix(), 60))
+    client = Unheard(address, 5.0)
+    client.is_slow = is_slow
+    one = Leadership(client, address, "one")
+    assert one.campaign(0.0) is None
+    client.is_deaf = True
+    with pytest.raises(EtcdUnreachable):
+        one.write("kind/name", "1")
+    one.write("kind/name", None)
+    client.late()
+    assert one.facts() == {}
+    client.is_deaf = True
+    with pytest.raises(EtcdUnreachable):
+        one.write("kind/name", "2")
+    client.revoke(one._lease)
+    one.regain(0.0)  # it was the last one to lead, whatever has become of its write
+    one.write("kind/name", "3")
+    client.late()
+    assert one.facts() == {"kind/name": "3"}
+    client.close()
 
 
 # Trouble

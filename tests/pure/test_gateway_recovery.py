@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 from pathlib import Path
 
+import pytest
 from gateway_builders import eventually, make_admin, make_card, running_service
 from test_gateway_service import collect
 
@@ -63,6 +64,26 @@ def test_changes_of_models_hold_in_the_next_server_as_far_as_they_can(tmp_path: 
         admin = make_admin(service)  # type: ignore[arg-type]
         admin._changes = Changes(durable)
         return admin
+
+    asyncio.run(run())
+
+
+def test_what_was_ready_before_is_loaded_when_the_first_machine_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail.gateway.admin.JOIN_S", 0.01)
+
+    async def run() -> None:
+        async with running_service(tmp_path) as service:
+            admin, link = make_admin(service), service.link
+            await eventually(link.is_up)
+            node, watcher = link.nodes.pop("cpu-0"), link.supervisors.pop("cpu-0")
+            admin.load_again(["fake"])
+            await asyncio.sleep(0.05)
+            link.nodes["cpu-0"], link.supervisors["cpu-0"] = node, watcher
+            assert node.hello is not None
+            admin._on_message("cpu-0", node.hello)
+            await eventually(lambda: "fake" in node.loaded)
 
     asyncio.run(run())
 

@@ -38,7 +38,7 @@ def hide_secret(state: str | None) -> str | None:
     """A password on the command line is made unreadable there."""
     if state is not None and is_secret_state(state):
         hide_argument(state)
-        logger.warning("the password in --state was readable on this machine for a moment; use server.state with env")
+        logger.warning("the password in --state was readable for a moment; better is server.state in the file")
     return state
 
 

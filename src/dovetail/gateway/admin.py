@@ -38,6 +38,8 @@ from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")
 
+JOIN_S = 2.0  # from the first machine that joins a new server to the others that were there before
+
 
 class Store(Puller, AdapterStore, Protocol):
     """Where models come from."""
@@ -82,6 +84,7 @@ class Admin:
         self._models = service.models
         self._store = store
         self._file = file
+        self._greeted = asyncio.Event()  # by a worker
         self._changing = asyncio.Lock()  # one change at a time: each looks before it acts
         self._adapters = AdapterDesk(service, store, self._check_free)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -167,7 +170,15 @@ class Admin:
     def load_again(self, names: Iterable[str]) -> None:
         """Those that were ready before the server was started again, without anybody waiting for them."""
         known = [name for name in names if self._models.is_taken(name) and name not in self._models.arriving()]
-        self._spawn(self._load_all(known))
+        self._spawn(self._load_where_missing(known))
+
+    async def _load_where_missing(self, names: Sequence[str]) -> None:
+        """Machines that outlived the last server join one after the other, each with its models."""
+        if not any(node.hello is not None for node in self.service.link.nodes.values()):
+            self._greeted.clear()
+            await self._greeted.wait()
+            await asyncio.sleep(JOIN_S)
+        await self._load_all([name for name in names if not self.service.cluster.nodes_of(name)])
 
     async def _note(self, name: str, config: ModelConfig | None) -> None:
         """Returns when it is written: whoever asked for it may count on it then."""
@@ -314,6 +325,8 @@ class Admin:
     def _on_message(self, node: str, message: ToGateway) -> None:
         """A worker that took another's place has none of the models that shall always be there. What a model that has
         left is known by is kept for as long as its weights are."""
+        if isinstance(message, Hello):
+            self._greeted.set()
         if isinstance(message, Hello) and self.service.is_ready:
             self._spawn(self._load_all(self._preload))
         if isinstance(message, LoadFailed) and self._verification is not None:

@@ -1,8 +1,8 @@
 """The state of several gateways, in etcd: one of them leads, and only what that one writes is taken (L8).
 
-`PREFIX/leader` is bound to a lease, which its owner renews; `PREFIX/term` stays, and changes only when somebody begins
-to lead. Every write holds only while `leader` is still the one that its writer has made: whoever was deposed and does
-not know it yet changes nothing.
+`PREFIX/leader` is bound to a lease, which its owner renews; `PREFIX/term` stays, says who led last, and changes with
+every write. A write holds only while `leader` is still the one that its writer has made, and `term` as its writer knows
+it: whoever was deposed and does not know it yet changes nothing, nor does a call that was given up and comes late.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ logger = logging.getLogger("dovetail.gateway")
 FORMAT = "dovetail state 1"  # what `PREFIX/format` says
 FLUSH_S = 5.0  # that somebody who changes something waits for it to be written
 RETRY_S = 0.25
+MIN_TIMEOUT_S = 1.0  # of a call
 SAFE_SHARE = 0.9  # of a lease: how long its owner counts on it, by another clock than etcd's
 _RENEWALS = 4  # in a lease
+_ATTEMPTS = 3  # of a write that finds one of its own before it
 
 
 class Deposed(EtcdError):
@@ -45,7 +48,8 @@ class Leadership:
         self._root = address.prefix
         self._leader, self._term = f"{address.prefix}/leader", f"{address.prefix}/term"
         self._lease = 0
-        self.revision = 0  # at which `leader` was made and `term` changed; 0 = it has never led
+        self.revision = 0  # at which its `leader` was made; 0 = it has never led
+        self._serial = 0  # at which `term` changed last, as far as it has heard
         self.until = 0.0  # nobody else leads before
 
     def check(self) -> None:
@@ -65,32 +69,49 @@ class Leadership:
 
     def campaign(self, now: float) -> str | None:
         """Who leads; None: this one does, from now on."""
-        return self._take(now, [])
+        leads, outcome = self._take(now, [])
+        if leads:
+            return None
+        leader = _found(outcome, self._leader)
+        return leader.value if leader is not None else "nobody"
 
     def regain(self, now: float) -> None:
         """The lease was lost, or the key: no harm if nobody has led since."""
-        if self._take(now, [etcd.is_changed_at(self._term, self.revision)]) is not None:
-            raise Deposed("another gateway has led since")
+        for _ in range(_ATTEMPTS):
+            leads, outcome = self._take(now, [etcd.is_changed_at(self._term, self._serial)])
+            if leads:
+                return
+            term = _found(outcome, self._term)
+            if _found(outcome, self._leader) is not None or term is None or term.value != self._who:
+                raise Deposed("another gateway has led since")
+            self._serial = term.changed  # by a write of its own that nobody heard the answer to
+        raise EtcdUnreachable("etcd carries out old calls")
 
-    def _take(self, now: float, compare: list[etcd.Part]) -> str | None:
+    def _take(self, now: float, compare: list[etcd.Part]) -> tuple[bool, etcd.Outcome]:
+        """Whether it leads, and else what it found."""
         if not self._lease or not self._client.keep_alive(self._lease):
             self._lease = self._client.grant(self._lease_s)
         outcome = self._client.transact(
             [etcd.is_created_at(self._leader, 0), *compare],
             [etcd.put(self._leader, self._who, self._lease), etcd.put(self._term, self._who)],
-            [etcd.read(self._leader)],
+            [etcd.read(self._leader), etcd.read(self._term)],
         )
-        # Its own key is there if it was made by a call that nobody heard the answer to.
-        mine = [one.created for one in outcome.found if one.lease == self._lease]
-        if outcome.held or mine:
-            self.revision = outcome.revision if outcome.held else mine[0]
-            self._extend(now)
-            return None
-        return outcome.found[0].value if outcome.found else "nobody"
+        leader, term = _found(outcome, self._leader), _found(outcome, self._term)
+        if outcome.held:
+            self.revision = self._serial = outcome.revision
+        elif leader is not None and leader.lease == self._lease:  # made by a call that nobody heard the answer to
+            assert term is not None, "they are made together"
+            self.revision, self._serial = leader.created, term.changed
+        else:
+            return False, outcome
+        self._extend(now)
+        return True, outcome
 
     def renew(self, now: float) -> None:
         """`now` was before the call: etcd counts from later on."""
-        if self._client.keep_alive(self._lease) and self._client.transact([self._fence], []).held:
+        # A server that has lost the others may renew a lease alone for a moment; a transaction that reads needs them.
+        read = [etcd.read(self._leader)]
+        if self._client.keep_alive(self._lease) and self._client.transact([self._fence], read).held:
             self._extend(now)
         else:
             self.regain(now)
@@ -108,15 +129,33 @@ class Leadership:
         return {one.key.removeprefix(root): one.value for one in self._client.range(root)}
 
     def write(self, key: str, value: str | None) -> None:
-        """None = it goes. `Deposed`: another one leads, and nothing was written."""
+        """None = it goes. `Deposed`: another one leads, and nothing was written. A write that was given up for want of
+        an answer, and is carried out late, changes nothing either: `term` is another by then."""
         key = f"{self._root}/facts/{key}"
-        if not self._client.transact([self._fence], [etcd.drop(key) if value is None else etcd.put(key, value)]).held:
-            raise Deposed("what it writes is refused")
+        change = etcd.drop(key) if value is None else etcd.put(key, value)
+        for _ in range(_ATTEMPTS):
+            outcome = self._client.transact(
+                [self._fence, etcd.is_changed_at(self._term, self._serial)],
+                [change, etcd.put(self._term, self._who)],
+                [etcd.read(self._leader), etcd.read(self._term)],
+            )
+            if outcome.held:
+                self._serial = outcome.revision
+                return
+            leader, term = _found(outcome, self._leader), _found(outcome, self._term)
+            if leader is None or term is None or leader.created != self.revision:
+                raise Deposed("what it writes is refused")
+            self._serial = term.changed
+        raise EtcdUnreachable("etcd carries out old calls")
 
     def resign(self) -> None:
         if self._lease:
             self._client.revoke(self._lease)
             self._lease = 0
+
+
+def _found(outcome: etcd.Outcome, key: str) -> etcd.Entry | None:
+    return next((one for one in outcome.found if one.key == key), None)
 
 
 class EtcdDurable:
@@ -127,7 +166,7 @@ class EtcdDurable:
         self.folder = private_folder(folder)
         self.machine = f"@{machine_id()}"
         self.address = address
-        self._client = EtcdClient(address, timeout_s=address.lease_s / (_RENEWALS + 1))
+        self._client = EtcdClient(address, timeout_s=max(address.lease_s / (_RENEWALS + 1), MIN_TIMEOUT_S))
         self.leadership = Leadership(self._client, address, who)
         self._renew_s = address.lease_s / _RENEWALS
         self._renew_at = 0.0
@@ -142,8 +181,12 @@ class EtcdDurable:
     # Candidates
 
     def check(self) -> None:
-        """At start: what is wrong now is somebody's mistake."""
+        """At start: what is wrong now, and still is in a moment, is somebody's mistake."""
         try:
+            for _ in range(_ATTEMPTS - 1):  # it may be starting, too
+                with suppress(EtcdUnreachable):
+                    return self.leadership.check()
+                time.sleep(RETRY_S)
             self.leadership.check()
         except EtcdUnreachable as error:
             raise ConfigError(f"state: {error}; start it, or correct {self.address}") from error
