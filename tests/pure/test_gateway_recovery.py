@@ -71,7 +71,7 @@ def test_changes_of_models_hold_in_the_next_server_as_far_as_they_can(tmp_path: 
 def test_what_was_ready_before_is_loaded_when_the_first_machine_has_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dovetail.gateway.admin.JOIN_S", 0.01)
+    monkeypatch.setattr("dovetail.gateway.recovery.JOIN_S", 0.01)
 
     async def run() -> None:
         async with running_service(tmp_path) as service:
@@ -82,7 +82,8 @@ def test_what_was_ready_before_is_loaded_when_the_first_machine_has_joined(
             await asyncio.sleep(0.05)
             link.nodes["cpu-0"], link.supervisors["cpu-0"] = node, watcher
             assert node.hello is not None
-            admin._on_message("cpu-0", node.hello)
+            for observer in list(link.observers):
+                observer("cpu-0", node.hello)
             await eventually(lambda: "fake" in node.loaded)
 
     asyncio.run(run())

@@ -28,7 +28,7 @@ from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.models import Entry, Offer
 from dovetail.gateway.pulls import Puller, Pulls
-from dovetail.gateway.recovery import Changes
+from dovetail.gateway.recovery import Changes, until_joined
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.settings import Settings
 from dovetail.gateway.verification import Checks, Verification
@@ -37,8 +37,6 @@ from dovetail.messages import Hello, LoadFailed, Reclaimed, ToGateway, Unloaded
 from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")
-
-JOIN_S = 2.0  # from the first machine that joins a new server to the others that were there before
 
 
 class Store(Puller, AdapterStore, Protocol):
@@ -84,7 +82,6 @@ class Admin:
         self._models = service.models
         self._store = store
         self._file = file
-        self._greeted = asyncio.Event()  # by a worker
         self._changing = asyncio.Lock()  # one change at a time: each looks before it acts
         self._adapters = AdapterDesk(service, store, self._check_free)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -173,11 +170,7 @@ class Admin:
         self._spawn(self._load_where_missing(known))
 
     async def _load_where_missing(self, names: Sequence[str]) -> None:
-        """Machines that outlived the last server join one after the other, each with its models."""
-        if not any(node.hello is not None for node in self.service.link.nodes.values()):
-            self._greeted.clear()
-            await self._greeted.wait()
-            await asyncio.sleep(JOIN_S)
+        await until_joined(self.service.link)
         await self._load_all([name for name in names if not self.service.cluster.nodes_of(name)])
 
     async def _note(self, name: str, config: ModelConfig | None) -> None:
@@ -325,8 +318,6 @@ class Admin:
     def _on_message(self, node: str, message: ToGateway) -> None:
         """A worker that took another's place has none of the models that shall always be there. What a model that has
         left is known by is kept for as long as its weights are."""
-        if isinstance(message, Hello):
-            self._greeted.set()
         if isinstance(message, Hello) and self.service.is_ready:
             self._spawn(self._load_all(self._preload))
         if isinstance(message, LoadFailed) and self._verification is not None:

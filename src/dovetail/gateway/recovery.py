@@ -6,15 +6,18 @@ outlived their gateway say themselves what they have; what was confirmed elsewhe
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 from dovetail.cluster.durable import Durable
 from dovetail.config import ModelConfig
 from dovetail.errors import WorkerLost
 from dovetail.gateway.cluster import Cluster
-from dovetail.messages import Loaded, LoadFailed, Reclaimed, Said, ToGateway, Unloaded
+from dovetail.gateway.link import Link
+from dovetail.messages import Hello, Loaded, LoadFailed, Reclaimed, Said, ToGateway, Unloaded
 from dovetail.node.protocol import NodeView
 
+JOIN_S = 2.0  # from the first machine that joins a new server to the others that were there before
 PLACEMENT, DRAIN, MODEL = "placement", "drain", "model"
 ASSIGNED, CONFIRMED = "assigned", "confirmed"
 
@@ -82,6 +85,24 @@ class Recovery:
     def _drop(self, name: str) -> None:
         if self._states.pop(name, None) is not None:
             self._durable.drop(PLACEMENT, name)
+
+
+async def until_joined(link: Link) -> None:
+    """Machines that outlived the last server join one after the other, each with its models."""
+    if any(node.hello is not None for node in link.nodes.values()):
+        return
+    joined = asyncio.Event()
+
+    def look(node: str, message: ToGateway) -> None:
+        if isinstance(message, Hello):
+            joined.set()
+
+    link.observers.append(look)
+    try:
+        await joined.wait()
+    finally:
+        link.observers.remove(look)
+    await asyncio.sleep(JOIN_S)
 
 
 class Changes:
