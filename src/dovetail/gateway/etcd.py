@@ -153,8 +153,12 @@ class EtcdClient:
         return int(reply.get("result", {}).get("TTL", 0)) > 0
 
     def revoke(self, lease: int) -> None:
-        """With all keys that are bound to it."""
-        self.call("lease/revoke", {"ID": lease})
+        """With all keys that are bound to it; one that has ended is well."""
+        try:
+            self.call("lease/revoke", {"ID": lease})
+        except EtcdError as error:
+            if "lease not found" not in str(error):
+                raise
 
     # Calls
 
