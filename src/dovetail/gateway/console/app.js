@@ -9,6 +9,8 @@ const IDLE_MS = 6000; // after an answer that told nothing new
 let conversation = [];
 let answering = null; // an AbortController while an answer comes
 let timer = null;
+const CALM = 0.7; // where a model's authors recommend no temperature: at 1 small models ramble
+let recommended = {}; // by model: options that its authors recommend, which the server takes by itself
 
 function show() {
   const wanted = location.hash.slice(1);
@@ -37,6 +39,7 @@ async function poll(view) {
 async function fillModels() {
   const { data } = await ask("GET", "/v1/models");
   const chosen = $("model").value;
+  recommended = Object.fromEntries(data.map((one) => [one.id, one.default_sampling_params || {}]));
   $("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
 }
 
@@ -75,7 +78,9 @@ async function send(text) {
   let answer = "", first = null, usage = null;
   const showWait = (standing) => (part(node, "note").textContent = waitInWords(standing));
   try {
-    const request = { model: $("model").value, messages: conversation, stream: true, stream_options: { include_usage: true } };
+    const model = $("model").value;
+    const calm = "temperature" in (recommended[model] || {}) ? {} : { temperature: CALM };
+    const request = { model, messages: conversation, stream: true, stream_options: { include_usage: true }, ...calm };
     for await (const event of events("/v1/chat/completions", request, answering.signal, showWait)) {
       usage = event.usage || usage;
       const delta = event.choices[0]?.delta || {};
