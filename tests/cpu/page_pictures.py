@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
             for thread in busy:
                 thread.start()
             page.js(f"document.querySelector('#model').value = '{MODEL}'")
-            page.js("document.querySelector('#prompt').value = 'What is the capital of France?'")
+            page.js("document.querySelector('#prompt').value = 'Please name the capital of Germany.'")
             page.js("document.querySelector('#ask').requestSubmit()")
             page.wait(
                 "document.querySelector('.assistant .note') && document.querySelector('#send').textContent === 'Send'"

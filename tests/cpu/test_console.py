@@ -58,11 +58,13 @@ def click(page: Page, model: str, label: str) -> None:
 
 def test_a_question_is_answered_and_the_next_one_goes_on(page: Page) -> None:
     view(page, "chat")
+    page.js("const plain = fetch; window.fetch = (at, how) => ((window.sent = how?.body), plain(at, how))")
     for number in (1, 2):
         page.js("document.querySelector('#model').value = 'llama'")
         page.js("document.querySelector('#prompt').value = 'hello'")
         page.js("document.querySelector('#ask').requestSubmit()")
         page.wait(f"document.querySelectorAll('.assistant .note').length === {number}")
+    assert page.js("JSON.parse(window.sent).temperature") == 0.7, "its authors recommend none"
     assert page.js("document.querySelectorAll('.said.user').length") == 2
     assert page.js("document.querySelector('.assistant .text').textContent.length") > 0
     assert page.js("document.querySelector('#problem').textContent") == ""
