@@ -357,6 +357,10 @@ def test_admission_beside_an_instance_that_only_holds_a_copy_has_an_answer() -> 
     run_one(103398)  # nothing of it is ever due
 
 
+def test_who_gave_up_waiting_for_others_to_make_way_may_have_others_make_way() -> None:
+    run_one(205735)  # the new plan came before anybody had been told that the old one was over
+
+
 def test_a_storm_repeats_itself() -> None:
     first, second = run_one(7), run_one(7)
     assert [(r.fate, r.end_s) for r in first.records] == [(r.fate, r.end_s) for r in second.records]

@@ -30,7 +30,7 @@ class Displacements:
         return len(self._by_request)
 
     def begin(self, plan: Displace) -> None:
-        assert plan.work.id not in self._by_request, f"others make way for request {plan.work.id} already"
+        self._supersede(plan)
         displacement = self._by_request[plan.work.id] = _Displacement(plan)
         for move in plan.moves if self._is_wanted(plan) else ():
             wanted = self._controller.placer.node_of(move.destination) if move.destination is not None else None
@@ -38,6 +38,13 @@ class Displacements:
                 if self._is_there(plan, move.instance, request):
                     self._migrations.begin(request, "makes_way", wanted)
         self._step(displacement)
+
+    def _supersede(self, plan: Displace) -> None:
+        """It has given up waiting for others to make way and was planned for anew, before anything told of that."""
+        before = self._by_request.pop(plan.work.id, None)
+        if before is not None:
+            self.abandoned += bool(before.left)
+            self._controller.placer.leaving -= before.plan.instances - plan.instances
 
     def step(self) -> None:
         """Something has happened: whoever has nobody left closes."""
