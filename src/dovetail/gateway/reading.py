@@ -52,6 +52,24 @@ class Reader(Protocol):
         """The text has ended: what was held back."""
 
 
+class SteppingReader:
+    """One that keeps what it cannot tell of yet, and takes something from that with each step."""
+
+    def __init__(self) -> None:
+        self._buffer = ""
+
+    def feed(self, text: str) -> Parts:
+        self._buffer += text
+        parts = Parts()
+        while self._buffer and self._step(parts):
+            pass
+        return parts
+
+    def _step(self, parts: Parts) -> bool:
+        """Take something from the buffer; False if more is needed first."""
+        raise NotImplementedError
+
+
 class PlainReader:
     """All of it is what the model says."""
 

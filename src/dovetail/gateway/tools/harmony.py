@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from dovetail.gateway.reading import CallDelta, Parts
+from dovetail.gateway.reading import CallDelta, Parts, SteppingReader
 from dovetail.gateway.tools.held import could_become, find_first, split_held
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -32,27 +32,20 @@ def is_harmony(template: str) -> bool:
     return CHANNEL in template and MESSAGE in template
 
 
-class HarmonyReader:
+class HarmonyReader(SteppingReader):
     """Reads messages one after the other.
 
     start ─mark─▶ head ─<|message|>─▶ body ─<|end|>─▶ head of the next; start ─anything else─▶ body, as text
     """
 
     def __init__(self, *, reads_calls: bool) -> None:
+        super().__init__()
         self._reads_calls = reads_calls  # if not, nobody has offered functions: a call is text
         self._state: Literal["start", "head", "body"] = "start"
-        self._buffer = ""
         self._kind: Kind = "hidden"
         self._is_empty = True  # nothing of this message was given
         self._given: set[Kind] = set()  # parts that have a message already
         self._num_calls = 0
-
-    def feed(self, text: str) -> Parts:
-        self._buffer += text
-        parts = Parts()
-        while self._buffer and self._step(parts):
-            pass
-        return parts
 
     def flush(self) -> Parts:
         parts = Parts()
@@ -68,7 +61,6 @@ class HarmonyReader:
         return not self._given and not self._num_calls and find_first(self._buffer, MARKS) is None
 
     def _step(self, parts: Parts) -> bool:
-        """Take something from the buffer; False if more is needed first."""
         match self._state:
             case "start":
                 return self._read_start(parts)

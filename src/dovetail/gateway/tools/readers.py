@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dovetail.gateway.reading import CallDelta, Parts
+from dovetail.gateway.reading import CallDelta, Parts, SteppingReader
 from dovetail.gateway.tools.held import could_become, find_first, split_held
 from dovetail.gateway.tools.json_call import JsonCall, JsonValue
 from dovetail.gateway.tools.python_call import PythonCall
@@ -28,29 +28,22 @@ class CallForm:
     repeats: bool = True  # further calls may follow without another opening
 
 
-class CallReader:
+class CallReader(SteppingReader):
     """Gives text and calls apart. White space around calls belongs to neither.
 
     text ─opening─▶ before ─first character─▶ call ─its end─▶ after ─closing─▶ text, or before the next call
     """
 
     def __init__(self, form: CallForm) -> None:
+        super().__init__()
         self._form = form
         self._state: Literal["text", "before", "call", "after"] = "text" if form.openings else "before"
-        self._buffer = ""
         self._spaces = ""  # at the end of the text so far; dropped if a call follows
         self._raw = ""  # since the opening, to be given back as text if no call comes
         self._call: JsonCall | PythonCall | _NamedCall | None = None
         self._is_told = False  # the name of the current call
         self._num_calls = 0
         self._is_over = False  # nothing but text can follow
-
-    def feed(self, text: str) -> Parts:
-        self._buffer += text
-        parts = Parts()
-        while self._buffer and self._step(parts):
-            pass
-        return parts
 
     def flush(self) -> Parts:
         parts = Parts()
@@ -71,7 +64,6 @@ class CallReader:
         return self._state in ("before", "call") or could_become(self._buffer, self._form.openings)
 
     def _step(self, parts: Parts) -> bool:
-        """Take something from the buffer; False if more is needed first."""
         match self._state:
             case "text":
                 return self._read_text(parts)
