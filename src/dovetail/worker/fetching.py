@@ -4,16 +4,13 @@ loaded; what it has itself it gives to them. Only workers that joined from anoth
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import queue
 import re
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +27,7 @@ from dovetail.store.place import Place
 from dovetail.store.weight_server import WeightServer, address_towards
 from dovetail.types import ModelCard
 from dovetail.worker.driver import NodeDriver
+from dovetail.worker.due_queue import DueQueue
 
 log = logging.getLogger("dovetail.worker")
 
@@ -50,14 +48,6 @@ class _Current(NamedTuple):
     fetch: ModelFetch
 
 
-@dataclass(order=True)
-class _Order:
-    due_s: float
-    serial: int
-    command: StartLoad | None = field(compare=False)
-    cards: tuple[ModelCard, ...] = field(compare=False, default=())
-
-
 class Fetcher:
     """`fetch` hands in, `on_end` is called from its thread for every command."""
 
@@ -69,8 +59,7 @@ class Fetcher:
         self._token = token
         self._limit_bytes = limit_bytes
         self._on_end = on_end
-        self._orders: queue.PriorityQueue[_Order] = queue.PriorityQueue()
-        self._serials = itertools.count()
+        self._orders: DueQueue[tuple[StartLoad, tuple[ModelCard, ...]]] = DueQueue()
         self._current: _Current | None = None
         self._asked_for: set[int] = set()  # instances that requests have waited for
         self._thread = threading.Thread(target=self._run, daemon=True, name="fetcher")
@@ -90,7 +79,7 @@ class Fetcher:
 
     def fetch(self, command: StartLoad, *cards: ModelCard) -> None:
         """The model, and what drafts for it: nobody needs a draft."""
-        self._orders.put(_Order(command.due_s, next(self._serials), command, cards))
+        self._orders.put(command.due_s, (command, cards))
 
     @property
     def progress(self) -> messages.Loading | None:
@@ -112,17 +101,17 @@ class Fetcher:
             current.fetch.cancel()
 
     def stop(self) -> None:
-        self._orders.put(_Order(float("-inf"), next(self._serials), None))
+        self._orders.stop()
         if (current := self._current) is not None:
             current.fetch.cancel()
 
     def _run(self) -> None:
-        while (order := self._orders.get()).command is not None:
+        for command, cards in self._orders:
             started = time.monotonic()
-            end = self._fetch_all(order.command, *order.cards)
+            end = self._fetch_all(command, *cards)
             self._current = None
-            self._asked_for.discard(order.command.instance)
-            self._on_end(order.command, end._replace(seconds=time.monotonic() - started))
+            self._asked_for.discard(command.instance)
+            self._on_end(command, end._replace(seconds=time.monotonic() - started))
 
     def _fetch_all(self, command: StartLoad, card: ModelCard, *drafts: ModelCard) -> Fetched:
         end = self._fetch(command, card)

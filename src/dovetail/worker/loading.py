@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
@@ -10,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +28,7 @@ from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.store.loader import Ticket
 from dovetail.types import ModelCard, Speculation
 from dovetail.worker.draft_model import DraftModel
+from dovetail.worker.due_queue import DueQueue
 from dovetail.worker.fetching import Fetched, Fetcher
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.shelf import Shelf, Tier
@@ -102,14 +102,6 @@ class _Current(NamedTuple):
         return messages.Loading(self.config.card.name, done, self.config.size_bytes)
 
 
-@dataclass(order=True)
-class _Order:
-    due_s: float
-    serial: int
-    command: StartLoad | None = field(compare=False)
-    fetched: Fetched | None = field(compare=False, default=None)  # it had to be, first
-
-
 class LoaderThread:
     """`load` hands in, `results` gives back; `wake` is called from the thread for every result."""
 
@@ -130,8 +122,7 @@ class LoaderThread:
         self._wake = wake
         self._device = device
         self._shelf = shelf
-        self._orders: queue.PriorityQueue[_Order] = queue.PriorityQueue()
-        self._serials = itertools.count()
+        self._orders: DueQueue[tuple[StartLoad, Fetched | None]] = DueQueue()  # with what had to be fetched first
         self._current: _Current | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="loader")
 
@@ -139,7 +130,7 @@ class LoaderThread:
         self._thread.start()
 
     def stop(self) -> None:
-        self._orders.put(_Order(float("-inf"), next(self._serials), None))
+        self._orders.stop()
 
     def load(self, command: StartLoad) -> None:
         """What is fetched first keeps nobody waiting whose weights are here."""
@@ -147,11 +138,11 @@ class LoaderThread:
         if self.fetcher is not None and config is not None and self.fetcher.lacks(*config.cards):
             self.fetcher.fetch(command, *config.cards)
         else:
-            self._orders.put(_Order(command.due_s, next(self._serials), command))
+            self._orders.put(command.due_s, (command, None))
 
     def fetched(self, command: StartLoad, end: Fetched) -> None:
         """From the fetcher's thread."""
-        self._orders.put(_Order(command.due_s, next(self._serials), command, end))
+        self._orders.put(command.due_s, (command, end))
 
     @property
     def is_loading(self) -> bool:
@@ -178,8 +169,8 @@ class LoaderThread:
         return self.times.expected_s(card.name, tier, config.size_bytes)
 
     def _run(self) -> None:
-        while (order := self._orders.get()).command is not None:
-            self.results.put(self._load(order.command, order.fetched))
+        for command, fetched in self._orders:
+            self.results.put(self._load(command, fetched))
             self._wake()
 
     def _load(self, command: StartLoad, fetched: Fetched | None) -> LoadResult:
