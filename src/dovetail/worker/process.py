@@ -243,7 +243,7 @@ class Worker:
                 self._take_load(self._loader.results.get_nowait())
         if self._wire.has_news(ready):
             until = self._clock() + INTAKE_S
-            take_in(self._wire.receive, self._take, lambda: is_shared(self._driver) and self._clock() >= until)
+            take_in(self._wire.receive, self._take, lambda: self._clock() >= until and is_shared(self._driver))
 
     def _take(self, message: messages.ToWorker) -> None:
         self._handle(message)
