@@ -5,12 +5,18 @@ from __future__ import annotations
 
 from itertools import combinations
 from random import Random
+from typing import Any
 
+import msgspec
 import pytest
 from fleet_builders import Fleet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from migration_deaths import STEPS, VICTIMS, end, run, under_way
+
+from dovetail import messages
+from dovetail.cluster.migration import Step
+from dovetail.node import protocol
 
 
 def fleet_under_way(prompt: int = 20, tokens: int = 30, spoken: int = 5) -> Fleet:
@@ -48,6 +54,42 @@ def test_the_source_goes_on_for_several_rounds_while_a_long_answer_is_recomputed
     assert migration.rounds >= 2
     fleet.run()
     fleet.check_end()
+
+
+def test_the_source_goes_on_until_the_destination_is_nearly_free() -> None:
+    fleet = fleet_under_way(tokens=90)
+    source = fleet.place("r")
+    (destination,) = fleet.peers.keys() - {source}
+    fleet.migrate("r")
+    (migration,) = fleet.migrations._by_request.values()
+    for count in range(200):
+        if caught_up := said_by(fleet, destination, protocol.CaughtUp):
+            break
+        steps = fleet.steps()
+        fleet.do(steps[count % len(steps)])
+    busy = msgspec.structs.replace(caught_up[0], busy_s=5.0)
+    fleet.dispatcher.received(destination, messages.Said((busy,)), fleet.clock.now)
+    assert migration.step is Step.AWAITING
+    assert fleet.dispatcher.next_wake_s() == migration.until_s
+    assert fleet.clock.now + 4.0 < migration.until_s < fleet.clock.now + 5.0
+    assert not asked_to_let_go(fleet, source)
+    fleet.clock.now = migration.until_s
+    fleet.dispatcher.wake(fleet.clock.now)
+    assert asked_to_let_go(fleet, source)
+    fleet.run()
+    assert fleet.migrations.completed == 1
+    fleet.check_end()
+
+
+def said_by(fleet: Fleet, name: str, kind: type) -> list[Any]:
+    """What is on its way from the node."""
+    found = [messages.decode_for_gateway(one) for one in fleet.peers[name].outbox]
+    return [notice for one in found if isinstance(one, messages.Said) for notice in one.notices if type(notice) is kind]
+
+
+def asked_to_let_go(fleet: Fleet, name: str) -> bool:
+    found = [messages.decode_for_worker(one) for one in fleet.peers[name].inbox]
+    return any(isinstance(one, messages.Ask) and isinstance(one.question, protocol.Release) for one in found)
 
 
 def test_an_answer_that_ends_while_it_is_moved_has_ended_once() -> None:
@@ -170,6 +212,7 @@ def test_a_destination_that_never_catches_up_is_given_up_and_the_answer_stays() 
 
 @settings(max_examples=120, deadline=None)
 @example(164)  # one that was silent says that it has caught up, when somebody else was asked
+@example(2244)  # a copy is given up while its source, asked to, lets go of the request
 @example(15573)  # a copy is withdrawn while the same node is asked to take the request itself
 @given(st.integers(0, 2**32))
 def test_random_interleavings_with_deaths_and_cancellations_end_every_request_right(seed: int) -> None:

@@ -43,18 +43,28 @@ class MigrationReport(msgspec.Struct, frozen=True):
     pause_p99_s: float
     pause_p50_tokens: float  # the same in token times of the stream before
     pause_p99_tokens: float
+    pause_p50_after: float  # and after: a node that takes in a drained one's streams is slower than that
+    pause_p99_after: float
     rounds_p50: float  # of tokens that the destination computed
     gap_p50: float  # tokens that were left for the end
     drain_s: float  # until nothing was left on the node, all drains together
 
 
 def measure(
-    model: str, streams: int, max_tokens: int, prompt_words: int, nodes: int, store: str, drains: int = 1
+    model: str,
+    streams: int,
+    max_tokens: int,
+    prompt_words: int,
+    nodes: int,
+    store: str,
+    drains: int = 1,
+    tpot: str = "",
 ) -> MigrationReport:
-    """`drains`: so many nodes are emptied, one after the other; of two nodes, the second time all streams move."""
+    """`drains`: so many nodes are emptied, one after the other; of two nodes, the second time all streams move. `tpot`:
+    what each token may take; a node takes in no more streams than keep to it."""
     with TemporaryDirectory(prefix="dovetail-bench-") as folder:
         log = Path(folder) / "events.jsonl"
-        contender = _server(model, nodes, Path(folder), log, store)
+        contender = _server(model, nodes, Path(folder), log, store, tpot)
         with running(contender, Path(folder) / "server.log") as server:
             asyncio.run(_read_all(server.url, model, streams, max_tokens, prompt_words))  # loads the model
             plain, _ = asyncio.run(_read_all(server.url, model, streams, max_tokens, prompt_words))
@@ -65,9 +75,9 @@ def measure(
         return _report(plain, moving, _moves(log, before), drain_s)
 
 
-def _server(model: str, nodes: int, folder: Path, log: Path, store: str) -> Contender:
+def _server(model: str, nodes: int, folder: Path, log: Path, store: str, tpot: str) -> Contender:
     config: dict[str, Any] = {
-        "models": {model: {"source": model}},
+        "models": {model: {"source": model} | ({"slo": {"ttft": "60s", "tpot": tpot}} if tpot else {})},
         "nodes": [
             {"name": f"cpu-{index}", "threads": 1, "memory": "2GiB", "event_log": str(log)} for index in range(nodes)
         ],
@@ -151,20 +161,22 @@ def _moves(log: Path, first: int) -> list[Move]:
 
 
 def _report(plain: list[Stream], moving: list[Stream], moves: list[Move], drain_s: float) -> MigrationReport:
-    pauses: list[tuple[float, float]] = []  # seconds, token times
+    pauses: list[tuple[float, float, float]] = []  # seconds, token times before and after
     tokens: list[float] = []
     for move in moves:
         times = moving[move.stream].times_s
         before = [after - at for at, after in pairwise(times) if after <= move.at_s][-LATELY:]
         last = max((at for at in times if at <= move.at_s), default=None)
         following = min((at for at in times if at > move.at_s), default=None)
-        if last is None or following is None or not before:
+        after = [later - at for at, later in pairwise(times) if at > move.at_s][:LATELY]
+        if last is None or following is None or not before or not after:
             continue
         tokens += before
-        pauses.append((following - last, (following - last) / median(before)))
+        pause_s = following - last
+        pauses.append((pause_s, pause_s / median(before), pause_s / median(after)))
     if not pauses:
         raise DovetailError("nothing moved: all streams were on other nodes, or had ended")
-    seconds, times_of = sorted(one for one, _ in pauses), sorted(one for _, one in pauses)
+    seconds, times_before, times_after = (sorted(column) for column in zip(*pauses, strict=True))
     return MigrationReport(
         streams=len(moving),
         moved=len({move.stream for move in moves}),
@@ -173,8 +185,10 @@ def _report(plain: list[Stream], moving: list[Stream], moves: list[Move], drain_
         token_p50_s=median(tokens),
         pause_p50_s=median(seconds),
         pause_p99_s=_p99(seconds),
-        pause_p50_tokens=median(times_of),
-        pause_p99_tokens=_p99(times_of),
+        pause_p50_tokens=median(times_before),
+        pause_p99_tokens=_p99(times_before),
+        pause_p50_after=median(times_after),
+        pause_p99_after=_p99(times_after),
         rounds_p50=median(one.rounds for one in moves),
         gap_p50=median(one.gap for one in moves),
         drain_s=drain_s,

@@ -206,6 +206,13 @@ def migrate(
     prompt_words: Annotated[int, typer.Option(help="Of each prompt.", min=1)] = 60,
     nodes: Annotated[int, typer.Option(help="Workers of the server, one thread each.", min=2)] = 2,
     drains: Annotated[int, typer.Option(help="Nodes to empty, one after the other.", min=1)] = 1,
+    tpot: Annotated[
+        str,
+        typer.Option(
+            help="What a token may take, such as 2s: nodes take in no more streams than keep to it.  [default: 0.25 s]",
+            show_default=False,
+        ),
+    ] = "",
     store: Annotated[str, typer.Option(help="Folder of the store.  [default: the usual one]", show_default=False)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -215,7 +222,7 @@ def migrate(
     """
     from dovetail.bench.migration import measure
 
-    report = measure(model, streams, max_tokens, prompt_words, nodes, store, drains)
+    report = measure(model, streams, max_tokens, prompt_words, nodes, store, drains, tpot)
     if as_json:
         print_json(report)
         return
@@ -226,7 +233,8 @@ def migrate(
     typer.echo(f"a token takes {report.token_p50_s * 1000:.1f} ms; the pause of a stream that moves:")
     typer.echo(
         f"p50 {report.pause_p50_s * 1000:.1f} ms ({report.pause_p50_tokens:.2f} token times), "
-        f"p99 {report.pause_p99_s * 1000:.1f} ms ({report.pause_p99_tokens:.2f})"
+        f"p99 {report.pause_p99_s * 1000:.1f} ms ({report.pause_p99_tokens:.2f}); in token times of where it moved to "
+        f"{report.pause_p50_after:.2f} and {report.pause_p99_after:.2f}"
     )
     typer.echo(
         f"rounds p50 {report.rounds_p50:g}, gap p50 {report.gap_p50:g} tokens; drained in {report.drain_s:.2f} s"

@@ -1,4 +1,4 @@
-"""Nodes that are to be left alone: nothing new goes there, and what is there moves away, one answer after another.
+"""Nodes that are to be left alone: nothing new goes there, and what is there moves away, a few answers at a time.
 
 An answer that nobody else takes goes on where it is. A node is drained when it has nothing left.
 """
@@ -9,6 +9,7 @@ from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.migration import Migrations
 
 ASK_AGAIN_S = 0.5  # one that nobody took
+AT_ONCE = 4  # answers on their way: some are computed while others wait to be handed over
 
 
 class Drain:
@@ -31,11 +32,14 @@ class Drain:
         return not self.left() and not self._migrations.of_destination(self.node)
 
     def step(self, now: float) -> None:
-        """The next answer moves, if none is on its way."""
+        """The next answers move, while few are on their way."""
         self.next_s = None
         there = self.left()
         self._asked_s = {id: at_s for id, at_s in self._asked_s.items() if id in there}
-        while there and not self._migrations.of_source(self.node):
+        while len(self._migrations.of_source(self.node)) < AT_ONCE:
+            there = [id for id in there if id not in self._migrations]
+            if not there:
+                return
             id = min(there, key=lambda one: (self._asked_s.get(one, float("-inf")), one))
             last_s = self._asked_s.get(id)
             if last_s is not None and now < last_s + ASK_AGAIN_S:

@@ -111,6 +111,8 @@ class Batch:
         return work.first_due_s + work.tpot_s * self.produced(work)
 
     def urgent_prefill_s(self, work: Work) -> float:
+        if self.rule.in_rounds and work.is_resuming and work.last_token_s is not None:
+            return work.last_token_s  # its reader hears nothing, and would after a moment
         if self.rule.turn_silence_s == INFINITY:
             return work.due_s
         return urgent_prefill_s(work, self.rule.turn_silence_s, left_s(self, work, 0))
@@ -275,7 +277,7 @@ class Batch:
 
     def decoded(self, now: float) -> None:
         """One decode iteration of the running batch has ended."""
-        is_late, clock = now > self.running_due_s, self.clock
+        is_late, clock, spoke_s = now > self.running_due_s, self.clock, now
         for work in self.running.values():
             if is_late and now > work.true_due_s(self.due_s(work)):
                 work.late_tokens += 1
@@ -284,6 +286,8 @@ class Batch:
                 if last_s is not None and now - last_s > work.silence_s:
                     work.silence_s = now - last_s
                 work.last_token_s = now
+            elif work.last_token_s is not None and work.last_token_s < spoke_s:
+                spoke_s = work.last_token_s
         self.clock += 1
         self.tokens += len(self.running)
         self.demand = self._lengths = None
@@ -293,7 +297,7 @@ class Batch:
             self.refresh()
             return
         self.running_due_s += self.tpot_s
-        self.spoke_s = now
+        self.spoke_s = spoke_s
         self._is_fresh = False
         self._set_deadline()
 

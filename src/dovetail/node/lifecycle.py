@@ -24,8 +24,10 @@ from dovetail.node.turns import Turns
 from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.headroom import INFINITY
 
-# L4: one that is handed over with no more than so many tokens to compute takes part in the next decode.
+# L4: one that is handed over with no more than so many tokens to compute takes part in the next decode, unless it has
+# its next token in a small part of the time by itself.
 MAX_GAP_TOKENS = 8
+SMALL_PART = 0.5
 
 
 class Lifecycle:
@@ -115,7 +117,7 @@ class Lifecycle:
         else:
             work.produced = record.produced
         if work.id in instance.held:
-            joins = is_last and work.pending_tokens <= MAX_GAP_TOKENS
+            joins = is_last and work.pending_tokens <= MAX_GAP_TOKENS and not _goes_alone(instance, work)
             instance.wake(work, joins=joins)
             if joins:
                 self._outbox.append(Resumed(work, instance.id))
@@ -165,3 +167,13 @@ class Lifecycle:
 
     def update_active(self, instance: Instance) -> None:
         self._turns.update(instance)
+
+
+def _goes_alone(instance: Instance, work: Work) -> bool:
+    """Whether one that is handed over has an iteration of its own: where rows are dear, that of a large batch takes
+    several times as long, and everybody waits a little instead of one for long."""
+    if not instance.rule.in_rounds or not instance.running:
+        return False
+    latency = instance.hosting.latency
+    decode_s = latency.decode_s(len(instance.running) + 1, instance.tokens + work.known_tokens)
+    return latency.prefill_s(work.pending_tokens) <= SMALL_PART * decode_s

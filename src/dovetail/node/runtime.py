@@ -232,13 +232,19 @@ class NodeRuntime:
         if self.is_idle:
             self._say_idle(False)
         self._speech.note_turn(turn, now)
+        self._say_caught_up(turn.seconds(turn.instance.hosting.latency))
 
     def _rest(self, now: float) -> None:
         """Nothing can run."""
         self._feedback.learn(now)
         self._last_end_s = None
+        self._say_caught_up(0.0)
         if not self.is_idle:
             self._say_idle(True)
+
+    def _say_caught_up(self, busy_s: float) -> None:
+        if self._speech.say_caught_up(busy_s) and self._dirty is not None:
+            self._dirty.append(self)
 
     def _say_idle(self, is_idle: bool) -> None:
         self.is_idle = is_idle

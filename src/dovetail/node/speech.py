@@ -38,6 +38,7 @@ class Speech:
         self._node = node
         self._log = log
         self._loaded: set[int] = set()
+        self._caught_up: list[Work] = []  # since the last turn ended, which is said with the next one
 
     def start_log(self, device: str) -> None:
         """First line of a real node's log: what a simulation of the same node needs. Its models follow as they come."""
@@ -61,7 +62,7 @@ class Speech:
 
     def clear(self) -> None:
         """The device is gone."""
-        for kept in (self.outbox, self.mailbox, self.places, self.load_asked_s, self._loaded):
+        for kept in (self.outbox, self.mailbox, self.places, self.load_asked_s, self._loaded, self._caught_up):
             kept.clear()
 
     def loaded(self, instance: int) -> float:
@@ -123,7 +124,9 @@ class Speech:
             record = said.work.as_of(said.produced).record()
             self.mailbox.append(protocol.Overcommitted(record, said.instance))
         elif isinstance(said, events.CaughtUp):
-            self.mailbox.append(protocol.CaughtUp(said.work.id, said.work.hold, said.work.produced))
+            self._caught_up.append(said.work)
+            if not self._node.knobs.smooth_answers:
+                self.say_caught_up(0.0)
         elif isinstance(said, events.Resumed):
             self.outbox.append(said)
         elif isinstance(said, events.HandedOver):
@@ -136,6 +139,12 @@ class Speech:
         elif isinstance(said, events.InstanceGone):
             self.outbox.append(said)
             self.mailbox.append(protocol.InstanceGone(said.instance, said.model))
+
+    def say_caught_up(self, busy_s: float) -> bool:
+        """Those who did, now that it is known what the device does next; whether there is anybody."""
+        caught_up, self._caught_up = self._caught_up, []
+        self.mailbox += [protocol.CaughtUp(work.id, work.hold, work.produced, busy_s) for work in caught_up]
+        return bool(caught_up)
 
     def _part(self, work: Work, instance: int, now: float) -> None:
         del self.places[work.id]

@@ -5,6 +5,7 @@ What a turn does to its requests is the node's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from dovetail.node.events import Turn
@@ -111,6 +112,8 @@ class Turns:
         it to the answers; in a hurry they go first, and hold nobody else's."""
         if not chosen.waiting:
             return Turn(chosen)
+        if self._rule.in_rounds and chosen.waiting[0].is_resuming:
+            return Turn(chosen, _resuming(chosen), decodes=False)
         split = splitting_s(chosen)
         limit_s = part_limit_s(self._rule.part_s, split)
         if self._rule.in_rounds and chosen.running and _have_time(chosen, now):
@@ -227,6 +230,12 @@ class Turns:
         self._almost.clear()
         self._rest_until.clear()
         self.turn = None
+
+
+def _resuming(instance: Instance) -> tuple[Share, ...]:
+    """Answers that go on with the next iteration: they come before prompts."""
+    ahead = takewhile(lambda work: work.is_resuming, instance.waiting)
+    return tuple(Share(work, work.computed, work.pending_tokens) for work in islice(ahead, MOST_PROMPTS))
 
 
 def _have_time(instance: Instance, now: float) -> bool:

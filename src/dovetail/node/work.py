@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 SLACK = 1.5  # of an extended deadline over what an otherwise empty device needs
+FEW_TOKENS = 32  # of an answer: its reader waits for the one that comes after they are computed
 
 
 class Phase(StrEnum):
@@ -180,6 +181,12 @@ class Work:
     def pending_tokens(self) -> int:
         """What a prefill of it has to compute."""
         return self.input_tokens + self.produced - self.computed
+
+    @property
+    def is_resuming(self) -> bool:
+        """An answer that goes on as soon as a few tokens are computed: it was handed over (L4), or nearly has its KV
+        again. While it is in no running batch."""
+        return self.produced > 0 and not self.hold and self.computed > 0 and self.pending_tokens <= FEW_TOKENS
 
     def hold_for(self, migration: int, ready_s: float) -> None:
         """It runs elsewhere still, so that its recomputation is as urgent as a first token when the weights are there,
