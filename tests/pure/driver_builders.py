@@ -15,6 +15,7 @@ from dovetail.eventlog import EventLog
 from dovetail.modelspec import ModelSpec
 from dovetail.node.events import StartLoad
 from dovetail.policy.knobs import Knobs
+from dovetail.policy.latency import Latency
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
@@ -254,8 +255,10 @@ class Rig:
         is_late: bool = False,
         is_pipelined: bool = False,
         speculator: Callable[[], Speculator | None] = lambda: None,
+        latency: Latency | None = None,
         **knobs: Any,
     ) -> None:
+        self.latency = latency or make_latency()
         self.speculator = speculator
         self.token_s = token_s
         self.is_pipelined = is_pipelined
@@ -265,6 +268,7 @@ class Rig:
         self.max_kv_tokens = max_kv_tokens
         self.executors: list[CheckedExecutor] = []
         self.events: dict[tuple[str, int], list[TokenEvent]] = {}
+        self.heard_s: dict[tuple[str, int], list[float]] = {}  # when those came
         self.gone: list[str] = []
         self.fails_on: int | None = None
         policy = Knobs(**{**_values(real_knobs("dovetail")), **knobs})
@@ -280,7 +284,7 @@ class Rig:
         hosting = Hosting(
             WEIGHT_BYTES,
             KV_BYTES,
-            LiveLatency(make_latency()),
+            LiveLatency(self.latency),
             block_tokens=BLOCK,
             max_kv_tokens=self.max_kv_tokens,
             keep_alive_s=keep_alive_s,
@@ -368,6 +372,7 @@ class Rig:
             told = self.events.setdefault((event.request_id, event.choice), [])
             assert not told or told[-1].finish is None, "something after the end"
             told.append(event)
+            self.heard_s.setdefault((event.request_id, event.choice), []).append(self.clock.now)
 
     def tokens(self, id: str, choice: int = 0) -> list[int | None]:
         return [event.token for event in self.events[id, choice]]

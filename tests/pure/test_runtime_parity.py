@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import random
+import sys
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from dovetail.node.events import StartLoad, StartResize, Turn
 from dovetail.node.node import Node
 from dovetail.node.protocol import Offered
 from dovetail.policy.knobs import Knobs
+from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
@@ -48,7 +50,7 @@ class FixedDurations:
         prompts_s = 0.0041 + 0.00101 * sum(share.tokens for share in turn.prompts) if turn.prompts else 0.0
         if not turn.decodes:
             return prompts_s
-        return prompts_s + 0.0203 + 0.00107 * len(turn.instance.running) + 0.0000101 * turn.instance.tokens
+        return prompts_s + 0.0203 + 0.00107 * len(turn.decoding) + 0.0000101 * turn.decoded_tokens
 
     def load_s(self, node: Node, command: StartLoad) -> float:
         return LOAD_S
@@ -249,3 +251,15 @@ def test_the_drivers_agree_where_it_is_crowded(said: str) -> None:
     text = simulated(asked)
     assert said in text, "the crowd was not crowded enough to show it"
     assert text == Worker(asked).run()
+
+
+def test_the_drivers_agree_on_the_rows_of_a_batch_that_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row takes as long as the next, so that some of them are enough for the others to wait for."""
+    curve = Curve([(1, 0.01), (65, 0.65)])
+    latency = LatencyModel(Curve([(1, 0.004), (1024, 1.0)]), Surface([(16, curve), (2048, curve)]))
+    monkeypatch.setattr(sys.modules[__name__], "make_latency", lambda **_: latency)
+    monkeypatch.setattr(sys.modules[__name__], "MEMORY", MEMORY + 4000 * KV_BYTES)
+    asked = [Asked(0.0, 0, 5, 120), *[Asked(0.01, 1, 3, 20, KINDS[number % 2]) for number in range(24)]]
+    split = simulated(asked)
+    assert split == Worker(asked).run()
+    assert split != simulated(asked, replace(PARTS, split_decodes=False)), "nothing was split"

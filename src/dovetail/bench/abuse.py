@@ -42,6 +42,7 @@ class Seen(msgspec.Struct, frozen=True):
     gap_p50: float
     gap_p99: float
     gap_max: float
+    gap_p99_alone: float  # without what the attackers' own computing took from each, at most
     failures: int
 
 
@@ -63,6 +64,11 @@ class CaseResult(msgspec.Struct, frozen=True):
     def p99_tokens(self) -> float:
         """The 99th percentile of its gaps during the noise, in that."""
         return self.during.gap_p99 / self.token_ms
+
+    @property
+    def p99_alone_tokens(self) -> float:
+        """The same without what the attackers' own computing took."""
+        return self.during.gap_p99_alone / self.token_ms
 
     @property
     def longest_tokens(self) -> float:
@@ -89,7 +95,11 @@ def _run_all(
     seconds: float,
     step: Step,
 ) -> list[CaseResult]:
-    with served as (process, url), _probe(url) as ask, _attackers(url, looping, folder) as make_noise:
+    with (
+        served as (process, url),
+        _attackers(url, looping, folder) as (attackers, make_noise),
+        _probe(url, (attackers, process.pid, _worker_of(process.pid))) as ask,
+    ):
         gateway = psutil.Process(process.pid)
         ask()
         time.sleep(2 * _SETTLE_S)  # both models are loaded by now
@@ -116,9 +126,11 @@ def _run_case(
 
 
 def _seen(samples: Samples) -> Seen:
-    live, gaps = ([1000 * value for value in sorted(each)] or [0.0] for each in (samples.live, samples.gaps))
-    shares = (0.5, 0.99, 1.0)
-    return Seen(*(_at(live, share) for share in shares), *(_at(gaps, share) for share in shares), samples.failures)
+    alone = [max(gap - taken, 0.0) for gap, taken in zip(samples.gaps, samples.taken, strict=True)]
+    found = ([1000 * value for value in sorted(each)] or [0.0] for each in (samples.live, samples.gaps, alone))
+    (live, gaps, alone), shares = found, (0.5, 0.99, 1.0)
+    seen = (_at(each, share) for each in (live, gaps) for share in shares)
+    return Seen(*seen, _at(alone, 0.99), samples.failures)
 
 
 def _at(ordered: Sequence[float], share: float) -> float:
@@ -172,10 +184,17 @@ def _served(sources: Sequence[str], folder: Path, tpot_ms: float) -> Iterator[tu
         process.wait(_START_TIMEOUT_S)
 
 
+def _worker_of(gateway: int) -> int:
+    found = [one.pid for one in psutil.Process(gateway).children(recursive=True) if "dovetail.worker" in one.cmdline()]
+    if len(found) != 1:
+        raise EngineFailed(f"the server has {len(found)} workers, expected one")
+    return found[0]
+
+
 @contextmanager
-def _probe(url: str) -> Iterator[Callable[[], Samples]]:
-    """A function that says what the probe has seen since it was last asked."""
-    command = [sys.executable, "-m", "dovetail.bench.abuse_probe", url, "sk-probe", _PROBED]
+def _probe(url: str, pids: tuple[int, int, int]) -> Iterator[Callable[[], Samples]]:
+    """A function that says what the probe has seen since it was last asked; `pids`: of attackers, gateway, worker."""
+    command = [sys.executable, "-m", "dovetail.bench.abuse_probe", url, "sk-probe", _PROBED, *map(str, pids)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -193,7 +212,8 @@ def _probe(url: str) -> Iterator[Callable[[], Samples]]:
 
 
 @contextmanager
-def _attackers(url: str, looping: str, folder: Path) -> Iterator[MakeNoise]:
+def _attackers(url: str, looping: str, folder: Path) -> Iterator[tuple[int, MakeNoise]]:
+    """Their process, and how they are told."""
     command = [sys.executable, "-m", "dovetail.bench.abuse_noise"]
     command += [url, "sk-noisy", _NOISY, looping, "sk-probe", str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -213,7 +233,7 @@ def _attackers(url: str, looping: str, folder: Path) -> Iterator[MakeNoise]:
         return True
 
     try:
-        yield make_noise
+        yield process.pid, make_noise
     finally:
         said.close()
         process.wait(_START_TIMEOUT_S)

@@ -1,7 +1,8 @@
 """What a well-behaved client sees: how long `/live` takes, and the gaps in another model's stream. A process of its
 own, so that whoever makes the noise does not slow it down.
 
-`python -m dovetail.bench.abuse_probe URL KEY MODEL` reads lines from standard input and answers each with the samples
+`python -m dovetail.bench.abuse_probe URL KEY MODEL ATTACKERS GATEWAY WORKER` (of the last three the process ids) reads
+lines from standard input and answers each with the samples
 since the last one, as JSON; it ends with its input.
 """
 
@@ -15,6 +16,8 @@ import time
 import httpx
 import msgspec
 
+from dovetail.bench.core_time import Cores
+
 _LIVE_EVERY_S = 0.02
 _TIMEOUT_S = 60.0
 _STREAM_TOKENS = 2000
@@ -25,12 +28,14 @@ class Samples(msgspec.Struct):
 
     live: list[float] = []
     gaps: list[float] = []  # between events of a stream
+    taken: list[float] = []  # of each of them: what the attackers' own computing took, at most
     failures: int = 0
 
 
 class Probe:
-    def __init__(self, url: str, key: str, model: str) -> None:
+    def __init__(self, url: str, key: str, model: str, cores: Cores) -> None:
         self._model = model
+        self._cores = cores
         self._samples = Samples()
         self._client = httpx.AsyncClient(
             base_url=url, timeout=_TIMEOUT_S, headers={"authorization": f"Bearer {key}"} if key else {}
@@ -72,9 +77,10 @@ class Probe:
                     response.raise_for_status()
                     async for line in response.aiter_lines():
                         if line.startswith("data: {"):
-                            now = time.monotonic()
+                            now, taken_s = time.monotonic(), self._cores.taken_s()
                             if last is not None:
                                 self._samples.gaps.append(now - last)
+                                self._samples.taken.append(taken_s)
                             last = now
                             if "error" in json.loads(line[6:]):
                                 self._samples.failures += 1
@@ -84,4 +90,4 @@ class Probe:
 
 
 if __name__ == "__main__":
-    asyncio.run(Probe(*sys.argv[1:4]).run())
+    asyncio.run(Probe(*sys.argv[1:4], Cores(*map(int, sys.argv[4:]))).run())

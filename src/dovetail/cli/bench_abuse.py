@@ -26,7 +26,8 @@ def abuse(
     milliseconds and in token times of that stream alone.
 
     Attackers are a process of its own with a low priority (nice 10), so that what they compute themselves takes little
-    from the server. On a machine of few cores `busy-core` shows what is left of that.
+    from the server. On a machine of few cores `busy-core` shows what is left of that, and so does the percentile
+    without the time in which attackers ran while the server's threads waited for a core.
 
     Example: dovetail bench abuse smollm2-135m-instruct --case tokenize --case half-bodies
     """
@@ -47,6 +48,7 @@ def _say(done: CaseResult) -> None:
     before, during = done.before, done.during
     live, gap = f"{before.live_p99:.0f} → {during.live_p99:.0f}", f"{before.gap_p99:.0f} → {during.gap_p99:.0f}"
     tokens = f"{done.p99_tokens:.1f} token times of {done.token_ms:.1f} ms, longest {done.longest_tokens:.1f}"
+    tokens += f", {done.p99_alone_tokens:.1f} without the attackers' own computing"
     print(f"{done.name}: /live p99 {live} ms, stream p99 {gap} ms, {tokens}", file=sys.stderr, flush=True)
 
 
@@ -54,9 +56,12 @@ def _print(results: list[CaseResult]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    caption = "milliseconds, before → during; gaps in token times: of the stream alone (p50 before); gateway's memory"
+    caption = (
+        "milliseconds, before → during; token times: of the stream by itself (p50 before); alone: without what the "
+        "attackers' own computing took from the server's threads, at most; gateway's memory"
+    )
     table = Table(box=None, pad_edge=False, caption=caption)
-    headings = ("case", "/live p50", "p99", "max", "stream p50", "p99", "max", "p99, max in token times")
+    headings = ("case", "/live p50", "p99", "max", "stream p50", "p99", "max", "p99, alone, max in token times")
     for heading in (*headings, "failed", "memory, peak, after"):
         table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
     for each in results:
@@ -65,6 +70,6 @@ def _print(results: list[CaseResult]) -> None:
             for field in ("live_p50", "live_p99", "live_max", "gap_p50", "gap_p99", "gap_max")
         ]
         memory = ", ".join(human_bytes(size) for size in (each.memory_before, each.memory_peak, each.memory_after))
-        tokens = f"{each.p99_tokens:.1f}, {each.longest_tokens:.1f}"
+        tokens = f"{each.p99_tokens:.1f}, {each.p99_alone_tokens:.1f}, {each.longest_tokens:.1f}"
         table.add_row(each.name, *times, tokens, str(each.during.failures), memory)
     Console(width=None if sys.stdout.isatty() else 200).print(table)

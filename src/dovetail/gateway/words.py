@@ -24,7 +24,18 @@ class Words:
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
         # No token stands for more characters, so that a text of more than this times the context cannot fit.
-        self.max_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        self.max_token_chars = _longest(tokenizer)
+
+
+def _longest(tokenizer: Tokenizer) -> int:
+    """One token after the other: `get_vocab` keeps the interpreter to itself for as long as it takes to copy all."""
+    count, found = tokenizer.get_vocab_size(), 0
+    longest = 1
+    for token in map(tokenizer.id_to_token, range(count)):
+        if token is not None:
+            found += 1
+            longest = max(longest, len(token))
+    return longest if found == count else max(longest, *map(len, tokenizer.get_vocab()))  # numbers with gaps
 
 
 _known: WeakValueDictionary[bytes, Words] = WeakValueDictionary()  # by digest; gone with the last model that uses it

@@ -9,6 +9,7 @@ worker that drives real sequences keeps them beside this and reports who finishe
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection, Iterable
 from itertools import chain
 
 from dovetail.node.shares import Share, left_s, urgent_prefill_s
@@ -37,11 +38,13 @@ class Batch:
         "held_tokens",
         "hosting",
         "in_turn",
+        "is_split",
         "mixed_pace",
         "newcomers",
         "overestimate",
         "phase",
         "prompts",
+        "rows",
         "rule",
         "running",
         "running_due_s",
@@ -74,6 +77,8 @@ class Batch:
         self.in_turn = False
         self.prompts: tuple[Share, ...] = ()  # in the turn under way
         self.decodes = False  # so does the running batch
+        self.rows: tuple[int, ...] | None = None  # or these of it
+        self.is_split = False  # so was its last decode
         self.grown_s: float | None = None  # one iteration when its contexts will have grown; None = not known
         self._lengths: list[tuple[int, int]] | None = None  # as of then
         self.demand: InstanceDemand | None = None  # see `outlook`; as of the last change of clock, membership or turn
@@ -265,20 +270,24 @@ class Batch:
 
     # Turns
 
-    def begin_turn(self, prompts: tuple[Share, ...], *, decodes: bool) -> None:
+    def begin_turn(self, prompts: tuple[Share, ...], *, decodes: bool, rows: tuple[int, ...] | None = None) -> None:
         self.in_turn = True
-        self.prompts, self.decodes = prompts, decodes
+        self.prompts, self.decodes, self.rows = prompts, decodes, rows
         self.demand = None
 
     def end_turn(self) -> None:
         self.in_turn = False
-        self.prompts, self.decodes = (), False
+        self.prompts, self.decodes, self.rows = (), False, None
         self.demand = None
 
-    def decoded(self, now: float) -> None:
-        """One decode iteration of the running batch has ended."""
+    def decoded(self, now: float, rows: Collection[int] | None = None) -> None:
+        """One decode iteration of the running batch has ended, or of these rows of it."""
+        skipped = set[int]() if rows is None else self._skip(rows, now)
+        self.is_split = rows is not None
         is_late, clock, spoke_s = now > self.running_due_s, self.clock, now
         for work in self.running.values():
+            if skipped and work.id in skipped:
+                continue
             if is_late and now > work.true_due_s(self.due_s(work)):
                 work.late_tokens += 1
             if work.joined_clock <= clock:  # one that came in the middle of it waits for the next
@@ -293,13 +302,25 @@ class Batch:
         self.demand = self._lengths = None
         if not self.clock % LOOK_AHEAD_TURNS:
             self.grown_s = None
-        if self.mixed_pace:
+        if self.mixed_pace or rows is not None:
             self.refresh()
             return
         self.running_due_s += self.tpot_s
         self.spoke_s = spoke_s
         self._is_fresh = False
         self._set_deadline()
+
+    def _skip(self, rows: Collection[int], now: float) -> set[int]:
+        """The iteration that ends was of these rows: to the others, who are returned, it is as if they came in the
+        middle of it. Whoever did not ask for a pace and is late goes slower from now on."""
+        chosen = set(rows)
+        skipped = [one for one in self.running.values() if one.id not in chosen and one.joined_clock <= self.clock]
+        for work in skipped:
+            if not work.is_strict and self.due_s(work) < now:
+                work.slow_down(now, 2 * work.tpot_s, self.produced(work))
+            work.joined_clock += 1
+        self.tokens -= len(skipped)
+        return {work.id for work in skipped}
 
     # Estimates
 
@@ -313,6 +334,12 @@ class Batch:
 
     def prefill_s(self, tokens: int) -> float:
         return self.hosting.latency.prefill_s(tokens) * self.overestimate
+
+    def tokens_of(self, ids: Iterable[int]) -> int:
+        """Known tokens of these running requests."""
+        running, clock = self.running, self.clock
+        works = [running[id] for id in ids]
+        return sum([work.input_tokens + work.produced + clock - work.joined_clock for work in works])
 
     def lengths(self) -> list[tuple[int, int]]:
         """(input, produced) of all its work. Asked for several times between two turns: a list of the caller's own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,16 +15,30 @@ if TYPE_CHECKING:
 
 
 class Turn(NamedTuple):
-    """One iteration of one instance: parts of prompts, a token for each request of the running batch, or both."""
+    """One iteration of one instance: parts of prompts, a token for requests of the running batch, or both."""
 
     instance: Instance
     prompts: tuple[Share, ...] = ()
     decodes: bool = True
+    rows: tuple[int, ...] | None = None  # of the running batch these decode; None = all of it
+
+    @property
+    def decoding(self) -> Collection[int]:
+        """Requests that get a token of the running batch's."""
+        if not self.decodes:
+            return ()
+        running = self.instance.running
+        return running if self.rows is None else [id for id in self.rows if id in running]  # others left during it
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Known tokens of those."""
+        return self.instance.tokens if self.rows is None else self.instance.tokens_of(self.decoding)
 
     def seconds(self, latency: Latency) -> float:
         """What it should take."""
-        running = self.instance.running
-        decode_s = latency.decode_s(len(running), self.instance.tokens) if self.decodes and running else 0.0
+        decoding = self.decoding
+        decode_s = latency.decode_s(len(decoding), self.decoded_tokens) if decoding else 0.0
         if not self.prompts:
             return decode_s
         if len(self.prompts) == 1:

@@ -37,11 +37,11 @@ class LatencyFeedback:
     ) -> None:
         """A turn that has ended, before its requests are counted on; `gap_s` lay before it. Rows of drafts cost what
         as many requests more would have."""
-        instance, prompts, decodes = turn
+        instance, prompts = turn.instance, turn.prompts
         latency = instance.hosting.latency
-        if not isinstance(latency, LiveLatency) or (prompts and decodes):
+        if not isinstance(latency, LiveLatency) or (prompts and turn.decodes):
             return  # both at once tell of neither
-        batch, tokens = len(instance.running), instance.tokens
+        batch, tokens = len(turn.decoding), turn.decoded_tokens
         if prompts:
             batch, tokens = 0, sum(share.tokens for share in prompts)
             took_s *= latency.prefill_s(tokens) / turn.seconds(latency)  # without what lay before them

@@ -238,12 +238,12 @@ class Node:
             turn = self.turns.choose(now)
             if turn is None:
                 return None
-            chosen, prompts, _ = turn
+            chosen, prompts = turn.instance, turn.prompts
             if prompts and chosen.is_short(sum(share.work.pending_tokens + 1 for share in prompts)):
                 if not chosen.running:
                     self.pools.make_room(chosen, prompts[0].work.pending_tokens + 1, now)
                     continue
-                turn = Turn(chosen)
+                turn = self.turns.decode_of(chosen, now)
             break
         self.turns.begin(turn, now)
         return turn
@@ -252,10 +252,10 @@ class Node:
         """The iteration has ended; `finished` got their last token in it. `computed`: how many tokens are, of the
         prompts that it was spent on; None = as many as was asked. Returns those whose prompt has its token."""
         self.residency.now_s = now
-        instance, prompts, decodes = self.turns.end(now)
+        instance, prompts, decodes, rows = self.turns.end(now)
         instance.busy_s += now - self.turn_started_s
         if decodes:
-            instance.decoded(now)
+            instance.decoded(now, rows)
         if computed is None:
             computed = {share.work.id: share.start + share.tokens for share in prompts}
         done = [share.work for share in prompts if self._advanced(instance, share.work, computed[share.work.id], now)]

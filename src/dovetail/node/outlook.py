@@ -52,7 +52,7 @@ def _foresee(instance: Instance, demand: InstanceDemand, free_at_s: float) -> No
     demand.turned_s = free_at_s
     if instance.prompts:
         demand.parted_s = free_at_s
-    if instance.decodes:
+    if instance.decodes and instance.rows is None:
         demand.spoke_s, demand.prompted_s = free_at_s, 0.0
 
 
@@ -103,7 +103,9 @@ def _count(demand: InstanceDemand, instance: Instance, prefills: list[Prefill], 
 def _after_turn(instance: Instance, free_at_s: float, pace_tokens: float) -> tuple[float, float]:
     """When its running requests are due, and their pace, once the turn under way is over."""
     due, pace = instance.running_due_s, instance.tpot_s
-    if instance.decodes:
+    if instance.rows is not None:
+        due = _due_after(instance, set(instance.rows))
+    elif instance.decodes:
         due += pace
     if instance.phase is Phase.PREFILL:
         return due, pace
@@ -113,6 +115,12 @@ def _after_turn(instance: Instance, free_at_s: float, pace_tokens: float) -> tup
             joins_due = min(joins_due, free_at_s + joins.safety_s(pace_tokens))
         due, pace = min(due, joins_due + joins.tpot_s), min(pace, joins.tpot_s)
     return due, pace
+
+
+def _due_after(instance: Instance, rows: set[int]) -> float:
+    """When its running requests are due once these have had a token."""
+    works = instance.running.values()
+    return min([instance.due_s(one) + (one.tpot_s if one.id in rows else 0.0) for one in works], default=INFINITY)
 
 
 def _prefills(instance: Instance, loaded_s: float | None, pace_tokens: float) -> list[Prefill]:

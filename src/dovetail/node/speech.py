@@ -49,9 +49,8 @@ class Speech:
 
     def note_turn(self, turn: events.Turn, now: float) -> None:
         if self._log is not None and self._log.is_detailed:
-            running = list(turn.instance.running) if turn.decodes else []
             kind = "prefill" if turn.prompts else "decode"
-            told: dict[str, Any] = {"requests": [*(share.work.id for share in turn.prompts), *running]}
+            told: dict[str, Any] = {"requests": [*(share.work.id for share in turn.prompts), *turn.decoding]}
             if any(share.start or not share.is_last for share in turn.prompts):
                 told["tokens"] = [share.tokens for share in turn.prompts]
             self._log.write(now, kind, node=self._node.name, instance=turn.instance.id, **told)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance, State
+from dovetail.node.rows import batch_s, latest_s, split_rows
 from dovetail.node.shares import Share, latest_prefill_s, left_s, splitting_s
 from dovetail.policy.headroom import INFINITY, choose_turn, guards_decodes, is_overtaken
 from dovetail.policy.parts import (
@@ -42,10 +43,9 @@ class _Seat(NamedTuple):
 
     @classmethod
     def of(cls, one: Instance, silence_s: float) -> _Seat:
-        latest_s, decode_s = min(one.running_due_s, one.spoke_s + silence_s), 0.0
-        if one.running:
-            decode_s = one.hosting.latency.decode_s(len(one.running), one.tokens) * one.overestimate
-        return cls(one, one.rhythm.turned_s, one.rhythm.prompted_s, one.spoke_s, latest_s, decode_s)
+        decode_s = batch_s(one) if one.running else 0.0
+        spoke_s = max(one.spoke_s, one.rhythm.spoke_s)  # a turn of some rows is a turn
+        return cls(one, one.rhythm.turned_s, one.rhythm.prompted_s, spoke_s, latest_s(one, silence_s), decode_s)
 
 
 class Turns:
@@ -61,14 +61,18 @@ class Turns:
         self._rest_until: dict[int, float] = {}  # by instance
 
     def begin(self, turn: Turn, now: float) -> None:
-        turn.instance.begin_turn(turn.prompts, decodes=turn.decodes)
+        turn.instance.begin_turn(turn.prompts, decodes=turn.decodes, rows=turn.rows)
         self.turn, self.started_s, self._ends_s = turn, now, None
 
     def end(self, now: float) -> Turn:
         turn, self.turn = self.turn, None
         assert turn is not None, "no turn under way"
-        turn.instance.end_turn()
-        turn.instance.rhythm.turn_ended(now - self.started_s, now, has_prompts=bool(turn.prompts), decodes=turn.decodes)
+        instance, seconds = turn.instance, now - self.started_s
+        instance.end_turn()
+        if turn.rows is not None:
+            instance.rhythm.rows_ended(seconds, now, is_promised=any(work.is_strict for work in instance.waiting))
+        else:
+            instance.rhythm.turn_ended(seconds, now, has_prompts=bool(turn.prompts), decodes=turn.decodes)
         if turn.prompts:
             self._parted_s = now
         return turn
@@ -137,7 +141,14 @@ class Turns:
         if not answering:
             return None
         chosen = next_to_answer(answering, now).instance
-        return None if chosen in self._almost else Turn(chosen)
+        return None if chosen in self._almost else self.decode_of(chosen, now)
+
+    def decode_of(self, instance: Instance, now: float) -> Turn:
+        """Of its running batch, or of as much of it as the others who answer may wait for."""
+        if not self._rule.splits_decodes:
+            return Turn(instance)
+        others_s = [batch_s(one) for one in [*self._active, *self._almost] if one is not instance and one.running]
+        return Turn(instance, rows=split_rows(instance, others_s, now, self._rule.max_silence_s))
 
     def _part_of(self, prompter: Instance, runnable: Sequence[Instance], now: float, limit_s: float) -> Turn:
         """As much of its first prompt as can be computed before the running requests of anybody have to go on, and in
@@ -148,7 +159,7 @@ class Turns:
             remaining_s = left_s(prompter, first, first.computed)
             part_s = least_s(prompter.hosting.latency, first.computed, first.pending_tokens) * prompter.overestimate
             if is_overtaken(now, part_s, latest_prefill_s(prompter, first, remaining_s), begins_s):
-                return Turn(strictest)
+                return self.decode_of(strictest, now)
         return self._turn_of_parts(prompter, min(limit_s, begins_s - now), now)
 
     def _begins(self, decoding: Mapping[Instance, float], now: float) -> tuple[float, Instance | None]:
@@ -167,7 +178,7 @@ class Turns:
 
     def _latest_s(self, instance: Instance) -> float:
         """When its running requests must have their next token."""
-        return min(instance.running_due_s, instance.spoke_s + self._rule.max_silence_s)
+        return latest_s(instance, self._rule.max_silence_s)
 
     def _shares(self, instance: Instance, seconds: float, now: float) -> tuple[Share, ...]:
         """Of its first prompt, and of those behind it that had better come along, unless it were late by that."""

@@ -73,6 +73,9 @@ class Knobs:
     pack_prompts: bool = False  # with part_s: several prompts of a model in one iteration where that saves time
     # With part_s: models that answer take turns, and between two parts of prompts each has one, whatever is due later.
     smooth_answers: bool = False
+    # With smooth_answers and extend_deadlines: a batch that would hold others' answers for long decodes some rows at a
+    # time. Whoever did not ask for a pace goes slower for that.
+    split_decodes: bool = False
     mix_decodes: bool = False  # with part_s: running requests of the model have a token in the same iteration
     max_silence_s: float = float("inf")  # within an answer: longer ones are no more admitted than late tokens
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides

@@ -24,6 +24,7 @@ REAL: dict[str, object] = {
     "part_s": 0.1,
     "pack_prompts": True,
     "smooth_answers": True,
+    "split_decodes": True,
     "start_soonest": True,
     "make_way": MakeWay.MIGRATE,
 }

@@ -13,6 +13,8 @@ from dovetail.policy.headroom import INFINITY
 from dovetail.policy.parts import part_limit_s
 
 SMOOTH_LIMIT = 3.0  # a part between two rounds takes no less than so many times what splitting costs
+LEAST_SINGLES = 1.5  # a batch that is split decodes no fewer rows at a time than take so many times what one takes
+WORTH_SPLITTING = 1.25  # times the limit: shorter iterations stay whole
 
 
 class Rotating(Protocol):
@@ -61,6 +63,15 @@ def next_to_answer(answering: Sequence[RotatingT], now: float) -> RotatingT:
     if oldest.latest_s < now:
         return oldest
     return strictest if now + oldest.decode_s + strictest.decode_s > strictest_s else oldest
+
+
+def decode_limit_s(single_s: float, others_s: Sequence[float]) -> float:
+    """How long an iteration of a batch may take, which takes `single_s` for one row, beside those of others: a round
+    takes twice as long as if everybody's were as short as the shortest, and those that are longer share what that
+    leaves. Batches of a size do not split each other."""
+    shortest_s = min(others_s)
+    longer = 1 + sum(one_s > WORTH_SPLITTING * shortest_s for one_s in others_s)
+    return max(len(others_s) * shortest_s / longer, LEAST_SINGLES * single_s)
 
 
 def part_between_s(prompter: Rotating, answering: Sequence[Rotating], part_s: float, split: float) -> float:

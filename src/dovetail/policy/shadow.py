@@ -51,6 +51,7 @@ class TurnRule:
     packs_prompts: bool = False  # several of them in one iteration where that saves time
     mixes_decodes: bool = False  # running requests have a token in the same iteration: played one after the other
     smooths_answers: bool = False  # models that answer take turns, see `policy.rounds`
+    splits_decodes: bool = False  # and long iterations are of some rows: played whole, which nobody's turn is later for
 
     @property
     def in_rounds(self) -> bool:

@@ -172,6 +172,10 @@ class Scheduler:
             if row is None or row.start != sequence.num_computed or row.blocks is not sequence.blocks:
                 return None
             kept.append(row)
+        if len(kept) < len(rows):
+            asked = {row.sequence for row in kept}
+            if any(id in self._running and id not in asked for id in rows):
+                return None  # of some who go on, what was computed ahead would be lost
         self._turn = Turn(tuple(kept)) if kept else None
         return self._turn
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from dovetail.node.events import StartLoad, StartResize, Turn
-from dovetail.node.instance import Instance
 from dovetail.node.node import Node
 from dovetail.node.shares import Share
 from dovetail.node.work import Work
@@ -29,30 +28,33 @@ class Device:
         self.decode_tokens = 0
         self.link_free_s = 0.0
         self.machine: Machine | None = None  # where its weights come from; None = one rate for all
-        self._ends: dict[int, list[tuple[int, int, int]]] = {}  # instance → heap of (clock, request, joined)
+        self._ends: dict[int, list[tuple[int, int]]] = {}  # instance → heap of (clock at which it may end, request)
 
     def turn_s(self, turn: Turn) -> float:
         if turn.decodes:
             self.decode_turns += 1
-            self.decode_tokens += len(turn.instance.running)
+            self.decode_tokens += len(turn.decoding)
         return self.durations.turn_s(self.node, turn) * self.slowdown
 
     def finished(self, turn: Turn) -> list[int]:
         """Who gets the last token in the turn that ends now."""
-        instance = turn.instance
         done = [share.work.id for share in turn.prompts if self._ends_with_prompt(turn, share)]
-        return done + self._decoded(instance) if turn.decodes else done
+        return done + self._decoded(turn) if turn.decodes else done
 
-    def _decoded(self, instance: Instance) -> list[int]:
-        ends = self._ends.get(instance.id)
+    def _decoded(self, turn: Turn) -> list[int]:
+        instance, ends = turn.instance, self._ends.get(turn.instance.id)
         done: list[int] = []
         clock = instance.clock + 1
         while ends and ends[0][0] <= clock:
-            _, work_id, joined = heappop(ends)
+            work_id = heappop(ends)[1]
             work = instance.running.get(work_id)
-            # One that went and came back within an iteration is noted twice.
-            if work is not None and work.joined_clock == joined and work_id not in done:
+            if work is None or work_id in done:  # one that went and came back within an iteration is noted twice
+                continue
+            left = self.outputs[work_id] - instance.produced(work)
+            if left <= 1 and (turn.rows is None or work_id in turn.rows):
                 done.append(work_id)
+            else:  # iterations were of others
+                heappush(ends, (clock + max(left - 1, 1), work_id))
         return done
 
     def _ends_with_prompt(self, turn: Turn, share: Share) -> bool:
@@ -63,22 +65,22 @@ class Device:
         left = self.outputs[work.id] - work.produced - 1
         clock = instance.clock + int(turn.decodes)  # when it joins the running batch
         if left > 0:
-            self._note(instance.id, clock + left, work, clock)
+            self._note(instance.id, clock + left, work)
         return left <= 0
 
     def entered(self, instance_id: int, work: Work) -> None:
         """One that brings its KV blocks runs without a prefill."""
         if work.cached:
             left = self.outputs[work.id] - work.produced
-            self._note(instance_id, work.joined_clock + left, work, work.joined_clock)
+            self._note(instance_id, work.joined_clock + left, work)
 
     def resumed(self, instance_id: int, work: Work) -> None:
         """One that was recomputed while it ran elsewhere."""
         left = self.outputs[work.id] - work.produced
-        self._note(instance_id, work.joined_clock + left, work, work.joined_clock)
+        self._note(instance_id, work.joined_clock + left, work)
 
-    def _note(self, instance_id: int, clock: int, work: Work, joined: int) -> None:
-        heappush(self._ends.setdefault(instance_id, []), (clock, work.id, joined))
+    def _note(self, instance_id: int, clock: int, work: Work) -> None:
+        heappush(self._ends.setdefault(instance_id, []), (clock, work.id))
 
     def forget(self, instance_id: int) -> None:
         self._ends.pop(instance_id, None)

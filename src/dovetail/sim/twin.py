@@ -53,7 +53,7 @@ class MeasuredDurations:
         latency = turn.instance.hosting.latency
         assert isinstance(latency, LiveLatency)
         is_beside_load = any(one.state is State.LOADING for one in node.instances.values())
-        amount = sum(share.tokens for share in turn.prompts) or len(turn.instance.running)
+        amount = sum(share.tokens for share in turn.prompts) or len(turn.decoding)
         return turn.seconds(latency.base) * self._factor(is_beside_load, bool(turn.prompts), amount)
 
     def _factor(self, is_beside_load: bool, is_prefill: bool, amount: int) -> float:

@@ -30,7 +30,7 @@ def propose(
 ) -> Drafts:
     """In sight of whoever watches this process, as part of the iteration that follows."""
     turn, started_s = home.node.turn, clock()
-    if runner.speculator is None or turn is None or turn.prompts:
+    if runner.speculator is None or turn is None or turn.prompts or turn.rows is not None:
         return NO_DRAFTS
     instance, batch = turn.instance, len(sequences)
     latency, mean = instance.hosting.latency, instance.tokens // max(batch, 1)

@@ -216,7 +216,7 @@ class NodeDriver:
                 self._expected_s += COMPILE_S
             finished, computed = self._compute_prompts(runner, turn)
         else:
-            finished, computed = self._decode(runner, [self.states[id].sequence for id in instance.running])
+            finished, computed = self._decode(runner, [self.states[id].sequence for id in turn.decoding])
         self.home.turn_ended(self._clock(), finished, computed)
         self.carry_out()
         return True

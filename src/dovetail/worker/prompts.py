@@ -62,7 +62,7 @@ class PromptTurn:
         self._instance = turn.instance.id
         self._runner = runner
         self._parts = [PromptPart(states[one.work.id], one.tokens, one.work.known_tokens) for one in turn.prompts]
-        self._running = [states[id].sequence for id in turn.instance.running] if turn.decodes else []
+        self._running = [states[id].sequence for id in turn.decoding]
         self.num_tokens = sum(part.left for part in self._parts) + len(self._running)
 
     @property
