@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ app.command("speculation")(speculation)
 @app.callback()
 def _group() -> None:
     """Measure this machine and this build. Run it while nothing else does."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exit, so that what was started ends too
 
 
 @app.command("iterations")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,7 +55,6 @@ def adapters(
     from dovetail.machine import default_root
     from dovetail.store import Catalogue
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server which is being measured ends too
     names = [name for name in contenders.split(",") if name]
     if set(names) - set(ALL.split(",")):
         raise ConfigError(f"--contenders {contenders}: expected some of {ALL}")

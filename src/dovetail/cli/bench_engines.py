@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from functools import partial
@@ -80,7 +79,6 @@ def engines(
     from dovetail.bench.fleet import DEMO
     from dovetail.bench.peers import default_folder
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end too
     place = folder or default_root() / "bench" / "engines"
     results = output or place / "results"
     results.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,7 +68,6 @@ def many(
     from dovetail.bench.load import Mix
     from dovetail.bench.servers import Settings
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server which is being measured ends too
     gpus = _gpus(device, nodes)
     place = folder or _default_folder()
     place.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -37,7 +36,6 @@ def speculation(
     cases = [case for case in CASES if not only or case.name in only.split(",")]
     if not cases or len(cases) < len(only.split(",")):
         raise typer.BadParameter("one of these is no text of this bench", param_hint="--only")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server which is being measured ends too
     with _bar(enabled=not as_json and sys.stderr.isatty()) as step:
         result = measure(model, mode, tokens, rounds, max_tokens, cases, draft, temperature, step)
     if as_json:

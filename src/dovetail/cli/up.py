@@ -8,9 +8,11 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -90,8 +92,8 @@ def up(
     settings = override(load_config(config) if config is not None else Config())
     plan = Plan(settings, tuple(dict.fromkeys(models or ())), config, override, as_json)
     listener = listen_for(settings)
-    cluster = RayCluster(cluster_host, cluster_port, ray_address)
-    run_loop(serve_plan(plan, listener, cluster))
+    with RayCluster(cluster_host, cluster_port, ray_address) as cluster:
+        run_loop(serve_plan(plan, listener, cluster))
 
 
 def _with_state(config: Config, port: int) -> Config:
@@ -103,20 +105,55 @@ def _with_state(config: Config, port: int) -> Config:
 
 
 class RayCluster:
-    """A `serve.OtherMachines`: Ray's head if it is ours, and whoever joins it."""
+    """A `serve.OtherMachines`: Ray's head if it is ours, and whoever joins it. What it starts on entering ends with
+    `close`, or at the latest on leaving: after a signal too, whenever it comes."""
 
     def __init__(self, host: str, port: int, address: str | None) -> None:
-        from dovetail.cluster.ray_backend import is_reachable, start_head
-
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  what Ray says, for when it fails
-        if address is None and is_reachable(f"{host}:{port}"):
-            address = f"{host}:{port}"
-            logger.warning("a Ray cluster is at %s already: its machines are taken over, and it stays", address)
-        self._head = start_head(host, port, self._output) if address is None else None
-        self._nodes = _connect(address or f"{host}:{port}", host, self._head, self._output)
         self._host = host
+        self._port = port
+        self._address = address  # of a cluster that is not ours; None = we start one
+        self._head: subprocess.Popen[bytes] | None = None
         self._membership: Membership | None = None
         self._weights: WeightServer | None = None
+
+    def __enter__(self) -> RayCluster:
+        from dovetail.cluster.ray_backend import is_reachable
+
+        ours = f"{self._host}:{self._port}"
+        if self._address is None and is_reachable(ours):
+            self._address = ours
+            logger.warning("a Ray cluster is at %s already: its machines are taken over, and it stays", ours)
+        with ExitStack() as undo, tempfile.TemporaryFile() as output:  # what Ray says, for when it fails
+            undo.callback(self._stop_head)
+            if self._address is None:
+                self._start_head(output)
+            self._nodes = _connect(self._address or ours, self._host, self._head, output)
+            _exit_when_told()  # Ray has put its own way in place
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_head()
+
+    def _start_head(self, output: IO[bytes]) -> None:
+        """A signal in the middle of it waits until the head is known."""
+        from dovetail.cluster.ray_backend import import_ray, start_head
+
+        import_ray()
+        on_interrupt = signal.getsignal(signal.SIGINT)
+        noted = _note_signals()
+        self._head = start_head(self._host, self._port, output)
+        signal.signal(signal.SIGINT, on_interrupt)
+        _exit_when_told()
+        if noted:
+            sys.exit(0)
+
+    def _stop_head(self) -> None:
+        from dovetail.cluster.ray_backend import stop_ray
+
+        if self._head is not None:
+            stop_ray(self._head)
+            self._head = None
 
     def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
         from dovetail.gateway.remote_workers import Membership, WeightSources, WireKeys, listen_as_before
@@ -137,28 +174,36 @@ class RayCluster:
         self._membership.start()
 
     async def close(self) -> None:
-        from dovetail.cluster.ray_backend import stop_ray
-
         if self._membership is not None:
             await self._membership.close()
         if self._weights is not None:
             await asyncio.to_thread(self._weights.close)
         await asyncio.to_thread(self._nodes.close)
-        if self._head is not None:
-            await asyncio.to_thread(stop_ray, self._head)
+        await asyncio.to_thread(self._stop_head)
+
+
+def _exit_when_told() -> None:
+    """An exit unwinds, where the signal by itself would end this process and nothing that it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+
+def _note_signals() -> list[int]:
+    """Those that ask for an end, from now on; they do nothing else."""
+    noted: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda given, _: noted.append(given))
+    return noted
 
 
 def _connect(address: str, own_address: str, head: subprocess.Popen[bytes] | None, output: IO[bytes]) -> RayNodes:
     """As soon as Ray answers."""
-    from dovetail.cluster.ray_backend import RayNodes, is_reachable, stop_ray
+    from dovetail.cluster.ray_backend import RayNodes, is_reachable
 
     deadline = time.monotonic() + START_TIMEOUT_S
     while not is_reachable(address):
         if head is not None and head.poll() is not None:
             raise DovetailError(f"Ray ended with {head.returncode} at {address}: {_last_words(output)}")
         if time.monotonic() > deadline or head is None:
-            if head is not None:
-                stop_ray(head)
             raise DovetailError(f"no Ray cluster at {address}")
         time.sleep(_POLL_S)
     return RayNodes(address, own_address)
@@ -193,9 +238,7 @@ def join(
         node = NodeConfig.model_validate(values)
     except ValueError as error:
         raise ConfigError(f"join: {error}") from error
-    ended: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda given, _: ended.append(given))
+    ended = _note_signals()
     typer.echo(f"{node.name} joins {address}; it serves when `dovetail nodes` says that it is up (pid {os.getpid()})")
     description = node.model_dump(mode="json", exclude_unset=True)
     environment = _store_environment(store, limit)

@@ -32,10 +32,13 @@ class MemoryRecord(BaseModel):
     kv_bytes: dict[str, int] = Field(description="by model")
 
 
-class NodeTurns(BaseModel):
+class NodeMemory(BaseModel):
     node: str
-    turns: list[TurnRecord] = Field(description="in the order in which they began")
     memory: list[MemoryRecord]
+
+
+class NodeTurns(NodeMemory):
+    turns: list[TurnRecord] = Field(description="in the order in which they began")
 
 
 class CellRecord(BaseModel):
@@ -44,23 +47,22 @@ class CellRecord(BaseModel):
     held_s: dict[str, float] = Field(description="of the cell, by model")
 
 
-class NodeShares(BaseModel):
-    node: str
+class NodeShares(NodeMemory):
     cells: list[CellRecord] = Field(description="in the order of time; a cell that is told of again has more of it")
-    memory: list[MemoryRecord]
 
 
-class TurnShares(BaseModel):
-    window_s: float
-    cell_s: float
-    now_s: float = Field(description="by the server's clock; as `after` it asks for what is told of later")
-    nodes: list[NodeShares]
-
-
-class TurnHistory(BaseModel):
+class TurnWindow(BaseModel):
     window_s: float
     now_s: float = Field(description="by the server's clock; as `after` it asks for what is told of later")
+
+
+class TurnHistory(TurnWindow):
     nodes: list[NodeTurns]
+
+
+class TurnShares(TurnWindow):
+    cell_s: float
+    nodes: list[NodeShares]
 
 
 @dataclass
