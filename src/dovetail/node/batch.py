@@ -245,18 +245,9 @@ class Batch:
         self.mixed_pace = bool(self.running) and pace != slowest
         self._resting_tokens, self.strictest_s = 0, pace
         if self.waiting or self.held:
-            self._count_resting()
+            self._resting_tokens, self.strictest_s = _resting(chain(self.waiting, self.held.values()), pace)
         self._is_fresh = True
         self._set_deadline()
-
-    def _count_resting(self) -> None:
-        """Who waits or is held."""
-        tokens, pace = 0, self.strictest_s
-        for work in chain(self.waiting, self.held.values()):
-            tokens += work.input_tokens + work.produced
-            if work.tpot_s < pace:
-                pace = work.tpot_s
-        self._resting_tokens, self.strictest_s = tokens, pace
 
     def _set_deadline(self) -> None:
         due = self.running_due_s
@@ -282,7 +273,7 @@ class Batch:
 
     def decoded(self, now: float, rows: Collection[int] | None = None) -> None:
         """One decode iteration of the running batch has ended, or of these rows of it."""
-        skipped = set[int]() if rows is None else self._skip(rows, now)
+        skipped = set[int]() if rows is None else _skip(self, rows, now)
         self.is_split = rows is not None
         is_late, clock, spoke_s = now > self.running_due_s, self.clock, now
         for work in self.running.values():
@@ -310,18 +301,6 @@ class Batch:
         self._is_fresh = False
         self._set_deadline()
 
-    def _skip(self, rows: Collection[int], now: float) -> set[int]:
-        """The iteration that ends was of these rows: to the others, who are returned, it is as if they came in the
-        middle of it. Whoever did not ask for a pace and is late goes slower from now on."""
-        chosen = set(rows)
-        skipped = [one for one in self.running.values() if one.id not in chosen and one.joined_clock <= self.clock]
-        for work in skipped:
-            if not work.is_strict and self.due_s(work) < now:
-                work.slow_down(now, 2 * work.tpot_s, self.produced(work))
-            work.joined_clock += 1
-        self.tokens -= len(skipped)
-        return {work.id for work in skipped}
-
     # Estimates
 
     def decode_s(self, extra_tokens: int = 0, extra_requests: int = 0) -> float:
@@ -335,12 +314,6 @@ class Batch:
     def prefill_s(self, tokens: int) -> float:
         return self.hosting.latency.prefill_s(tokens) * self.overestimate
 
-    def tokens_of(self, ids: Iterable[int]) -> int:
-        """Known tokens of these running requests."""
-        running, clock = self.running, self.clock
-        works = [running[id] for id in ids]
-        return sum([work.input_tokens + work.produced + clock - work.joined_clock for work in works])
-
     def lengths(self) -> list[tuple[int, int]]:
         """(input, produced) of all its work. Asked for several times between two turns: a list of the caller's own."""
         if self._lengths is None:
@@ -349,3 +322,33 @@ class Batch:
             pairs += [(w.input_tokens, w.produced) for w in [*self.waiting, *self.held.values()]]
             self._lengths = pairs
         return self._lengths.copy()
+
+
+def _skip(batch: Batch, rows: Collection[int], now: float) -> set[int]:
+    """The iteration that ends was of these rows: to the others, who are returned, it is as if they came in the middle
+    of it. Whoever did not ask for a pace and is late goes slower from now on."""
+    chosen = set(rows)
+    skipped = [one for one in batch.running.values() if one.id not in chosen and one.joined_clock <= batch.clock]
+    for work in skipped:
+        if not work.is_strict and batch.due_s(work) < now:
+            work.slow_down(now, 2 * work.tpot_s, batch.produced(work))
+        work.joined_clock += 1
+    batch.tokens -= len(skipped)
+    return {work.id for work in skipped}
+
+
+def _resting(works: Iterable[Work], pace_s: float) -> tuple[int, float]:
+    """Known tokens of those who wait or are held, and the strictest pace of all."""
+    tokens = 0
+    for work in works:
+        tokens += work.input_tokens + work.produced
+        if work.tpot_s < pace_s:
+            pace_s = work.tpot_s
+    return tokens, pace_s
+
+
+def tokens_of(batch: Batch, ids: Iterable[int]) -> int:
+    """Known tokens of these running requests."""
+    running, clock = batch.running, batch.clock
+    works = [running[id] for id in ids]
+    return sum([work.input_tokens + work.produced + clock - work.joined_clock for work in works])

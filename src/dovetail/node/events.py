@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from dovetail.node.batch import tokens_of
 from dovetail.node.shares import Share
 from dovetail.node.work import Work
 from dovetail.policy.latency import Latency, prompt_s, prompts_s
@@ -33,7 +34,7 @@ class Turn(NamedTuple):
     @property
     def decoded_tokens(self) -> int:
         """Known tokens of those."""
-        return self.instance.tokens if self.rows is None else self.instance.tokens_of(self.decoding)
+        return self.instance.tokens if self.rows is None else tokens_of(self.instance, self.decoding)
 
     def seconds(self, latency: Latency) -> float:
         """What it should take."""
