@@ -28,7 +28,7 @@ class NodeRuntime:
         self.node = node
         self.name = node.name
         self.kind = node.kind
-        self._speech = Speech(node, log)
+        self._speech = Speech(node, log, self._has_news)
         self.outbox = self._speech.outbox
         self.mailbox = self._speech.mailbox
         self.version = 0  # of its view: counts changes
@@ -130,15 +130,11 @@ class NodeRuntime:
 
     def _take_back(self, now: float) -> protocol.TookBack:
         found = answers.find_long_answer(self.node)
-        if found is None:
-            return protocol.TookBack()
-        return self._let_go(*found, now)
+        return protocol.TookBack() if found is None else self._let_go(*found, now)
 
     def _release(self, request: int, now: float) -> protocol.TookBack:
         instance, work = self._places.get(request, (-1, None))
-        if work is None or work.hold:
-            return protocol.TookBack()
-        return self._let_go(instance, work, now)
+        return protocol.TookBack() if work is None or work.hold else self._let_go(instance, work, now)
 
     def _catch_up(self, order: protocol.CatchUp, now: float) -> None:
         instance, work = self._places.get(order.request.id, (-1, None))
@@ -232,25 +228,20 @@ class NodeRuntime:
         if self.is_idle:
             self._say_idle(False)
         self._speech.note_turn(turn, now)
-        self._say_caught_up(turn.seconds(turn.instance.hosting.latency))
+        self._speech.say_caught_up(turn)
 
     def _rest(self, now: float) -> None:
         """Nothing can run."""
         self._feedback.learn(now)
         self._last_end_s = None
-        self._say_caught_up(0.0)
+        self._speech.say_caught_up(None)
         if not self.is_idle:
             self._say_idle(True)
-
-    def _say_caught_up(self, busy_s: float) -> None:
-        if self._speech.say_caught_up(busy_s) and self._dirty is not None:
-            self._dirty.append(self)
 
     def _say_idle(self, is_idle: bool) -> None:
         self.is_idle = is_idle
         self.mailbox.append(protocol.Idle(is_idle))
-        if self._dirty is not None:
-            self._dirty.append(self)
+        self._has_news()
 
     @property
     def is_settled(self) -> bool:
@@ -277,8 +268,8 @@ class NodeRuntime:
             self.mailbox.append(protocol.Prefilled(work.id, work.grace_s))
         if self.node.outbox:
             self.changed(now)
-        elif done and self._dirty is not None:
-            self._dirty.append(self)
+        elif done:
+            self._has_news()
 
     # Memory
 
@@ -325,6 +316,9 @@ class NodeRuntime:
         self._fullness = self.known_room = None
         self.version += 1
         self.is_touched = True
+        self._has_news()
+        self._speech.pass_on(now)
+
+    def _has_news(self) -> None:
         if self._dirty is not None:
             self._dirty.append(self)
-        self._speech.pass_on(now)

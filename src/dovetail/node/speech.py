@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -30,13 +31,14 @@ Output = (
 
 
 class Speech:
-    def __init__(self, node: Node, log: EventLog | None) -> None:
+    def __init__(self, node: Node, log: EventLog | None, on_caught_up: Callable[[], None] = lambda: None) -> None:
         self.outbox: deque[Output] = deque()
         self.mailbox: deque[protocol.Notice] = deque()
         self.places: dict[int, tuple[int, Work]] = {}  # by request: its instance
         self.load_asked_s: dict[int, float] = {}  # by instance: since when its weights are awaited
         self._node = node
         self._log = log
+        self._on_caught_up = on_caught_up  # called when somebody was said to have: that is between two changes
         self._loaded: set[int] = set()
         self._caught_up: list[Work] = []  # since the last turn ended, which is said with the next one
 
@@ -125,7 +127,7 @@ class Speech:
         elif isinstance(said, events.CaughtUp):
             self._caught_up.append(said.work)
             if not self._node.knobs.smooth_answers:
-                self.say_caught_up(0.0)
+                self.say_caught_up(None)
         elif isinstance(said, events.Resumed):
             self.outbox.append(said)
         elif isinstance(said, events.HandedOver):
@@ -139,11 +141,14 @@ class Speech:
             self.outbox.append(said)
             self.mailbox.append(protocol.InstanceGone(said.instance, said.model))
 
-    def say_caught_up(self, busy_s: float) -> bool:
-        """Those who did, now that it is known what the device does next; whether there is anybody."""
+    def say_caught_up(self, turn: events.Turn | None) -> None:
+        """Those who did, now that it is known what the device does next."""
+        if not self._caught_up:
+            return
+        busy_s = 0.0 if turn is None else turn.seconds(turn.instance.hosting.latency)
         caught_up, self._caught_up = self._caught_up, []
         self.mailbox += [protocol.CaughtUp(work.id, work.hold, work.produced, busy_s) for work in caught_up]
-        return bool(caught_up)
+        self._on_caught_up()
 
     def _part(self, work: Work, instance: int, now: float) -> None:
         del self.places[work.id]
