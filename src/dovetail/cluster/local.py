@@ -69,6 +69,8 @@ class LocalNode:
         self.is_mute = False  # of what it is asked and answers, nothing arrives
         self.silent_until_s = 0.0
         self._offers: dict[int, tuple[Hosting, Offer]] = {}  # by identity: many models share one
+        self._hostings = runtime.node.admit.hostings
+        self._offered: tuple[Hosting | None, Offer | None] = (None, None)  # of the model that was last asked for
 
     @property
     def up(self) -> bool:
@@ -95,12 +97,15 @@ class LocalNode:
         return self.runtime.is_idle
 
     def offer_of(self, model: str) -> Offer | None:
-        hosting = self.runtime.node.admit.hostings.get(model)
+        hosting = self._hostings.get(model)
+        if hosting is self._offered[0]:  # dozens of nodes are looked at in a decision; None is not offered
+            return self._offered[1]
         if hosting is None:
             return None
         known = self._offers.get(id(hosting))
         if known is None:
             known = self._offers[id(hosting)] = hosting, self.runtime.offer_of(hosting)
+        self._offered = known
         return known[1]
 
     def ask(self, question: Question, now: float) -> Answer | int:

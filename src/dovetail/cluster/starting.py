@@ -45,6 +45,7 @@ class StartOrder:
         self._knobs = knobs
         self._drawn = 0  # the last of a row of pseudo-random numbers
         self._cursor = 0  # where the next window of candidate nodes begins
+        self._spread: dict[tuple[int, int], list[int]] = {}  # of windows, by nodes and how many are looked at
         self._near: dict[str, dict[str, tuple[float, NodeHandle]]] = {}  # by model and node: what a load takes there
         self._disk_free_s: dict[str, float] = {}  # by machine: when its disk has read what starts have ordered
 
@@ -56,18 +57,28 @@ class StartOrder:
             return list(nodes)
         self._cursor = start = (self._cursor + 1) % count
         looks = min(count, looks)
-        seen = [nodes[(start + step * count // looks) % count] for step in range(looks)]
-        roomy = [node for node in seen if self._has_room(node, request)]
+        seen = [nodes[(start + offset) % count] for offset in self._offsets(count, looks)]
+        is_roomy = self._has_room if self._knobs.admission is Admission.SHADOW else self._offers
+        roomy = [node for node in seen if is_roomy(node, request)]
         chosen = roomy[:: -(len(roomy) // -MAX_CANDIDATES)] if roomy else seen[:: -(len(seen) // -MAX_DOUBTFUL)]
         if not self._knobs.start_soonest:
             return chosen
         return list(dict.fromkeys([*self.near(request.model), *chosen]))
 
+    def _offsets(self, count: int, looks: int) -> list[int]:
+        """So many, from all over a cluster of so many nodes."""
+        found = self._spread.get((count, looks))
+        if found is None:
+            self._spread = {key: one for key, one in self._spread.items() if key[0] == count}
+            found = self._spread[count, looks] = [step * count // looks for step in range(looks)]
+        return found
+
+    def _offers(self, node: NodeHandle, request: RequestRecord) -> bool:
+        return node.offer_of(request.model) is not None and node.up and (self._knobs.sharing or not node.in_use)
+
     def _has_room(self, node: NodeHandle, request: RequestRecord) -> bool:
         """By what it last said: memory for the weights, and time for one more decode in every round. Most say no by
-        their pace alone, whatever the model."""
-        if self._knobs.admission is not Admission.SHADOW:
-            return node.offer_of(request.model) is not None and node.up and (self._knobs.sharing or not node.in_use)
+        one of the two alone: first what takes no sum over everyone there."""
         room = node.room
         pace_s, strictest_s = room.pace_s, room.strictest_s
         if request.tpot_s < strictest_s:

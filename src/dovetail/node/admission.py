@@ -5,7 +5,7 @@ Reads the node's state and changes nothing. A Grant says how large the KV pool m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -99,13 +99,14 @@ class Admitter:
         if self._answered[:3] != (target.id, work.id, free_at_s):  # whoever asks has been refused by `join` just now
             self.join(target, work, free_at_s)
         refusal = self._answered[3]
+        found: Iterator[Instance]
         if refusal is Refusal.MEMORY:
             if isinstance(self.join(target, work, free_at_s, ignore_memory=True), Refusal):
                 return []
             gap = self._memory_gap(target, work)
             found = (one for one in ranked if self._residency.planned_bytes(one) >= gap)
         elif refusal is Refusal.DECODE_OVERCOMMITTED:
-            found = (one for one in ranked if self.timing.refuses(target, work, free_at_s, without=one) is None)
+            found = self.timing.making_way(target, work, free_at_s, ranked)
         else:
             return []
         return list(islice(found, MAX_VICTIMS))
@@ -125,8 +126,7 @@ class Admitter:
         gap = need - self._residency.ledger.available
         soonest = now + self.knobs.pause_headroom_s
         found = [one for one in self._instances.values() if self._may_pause(one, work, gap, soonest)]
-        found = [one for one in found if self.timing.refuses(None, work, free_at_s, without=one) is None]
-        return sorted(found, key=lambda one: -one.deadline_s)
+        return sorted(self.timing.making_way(None, work, free_at_s, found), key=lambda one: -one.deadline_s)
 
     def _may_pause(self, instance: Instance, work: Work, gap: int, soonest_s: float) -> bool:
         return (
@@ -149,9 +149,11 @@ class Admitter:
             return EMPTY  # idle instances go for it, or nobody knows
         pace_s, strictest_s = 0.0, INFINITY
         for one in self._instances.values():
-            if one.batch:
-                pace_s += self.timing.pace_s(one)
-                strictest_s = min(strictest_s, one.strictest_s)
+            if one.running or one.waiting or one.held:
+                grown_s = one.grown_s
+                pace_s += self.timing.pace_s(one) if grown_s is None else grown_s
+                if one.strictest_s < strictest_s:
+                    strictest_s = one.strictest_s
         return StartRoom(self._weights_room(), pace_s, strictest_s)
 
     # Slots and shares
@@ -269,7 +271,7 @@ class Admitter:
         ledger, share = self._residency.ledger, self.knobs.weights_share
         if share >= 1.0 or not self._instances:
             return ledger.available
-        resident = sum(one.hosting.weight_bytes for one in self._instances.values())
+        resident = sum([one.hosting.weight_bytes for one in self._instances.values()])
         return min(ledger.available, int(share * ledger.capacity) - resident)
 
     def missing_bytes(self, hosting: Hosting, work: Work) -> int:

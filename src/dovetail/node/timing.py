@@ -5,7 +5,7 @@ Reads the node's state and changes nothing but what is remembered of how long an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from dovetail.node.instance import Instance, State
 from dovetail.node.outlook import cold_start_grace_s, demand_of
@@ -117,15 +117,36 @@ class Timing:
         work: Work,
         free_at_s: float,
         kv_tokens: int | None = None,
-        without: Instance | None = None,
     ) -> Refusal | None:
-        """S4 with `target` (None: a new instance), whose pool is brought to so many tokens, and without `without`."""
-        decode_s, grown_s = self._decodes(target, work)
-        others = [
-            one
-            for one in self._instances.values()
-            if (one.running or one.waiting or one.held) and one is not target and one is not without
+        """S4 with `target` (None: a new instance), whose pool is brought to so many tokens."""
+        return self._refuses(target, work, free_at_s, kv_tokens, self._decodes(target, work), self._others(target))
+
+    def making_way(
+        self, target: Instance | None, work: Work, free_at_s: float, neighbours: Sequence[Instance]
+    ) -> Iterator[Instance]:
+        """Those of the neighbours without whom, each alone, the target would have the time."""
+        decodes, others = self._decodes(target, work), self._others(target)
+        for one in neighbours:
+            left = [other for other in others if other is not one]
+            if self._refuses(target, work, free_at_s, None, decodes, left) is None:
+                yield one
+
+    def _others(self, target: Instance | None) -> list[Instance]:
+        return [
+            one for one in self._instances.values() if (one.running or one.waiting or one.held) and one is not target
         ]
+
+    def _refuses(
+        self,
+        target: Instance | None,
+        work: Work,
+        free_at_s: float,
+        kv_tokens: int | None,
+        decodes: tuple[float, float],
+        others: list[Instance],
+    ) -> Refusal | None:
+        """Beside these others; `decodes` as of `_decodes`."""
+        decode_s, grown_s = decodes
         if self._is_overcommitted(others, target, work.tpot_s, max(decode_s, grown_s)):
             return Refusal.DECODE_OVERCOMMITTED  # most refusals end here, before anything is played
         candidate, own = self._candidate(target, work, free_at_s, kv_tokens, decode_s, grown_s)
@@ -136,7 +157,7 @@ class Timing:
         demands.append(own)
         if not is_played:
             return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
-        return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule, is_paced=True)
+        return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule, is_looked_at=True)
 
     def _is_overcommitted(self, others: list[Instance], target: Instance | None, tpot_s: float, total_s: float) -> bool:
         """S4, case 3, as of when each instance's contexts were last looked at; the target takes `total_s`."""

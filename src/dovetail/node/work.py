@@ -112,17 +112,15 @@ class Work:
 
     @classmethod
     def of(cls, record: RequestRecord) -> Work:
-        work = cls(
-            record.id,
-            record.model,
-            record.input_tokens,
-            record.arrival_s,
-            record.ttft_s,
-            record.tpot_s,
-            record.slo_scale,
-        )
+        work = cls.__new__(cls)  # for each node that is asked: what is set here and in `take` is all that there is
+        work.id = record.id
         work.group = record.group
+        work.model = record.model
+        work.input_tokens = record.input_tokens
+        work.arrival_s = record.arrival_s
+        work.slo_scale = record.slo_scale
         work.adapter = record.adapter
+        work.joined_clock = work.hold = work.computed = 0
         work.take(record)
         return work
 

@@ -79,8 +79,7 @@ class InstanceDemand:
     grown_s: float = 0.0  # one iteration when its contexts will have grown
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """The request to be added, as seen by the instance that would take it."""
 
     deadline_s: float  # of its next token

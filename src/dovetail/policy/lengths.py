@@ -111,9 +111,14 @@ def most_tokens(lengths: Sequence[tuple[int, int]], mean: float) -> tuple[int, i
         else:
             group[0] += 1
             group[1] += given + produced
-    left = [(max(expected_length(mean, produced) - produced, 1.0), produced) for produced in groups]
+    left, known = [], 0
+    for produced, group in groups.items():
+        expected = 2.0 * produced - mean  # `expected_length`, for each of dozens in an admission
+        remaining = (expected if expected > mean else mean) - produced
+        left.append((remaining if remaining > 1.0 else 1.0, produced))
+        known += group[1]
     left.sort()
-    count, known = len(lengths), sum(group[1] for group in groups.values())
+    count = len(lengths)
     best_count, best_tokens = count, float(known)
     for remaining, produced in left:
         total = known + count * remaining

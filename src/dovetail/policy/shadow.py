@@ -216,13 +216,13 @@ def validate(
     start_s: float,
     rule: TurnRule,
     *,
-    is_paced: bool = False,
+    is_looked_at: bool = False,
 ) -> Refusal | None:
-    """S4. `start_s` is when the device is next free; None means that all three cases are clear. `is_paced`: the third
-    is known to be."""
-    if not is_paced and is_overcommitted(demands, target, candidate):
+    """S4. `start_s` is when the device is next free; None means that all three cases are clear. `is_looked_at`: it is
+    known that the pace is kept and that it need not be late by itself."""
+    if not is_looked_at and is_overcommitted(demands, target, candidate):
         return Refusal.DECODE_OVERCOMMITTED
-    if must_be_late(candidate, demands[target], start_s):
+    if not is_looked_at and must_be_late(candidate, demands[target], start_s):
         return Refusal.FIRST_TOKEN_LATE
     if (late := _infeasible(demands, candidate, start_s)) is not None:
         return late
