@@ -128,6 +128,20 @@ def test_whoever_asked_for_a_pace_has_it_though_others_wait() -> None:
     assert min(gained[20:]) > 3
 
 
+def test_a_flood_that_asked_for_a_pace_is_split_as_far_as_that_allows() -> None:
+    """Thirty rows take 107 ms of the 300 that they asked for: all at once nobody else need wait for them."""
+    node = make_node(hosting=HOSTING, knobs=SPLIT)
+    flood = batch(node, "a", 0, 30, is_strict=True, tpot_s=0.3)
+    batch(node, "b", 100, 1)
+    for work, produced in zip(flood, tokens(node, flood), strict=True):
+        work.first_due_s = work.tpot_s - work.tpot_s * produced
+    node.instances[0].refresh()
+    turns = run_turns(node, 8.0)
+    assert not any(work.late_tokens for work in flood)
+    settled = [(end, turn) for end, turn in turns if end > 1.0]
+    assert longest_gap_s(settled, "b") < 0.06
+
+
 @pytest.mark.parametrize("knobs", [WHOLE, SPLIT], ids=["whole", "split"])
 def test_who_did_not_ask_for_a_pace_gets_one_that_is_kept(knobs: Knobs) -> None:
     """Else everybody who comes would be refused, because somebody is late."""
