@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from driver_builders import Rig, expected
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import make_hosting, make_node, make_work, serve_memory
 
+from dovetail.node import rows, turns
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
 from dovetail.node.work import Work
@@ -18,7 +20,7 @@ from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.rounds import LEAST_SINGLES, WORTH_SPLITTING, decode_limit_s
-from dovetail.sim.storm import check_node
+from dovetail.sim.storm import check_node, run_storm
 
 WHOLE = Knobs(
     max_silence_s=2.0, part_s=0.1, pack_prompts=True, smooth_answers=True, extend_deadlines=True, slots_limited=False
@@ -128,6 +130,20 @@ def test_whoever_asked_for_a_pace_has_it_though_others_wait() -> None:
     assert min(gained[20:]) > 3
 
 
+def test_a_flood_that_asked_for_a_pace_is_split_as_far_as_that_allows() -> None:
+    """Thirty rows take 107 ms of the 300 that they asked for: all at once nobody else need wait for them."""
+    node = make_node(hosting=HOSTING, knobs=SPLIT)
+    flood = batch(node, "a", 0, 30, is_strict=True, tpot_s=0.3)
+    batch(node, "b", 100, 1)
+    for work, produced in zip(flood, tokens(node, flood), strict=True):
+        work.first_due_s = work.tpot_s - work.tpot_s * produced
+    node.instances[0].refresh()
+    turns = run_turns(node, 8.0)
+    assert not any(work.late_tokens for work in flood)
+    settled = [(end, turn) for end, turn in turns if end > 1.0]
+    assert longest_gap_s(settled, "b") < 0.06
+
+
 @pytest.mark.parametrize("knobs", [WHOLE, SPLIT], ids=["whole", "split"])
 def test_who_did_not_ask_for_a_pace_gets_one_that_is_kept(knobs: Knobs) -> None:
     """Else everybody who comes would be refused, because somebody is late."""
@@ -198,6 +214,22 @@ def _one_turn(node: Node, now: float) -> float:
     serve_memory(node, now)
     check_node(node)
     return now
+
+
+def test_the_books_balance_in_storms_where_every_batch_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come, end, fail and move while their rows take turns."""
+    found: list[bool] = []
+
+    def spy(*given: Any) -> tuple[int, ...] | None:
+        chosen = rows.split_rows(*given)
+        found.append(chosen is not None)
+        return chosen
+
+    monkeypatch.setattr(rows, "WORTH_SPLITTING", 0.05)
+    monkeypatch.setattr(rows, "decode_limit_s", lambda single_s, others_s: 0.5 * min(others_s))
+    monkeypatch.setattr(turns, "split_rows", spy)
+    assert run_storm([800_005, 800_019, 800_025]) == []  # where several models answer on one node
+    assert sum(found) > 1000
 
 
 def test_a_worker_decodes_some_rows_of_a_flood_and_everybody_has_the_right_text() -> None:

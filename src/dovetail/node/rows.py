@@ -11,7 +11,7 @@ from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.rounds import WORTH_SPLITTING, decode_limit_s
 
-PROMISED_ROUNDS = 2  # of whole batches: whoever is due before so many are over, and asked for it, is not left out
+PACED_SHARE = 0.6  # of a pace that was asked for: within that everybody of a batch that is split has a token
 
 
 def batch_s(instance: Instance) -> float:
@@ -33,12 +33,35 @@ def split_rows(instance: Instance, others_s: Sequence[float], now: float, silenc
     batch, whole_s = len(instance.running), batch_s(instance)
     if batch < 2 or not others_s:
         return None
-    limit_s = decode_limit_s(_rows_s(instance, 1), others_s)
+    limit_s, round_s = decode_limit_s(_rows_s(instance, 1), others_s), sum(others_s)
     if whole_s <= WORTH_SPLITTING * limit_s:
         return None
     rows = -(-batch // -(-batch // _rows_within(instance, limit_s)))  # as many each time
-    promised_s = now + PROMISED_ROUNDS * (whole_s + sum(others_s))
-    return _longest_silent(instance, rows, promised_s, silence_s)
+    # Who is left out has its next turn after this one, a round of the others with a part of a prompt, and one of all.
+    promised_s = now + limit_s + 3 * round_s + whole_s
+    works = sorted(instance.running.values(), key=lambda work: (work.last_token_s or 0.0, work.id))
+    strict = [work for work in works if work.is_strict]
+    chosen = strict[: _rows_for_pace(instance, strict, round_s)]
+    chosen += [one for one in strict[len(chosen) :] if _row_latest_s(instance, one, silence_s) < promised_s]
+    left = set(works).difference(chosen)
+    chosen += [work for work in works if work in left][: max(rows - len(chosen), 1)]
+    return tuple([work.id for work in chosen]) if len(chosen) < batch else None
+
+
+def _rows_for_pace(instance: Instance, strict: Sequence[Work], others_s: float) -> int:
+    """How many of those who asked for a pace take part each time, so that all have had a token well before the first of
+    them is due again: else they would all be due at once."""
+    if not strict:
+        return 0
+    well_s = PACED_SHARE * min(work.tpot_s for work in strict)
+    exceeds, fits = 0, len(strict)
+    while fits - exceeds > 1:
+        middle = (fits + exceeds) // 2
+        if len(strict) / middle * (_rows_s(instance, middle) + others_s) <= well_s:
+            fits = middle
+        else:
+            exceeds = middle
+    return fits
 
 
 def _row_latest_s(instance: Instance, work: Work, silence_s: float) -> float:
@@ -59,13 +82,3 @@ def _rows_within(instance: Instance, limit_s: float) -> int:
         else:
             exceeds = middle
     return fits
-
-
-def _longest_silent(instance: Instance, rows: int, promised_s: float, silence_s: float) -> tuple[int, ...] | None:
-    """So many, whose last tokens are longest ago, and everybody else who must have one before then."""
-    works = sorted(instance.running.values(), key=lambda work: (work.last_token_s or 0.0, work.id))
-    chosen = works[:rows]
-    for work in works[rows:]:
-        if work.is_strict and _row_latest_s(instance, work, silence_s) < promised_s:
-            chosen.append(work)
-    return tuple([work.id for work in chosen]) if len(chosen) < len(works) else None
