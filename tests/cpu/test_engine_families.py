@@ -43,18 +43,18 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self._model.eval().generation_config.eos_token_id = None  # 64 tokens, whatever they are
+        self._model.eval()
         self.logits = cache(self._logits)
-        self.greedy = cache(self._greedy)
 
     def _logits(self, tokens: tuple[int, ...]) -> torch.Tensor:
         with torch.inference_mode():
             return self._model(torch.tensor([tokens])).logits[0].float()
 
-    def _greedy(self, prompt: tuple[int, ...]) -> list[int]:
-        with torch.inference_mode():
-            whole = self._model.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, pad_token_id=0)
-        return whole[0, len(prompt) :].tolist()
+    def continues(self, prompt: list[int], text: list[int]) -> bool:
+        """Whether this is the greedy text: each token is the likeliest after those before it, which one pass over all
+        of them shows."""
+        likeliest = self.logits((*prompt, *text[:-1]))[len(prompt) - 1 :].argmax(dim=-1)
+        return likeliest.tolist() == text
 
 
 @pytest.fixture(scope="module")
@@ -118,5 +118,6 @@ def test_greedy_text_equals_transformers(folder: Path, reference: Reference, lev
     requests = [make_request(prompt, id=str(i), max_tokens=64) for i, prompt in enumerate(prompts)]
     ours = Engine(executor, max_turn_tokens=24).run(*requests)
     for i, prompt in enumerate(prompts):
-        assert ours[str(i), 0] == reference.greedy(tuple(prompt))
+        assert len(ours[str(i), 0]) == 64
+        assert reference.continues(prompt, ours[str(i), 0])
     executor.close()

@@ -10,15 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drive import Engine, make_executor, make_request
+from drive import Engine, make_executor, make_request, make_row
 
 from dovetail.bench.iterations import RandomCheckpoint
+from dovetail.bench.served_memory import forget_peak, peak_bytes
 from dovetail.engine.arena import HostArena
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
+from dovetail.engine.kv_cache import KVCache
 from dovetail.errors import ConfigError, OutOfMemory
 from dovetail.layouts import unpack
+from dovetail.modelspec import ModelSpec
 from dovetail.native import levels
 from dovetail.node.ports import HostTensor
+from dovetail.sched.turn import Turn
 from dovetail.store import open_checkpoint
 
 MIB = 1 << 20
@@ -137,3 +141,38 @@ def test_closing_frees_the_memory_of_an_instance(tiny_folder: Callable[[str], Pa
     before = resident_bytes()
     executor.close()
     assert before - resident_bytes() > 60 * MIB
+
+
+def test_a_pool_that_shrinks_moves_its_blocks_without_a_copy_of_all_of_them(tiny_folder: Callable[[str], Path]) -> None:
+    spec = open_checkpoint(tiny_folder("llama")).spec
+    half = 32 * MIB // KVCache(spec, torch.float32, 16, 1).block_bytes
+    cache = KVCache(spec, torch.float32, 16, 2 * half)
+    cache.resize(2 * half)
+    blocks = cache.usable().view(2 * half, -1)
+    blocks[:] = torch.arange(2 * half)[:, None]
+    forget_peak(os.getpid())
+    before = resident_bytes()
+    cache.move([(half + i, half - 1 - i) for i in range(half)])
+    assert peak_bytes(os.getpid()) - before < 8 * MIB
+    assert torch.equal(blocks[:half].amin(dim=1), torch.arange(half, 2 * half).flip(0).float())
+    assert torch.equal(blocks[:half].amin(dim=1), blocks[:half].amax(dim=1))
+    del blocks
+    cache.close()
+
+
+@pytest.mark.skipif(levels() == ["torch"], reason="the native kernels were not built")
+def test_activations_of_a_long_prompt_are_gone_with_the_next_token() -> None:
+    spec = ModelSpec("llama", 512, 512, 2, 8, 2, 64, 2048, 1024, tied_embeddings=True)
+    executor = CpuExecutor(RandomCheckpoint(spec, "f32"), ExecutorConfig(kv_bytes=8 * MIB, dtype="f32"))
+    executor.resize(executor.max_blocks)
+    tokens, blocks = [7] * 1024, list(range(64))
+    outcomes, sizes = [], []
+    for _ in range(2):
+        executor.run(Turn((make_row(0, tokens, 0, 1023, blocks),)))
+        sizes.append(resident_bytes())
+        outcomes.append(executor.run(Turn((make_row(0, tokens, 1023, 1, blocks),))))
+        sizes.append(resident_bytes())
+    assert sizes[0] - sizes[1] > 8 * MIB
+    assert sizes[2] - sizes[3] > 8 * MIB
+    assert outcomes[0] == outcomes[1]
+    executor.close()

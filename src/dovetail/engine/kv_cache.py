@@ -11,7 +11,7 @@ stretch of memory, so the pool grows and shrinks at its tail. Which block belong
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -60,11 +60,15 @@ class KVCache:
         self.num_blocks = num_blocks
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, each (from, to); no block is both."""
+        """Copy whole blocks, each (from, to); no block is both. One by one, in place: a pool moves blocks in order to
+        shrink, and a copy of all of them would take more memory at that moment than it held before."""
         if moves:
             assert self._blocks is not None, "the cache is closed"
-            sources, places = zip(*moves, strict=True)
-            self._blocks[list(places)] = self._blocks[list(sources)]
+            rows: Any = self._blocks.view(self.max_blocks, -1).view(torch.uint8)
+            if rows.device.type == "cpu":
+                rows = rows.numpy()  # torch would wake its threads for each block
+            for source, place in moves:
+                rows[place] = rows[source]
 
     def layer(self, index: int) -> torch.Tensor:
         """[blocks, 2, block_size, kv_heads, head_dim] of one layer; only the first `num_blocks` may be touched."""
