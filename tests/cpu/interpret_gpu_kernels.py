@@ -9,11 +9,14 @@ import torch.nn.functional as F
 from random_codes import random_codes
 
 from dovetail.codings import CODINGS, Quantised
+from dovetail.engine.adapters import AdapterMatrices, Part
 from dovetail.engine.devices.cuda import attention, coded, elementwise, products
+from dovetail.engine.devices.cuda.adapter_image import AdapterImage, adapted_matrix, group_rows, rank_capacity
 from dovetail.engine.devices.cuda.greedy import fill_in, greedy
+from dovetail.engine.devices.cuda.lora import AdaptedRows
 from dovetail.engine.rope import Rope
 from dovetail.layouts import coding_of, pack_codes, unpack
-from dovetail.modelspec import RopeSpec
+from dovetail.modelspec import ModelSpec, RopeSpec
 from dovetail.native import torch_ops
 
 TOKENS, WIDTH, PAGE = 5, 72, 16
@@ -190,6 +193,42 @@ def check_coded(layout: str) -> None:
     nearly(coded.few_rows(x, piece, bias[:rows], tile, splits=3), wanted, f"columns of {layout} in three parts")
 
 
+def check_adapters(hidden: int, heads: int, kv_heads: int, ranks: tuple[int, ...]) -> None:
+    """Rows of several adapters among rows of none, in one launch and alone; the second adapter has nothing for k."""
+    spec = ModelSpec("llama", 100, hidden, 2, heads, kv_heads, hidden // heads, 24, 64)
+    matrix = adapted_matrix(spec, 1, "qkv", spec.qkv_size)
+    images, deltas = [], []
+    for at, rank in enumerate(ranks):
+        parts, delta, row = [], torch.zeros(spec.qkv_size, hidden), 0
+        for piece, size in enumerate(matrix.sizes):
+            first, second = torch.randn(rank, hidden) / hidden**0.5, torch.randn(rank, size)
+            if (at, piece) != (1, 1):
+                parts.append(Part("layers.1.qkv.weight", row, first, second))
+                delta[row : row + size] = 0.5 * second.t() @ first
+            row += size
+        image = AdapterImage(AdapterMatrices(0.5, tuple(parts)), spec, torch.float32)
+        images.append(image.relocated(image.data.data_ptr()))
+        deltas.append(delta)
+    owners = [0, 1, -1, 0, *[len(ranks) - 1] * 20, 1]
+    addresses = [0 if owner < 0 else images[owner].data_ptr() for owner in owners]
+    x, base = torch.randn(len(owners), hidden), torch.randn(len(owners), spec.qkv_size)
+    capacity = rank_capacity(max(ranks))
+
+    def added(which: list[int], capacity: int) -> torch.Tensor:
+        tiles, order = group_rows([addresses[at] for at in which], [1] * len(which))
+        rows = AdaptedRows(torch.from_numpy(tiles), torch.from_numpy(order), capacity)
+        out = base[which].clone()
+        rows.expand(rows.shrink(x[which].contiguous(), matrix), out, matrix)
+        return out
+
+    together = added(list(range(len(owners))), capacity)
+    for at, owner in enumerate(owners):
+        wanted = base[at] if owner < 0 else base[at] + deltas[owner] @ x[at]
+        close(together[at], wanted, f"row {at} of adapter {owner}")
+        if at in (0, 1, len(owners) - 2):
+            assert torch.equal(added([at], 2 * capacity)[0], together[at]), "alone it is the same"
+
+
 def check_greedy() -> None:
     logits = torch.randn(4, 10_001)
     logits[1, 77] = math.nan
@@ -219,4 +258,6 @@ if __name__ == "__main__":
     check_products()
     for layout in filter(coded.can_keep, CODINGS):
         check_coded(layout)
+    check_adapters(72, 4, 2, (3, 16, 40))
+    check_adapters(1024, 2, 1, (8, 1))
     check_greedy()

@@ -11,7 +11,11 @@ import pytest
 from tiny_adapters import save_adapter
 
 from dovetail.cluster.intake import Submission, works_of
+from dovetail.engine.adapters import AdapterMatrices, PackedAdapter
+from dovetail.engine.devices.cpu import CpuDevice
+from dovetail.errors import OutOfMemory
 from dovetail.messages import Ask
+from dovetail.modelspec import ModelSpec
 from dovetail.node.protocol import Propose
 from dovetail.policy.headroom import Refusal, SloRule
 from dovetail.policy.placement import DeviceKind
@@ -19,7 +23,7 @@ from dovetail.policy.real import real_knobs
 from dovetail.sched.sequence import sequences_of
 from dovetail.store import describe
 from dovetail.types import AdapterRef, ModelCard, Request, SamplingParams
-from dovetail.worker.adapters import AdapterRack
+from dovetail.worker.adapters import AdapterRack, Packs
 from dovetail.worker.driver import NodeDriver, RequestState
 
 BYTES = 4 * 3 * 4 * (2 * (48 + 48) + 2 * (48 + 16) + 3 * (48 + 88))  # rank 4, three layers, float32
@@ -28,12 +32,12 @@ BYTES = 4 * 3 * 4 * (2 * (48 + 48) + 2 * (48 + 16) + 3 * (48 + 88))  # rank 4, t
 class Rack:
     """One in a node with room for `room` adapters, whose reads are waited for."""
 
-    def __init__(self, folder: Path, base: Path, room: float) -> None:
+    def __init__(self, folder: Path, base: Path, room: float, device: Packs | None = None) -> None:
         self.card: ModelCard = describe(base, "llama")
         loads: Any = None  # nothing is loaded here
         self.driver = NodeDriver("n", DeviceKind.CPU, int(room * BYTES), real_knobs("dovetail"), loads, lambda: 0.0)
         self.woken: queue.Queue[None] = queue.Queue()
-        self.rack = AdapterRack(self.driver, None, lambda: self.woken.put(None))
+        self.rack = AdapterRack(self.driver, device or CpuDevice(1), None, lambda: self.woken.put(None))
         self.refs = {}
         for seed, name in enumerate("abc"):
             self.refs[name] = AdapterRef(name, str(save_adapter(folder / name, base, seed=seed)), "1")
@@ -47,11 +51,21 @@ class Rack:
         return Ask(self._number, Propose(work.record()), request)
 
     def read(self, *asks: Ask) -> list[Refusal | None]:
-        assert [self.rack.hold(ask, self.card) for ask in asks] == [True] * len(asks)
-        self.woken.get(timeout=30)
-        answers = self.rack.take()
+        assert [self.hold(ask) for ask in asks] == [True] * len(asks)
+        answers = self.take()
         assert [ask for ask, _ in answers] == list(asks)
         return [refusal for _, refusal in answers]
+
+    def hold(self, ask: Ask) -> bool:
+        return self.rack.hold(ask, self.card, "f32")
+
+    def take(self) -> list[tuple[Ask, Refusal | None]]:
+        """Once it is read, and placed unless there is no room."""
+        while True:
+            self.woken.get(timeout=30)
+            answers = self.rack.take()
+            if answers:
+                return answers
 
     def is_there(self, name: str) -> bool:
         return self.refs[name].key in self.rack._entries
@@ -77,7 +91,7 @@ def test_an_adapter_is_read_once_for_all_who_wait_and_counted_until_it_goes(make
     first, second = rack.ask("a"), rack.ask("a")
     assert rack.read(first, second) == [None, None]
     assert rack.planned == rack.rack.num_bytes == BYTES
-    assert not rack.rack.hold(rack.ask("a"), rack.card)
+    assert not rack.hold(rack.ask("a"))
     rack.use(first)
     rack.rack.doom(rack.refs["a"].key)
     assert rack.is_there("a")  # a request still names it
@@ -105,10 +119,9 @@ def test_a_proposal_that_was_withdrawn_meanwhile_is_refused(make_rack: Callable[
     rack = make_rack(10)
     gone, wanted = rack.ask("a"), rack.ask("a")
     for ask in (gone, wanted):
-        assert rack.rack.hold(ask, rack.card)
+        assert rack.hold(ask)
     rack.rack.withdraw(gone.number)
-    rack.woken.get(timeout=30)
-    assert [refusal for _, refusal in rack.rack.take()] == [Refusal.CLOSED, None]
+    assert [refusal for _, refusal in rack.take()] == [Refusal.CLOSED, None]
 
 
 def test_what_cannot_be_read_takes_no_memory_and_is_tried_again_later(make_rack: Callable[[float], Rack]) -> None:
@@ -122,3 +135,47 @@ def test_what_cannot_be_read_takes_no_memory_and_is_tried_again_later(make_rack:
     path.write_bytes(weights)
     assert rack.read(rack.ask("a")) == [None]
     assert rack.planned == BYTES
+
+
+class Card(PackedAdapter):
+    """A device whose memory is not the host's: what is packed for it, placed on it and closed."""
+
+    num_bytes = 3 * BYTES
+
+    def __init__(self, *, is_full: bool = False) -> None:
+        self.is_full = is_full
+        self.planned: Callable[[], int] = lambda: 0
+        self.steps: list[tuple[str, int]] = []  # with what the ledger had counted then
+
+    def pack_adapter(self, adapter: AdapterMatrices, spec: ModelSpec, dtype: str) -> PackedAdapter:
+        assert (adapter.num_bytes, dtype) == (BYTES, "f32")
+        self.steps.append(("packed", self.planned()))
+        return self
+
+    def place(self) -> None:
+        self.steps.append(("placed", self.planned()))
+        if self.is_full:
+            raise OutOfMemory("somebody else has it")
+
+    def close(self) -> None:
+        self.steps.append(("closed", self.planned()))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_devices_memory_is_counted_before_it_is_taken_and_given_back_before_it_is_free(
+    is_full: bool, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    card = Card(is_full=is_full)
+    rack = Rack(tmp_path, tiny_folder("llama"), 4.0, card)
+    card.planned = lambda: rack.planned
+    assert rack.read(rack.ask("a")) == [Refusal.MEMORY if is_full else None]
+    rack.rack.doom(rack.refs["a"].key)
+    assert card.steps == [("packed", 0), ("placed", 3 * BYTES), ("closed", 3 * BYTES)]
+    assert rack.planned == 0
+    card.is_full = False
+    assert rack.read(rack.ask("b")) == [None]
+    used = rack.ask("b")
+    rack.use(used)
+    assert rack.read(rack.ask("c")) == [Refusal.MEMORY], "twice three do not fit into four"
+    assert card.steps[3:] == [("packed", 0), ("placed", 3 * BYTES), ("packed", 3 * BYTES), ("closed", 3 * BYTES)]
+    assert rack.planned == 3 * BYTES

@@ -1,4 +1,4 @@
-"""Adapters at the gateway: with whom they come and go, what a file says of them, where none can be served."""
+"""Adapters at the gateway: with whom they come and go, what a file says of them, on which devices."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from gateway_builders import make_admin, running_service
 from test_gateway_admin import FakeFile, ask, on_admin
 
-from dovetail.errors import InvalidRequest
 from dovetail.gateway.admin import Admin
 
 
@@ -60,11 +58,11 @@ def test_what_the_file_says_of_adapters_holds_when_it_is_read_again(tmp_path: Pa
     on_admin(tmp_path, test, file=file)
 
 
-def test_without_a_cpu_node_adapters_are_a_400_that_says_so(tmp_path: Path) -> None:
+def test_where_there_are_gpus_only_adapters_are_loaded_as_anywhere(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_service(tmp_path, device="cuda:0") as service:
-            admin = make_admin(service)
-            with pytest.raises(InvalidRequest, match="adapters are not served on this device yet"):
-                await admin.add_adapter("a", "folder", "fake", in_place=False)
+            await make_admin(service).add_adapter("a", "folder", "fake", in_place=False)
+            (added,) = service.models.adapters_of("fake")
+            assert added.name == "a"
 
     asyncio.run(run())

@@ -15,7 +15,6 @@ import msgspec
 
 from dovetail.config import Config, ModelConfig, StoreConfig, load_config
 from dovetail.errors import ConfigError, DovetailError, InvalidRequest, ModelNotFound
-from dovetail.gateway.adapter_desk import NOT_ON_THIS_DEVICE
 from dovetail.gateway.draft_models import draft_problem
 from dovetail.gateway.models import FixedCatalogue, NamedAdapter, Offer
 from dovetail.store import Catalogue, describe
@@ -102,7 +101,6 @@ def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Fi
             cards.append(card)
         else:
             missing.append(name)
-    _check_devices(config)
     _check_drafts(cards, configs)
     adapters = [adapter for card in cards for adapter in _adapters_of(catalogue, card, configs.get(card.name))]
     return Offer(FixedCatalogue(cards), configs, tuple(preload), tuple(missing), tuple(adapters))
@@ -133,12 +131,6 @@ def _check_drafts(cards: Sequence[ModelCard], configs: Mapping[str, ModelConfig]
             problem = str(error)
         if problem:
             raise ConfigError(f"models.{name}.speculative.draft: {problem}")
-
-
-def _check_devices(config: Config) -> None:
-    adapted = [name for name, model in config.models.items() if model.adapters]
-    if adapted and all(node.device != "cpu" for node in config.nodes):
-        raise ConfigError(f"models.{adapted[0]}.adapters: {NOT_ON_THIS_DEVICE}")
 
 
 def _adapters_of(catalogue: Catalogue, card: ModelCard, config: ModelConfig | None) -> Iterator[NamedAdapter]:

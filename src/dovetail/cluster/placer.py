@@ -92,11 +92,6 @@ class InstanceView:
     on_cpu: bool
 
 
-def views_for(request: Work | RequestRecord, views: list[InstanceView]) -> list[InstanceView]:
-    """Those instances of its model that can compute it: adapters are the CPUs' so far."""
-    return [view for view in views if view.on_cpu] if request.adapter else views
-
-
 def is_overcommitted(node: NodeHandle, request: RequestRecord) -> bool:
     """One iteration of everybody there takes longer than some request allows already, without this one."""
     room = node.room
@@ -128,8 +123,7 @@ class Placer:
             self.nodes.remove(node)
 
     def window(self, request: RequestRecord, looks: int = MAX_LOOKS) -> Sequence[NodeHandle]:
-        nodes = [node for node in self.nodes if node.kind is DeviceKind.CPU] if request.adapter else self.nodes
-        return self.starts.window(nodes, request, looks)
+        return self.starts.window(self.nodes, request, looks)
 
     def node_of(self, name: str) -> NodeHandle | None:
         return next((node for node in self.nodes if node.name == name), None)
@@ -238,7 +232,7 @@ class Placer:
         return answer
 
     def _candidates(self, work: Work) -> list[InstanceView]:
-        views = [view for view in views_for(work, self._by_model[work.model]) if view.phase is work.phase]
+        views = [view for view in self._by_model[work.model] if view.phase is work.phase]
         if self.leaving:
             views = [view for view in views if (view.node.name, view.id) not in self.leaving]
         if not self.knobs.round_robin or len(views) < 2:
@@ -294,7 +288,7 @@ class Placer:
         self, request: RequestRecord, source: NodeHandle, wanted: NodeHandle | None = None
     ) -> list[tuple[NodeHandle, int | None]]:
         """Where the request may go on, the best first: instances that are there, and nodes that may start one."""
-        views = views_for(request, self._by_model[request.model])
+        views = self._by_model[request.model]
         views = rank_instances(views, reactive=self.knobs.reactive)[:MAX_INSTANCES]
         nodes = self.starts.rank(self.window(request), request.model, self.now_s)
         found = [(view.node, view.id) for view in views] + [(node, None) for node in nodes]
@@ -323,7 +317,7 @@ class Placer:
     def _other_place(self, request: RequestRecord, taken: set[str], search: Search) -> Asking[NodeHandle | None]:
         """A node that would take it and is not taken; it is taken then."""
         found: list[tuple[NodeHandle, int | None]] = []
-        found += [(view.node, view.id) for view in views_for(request, self._by_model[request.model])[:MAX_INSTANCES]]
+        found += [(view.node, view.id) for view in self._by_model[request.model][:MAX_INSTANCES]]
         found += [(node, None) for node in self.window(request, MAX_MOVE_LOOKS)]
         for node, instance in found:
             if node.name not in taken and (yield from self._would_take(node, request, instance, search)):

@@ -1,4 +1,5 @@
-"""LoRA adapters as the kernels take them: both matrices of each part in memory of their own, the second transposed.
+"""LoRA adapters as the CPU's kernels take them: both matrices of each part in memory of their own, the second
+transposed. Other devices pack them in a form of their own.
 
 Made once per adapter, by any thread; an executor of the model binds them and computes rows with them.
 """
@@ -6,6 +7,7 @@ Made once per adapter, by any thread; an executor of the model binds them and co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +15,20 @@ from torch import Tensor
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.weights import from_read_only_memory
 from dovetail.node.ports import AdapterWeights, HostTensor
+
+
+class PackedAdapter(Protocol):
+    """An adapter in the form that a device computes with, counted before it is in that device's memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes of the node's memory."""
+
+    def place(self) -> None:
+        """Into the device's memory; by any thread. Raises OutOfMemory if there is none left."""
+
+    def close(self) -> None:
+        """Its memory is free; no executor has it any longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +51,12 @@ class AdapterMatrices:
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
+
+    def place(self) -> None:
+        """The cores read it where it is."""
+
+    def close(self) -> None:
+        """It goes with its last reference."""
 
 
 def read_matrices(weights: AdapterWeights) -> AdapterMatrices:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from dovetail.engine.adapters import AdapterMatrices
+from dovetail.engine.adapters import AdapterMatrices, PackedAdapter
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
@@ -149,7 +149,7 @@ class CpuExecutor(OnCallersCores):
             sampled, logits, _ = self._forward(turn)
             return {row.sequence: logits[at] for at, row in enumerate(sampled)}
 
-    def add_adapter(self, key: str, adapter: AdapterMatrices | None, problem: str = "") -> None:
+    def add_adapter(self, key: str, adapter: PackedAdapter | None, problem: str = "") -> None:
         """From now on rows may name it; what it takes is the caller's to count. Rows that name one that there is a
         problem with, or that cannot be computed with here, fail with that."""
         try:
@@ -157,6 +157,7 @@ class CpuExecutor(OnCallersCores):
                 raise UnsupportedModel(
                     problem or f"adapters need native kernels; {self.level} computes this model here"
                 )
+            assert isinstance(adapter, AdapterMatrices), "as this device packs them"
             self._model.add_adapter(key, adapter)
         except UnsupportedModel as error:
             self._broken[key] = str(error)

@@ -18,8 +18,6 @@ from dovetail.gateway.service import Service
 from dovetail.messages import DropAdapter
 from dovetail.types import AdapterRef, ModelCard
 
-NOT_ON_THIS_DEVICE = "adapters are not served on this device yet: they take a node with device: cpu"
-
 
 class AdapterStore(Protocol):
     """Both raise DovetailError or OSError, with file and tensor, for what is no adapter or not one of this model."""
@@ -50,7 +48,6 @@ class AdapterDesk:
             )
         if before is None:
             self._check_free([name])
-        self._check_devices()
         model = await self._base_of(source, base)
         adapter = await self._find(name, source, model)
         self._models.add_adapter(adapter)
@@ -62,7 +59,6 @@ class AdapterDesk:
         """Those that a model's configuration names, compared with the model."""
         if config.adapters:
             there = {adapter.name for adapter in self._models.adapters_of(card.name)}  # from before it was pulled again
-            self._check_devices()
             self._check_free(config.adapters.keys() - there)
         model = ServedModel(card, config, self._models.lanes)
         found = [await self._find(name, source, model) for name, source in config.adapters.items()]
@@ -113,10 +109,6 @@ class AdapterDesk:
                 param="base_model_name",
             )
         return found[0]
-
-    def _check_devices(self) -> None:
-        if all(node.config.device != "cpu" for node in self._service.link.nodes.values()):
-            raise InvalidRequest(NOT_ON_THIS_DEVICE, code="unsupported_device")
 
 
 def no_change_of(adapter: NamedAdapter) -> Conflict:

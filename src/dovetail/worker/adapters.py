@@ -1,8 +1,10 @@
-"""Adapters in a worker's memory: read in a thread, counted in the node's ledger, there while requests name them and a
-while longer.
+"""Adapters in a worker's memory: read and placed by a thread, counted in the node's ledger in between, there while
+requests name them and a while longer.
 
-    wanted ──read──▶ counted ──▶ bound to instances as their requests enter ──▶ idle ──▶ gone
+    wanted ──read──▶ counted ──place──▶ bound to instances as their requests enter ──▶ idle ──▶ gone
                         └─ no room: the request is refused for want of memory, as for KV
+
+A device has it only after it was counted; from then on the host need not keep it.
 
 Idle ones are kept within IDLE_SHARE of the node's memory, the least recently used goes first; they go with their model.
 """
@@ -17,11 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from dovetail.engine.adapters import AdapterMatrices, read_matrices
-from dovetail.errors import DovetailError
+from dovetail.engine.adapters import AdapterMatrices, PackedAdapter, read_matrices
+from dovetail.errors import DovetailError, OutOfMemory
 from dovetail.messages import Ask
+from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import AdapterWeights
 from dovetail.node.protocol import Propose
 from dovetail.policy.headroom import Refusal
@@ -36,47 +39,58 @@ log = logging.getLogger("dovetail.worker")
 IDLE_SHARE = 1 / 16  # of the node's memory, for adapters that no request names
 
 
+class Packs(Protocol):
+    """A device, as far as adapters need it."""
+
+    def pack_adapter(self, adapter: AdapterMatrices, spec: ModelSpec, dtype: str) -> PackedAdapter: ...
+
+
 class _Order(NamedTuple):
     ref: AdapterRef
     card: ModelCard
-
-
-class _Read(NamedTuple):
-    order: _Order
-    matrices: AdapterMatrices | None
-    problem: str  # why there are none
+    dtype: str  # that the model is computed in
 
 
 @dataclass(eq=False)
 class _Entry:
     number: int  # of its account in the ledger
-    model: str
-    matrices: AdapterMatrices | None
-    problem: str
+    order: _Order
+    packed: PackedAdapter | None = None
+    problem: str = ""  # why there is none
+    is_counted: bool = False
+    is_placed: bool = False
     is_doomed: bool = False  # nobody may ask for it any more
 
     @property
     def num_bytes(self) -> int:
-        return self.matrices.num_bytes if self.matrices is not None else 0
+        return self.packed.num_bytes if self.packed is not None else 0
+
+    def give_up(self, problem: str = "") -> None:
+        self.problem = problem
+        if self.packed is not None:
+            self.packed.close()
+            self.packed = None
 
 
 class AdapterRack:
     """Of the worker's own thread, but for the reading; `wake` is called from that for every adapter that was read."""
 
-    def __init__(self, driver: NodeDriver, shelf: Shelf | None, wake: Callable[[], None]) -> None:
+    def __init__(self, driver: NodeDriver, device: Packs, shelf: Shelf | None, wake: Callable[[], None]) -> None:
         self._driver = driver
+        self._device = device
         self._shelf = shelf
         self._wake = wake
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by key, the least recently used first
         self._waiting: dict[str, list[Ask]] = {}  # proposals, by the adapter that is being read for them
         self._withdrawn: set[int] = set()  # by number of the question
         self._numbers = count(1)
-        self._orders: queue.Queue[_Order] = queue.Queue()
-        self._results: queue.Queue[_Read] = queue.Queue()
+        self._orders: queue.Queue[_Entry] = queue.Queue()  # to be read, or to be placed
+        self._results: queue.Queue[_Entry] = queue.Queue()
         self._thread: threading.Thread | None = None
 
-    def hold(self, message: Ask, card: ModelCard) -> bool:
-        """The proposal waits until its adapter is there. False: it need not."""
+    def hold(self, message: Ask, card: ModelCard, dtype: str) -> bool:
+        """The proposal waits until its adapter is there, for a model that is computed in this type. False: it need
+        not."""
         ref = message.request.adapter if message.request is not None else None
         if ref is None:
             return False
@@ -85,7 +99,7 @@ class AdapterRack:
             self._entries[ref.key].is_doomed = False
             return False
         if ref.key not in self._waiting:
-            self._order(_Order(ref, card))
+            self._order(_Entry(next(self._numbers), _Order(ref, card, dtype)))
         self._waiting.setdefault(ref.key, []).append(message)
         return True
 
@@ -96,17 +110,24 @@ class AdapterRack:
                 self._withdrawn.add(message.number)
 
     def take(self) -> list[tuple[Ask, Refusal | None]]:
-        """Proposals that need not wait any more, to be answered at once, some with a refusal. One that was withdrawn
-        meanwhile is answered all the same: by that its sender knows that it may ask again."""
-        (ref, card), matrices, problem = self._results.get_nowait()
-        if problem:
-            log.error("%s: the adapter %s cannot be read: %s", card.name, ref.name, problem)
-        entry = _Entry(next(self._numbers), card.name, matrices, problem)
-        has_room = self._count(entry)
-        if has_room:
-            self._entries[ref.key] = entry
-        refusal = None if has_room else Refusal.MEMORY
-        waited = self._waiting.pop(ref.key)
+        """Proposals that need not wait any more, to be answered at once, some with a refusal; none yet, where an
+        adapter that was read has to be placed first. One that was withdrawn meanwhile is answered all the same: by that
+        its sender knows that it may ask again."""
+        entry = self._results.get_nowait()
+        if entry.packed is not None and not entry.is_counted and self._count(entry):
+            self._orders.put(entry)
+            return []
+        if entry.problem:
+            log.error("%s: the adapter %s: %s", entry.order.card.name, entry.order.ref.name, entry.problem)
+        is_there = entry.is_placed or bool(entry.problem)  # requests fail with the problem
+        if is_there:
+            self._entries[entry.order.ref.key] = entry
+        else:
+            self._release(entry)
+        return self._answers(entry.order.ref.key, None if is_there else Refusal.MEMORY)
+
+    def _answers(self, key: str, refusal: Refusal | None) -> list[tuple[Ask, Refusal | None]]:
+        waited = self._waiting.pop(key)
         answers = [(one, Refusal.CLOSED if one.number in self._withdrawn else refusal) for one in waited]
         self._withdrawn.difference_update(one.number for one in waited)
         return answers
@@ -114,7 +135,7 @@ class AdapterRack:
     def bind(self, runner: ModelRunner, key: str) -> None:
         """A request that names it enters this instance."""
         entry = self._entries[key]
-        runner.bind_adapter(key, entry.matrices, entry.problem)
+        runner.bind_adapter(key, entry.packed, entry.problem)
 
     def doom(self, key: str) -> None:
         """It goes as soon as no request names it."""
@@ -131,7 +152,7 @@ class AdapterRack:
         ledger = self._driver.home.node.residency.ledger
         for key in idle:
             entry = self._entries[key]
-            is_over = entry.is_doomed or bool(entry.problem) or not self._driver.instances_of(entry.model)
+            is_over = entry.is_doomed or bool(entry.problem) or not self._driver.instances_of(entry.order.card.name)
             if is_over or spare > IDLE_SHARE * ledger.capacity:
                 spare -= entry.num_bytes
                 self._drop(key)
@@ -156,6 +177,7 @@ class AdapterRack:
             if not idle:
                 return False
             self._drop(idle.pop(0))
+        entry.is_counted = True
         self._driver.adapters_changed()
         return True
 
@@ -168,34 +190,53 @@ class AdapterRack:
         entry = self._entries.pop(key)
         for runner in self._driver.runners.values():
             runner.drop_adapter(key)
-        self._driver.home.node.residency.drop_adapter(entry.number)
-        self._driver.adapters_changed()
+        self._release(entry)
 
-    # Reading
+    def _release(self, entry: _Entry) -> None:
+        """Its memory, and then what the ledger has of it."""
+        entry.give_up(entry.problem)
+        if entry.is_counted:
+            self._driver.home.node.residency.drop_adapter(entry.number)
+            self._driver.adapters_changed()
 
-    def _order(self, order: _Order) -> None:
+    def close(self) -> None:
+        """After the instances that they are bound to."""
+        for entry in self._entries.values():
+            entry.give_up()
+        self._entries.clear()
+
+    # Reading and placing
+
+    def _order(self, entry: _Entry) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="adapters")
             self._thread.start()
-        self._orders.put(order)
+        self._orders.put(entry)
 
     def _run(self) -> None:
         while True:
-            order = self._orders.get()
-            self._results.put(self._read(order))
+            entry = self._orders.get()
+            try:
+                if entry.packed is None:
+                    entry.packed = self._read(entry.order)
+                else:
+                    entry.packed.place()
+                    entry.is_placed = True
+            except OutOfMemory:  # the ledger said that there is room: somebody else has it
+                log.exception("%s: no memory for the adapter %s", entry.order.card.name, entry.order.ref.name)
+            except (DovetailError, OSError) as error:
+                entry.give_up(str(error))
+            except (ValueError, RuntimeError, MemoryError) as error:  # a file that changes while it is read
+                entry.give_up(f"{entry.order.ref.path}: {type(error).__name__}: {error}")
+            self._results.put(entry)
             self._wake()
 
-    def _read(self, order: _Order) -> _Read:
+    def _read(self, order: _Order) -> PackedAdapter:
+        weights = self._open(order)
         try:
-            weights = self._open(order)
-            try:
-                return _Read(order, read_matrices(weights), "")
-            finally:
-                weights.close()
-        except (DovetailError, OSError) as error:
-            return _Read(order, None, str(error))
-        except (ValueError, RuntimeError, MemoryError) as error:  # a file that changes while it is read
-            return _Read(order, None, f"{order.ref.path}: {type(error).__name__}: {error}")
+            return self._device.pack_adapter(read_matrices(weights), order.card.spec, order.dtype)
+        finally:
+            weights.close()
 
     def _open(self, order: _Order) -> AdapterWeights:
         path, spec = Path(order.ref.path), order.card.spec

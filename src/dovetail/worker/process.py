@@ -23,7 +23,6 @@ from dovetail.eventlog import open_log
 from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
 from dovetail.node.protocol import Refused, Withdraw
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.placement import DeviceKind
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
 from dovetail.worker.adapters import AdapterRack
@@ -121,7 +120,9 @@ class Worker:
             on_launch=self._tell,
             on_adapter=lambda runner, key: self._adapters.bind(runner, key),
         )
-        self._adapters = AdapterRack(self._driver, self._shelf, lambda: self._adapter_waker.send(_ADAPTER))
+        self._adapters = AdapterRack(
+            self._driver, self._device, self._shelf, lambda: self._adapter_waker.send(_ADAPTER)
+        )
         self._ready = ReadyModels()
         self._moved: set[str] = set()  # models whose weights are elsewhere than when a load was last estimated
         self._process = psutil.Process()
@@ -292,9 +293,7 @@ class Worker:
         """Its grammar is there; if it has an adapter, it is answered when that is."""
         request = message.request
         config = self._instance_configs.get(request.model) if request is not None else None
-        if request is not None and request.adapter is not None and self._device.kind is not DeviceKind.CPU:
-            self._send(messages.Reply(message.number, Refused(Refusal.CLOSED)))
-        elif config is None or not self._adapters.hold(message, config.card):
+        if config is None or not self._adapters.hold(message, config.card, config.dtype):
             self._answer(message)
 
     def _take_adapter(self) -> None:
@@ -372,6 +371,7 @@ class Worker:
         self._sharing.close()
         for runner in self._driver.runners.values():
             runner.close()
+        self._adapters.close()
         if self._shelf is not None:
             self._shelf.close()
         if self._log is not None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from dovetail import messages
-from dovetail.engine.adapters import AdapterMatrices
+from dovetail.engine.adapters import PackedAdapter
 from dovetail.engine.devices import Adaptable, DeviceExecutor
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.drafts import NO_DRAFTS
@@ -208,11 +208,11 @@ class ModelRunner:
     def _draft_model(self) -> DraftModel | None:
         return self.speculator.model if self.speculator is not None else None
 
-    def bind_adapter(self, key: str, matrices: AdapterMatrices | None, problem: str) -> None:
-        """Its sequences may name the adapter from now on; without matrices they fail with the problem."""
+    def bind_adapter(self, key: str, adapter: PackedAdapter | None, problem: str) -> None:
+        """Its sequences may name the adapter from now on; without one they fail with the problem."""
         if key not in self._adapters:
-            assert isinstance(self.executor, Adaptable), "its node has refused the request"
-            self.executor.add_adapter(key, matrices, problem)
+            assert isinstance(self.executor, Adaptable), "adapters are for decoders"
+            self.executor.add_adapter(key, adapter, problem)
             self._adapters.add(key)
 
     def drop_adapter(self, key: str) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
 from dovetail.sched.turn import Outcome, Turn
 
 if TYPE_CHECKING:  # without torch, which the pure half must not need
-    from dovetail.engine.adapters import AdapterMatrices
+    from dovetail.engine.adapters import AdapterMatrices, PackedAdapter
     from dovetail.engine.executor import ExecutorConfig
 
 
@@ -64,8 +65,8 @@ class DeviceExecutor(Protocol):
 class Adaptable(Protocol):
     """An executor that computes rows with LoRA adapters."""
 
-    def add_adapter(self, key: str, adapter: AdapterMatrices | None, problem: str = "") -> None:
-        """From now on rows may name it; without matrices they fail with the problem."""
+    def add_adapter(self, key: str, adapter: PackedAdapter | None, problem: str = "") -> None:
+        """From now on rows may name it, one that is placed; without one they fail with the problem."""
 
     def remove_adapter(self, key: str) -> None: ...
 
@@ -88,6 +89,10 @@ class Device(Protocol):
 
     def executor(self, checkpoint: Checkpoint, config: ExecutorConfig) -> DeviceExecutor:
         """Takes the checkpoint over, and closes it when it is no longer read."""
+
+    def pack_adapter(self, adapter: AdapterMatrices, spec: ModelSpec, dtype: str) -> PackedAdapter:
+        """As executors of this model compute with it, in this type; by any thread. Raises UnsupportedModel if they
+        cannot."""
 
     def use_host_pool(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
         """Models will come from this memory, which stays where it is for as long as the process lives."""

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from dovetail.engine.adapters import AdapterMatrices
 from dovetail.engine.devices import Peaks
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.encoder import EncoderExecutor
@@ -16,6 +17,7 @@ from dovetail.engine.executor import CpuExecutor, ExecutorConfig, serves_as_stor
 from dovetail.engine.native_model import can_run
 from dovetail.layouts import CELLS, GGUF, packed_bytes
 from dovetail.machine import memory_bytes, read_cpu, slug
+from dovetail.modelspec import ModelSpec
 from dovetail.native import select
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
@@ -47,6 +49,9 @@ class CpuDevice:
         executor = make(checkpoint, config)
         checkpoint.close()
         return executor
+
+    def pack_adapter(self, adapter: AdapterMatrices, spec: ModelSpec, dtype: str) -> AdapterMatrices:
+        return adapter
 
     def use_host_pool(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
         """Nothing to prepare: the cores read it as it is."""

@@ -27,6 +27,7 @@ from dovetail.sched.turn import Turn, TurnRow
 class MixedBatch:
     """Rows with one token come first, then chunks."""
 
+    rows: list[TurnRow]  # in the order of their tokens
     tokens: Tensor  # [tokens] int32
     positions: Tensor  # [tokens] int32
     slots: Tensor  # [tokens] int32: block · page + offset
@@ -73,6 +74,7 @@ def build(turn: Turn, page: int, head_dim: int, device: torch.device) -> MixedBa
     blocks = on["table"].view(len(rows), width)
     plan = PrefillPlan(on["tile_rows"], on["tile_first"], on["sequences"].view(-1, 3), blocks[num_single:])
     return MixedBatch(
+        rows=rows,
         tokens=on["tokens"],
         positions=on["positions"],
         slots=on["slots"],

@@ -8,14 +8,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from dovetail.engine.adapters import AdapterMatrices
 from dovetail.engine.devices import Peaks
+from dovetail.engine.devices.cuda.adapter_image import AdapterImage
+from dovetail.engine.devices.cuda.adapters import CudaAdapter
 from dovetail.engine.devices.cuda.executor import CudaExecutor, SharedStreams, gpu_dtype
 from dovetail.engine.devices.cuda.weights import RegisteredPool
+from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.errors import ConfigError
 from dovetail.layouts import CELLS, GGUF
 from dovetail.machine import slug
-from dovetail.modelspec import ModelSpec
+from dovetail.modelspec import ModelSpec, activation_dtype
 from dovetail.node.ports import Checkpoint, HostTensor
 from dovetail.policy.placement import DeviceKind
 
@@ -58,6 +62,9 @@ class CudaDevice:
 
     def executor(self, checkpoint: Checkpoint, config: ExecutorConfig) -> CudaExecutor:
         return CudaExecutor(checkpoint, config, self._streams, config.max_batch or self.max_batch)
+
+    def pack_adapter(self, adapter: AdapterMatrices, spec: ModelSpec, dtype: str) -> CudaAdapter:
+        return CudaAdapter(AdapterImage(adapter, spec, TORCH_DTYPES[activation_dtype(dtype)]), spec, self._streams)
 
     def use_host_pool(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
         self._streams.copier.pool = RegisteredPool(address, size_bytes, chunk_bytes)

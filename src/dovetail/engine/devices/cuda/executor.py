@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dovetail.engine.adapters import PackedAdapter
+from dovetail.engine.devices.cuda.adapters import BoundAdapters, CudaAdapter
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.devices.cuda.attention import DecodeScratch
 from dovetail.engine.devices.cuda.batch import MixedAttention, build, only_greedy, stays_greedy
@@ -35,12 +37,13 @@ from dovetail.types import SamplingParams
 
 
 class SharedStreams:
-    """What the models of one device share: a stream for iterations, one for weights on their way."""
+    """What the models of one device share: a stream for iterations, one each for weights and adapters on their way."""
 
     def __init__(self, device: torch.device, num_processors: int) -> None:
         self.device = device
         self.num_processors = num_processors
         self.stream = torch.cuda.Stream(device)
+        self.adapter_stream = torch.cuda.Stream(device)
         self.copier = HostCopier(device)
 
     def check(self) -> None:
@@ -109,13 +112,15 @@ class CudaExecutor:
         longest = min(spec.context_length, self.max_blocks * config.block_size)
         width = -(-longest // config.block_size) + 1
         self._steps = CapturedSteps(self._weights.has_arrived if self._model.is_capturable else lambda: False)
+        self._adapters = BoundAdapters(dtype, device.device)
         cache = self._cache.addresses()
         self._decode = DecodeSteps(
-            self._model, cache, self._scratch, self._steps, max_batch, width, device.num_processors
+            self._model, cache, self._scratch, self._steps, self._adapters, max_batch, width, device.num_processors
         )
-        self._chunk = ChunkSteps(self._model, cache, self._steps, width)
+        self._chunk = ChunkSteps(self._model, cache, self._steps, self._adapters, width)
         self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
         self._reader = PromptReader()
+        self._failed: list[RowOutcome] = []  # rows of the launched iteration that were not computed
         self._reading: list[TurnRow] = []  # rows of the launched iteration whose prompts are read when it is collected
         self._stays_greedy: dict[int, bool] = {}  # by sequence
         self._launched: deque[_Launched] = deque(maxlen=2)  # not collected; the second follows the first
@@ -134,7 +139,8 @@ class CudaExecutor:
         assert self._model is not None, "the executor is closed"
         batch = build(Turn((row,)), cache.block_size, self.spec.head_dim, self._device.device)
         attend = MixedAttention(batch, self._scratch, self._device.num_processors)
-        return self._model.states(batch.tokens, batch.positions, batch.slots, cache.addresses(), None, attend)
+        adapted = self._adapters.of(batch.rows)
+        return self._model.states(batch.tokens, batch.positions, batch.slots, cache.addresses(), None, attend, adapted)
 
     def all_logits(self, row: TurnRow, cache: KVCache) -> Iterator[Tensor]:
         assert self._model is not None, "the executor is closed"
@@ -145,9 +151,10 @@ class CudaExecutor:
         """Queue one iteration. Its outcome is collected before the next one of this instance is launched."""
         assert not self._launched, "the last iteration was not collected"
         assert not self._reading
-        self._reading = [row for row in turn.rows if reads_prompt(row)]
-        if self._reading:
-            turn = Turn(tuple(row for row in turn.rows if not reads_prompt(row)))
+        rows, self._failed = self._adapters.take_failed(turn.rows)
+        self._reading = [row for row in rows if reads_prompt(row)]
+        if len(rows) < len(turn.rows) or self._reading:
+            turn = Turn(tuple(row for row in rows if not reads_prompt(row)))
             if not turn.rows:
                 return
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
@@ -159,7 +166,7 @@ class CudaExecutor:
     def launch_next(self, turn: Turn) -> bool:
         """Queue the iteration that follows the launched one: its rows are some of that one's, and their tokens what
         that one is about to choose, which the host need not know. False where the host has to choose them."""
-        if len(self._launched) != 1 or self._reading:
+        if len(self._launched) != 1 or self._reading or self._failed:
             return False
         before = self._launched[0]
         places = {row.sequence: at for at, row in enumerate(before.sampled)}
@@ -191,7 +198,7 @@ class CudaExecutor:
         """What is launched and not collected is not wanted: once it has run, nothing is left of it but keys and values
         that the next iteration of the same sequences writes again."""
         launched, self._launched = self._launched, deque(maxlen=2)
-        self._reading = []
+        self._reading, self._failed = [], []
         self._device.check()
         for one in launched:
             one.done.synchronize()
@@ -200,9 +207,10 @@ class CudaExecutor:
     def collect(self) -> Outcome:
         """Wait for the iteration, and say what came of it."""
         reading, self._reading = self._reading, []
-        if not reading:
+        outcomes, self._failed = self._failed, []
+        if not reading and not outcomes and self._launched:
             return self._collect()
-        outcomes = list(self._collect().rows) if self._launched else []
+        outcomes += self._collect().rows if self._launched else ()
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
             for row in reading:
                 outcome = self._reader.run(row, self, self._cache, self._grammars)
@@ -249,6 +257,15 @@ class CudaExecutor:
         for batch in self._decode.buckets:
             self.run(Turn(tuple(row(index, longest - 1, 1) for index in range(batch))))
 
+    def add_adapter(self, key: str, adapter: PackedAdapter | None, problem: str = "") -> None:
+        """From now on rows may name it; it stays its owner's, who closes it when it was removed here. Without one,
+        rows that name it fail with the problem."""
+        assert adapter is None or isinstance(adapter, CudaAdapter), "as this device packs them"
+        self._adapters.add(key, adapter, problem)
+
+    def remove_adapter(self, key: str) -> None:
+        self._adapters.remove(key)
+
     def resize(self, num_blocks: int, moves: Sequence[tuple[int, int]] = ()) -> None:
         assert num_blocks <= self.max_blocks
         assert not self._launched, "blocks move between iterations"
@@ -291,9 +308,8 @@ class CudaExecutor:
         self._steps.note(f"mixed {sum(row.count for row in rows).bit_length()}")
         batch = build(turn, self._cache.block_size, self.spec.head_dim, self._device.device)
         attend = MixedAttention(batch, self._scratch, self._device.num_processors)
-        logits = self._model.forward(
-            batch.tokens, batch.positions, batch.slots, self._cache.addresses(), batch.sampled_at, attend
-        )
+        inputs = (batch.tokens, batch.positions, batch.slots, self._cache.addresses(), batch.sampled_at)
+        logits = self._model.forward(*inputs, attend, self._adapters.of(batch.rows))
         if not batch.sampled:
             return [], None, None
         return batch.sampled, logits, greedy(logits).to("cpu", non_blocking=True)

@@ -5,6 +5,7 @@ one for each bucket of lengths.
 A bucket's first iteration runs kernel by kernel (which compiles what is not compiled yet), its second one is captured.
 Graphs read their inputs from buffers of fixed capacity and the cache through addresses that never change, so they
 survive every resize. Rows beyond the batch have slot -1 and length 0: they write nothing and attend to nothing.
+Iterations in which rows have adapters have graphs of their own, for any adapters whose ranks there is room for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.engine.devices.cuda.adapter_image import most_tiles
+from dovetail.engine.devices.cuda.adapters import AdaptedShape, AdapterInputs, BoundAdapters
 from dovetail.engine.devices.cuda.attention import (
     AttentionShape,
     DecodeScratch,
@@ -105,6 +108,7 @@ class DecodeSteps:
         cache: Tensor,
         scratch: DecodeScratch,
         steps: CapturedSteps,
+        adapters: BoundAdapters,
         max_batch: int,
         table_width: int,
         num_processors: int,
@@ -116,6 +120,7 @@ class DecodeSteps:
         self.buckets = [size for size in _BATCHES if size < max_batch] + [max_batch]
         self._host = torch.zeros(4, max_batch, dtype=torch.int32, pin_memory=True)
         self._inputs = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
+        self._adapters = AdapterInputs(adapters, max_batch, max_batch, device)
         self._taken = torch.cuda.Event()  # the device has its inputs: what they were copied from may be written
         self._chosen = torch.zeros(max_batch, dtype=torch.int32, device=device)  # greedy tokens of the last run
         self._best = torch.zeros(2, max_batch, dtype=torch.int32, pin_memory=True)  # of the last two, for the host
@@ -137,13 +142,14 @@ class DecodeSteps:
         self._fill(rows, bucket, previous)
         self._inputs.copy_(self._host, non_blocking=True)
         self._fill_table(rows)
+        shape = self._adapters.fill(rows, bucket, bucket)
         self._taken.record()
-        logits, chosen = self._steps.run(f"decode {bucket}", lambda: self._step(bucket))
+        logits, chosen = self._steps.run(_name(f"decode {bucket}", shape), lambda: self._step(bucket, shape))
         self._turn ^= 1
         best = self._best[self._turn, : len(rows)]
         return logits[: len(rows)], best.copy_(chosen[: len(rows)], non_blocking=True)
 
-    def _step(self, bucket: int) -> Outputs:
+    def _step(self, bucket: int, adapters: AdaptedShape) -> Outputs:
         fill_in(self._inputs[0, :bucket], self._chosen)
         tokens, positions, slots, lengths = self._inputs[:, :bucket]
 
@@ -154,7 +160,8 @@ class DecodeSteps:
             decode(qkv[:, :size], cache, self._table, lengths, shape, splits, self._scratch, out)
             return out
 
-        logits = self._model.forward(tokens, positions, slots, self._cache, None, attend)
+        adapted = self._adapters.rows(bucket, adapters)
+        logits = self._model.forward(tokens, positions, slots, self._cache, None, attend, adapted)
         return logits, greedy(logits, out=self._chosen[:bucket])
 
     def _fill(self, rows: Sequence[TurnRow], bucket: int, previous: Sequence[int]) -> None:
@@ -195,7 +202,9 @@ class ChunkSteps:
     """Iterations of chunks of one prompt or a few, with whatever context they have; short ones, or those of a small
     model. One prompt has graphs of its own: several need a table of blocks each, and a head for every one."""
 
-    def __init__(self, model: CudaModel, cache: Tensor, steps: CapturedSteps, table_width: int) -> None:
+    def __init__(
+        self, model: CudaModel, cache: Tensor, steps: CapturedSteps, adapters: BoundAdapters, table_width: int
+    ) -> None:
         self._model, self._cache, self._steps, self._width = model, cache, steps, table_width
         most = _EAGER_WORK / model.spec.num_parameters()
         self._buckets = [size for size in _LENGTHS if size <= most]
@@ -204,6 +213,7 @@ class ChunkSteps:
         self._host = torch.zeros(3 * longest + self._fixed(longest, _MOST_CHUNKS), dtype=torch.int32, pin_memory=True)
         self._inputs = torch.zeros_like(self._host, device=cache.device)
         self._best = torch.zeros(_MOST_CHUNKS, dtype=torch.int32, pin_memory=True)
+        self._adapters = AdapterInputs(adapters, longest, most_tiles(longest, _MOST_CHUNKS), cache.device)
 
     def can_run(self, rows: Sequence[TurnRow]) -> bool:
         if not self._buckets or len(rows) > _MOST_CHUNKS:
@@ -216,7 +226,9 @@ class ChunkSteps:
         bucket = next(size for size in self._buckets if size >= total)
         places = 1 if len(rows) == 1 else _MOST_CHUNKS
         self._fill(rows, bucket, places)
-        logits, chosen = self._steps.run(f"chunk {bucket} {places}", lambda: self._step(bucket, places))
+        shape = self._adapters.fill(rows, bucket, most_tiles(bucket, places))
+        name = _name(f"chunk {bucket} {places}", shape)
+        logits, chosen = self._steps.run(name, lambda: self._step(bucket, places, shape))
         best = self._best[:places].copy_(chosen, non_blocking=True)
         return logits[: len(rows)], best[: len(rows)]
 
@@ -234,7 +246,7 @@ class ChunkSteps:
         ends = list(accumulate(sizes))
         return [inputs[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
-    def _step(self, bucket: int, places: int) -> Outputs:
+    def _step(self, bucket: int, places: int, adapters: AdaptedShape) -> Outputs:
         used = 3 * bucket + self._fixed(bucket, places)
         self._inputs[:used].copy_(self._host[:used], non_blocking=True)
         parts = self._parts(self._inputs, bucket, places)
@@ -247,7 +259,8 @@ class ChunkSteps:
             prefill(qkv[:, :size], cache, plan, shape, out)
             return out
 
-        logits = self._model.forward(tokens, positions, slots, self._cache, sampled, attend)
+        adapted = self._adapters.rows(bucket, adapters)
+        logits = self._model.forward(tokens, positions, slots, self._cache, sampled, attend, adapted)
         return logits, greedy(logits)
 
     def _fill(self, rows: Sequence[TurnRow], bucket: int, places: int) -> None:
@@ -272,3 +285,7 @@ class ChunkSteps:
             tile_rows[tile : tile + num_tiles] = at
             tile_first[tile : tile + num_tiles] = np.arange(num_tiles, dtype=np.int32) * self._tile
             first, tile = last, tile + num_tiles
+
+
+def _name(step: str, adapters: AdaptedShape) -> str:
+    return f"{step}, ranks {adapters.ranks} in {adapters.tiles} tiles" if adapters.ranks else step

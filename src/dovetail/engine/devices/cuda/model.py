@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dovetail.engine.devices.cuda.adapter_image import AdaptedMatrix, adapted_matrix
 from dovetail.engine.devices.cuda.attention import AttentionShape
 from dovetail.engine.devices.cuda.coded import CodedMatrix, look_up
 from dovetail.engine.devices.cuda.elementwise import activate, add_norm, rotate_and_write
 from dovetail.engine.devices.cuda.fp8 import Fp8Matrix
+from dovetail.engine.devices.cuda.lora import AdaptedRows
 from dovetail.engine.devices.cuda.products import Matrix, gated_linear, linear
 from dovetail.engine.devices.cuda.weights import DeviceWeights
 from dovetail.engine.rope import Rope
@@ -38,6 +40,24 @@ class Attend(Protocol):
     def __call__(self, qkv: Tensor, cache: Tensor, shape: AttentionShape) -> Tensor: ...
 
 
+class Projection:
+    """One matrix of a layer, and what adapters add to its products."""
+
+    def __init__(self, spec: ModelSpec, weights: DeviceWeights, layer: int, name: str) -> None:
+        self.weight: Matrix = weights.matrix(f"layers.{layer}.{name}.weight")
+        self.bias = weights.find(f"layers.{layer}.{name}.bias")
+        self._adapted: AdaptedMatrix = adapted_matrix(spec, layer, name, self.weight.shape[0])
+
+    def __call__(self, x: Tensor, adapted: AdaptedRows | None) -> Tensor:
+        """The adapters' first half comes before the product: it is done by the time that their second half is due."""
+        if adapted is None:
+            return linear(x, self.weight, self.bias)
+        sums = adapted.shrink(x, self._adapted)
+        out = linear(x, self.weight, self.bias)
+        adapted.expand(sums, out, self._adapted)
+        return out
+
+
 class CudaLayer:
     def __init__(self, spec: ModelSpec, weights: DeviceWeights, index: int) -> None:
         prefix = f"layers.{index}"
@@ -48,13 +68,13 @@ class CudaLayer:
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.attention = AttentionShape(*heads, scale, spec.attention_softcap, self.window)
         self._attn_norm = _norm(spec, weights, f"{prefix}.attn_norm")
-        self._qkv = _matrix_and_bias(weights, f"{prefix}.qkv")
+        self._qkv = Projection(spec, weights, index, "qkv")
         q_norm, k_norm = weights.find(f"{prefix}.q_norm.weight"), weights.find(f"{prefix}.k_norm.weight")
         self._qk_norms = (q_norm, k_norm) if q_norm is not None and k_norm is not None else None
-        self._out = _matrix_and_bias(weights, f"{prefix}.out")
+        self._out = Projection(spec, weights, index, "out")
         self._post_attn = weights.find(f"{prefix}.post_attn_norm.weight")
         self._mlp_norm = _norm(spec, weights, f"{prefix}.mlp_norm")
-        self._mlp = (_Experts if spec.is_moe_layer(index) else _Mlp)(spec, weights, prefix)
+        self._mlp = (_Experts if spec.is_moe_layer(index) else _Mlp)(spec, weights, index)
         self._post_mlp = weights.find(f"{prefix}.post_mlp_norm.weight")
 
     @property
@@ -62,9 +82,9 @@ class CudaLayer:
         """It looks at no value on the host, so that a graph can hold it."""
         return isinstance(self._mlp, _Mlp)
 
-    def qkv(self, rows: Rows) -> Tensor:
+    def qkv(self, rows: Rows, adapted: AdaptedRows | None) -> Tensor:
         """[rows, (heads + 2·kv_heads)·d]"""
-        return linear(_normed(rows, self._attn_norm, self._spec), *self._qkv)
+        return self._qkv(_normed(rows, self._attn_norm, self._spec), adapted)
 
     def rotate_and_write(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, rope: DeviceRope) -> None:
         spec = self._spec
@@ -74,11 +94,11 @@ class CudaLayer:
             spec.num_heads,
         )  # fmt: skip
 
-    def proj(self, attended: Tensor, rows: Rows) -> Rows:
-        return Rows(rows.residual, linear(attended, *self._out), self._post_attn)
+    def proj(self, attended: Tensor, rows: Rows, adapted: AdaptedRows | None) -> Rows:
+        return Rows(rows.residual, self._out(attended, adapted), self._post_attn)
 
-    def mlp(self, rows: Rows) -> Rows:
-        return Rows(rows.residual, self._mlp(_normed(rows, self._mlp_norm, self._spec)), self._post_mlp)
+    def mlp(self, rows: Rows, adapted: AdaptedRows | None) -> Rows:
+        return Rows(rows.residual, self._mlp(_normed(rows, self._mlp_norm, self._spec), adapted), self._post_mlp)
 
 
 class DeviceRope:
@@ -107,14 +127,28 @@ class CudaModel:
         return all(layer.is_capturable for layer in self.layers)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, sampled: Tensor | None, attend: Attend
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cache: Tensor,
+        sampled: Tensor | None,
+        attend: Attend,
+        adapted: AdaptedRows | None = None,
     ) -> Tensor:
         """cache [blocks, layers, 2, page, kv_heads, d]; returns the logits of the `sampled` rows (None = all), in the
         compute type. Layers that have not arrived yet are waited for by the stream."""
-        return self.head(self.states(tokens, positions, slots, cache, sampled, attend))
+        return self.head(self.states(tokens, positions, slots, cache, sampled, attend, adapted))
 
     def states(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, sampled: Tensor | None, attend: Attend
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cache: Tensor,
+        sampled: Tensor | None,
+        attend: Attend,
+        adapted: AdaptedRows | None = None,
     ) -> Tensor:
         """The same up to what the head reads."""
         self._weights.wait_for_layer(0)
@@ -123,10 +157,10 @@ class CudaModel:
             self._weights.wait_for_layer(index)
             rope = self._rope_local if layer.local_rope and self._rope_local is not None else self._rope
             blocks = cache[:, index]
-            qkv = layer.qkv(rows)
+            qkv = layer.qkv(rows, adapted)
             layer.rotate_and_write(qkv, positions, slots, blocks, rope)
-            rows = layer.proj(attend(qkv, blocks, layer.attention), rows)
-            rows = layer.mlp(rows)
+            rows = layer.proj(attend(qkv, blocks, layer.attention), rows, adapted)
+            rows = layer.mlp(rows, adapted)
         self._weights.wait_for_layer(len(self.layers))
         return _normed(rows, self._final_norm, self.spec, sampled)
 
@@ -148,29 +182,32 @@ class CudaModel:
 
 
 class _Mlp:
-    def __init__(self, spec: ModelSpec, weights: DeviceWeights, prefix: str) -> None:
+    def __init__(self, spec: ModelSpec, weights: DeviceWeights, layer: int) -> None:
         self._gated, self._activation = spec.gated_mlp, spec.activation
-        self._up = _matrix_and_bias(weights, f"{prefix}.{'gate_up' if spec.gated_mlp else 'up'}")
-        self._down = _matrix_and_bias(weights, f"{prefix}.down")
+        self._up = Projection(spec, weights, layer, "gate_up" if spec.gated_mlp else "up")
+        self._down = Projection(spec, weights, layer, "down")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self._up
-        if self._gated and bias is None:
-            return linear(gated_linear(x, weight, self._activation), *self._down)
-        return linear(activate(linear(x, weight, bias), self._activation, self._gated), *self._down)
+    def __call__(self, x: Tensor, adapted: AdaptedRows | None) -> Tensor:
+        if self._gated and self._up.bias is None and adapted is None:
+            inner = gated_linear(x, self._up.weight, self._activation)
+        else:
+            inner = activate(self._up(x, adapted), self._activation, self._gated)
+        return self._down(inner, adapted)
 
 
 class _Experts:
-    """Each row goes through its few chosen experts; rows of one expert go together."""
+    """Each row goes through its few chosen experts; rows of one expert go together. No adapter has anything for them:
+    the store refuses those that do."""
 
-    def __init__(self, spec: ModelSpec, weights: DeviceWeights, prefix: str) -> None:
+    def __init__(self, spec: ModelSpec, weights: DeviceWeights, layer: int) -> None:
         assert spec.moe is not None
+        prefix = f"layers.{layer}"
         self._moe, self._activation = spec.moe, spec.activation
         self._router = weights.matrix(f"{prefix}.router.weight")
         self._gate_up = weights.matrix(f"{prefix}.experts.gate_up.weight")
         self._down = weights.matrix(f"{prefix}.experts.down.weight")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapted: AdaptedRows | None) -> Tensor:
         shares, experts = torch.topk(
             torch.softmax(linear(x, self._router, None).float(), dim=-1), self._moe.experts_per_token
         )
@@ -182,10 +219,6 @@ class _Experts:
             inner = gated_linear(x[rows], self._gate_up[expert], self._activation)
             mixed.index_add_(0, rows, linear(inner, self._down[expert], None) * shares[rows, rank, None].to(x.dtype))
         return mixed
-
-
-def _matrix_and_bias(weights: DeviceWeights, name: str) -> tuple[Matrix, Tensor | None]:
-    return weights.matrix(f"{name}.weight"), weights.find(f"{name}.bias")
 
 
 def _norm(spec: ModelSpec, weights: DeviceWeights, name: str) -> tuple[Tensor, Tensor | None]:
