@@ -98,7 +98,7 @@ def _run_all(
     with (
         served as (process, url),
         _attackers(url, looping, folder) as (attackers, make_noise),
-        _probe(url, (attackers, process.pid, _worker_of(process.pid))) as ask,
+        _probe(url, (attackers, process.pid, *_workers_of(process.pid))) as ask,
     ):
         gateway = psutil.Process(process.pid)
         ask()
@@ -184,16 +184,13 @@ def _served(sources: Sequence[str], folder: Path, tpot_ms: float) -> Iterator[tu
         process.wait(_START_TIMEOUT_S)
 
 
-def _worker_of(gateway: int) -> int:
-    found = [one.pid for one in psutil.Process(gateway).children(recursive=True) if "dovetail.worker" in one.cmdline()]
-    if len(found) != 1:
-        raise EngineFailed(f"the server has {len(found)} workers, expected one")
-    return found[0]
+def _workers_of(gateway: int) -> list[int]:
+    return [one.pid for one in psutil.Process(gateway).children(recursive=True) if "dovetail.worker" in one.cmdline()]
 
 
 @contextmanager
-def _probe(url: str, pids: tuple[int, int, int]) -> Iterator[Callable[[], Samples]]:
-    """A function that says what the probe has seen since it was last asked; `pids`: of attackers, gateway, worker."""
+def _probe(url: str, pids: tuple[int, ...]) -> Iterator[Callable[[], Samples]]:
+    """A function that says what the probe has seen since it was last asked; `pids`: of attackers, gateway, workers."""
     command = [sys.executable, "-m", "dovetail.bench.abuse_probe", url, "sk-probe", _PROBED, *map(str, pids)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
