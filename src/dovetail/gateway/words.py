@@ -12,12 +12,13 @@ from weakref import WeakValueDictionary
 from tokenizers import Tokenizer
 
 from dovetail.gateway.detokenizer import Vocabulary
+from dovetail.gateway.tokenizer_file import read_tokenizer
 
 
 class Words:
     def __init__(self, file: bytes) -> None:
         """Raises ValueError."""
-        tokenizer = Tokenizer.from_buffer(file)
+        tokenizer = read_tokenizer(file)
         # Files of trained models may carry both; a server must see every token and add none.
         tokenizer.no_truncation()
         tokenizer.no_padding()
