@@ -47,20 +47,36 @@ class _Added(msgspec.Struct, forbid_unknown_fields=True):
         return AddedToken(self.content, **flags)
 
 
-def read_tokenizer(file: bytes) -> Tokenizer:
-    """Raises ValueError, or what `tokenizers` raises."""
+def read_tokenizer(file: bytes) -> tuple[Tokenizer, int]:
+    """And how many characters its longest token has. Raises ValueError, or what `tokenizers` raises."""
     if len(file) <= _LARGE_BYTES:
-        return Tokenizer.from_buffer(file)
+        return _in_one_piece(file)
     try:
         parts = msgspec.json.decode(file, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(parts["model"], type=_Bpe)
         added = msgspec.json.decode(parts["added_tokens"], type=list[_Added])
     except (msgspec.MsgspecError, KeyError):  # of another kind, or no tokenizer at all, of which that has more to say
-        return Tokenizer.from_buffer(file)
+        return _in_one_piece(file)
     empty = {"type": "BPE", "vocab": {}, "merges": []}
     tokenizer = Tokenizer.from_buffer(msgspec.json.encode(parts | {"model": empty, "added_tokens": []}))
     tokenizer.model = model.build()
     for is_special, tokens in groupby(added, key=lambda one: one.special):
         add = tokenizer.add_special_tokens if is_special else tokenizer.add_tokens
         add([one.build() for one in tokens])
-    return tokenizer
+    return tokenizer, max(map(len, (*model.vocab, *(one.content for one in added))), default=1)
+
+
+def _in_one_piece(file: bytes) -> tuple[Tokenizer, int]:
+    tokenizer = Tokenizer.from_buffer(file)
+    return tokenizer, _longest(tokenizer)
+
+
+def _longest(tokenizer: Tokenizer) -> int:
+    """One token after the other: `get_vocab` keeps the interpreter to itself for as long as it takes to copy all."""
+    count, found = tokenizer.get_vocab_size(), 0
+    longest = 1
+    for token in map(tokenizer.id_to_token, range(count)):
+        if token is not None:
+            found += 1
+            longest = max(longest, len(token))
+    return longest if found == count else max(longest, *map(len, tokenizer.get_vocab()))  # numbers with gaps
