@@ -20,7 +20,12 @@ from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.rounds import LEAST_SINGLES, WORTH_SPLITTING, decode_limit_s
+from dovetail.sched.blocks import BlockPool
+from dovetail.sched.scheduler import Scheduler, SchedulerConfig
+from dovetail.sched.sequence import sequences_of
+from dovetail.sched.turn import Outcome, RowOutcome
 from dovetail.sim.storm import check_node, run_storm
+from dovetail.types import Request, SamplingParams
 
 WHOLE = Knobs(
     max_silence_s=2.0, part_s=0.1, pack_prompts=True, smooth_answers=True, extend_deadlines=True, slots_limited=False
@@ -257,3 +262,38 @@ def test_a_worker_decodes_some_rows_of_a_flood_and_everybody_has_the_right_text(
             assert rig.tokens(f"flood{number}") == expected(f"flood{number}", tokens=12)
     assert gaps[False] > 12 * SINGLE_S
     assert gaps[True] < 5 * SINGLE_S
+
+
+def test_what_a_device_has_begun_for_a_whole_batch_is_dropped_when_only_some_rows_are_asked_for() -> None:
+    """Alone, a batch is computed ahead; then a stream of another model comes, and the batch is split."""
+    rig = Rig(
+        "ab", token_s=SINGLE_S / 3, max_batch=64, max_kv_tokens=4000, latency=make_compute_bound(), is_pipelined=True
+    )
+    for number in range(24):
+        rig.submit(f"flood{number}", "a", tokens=40)
+    while len(rig.events.get(("flood23", 0), [])) < 6:
+        rig.finish_load() if rig.commands else rig.step()
+    assert rig.executors[0].num_ahead > 3
+    rig.submit("stream", "b", tokens=60)
+    rig.run()
+    assert rig.tokens("stream") == expected("stream", tokens=60)
+    for number in range(24):
+        assert rig.tokens(f"flood{number}") == expected(f"flood{number}", tokens=40)
+
+
+def test_rows_that_were_begun_ahead_are_taken_up_together_or_not_at_all() -> None:
+    scheduler = Scheduler(SchedulerConfig(100, max_batch=8, max_turn_tokens=64), BlockPool(32, 4))
+    sampling = SamplingParams(max_tokens=9, seed=0)
+    made = [sequences_of(Request(f"r{number}", "m", (1, 2, number), sampling), number)[0] for number in range(3)]
+    for one in made:
+        scheduler.enter(one)
+    for _ in range(2):  # prompts, then a decode with another one ahead
+        assert scheduler.turn_of(made) is not None
+        ahead = scheduler.turn_after()
+        scheduler.complete(Outcome(tuple(RowOutcome(one.id, 5) for one in made)))
+    assert ahead is not None
+    assert scheduler.resume_turn(ahead, made[:2]) is None
+    scheduler.leave(made[2])
+    resumed = scheduler.resume_turn(ahead, made[:2])
+    assert resumed is not None
+    assert [row.sequence for row in resumed.rows] == [0, 1]

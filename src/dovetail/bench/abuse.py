@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +19,7 @@ from typing import IO, Any
 import msgspec
 import psutil
 
-from dovetail.bench.abuse_cases import CASES
+from dovetail.bench.abuse_cases import CASES, cold_models
 from dovetail.bench.abuse_probe import Samples
 from dovetail.bench.safetensors_writer import write_safetensors
 from dovetail.bench.sample_checkpoints import Shape
@@ -27,6 +27,7 @@ from dovetail.errors import EngineFailed
 from dovetail.store import Catalogue
 
 _NOISY, _PROBED = "noisy", "probed"
+_LOOPING = "bench-abuse-looping"
 _SETTLE_S = 2.0
 _LOOK_S = 0.05  # how often the gateway's memory is looked at
 _ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -82,9 +83,12 @@ MakeNoise = Callable[[str, float], Callable[[], bool]]  # a case for so long; wh
 
 def run_cases(model: str, names: Sequence[str], seconds: float, tpot_ms: float, step: Step) -> list[CaseResult]:
     """`model`: a name from the catalogue, served twice; `tpot_ms`: what the probed one promises, 0 = the default."""
-    with tempfile.TemporaryDirectory() as name, _looping_model(model, Path(name)) as looping:
-        served = _served([model, looping], Path(name), tpot_ms)
-        return _run_all(served, looping, Path(name), names, seconds, step)
+    cold = cold_models(_LOOPING) if "cold-tokenizers" in names else []
+    with tempfile.TemporaryDirectory() as name, ExitStack() as made:
+        for number, small in enumerate([_LOOPING, *cold]):
+            made.enter_context(_small_model(model, small, Path(name), number))
+        served = _served([model, _LOOPING, *cold], Path(name), tpot_ms)
+        return _run_all(served, _LOOPING, Path(name), names, seconds, step)
 
 
 def _run_all(
@@ -98,7 +102,7 @@ def _run_all(
     with (
         served as (process, url),
         _attackers(url, looping, folder) as (attackers, make_noise),
-        _probe(url, (attackers, process.pid, _worker_of(process.pid))) as ask,
+        _probe(url, (attackers, process.pid, *_workers_of(process.pid))) as ask,
     ):
         gateway = psutil.Process(process.pid)
         ask()
@@ -138,16 +142,16 @@ def _at(ordered: Sequence[float], share: float) -> float:
 
 
 @contextmanager
-def _looping_model(model: str, folder: Path) -> Iterator[str]:
-    """A model of next to no weights with the tokenizer of the other and a template that does not end; in the catalogue
-    for as long as it is needed."""
-    catalogue, name = Catalogue(), "bench-abuse-looping"
+def _small_model(model: str, name: str, folder: Path, number: int) -> Iterator[None]:
+    """A model of next to no weights with the tokenizer of the other, in a file of its own unless the number is 0, and a
+    template that does not end; in the catalogue for as long as it is needed."""
+    catalogue = Catalogue()
     card = catalogue.get(model)
     shape = Shape(8, 1, 1, 1, 8, 8, vocab_size=card.spec.vocab_size)
     source = folder / name
     source.mkdir()
     (source / "config.json").write_text(json.dumps(shape.config()))
-    (source / "tokenizer.json").write_bytes(Path(card.tokenizer_file).read_bytes())
+    (source / "tokenizer.json").write_bytes(Path(card.tokenizer_file).read_bytes() + b"\n" * number)
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": _ENDLESS}))
     tensors = {name: ("bf16", sizes) for name, sizes in shape.model_tensors()}
     write_safetensors(
@@ -155,7 +159,7 @@ def _looping_model(model: str, folder: Path) -> Iterator[str]:
     )
     catalogue.pull(str(source), name=name, force=True)  # one may be left of a run that was killed
     try:
-        yield name
+        yield
     finally:
         catalogue.remove(name)
 
@@ -184,16 +188,13 @@ def _served(sources: Sequence[str], folder: Path, tpot_ms: float) -> Iterator[tu
         process.wait(_START_TIMEOUT_S)
 
 
-def _worker_of(gateway: int) -> int:
-    found = [one.pid for one in psutil.Process(gateway).children(recursive=True) if "dovetail.worker" in one.cmdline()]
-    if len(found) != 1:
-        raise EngineFailed(f"the server has {len(found)} workers, expected one")
-    return found[0]
+def _workers_of(gateway: int) -> list[int]:
+    return [one.pid for one in psutil.Process(gateway).children(recursive=True) if "dovetail.worker" in one.cmdline()]
 
 
 @contextmanager
-def _probe(url: str, pids: tuple[int, int, int]) -> Iterator[Callable[[], Samples]]:
-    """A function that says what the probe has seen since it was last asked; `pids`: of attackers, gateway, worker."""
+def _probe(url: str, pids: tuple[int, ...]) -> Iterator[Callable[[], Samples]]:
+    """A function that says what the probe has seen since it was last asked; `pids`: of attackers, gateway, workers."""
     command = [sys.executable, "-m", "dovetail.bench.abuse_probe", url, "sk-probe", _PROBED, *map(str, pids)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 _TIMEOUT_S = 60.0
+COLD_MODELS = 4  # whose tokenizers nobody has read
 _BYTES = 1_900_000  # of a large body; the default limit is 2 MiB
 
 
@@ -30,6 +31,11 @@ class Target:
     folder: Path = Path()  # for files
 
     @property
+    def cold(self) -> list[str]:
+        """Models that nobody has asked yet, each with a tokenizer of its own."""
+        return cold_models(self.looping)
+
+    @property
     def address(self) -> tuple[str, int]:
         parts = urlsplit(self.url)
         assert parts.hostname is not None
@@ -39,6 +45,10 @@ class Target:
         lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
         lines += [f"Authorization: Bearer {self.key}", f"Content-Length: {length}"]
         return "\r\n".join([*lines, "", ""]).encode()
+
+
+def cold_models(looping: str) -> list[str]:
+    return [f"{looping}-{number}" for number in range(COLD_MODELS)]
 
 
 Noise = Callable[[Target, float], Awaitable[None]]  # makes noise until this time of the monotonic clock
@@ -198,6 +208,16 @@ async def tokenize_and_leave(target: Target, until: float) -> None:
             await writer.drain()
             writer.close()
         await asyncio.sleep(0.05)
+
+
+@case("cold-tokenizers", "a client that asks models of which nobody has read the tokenizer, one after the other")
+async def cold_tokenizers(target: Target, until: float) -> None:
+    pause_s = max(until - time.monotonic(), 0.0) / (COLD_MODELS + 1)
+    for name in target.cold:
+        await asyncio.sleep(pause_s)
+        asked = dataclasses.replace(target, model=name)
+        body = json.dumps({"model": name, "prompt": "hi"}).encode()
+        await _repeat(asked, min(time.monotonic() + pause_s / 2, until), "/tokenize", [body], 1)
 
 
 @case("unknown-models", "8 clients that ask for models that are not there")

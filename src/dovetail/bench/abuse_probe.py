@@ -1,9 +1,8 @@
 """What a well-behaved client sees: how long `/live` takes, and the gaps in another model's stream. A process of its
 own, so that whoever makes the noise does not slow it down.
 
-`python -m dovetail.bench.abuse_probe URL KEY MODEL ATTACKERS GATEWAY WORKER` (of the last three the process ids) reads
-lines from standard input and answers each with the samples
-since the last one, as JSON; it ends with its input.
+`python -m dovetail.bench.abuse_probe URL KEY MODEL ATTACKERS GATEWAY WORKER…` (process ids) reads lines from standard
+input and answers each with the samples since the last one, as JSON; it ends with its input.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Look(NamedTuple):
     """By thread, since it began."""
 
     attackers: Mapping[int, Had]
-    worker: Mapping[int, Had]
+    workers: Mapping[int, Had]
     passing: Mapping[int, Had]  # the loops that a token passes after the worker
 
 
@@ -37,9 +37,9 @@ def threads_of(pid: int) -> dict[int, Had]:
 
 def taken_s(before: Look, after: Look) -> float:
     """At most so much of the time between the two was lost to the attackers' own computing: so long they ran, and so
-    long others waited for a core, of the worker's threads the slowest, which the iteration waits for."""
+    long others waited for a core, of the workers' threads the slowest, which the iteration waits for."""
     ran_s = sum(one.ran_s for one in _since(before.attackers, after.attackers))
-    waited_s = max((one.waited_s for one in _since(before.worker, after.worker)), default=0.0)
+    waited_s = max((one.waited_s for one in _since(before.workers, after.workers)), default=0.0)
     waited_s += sum(one.waited_s for one in _since(before.passing, after.passing))
     return min(ran_s, waited_s)
 
@@ -53,8 +53,8 @@ def _since(before: Mapping[int, Had], after: Mapping[int, Had]) -> list[Had]:
 class Cores:
     """Asked again and again, it says what attackers took since it was last asked."""
 
-    def __init__(self, attackers: int, gateway: int, worker: int) -> None:
-        self._attackers, self._gateway, self._worker = attackers, gateway, worker
+    def __init__(self, attackers: int, gateway: int, *workers: int) -> None:
+        self._attackers, self._gateway, self._workers = attackers, gateway, workers
         self._last = self._look()
 
     def taken_s(self) -> float:
@@ -63,4 +63,5 @@ class Cores:
 
     def _look(self) -> Look:
         passing = {pid: threads_of(pid).get(pid, Had()) for pid in (self._gateway, os.getpid())}
-        return Look(threads_of(self._attackers), threads_of(self._worker), passing)
+        workers = [threads_of(pid) for pid in self._workers]
+        return Look(threads_of(self._attackers), {id: had for one in workers for id, had in one.items()}, passing)

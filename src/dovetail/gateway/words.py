@@ -9,33 +9,20 @@ import hashlib
 import threading
 from weakref import WeakValueDictionary
 
-from tokenizers import Tokenizer
-
 from dovetail.gateway.detokenizer import Vocabulary
+from dovetail.gateway.tokenizer_file import read_tokenizer
 
 
 class Words:
     def __init__(self, file: bytes) -> None:
         """Raises ValueError."""
-        tokenizer = Tokenizer.from_buffer(file)
+        # No token stands for more characters, so that a text of more than this times the context cannot fit.
+        tokenizer, self.max_token_chars = read_tokenizer(file)
         # Files of trained models may carry both; a server must see every token and add none.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
-        # No token stands for more characters, so that a text of more than this times the context cannot fit.
-        self.max_token_chars = _longest(tokenizer)
-
-
-def _longest(tokenizer: Tokenizer) -> int:
-    """One token after the other: `get_vocab` keeps the interpreter to itself for as long as it takes to copy all."""
-    count, found = tokenizer.get_vocab_size(), 0
-    longest = 1
-    for token in map(tokenizer.id_to_token, range(count)):
-        if token is not None:
-            found += 1
-            longest = max(longest, len(token))
-    return longest if found == count else max(longest, *map(len, tokenizer.get_vocab()))  # numbers with gaps
 
 
 _known: WeakValueDictionary[bytes, Words] = WeakValueDictionary()  # by digest; gone with the last model that uses it
