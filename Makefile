@@ -52,10 +52,15 @@ sbom: install
 serve: install
 	$(BIN)/dovetail serve $(MODEL) --host $(HOST) --port $(PORT)
 
-# What needs no engine runs on every core at once; the rest measures memory, threads and servers, and has the cores alone.
+# What needs no engine runs on every core at once, then so does what computes on one core, starts no server and measures
+# nothing; the rest measures memory, threads and servers, and has the cores alone.
+ON_ONE_CORE := $(patsubst %,tests/cpu/test_%.py,beam_search native_kernels spec_ranges $(addprefix engine_,adapters \
+  candidates experts families interleaving kv prompt resume sampling) $(addprefix store_,adapters format forms fuzz gguf hf \
+  mxfp4 safetensors))
 test: install lint
 	$(BIN)/python -m pytest -n auto --dist loadfile tests/pure tests/test_tidy.py
-	$(BIN)/python -m pytest --ignore tests/pure --ignore tests/test_tidy.py
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ON_ONE_CORE)
+	$(BIN)/python -m pytest --ignore tests/pure --ignore tests/test_tidy.py $(ON_ONE_CORE:%=--ignore %)
 
 lint: install
 	$(BIN)/ruff check src tests

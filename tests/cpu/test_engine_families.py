@@ -1,5 +1,5 @@
 """Every family against transformers, on every level of kernels that this machine can run: logits in float32 within
-1e-4, and 64 greedy tokens identical."""
+1e-4, and 64 greedy tokens identical (16 from mapped weights on torch's level)."""
 
 from __future__ import annotations
 
@@ -115,9 +115,10 @@ def test_logits_of_a_mixed_batch_equal_each_alone(reference: Reference, executor
 def test_greedy_text_equals_transformers(folder: Path, reference: Reference, level: str, kind: str) -> None:
     prompts = [make_tokens(7, 5), make_tokens(8, 33), make_tokens(9, 70)]
     executor = make_executor(folder, weights=kind, level=level)
-    requests = [make_request(prompt, id=str(i), max_tokens=64) for i, prompt in enumerate(prompts)]
+    count = 16 if (level, kind) == ("torch", "mapped") else 64  # the same operators as resident, and the slowest
+    requests = [make_request(prompt, id=str(i), max_tokens=count) for i, prompt in enumerate(prompts)]
     ours = Engine(executor, max_turn_tokens=24).run(*requests)
     for i, prompt in enumerate(prompts):
-        assert len(ours[str(i), 0]) == 64
+        assert len(ours[str(i), 0]) == count
         assert reference.continues(prompt, ours[str(i), 0])
     executor.close()

@@ -161,18 +161,19 @@ def test_a_pool_that_shrinks_moves_its_blocks_without_a_copy_of_all_of_them(tiny
 
 
 @pytest.mark.skipif(levels() == ["torch"], reason="the native kernels were not built")
-def test_activations_of_a_long_prompt_are_gone_with_the_next_token() -> None:
+def test_activations_of_a_long_prompt_are_gone_some_tokens_later() -> None:
     spec = ModelSpec("llama", 512, 512, 2, 8, 2, 64, 2048, 1024, tied_embeddings=True)
     executor = CpuExecutor(RandomCheckpoint(spec, "f32"), ExecutorConfig(kv_bytes=8 * MIB, dtype="f32"))
     executor.resize(executor.max_blocks)
     tokens, blocks = [7] * 1024, list(range(64))
     outcomes, sizes = [], []
     for _ in range(2):
-        executor.run(Turn((make_row(0, tokens, 0, 1023, blocks),)))
-        sizes.append(resident_bytes())
-        outcomes.append(executor.run(Turn((make_row(0, tokens, 1023, 1, blocks),))))
-        sizes.append(resident_bytes())
-    assert sizes[0] - sizes[1] > 8 * MIB
-    assert sizes[2] - sizes[3] > 8 * MIB
+        executor.run(Turn((make_row(0, tokens, 0, 1016, blocks),)))
+        for place in range(1016, 1024):
+            sizes.append(resident_bytes())
+            outcome = executor.run(Turn((make_row(0, tokens, place, 1, blocks),)))
+        outcomes.append(outcome)
+        assert sizes[-1] - resident_bytes() > 8 * MIB
+        assert sizes[-8] - sizes[-1] < MIB, "the next part of a prompt may come after a few"
     assert outcomes[0] == outcomes[1]
     executor.close()
