@@ -15,7 +15,7 @@ from dovetail.node.node import Node
 from dovetail.node.protocol import Evicted
 from dovetail.node.runtime import NodeRuntime
 from dovetail.node.work import Phase, Work
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.knobs import Knobs, WaitOrder
 from dovetail.policy.placement import DeviceKind
 
 
@@ -342,3 +342,67 @@ def test_a_request_with_an_adapter_goes_where_its_model_would_on_any_device() ->
         assert isinstance(placed, Placed)
         assert placed.node.name == "gpu"
     assert Work.of(adapted.record()).adapter == "a"
+
+
+def full_cluster(knobs: Knobs) -> Controller:
+    """A node with one instance, of model "a", which has room for requests and for no further weights."""
+    controller = make_cluster(make_node(hosting=make_hosting(slots=1), knobs=knobs, memory_gib=40.0), knobs=knobs)
+    assert isinstance(submit(controller, make_work(0, "a")), Placed)
+    return controller
+
+
+def test_by_deadline_whoever_is_due_first_asks_first() -> None:
+    controller = full_cluster(Knobs())
+    for id, (model, ttft_s) in enumerate([("b", 3.0), ("c", 2.0), ("c", 4.0)], start=1):
+        assert isinstance(submit(controller, make_work(id, model, ttft_s=ttft_s)), Queued)
+    assert [work.id for work in controller.queued()] == [2, 1, 3]
+
+
+def test_by_memory_whoever_shares_weights_with_more_that_wait_asks_first() -> None:
+    controller = full_cluster(Knobs(waits=WaitOrder.MEMORY))
+    for id, (model, ttft_s) in enumerate([("b", 2.0), ("c", 4.0), ("c", 3.0)], start=1):
+        assert isinstance(submit(controller, make_work(id, model, ttft_s=ttft_s)), Queued)
+    assert [work.id for work in controller.queued()] == [3, 2, 1]
+
+
+def test_by_memory_a_model_that_is_called_often_asks_first_and_calls_are_forgotten() -> None:
+    controller = full_cluster(Knobs(waits=WaitOrder.MEMORY))
+    for id in range(10, 16):
+        submit(controller, make_work(id, "b", ttft_s=1.0))
+    controller.wake(2.0)  # these are given up; what is known of their model is not
+    assert not controller.num_queued
+    for id, model in ((1, "c"), (2, "b")):
+        submit(controller, make_work(id, model, arrival_s=2.0, ttft_s=200.0), now=2.0)
+    assert [work.id for work in controller.queued()] == [2, 1]
+    controller.wake(150.0)
+    submit(controller, make_work(3, "c", arrival_s=150.0, ttft_s=200.0), now=150.0)
+    assert [work.id for work in controller.queued()] == [1, 3, 2]
+
+
+def test_by_memory_answers_that_have_begun_go_first_and_short_contexts_before_long_ones() -> None:
+    controller = full_cluster(Knobs(waits=WaitOrder.MEMORY))
+    begun = make_work(3, "c", 3000, ttft_s=9.0)
+    begun.produced = 5
+    submit(controller, begun)
+    for id, tokens in ((1, 2000), (2, 100)):
+        submit(controller, make_work(id, "b", tokens, ttft_s=9.0))
+    assert [work.id for work in controller.queued()] == [3, 2, 1]
+
+
+def test_weights_are_weighed_by_what_a_node_that_reads_them_offers() -> None:
+    cpu, gpu = make_node(kind=DeviceKind.CPU, name="cpu"), make_node(name="gpu")
+    hosting = gpu.admit.hostings["a"]
+    tokens = hosting.weight_bytes / hosting.kv_bytes_per_token
+    assert make_cluster(cpu, gpu).placer.weights_tokens("a") == tokens
+    assert make_cluster(cpu).placer.weights_tokens("a") == 0.0
+
+
+def test_by_memory_is_by_deadline_while_nobody_knows_how_long_answers_of_a_busy_model_are() -> None:
+    controller = full_cluster(Knobs(waits=WaitOrder.MEMORY))
+    for id in range(10, 14):
+        assert isinstance(submit(controller, make_work(id, "a", 100, ttft_s=3.0)), Placed)
+    for id, (model, ttft_s) in enumerate([("b", 2.0), ("c", 4.0), ("c", 3.0)], start=1):
+        submit(controller, make_work(id, model, ttft_s=ttft_s))
+    assert [work.id for work in controller.queued()] == [1, 3, 2]
+    controller.finished(handle_of(controller), 0, make_work(10, "a"), 1.0)
+    assert [work.id for work in controller.queued()] == [3, 2, 1]

@@ -17,7 +17,7 @@ from dovetail.cluster.decisions import Moving
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.placer import Search
 from dovetail.cluster.seeker import TOO_LATE, Seeker
-from dovetail.cluster.waiting import CHANGED_S, urgency
+from dovetail.cluster.waiting import CHANGED_S
 from dovetail.node import protocol
 from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.knobs import Knobs
@@ -42,6 +42,7 @@ class Controller(Seeker):
         """The choices of a new request. The first is placed at once or queued, the others follow it."""
         self._at(now)
         leader = works[0]
+        self._by_memory.called(leader.model, now)
         if self.knobs.disaggregate and leader.phase is Phase.ANY:
             for work in works:
                 work.phase = Phase.PREFILL
@@ -101,7 +102,7 @@ class Controller(Seeker):
 
     def queued(self) -> list[Work]:
         """Those who ask for a place, in the order in which they may."""
-        return sorted([*self.room, *(search.work for search in self.seeking.values())], key=urgency)
+        return sorted([*self.room, *(search.work for search in self.seeking.values())], key=self.room.order)
 
     # Time
 
@@ -186,6 +187,7 @@ class Controller(Seeker):
         self._ends_s.append(now)
         self._outputs.add(work.produced)
         self._lengths.add(work.model, work.produced)
+        self._by_memory.ended(work.model)
         self.short_at.pop(work.id, None)
         self._lengths.ended(work.id)
         self.left(node, instance)

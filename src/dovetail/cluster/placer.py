@@ -109,6 +109,7 @@ class Placer:
         self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
         self._turn_of: Counter[str] = Counter()  # round robin, by model
         self.starts = StartOrder(knobs)
+        self._weights_tokens: dict[str, float] = {}  # by model
         self.leaving: set[tuple[str, int]] = set()  # (node, instance): somebody else is to have their place (L7)
 
     def add_node(self, node: NodeHandle) -> None:
@@ -117,6 +118,7 @@ class Placer:
 
     def remove_node(self, node: NodeHandle) -> None:
         """It is gone for good."""
+        self._weights_tokens.clear()
         self.forget_node(node)
         self.starts.forget(node)
         if node in self.nodes:
@@ -157,9 +159,24 @@ class Placer:
                     refusals[answer.reason] += 1
         return Warmed(model, None, dict(refusals))
 
+    def offered(self, node: NodeHandle, model: str, offer: protocol.Offer) -> None:
+        """The node offers the model, or offers it in another way than before."""
+        self._weights_tokens.pop(model, None)
+        self.starts.offered(node, model, offer)
+
     def num_open(self, model: str) -> int:
         """Instances of the model that take work."""
         return len(self._by_model[model])
+
+    def weights_tokens(self, model: str) -> float:
+        """As much memory as the model's weights take on a node that has to read them holds the KV of so many tokens."""
+        if model not in self._weights_tokens:
+            offers = (node.offer_of(model) for node in self.nodes)
+            heavy = next((offer for offer in offers if offer is not None and offer.weight_bytes), None)
+            if heavy is None:
+                return 0.0
+            self._weights_tokens[model] = heavy.weight_bytes / max(heavy.token_bytes, 1)
+        return self._weights_tokens[model]
 
     # What is believed of instances
 

@@ -146,7 +146,7 @@ class Runtime:
         elif isinstance(notice, protocol.InstanceReady):
             controller.ready(node, notice.model, now)
         elif isinstance(notice, protocol.Offered):
-            controller.placer.starts.offered(node, notice.model, notice.offer)
+            controller.placer.offered(node, notice.model, notice.offer)
             controller.changed()
         elif isinstance(notice, protocol.InstanceClosed | protocol.InstanceGone):
             is_gone = isinstance(notice, protocol.InstanceGone)

@@ -14,13 +14,14 @@ import msgspec
 from dovetail.cluster.asking import Ask, Asking, Decisions
 from dovetail.cluster.decisions import Decision, Displace, Extended, Moving, Placed, Queued, Refused
 from dovetail.cluster.handle import NodeHandle
+from dovetail.cluster.memory_order import MemoryOrder
 from dovetail.cluster.placer import MAX_INSTANCES, Placer, Search, Unwanted
 from dovetail.cluster.swapped import SwappedOut
-from dovetail.cluster.waiting import WaitingRoom
+from dovetail.cluster.waiting import WaitingRoom, urgency
 from dovetail.node import protocol
 from dovetail.node.work import RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.knobs import Knobs, WaitOrder
 from dovetail.policy.lengths import AnswerLengths
 from dovetail.policy.memory import OutputMean
 
@@ -53,7 +54,6 @@ class Seeker:
         self.placer = Placer(nodes, knobs)
         self.decisions = Decisions(self._let_go)
         self.outbox: list[Decision] = []
-        self.room: WaitingRoom[Search] = WaitingRoom(knobs.retry_s, on_change=knobs.retry_on_change)
         self.seeking: dict[int, Search] = {}  # a node was asked and has not answered yet
         self.moving: dict[int, Work] = {}  # between places, until a time of their own
         self.displacing: dict[int, float] = {}  # by request: others make way for it (L7); it waits until then
@@ -66,6 +66,10 @@ class Seeker:
         self._prepared: dict[str, Prepared] = {}  # by model
         self._outputs = OutputMean()
         self._lengths = AnswerLengths()
+        self._by_memory = MemoryOrder(self.placer, self._lengths, self._outputs)
+        order = self._by_memory.of if knobs.waits is WaitOrder.MEMORY else urgency
+        self.room: WaitingRoom[Search] = WaitingRoom(knobs.retry_s, on_change=knobs.retry_on_change, order=order)
+        self._by_memory.waiting = self.room.by_model
 
     def _at(self, now: float) -> None:
         """Everything that follows happens now."""
@@ -118,6 +122,7 @@ class Seeker:
         elif placed is not None:
             self.displacing.pop(work.id, None)
             self._owed.pop(work.id, None)
+            self._by_memory.placed(work.model)
             self.outbox.append(placed)
             self._reunite(work.model)
         elif is_beyond and len(search.refusals) == 1:

@@ -1,4 +1,4 @@
-"""Work without a place: who asks again and when. Soon after something changed, else after a while, most urgent first.
+"""Work without a place: who asks again and when. Soon after something changed, else after a while.
 
 What becomes of them is the controller's.
 """
@@ -6,7 +6,7 @@ What becomes of them is the controller's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
@@ -25,13 +25,17 @@ EXPIRY_S = 0.001  # after a token was due
 Why = TypeVar("Why")
 
 
-def urgency(work: Work) -> tuple[bool, float, int]:
+Order = Callable[[Work], tuple[bool, float, float, int]]
+
+
+def urgency(work: Work) -> tuple[bool, float, float, int]:
     """The smallest asks first: who is in the middle of a text, then whose token is due first."""
-    return not work.produced, work.due_s, work.id
+    return not work.produced, 0.0, work.due_s, work.id
 
 
 class WaitingRoom(Generic[Why]):
-    def __init__(self, retry_s: float, *, on_change: bool = True) -> None:
+    def __init__(self, retry_s: float, *, on_change: bool = True, order: Order = urgency) -> None:
+        self.order = order
         self.refusals: dict[int, Why] = {}  # by request: why it got no place when it last asked
         self.by_model: Counter[str] = Counter()
         self._retry_s = retry_s
@@ -104,7 +108,7 @@ class WaitingRoom(Generic[Why]):
             heappop(heap)
 
     def begin_pass(self, now: float, asking: Container[int] = ()) -> Iterator[Work]:
-        """Those who may ask now, the most urgent first; the caller lets each leave, and enter again if it got no place.
+        """Those who may ask now, in order; the caller lets each leave, and enter again if it got no place.
         Nobody, if it is not time. Those in `asking` wait for an answer, which is taken for a refusal until it comes."""
         if not self._works or now < self._next_pass_s():
             return
@@ -113,7 +117,7 @@ class WaitingRoom(Generic[Why]):
             limit, self._last_full_s = MAX_FAILURES, now
         self._last_pass_s, self._has_changed = now, False
         failures: Counter[str] = Counter()
-        for work in sorted(self._works.values(), key=urgency):
+        for work in sorted(self._works.values(), key=self.order):
             if work.id not in self._works or failures[work.model] >= MAX_FAILURES_OF_MODEL:
                 continue  # it went with another's end, or others of its model asked in vain
             yield work

@@ -45,7 +45,16 @@ def offer_of(node: Node, hosting: Hosting) -> protocol.Offer:
     weight_bytes = 0 if hosting.weights_in_place else hosting.weight_bytes
     decode_s = hosting.latency.decode_s(1, USUAL_TOKENS) * node.admit.overestimate
     token_s, resume_s = _recompute(hosting.latency)
-    return protocol.Offer(room_tokens, weight_bytes, decode_s, hosting.load_s, hosting.disk_s, token_s, resume_s)
+    return protocol.Offer(
+        room_tokens,
+        weight_bytes,
+        decode_s,
+        hosting.load_s,
+        hosting.disk_s,
+        token_s,
+        resume_s,
+        hosting.kv_bytes_per_token,
+    )
 
 
 def _recompute(latency: Latency) -> tuple[float, float]:

@@ -298,6 +298,7 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
     disk_s: float = 0.0  # for so much of it the disk or network of the machine is busy, which its devices share
     token_s: float = 0.0  # L6: recomputing n tokens of an answer that moves here takes token_s · n + resume_s
     resume_s: float = 0.0
+    token_bytes: int = 0  # of KV; 0 = not known
 
 
 class Offered(msgspec.Struct, frozen=True, gc=False, tag="offered"):

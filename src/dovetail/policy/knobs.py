@@ -32,6 +32,13 @@ class TurnOrder(StrEnum):
     DRAIN = "drain"  # while everyone has slack, the instance that will free its memory soonest runs
 
 
+class WaitOrder(StrEnum):
+    """Who without a place asks first when there may be one."""
+
+    DEADLINE = "deadline"  # whose token is due first
+    MEMORY = "memory"  # whose answer takes least of it: weights are shared with those who wait and who will come
+
+
 @dataclass(frozen=True, slots=True)
 class Knobs:
     name: str = "slinfer"
@@ -45,6 +52,7 @@ class Knobs:
     gpu_overestimate: float = 1.05
     retry_s: float = 0.25  # a request without a place tries again this often
     retry_on_change: bool = False  # and soon after somebody has left or memory has come free
+    waits: WaitOrder = WaitOrder.DEADLINE
     # S11 gives a request up whose token is due while it has no place. True: what did not ask for targets, or has tokens
     # already, gets later deadlines instead.
     extend_deadlines: bool = False

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 GUESS_WEIGHT = 2.0  # answers that the mean of all models counts for, in a model's own
 UNKNOWN = 2.0  # a model of which no answer has ended may be a chatty one: the mean of all, this many times
 RUN_ON = 4.0  # while no answer of a model has ended: how much longer than the longest that runs they may be expected
+SEEN_OFTEN = 2.5  # answers that have ended, faded: a mean of fewer says little
 KEPT = 0.95  # weight of what was seen before, with each answer of the model: about the last twenty count
 # A mean pace is kept over the whole answer: what is held back of it may be spent once, over half of a usual answer.
 PACE_SHARE = 0.5
@@ -41,6 +42,7 @@ class AnswerLengths:
         self._running: dict[str, dict[int, int]] = {}  # by model and answer: tokens that one that runs is known to have
         self._model_of: dict[int, str] = {}  # of these answers
         self._usual_log_length = math.log(SHORT_ANSWER)  # of all models
+        self.longest = 0.0  # mean length of any model's answers, of those that have ended some
 
     def add(self, model: str, tokens: int) -> None:
         """An answer has ended."""
@@ -48,7 +50,13 @@ class AnswerLengths:
         if seen is None:
             seen = self._of[model] = _Seen(self._usual_log_length)
         seen.add(tokens)
+        if seen.count > SEEN_OFTEN:
+            self.longest = max(self.longest, seen.tokens / seen.count)
         self._usual_log_length += (math.log(max(tokens, 1)) - self._usual_log_length) * OF_ALL
+
+    def is_known(self, model: str) -> bool:
+        """An answer of the model has ended."""
+        return model in self._of
 
     def runs(self, model: str, id: int, produced: int) -> None:
         """An answer is known to be so long already."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.eventlog import EventLog
-from dovetail.policy.knobs import Admission, Knobs, MakeWay, Shadow, TurnOrder
+from dovetail.policy.knobs import Admission, Knobs, MakeWay, Shadow, TurnOrder, WaitOrder
 from dovetail.sim.layout import Layout
 from dovetail.sim.setup import Setup, build
 
@@ -22,7 +22,7 @@ def settings_of(setup: Setup) -> dict[str, Any]:
 
 
 def knobs_of(values: dict[str, Any]) -> Knobs:
-    kinds = {"admission": Admission, "shadow": Shadow, "turns": TurnOrder, "make_way": MakeWay}
+    kinds = {"admission": Admission, "shadow": Shadow, "turns": TurnOrder, "make_way": MakeWay, "waits": WaitOrder}
     values = {key: float("inf") if value is None else value for key, value in values.items()}
     return Knobs(**{**values, **{key: kind(values[key]) for key, kind in kinds.items() if key in values}})
 
