@@ -12,16 +12,25 @@ from pathlib import Path
 
 import psutil
 import pytest
+from namespaces import is_possible
 from test_ray_cluster import COMMAND, TIMEOUT_S, free_port
 
 pytest.importorskip("ray.exceptions", reason="the extra `cluster` is not installed; `make cluster` runs these")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _loopback() -> None:
+    """Where these run in a network of their own, it begins without."""
+    if is_possible():
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=30)
+
+
 def ray_session(head: subprocess.Popen[bytes]) -> int | None:
     """The session of what `up` has started as Ray's head, if it has."""
     for child in psutil.Process(head.pid).children():
-        if "--head" in child.cmdline():
-            return os.getsid(child.pid)
+        with suppress(psutil.Error):  # it may have ended since
+            if "--head" in child.cmdline():
+                return os.getsid(child.pid)
     return None
 
 
