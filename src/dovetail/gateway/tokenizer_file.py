@@ -4,22 +4,29 @@ beside other clients is too long for a vocabulary of fifty thousand tokens. What
 
 from __future__ import annotations
 
+import time
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 _LARGE_BYTES = 256 * 1024  # smaller ones are read in a few hundredths of a second
+# Between two pieces: who answers others lets the interpreter go at every read and write of a socket, and would wait for
+# the next piece at each of them.
+_PAUSE_S = 0.01
+
+
+Piece = TypeVar("Piece")
 
 
 class _Bpe(msgspec.Struct, forbid_unknown_fields=True):
     """The model of most files. Files before 2024 have merges as texts, and are read in one piece."""
 
     type: Literal["BPE"]
-    vocab: dict[str, int]
-    merges: list[tuple[str, str]]
+    vocab: msgspec.Raw
+    merges: msgspec.Raw
     dropout: float | None = None
     unk_token: str | None = None
     continuing_subword_prefix: str | None = None
@@ -28,9 +35,9 @@ class _Bpe(msgspec.Struct, forbid_unknown_fields=True):
     byte_fallback: bool = False
     ignore_merges: bool = False
 
-    def build(self) -> BPE:
+    def build(self, vocab: dict[str, int], merges: list[tuple[str, str]]) -> BPE:
         options = {name: getattr(self, name) for name in self.__struct_fields__[3:]}
-        return BPE(self.vocab, self.merges, **{name: value for name, value in options.items() if value is not None})
+        return BPE(vocab, merges, **{name: value for name, value in options.items() if value is not None})
 
 
 class _Added(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,16 +61,25 @@ def read_tokenizer(file: bytes) -> tuple[Tokenizer, int]:
     try:
         parts = msgspec.json.decode(file, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(parts["model"], type=_Bpe)
+        vocab = _piece(model.vocab, dict[str, int])
+        merges = _piece(model.merges, list[tuple[str, str]])
         added = msgspec.json.decode(parts["added_tokens"], type=list[_Added])
     except (msgspec.MsgspecError, KeyError):  # of another kind, or no tokenizer at all, of which that has more to say
         return _in_one_piece(file)
     empty = {"type": "BPE", "vocab": {}, "merges": []}
     tokenizer = Tokenizer.from_buffer(msgspec.json.encode(parts | {"model": empty, "added_tokens": []}))
-    tokenizer.model = model.build()
+    tokenizer.model = model.build(vocab, merges)
+    time.sleep(_PAUSE_S)
     for is_special, tokens in groupby(added, key=lambda one: one.special):
         add = tokenizer.add_special_tokens if is_special else tokenizer.add_tokens
         add([one.build() for one in tokens])
-    return tokenizer, max(map(len, (*model.vocab, *(one.content for one in added))), default=1)
+    return tokenizer, max(map(len, (*vocab, *(one.content for one in added))), default=1)
+
+
+def _piece(raw: msgspec.Raw, kind: type[Piece]) -> Piece:
+    found = msgspec.json.decode(raw, type=kind)
+    time.sleep(_PAUSE_S)
+    return found
 
 
 def _in_one_piece(file: bytes) -> tuple[Tokenizer, int]:
