@@ -9,7 +9,7 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=120)
-OPTIONS = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 40}
+OPTIONS = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 60}
 
 
 class Forecast(BaseModel):
