@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.node.events import StartLoad, StartResize, StartUnload
+from dovetail.node.events import StartLoad, StartResize, StartUnload, Turn
 from dovetail.node.node import Node
 from dovetail.node.protocol import Notice
 from dovetail.node.runtime import NodeRuntime
@@ -16,6 +16,7 @@ from dovetail.node.work import Work
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.sim.storm import check_node
 
 KIB = 1024
 
@@ -94,6 +95,24 @@ def serve_memory(node: Node, now: float) -> list[object]:
         else:
             others.append(said)
     return others
+
+
+def end_turn(node: Node, turn: Turn, now: float) -> float:
+    """The turn takes what it should, nobody ends with it, and the books balance; returns when it is over."""
+    now += turn.seconds(turn.instance.hosting.latency)
+    node.turn_done(now, [])
+    serve_memory(node, now)
+    check_node(node)
+    return now
+
+
+def run_turns(node: Node, until_s: float) -> list[tuple[float, Turn]]:
+    """Each with its end."""
+    now, found = 0.0, []
+    while now < until_s and (turn := node.next_turn(now)) is not None:
+        now = end_turn(node, turn, now)
+        found.append((now, turn))
+    return found
 
 
 def serve_all(runtime: NodeRuntime, now: float) -> list[Notice]:

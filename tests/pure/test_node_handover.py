@@ -10,6 +10,7 @@ from sim_builders import make_hosting, make_node, make_work, serve_all
 
 from dovetail.node import protocol
 from dovetail.node.events import Turn
+from dovetail.node.instance import Instance
 from dovetail.node.runtime import NodeRuntime
 from dovetail.node.work import RequestRecord
 from dovetail.policy.latency import Curve, LatencyModel, Surface
@@ -22,16 +23,16 @@ DEAR, FREE = 0.008, 0.0  # seconds that each token adds to an iteration of 20 ms
 
 
 class Destination:
-    def __init__(self, token_s: float) -> None:
+    def __init__(self, token_s: float, rows: int = ROWS) -> None:
         self.now = 0.0
         self.node = NodeRuntime(make_node("a", hosting=hosting(token_s), knobs=real_knobs("dovetail")))
-        for id in range(ROWS):
+        for id in range(rows):
             self.take(record(id, input_tokens=16, produced=0))
-        while len(self.instance.running) < ROWS:
+        while rows and len(self.instance.running) < rows:
             self.turn()
 
     @property
-    def instance(self):  # type: ignore[no-untyped-def]
+    def instance(self) -> Instance:
         (instance,) = self.node.node.instances.values()
         return instance
 
@@ -120,8 +121,7 @@ def test_a_destination_that_has_caught_up_says_how_long_it_is_busy(token_s: floa
 
 
 def test_a_destination_that_has_nothing_else_to_do_says_so_at_once() -> None:
-    idle = Destination.__new__(Destination)
-    idle.now, idle.node = 0.0, NodeRuntime(make_node("a", hosting=hosting(DEAR), knobs=real_knobs("dovetail")))
+    idle = Destination(DEAR, rows=0)
     idle.take(record(MOVING, input_tokens=12, produced=4), hold=MIGRATION)
     said = []
     while idle.instance.waiting:

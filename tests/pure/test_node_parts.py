@@ -9,7 +9,7 @@ import pytest
 from driver_builders import Rig, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_builders import make_hosting, make_node, make_work, serve_memory
+from sim_builders import end_turn, make_hosting, make_node, make_work, serve_memory
 
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
@@ -19,7 +19,6 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface, prompts_s
 from dovetail.policy.parts import FEWEST_TOKENS, STEP_TOKENS, part_limit_s, saves, split_s, tokens_within
 from dovetail.policy.placement import DeviceKind
-from dovetail.sim.storm import check_node
 
 WHOLE = Knobs(guard_decodes=True, max_silence_s=2.0, paced_from_first_token=False)
 PARTS = replace(WHOLE, part_s=0.1, pack_prompts=True)
@@ -45,10 +44,7 @@ def turns_until(node: Node, work: Work, now: float) -> list[tuple[float, Turn]]:
     while work.produced == produced and len(found) < 500:
         turn = node.next_turn(now)
         assert turn is not None
-        now += turn.seconds(turn.instance.hosting.latency)
-        node.turn_done(now, [])
-        serve_memory(node, now)
-        check_node(node)
+        now = end_turn(node, turn, now)
         found.append((now, turn))
     return found
 

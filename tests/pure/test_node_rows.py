@@ -10,7 +10,7 @@ import pytest
 from driver_builders import Rig, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_builders import make_hosting, make_node, make_work, serve_memory
+from sim_builders import make_hosting, make_node, make_work, run_turns, serve_memory
 
 from dovetail.node import rows, turns
 from dovetail.node.events import Turn
@@ -60,17 +60,6 @@ def batch(
         serve_memory(node, 0.0)
     node.admit.timing.refuses = refuses  # type: ignore[method-assign]
     return works
-
-
-def run_turns(node: Node, until_s: float) -> list[tuple[float, Turn]]:
-    now, found = 0.0, []
-    while now < until_s and (turn := node.next_turn(now)) is not None:
-        now += turn.seconds(turn.instance.hosting.latency)
-        node.turn_done(now, [])
-        serve_memory(node, now)
-        check_node(node)
-        found.append((now, turn))
-    return found
 
 
 def longest_gap_s(turns: list[tuple[float, Turn]], model: str) -> float:

@@ -9,9 +9,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sim_builders import make_hosting, make_node, make_work, serve_memory
+from sim_builders import make_hosting, make_node, make_work, run_turns, serve_memory
 
-from dovetail.node.events import Turn
 from dovetail.node.node import Node
 from dovetail.node.work import Work
 from dovetail.policy import shadow
@@ -119,16 +118,6 @@ def answering(node: Node, work: Work) -> Work:
         node.turn_done(0.0, [])
         serve_memory(node, 0.0)
     return work
-
-
-def run_turns(node: Node, until_s: float) -> list[tuple[float, Turn]]:
-    now, found = 0.0, []
-    while now < until_s and (turn := node.next_turn(now)) is not None:
-        now += turn.seconds(turn.instance.hosting.latency)
-        node.turn_done(now, [])
-        serve_memory(node, now)
-        found.append((now, turn))
-    return found
 
 
 @pytest.mark.parametrize("ttft_s", [0.1, 2.2, 60.0], ids=["late", "in a hurry", "in no hurry"])

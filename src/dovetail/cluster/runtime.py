@@ -164,17 +164,17 @@ class Runtime:
         self, node: NodeHandle, notice: protocol.Finished | protocol.Evicted | protocol.HandedOver, now: float
     ) -> None:
         """A request has left a node. One that was cancelled meanwhile has left already."""
-        was_copy = isinstance(notice, protocol.Evicted) and notice.hold
-        if was_copy and not self.migrations.was_handed_over(notice.request.id, was_copy):
+        hold = notice.hold if isinstance(notice, protocol.Evicted) else 0
+        if hold and not self.migrations.was_handed_over(notice.request.id, hold):
             self.controller.at(now)
-            self.migrations.given_up(node, notice.request.id, was_copy)
+            self.migrations.given_up(node, notice.request.id, hold)
             return
         work = self.works.get(notice.request.id)
         if work is None or self.places.get(work.id, (None,))[0] is not node:
             return
         del self.places[work.id]
         self.controller.at(now)
-        record = work.record() if was_copy else notice.request
+        record = work.record() if hold else notice.request  # of a copy, the source's last word counts
         if record.produced < work.produced:  # it was handed over with more than it had come to there
             record = msgspec.structs.replace(record, produced=work.produced)
         work.take(record)

@@ -31,7 +31,7 @@ Output = (
 
 
 class Speech:
-    def __init__(self, node: Node, log: EventLog | None, on_caught_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, node: Node, log: EventLog | None, on_caught_up: Callable[[], None]) -> None:
         self.outbox: deque[Output] = deque()
         self.mailbox: deque[protocol.Notice] = deque()
         self.places: dict[int, tuple[int, Work]] = {}  # by request: its instance
