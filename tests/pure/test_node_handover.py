@@ -44,6 +44,9 @@ class Destination:
 
     def begin(self) -> Turn:
         turn = self.node.next_turn(self.now)
+        if turn is None:  # something was to be done before
+            serve_all(self.node, self.now)
+            turn = self.node.next_turn(self.now)
         assert turn is not None
         return turn
 
@@ -130,3 +133,33 @@ def test_a_destination_that_has_nothing_else_to_do_says_so_at_once() -> None:
     assert idle.node.next_turn(idle.now) is None  # asked again, as a driver does when something was carried out
     said += serve_all(idle.node, idle.now)
     assert [one.busy_s for one in said if isinstance(one, protocol.CaughtUp)] == [0.0]
+
+
+def test_one_that_is_handed_over_to_a_pool_that_is_full_gets_a_larger_one_and_does_not_wait_for_others_to_end() -> None:
+    there = Destination(DEAR)
+    there.hold(produced=10)
+    while not there.instance.is_short(5):
+        there.turn()
+    there.hand_over(known=10, produced=14)
+    assert MOVING not in there.instance.running, "rows are dear"
+    there.turn()
+    assert MOVING in there.instance.running
+
+
+def test_several_that_are_handed_over_go_on_in_as_many_iterations_as_the_pool_has_room_for() -> None:
+    there = Destination(DEAR, rows=0)
+    for id in range(3):
+        there.take(record(id, input_tokens=40, produced=10), hold=id + 1)
+    while len(there.instance.held) < 3:
+        there.turn()
+    tight = (there.instance.used_blocks() + 1) * there.instance.hosting.block_tokens
+    there.node.node.residency.resize(there.instance, tight)
+    there.node.changed(there.now)
+    serve_all(there.node, there.now)
+    for id in range(3):
+        last = msgspec.structs.replace(record(id, input_tokens=40, produced=22), last_token_s=there.now)
+        there.node.obey(protocol.CatchUp(last, id + 1, 10, is_last=True), there.now)
+    serve_all(there.node, there.now)
+    while there.instance.waiting:
+        there.turn()
+    assert len(there.instance.running) == 3

@@ -240,13 +240,21 @@ class Node:
                 return None
             chosen, prompts = turn.instance, turn.prompts
             if prompts and chosen.is_short(sum(share.work.pending_tokens + 1 for share in prompts)):
-                if not chosen.running:
-                    self.pools.make_room(chosen, prompts[0].work.pending_tokens + 1, now)
+                if self._makes_room(chosen, prompts[0].work, now):
                     continue
                 turn = self.turns.decode_of(chosen, now)
             break
         self.turns.begin(turn, now)
         return turn
+
+    def _makes_room(self, instance: Instance, first: Work, now: float) -> bool:
+        """Whether something was done about a pool that its next prompt does not fit: else those who run go on. For one
+        whose reader has heard something already somebody may have to go; for others it is only made larger."""
+        tokens = first.pending_tokens + 1
+        if instance.running and not (instance.rule.in_rounds and first.is_resuming):
+            return instance.rule.in_rounds and self.pools.enlarge(instance, tokens)
+        self.pools.make_room(instance, tokens, now)
+        return True
 
     def turn_done(self, now: float, finished: Sequence[Work], computed: Mapping[int, int] | None = None) -> list[Work]:
         """The iteration has ended; `finished` got their last token in it. `computed`: how many tokens are, of the

@@ -53,7 +53,7 @@ class Pools:
             if self._residency.planned_kv_tokens(instance) > instance.kv_tokens or instance.op_running:
                 instance.starved = True  # the growth is under way
                 break
-            if self._grow(instance, prefill_tokens) or self._borrow(instance, prefill_tokens):
+            if self.enlarge(instance, prefill_tokens):
                 continue
             works = instance.works()
             self._owner.evict(instance, max(works, key=lambda work: (instance.due_s(work), work.id)), "kv_short")
@@ -61,6 +61,10 @@ class Pools:
                 self._owner.after_leaving(instance, now)
                 break
         self._owner.update_active(instance)
+
+    def enlarge(self, instance: Instance, prefill_tokens: int) -> bool:
+        """By memory that is free, or that neighbours do not need yet; False: there is none."""
+        return self._grow(instance, prefill_tokens) or self._borrow(instance, prefill_tokens)
 
     def _grow(self, instance: Instance, prefill_tokens: int) -> bool:
         hosting = instance.hosting

@@ -244,9 +244,15 @@ class Turns:
 
 
 def _resuming(instance: Instance) -> tuple[Share, ...]:
-    """Answers that go on with the next iteration: they come before prompts."""
-    ahead = takewhile(lambda work: work.is_resuming, instance.waiting)
-    return tuple(Share(work, work.computed, work.pending_tokens) for work in islice(ahead, MOST_PROMPTS))
+    """Answers that go on with the next iteration, as many as the pool has room for: they come before prompts."""
+    shares: list[Share] = []
+    tokens = 0
+    for work in islice(takewhile(lambda work: work.is_resuming, instance.waiting), MOST_PROMPTS):
+        tokens += work.pending_tokens + 1
+        if shares and instance.is_short(tokens):
+            break
+        shares.append(Share(work, work.computed, work.pending_tokens))
+    return tuple(shares)
 
 
 def _have_time(instance: Instance, now: float) -> bool:
