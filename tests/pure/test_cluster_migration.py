@@ -5,18 +5,12 @@ from __future__ import annotations
 
 from itertools import combinations
 from random import Random
-from typing import Any
 
-import msgspec
 import pytest
 from fleet_builders import Fleet
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from migration_deaths import STEPS, VICTIMS, end, run, under_way
-
-from dovetail import messages
-from dovetail.cluster.migration import Step
-from dovetail.node import protocol
 
 
 def fleet_under_way(prompt: int = 20, tokens: int = 30, spoken: int = 5) -> Fleet:
@@ -56,40 +50,20 @@ def test_the_source_goes_on_for_several_rounds_while_a_long_answer_is_recomputed
     fleet.check_end()
 
 
-def test_the_source_goes_on_until_the_destination_is_nearly_free() -> None:
-    fleet = fleet_under_way(tokens=90)
-    source = fleet.place("r")
-    (destination,) = fleet.peers.keys() - {source}
+def test_an_answer_with_a_long_gap_goes_on_with_the_first_iteration_that_computes_it() -> None:
+    fleet = fleet_under_way(prompt=200, tokens=150, spoken=60)
     fleet.migrate("r")
-    (migration,) = fleet.migrations._by_request.values()
-    for count in range(200):
-        if caught_up := said_by(fleet, destination, protocol.CaughtUp):
-            break
-        steps = fleet.steps()
-        fleet.do(steps[count % len(steps)])
-    busy = msgspec.structs.replace(caught_up[0], busy_s=5.0)
-    fleet.dispatcher.received(destination, messages.Said((busy,)), fleet.clock.now)
-    assert migration.step is Step.AWAITING
-    assert fleet.dispatcher.next_wake_s() == migration.until_s
-    assert fleet.clock.now + 4.0 < migration.until_s < fleet.clock.now + 5.0
-    assert not asked_to_let_go(fleet, source)
-    fleet.clock.now = migration.until_s
-    fleet.dispatcher.wake(fleet.clock.now)
-    assert asked_to_let_go(fleet, source)
+    (slow,) = fleet.peers.keys() - {fleet.place("r")}
+    run_until_moved(fleet, slow=slow)
+    there = fleet.peers[slow]
+    while there.inbox:
+        there.handle_one()
+    (instance,) = there.driver.home.node.instances.values()
+    assert fleet.choice("r") not in instance.running, "there is more to compute than a decode takes along"
+    there.take_turn()
+    assert fleet.choice("r") in instance.running
     fleet.run()
-    assert fleet.migrations.completed == 1
     fleet.check_end()
-
-
-def said_by(fleet: Fleet, name: str, kind: type) -> list[Any]:
-    """What is on its way from the node."""
-    found = [messages.decode_for_gateway(one) for one in fleet.peers[name].outbox]
-    return [notice for one in found if isinstance(one, messages.Said) for notice in one.notices if type(notice) is kind]
-
-
-def asked_to_let_go(fleet: Fleet, name: str) -> bool:
-    found = [messages.decode_for_worker(one) for one in fleet.peers[name].inbox]
-    return any(isinstance(one, messages.Ask) and isinstance(one.question, protocol.Release) for one in found)
 
 
 def test_an_answer_that_ends_while_it_is_moved_has_ended_once() -> None:

@@ -1,16 +1,16 @@
-"""Answers that are handed over (L4): what the destination computes next, and when it says that it has caught up."""
+"""Answers that are handed over (L4): what the destination computes next, and what it waits for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import msgspec
-import pytest
 from sim_builders import make_hosting, make_node, make_work, serve_all
 
 from dovetail.node import protocol
-from dovetail.node.events import Turn
+from dovetail.node.events import SetTimer, Turn
 from dovetail.node.instance import Instance
+from dovetail.node.rows import batch_s
 from dovetail.node.runtime import NodeRuntime
 from dovetail.node.work import RequestRecord
 from dovetail.policy.latency import Curve, LatencyModel, Surface
@@ -43,8 +43,10 @@ class Destination:
         serve_all(self.node, self.now)
 
     def begin(self) -> Turn:
+        """The next one: after what is to be done before, or when the device has waited in vain."""
         turn = self.node.next_turn(self.now)
-        if turn is None:  # something was to be done before
+        if turn is None:
+            self.now = max([self.now, *(one.at_s for one in self.node.outbox if isinstance(one, SetTimer))])
             serve_all(self.node, self.now)
             turn = self.node.next_turn(self.now)
         assert turn is not None
@@ -65,6 +67,22 @@ class Destination:
         self.take(record(MOVING, input_tokens=40, produced=produced), hold=MIGRATION)
         while MOVING not in self.instance.held:
             self.turn()
+
+    def send(self, known: int, produced: int) -> None:
+        """Tokens that it has got where it runs still."""
+        more = record(MOVING, input_tokens=40, produced=produced)
+        self.node.obey(protocol.CatchUp(more, MIGRATION, known), self.now)
+        serve_all(self.node, self.now)
+
+    def wait(self) -> float:
+        """The device begins nothing; until when it wants to be asked again."""
+        assert self.node.next_turn(self.now) is None
+        timers = [one.at_s for one in self.node.outbox if isinstance(one, SetTimer)]
+        assert self.node.next_turn(self.now) is None, "asked again, as a driver does when something was carried out"
+        assert len(timers) == 1
+        assert timers == [one.at_s for one in self.node.outbox if isinstance(one, SetTimer)]
+        self.node.outbox.clear()
+        return timers[0]
 
     def hand_over(self, known: int, produced: int) -> None:
         last = msgspec.structs.replace(record(MOVING, input_tokens=40, produced=produced), last_token_s=self.now - 0.02)
@@ -110,29 +128,13 @@ def test_where_rows_cost_nothing_it_takes_part_in_the_next_decode() -> None:
     assert there.begin().decodes
 
 
-@pytest.mark.parametrize("token_s", [DEAR, FREE])
-def test_a_destination_that_has_caught_up_says_how_long_it_is_busy(token_s: float) -> None:
-    there = Destination(token_s)
-    there.take(record(MOVING, input_tokens=12, produced=4), hold=MIGRATION)
-    turn = there.begin()
-    while MOVING not in there.instance.held:
-        assert not [one for one in there.end(turn) if isinstance(one, protocol.CaughtUp)]
-        turn = there.begin()
-    (said,) = [one for one in serve_all(there.node, there.now) if isinstance(one, protocol.CaughtUp)]
-    assert (said.request, said.hold, said.produced) == (MOVING, MIGRATION, 4)
-    assert said.busy_s == turn.seconds(turn.instance.hosting.latency) > 0.0
-
-
-def test_a_destination_that_has_nothing_else_to_do_says_so_at_once() -> None:
-    idle = Destination(DEAR, rows=0)
-    idle.take(record(MOVING, input_tokens=12, produced=4), hold=MIGRATION)
-    said = []
-    while idle.instance.waiting:
-        said += idle.end(idle.begin())
-    assert idle.node.next_turn(idle.now) is None
-    assert idle.node.next_turn(idle.now) is None  # asked again, as a driver does when something was carried out
-    said += serve_all(idle.node, idle.now)
-    assert [one.busy_s for one in said if isinstance(one, protocol.CaughtUp)] == [0.0]
+def test_one_that_is_handed_over_does_not_wait_for_a_copy_that_has_moved_before() -> None:
+    there = Destination(DEAR)
+    there.hold(produced=10)
+    old = msgspec.structs.replace(record(200, input_tokens=300, produced=50), last_token_s=0.0)
+    there.take(old, hold=2)
+    there.hand_over(known=10, produced=12)
+    assert [share.work.id for share in there.turn().prompts] == [MOVING]
 
 
 def test_one_that_is_handed_over_to_a_pool_that_is_full_gets_a_larger_one_and_does_not_wait_for_others_to_end() -> None:
@@ -163,3 +165,57 @@ def test_several_that_are_handed_over_go_on_in_as_many_iterations_as_the_pool_ha
     while there.instance.waiting:
         there.turn()
     assert len(there.instance.running) == 3
+
+
+def caught_up() -> Destination:
+    """A device that has just decoded and then computed what came of one that is held."""
+    there = Destination(DEAR)
+    there.hold(produced=10)
+    while not there.turn().decodes:
+        pass
+    there.send(known=10, produced=14)
+    there.turn()
+    assert MOVING in there.instance.held
+    return there
+
+
+def test_a_device_that_has_caught_up_waits_for_no_longer_than_a_token_takes_there() -> None:
+    there = caught_up()
+    decode_s = batch_s(there.instance)
+    until_s = there.wait()
+    assert there.now < until_s <= there.instance.spoke_s + decode_s
+    assert not [one for one in there.node.mailbox if isinstance(one, protocol.Idle)], "it waits, it is not idle"
+    there.now = until_s
+    there.node.timer(-1, -1, there.now)
+    assert there.begin().decodes
+
+
+def test_what_comes_while_a_device_waits_is_computed_at_once() -> None:
+    there = caught_up()
+    there.wait()
+    there.now += 0.01
+    there.send(known=14, produced=22)
+    assert [(share.work.id, share.tokens) for share in there.turn().prompts] == [(MOVING, 8)]
+    assert MOVING in there.instance.held
+    assert there.node.next_turn(there.now) is None, "it waits again, until the same time"
+    there.hand_over(known=22, produced=23)
+    assert [share.work.id for share in there.turn().prompts] == [MOVING]
+    assert MOVING in there.instance.running
+    assert there.begin().decodes
+
+
+def test_a_device_whose_answers_have_waited_for_a_token_already_does_not_wait() -> None:
+    there = Destination(DEAR)
+    there.hold(produced=10)
+    there.send(known=10, produced=40)
+    while MOVING not in there.instance.held:
+        there.turn()
+    assert there.now - there.instance.spoke_s > batch_s(there.instance)
+    assert there.begin().decodes
+
+
+def test_a_device_that_waits_for_one_that_is_withdrawn_goes_on() -> None:
+    there = caught_up()
+    there.wait()
+    there.node.obey(protocol.Withdraw(MOVING, MIGRATION), there.now)
+    assert there.begin().decodes

@@ -1,12 +1,12 @@
 """Live migration (L4, L5): requests that go on while another node recomputes what they have said, and then go on there.
 
-    choosing ──Accepted──▶ computing ──CaughtUp, little is left──▶ awaiting ──▶ releasing ──TookBack──▶ handed over
+    choosing ──Accepted──▶ computing ──CaughtUp, little is left──▶ releasing ──TookBack──▶ handed over
                              ▲    │
                              └────┘ CaughtUp, much is left: one more round of tokens
 
-A destination that has begun something else is awaited, so that the source falls silent when the other can go on. Only
-tokens travel. Until the source has let go it owns the request: whatever happens to the copy at the destination,
-the request goes on. From then on the destination owns it. A migration that comes to nothing takes its copy back, which
+A destination that has caught up waits for a moment, so that the source falls silent when the other can go on. Only
+tokens travel. Until the source has let go it owns the request: whatever happens to the copy at the destination, the
+request goes on. From then on the destination owns it. A migration that comes to nothing takes its copy back, which
 its number tells apart from later ones. Nothing here knows whether time is real.
 """
 
@@ -34,14 +34,11 @@ MAX_ROUNDS = 12  # each shrinks the gap; one that does not is the last
 # the model takes to load.
 ROUND_S = 30.0
 LOADS = 4.0
-# The source lets go between two tokens: it is asked so many of its token times before the destination is free.
-AHEAD_TOKENS = 1.1
 
 
 class Step(StrEnum):
     CHOOSING = "choosing"  # somebody is asked to hold it
     COMPUTING = "computing"  # the destination loads the model, or computes the tokens of a round
-    AWAITING = "awaiting"  # the destination has them, and computes something else
     RELEASING = "releasing"  # the source was asked to let go
 
 
@@ -59,7 +56,7 @@ class Migration:
     gap: int = 0  # tokens that it was behind after the last round
     rounds: int = 0
     began_s: float = 0.0  # when the last round did
-    until_s: float = INFINITY  # the destination has caught up by then, or is given up; awaited no longer than that
+    until_s: float = INFINITY  # the destination has caught up by then, or is given up
     is_over: bool = False  # whoever waits for an answer takes back what comes of it
 
 
@@ -136,18 +133,13 @@ class Migrations:
 
     def next_expiry_s(self) -> float | None:
         """When `expire` has something to do."""
-        timed = (Step.COMPUTING, Step.AWAITING)
-        return min((one.until_s for one in self._by_request.values() if one.step in timed), default=None)
+        computing = (one.until_s for one in self._by_request.values() if one.step is Step.COMPUTING)
+        return min(computing, default=None)
 
     def expire(self, now: float) -> None:
-        """Sources whose destination is nearly free are asked to let go. Copies that are not there in time are taken
-        back, of which the source has noticed nothing."""
+        """Copies that are not there in time are taken back, of which the source has noticed nothing."""
         for migration in list(self._by_request.values()):
-            if migration.is_over or migration.until_s > now:
-                continue
-            if migration.step is Step.AWAITING:
-                self._ask_to_let_go(migration)
-            elif migration.step is Step.COMPUTING:
+            if migration.step is Step.COMPUTING and not migration.is_over and migration.until_s <= now:
                 assert migration.destination is not None
                 migration.destination.fell_silent(now)
                 self._end(migration)
@@ -166,22 +158,11 @@ class Migrations:
         is_shrinking = not migration.rounds or gap < migration.gap
         migration.rounds, migration.gap = migration.rounds + 1, gap
         if gap <= SMALL_GAP or not is_shrinking or migration.rounds == MAX_ROUNDS:
-            self._await(migration, notice.busy_s)
+            migration.step = Step.RELEASING
+            self._controller.decisions.begin(self._release(migration))
         else:
             self._begin_round(migration)
             self._send_tokens(migration, record)
-
-    def _await(self, migration: Migration, busy_s: float) -> None:
-        """The destination is free in so long. Until then the source goes on, at the pace of the last round."""
-        now = self._controller.decisions.now_s
-        token_s = (now - migration.began_s) / max(migration.gap, 1)
-        migration.step, migration.until_s = Step.AWAITING, now + busy_s - AHEAD_TOKENS * token_s
-        if migration.until_s <= now:
-            self._ask_to_let_go(migration)
-
-    def _ask_to_let_go(self, migration: Migration) -> None:
-        migration.step = Step.RELEASING
-        self._controller.decisions.begin(self._release(migration))
 
     def _send_tokens(self, migration: Migration, record: RequestRecord, *, is_last: bool = False) -> None:
         assert migration.destination is not None

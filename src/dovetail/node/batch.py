@@ -116,8 +116,8 @@ class Batch:
         return work.first_due_s + work.tpot_s * self.produced(work)
 
     def urgent_prefill_s(self, work: Work) -> float:
-        if self.rule.in_rounds and work.is_resuming and work.last_token_s is not None:
-            return work.last_token_s  # its reader hears nothing, and would after a moment
+        if self.rule.in_rounds and work.is_resuming:  # its reader hears something in a moment, or it is handed over
+            return 0.0 if work.hold else -INFINITY
         if self.rule.turn_silence_s == INFINITY:
             return work.due_s
         return urgent_prefill_s(work, self.rule.turn_silence_s, left_s(self, work, 0))

@@ -63,6 +63,7 @@ class Node:
         self.turns = Turns(self.admit.rule, throttle)
         self.lives = Lifecycle(self.instances, self.residency, self.admit, self.turns, self.outbox, first_instance)
         self.pools = self.lives.pools
+        self._wakes_s = 0.0  # the last time for which it asked to be woken
 
     @property
     def turn(self) -> Turn | None:
@@ -237,6 +238,7 @@ class Node:
         while True:
             turn = self.turns.choose(now)
             if turn is None:
+                self._wake_at(self.turns.awaits_until_s(now))
                 return None
             chosen, prompts = turn.instance, turn.prompts
             if prompts and chosen.is_short(sum(share.work.pending_tokens + 1 for share in prompts)):
@@ -246,6 +248,12 @@ class Node:
             break
         self.turns.begin(turn, now)
         return turn
+
+    def _wake_at(self, until_s: float | None) -> None:
+        """The device waits until then, and is to be asked again."""
+        if until_s is not None and until_s != self._wakes_s:
+            self._wakes_s = until_s
+            self.outbox.append(SetTimer(until_s, -1, -1))
 
     def _makes_room(self, instance: Instance, first: Work, now: float) -> bool:
         """Whether something was done about a pool that its next prompt does not fit: else those who run go on. For one
@@ -297,7 +305,7 @@ class Node:
             return False
         if work.hold:
             instance.hold(work)
-            self.turns.update(instance)  # it may have nothing else to do
+            self.turns.caught_up(instance, work, now)
             self.outbox.append(CaughtUp(work, instance.id))
             return False
         self._prefilled(instance, work, now)

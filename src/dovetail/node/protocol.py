@@ -220,7 +220,6 @@ class CaughtUp(msgspec.Struct, frozen=True, gc=False, tag="caught_up"):
     request: int
     hold: int
     produced: int
-    busy_s: float = 0.0  # what the device has begun since takes so long
 
 
 class InstanceOpened(msgspec.Struct, frozen=True, gc=False, tag="instance_opened"):

@@ -28,7 +28,7 @@ class NodeRuntime:
         self.node = node
         self.name = node.name
         self.kind = node.kind
-        self._speech = Speech(node, log, self._has_news)
+        self._speech = Speech(node, log)
         self.outbox = self._speech.outbox
         self.mailbox = self._speech.mailbox
         self.version = 0  # of its view: counts changes
@@ -216,6 +216,8 @@ class NodeRuntime:
             self.is_touched = turn is None  # to be asked again when that is done
         if turn is not None:
             self._begin_turn(turn, now)
+        elif not self.is_touched and self.node.turns.awaiting:
+            self._last_end_s = None  # the device waits, which is nobody's overhead
         elif not self.is_touched:
             self._rest(now)
         return turn
@@ -228,13 +230,11 @@ class NodeRuntime:
         if self.is_idle:
             self._say_idle(False)
         self._speech.note_turn(turn, now)
-        self._speech.say_caught_up(turn)
 
     def _rest(self, now: float) -> None:
         """Nothing can run."""
         self._feedback.learn(now)
         self._last_end_s = None
-        self._speech.say_caught_up(None)
         if not self.is_idle:
             self._say_idle(True)
 

@@ -58,7 +58,7 @@ def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
     due_s = work.due_s
     if silence_s == INFINITY:
         return due_s
-    if work.last_token_s is not None:
+    if work.last_token_s is not None and not work.hold:  # else its reader hears it from elsewhere
         due_s = min(due_s, work.last_token_s + silence_s)
     return due_s - prefill_s
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -31,16 +30,14 @@ Output = (
 
 
 class Speech:
-    def __init__(self, node: Node, log: EventLog | None, on_caught_up: Callable[[], None]) -> None:
+    def __init__(self, node: Node, log: EventLog | None) -> None:
         self.outbox: deque[Output] = deque()
         self.mailbox: deque[protocol.Notice] = deque()
         self.places: dict[int, tuple[int, Work]] = {}  # by request: its instance
         self.load_asked_s: dict[int, float] = {}  # by instance: since when its weights are awaited
         self._node = node
         self._log = log
-        self._on_caught_up = on_caught_up  # called when somebody was said to have: that is between two changes
         self._loaded: set[int] = set()
-        self._caught_up: list[Work] = []  # since the last turn ended, which is said with the next one
 
     def start_log(self, device: str) -> None:
         """First line of a real node's log: what a simulation of the same node needs. Its models follow as they come."""
@@ -63,7 +60,7 @@ class Speech:
 
     def clear(self) -> None:
         """The device is gone."""
-        for kept in (self.outbox, self.mailbox, self.places, self.load_asked_s, self._loaded, self._caught_up):
+        for kept in (self.outbox, self.mailbox, self.places, self.load_asked_s, self._loaded):
             kept.clear()
 
     def loaded(self, instance: int) -> float:
@@ -125,9 +122,7 @@ class Speech:
             record = said.work.as_of(said.produced).record()
             self.mailbox.append(protocol.Overcommitted(record, said.instance))
         elif isinstance(said, events.CaughtUp):
-            self._caught_up.append(said.work)
-            if not self._node.knobs.smooth_answers:
-                self.say_caught_up(None)
+            self.mailbox.append(protocol.CaughtUp(said.work.id, said.work.hold, said.work.produced))
         elif isinstance(said, events.Resumed):
             self.outbox.append(said)
         elif isinstance(said, events.HandedOver):
@@ -140,15 +135,6 @@ class Speech:
         elif isinstance(said, events.InstanceGone):
             self.outbox.append(said)
             self.mailbox.append(protocol.InstanceGone(said.instance, said.model))
-
-    def say_caught_up(self, turn: events.Turn | None) -> None:
-        """Those who did, now that it is known what the device does next."""
-        if not self._caught_up:
-            return
-        busy_s = 0.0 if turn is None else turn.seconds(turn.instance.hosting.latency)
-        caught_up, self._caught_up = self._caught_up, []
-        self.mailbox += [protocol.CaughtUp(work.id, work.hold, work.produced, busy_s) for work in caught_up]
-        self._on_caught_up()
 
     def _part(self, work: Work, instance: int, now: float) -> None:
         del self.places[work.id]

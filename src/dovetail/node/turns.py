@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
+from dovetail.node.awaiting import Awaiting
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance, State
 from dovetail.node.rows import batch_s, latest_s, split_rows
 from dovetail.node.shares import Share, latest_prefill_s, left_s, splitting_s
+from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY, choose_turn, guards_decodes, is_overtaken
 from dovetail.policy.parts import (
     MOST_PROMPTS,
@@ -53,6 +55,7 @@ class Turns:
         self.turn: Turn | None = None  # under way
         self.started_s = 0.0
         self.throttle = throttle  # instances rest so that none has more than this share of the device; 0 = never
+        self.awaiting = Awaiting(rule.max_silence_s)
         self._rule = rule
         self._parted_s = 0.0  # when the last part of a prompt was computed
         self._ends_s: float | None = None  # when the turn under way should end, once somebody has asked
@@ -88,7 +91,13 @@ class Turns:
 
     # The next one
 
+    def awaits_until_s(self, now: float) -> float | None:
+        """An answer is on its way here: nothing is begun before. None: nothing keeps the device from a turn."""
+        return self.awaiting.until_s(self._active, now) if self.awaiting and self._rule.in_rounds else None
+
     def choose(self, now: float) -> Turn | None:
+        if self.awaits_until_s(now) is not None:
+            return None
         candidates = self._rested(now) if self.throttle else self._active
         runnable = candidates
         if self._almost:
@@ -200,9 +209,15 @@ class Turns:
             tokens += more
         return tuple(shares)
 
+    def caught_up(self, instance: Instance, work: Work, now: float) -> None:
+        """One that is held has all its tokens."""
+        self.update(instance)  # it may have nothing else to do
+        if self._rule.in_rounds:
+            self.awaiting.expect(instance, work, now)
+
     def has_only(self, instance: Instance) -> bool:
-        """It alone has work that can run, and none of that waits."""
-        return self._active == [instance] and not self._almost and not instance.waiting
+        """It alone has work that can run, none of that waits, and nothing is awaited."""
+        return self._active == [instance] and not (self._almost or instance.waiting or self.awaiting)
 
     def _rested(self, now: float) -> list[Instance]:
         return [one for one in self._active if self._rest_until.get(one.id, 0.0) <= now]
@@ -240,6 +255,7 @@ class Turns:
         self._active.clear()
         self._almost.clear()
         self._rest_until.clear()
+        self.awaiting.clear()
         self.turn = None
 
 

@@ -182,9 +182,9 @@ class Work:
 
     @property
     def is_resuming(self) -> bool:
-        """An answer that goes on as soon as a few tokens are computed: it was handed over (L4), or nearly has its KV
-        again. While it is in no running batch."""
-        return self.produced > 0 and not self.hold and self.computed > 0 and self.pending_tokens <= FEW_TOKENS
+        """An answer that goes on as soon as a few tokens are computed: it was handed over (L4), or will be, or nearly
+        has its KV again. While it is in no running batch."""
+        return self.produced > 0 and self.computed > 0 and self.pending_tokens <= FEW_TOKENS
 
     def hold_for(self, migration: int, ready_s: float) -> None:
         """It runs elsewhere still, so that its recomputation is as urgent as a first token when the weights are there,

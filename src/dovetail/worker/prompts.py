@@ -28,7 +28,7 @@ class PromptPart:
     """What a turn computes of one prompt; of one that is held never the last token."""
 
     state: RequestState
-    left: int  # tokens
+    left: int  # tokens; of one that was held and has been handed over there is one more to compute than the node knows
     known: int  # tokens of the whole prompt
     is_done: bool = False  # it has its token, or has ended
 
@@ -61,9 +61,11 @@ class PromptTurn:
     def __init__(self, turn: events.Turn, states: Mapping[int, RequestState], runner: ModelRunner) -> None:
         self._instance = turn.instance.id
         self._runner = runner
-        self._parts = [PromptPart(states[one.work.id], one.tokens, one.work.known_tokens) for one in turn.prompts]
+        self._parts = [
+            PromptPart(states[one.work.id], one.tokens + one.is_last, one.work.known_tokens) for one in turn.prompts
+        ]
         self._running = [states[id].sequence for id in turn.decoding]
-        self.num_tokens = sum(part.left for part in self._parts) + len(self._running)
+        self.num_tokens = sum(one.tokens for one in turn.prompts) + len(self._running)
 
     @property
     def quotas(self) -> dict[int, int]:

@@ -1,0 +1,48 @@
+"""Answers that are on their way here (L4). A device that has caught up with one waits for what it is told next, its
+further tokens or that it goes on here, rather than begin an iteration that the reader would wait for; and not so long
+that somebody who answers here would wait for more than two of its own tokens take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.node.instance import Instance
+from dovetail.node.rows import batch_s, latest_s
+from dovetail.node.work import Work
+from dovetail.policy.headroom import INFINITY
+
+MOST_S = 0.5  # a source lets go between two tokens, and more than that none should take
+
+
+class Awaiting:
+    """One device's."""
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._expected: dict[int, tuple[Instance, float]] = {}  # by request: where it rests, and until when
+
+    def __bool__(self) -> bool:
+        return bool(self._expected)
+
+    def expect(self, instance: Instance, work: Work, now: float) -> None:
+        """All tokens that are known of it here are computed."""
+        self._expected[work.id] = instance, now + MOST_S
+
+    def until_s(self, active: Sequence[Instance], now: float) -> float | None:
+        """The device begins nothing before, unless something comes; None: it need not wait."""
+        there = self._expected.items()
+        self._expected = {id: one for id, one in there if id in one[0].held and one[1] > now}
+        if not self._expected or any(one.waiting and one.waiting[0].is_resuming for one in active):
+            return None
+        until_s = max(one[1] for one in self._expected.values())
+        until_s = min(until_s, min((self._begins_s(one) for one in active if one.running), default=INFINITY))
+        return until_s if until_s > now else None
+
+    def _begins_s(self, instance: Instance) -> float:
+        """When its running requests go on."""
+        seconds = batch_s(instance)
+        return min(instance.spoke_s + seconds, latest_s(instance, self._silence_s) - seconds)
+
+    def clear(self) -> None:
+        self._expected.clear()
