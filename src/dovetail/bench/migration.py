@@ -45,6 +45,8 @@ class MigrationReport(msgspec.Struct, frozen=True):
     pause_p99_tokens: float
     pause_p50_after: float  # and after: a node that takes in a drained one's streams is slower than that
     pause_p99_after: float
+    silence_p99_s: float  # the longest that each stream was silent, moved or not, while nodes were drained
+    plain_silence_p99_s: float  # and undisturbed
     rounds_p50: float  # of tokens that the destination computed
     gap_p50: float  # tokens that were left for the end
     drain_s: float  # until nothing was left on the node, all drains together
@@ -66,7 +68,7 @@ def measure(
         log = Path(folder) / "events.jsonl"
         contender = _server(model, nodes, Path(folder), log, store, tpot)
         with running(contender, Path(folder) / "server.log") as server:
-            asyncio.run(_read_all(server.url, model, streams, max_tokens, prompt_words))  # loads the model
+            asyncio.run(_read_all(server.url, model, streams, WARM_UP_TOKENS, prompt_words))  # loads the model
             plain, _ = asyncio.run(_read_all(server.url, model, streams, max_tokens, prompt_words))
             before = _num_arrivals(log)
             moving, drain_s = asyncio.run(
@@ -189,10 +191,16 @@ def _report(plain: list[Stream], moving: list[Stream], moves: list[Move], drain_
         pause_p99_tokens=_p99(times_before),
         pause_p50_after=median(times_after),
         pause_p99_after=_p99(times_after),
+        silence_p99_s=_p99(sorted(_longest_s(one) for one in moving)),
+        plain_silence_p99_s=_p99(sorted(_longest_s(one) for one in plain)),
         rounds_p50=median(one.rounds for one in moves),
         gap_p50=median(one.gap for one in moves),
         drain_s=drain_s,
     )
+
+
+def _longest_s(stream: Stream) -> float:
+    return max((later - at for at, later in pairwise(stream.times_s)), default=0.0)
 
 
 def _p99(values: list[float]) -> float:

@@ -239,7 +239,8 @@ def migrate(
         f"{report.pause_p50_after:.2f} and {report.pause_p99_after:.2f}"
     )
     typer.echo(
-        f"rounds p50 {report.rounds_p50:g}, gap p50 {report.gap_p50:g} tokens; drained in {report.drain_s:.2f} s"
+        f"rounds p50 {report.rounds_p50:g}, gap p50 {report.gap_p50:g} tokens; drained in {report.drain_s:.2f} s; "
+        f"longest silence of a stream, p99: {report.silence_p99_s:.2f} s, undisturbed {report.plain_silence_p99_s:.2f}"
     )
 
 
