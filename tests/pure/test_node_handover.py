@@ -8,6 +8,7 @@ import msgspec
 from sim_builders import make_hosting, make_node, make_work, serve_all
 
 from dovetail.node import protocol
+from dovetail.node.awaiting import MOST_S
 from dovetail.node.events import SetTimer, Turn
 from dovetail.node.instance import Instance
 from dovetail.node.rows import batch_s
@@ -218,4 +219,29 @@ def test_a_device_that_waits_for_one_that_is_withdrawn_goes_on() -> None:
     there = caught_up()
     there.wait()
     there.node.obey(protocol.Withdraw(MOVING, MIGRATION), there.now)
+    assert there.begin().decodes
+
+
+def test_while_an_answer_is_awaited_those_who_answer_go_on_and_prompts_that_have_time_wait() -> None:
+    there = caught_up()
+    since_s, decodes = there.now, 0
+    there.take(record(200, input_tokens=300, produced=0))
+    while (turn := there.begin()).decodes:
+        there.end(turn)
+        decodes += 1
+        assert decodes < 10
+    assert turn.prompts
+    assert decodes >= 1
+    assert there.now >= since_s + MOST_S
+
+
+def test_the_last_part_of_a_copy_does_not_come_before_an_answer_that_goes_on() -> None:
+    there = Destination(FREE)
+    there.hold(produced=10)
+    there.take(record(200, input_tokens=300, produced=50), hold=2)
+    there.hand_over(known=10, produced=14)
+    assert MOVING in there.instance.running
+    there.instance.waiting[0].computed = 330  # of 350
+    there.instance.held_tokens += 330 + there.instance.hosting.block_tokens
+    there.now += 0.01
     assert there.begin().decodes

@@ -98,6 +98,8 @@ class Turns:
     def choose(self, now: float) -> Turn | None:
         if self.awaits_until_s(now) is not None:
             return None
+        if self.awaiting and (answering := self._answers_only(now)):
+            return self.decode_of(answering, now)
         candidates = self._rested(now) if self.throttle else self._active
         runnable = candidates
         if self._almost:
@@ -110,6 +112,13 @@ class Turns:
         if self._rule.part_s != INFINITY:
             return self._in_parts(chosen, runnable, now)
         return self._whole(chosen, now) if chosen.waiting else Turn(chosen)
+
+    def _answers_only(self, now: float) -> Instance | None:
+        """Somebody who answers and goes on while an answer is on its way here: a part of a prompt would keep that one
+        waiting. None: nobody does, or something is more urgent."""
+        if any(one.waiting and (one.waiting[0].is_resuming or not _have_time(one, now)) for one in self._active):
+            return None
+        return min((one for one in self._active if one.running), key=lambda one: (one.spoke_s, one.id), default=None)
 
     def _whole(self, instance: Instance, now: float) -> Turn:
         """One prompt, or a decode."""
@@ -125,8 +134,9 @@ class Turns:
         it to the answers; in a hurry they go first, and hold nobody else's."""
         if not chosen.waiting:
             return Turn(chosen)
-        if self._rule.in_rounds and chosen.waiting[0].is_resuming:
-            return Turn(chosen, _resuming(chosen), decodes=False)
+        if self._rule.in_rounds and (first := chosen.waiting[0]).is_resuming:
+            has_waited = bool(first.hold and chosen.running) and now - chosen.spoke_s >= batch_s(chosen)
+            return Turn(chosen) if has_waited else Turn(chosen, _resuming(chosen), decodes=False)
         split = splitting_s(chosen)
         limit_s = part_limit_s(self._rule.part_s, split)
         if self._rule.in_rounds and chosen.running and _have_time(chosen, now):
