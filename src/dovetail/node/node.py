@@ -63,7 +63,6 @@ class Node:
         self.turns = Turns(self.admit.rule, throttle)
         self.lives = Lifecycle(self.instances, self.residency, self.admit, self.turns, self.outbox, first_instance)
         self.pools = self.lives.pools
-        self._wakes_s = 0.0  # the last time for which it asked to be woken
 
     @property
     def turn(self) -> Turn | None:
@@ -238,31 +237,17 @@ class Node:
         while True:
             turn = self.turns.choose(now)
             if turn is None:
-                self._wake_at(self.turns.awaits_until_s(now))
+                if (until_s := self.turns.wakes_s(now)) is not None:
+                    self.outbox.append(SetTimer(until_s, -1, -1))
                 return None
             chosen, prompts = turn.instance, turn.prompts
             if prompts and chosen.is_short(sum(share.work.pending_tokens + 1 for share in prompts)):
-                if self._makes_room(chosen, prompts[0].work, now):
+                if self.pools.fit_in(chosen, prompts[0].work, now):
                     continue
                 turn = self.turns.decode_of(chosen, now)
             break
         self.turns.begin(turn, now)
         return turn
-
-    def _wake_at(self, until_s: float | None) -> None:
-        """The device waits until then, and is to be asked again."""
-        if until_s is not None and until_s != self._wakes_s:
-            self._wakes_s = until_s
-            self.outbox.append(SetTimer(until_s, -1, -1))
-
-    def _makes_room(self, instance: Instance, first: Work, now: float) -> bool:
-        """Whether something was done about a pool that its next prompt does not fit: else those who run go on. For one
-        whose reader has heard something already somebody may have to go; for others it is only made larger."""
-        tokens = first.pending_tokens + 1
-        if instance.running and not (instance.rule.in_rounds and first.is_resuming):
-            return instance.rule.in_rounds and self.pools.enlarge(instance, tokens)
-        self.pools.make_room(instance, tokens, now)
-        return True
 
     def turn_done(self, now: float, finished: Sequence[Work], computed: Mapping[int, int] | None = None) -> list[Work]:
         """The iteration has ended; `finished` got their last token in it. `computed`: how many tokens are, of the

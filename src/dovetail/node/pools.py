@@ -47,6 +47,15 @@ class Pools:
         self._outbox = outbox
         self._owner = owner
 
+    def fit_in(self, instance: Instance, first: Work, now: float) -> bool:
+        """Whether something was done about a pool that its next prompt does not fit: else those who run go on. For one
+        whose reader has heard something already somebody may have to go; for others it is only made larger."""
+        tokens = first.pending_tokens + 1
+        if instance.running and not (instance.rule.in_rounds and first.is_resuming):
+            return instance.rule.in_rounds and self.enlarge(instance, tokens)
+        self.make_room(instance, tokens, now)
+        return True
+
     def make_room(self, instance: Instance, prefill_tokens: int, now: float) -> None:
         """S8: the next step does not fit the KV pool. Enlarge it, or evict the request with the longest headroom."""
         while instance.is_short(prefill_tokens):

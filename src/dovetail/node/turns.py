@@ -56,6 +56,7 @@ class Turns:
         self.started_s = 0.0
         self.throttle = throttle  # instances rest so that none has more than this share of the device; 0 = never
         self.awaiting = Awaiting(rule.max_silence_s)
+        self._wakes_s: float | None = None  # until when it was last said that nothing is begun
         self._rule = rule
         self._parted_s = 0.0  # when the last part of a prompt was computed
         self._ends_s: float | None = None  # when the turn under way should end, once somebody has asked
@@ -94,6 +95,12 @@ class Turns:
     def awaits_until_s(self, now: float) -> float | None:
         """An answer is on its way here: nothing is begun before. None: nothing keeps the device from a turn."""
         return self.awaiting.until_s(self._active, now) if self.awaiting and self._rule.in_rounds else None
+
+    def wakes_s(self, now: float) -> float | None:
+        """When to ask again because of that, once for each time."""
+        until_s, before_s = self.awaits_until_s(now), self._wakes_s
+        self._wakes_s = until_s
+        return until_s if until_s != before_s else None
 
     def choose(self, now: float) -> Turn | None:
         if self.awaits_until_s(now) is not None:
