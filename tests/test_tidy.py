@@ -112,6 +112,13 @@ def test_transformers_is_imported_nowhere() -> None:
             assert name.split(".")[0] != "transformers", f"{relative(path)}:{line}: serving imports transformers"
 
 
+def test_the_gateway_reads_no_tokenizer_in_its_own_process() -> None:
+    """`tokenizers` keeps the interpreter to itself for as long as it reads a file, with every stream."""
+    users = {path.name for path in (SOURCE / "gateway").rglob("*.py") if "from tokenizers import" in path.read_text()}
+    assert users == {"tokenizer_child.py", "token_table.py"}
+    assert (SOURCE / "gateway" / "token_table.py").read_text().count("Tokenizer.from_") == 1  # of a decoder
+
+
 def test_every_unit_has_a_rank() -> None:
     units = {unit_of(path) for path in FILES} - {"__init__", "__main__"}
     assert units <= set(RANK), f"units without a rank in RANKS: {sorted(units - set(RANK))}"

@@ -241,16 +241,6 @@ class TokenizerFile(Target):
         for make in (byte_level_tokenizer, byte_fallback_tokenizer, word_piece_tokenizer):
             self.save_seed(make.__name__, make().to_str().encode())
 
-    def load(self) -> None:
-        from gateway_builders import make_card
-
-        from dovetail.config import ModelConfig
-        from dovetail.gateway.lanes import TextLanes
-
-        super().load()
-        self.card = make_card(self.work / f"model-{os.getpid()}")
-        self.config, self.lanes = ModelConfig(source=""), TextLanes()
-
     def make(self, draw: random.Random) -> bytes:
         data = draw.choice(self.seeds)
         if draw.random() < 0.3:
@@ -259,16 +249,25 @@ class TokenizerFile(Target):
         return as_json(changed_value(draw, data, favour))
 
     def use(self, data: bytes) -> None:
+        """What its process does with it, and the gateway with what came of that; here in one."""
         import msgspec
 
-        from dovetail.gateway.models import ServedModel
+        from dovetail.gateway.detokenizer import Vocabulary
+        from dovetail.gateway.foreign import tokenizer_call
+        from dovetail.gateway.token_table import TokenTable
+        from dovetail.gateway.tokenizer_child import DecodeTokens, EncodeTexts, answer_to, open_tokenizer
 
-        card = msgspec.structs.replace(self.card, tokenizer_file=str(self.as_file(data, "tokenizer.json")))
-        model = ServedModel(card, self.config, self.lanes)
+        with tokenizer_call("it cannot be read"):
+            tokenizer = open_tokenizer(data)
+            made = msgspec.msgpack.encode(TokenTable.of(tokenizer))
+        table = msgspec.msgpack.decode(made, type=TokenTable)
+        vocabulary = Vocabulary(table)
         for text in self.texts:
-            tokens = model._encode(text, True)
-            model._decode(tokens, False)
-            detokenizer = model.vocabulary.detokenizer(tokens[:2], skip_special_tokens=True)
+            with tokenizer_call("it failed"):
+                (tokens,) = answer_to(EncodeTexts([text], True), tokenizer).tokens
+                whole = answer_to(DecodeTokens(tokens, False), tokenizer).text
+                assert table.decode(tokens, skip_special_tokens=False) == whole
+            detokenizer = vocabulary.detokenizer(tokens[:2], skip_special_tokens=True)
             for token in tokens[2:]:
                 detokenizer.feed(token)
             detokenizer.flush()

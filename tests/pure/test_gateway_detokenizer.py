@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from dovetail.gateway.detokenizer import Vocabulary
+from dovetail.gateway.token_table import TokenTable
 
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_FALLBACK = byte_fallback_tokenizer()
@@ -19,7 +20,7 @@ TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("👩‍�
 
 
 def stream(tokenizer: Tokenizer, tokens: Sequence[int], prompt: Sequence[int] = (), *, skip: bool = True) -> list[str]:
-    detokenizer = Vocabulary(tokenizer).detokenizer(prompt, skip_special_tokens=skip)
+    detokenizer = Vocabulary(TokenTable.of(tokenizer)).detokenizer(prompt, skip_special_tokens=skip)
     return [*(detokenizer.feed(token) for token in tokens), detokenizer.flush()]
 
 
@@ -65,7 +66,7 @@ def test_invalid_bytes_are_answered_at_once_and_an_unfinished_character_at_the_e
 
 
 def test_a_window_is_bounded_for_bytes_that_never_become_a_character() -> None:
-    vocabulary = Vocabulary(BYTE_FALLBACK)
+    vocabulary = Vocabulary(TokenTable.of(BYTE_FALLBACK))
     vocabulary._decoder.kind = "other"  # the window must cope with any decoder
     detokenizer = vocabulary.detokenizer([])
     pieces = [detokenizer.feed(BYTE_FALLBACK.token_to_id("<0xFF>")) for _ in range(200)]
@@ -79,6 +80,6 @@ def test_rows_of_the_embedding_that_stand_for_nothing_give_no_text() -> None:
 
 @pytest.mark.parametrize(("token", "expected"), [("â", b"\xe2"), ("Ġ", b" "), ("<|end|>", b"<|end|>")])
 def test_a_token_has_its_bytes(token: str, expected: bytes) -> None:
-    vocabulary = Vocabulary(BYTE_LEVEL)
+    vocabulary = Vocabulary(TokenTable.of(BYTE_LEVEL))
     assert vocabulary.token_bytes(BYTE_LEVEL.token_to_id(token)) == expected
     assert vocabulary.token_text(BYTE_LEVEL.token_to_id(token)) == expected.decode(errors="replace")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from fake_worker import CRASH, FAIL
-from gateway_builders import END, byte_level_tokenizer, eventually, make_card, running_service
+from gateway_builders import END, eventually, make_card, running_service
 from starlette.requests import Request
 
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
@@ -27,7 +25,6 @@ from dovetail.gateway.run import Delta, Origin
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.status import server_status
 from dovetail.gateway.translate import Job, completion_job
-from dovetail.gateway.words import words_of
 from dovetail.messages import Load
 from dovetail.types import FinishReason, ModelCard, Slo
 
@@ -455,17 +452,6 @@ def test_the_models_own_defaults_stand_behind_the_clients_values(tmp_path: Path)
             assert (await make_job(service, "a", seed=-1)).requests[0].sampling.seed == 2**63 - 1
 
     asyncio.run(test())
-
-
-def test_models_with_the_same_tokenizer_file_share_it_while_they_live() -> None:
-    file = byte_level_tokenizer().to_str().encode()
-    first = words_of(file)
-    assert words_of(bytes(file)) is first
-    assert words_of(file + b"\n") is not first
-    kept = weakref.ref(first)
-    del first
-    gc.collect()
-    assert kept() is None
 
 
 def test_a_newcomer_finds_room_beside_keys_that_take_what_they_can(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface, prompts_s
-from dovetail.policy.parts import FEWEST_TOKENS, STEP_TOKENS, part_limit_s, saves, split_s, tokens_within
+from dovetail.policy.parts import FEWEST_TOKENS, SMOOTH_TOKENS, part_limit_s, saves, split_s, tokens_within
 from dovetail.policy.placement import DeviceKind
 
 WHOLE = Knobs(guard_decodes=True, max_silence_s=2.0, paced_from_first_token=False)
@@ -154,20 +154,21 @@ def test_decodes_and_prompts_may_share_an_iteration() -> None:
     st.integers(0, 4000),
     st.integers(1, 4000),
     st.floats(0.0, 2.0),
+    st.sampled_from([SMOOTH_TOKENS, FEWEST_TOKENS]),
 )
 def test_a_part_fits_its_time_or_is_the_smallest(
-    points: list[tuple[int, float]], start: int, pending: int, seconds: float
+    points: list[tuple[int, float]], start: int, pending: int, seconds: float, fewest: int
 ) -> None:
     values = dict(points)
     curve = Curve([(x, y) for x, y in zip(sorted(values), sorted(values.values()), strict=True)])
     latency = LatencyModel(curve, Surface([(1.0, Curve([(1, 0.01)]))]))
-    tokens = tokens_within(latency, start, pending, seconds)
+    tokens = tokens_within(latency, start, pending, seconds, fewest)
     assert 0 < tokens <= pending
     if tokens < pending:
-        least_s = prompts_s(latency, [(start, FEWEST_TOKENS)])
+        least_s = prompts_s(latency, [(start, fewest)])
         assert prompts_s(latency, [(start, tokens)]) <= max(seconds, least_s)
-        assert tokens % STEP_TOKENS == 0
-        assert pending - tokens >= FEWEST_TOKENS  # no crumbs
+        assert tokens % fewest == 0
+        assert pending - tokens >= fewest or fewest < FEWEST_TOKENS  # no crumbs
 
 
 def test_packing_saves_only_where_more_tokens_take_hardly_longer() -> None:

@@ -19,6 +19,7 @@ from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
+from dovetail.policy.parts import FEWEST_TOKENS, SMOOTH_TOKENS
 from dovetail.policy.rounds import LEAST_SINGLES, WORTH_SPLITTING, decode_limit_s
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.scheduler import Scheduler, SchedulerConfig
@@ -84,6 +85,26 @@ def test_an_answer_beside_a_flood_of_answers_waits_for_some_of_them(knobs: Knobs
     assert min(produced) > 5
     assert max(produced) - min(produced) <= 1, "rows take turns"
     assert not beside[0].late_tokens
+
+
+@pytest.mark.parametrize("is_strict", [False, True], ids=["unpromised", "promised"])
+def test_an_answer_beside_a_flood_of_prompts_waits_for_a_few_tokens_of_them_unless_they_were_promised_something(
+    is_strict: bool,
+) -> None:
+    """Four tokens take 20 ms here, sixteen 60; the answer's own 10. Who was promised a time is played in the large."""
+    node = make_node(hosting=HOSTING, knobs=SPLIT)
+    batch(node, "b", 100, 1)
+    batch(node, "a", 0, 1)
+    for number in range(1, 5):
+        work = make_work(number, "a", 160, ttft_s=60.0, tpot_s=0.25)
+        work.is_strict = is_strict
+        assert node.join(1, work, 0.0) is None
+        serve_memory(node, 0.0)
+    done = run_turns(node, 2.0)
+    parts = {share.tokens for _, turn in done for share in turn.prompts}
+    assert parts == {FEWEST_TOKENS if is_strict else SMOOTH_TOKENS}
+    part_s = HOSTING.latency.prefill_s(max(parts)) * 1.1  # attending to what was before it takes a little
+    assert longest_gap_s(done, "b") <= SINGLE_S + max(part_s, LEAST_SINGLES * WORTH_SPLITTING * SINGLE_S)
 
 
 def test_a_batch_that_is_alone_or_beside_its_like_decodes_whole() -> None:
@@ -163,7 +184,7 @@ def test_prompts_of_a_split_batch_and_of_its_neighbour_are_computed() -> None:
         work.is_strict = False
         assert node.join(instance, work, 0.0) is None
         serve_memory(node, 0.0)
-    turns = run_turns(node, 4.0)
+    turns = run_turns(node, 6.0)
     assert min(tokens(node, coming)) > 1
     assert longest_gap_s(turns, "b") < 0.1
     assert min(tokens(node, flood)) > 1

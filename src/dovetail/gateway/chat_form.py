@@ -56,7 +56,7 @@ async def chat_form(body: ChatRequest, model: ServedModel) -> ChatForm:
         constraint=await shape.constraint(),
         make_reader=make_reader,
         shown_tokens=frozenset(token for text in markers if (token := _special(model, text)) is not None),
-        thinking=_thinking_limit(body, model, marks, is_open=is_open),
+        thinking=await _thinking_limit(body, model, marks, is_open=is_open),
     )
 
 
@@ -88,7 +88,7 @@ def _silent(parts: Parts) -> Parts:
     return parts
 
 
-def _thinking_limit(
+async def _thinking_limit(
     body: ChatRequest, model: ServedModel, marks: ThinkMarks | None, *, is_open: bool
 ) -> ThinkingLimit | None:
     if body.thinking_token_budget is None:
@@ -98,16 +98,14 @@ def _thinking_limit(
             f"the model '{model.name}' does not think aloud, so that thinking_token_budget means nothing to it",
             param="thinking_token_budget",
         )
-    opening, closing = (
-        tuple(model.tokenizer.encode(mark, add_special_tokens=False).ids) for mark in (marks.opening, marks.closing)
-    )
+    opening, closing = map(tuple, await model.encode_all((marks.opening, marks.closing), as_prompts=False))
     opening = () if is_open else opening
     return ThinkingLimit(max(body.thinking_token_budget, len(opening)), closing, opening)
 
 
 def _special(model: ServedModel, text: str) -> int | None:
     """The token of a text that is one special token."""
-    token = model.tokenizer.token_to_id(text)
+    token = model.words.table.token_to_id(text)
     return token if token is not None and token in model.vocabulary.special_ids else None
 
 

@@ -1,7 +1,7 @@
 """Text from tokens, a token at a time: never half a character, never the whole text decoded again.
 
 A continuation keeps its leading space: the pieces of an answer, put behind the decoded prompt, read as the decoding of
-prompt and answer together. Knows tokenizers, nothing of requests.
+prompt and answer together. Knows what tokens are, nothing of requests.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tokenizers import Tokenizer
-
 from dovetail.gateway.foreign import tokenizer_call
+from dovetail.gateway.token_table import TokenTable
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 _REPLACEMENT = "\ufffd"
@@ -38,12 +37,10 @@ class Vocabulary:
     the tokens' bytes, and decoding is a table and an incremental UTF-8 decoder. Others go through `WindowDetokenizer`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.special_ids = frozenset(
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
-        self._decoder = _Decoder.of(tokenizer)
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self.special_ids = table.special_ids
+        self._decoder = _Decoder.of(table)
         self._bytes: dict[int, bytes] = {}
 
     @property
@@ -68,15 +65,15 @@ class Vocabulary:
         hidden = self.special_ids - shown if skip_special_tokens else frozenset()
         if self.concatenates:
             return ByteDetokenizer(self, hidden)
-        return WindowDetokenizer(self.tokenizer, prompt[-_CONTEXT_TOKENS:], skip_special_tokens and not shown)
+        return WindowDetokenizer(self._table, prompt[-_CONTEXT_TOKENS:], skip_special_tokens and not shown)
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        token = self.tokenizer.id_to_token(token_id)
+        token = self._table.id_to_token(token_id)
         if token is None:  # a padding row of the embedding: the model may pick it, it stands for nothing
             return b""
         if self._decoder.kind == "other":
             with tokenizer_call("the tokenizer failed"):
-                return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+                return self._table.decode([token_id], skip_special_tokens=False).encode()
         return self._decoder.token_bytes(token)
 
 
@@ -105,8 +102,8 @@ class WindowDetokenizer:
                                               0             split            len(window)
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, table: TokenTable, context: Sequence[int], skip_special_tokens: bool) -> None:
+        self._table = table
         self._skip_special_tokens = skip_special_tokens
         self._window = list(context)
         self._split = len(self._window)
@@ -133,7 +130,7 @@ class WindowDetokenizer:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         with tokenizer_call("the tokenizer failed"):
-            return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
+            return self._table.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
 
 class _Decoder:
@@ -144,9 +141,8 @@ class _Decoder:
         self._replacements = replacements
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> _Decoder:
-        decoder = tokenizer.decoder
-        state: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    def of(cls, table: TokenTable) -> _Decoder:
+        state: dict[str, Any] = json.loads(table.decoder) if table.decoder else {}
         parts = state.get("decoders", [state])
         kinds = [part.get("type") for part in parts]
         if kinds == ["ByteLevel"]:

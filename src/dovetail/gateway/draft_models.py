@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import logging
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-
-import msgspec
-from tokenizers import Tokenizer
 
 from dovetail.errors import InvalidRequest, RequestError
 from dovetail.gateway.foreign import tokenizer_call
 from dovetail.gateway.models import Models, ServedModel
+from dovetail.gateway.words import words_of
 from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")
@@ -37,11 +36,10 @@ def draft_problem(card: ModelCard, draft: ModelCard) -> str:
 
 
 @cache
-def _vocabulary(file: str, digest: str) -> str:
+def _vocabulary(file: str, digest: str) -> bytes:
     """Of the file with that digest: the same for those whose tokens mean the same."""
     with tokenizer_call(f"{file} cannot be read"):
-        tokens = sorted(Tokenizer.from_buffer(Path(file).read_bytes()).get_vocab().items())
-    return hashlib.sha256(msgspec.json.encode(tokens)).hexdigest()
+        return words_of(Path(file), digest).table.digest
 
 
 class DraftModels:
@@ -50,6 +48,18 @@ class DraftModels:
     def __init__(self, models: Models) -> None:
         self._models = models
         self._told: dict[str, str] = {}  # by model: the problem that was told of last
+        self._compared: set[tuple[str, str]] = set()  # digests of tokenizers
+
+    async def prepare(self, model: ServedModel) -> None:
+        """Have the tokenizers compared by a thread, before `of` does so on the event loop."""
+        name = model.config.speculative.draft
+        if name is None or model.config.speculative.mode == "off":
+            return
+        with suppress(RequestError):
+            digests = model.card.tokenizer_digest, self._models.get(name).card.tokenizer_digest
+            if digests not in self._compared:
+                await asyncio.to_thread(self.of, model)
+                self._compared.add(digests)
 
     def of(self, model: ServedModel) -> ModelCard | None:
         """None also where there is a problem with it, which is told once: the model answers without."""

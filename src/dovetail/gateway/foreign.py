@@ -12,15 +12,17 @@ from dovetail.errors import EngineFailed
 
 
 @contextmanager
-def tokenizer_call(what: str) -> Iterator[None]:
+def tokenizer_call(what: str = "") -> Iterator[None]:
+    """`what`: before what it says."""
+    before = f"{what}: " if what else ""
     try:
         yield
     except Exception as error:
-        raise EngineFailed(f"{what}: {_line(error)}") from error
+        raise EngineFailed(f"{before}{_line(error)}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise EngineFailed(f"{what}: {_line(error)}") from error
+        raise EngineFailed(f"{before}{_line(error)}") from error
 
 
 def _line(error: BaseException) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
-
 from dovetail.errors import InvalidRequest
+from dovetail.gateway.token_table import TokenTable
 
 # Marks before the text that precedes the gap, before the text that follows it, and where the answer goes.
 _MARKS = (
@@ -19,13 +18,13 @@ _MARKS = (
 _SUFFIX_FIRST = ("[SUFFIX]", "[PREFIX]")  # Codestral
 
 
-def infill_prompt(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int], model: str) -> list[int]:
+def infill_prompt(table: TokenTable, before: Sequence[int], after: Sequence[int], model: str) -> list[int]:
     """`before` and `after` without special tokens."""
     for names in _MARKS:
-        prefix, suffix, middle = (tokenizer.token_to_id(name) for name in names)
+        prefix, suffix, middle = (table.token_to_id(name) for name in names)
         if prefix is not None and suffix is not None and middle is not None:
             return [prefix, *before, suffix, *after, middle]
-    suffix, prefix = (tokenizer.token_to_id(name) for name in _SUFFIX_FIRST)
+    suffix, prefix = (table.token_to_id(name) for name in _SUFFIX_FIRST)
     if suffix is not None and prefix is not None:
         return [suffix, *after, prefix, *before]
     raise InvalidRequest(

@@ -1,4 +1,5 @@
-"""Threads for work on text that would stop the event loop: few of them, taken in turns by the clients that wait.
+"""Work on text that would stop the event loop, in threads or other processes: little of it at a time, and clients that
+wait take turns.
 
 A client that brings a hundred long texts is served one, then the next client one. Work that nobody waits for any more
 is not begun; what has begun is bounded by the limits on bodies and texts.
@@ -8,45 +9,41 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from dovetail.confined import thread_gives_way
 from dovetail.errors import Overloaded
 from dovetail.gateway.clients import current_client
 from dovetail.machine import trim_memory
 
 Result = TypeVar("Result")
+Start = Callable[[Callable[[], Any]], asyncio.Future[Any]]
 
-SHORT_CHARS = 64 * 1024  # of a text that is tokenised in a few hundredths of a second
+SHORT_SIZE = 64 * 1024  # characters of a text that is tokenised in a few hundredths of a second
 _MAX_WAITING = 256  # in one lane; one client alone may have half of them
 _TRIM_BYTES = 128 * 1024  # after work on so much, memory is given back to the system
 _TRIM_AFTER_S = 1.0
-_LONG_NICENESS = 10  # whoever brings a long text waits for its prefill anyway; streams go on meanwhile
 _RESTS = 3.0  # a quarter of a core, whoever sends how much
 
 
 class Lane:
-    """Work in `num_threads` threads. `rests`: work that holds the interpreter is followed by a pause so many times as
-    long as it took, in which the event loop, and on a small machine the worker, come in. Nobody waits for the pause
-    but whoever is next. `niceness`: of the threads, for work that holds the interpreter next to never; who waited for
-    it with the interpreter in hand would hold everybody."""
+    """So many pieces of work at a time; `start` begins one. `rests`: work that holds the interpreter is followed by a
+    pause so many times as long as it took, in which the event loop, and on a small machine the worker, come in. Nobody
+    waits for the pause but whoever is next."""
 
-    def __init__(self, name: str, num_threads: int, *, rests: float = 0.0, niceness: int = 0) -> None:
-        self._executor = ThreadPoolExecutor(
-            num_threads, thread_name_prefix=name, initializer=thread_gives_way, initargs=(niceness,)
-        )
+    def __init__(self, start: Start, num_at_once: int, *, rests: float = 0.0) -> None:
+        self._start = start
         self._rests = rests
-        self._free = num_threads
+        self._free = num_at_once
         self._waiting: OrderedDict[str, deque[tuple[Callable[[], Any], asyncio.Future[Any]]]] = OrderedDict()
 
     @property
     def num_waiting(self) -> int:
         return sum(len(queue) for queue in self._waiting.values())
 
-    async def run(self, work: Callable[[], Result]) -> Result:
+    async def _run(self, work: Callable[[], Any]) -> Any:
         client = current_client.get()
         queue = self._waiting.get(client, deque())
         if len(queue) >= _MAX_WAITING - self.num_waiting:
@@ -56,8 +53,7 @@ class Lane:
         self._waiting[client] = queue
         self._begin()
         try:
-            result: Result = await entry[1]
-            return result
+            return await entry[1]
         finally:
             if entry in queue:  # cancelled before its turn
                 self._remove(client, entry)
@@ -70,14 +66,16 @@ class Lane:
             self._remove(client, queue[0])
             self._free -= 1
             loop = asyncio.get_running_loop()
-            done = loop.run_in_executor(self._executor, work)
+            done = self._start(work)
             done.add_done_callback(partial(self._end, waiter, loop.time()))
 
     def _end(self, waiter: asyncio.Future[Any], started_s: float, done: asyncio.Future[Any]) -> None:
-        """The answer goes out at once; the thread is free for the next one after its pause."""
-        loop, error = done.get_loop(), done.exception()
+        """The answer goes out at once; the next one's turn is after its pause."""
+        loop, error = done.get_loop(), None if done.cancelled() else done.exception()
         if not waiter.done():
-            if error is not None:
+            if done.cancelled():
+                waiter.cancel()
+            elif error is not None:
                 waiter.set_exception(error)
             else:
                 waiter.set_result(done.result())
@@ -97,20 +95,44 @@ class Lane:
             del self._waiting[client]
 
 
+class ThreadLane(Lane):
+    """Work in threads of its own."""
+
+    def __init__(self, name: str, num_threads: int, *, rests: float = 0.0) -> None:
+        executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        super().__init__(
+            lambda work: asyncio.get_running_loop().run_in_executor(executor, work), num_threads, rests=rests
+        )
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        result: Result = await self._run(work)
+        return result
+
+
+class CallLane(Lane):
+    """Calls of other processes, which are awaited here."""
+
+    def __init__(self, num_at_once: int) -> None:
+        super().__init__(lambda call: asyncio.ensure_future(call()), num_at_once)
+
+    async def run(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        result: Result = await self._run(call)
+        return result
+
+
 class TextLanes:
     """The lanes of a gateway, and the memory that their work leaves behind."""
 
     def __init__(self) -> None:
-        self.parse = Lane("parse", 1, rests=_RESTS)
-        self.write = Lane("write", 1, rests=_RESTS)  # of answers that are long
-        self._short = Lane("text", 2)
-        self._long = Lane("long-text", 1, niceness=_LONG_NICENESS)
+        self.parse = ThreadLane("parse", 1, rests=_RESTS)
+        self.write = ThreadLane("write", 1, rests=_RESTS)  # of answers that are long
+        self._short, self._long = CallLane(2), CallLane(1)  # of tokenizers' processes
         self._trim: asyncio.TimerHandle | None = None
 
-    async def run(self, size: int, work: Callable[[], Result]) -> Result:
-        """Work on a text of this size."""
+    async def run(self, size: int, call: Callable[[], Awaitable[Result]]) -> Result:
+        """Of a process, about a text of this size."""
         try:
-            return await (self._short if size <= SHORT_CHARS else self._long).run(work)
+            return await (self._short if size <= SHORT_SIZE else self._long).run(call)
         finally:
             self.note(size)
 

@@ -6,14 +6,12 @@ Where cards come from is the catalogue's matter, which is handed in; where weigh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Never, Protocol
-
-from tokenizers import Tokenizer
+from typing import Never, Protocol, TypeVar
 
 from dovetail.config import ModelConfig
 from dovetail.errors import CheckpointError, EngineFailed, InvalidRequest, ModelNotFound, Overloaded
@@ -22,11 +20,10 @@ from dovetail.gateway.detokenizer import Vocabulary
 from dovetail.gateway.foreign import tokenizer_call
 from dovetail.gateway.lanes import TextLanes
 from dovetail.gateway.pulls import Pull
-from dovetail.gateway.words import Words, words_of
+from dovetail.gateway.words import QUICK_SIZE, Words, text_size, words_of
 from dovetail.types import AdapterRef, ModelCard
 
-# Shorter texts take less time to tokenise than a thread takes to start on them.
-_INLINE_CHARS = 4096
+Result = TypeVar("Result")
 
 
 class Catalogue(Protocol):
@@ -107,11 +104,7 @@ class ServedModel:
         if self._base is not None:
             return self._base.words
         with tokenizer_call(f"the tokenizer of '{self.name}' cannot be read"):
-            return words_of(Path(self.card.tokenizer_file).read_bytes(), self.card.tokenizer_digest)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.words.tokenizer
+            return words_of(Path(self.card.tokenizer_file), self.card.tokenizer_digest)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -134,10 +127,7 @@ class ServedModel:
             await asyncio.to_thread(lambda: self.words)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if len(text) <= _INLINE_CHARS:
-            await asyncio.sleep(0)  # whoever has hundreds of them lets others in between
-            return self._encode(text, add_special_tokens)
-        return await self.lanes.run(len(text), lambda: self._encode(text, add_special_tokens))
+        return (await self._encode([text], add_special_tokens))[0]
 
     async def encode_prompt(self, text: str) -> list[int]:
         """A plain completion prompt, with the tokens that the model expects before any text."""
@@ -145,44 +135,39 @@ class ServedModel:
 
     async def encode_pair(self, first: str, second: str) -> list[int]:
         """Two texts that are read together, with the tokens that the model expects around and between them."""
-
-        def work() -> list[int]:
-            with tokenizer_call(f"the tokenizer of '{self.name}' failed"):
-                return self.tokenizer.encode_batch([(first, second)], add_special_tokens=True)[0].ids
-
-        size = len(first) + len(second)
-        if size <= _INLINE_CHARS:
-            await asyncio.sleep(0)
-            return work()
-        return await self.lanes.run(size, work)
+        return await self._ask(len(first) + len(second), lambda: self.words.encode_pair(first, second))
 
     async def encode_all(self, texts: Sequence[str], *, as_prompts: bool) -> list[list[int]]:
         """Of many texts, in one piece of work, however short each is."""
-
-        def work() -> list[list[int]]:
-            tokens = [self._encode(text, as_prompts) for text in texts]
-            return [self._with_bos(each) for each in tokens] if as_prompts else tokens
-
-        return await self.lanes.run(sum(map(len, texts)), work)
+        tokens = await self._encode(texts, as_prompts)
+        return [self._with_bos(each) for each in tokens] if as_prompts else tokens
 
     def _with_bos(self, tokens: list[int]) -> list[int]:
-        bos = self.tokenizer.token_to_id(self.card.bos_token) if self.card.add_bos and self.card.bos_token else None
+        bos = self._bos
         return [bos, *tokens] if bos is not None and tokens[:1] != [bos] else tokens
 
-    async def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        if len(tokens) <= _INLINE_CHARS:
-            await asyncio.sleep(0)
-            return self._decode(tokens, skip_special_tokens)
-        return await self.lanes.run(len(tokens), lambda: self._decode(tokens, skip_special_tokens))
+    @cached_property
+    def _bos(self) -> int | None:
+        wanted = self.card.bos_token if self.card.add_bos else None
+        return self.words.table.token_to_id(wanted) if wanted else None
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # `encode` keeps the interpreter locked while it runs, `encode_batch` does not.
-        with tokenizer_call(f"the tokenizer of '{self.name}' failed"):
-            return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+    async def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return await self._ask(len(tokens), lambda: self.words.decode(tokens, skip_special_tokens=skip_special_tokens))
 
-    def _decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        with tokenizer_call(f"the tokenizer of '{self.name}' failed"):
-            return self.tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)[0]
+    async def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        def work() -> Awaitable[list[list[int]]]:
+            return self.words.encode(texts, add_special_tokens=add_special_tokens)
+
+        return await self._ask(text_size(texts), work)
+
+    async def _ask(self, size: int, work: Callable[[], Awaitable[Result]]) -> Result:
+        """The tokenizer's process; clients take turns with what is not quick."""
+
+        async def call() -> Result:
+            with tokenizer_call(f"the tokenizer of '{self.name}' failed"):
+                return await work()
+
+        return await (call() if size <= QUICK_SIZE else self.lanes.run(size, call))
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class Endpoints:
         else:
             tokens = await _tokenize_text(body, model)
         _meter(request, len(tokens))
-        context, to_text = model.card.spec.context_length, model.tokenizer.id_to_token
+        context, to_text = model.card.spec.context_length, model.words.table.id_to_token
 
         def encode() -> bytes:  # as a `Tokenized`, which would look at each token first
             strings = [to_text(token) or "" for token in tokens] if body.return_token_strs else None
@@ -228,15 +228,15 @@ def _echo(body: ChatRequest) -> str:
 
 
 def _tokenizer_info(model: ServedModel) -> TokenizerInfo:
-    card, added = model.card, model.tokenizer.get_added_tokens_decoder()
+    card, table = model.card, model.words.table
     info = TokenizerInfo(
-        tokenizer_class=type(model.tokenizer.model).__name__,
-        vocab_size=model.tokenizer.get_vocab_size(),
+        tokenizer_class=table.kind,
+        vocab_size=table.vocab_size,
         model_max_length=card.spec.context_length,
         bos_token=card.bos_token,
         eos_token=card.eos_token,
         chat_template=card.chat_template,
-        added_tokens_decoder={str(id): token.content for id, token in added.items()},
+        added_tokens_decoder={str(number): token for number, token in table.added.items()},
         knows_tools=card.chat_template is not None and model.template.knows_tools,
     )
     if card.chat_template is not None:

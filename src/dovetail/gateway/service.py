@@ -24,6 +24,7 @@ from dovetail.gateway.models import Models, ServedModel
 from dovetail.gateway.patience import HOPELESS_S
 from dovetail.gateway.run import Delta, Origin, Run
 from dovetail.gateway.templates import templates
+from dovetail.gateway.tokenizer_process import nursery
 from dovetail.gateway.translate import Job
 from dovetail.gateway.waits import Standing
 from dovetail.messages import Load
@@ -124,6 +125,7 @@ class Service:
 
     async def start(self, preload: Iterable[str] = ()) -> None:
         """Returns when the workers are up and these models loaded; raises what the first that fails raises."""
+        await asyncio.to_thread(nursery.warm)
         await asyncio.gather(self.preload(preload), *(s.greeted for s in self.link.supervisors.values()))
         self.is_ready = True
         templates.warm()
@@ -233,6 +235,7 @@ class Service:
                 await old.idle.wait()
                 if self._outdated(model) is old and not old.is_wanted:
                     self.cluster.unload(model.host)
+            await self.drafts.prepare(model)
             hosted = self.cluster.offer(self._load_of(model, model.card))
             self.link.check_usable()
             await hosted.wait_until_known()

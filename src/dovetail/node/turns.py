@@ -16,7 +16,9 @@ from dovetail.node.shares import Share, latest_prefill_s, left_s, splitting_s
 from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY, choose_turn, guards_decodes, is_overtaken
 from dovetail.policy.parts import (
+    FEWEST_TOKENS,
     MOST_PROMPTS,
+    SMOOTH_TOKENS,
     begins_by_s,
     is_unhurried,
     least_s,
@@ -210,7 +212,7 @@ class Turns:
         """Of its first prompt, and of those behind it that had better come along, unless it were late by that."""
         first, latency = instance.waiting[0], instance.hosting.latency
         seconds /= instance.overestimate
-        tokens = tokens_within(latency, first.computed, first.pending_tokens, seconds)
+        tokens = tokens_within(latency, first.computed, first.pending_tokens, seconds, self._fewest_tokens(instance))
         shares = [Share(first, first.computed, tokens)]
         if not self._rule.packs_prompts or tokens < first.pending_tokens:
             return tuple(shares)
@@ -231,6 +233,16 @@ class Turns:
         self.update(instance)  # it may have nothing else to do
         if self._rule.in_rounds:
             self.awaiting.expect(instance, work, now)
+
+    def _fewest_tokens(self, instance: Instance) -> int:
+        """Of a part of its prompt. Admission plays parts of `FEWEST_TOKENS`, which a prompt has fewer of, so that what
+        was promised to one that waits is kept by them alone; an answer that goes on here has been promised that."""
+        if not self._rule.splits_decodes:
+            return FEWEST_TOKENS
+        there = [*self._active, *self._almost]
+        holds_answers = any(one.running for one in there if one is not instance)
+        is_promised = any(work.is_strict or work.produced for one in there for work in one.waiting)
+        return SMOOTH_TOKENS if holds_answers and not is_promised else FEWEST_TOKENS
 
     def has_only(self, instance: Instance) -> bool:
         """It alone has work that can run, none of that waits, and nothing is awaited."""

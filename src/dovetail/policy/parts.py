@@ -10,30 +10,30 @@ from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import Latency, prompt_s
 
 FEWEST_TOKENS = 16  # of a part: fewer would cost nearly as much
-STEP_TOKENS = 16  # parts are multiples of it: a KV block
+SMOOTH_TOKENS = 4  # of a part that answers of other models wait for, where no prompt was promised anything
 PACKED_SHARE = 0.9  # of the time that two prompts take one by one: they share an iteration if it takes no longer
 UNHURRIED = 3.0  # times what is left of a prompt: it is due no sooner
 SPLIT_LIMIT = 8.0  # parts take no less than so many times what splitting costs
 MOST_PROMPTS = 32  # in one iteration
 
 
-def tokens_within(latency: Latency, start: int, pending: int, seconds: float) -> int:
-    """How many of the pending tokens of a prompt can be computed in so long, those before `start` being there; no fewer
-    than what a smallest part costs."""
-    if pending <= FEWEST_TOKENS or prompt_s(latency, start, pending) <= seconds:
+def tokens_within(latency: Latency, start: int, pending: int, seconds: float, fewest: int = FEWEST_TOKENS) -> int:
+    """How many of the pending tokens of a prompt can be computed in so long, those before `start` being there: a
+    multiple of `fewest`, and no fewer than what those cost."""
+    if pending <= fewest or prompt_s(latency, start, pending) <= seconds:
         return pending
-    seconds = max(seconds, prompt_s(latency, start, FEWEST_TOKENS))
-    fits, exceeds = FEWEST_TOKENS // STEP_TOKENS, -(-pending // STEP_TOKENS)
+    seconds = max(seconds, prompt_s(latency, start, fewest))
+    fits, exceeds = 1, -(-pending // fewest)
     while exceeds - fits > 1:
         middle = (fits + exceeds) // 2
-        if prompt_s(latency, start, middle * STEP_TOKENS) <= seconds:
+        if prompt_s(latency, start, middle * fewest) <= seconds:
             fits = middle
         else:
             exceeds = middle
-    tokens = fits * STEP_TOKENS
-    if pending - tokens >= FEWEST_TOKENS:
+    tokens = fits * fewest
+    if pending - tokens >= FEWEST_TOKENS or fewest < FEWEST_TOKENS:
         return tokens
-    return tokens - STEP_TOKENS if tokens > FEWEST_TOKENS else pending  # no crumbs
+    return tokens - fewest if tokens > fewest else pending  # no crumbs, unless others wait
 
 
 def least_s(latency: Latency, start: int, pending: int) -> float:

@@ -18,7 +18,7 @@ from dovetail.sched.sequence import Sequence as Tokens
 from dovetail.types import SamplingParams
 from dovetail.worker.runner import ModelRunner
 
-PREFILL_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+PREFILL_TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MEAN_LENGTHS = (32, 256, 512, 1024, 2048, 4096)  # long contexts are cut: time is no straight line over them
 REPEAT_S = 0.6  # a point is repeated until this much time is spent on it, but at least
 MIN_REPEATS, MAX_REPEATS = 3, 15
