@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -126,10 +128,12 @@ class Cluster:
         state: str | None = self.nodes().get(name, {}).get("state")
         return state
 
-    def ask(self, index: int, seen: list[int]) -> str:
+    def ask(self, index: int, seen: list[int], silences: list[float] | None = None) -> str:
+        """`silences`: gets the longest time between two pieces of the answer, in that of the median."""
         body = {"model": "llama", "prompt": f"stream {index}", "max_tokens": NUM_TOKENS, "temperature": 0}
         body |= {"stream": True, "ignore_eos": True}
         text = ""
+        times_s: list[float] = []
         with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
@@ -138,13 +142,18 @@ class Cluster:
                     assert "choices" in chunk, chunk
                     text += chunk["choices"][0]["text"]
                     seen[index] += 1
+                    times_s.append(time.monotonic())
+        if silences is not None:
+            gaps_s = [after - before for before, after in pairwise(times_s)]
+            silences.append(max(gaps_s) / median(gaps_s))
         return text
 
     def ask_all(self, count: int, disturb: Callable[[], None] = lambda: None) -> list[str]:
         seen, texts = [0] * count, [""] * count
+        silences: list[float] = []
 
         def ask(index: int) -> None:
-            texts[index] = self.ask(index, seen)
+            texts[index] = self.ask(index, seen, silences)
 
         threads = [threading.Thread(target=ask, args=(index,)) for index in range(count)]
         for thread in threads:
@@ -153,6 +162,8 @@ class Cluster:
         disturb()
         for thread in threads:
             thread.join(TIMEOUT_S)
+        silences.sort()
+        print(f"longest silence in token times: p50 {median(silences):.1f}, worst of {count} {silences[-1]:.1f}")
         return texts
 
     def close(self) -> None:
@@ -213,6 +224,7 @@ def test_a_machine_leaves_while_it_answers_and_nobody_notices(cluster: Cluster, 
 
     assert cluster.ask_all(NUM_STREAMS, leave) == undisturbed
     eventually(lambda: left[0] not in cluster.nodes())
+    print(f"answers that moved: {cluster.num_migrations()}")
     assert cluster.num_migrations(), "answers moved, they did not merely end"
     assert cluster.joined[left[0]].wait(30) == 0, "the command that joined it has ended well"
     cluster.join(left[0])
