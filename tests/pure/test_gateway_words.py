@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import weakref
@@ -208,13 +209,14 @@ def test_a_process_that_ends_is_replaced_and_its_calls_are_answered(words: Words
 def test_a_process_that_hangs_is_killed_and_only_the_call_that_it_was_at_is_refused(
     words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_process, "WAIT_S", 0.3)
-
     async def test() -> None:
         wanted = await words.encode(["hello"], add_special_tokens=False)
         first = psutil.Process(words.pid)
         stop(first.pid)
-        calls = [asyncio.create_task(words.encode(["hello"], add_special_tokens=False)) for _ in range(3)]
+        with monkeypatch.context() as patched:  # for the first call alone: the next process may take its time
+            patched.setattr(tokenizer_process, "WAIT_S", 0.3)
+            calls = [asyncio.create_task(words.encode(["hello"], add_special_tokens=False)) for _ in range(3)]
+            await asyncio.sleep(0)
         found = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(found[0], TokenizerLost)
         assert "takes more than" in str(found[0])
@@ -250,6 +252,24 @@ def test_the_process_that_forks_is_replaced_when_it_has_ended(words: Words, tmp_
     other = words_of(saved(tmp_path, byte_level_tokenizer(), "\n"))
     assert asyncio.run(other.encode(["a"], add_special_tokens=False))
     assert asyncio.run(words.encode(["a"], add_special_tokens=False))
+
+
+def test_no_process_outlives_a_gateway_that_is_killed(tmp_path: Path) -> None:
+    path = saved(tmp_path, byte_level_tokenizer())
+    code = (
+        "import sys, time; from pathlib import Path; from dovetail.gateway.words import words_of\n"
+        "from dovetail.gateway.tokenizer_process import nursery\n"
+        "words = words_of(Path(sys.argv[1])); print(words.pid, nursery.pid, flush=True); time.sleep(60)"
+    )
+    gateway = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert gateway.stdout is not None
+        helpers = [psutil.Process(int(pid)) for pid in gateway.stdout.readline().split()]
+    finally:
+        gateway.kill()
+        gateway.wait()
+    assert len(helpers) == 2
+    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in helpers))
 
 
 def test_a_cancelled_call_keeps_the_answers_of_the_others_in_their_order(words: Words) -> None:
