@@ -88,9 +88,7 @@ class Lifecycle:
 
     def idle(self) -> list[Instance]:
         """Instances that may be closed, the longest idle first; one that is kept forever is not among them."""
-        idle = [one for one in self._instances.values() if not one.batch and one.state is State.READY]
-        idle = [one for one in idle if one.hosting.keep_alive_s != INFINITY]
-        return sorted(idle, key=lambda one: one.idle_since_s)
+        return sorted((one for one in self._instances.values() if one.is_idle), key=lambda one: one.idle_since_s)
 
     def after_leaving(self, instance: Instance, now: float) -> None:
         instance.starved = False
@@ -133,6 +131,7 @@ class Lifecycle:
         instance.remove(*finished)
         for work in finished:
             self._admit.timing.answered(instance.model, work.produced)
+            self._admit.timing.held(work.input_tokens + work.produced)
             self._outbox.append(Finished(work, instance.id))
         self.after_leaving(instance, now)
 
