@@ -112,7 +112,7 @@ class Node:
         """Start an instance for the work; returns the instance's id. `reclaims`: idle ones may go for it."""
         grant = self.admit.start(work, self._free_at_s(now)) if self.up else Refusal.CLOSED
         if grant is Refusal.MEMORY and (reclaims or self.knobs.reclaim_idle):
-            grant = self._reclaim(work, now)
+            grant = self.lives.reclaim(work, self._free_at_s(now))
         if isinstance(grant, Refusal):
             return grant
         instance = self.lives.begin(work.model, work.phase)
@@ -200,21 +200,6 @@ class Node:
 
     def recover(self) -> None:
         self.up = True
-
-    def _reclaim(self, work: Work, now: float) -> Grant | Refusal:
-        """Close idle instances, the longest idle first, until the work's model can start; none, if all of them would
-        not be enough. Where weights may take a share of the device only, it can start when they are gone."""
-        idle = self.lives.idle()
-        missing = self.admit.missing_bytes(self.admit.hostings[work.model], work)
-        if sum(self.residency.planned_bytes(one) for one in idle) < missing:
-            return Refusal.MEMORY
-        for instance in idle:
-            missing -= self.residency.planned_bytes(instance)
-            self.lives.close(instance)
-            grant = self.admit.start(work, self._free_at_s(now))
-            if grant is not Refusal.MEMORY or missing <= 0:
-                return grant
-        return Refusal.MEMORY
 
     def _consider_join(self, instance_id: int, work: Work, now: float) -> Grant | Refusal:
         instance = self.instances.get(instance_id)
