@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from random import Random
+
 import pytest
 from sim_builders import make_hosting, make_node, make_work, serve_all
 
@@ -344,10 +347,29 @@ def test_a_request_with_an_adapter_goes_where_its_model_would_on_any_device() ->
     assert Work.of(adapted.record()).adapter == "a"
 
 
+BY_MEMORY = Knobs(waits=WaitOrder.MEMORY)
+
+
 def full_cluster(knobs: Knobs) -> Controller:
     """A node with one instance, of model "a", which has room for requests and for no further weights."""
     controller = make_cluster(make_node(hosting=make_hosting(slots=1), knobs=knobs, memory_gib=40.0), knobs=knobs)
     assert isinstance(submit(controller, make_work(0, "a")), Placed)
+    return controller
+
+
+def answer(controller: Controller, tokens_of: Callable[[str], int], count: int = 200) -> None:
+    """So many answers of several models end."""
+    for number in range(count):
+        work = make_work(1000 + number, "xyz"[number % 3])
+        work.produced = tokens_of(work.model)
+        controller.finished(handle_of(controller), 0, work, 0.0)
+
+
+def alike_cluster(knobs: Knobs) -> Controller:
+    """The same, which has seen that models answer at like length."""
+    controller = full_cluster(knobs)
+    random = Random(0)
+    answer(controller, lambda model: random.randint(50, 150))
     return controller
 
 
@@ -359,14 +381,14 @@ def test_by_deadline_whoever_is_due_first_asks_first() -> None:
 
 
 def test_by_memory_whoever_shares_weights_with_more_that_wait_asks_first() -> None:
-    controller = full_cluster(Knobs(waits=WaitOrder.MEMORY))
+    controller = alike_cluster(BY_MEMORY)
     for id, (model, ttft_s) in enumerate([("b", 2.0), ("c", 4.0), ("c", 3.0)], start=1):
         assert isinstance(submit(controller, make_work(id, model, ttft_s=ttft_s)), Queued)
     assert [work.id for work in controller.queued()] == [3, 2, 1]
 
 
 def test_by_memory_a_model_that_is_called_often_asks_first_and_calls_are_forgotten() -> None:
-    controller = full_cluster(Knobs(waits=WaitOrder.MEMORY))
+    controller = alike_cluster(BY_MEMORY)
     for id in range(10, 16):
         submit(controller, make_work(id, "b", ttft_s=1.0))
     controller.wake(2.0)  # these are given up; what is known of their model is not
@@ -380,7 +402,7 @@ def test_by_memory_a_model_that_is_called_often_asks_first_and_calls_are_forgott
 
 
 def test_by_memory_answers_that_have_begun_go_first_and_short_contexts_before_long_ones() -> None:
-    controller = full_cluster(Knobs(waits=WaitOrder.MEMORY))
+    controller = alike_cluster(BY_MEMORY)
     begun = make_work(3, "c", 3000, ttft_s=9.0)
     begun.produced = 5
     submit(controller, begun)
@@ -397,12 +419,34 @@ def test_weights_are_weighed_by_what_a_node_that_reads_them_offers() -> None:
     assert make_cluster(cpu).placer.weights_tokens("a") == 0.0
 
 
-def test_by_memory_is_by_deadline_while_nobody_knows_how_long_answers_of_a_busy_model_are() -> None:
-    controller = full_cluster(Knobs(waits=WaitOrder.MEMORY))
-    for id in range(10, 14):
-        assert isinstance(submit(controller, make_work(id, "a", 100, ttft_s=3.0)), Placed)
+def test_by_memory_is_by_deadline_while_nobody_knows_whether_models_answer_alike() -> None:
+    controller = full_cluster(BY_MEMORY)
     for id, (model, ttft_s) in enumerate([("b", 2.0), ("c", 4.0), ("c", 3.0)], start=1):
         submit(controller, make_work(id, model, ttft_s=ttft_s))
     assert [work.id for work in controller.queued()] == [1, 3, 2]
-    controller.finished(handle_of(controller), 0, make_work(10, "a"), 1.0)
+    random = Random(1)
+    answer(controller, lambda model: random.randint(50, 150))
     assert [work.id for work in controller.queued()] == [3, 2, 1]
+    answer(controller, lambda model: {"x": 5, "y": 100, "z": 2000}[model] + random.randint(0, 3))
+    assert [work.id for work in controller.queued()] == [1, 3, 2]
+
+
+def idle_cluster(knobs: Knobs) -> Controller:
+    """A node whose only place is taken by an idle instance, and a request of another model that waits for it."""
+    controller = make_cluster(make_node(knobs=knobs, memory_gib=15.0), knobs=knobs)
+    assert isinstance(submit(controller, make_work(0, "a")), Placed)
+    source = handle_of(controller)
+    serve_all(source.runtime, 0.0)
+    source.runtime.withdraw(0, 0.0)
+    controller.left(source, 0)
+    assert isinstance(submit(controller, make_work(1, "b", ttft_s=9.0)), Queued)
+    return controller
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_an_idle_instance_gives_way_to_whoever_waits_while_models_answer_alike(is_alike: bool) -> None:
+    controller = idle_cluster(Knobs(reclaim_alike=True, keep_alive_s=600.0))
+    random = Random(2)
+    answer(controller, lambda model: random.randint(50, 150) if is_alike else 10 ** ("xyz".index(model) + 1))
+    controller.wake(0.25)
+    assert isinstance(said(controller)[-1], Placed if is_alike else Queued)

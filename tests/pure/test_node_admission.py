@@ -80,6 +80,8 @@ def test_what_is_left_for_a_start_is_counted_over_everyone_there(
     weights = ledger.available
     if knobs.weights_share < 1.0 and there:
         weights = min(weights, int(knobs.weights_share * ledger.capacity) - sum(o.hosting.weight_bytes for o in there))
+    if knobs.reclaim_alike:
+        weights += sum(one.hosting.weight_bytes for one in there if one.is_idle)
     pace_s = sum(node.admit.timing.pace_s(one) for one in there if one.batch)
     assert room == StartRoom(weights, pace_s, min((one.strictest_s for one in there if one.batch), default=INFINITY))
 

@@ -498,3 +498,35 @@ def test_who_comes_later_does_not_silence_an_answer_that_is_computed_again() -> 
     demand = demand_of(instance, 0.5, 0.0, 0.0, 32.0)
     assert demand.prefills[0].due_s == pytest.approx(node.admit.rule.max_silence_s)
     assert demand.prefills[0].due_s < moved.due_s
+
+
+def resident_models(tokens: int, short_requests: int, *, are_alike: bool = True) -> int:
+    """How many models start on a device after requests that held so many tokens each have ended."""
+    knobs = Knobs(slots_limited=False, lengths_by_model=True, weights_share=0.75, short_requests=short_requests)
+    node = make_node("abcdefg", memory_gib=64.0, knobs=knobs)  # 10 GiB of weights each: four are in their share
+    node.admit.are_alike = are_alike
+    for _ in range(40):
+        node.admit.timing.held(tokens)
+        node.admit.timing.answered("z", tokens // 2)
+    return sum(
+        isinstance(node.start(make_work(id, model, 16, ttft_s=90.0), 0.0), int) for id, model in enumerate("abcdefg")
+    )
+
+
+def test_where_requests_are_short_weights_take_more_of_a_device() -> None:
+    assert resident_models(200, short_requests=0) == 4
+    assert resident_models(200, short_requests=5) == 6
+    assert resident_models(2000, short_requests=5) == 4
+    assert resident_models(200, short_requests=5, are_alike=False) == 4
+
+
+def test_idle_instances_do_not_close_for_a_start_that_they_would_not_make_room_for() -> None:
+    node = make_node("ab", memory_gib=25.0, knobs=Knobs(keep_alive_s=600.0, slots_limited=False))
+    idle, busy = make_work(0, "a"), make_work(1, "b")
+    for work in (idle, busy):
+        start(node, work)
+    serve_memory(node, 0.0)
+    node.withdraw(0, idle, 0.0)
+    huge = make_work(2, "b", 40_000, ttft_s=900.0, tpot_s=9.0)
+    assert node.start(huge, 0.0, reclaims=True) is Refusal.MEMORY
+    assert len(node.instances) == 2

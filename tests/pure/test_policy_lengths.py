@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.policy.lengths import AnswerLengths, expected_length, most_tokens
+from dovetail.policy.lengths import AnswerLengths, Likeness, expected_length, most_tokens
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_models_are_alike_if_their_answers_differ_no_less_than_those_of_others(seed: int) -> None:
+    random = Random(seed)
+    alike, different = Likeness(), Likeness()
+    for number in range(1, 300):
+        model = random.randrange(20)
+        length = random.lognormvariate(5.0, 0.7)
+        alike.add(str(model), int(length))
+        different.add(str(model), int(length * 2.0 ** (model % 10)))
+        assert number < 100 or (alike.is_seen and not different.is_seen)
 
 
 def test_each_model_has_a_mean_of_its_own() -> None:

@@ -137,7 +137,7 @@ class Controller(Seeker):
             self._retry(heappop(self._timed)[1])
         for work in self.room.begin_pass(now, self.seeking):
             self.room.leave(work.id)
-            self._seek(work)
+            self._seek_again(work)
         self.use_idle(now)
 
     def _retry(self, work_id: int) -> None:
@@ -187,7 +187,7 @@ class Controller(Seeker):
         self._ends_s.append(now)
         self._outputs.add(work.produced)
         self._lengths.add(work.model, work.produced)
-        self._by_memory.ended(work.model)
+        self._by_memory.ended(work.model, work.produced)
         self.short_at.pop(work.id, None)
         self._lengths.ended(work.id)
         self.left(node, instance)

@@ -53,6 +53,8 @@ class Search:
     is_over: bool = False  # nobody wants the request any more
     num_checked: int = 0  # nodes asked whether they would take what gives way
     last_refusal: Refusal | None = None
+    are_alike: bool = False  # models answer at like length
+    reclaims: bool = False  # idle instances may go for it
     is_full: bool = False  # no device is free, where models have devices to themselves
     _record: RequestRecord | None = None
 
@@ -239,7 +241,8 @@ class Placer:
     def _propose(self, search: Search, node: NodeHandle, instance: int | None) -> Asking[protocol.Answer]:
         if search.is_over:  # since somebody else was last asked
             raise Unwanted
-        answer = yield Ask(node, protocol.Propose(search.record, instance), search.until_s)
+        question = protocol.Propose(search.record, instance, reclaims=search.reclaims, are_alike=search.are_alike)
+        answer = yield Ask(node, question, search.until_s)
         if search.is_over:
             if isinstance(answer, Accepted):
                 node.order(protocol.Withdraw(search.work.id), self.now_s)

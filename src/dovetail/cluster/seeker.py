@@ -66,7 +66,7 @@ class Seeker:
         self._prepared: dict[str, Prepared] = {}  # by model
         self._outputs = OutputMean()
         self._lengths = AnswerLengths()
-        self._by_memory = MemoryOrder(self.placer, self._lengths, self._outputs)
+        self._by_memory = MemoryOrder(self.placer)
         order = self._by_memory.of if knobs.waits is WaitOrder.MEMORY else urgency
         self.room: WaitingRoom[Search] = WaitingRoom(knobs.retry_s, on_change=knobs.retry_on_change, order=order)
         self._by_memory.waiting = self.room.by_model
@@ -89,11 +89,17 @@ class Seeker:
     def _seek(self, work: Work, avoided: str | None = None) -> None:
         self.decisions.begin(self._place(self._search(work, avoided)))
 
+    def _seek_again(self, work: Work) -> None:
+        """Those who wait ask in order: whoever comes first may have the place of an idle instance."""
+        search = self._search(work)
+        search.reclaims = self.knobs.reclaim_alike and search.are_alike
+        self.decisions.begin(self._place(search))
+
     def _search(self, work: Work, avoided: str | None = None) -> Search:
         """Who has no token yet leaves nodes alone that owe their memory to somebody."""
         work.mean_tokens = self._lengths.mean_known(work.model, self._outputs.value)
         owing = {avoided} if avoided else set() if work.produced else set(self._owed.values())
-        search = self.seeking[work.id] = Search(work, owing)
+        search = self.seeking[work.id] = Search(work, owing, are_alike=self._by_memory.are_alike)
         return search
 
     def _place(self, search: Search) -> Asking[None]:
@@ -115,14 +121,15 @@ class Seeker:
             if placed is not None or not is_beyond or is_extended or not self._may_extend(work):
                 break
             self._extend(work, search.prefill_s, search.decode_s)
-            search = self.seeking[work.id] = Search(work, search.avoided)
+            search = self.seeking[work.id] = Search(
+                work, search.avoided, are_alike=search.are_alike, reclaims=search.reclaims
+            )
         del self.seeking[work.id]
         if isinstance(placed, Displace):
             self._wait_for(placed, search)
         elif placed is not None:
             self.displacing.pop(work.id, None)
             self._owed.pop(work.id, None)
-            self._by_memory.placed(work.model)
             self.outbox.append(placed)
             self._reunite(work.model)
         elif is_beyond and len(search.refusals) == 1:

@@ -27,6 +27,7 @@ class Grant:
 
 
 KEEP = Grant()
+SHORT_FLOOR = 2  # usual requests that the smallest pool holds where requests are short
 MAX_VICTIMS = 2  # named to whoever asks who could give way: each one costs a look at everybody
 
 
@@ -48,6 +49,7 @@ class Admitter:
         self.overestimate = self.timing.overestimate
         self.rule = self.timing.rule
         self._answered: tuple[int, int, float, Grant | Refusal] = (-1, -1, 0.0, KEEP)  # by `join`, to whom and when
+        self.are_alike = False  # models answer at like length, as whoever last proposed a request has said
         self._residency = residency
         self._instances = instances
         self._outputs = outputs
@@ -154,7 +156,13 @@ class Admitter:
                 pace_s += self.timing.pace_s(one) if grown_s is None else grown_s
                 if one.strictest_s < strictest_s:
                     strictest_s = one.strictest_s
-        return StartRoom(self._weights_room(), pace_s, strictest_s)
+        return StartRoom(self._weights_room() + self._idle_bytes(), pace_s, strictest_s)
+
+    def _idle_bytes(self) -> int:
+        """Weights that may give way to a start."""
+        if not self.knobs.reclaim_alike:
+            return 0
+        return sum([one.hosting.weight_bytes for one in self._instances.values() if one.is_idle])
 
     # Slots and shares
 
@@ -205,11 +213,21 @@ class Admitter:
     def required(self, hosting: Hosting, model: str, lengths: list[tuple[int, int]]) -> int:
         if self.knobs.lengths_by_model:
             need = self.timing.most_tokens(model, lengths)[1]
-            need = max(need + len(lengths), self.knobs.floor_tokens)
+            need = max(need + len(lengths), self._floor_tokens())
         else:
-            need = required_tokens(lengths, self._outputs.value, self.knobs.floor_tokens)
+            need = required_tokens(lengths, self._outputs.value, self._floor_tokens())
         need += len(lengths) * (hosting.block_tokens - 1)  # each request's last block is partly empty
         return -(need // -hosting.block_tokens) * hosting.block_tokens
+
+    @property
+    def _are_short(self) -> bool:
+        """Several usual requests fit into the smallest pool, and there is a usual one: models do not differ."""
+        count = self.knobs.short_requests
+        return count > 0 and self.are_alike and count * self.timing.usual_tokens < self.knobs.floor_tokens
+
+    def _floor_tokens(self) -> int:
+        floor = self.knobs.floor_tokens
+        return min(floor, int(SHORT_FLOOR * self.timing.usual_tokens)) if self._are_short else floor
 
     def recommended(self, hosting: Hosting, required: int) -> int:
         tokens = recommended_tokens(required, self.knobs.watermark)
@@ -272,7 +290,16 @@ class Admitter:
         if share >= 1.0 or not self._instances:
             return ledger.available
         resident = sum([one.hosting.weight_bytes for one in self._instances.values()])
-        return min(ledger.available, int(share * ledger.capacity) - resident)
+        room = int(share * ledger.capacity) - resident
+        if self._are_short:
+            room = max(room, ledger.capacity - resident - self._kept_bytes())
+        return min(ledger.available, room)
+
+    def _kept_bytes(self) -> int:
+        """For caches: so many usual requests of each instance, and of one more like the heaviest of them."""
+        tokens = int(self.knobs.short_requests * self.timing.usual_tokens)
+        sizes = [one.hosting.kv_bytes_per_token for one in self._instances.values()]
+        return tokens * (sum(sizes) + max(sizes))
 
     def missing_bytes(self, hosting: Hosting, work: Work) -> int:
         """L7: what would have to come free for a start of the work's model; 0 = memory is not what it lacks."""

@@ -72,6 +72,11 @@ class Instance(Batch):
         self.rhythm = Rhythm()  # of its turns
 
     @property
+    def is_idle(self) -> bool:
+        """It could be closed."""
+        return not self.batch and self.state is State.READY and self.hosting.keep_alive_s != INFINITY
+
+    @property
     def can_run(self) -> bool:
         return self.state is State.READY and not self.op_running and not self.ops and not self.starved
 

@@ -22,7 +22,7 @@ from dovetail.node.pools import Pools
 from dovetail.node.residency import Residency
 from dovetail.node.turns import Turns
 from dovetail.node.work import Phase, RequestRecord, Work
-from dovetail.policy.headroom import INFINITY
+from dovetail.policy.headroom import INFINITY, Refusal
 
 # L4: one that is handed over with no more than so many tokens to compute takes part in the next decode, unless it has
 # its next token in a small part of the time by itself.
@@ -88,9 +88,22 @@ class Lifecycle:
 
     def idle(self) -> list[Instance]:
         """Instances that may be closed, the longest idle first; one that is kept forever is not among them."""
-        idle = [one for one in self._instances.values() if not one.batch and one.state is State.READY]
-        idle = [one for one in idle if one.hosting.keep_alive_s != INFINITY]
-        return sorted(idle, key=lambda one: one.idle_since_s)
+        return sorted((one for one in self._instances.values() if one.is_idle), key=lambda one: one.idle_since_s)
+
+    def reclaim(self, work: Work, free_at_s: float) -> Grant | Refusal:
+        """Close idle instances, the longest idle first, until the work's model can start; none, if all of them would
+        not be enough. Where weights may take a share of the device only, it can start when they are gone."""
+        idle = self.idle()
+        missing = self._admit.missing_bytes(self._admit.hostings[work.model], work)
+        if sum(self._residency.planned_bytes(one) for one in idle) < missing:
+            return Refusal.MEMORY
+        for instance in idle:
+            missing -= self._residency.planned_bytes(instance)
+            self.close(instance)
+            grant = self._admit.start(work, free_at_s)
+            if grant is not Refusal.MEMORY or missing <= 0:
+                return grant
+        return Refusal.MEMORY
 
     def after_leaving(self, instance: Instance, now: float) -> None:
         instance.starved = False
@@ -133,6 +146,7 @@ class Lifecycle:
         instance.remove(*finished)
         for work in finished:
             self._admit.timing.answered(instance.model, work.produced)
+            self._admit.timing.held(work.input_tokens + work.produced)
             self._outbox.append(Finished(work, instance.id))
         self.after_leaving(instance, now)
 

@@ -108,11 +108,11 @@ class Node:
         self._accept(self.instances[instance_id], work, grant)
         return None
 
-    def start(self, work: Work, now: float) -> int | Refusal:
-        """Start an instance for the work; returns the instance's id."""
+    def start(self, work: Work, now: float, *, reclaims: bool = False) -> int | Refusal:
+        """Start an instance for the work; returns the instance's id. `reclaims`: idle ones may go for it."""
         grant = self.admit.start(work, self._free_at_s(now)) if self.up else Refusal.CLOSED
-        if grant is Refusal.MEMORY and self.knobs.reclaim_idle:
-            grant = self._reclaim(work, now)
+        if grant is Refusal.MEMORY and (reclaims or self.knobs.reclaim_idle):
+            grant = self.lives.reclaim(work, self._free_at_s(now))
         if isinstance(grant, Refusal):
             return grant
         instance = self.lives.begin(work.model, work.phase)
@@ -200,15 +200,6 @@ class Node:
 
     def recover(self) -> None:
         self.up = True
-
-    def _reclaim(self, work: Work, now: float) -> Grant | Refusal:
-        """Close idle instances, the longest idle first, until the work's model can start."""
-        for instance in self.lives.idle():
-            self.lives.close(instance)
-            grant = self.admit.start(work, self._free_at_s(now))
-            if grant is not Refusal.MEMORY:
-                return grant
-        return Refusal.MEMORY
 
     def _consider_join(self, instance_id: int, work: Work, now: float) -> Grant | Refusal:
         instance = self.instances.get(instance_id)

@@ -22,6 +22,8 @@ class Propose(msgspec.Struct, frozen=True, gc=False, tag="propose"):
     request: RequestRecord
     instance: int | None = None  # to join; None = start an instance for it
     hold: int = 0  # L4: it runs elsewhere still: compute its tokens, say CaughtUp, wait for CatchUp of this number
+    reclaims: bool = False  # idle instances give way to its start before their keep-alive is over
+    are_alike: bool = False  # models answer at like length, as far as the controller has seen
 
 
 class Check(msgspec.Struct, frozen=True, gc=False, tag="check"):

@@ -111,11 +111,12 @@ class NodeRuntime:
             assert held.hold, f"request {record.id} runs here and is to be held here"
             self.withdraw(record.id, now)
         work = Work.of(record)
+        self.node.admit.are_alike = question.are_alike
         if question.hold:
             work.hold_for(question.hold, now + answers.load_s(self.node, question, now))
         answer: int | Refusal | None
         if question.instance is None:
-            answer = self.node.start(work, now)
+            answer = self.node.start(work, now, reclaims=question.reclaims)
         else:
             answer = self.node.join(question.instance, work, now)
         if isinstance(answer, Refusal):

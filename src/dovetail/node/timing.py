@@ -20,6 +20,7 @@ from dovetail.policy.parts import in_parts_s, least_s, split_s
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.shadow import TurnRule, must_be_late, validate
 
+CONTEXT_TOKENS = 1024.0  # of a request, until some have ended
 TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it
 
 
@@ -55,6 +56,7 @@ class Timing:
         self._outputs = outputs
         self._lengths = AnswerLengths()
         self._asked: tuple[str, list[tuple[int, int]]] = ("", [])  # of `most_tokens`, last
+        self._contexts = OutputMean(CONTEXT_TOKENS, weight=2)  # of all models: what requests held when they ended
         self._answer: tuple[int, int] | None = None  # to that; None when something was learned since
         self._told: dict[str, float] = {}  # by model: its mean length, as requests bring it along
 
@@ -63,6 +65,15 @@ class Timing:
     def pace_tokens(self, model: str) -> float:
         """Over how many tokens the safety of a pace may be spent at once, see `Work.pace_from`."""
         return self._lengths.pace_tokens(model) if self._knobs.paced_from_first_token else INFINITY
+
+    @property
+    def usual_tokens(self) -> float:
+        """What a request holds in the end, of whichever model."""
+        return self._contexts.value
+
+    def held(self, tokens: int) -> None:
+        """A request has ended, which held so many."""
+        self._contexts.add(tokens)
 
     def answered(self, model: str, tokens: int) -> None:
         """An answer has ended."""

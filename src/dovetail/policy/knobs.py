@@ -88,9 +88,13 @@ class Knobs:
     max_silence_s: float = float("inf")  # within an answer: longer ones are no more admitted than late tokens
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
     weights_share: float = 1.0  # of a device's memory that weights may take: what is left lets batches grow
+    # Where models answer at like length and so many usual requests fit into the floor of a pool, floors are lower, and
+    # weights may take more than their share as long as what is left holds so many of each instance. 0 = never.
+    short_requests: int = 0
     one_instance: bool = False  # no second instance of a model on a node: it would split the batch
     free_resize: bool = False  # pools grow and shrink in place, without copying
     reclaim_idle: bool = False  # idle instances give way to a start before their keep-alive is over
+    reclaim_alike: bool = False  # the same for who waits, as long as models answer at like length
     live_moves: bool = False  # L4: who outgrows its node goes on while another one recomputes what it has said
     start_soonest: bool = False  # L6: a model starts where its weights are there first; else nodes are packed (S11)
     start_random: bool = False  # a model starts on any node that takes it (the usual serverless scheduler)

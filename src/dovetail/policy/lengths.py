@@ -12,11 +12,13 @@ from collections.abc import Sequence
 GUESS_WEIGHT = 2.0  # answers that the mean of all models counts for, in a model's own
 UNKNOWN = 2.0  # a model of which no answer has ended may be a chatty one: the mean of all, this many times
 RUN_ON = 4.0  # while no answer of a model has ended: how much longer than the longest that runs they may be expected
-SEEN_OFTEN = 2.5  # answers that have ended, faded: a mean of fewer says little
 KEPT = 0.95  # weight of what was seen before, with each answer of the model: about the last twenty count
 # A mean pace is kept over the whole answer: what is held back of it may be spent once, over half of a usual answer.
 PACE_SHARE = 0.5
 SHORT_ANSWER = 32.0  # tokens, until answers have been seen
+COMPARED = 0.985  # weight of what was compared before, with each answer: about the last seventy count
+COMPARED_OFTEN = 48
+ALIKE = 0.5  # of the squared difference between answers of different models: models that differ have less within
 OF_MODEL, OF_ALL = 0.5, 0.1  # weights of the last answer: some models answer in a word, others in pages
 
 
@@ -36,13 +38,38 @@ class _Seen:
         self.log_length += (math.log(max(tokens, 1)) - self.log_length) * OF_MODEL
 
 
+class Likeness:
+    """Whether models answer at like length: then two answers of one model differ as much as two of different ones."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}  # by model: logarithm of its last answer's length
+        self._before: tuple[str, float] | None = None  # the answer before, of whichever model
+        self._within = self._between = 0.0  # squared differences, faded
+        self._count = 0
+
+    def add(self, model: str, tokens: int) -> None:
+        """An answer has ended."""
+        log_length = math.log(max(tokens, 1))
+        last, before = self._last.get(model), self._before
+        if last is not None and before is not None and before[0] != model:
+            self._count += 1
+            self._within = self._within * COMPARED + (log_length - last) ** 2
+            self._between = self._between * COMPARED + (log_length - before[1]) ** 2
+        self._last[model] = log_length
+        self._before = model, log_length
+
+    @property
+    def is_seen(self) -> bool:
+        """Models answer at like length, as far as enough answers have shown."""
+        return self._count >= COMPARED_OFTEN and self._within >= ALIKE * self._between
+
+
 class AnswerLengths:
     def __init__(self) -> None:
         self._of: dict[str, _Seen] = {}
         self._running: dict[str, dict[int, int]] = {}  # by model and answer: tokens that one that runs is known to have
         self._model_of: dict[int, str] = {}  # of these answers
         self._usual_log_length = math.log(SHORT_ANSWER)  # of all models
-        self.longest = 0.0  # mean length of any model's answers, of those that have ended some
 
     def add(self, model: str, tokens: int) -> None:
         """An answer has ended."""
@@ -50,13 +77,7 @@ class AnswerLengths:
         if seen is None:
             seen = self._of[model] = _Seen(self._usual_log_length)
         seen.add(tokens)
-        if seen.count > SEEN_OFTEN:
-            self.longest = max(self.longest, seen.tokens / seen.count)
         self._usual_log_length += (math.log(max(tokens, 1)) - self._usual_log_length) * OF_ALL
-
-    def is_known(self, model: str) -> bool:
-        """An answer of the model has ended."""
-        return model in self._of
 
     def runs(self, model: str, id: int, produced: int) -> None:
         """An answer is known to be so long already."""

@@ -41,6 +41,7 @@ IMPROVEMENTS: dict[str, dict[str, object]] = {
     "memory by the model's answers": {"lengths_by_model": True},
     "answers go on": {"max_silence_s": 2.0, "guard_decodes": True, "finish_begun": True},
     "ask again on change": {"retry_on_change": True},
+    "more weights where requests are short": {"short_requests": 5},
 }
 DOVETAIL = replace(SLINFER, name="dovetail")
 for _changes in IMPROVEMENTS.values():

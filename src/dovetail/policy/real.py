@@ -15,6 +15,7 @@ REAL: dict[str, object] = {
     "free_resize": True,
     "slots_limited": False,
     "weights_share": 1.0,
+    "short_requests": 0,
     "one_instance": True,
     "reclaim_idle": True,
     "count_loads": True,
