@@ -12,7 +12,7 @@ from dovetail.node.rows import batch_s, latest_s
 from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
 
-MOST_S = 0.5  # a source lets go between two tokens, and more than that none should take
+MOST_S = 1.0  # a source lets go between two tokens, and more than that none should take
 
 
 class Awaiting:
