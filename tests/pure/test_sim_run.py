@@ -361,6 +361,10 @@ def test_who_gave_up_waiting_for_others_to_make_way_may_have_others_make_way() -
     run_one(205735)  # the new plan came before anybody had been told that the old one was over
 
 
+def test_a_prompt_whose_pool_waits_for_memory_of_others_leaves_the_turn_to_those_who_answer() -> None:
+    run_one(400281)  # the pool was asked to grow once more, for ever
+
+
 def test_a_storm_repeats_itself() -> None:
     first, second = run_one(7), run_one(7)
     assert [(r.fate, r.end_s) for r in first.records] == [(r.fate, r.end_s) for r in second.records]

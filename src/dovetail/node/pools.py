@@ -51,10 +51,14 @@ class Pools:
         """Whether something was done about a pool that its next prompt does not fit: else those who run go on. For one
         whose reader has heard something already somebody may have to go; for others it is only made larger."""
         tokens = first.pending_tokens + 1
-        if instance.running and not (instance.rule.in_rounds and first.is_resuming):
-            return instance.rule.in_rounds and self.enlarge(instance, tokens)
-        self.make_room(instance, tokens, now)
-        return True
+        if not instance.running or (instance.rule.in_rounds and first.is_resuming):
+            self.make_room(instance, tokens, now)
+            return True
+        if not instance.rule.in_rounds or self._residency.planned_kv_tokens(instance) > instance.kv_tokens:
+            return False  # it grows already
+        self._enlarge(instance, tokens)
+        self._owner.update_active(instance)
+        return not instance.can_run  # else that waits for memory of others
 
     def make_room(self, instance: Instance, prefill_tokens: int, now: float) -> None:
         """S8: the next step does not fit the KV pool. Enlarge it, or evict the request with the longest headroom."""
@@ -62,7 +66,7 @@ class Pools:
             if self._residency.planned_kv_tokens(instance) > instance.kv_tokens or instance.op_running:
                 instance.starved = True  # the growth is under way
                 break
-            if self.enlarge(instance, prefill_tokens):
+            if self._enlarge(instance, prefill_tokens):
                 continue
             works = instance.works()
             self._owner.evict(instance, max(works, key=lambda work: (instance.due_s(work), work.id)), "kv_short")
@@ -71,7 +75,7 @@ class Pools:
                 break
         self._owner.update_active(instance)
 
-    def enlarge(self, instance: Instance, prefill_tokens: int) -> bool:
+    def _enlarge(self, instance: Instance, prefill_tokens: int) -> bool:
         """By memory that is free, or that neighbours do not need yet; False: there is none."""
         return self._grow(instance, prefill_tokens) or self._borrow(instance, prefill_tokens)
 
