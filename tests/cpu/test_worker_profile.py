@@ -32,7 +32,7 @@ def test_a_profile_covers_the_grid_and_leaves_nothing_behind(tiny_folder: Callab
     runner, _ = build_runner(InstanceConfig(card, "f32", 1 << 22, 4, 4, 16, 200), DEVICE)
     profiler = Profiler(runner, max_tokens=40, max_batch=4)
     measured = profiler.run()
-    assert [sample.tokens for sample in measured.prefill] == [8, 16, 32]
+    assert [sample.tokens for sample in measured.prefill] == [4, 8, 16, 32]
     assert {(sample.batch, sample.mean_length) for sample in measured.decode} == {(b, 32) for b in (1, 2, 3, 4)}
     errors = profiler.check(measured.model, loads=3)
     assert errors.loads == 3
