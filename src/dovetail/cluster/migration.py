@@ -55,7 +55,6 @@ class Migration:
     known: int = 0  # tokens that the destination was told of
     gap: int = 0  # tokens that it was behind after the last round
     rounds: int = 0
-    began_s: float = 0.0  # when the last round did
     until_s: float = INFINITY  # the destination has caught up by then, or is given up
     is_over: bool = False  # whoever waits for an answer takes back what comes of it
 
@@ -128,8 +127,7 @@ class Migrations:
     # Rounds
 
     def _begin_round(self, migration: Migration, load_s: float = 0.0) -> None:
-        migration.began_s = self._controller.decisions.now_s
-        migration.until_s = migration.began_s + ROUND_S + load_s
+        migration.until_s = self._controller.decisions.now_s + ROUND_S + load_s
 
     def next_expiry_s(self) -> float | None:
         """When `expire` has something to do."""
