@@ -99,6 +99,19 @@ def test_a_request_that_no_hardware_can_serve_is_refused_at_once() -> None:
     assert dropped.reason == "hardware"
 
 
+def test_who_came_before_any_node_is_told_when_only_nodes_without_room_for_it_have_come() -> None:
+    controller = make_cluster(knobs=Knobs(extend_deadlines=True))
+    submit(controller, make_work(0, "a", ttft_s=1.0))
+    small = LocalNode(NodeRuntime(make_node(memory_gib=1)))
+    assert small.offer_of("a") is not None
+    controller.placer.add_node(small)
+    controller.changed()
+    controller.wake(1.001)
+    refused = said(controller)[-1]
+    assert isinstance(refused, Refused)
+    assert (refused.reason, refused.retry_after_s) == ("too_large", None)
+
+
 def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> None:
     knobs = Knobs(floor_tokens=0, paced_from_first_token=False)
     tight = make_node(memory_gib=21.7, name="tight", knobs=knobs)

@@ -365,6 +365,14 @@ def test_a_prompt_whose_pool_waits_for_memory_of_others_leaves_the_turn_to_those
     run_one(400281)  # the pool was asked to grow once more, for ever
 
 
+def test_who_came_while_no_node_was_there_does_not_wait_for_ever_for_one_with_room() -> None:
+    run_one(402132)
+
+
+def test_what_a_late_node_lets_go_is_heard_of() -> None:
+    run_one(403944)  # it was asked before it fell silent, and answered after
+
+
 def test_a_storm_repeats_itself() -> None:
     first, second = run_one(7), run_one(7)
     assert [(r.fate, r.end_s) for r in first.records] == [(r.fate, r.end_s) for r in second.records]

@@ -317,8 +317,7 @@ class LocalCluster:
         """Of what a mute node is asked, every other question is lost, and of the others the answer; what it lets go
         is not lost with an answer, because connections keep what was sent."""
         self._asked = number = self._asked + 1
-        lets_go = isinstance(question, Release | TakeBack)
-        if handle.is_mute and (number % 2 or lets_go):
+        if handle.is_mute and (number % 2 or _lets_go(question)):
             return number
         if handle.is_cut:
             return number
@@ -332,7 +331,7 @@ class LocalCluster:
         if handle.life != life or handle.is_cut:
             return
         answer = handle.runtime.answer(question, now)
-        if not handle.is_mute:
+        if not handle.is_mute or _lets_go(question):
             self._deliver(handle, self._answer, handle, number, answer, now=now)
 
     def _order_late(self, handle: LocalNode, order: Order, now: float) -> None:
@@ -364,3 +363,7 @@ class LocalCluster:
     ) -> None:
         if node.life == life:  # else its connection broke meanwhile
             handler(*arguments, now)
+
+
+def _lets_go(question: Question) -> bool:
+    return isinstance(question, Release | TakeBack)

@@ -66,7 +66,7 @@ class Runtime:
             self.works[work.id] = work
             if self._log is not None:
                 self._note_arrival(self._log, submission, work, now)
-        if self._is_too_large(works[0]):
+        if self.controller.is_too_large(works[0]):
             for work in works:
                 self._decide(Refused(work, "too_large", {}), now)
         else:
@@ -75,17 +75,6 @@ class Runtime:
         self.controller.use_idle(now)
         self._settle(now)
         return [work.id for work in works]
-
-    def _is_too_large(self, work: Work) -> bool:
-        """No node could hold it, had it the node to itself. Of a model that nobody offers the controller says so."""
-        is_offered = False
-        for node in self.controller.placer.nodes:
-            offer = node.offer_of(work.model)
-            if offer is not None:
-                if offer.room_tokens > work.known_tokens:
-                    return False  # the first node that is asked mostly has it
-                is_offered = True
-        return is_offered
 
     def room_for(self, model: str) -> int | None:
         """Tokens that one request of the model may have on the largest node; None if nobody offers it."""

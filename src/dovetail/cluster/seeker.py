@@ -156,6 +156,17 @@ class Seeker:
             self.room.leave(work.id)
             self._seek(work)
 
+    def is_too_large(self, work: Work) -> bool:
+        """No node could hold it, had it the node to itself. Of a model that nobody offers that is not known."""
+        is_offered = False
+        for node in self.placer.nodes:
+            offer = node.offer_of(work.model)
+            if offer is not None:
+                if offer.room_tokens > work.known_tokens:
+                    return False  # the first node that is asked mostly has it
+                is_offered = True
+        return is_offered
+
     def _is_lenient(self, work: Work) -> bool:
         """Better late than never: it did not ask for its targets, or its client has read a part of it."""
         return not work.is_strict or work.produced > 0
@@ -167,7 +178,9 @@ class Seeker:
 
     def _give_up(self, work: Work, search: Search) -> None:
         """Its token was due while it had no place; `search` is the last one."""
-        if self._may_extend(work) and any(node.offer_of(work.model) is not None for node in self.placer.nodes):
+        if self.is_too_large(work):
+            self._refuse(work, "too_large", search)  # whoever had room for it has gone, or the first node came after it
+        elif self._may_extend(work) and any(node.offer_of(work.model) is not None for node in self.placer.nodes):
             self._extend(work, search.prefill_s, search.decode_s)
             if work.produced or work.id != work.group or not SCARCE & search.refusals.keys():
                 self._seek(work)
@@ -235,7 +248,7 @@ class Seeker:
 
     def _refuse(self, work: Work, reason: str, search: Search) -> None:
         """With the choices that would have followed it."""
-        is_never = reason == "hardware" and not search.could_serve
+        is_never = reason == "too_large" or (reason == "hardware" and not search.could_serve)
         retry_after_s = None if is_never else self._retry_after_s()
         self._owed.pop(work.id, None)
         self.short_at.pop(work.id, None)
