@@ -207,6 +207,12 @@ def migrate(
     max_tokens: Annotated[int, typer.Option(help="Of each answer.", min=32)] = 160,
     prompt_words: Annotated[int, typer.Option(help="Of each prompt.", min=1)] = 60,
     nodes: Annotated[int, typer.Option(help="Workers of the server, one thread each.", min=2)] = 2,
+    url: Annotated[
+        str, typer.Option(help="A server on this machine, instead of one for the bench.", show_default=False)
+    ] = "",
+    event_log: Annotated[
+        Path | None, typer.Option(help="The `event_log` of that server's nodes.", show_default=False)
+    ] = None,
     drains: Annotated[int, typer.Option(help="Nodes to empty, one after the other.", min=1)] = 1,
     tpot: Annotated[
         str,
@@ -220,11 +226,18 @@ def migrate(
 ) -> None:
     """Drain one of several nodes under streams: who goes on elsewhere with the same text, and how long each pauses.
 
+    With --json each move is told by itself.
+
     Example: dovetail bench migrate smollm2-135m-instruct --streams 8
     """
-    from dovetail.bench.migration import measure
+    from dovetail.bench.migration import measure, measure_at
 
-    report = measure(model, streams, max_tokens, prompt_words, nodes, store, drains, tpot)
+    if bool(url) != (event_log is not None):
+        raise typer.BadParameter("--url and --event-log go together: the log says when answers moved")
+    if event_log is not None:
+        report = measure_at(url, event_log, model, streams, max_tokens, prompt_words, drains)
+    else:
+        report = measure(model, streams, max_tokens, prompt_words, nodes, store, drains, tpot)
     if as_json:
         print_json(report)
         return

@@ -72,6 +72,7 @@ class Migrated:
     source: str
     rounds: int  # of tokens that the destination computed before the last few
     gap: int  # tokens that were left for the end
+    produced: int  # tokens that it had then
     reason: str
 
 

@@ -29,7 +29,8 @@ from dovetail.policy.headroom import INFINITY
 
 MAX_ASKED = 8  # nodes and instances that are asked to hold one request
 SMALL_GAP = 4  # tokens: the destination computes so few within its next iteration
-MAX_ROUNDS = 12  # each shrinks the gap; one that does not is the last
+LARGE_GAP = 16  # tokens: a round that leaves so few and does not shrink the gap is the last
+MAX_ROUNDS = 12
 # A destination that has not caught up by then is given up: so long for a round, and so many times what it said that
 # the model takes to load.
 ROUND_S = 30.0
@@ -153,7 +154,7 @@ class Migrations:
             self._end(migration)
             return
         gap = record.produced - notice.produced
-        is_shrinking = not migration.rounds or gap < migration.gap
+        is_shrinking = not migration.rounds or gap < migration.gap or gap > LARGE_GAP
         migration.rounds, migration.gap = migration.rounds + 1, gap
         if gap <= SMALL_GAP or not is_shrinking or migration.rounds == MAX_ROUNDS:
             migration.step = Step.RELEASING
@@ -213,6 +214,7 @@ class Migrations:
                 source.name,
                 migration.rounds,
                 gap,
+                record.produced,
                 migration.reason,
             )
         )

@@ -1,6 +1,7 @@
-"""Answers that are on their way here (L4). A device that has caught up with one waits for what it is told next, its
-further tokens or that it goes on here, rather than begin an iteration that the reader would wait for; and not so long
-that somebody who answers here would wait for more than two of its own tokens take.
+"""Answers that are on their way here (L4). A device that has caught up with one begins no long iteration, for which its
+reader would wait: those who answer here go on a few at a time. Where that is no shorter than all at once, or nobody
+answers, it waits for what it is told next, further tokens or that the answer goes on here; and not so long that
+somebody who answers here would wait for more than two of its own tokens take.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dovetail.node.instance import Instance
-from dovetail.node.rows import batch_s, latest_s
+from dovetail.node.rows import batch_s, is_worth_splitting, latest_s
 from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
 
@@ -18,8 +19,9 @@ MOST_S = 1.0  # a source lets go between two tokens, and more than that none sho
 class Awaiting:
     """One device's."""
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(self, silence_s: float, *, splits: bool) -> None:
         self._silence_s = silence_s
+        self._splits = splits
         self._expected: dict[int, tuple[Instance, float]] = {}  # by request: where it rests, and until when
 
     def __bool__(self) -> bool:
@@ -41,6 +43,8 @@ class Awaiting:
 
     def _begins_s(self, instance: Instance) -> float:
         """When its running requests go on."""
+        if self._splits and is_worth_splitting(instance):
+            return -INFINITY
         seconds = batch_s(instance)
         return min(instance.spoke_s + seconds, latest_s(instance, self._silence_s) - seconds)
 

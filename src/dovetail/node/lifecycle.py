@@ -134,6 +134,7 @@ class Lifecycle:
             instance.wake(work, joins=joins)
             if joins:
                 self._outbox.append(Resumed(work, instance.id))
+                self._turns.joined(instance)
                 self.pools.make_room(instance, 0, now)
         else:
             instance.sort_waiting()

@@ -1,5 +1,6 @@
-"""Which requests of a batch an iteration decodes: all of them, or as many as other models' answers may wait for. A
-turn of some rows takes no longer than one of all, so that whatever was promised by playing whole batches is kept.
+"""Which requests of a batch an iteration decodes: all of them, or as many as others may wait for, answers of other
+models or those that are on their way here. A turn of some rows takes no longer than one of all, so that whatever was
+promised by playing whole batches is kept.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from collections.abc import Sequence
 from dovetail.node.instance import Instance
 from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.rounds import WORTH_SPLITTING, decode_limit_s
+from dovetail.policy.rounds import LEAST_SINGLES, WORTH_SPLITTING, decode_limit_s
 
+AWAITED_SHARE = 0.25  # of an iteration is what an answer that is on its way here may wait for
 PACED_SHARE = 0.6  # of a pace that was asked for: within that everybody of a batch that is split has a token
 
 
@@ -30,10 +32,30 @@ def latest_s(instance: Instance, silence_s: float) -> float:
 
 def split_rows(instance: Instance, others_s: Sequence[float], now: float, silence_s: float) -> tuple[int, ...] | None:
     """Those of its running requests that decode beside others, whose iterations take so long; None = all of them."""
-    batch, whole_s = len(instance.running), batch_s(instance)
-    if batch < 2 or not others_s:
+    if len(instance.running) < 2 or not others_s:
         return None
-    limit_s, round_s = decode_limit_s(_rows_s(instance, 1), others_s), sum(others_s)
+    return _rows_of(instance, decode_limit_s(_rows_s(instance, 1), others_s), sum(others_s), now, silence_s)
+
+
+def awaiting_rows(instance: Instance, now: float, silence_s: float) -> tuple[int, ...] | None:
+    """Those that decode while an answer is on its way here; None = all of them, because fewer take as long."""
+    return _rows_of(instance, _awaited_s(instance), 0.0, now, silence_s) if is_worth_splitting(instance) else None
+
+
+def is_worth_splitting(instance: Instance) -> bool:
+    """A part of its running batch takes much less than all of it: what is on its way here need not wait for that."""
+    return len(instance.running) > 1 and batch_s(instance) > WORTH_SPLITTING * _awaited_s(instance)
+
+
+def _awaited_s(instance: Instance) -> float:
+    return max(AWAITED_SHARE * batch_s(instance), LEAST_SINGLES * _rows_s(instance, 1))
+
+
+def _rows_of(
+    instance: Instance, limit_s: float, round_s: float, now: float, silence_s: float
+) -> tuple[int, ...] | None:
+    """As many as take so long, where a round of the others takes `round_s`."""
+    batch, whole_s = len(instance.running), batch_s(instance)
     if whole_s <= WORTH_SPLITTING * limit_s:
         return None
     rows = -(-batch // -(-batch // _rows_within(instance, limit_s)))  # as many each time

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from dovetail.node.awaiting import Awaiting
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance, State
-from dovetail.node.rows import batch_s, latest_s, split_rows
+from dovetail.node.rows import awaiting_rows, batch_s, latest_s, split_rows
 from dovetail.node.shares import Share, latest_prefill_s, left_s, splitting_s
-from dovetail.node.work import Work
+from dovetail.node.work import FEW_TOKENS, Work
 from dovetail.policy.headroom import INFINITY, choose_turn, guards_decodes, is_overtaken
 from dovetail.policy.parts import (
     FEWEST_TOKENS,
@@ -57,7 +57,7 @@ class Turns:
         self.turn: Turn | None = None  # under way
         self.started_s = 0.0
         self.throttle = throttle  # instances rest so that none has more than this share of the device; 0 = never
-        self.awaiting = Awaiting(rule.max_silence_s)
+        self.awaiting = Awaiting(rule.max_silence_s, splits=rule.splits_decodes)
         self._wakes_s: float | None = None  # until when it was last said that nothing is begun
         self._rule = rule
         self._parted_s = 0.0  # when the last part of a prompt was computed
@@ -65,10 +65,13 @@ class Turns:
         self._active: list[Instance] = []  # can run and have work, in order of id
         self._almost: list[Instance] = []  # have work and could run but for a resize that is under way
         self._rest_until: dict[int, float] = {}  # by instance
+        self._joined: list[Instance] = []  # an answer was handed over to their running batch and has had nothing there
 
     def begin(self, turn: Turn, now: float) -> None:
         turn.instance.begin_turn(turn.prompts, decodes=turn.decodes, rows=turn.rows)
         self.turn, self.started_s, self._ends_s = turn, now, None
+        if self._joined and turn.decodes:
+            self._joined = [one for one in self._joined if one is not turn.instance]
 
     def end(self, now: float) -> Turn:
         turn, self.turn = self.turn, None
@@ -105,10 +108,13 @@ class Turns:
         return until_s if until_s != before_s else None
 
     def choose(self, now: float) -> Turn | None:
+        for one in self._joined:
+            if one in self._active:
+                return self.decode_of(one, now)
         if self.awaits_until_s(now) is not None:
             return None
         if self.awaiting and (answering := self._answers_only(now)):
-            return self.decode_of(answering, now)
+            return self.decode_of(answering, now, is_awaited=True)
         candidates = self._rested(now) if self.throttle else self._active
         runnable = candidates
         if self._almost:
@@ -145,7 +151,8 @@ class Turns:
             return Turn(chosen)
         if self._rule.in_rounds and (first := chosen.waiting[0]).is_resuming:
             has_waited = bool(first.hold and chosen.running) and now - chosen.spoke_s >= batch_s(chosen)
-            return Turn(chosen) if has_waited else Turn(chosen, _resuming(chosen), decodes=False)
+            most = FEWEST_TOKENS if first.hold and self.awaiting else FEW_TOKENS  # another may be handed over meanwhile
+            return Turn(chosen) if has_waited else Turn(chosen, _resuming(chosen, most), decodes=False)
         split = splitting_s(chosen)
         limit_s = part_limit_s(self._rule.part_s, split)
         if self._rule.in_rounds and chosen.running and _have_time(chosen, now):
@@ -171,12 +178,16 @@ class Turns:
         chosen = next_to_answer(answering, now).instance
         return None if chosen in self._almost else self.decode_of(chosen, now)
 
-    def decode_of(self, instance: Instance, now: float) -> Turn:
-        """Of its running batch, or of as much of it as the others who answer may wait for."""
+    def decode_of(self, instance: Instance, now: float, *, is_awaited: bool = False) -> Turn:
+        """Of its running batch, or of as much of it as the others who answer may wait for, or one that is on its way
+        here."""
         if not self._rule.splits_decodes:
             return Turn(instance)
-        others_s = [batch_s(one) for one in [*self._active, *self._almost] if one is not instance and one.running]
-        return Turn(instance, rows=split_rows(instance, others_s, now, self._rule.max_silence_s))
+        rows = awaiting_rows(instance, now, self._rule.max_silence_s) if is_awaited else None
+        if rows is None:
+            others_s = [batch_s(one) for one in [*self._active, *self._almost] if one is not instance and one.running]
+            rows = split_rows(instance, others_s, now, self._rule.max_silence_s)
+        return Turn(instance, rows=rows)
 
     def _part_of(self, prompter: Instance, runnable: Sequence[Instance], now: float, limit_s: float) -> Turn:
         """As much of its first prompt as can be computed before the running requests of anybody have to go on, and in
@@ -234,6 +245,11 @@ class Turns:
         if self._rule.in_rounds:
             self.awaiting.expect(instance, work, now)
 
+    def joined(self, instance: Instance) -> None:
+        """One that was held was handed over and takes part in the next decode, which comes before anything else."""
+        if self._rule.in_rounds and instance not in self._joined:
+            self._joined.append(instance)
+
     def _fewest_tokens(self, instance: Instance) -> int:
         """Of a part of its prompt. Admission plays parts of `FEWEST_TOKENS`, which a prompt has fewer of, so that what
         was promised to one that waits is kept by them alone; an answer that goes on here has been promised that."""
@@ -278,25 +294,30 @@ class Turns:
 
     def forget(self, instance: Instance) -> None:
         self._rest_until.pop(instance.id, None)
+        self._joined = [one for one in self._joined if one is not instance]
 
     def clear(self) -> None:
         """The device is gone."""
         self._active.clear()
         self._almost.clear()
         self._rest_until.clear()
+        self._joined.clear()
         self.awaiting.clear()
         self.turn = None
 
 
-def _resuming(instance: Instance) -> tuple[Share, ...]:
-    """Answers that go on with the next iteration, as many as the pool has room for: they come before prompts."""
+def _resuming(instance: Instance, most: int) -> tuple[Share, ...]:
+    """Answers that go on with the next iteration, as many as the pool has room for: they come before prompts and
+    before copies of those that go on elsewhere, of which an iteration computes so many tokens at most."""
     shares: list[Share] = []
-    tokens = 0
-    for work in islice(takewhile(lambda work: work.is_resuming, instance.waiting), MOST_PROMPTS):
-        tokens += work.pending_tokens + 1
-        if shares and instance.is_short(tokens):
+    tokens, is_copy = 0, bool(instance.waiting[0].hold)
+    alike = takewhile(lambda work: work.is_resuming and bool(work.hold) == is_copy, instance.waiting)
+    for work in islice(alike, MOST_PROMPTS):
+        part = min(work.pending_tokens, most)
+        tokens += part + 1
+        if shares and (instance.is_short(tokens) or (is_copy and tokens > most)):
             break
-        shares.append(Share(work, work.computed, work.pending_tokens))
+        shares.append(Share(work, work.computed, part))
     return tuple(shares)
 
 

@@ -184,7 +184,10 @@ class Work:
     def is_resuming(self) -> bool:
         """An answer that goes on as soon as a few tokens are computed: it was handed over (L4), or will be, or nearly
         has its KV again. While it is in no running batch."""
-        return self.produced > 0 and self.computed > 0 and self.pending_tokens <= FEW_TOKENS
+        if not self.produced or not self.computed:
+            return False
+        few = max(FEW_TOKENS, self.known_tokens // 4) if self.hold else FEW_TOKENS  # a copy must catch up with its own
+        return self.pending_tokens <= few
 
     def hold_for(self, migration: int, ready_s: float) -> None:
         """It runs elsewhere still, so that its recomputation is as urgent as a first token when the weights are there,
