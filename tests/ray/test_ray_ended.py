@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from namespaces import is_possible
-from test_ray_cluster import COMMAND, TIMEOUT_S, free_port
+from ray_machines import COMMAND, TIMEOUT_S, free_port
 
 pytest.importorskip("ray.exceptions", reason="the extra `cluster` is not installed; `make cluster` runs these")
 
