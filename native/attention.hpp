@@ -227,7 +227,36 @@ inline void attend_narrow(const Attend& a, const Keys& keys, const Keys& next, f
 // Of a cache of int8; `wide`: room for kKeyChunk heads of floats. Follows in attention_codes.hpp or attention_bytes.hpp.
 inline void attend_codes(const Attend& a, const Keys& keys, const Keys& next, float* wide, const Running& run);
 
-void attend(const Attend& a) {
+// What a query has seen in parts: sums relative to the largest score so far.
+struct Merged {
+    float largest = kNothingSeen, total = 0.0f;
+};
+
+// Products are fused here by name: whoever merges, and however that is compiled, gets the same sums.
+inline void add_part(Merged& seen, float largest, float total, const float* sums, int head_dim, float* out) {
+    const float now = seen.largest < largest ? largest : seen.largest;
+    const float kept = __builtin_expf(seen.largest - now), share = __builtin_expf(largest - now);
+    seen = {now, __builtin_fmaf(total, share, seen.total * kept)};
+    int d = 0;
+    for (; d + kWidth <= head_dim; d += kWidth)
+        store(out + d, fma(load(sums + d), splat(share), load(out + d) * splat(kept)));
+    for (; d < head_dim; ++d) out[d] = __builtin_fmaf(sums[d], share, out[d] * kept);
+}
+
+inline void finish_parts(const Merged& seen, const float* sink, int head_dim, float* out) {
+    const Vec share = splat(1.0f / (seen.total + (sink ? __builtin_expf(*sink - seen.largest) : 0.0f)));
+    map(out, head_dim, out, [&](Vec v, int64_t) { return v * share; });
+}
+
+void merge(const AttendParts& parts) {
+    Merged seen;
+    for (int d = 0; d < parts.head_dim; ++d) parts.out[d] = 0.0f;
+    for (int64_t i = 0; i < parts.count * parts.stride; i += parts.stride)
+        add_part(seen, parts.largest[i], parts.total[i], parts.sums + i * parts.head_dim, parts.head_dim, parts.out);
+    finish_parts(seen, parts.sink, parts.head_dim, parts.out);
+}
+
+void attend_stretch(const Attend& a) {
     const int queries = a.tokens * a.heads;
     float* own = a.scratch + kMaxQueries * kKeyChunk;  // behind the scores [kMaxQueries][kKeyChunk]
     const Running run{a.scratch, a.out ? own : a.largest, a.out ? own + kMaxQueries : a.total,
@@ -261,4 +290,28 @@ void attend(const Attend& a) {
         const Vec share = splat(1.0f / (run.total[q] + sink));
         map(run.sums + q * a.head_dim, a.head_dim, out, [&](Vec v, int64_t) { return v * share; });
     }
+}
+
+// A long context as one query alone has it: stretch by stretch, each put behind those before it.
+void attend(const Attend& a) {
+    if (!a.out || a.key_end - a.key_begin <= kSplitKeys) return attend_stretch(a);
+    const int queries = a.tokens * a.heads;
+    Merged seen[kMaxQueries];
+    const auto out_of = [&](int q) { return a.out + q / a.heads * a.out_stride + q % a.heads * a.head_dim; };
+    for (int q = 0; q < queries; ++q)
+        for (int d = 0; d < a.head_dim; ++d) out_of(q)[d] = 0.0f;
+    Attend part = a;
+    part.out = nullptr;
+    part.largest = a.scratch + kMaxQueries * kKeyChunk;  // where a stretch that is all there is has its own
+    part.total = part.largest + kMaxQueries;
+    part.sums = part.total + kMaxQueries;
+    for (int64_t begin = a.key_begin; begin < a.key_end; begin += kSplitKeys) {
+        part.key_begin = begin;
+        part.key_end = begin + kSplitKeys < a.key_end ? begin + kSplitKeys : a.key_end;
+        attend_stretch(part);
+        for (int q = 0; q < queries; ++q)
+            add_part(seen[q], part.largest[q], part.total[q], part.sums + q * a.head_dim, a.head_dim, out_of(q));
+    }
+    for (int q = 0; q < queries; ++q)
+        finish_parts(seen[q], a.sinks ? a.sinks + q % a.heads : nullptr, a.head_dim, out_of(q));
 }

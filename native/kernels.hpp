@@ -26,6 +26,10 @@ constexpr int kTokenTile = 16;      // tokens that `prepare` handles together
 constexpr int kRowTile = 16;        // weight rows per chunk are a multiple of this, except at the end
 constexpr int kMaxQueries = 48;     // (token, head) pairs of one Attend
 constexpr int kKeyChunk = 64;       // keys between two rescalings of the softmax
+// Keys that are summed up by themselves: the sums of a query depend neither on how many threads there are nor on whether
+// it is computed alone or with others.
+constexpr int64_t kSplitKeys = 512;
+static_assert(kSplitKeys % kKeyChunk == 0);
 constexpr float kNothingSeen = -1e30f;  // largest score of a query that saw no key
 
 struct Matrix {  // [rows, columns], row-major, without gaps; codes in cells, with scales: see cells.hpp
@@ -99,6 +103,15 @@ struct Attend {
     const float* sinks = nullptr;  // of the first head: scores without a value; of parts, whoever merges them adds it
 };
 
+struct AttendParts {  // of one query, over stretches of kSplitKeys keys each
+    int64_t count, stride;  // of the first to the next, in parts
+    const float *largest, *total;
+    const float* sums;  // [parts][head_dim]
+    int head_dim;
+    const float* sink;  // null = none
+    float* out;
+};
+
 inline int64_t attend_scratch(int64_t head_dim) {
     return kMaxQueries * (kKeyChunk + head_dim + 4) + kKeyChunk * (head_dim < 32 ? 32 : head_dim) + 256;
 }
@@ -116,6 +129,7 @@ struct Kernels {
     void (*gate)(Activation, const float* gate, const float* up, int64_t count, float* out);
     void (*rotate)(float* head, const float* cosines, const float* sines, int64_t head_dim);
     void (*attend)(const Attend&);
+    void (*merge)(const AttendParts&);
     void (*load_row)(const void* row, DType, int64_t count, float scale, bool add, float* out);
     // As int8: the codes, then their scale, which is not a number if any of x is not finite.
     void (*store_row)(const float* x, int64_t count, DType, void* row);

@@ -23,7 +23,8 @@ namespace {
 #include "products.hpp"
 
 constexpr Kernels kKernels{LEVEL_NAME, prepared_bytes, prepare, multiply, rms_norm,  layer_norm, activate,
-                           gate,       rotate,         attend,  load_row, store_row, add_ranks,  argmax};
+                           gate,       rotate,         attend,  merge,    load_row,  store_row,  add_ranks,
+                           argmax};
 
 }  // namespace
 

@@ -35,7 +35,8 @@ constexpr auto attend_best = attend;
 #endif
 
 constexpr Kernels kKernels{LEVEL_NAME, prepared_bytes, prepare,     multiply, rms_norm,  layer_norm, activate,
-                           gate,       rotate,         attend_best, load_row, store_row, add_ranks,  argmax};
+                           gate,       rotate,         attend_best, merge,    load_row,  store_row,  add_ranks,
+                           argmax};
 
 }  // namespace
 

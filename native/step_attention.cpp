@@ -1,15 +1,9 @@
 #include <algorithm>
-#include <cmath>
 #include <tuple>
 
 #include "step.hpp"
 
 namespace dovetail {
-namespace {
-
-constexpr int64_t kSplitKeys = 512;  // fixed, so that a sequence's sums do not depend on how many threads there are
-
-}  // namespace
 
 void Decoder::Step::plan_attention() {
     int64_t first_token = 0;
@@ -131,18 +125,9 @@ void Decoder::Step::attend(Team::Member& member, const Layer& layer, int64_t ind
 
 void Decoder::Step::merge(const Merge& m, const float* sinks) {
     const int64_t d = shape_.head_dim;
-    float largest = kNothingSeen, total = 0.0f;
-    for (int64_t i = 0; i < m.num_parts; ++i) largest = std::max(largest, largest_[m.first_part + i * m.part_stride]);
-    float* out = attended_ + m.token * shape_.q_size() + m.head * d;
-    std::fill_n(out, d, 0.0f);
-    for (int64_t i = 0; i < m.num_parts; ++i) {
-        const int64_t part = m.first_part + i * m.part_stride;
-        const float share = std::exp(largest_[part] - largest);
-        total += total_[part] * share;
-        for (int64_t j = 0; j < d; ++j) out[j] += sums_[part * d + j] * share;
-    }
-    if (sinks) total += std::exp(sinks[m.head] - largest);
-    for (int64_t j = 0; j < d; ++j) out[j] /= total;
+    kernels_.merge({m.num_parts, m.part_stride, largest_ + m.first_part, total_ + m.first_part, sums_ + m.first_part * d,
+                    static_cast<int>(d), sinks ? sinks + m.head : nullptr,
+                    attended_ + m.token * shape_.q_size() + m.head * d});
 }
 
 }  // namespace dovetail

@@ -3,10 +3,12 @@ tokens of one expert, routers that fail, contexts whose attention is computed in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
-from drive import make_row
+from drive import logits_of, make_row
 
 from dovetail.bench.iterations import RandomCheckpoint
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
@@ -68,15 +70,25 @@ LATENTS = ModelSpec(
 )  # fmt: skip
 
 
-def decoded(checkpoint: RandomCheckpoint, level: str) -> torch.Tensor:
-    """Of one token behind 600, whose attention is merged of two parts."""
+def decoded(checkpoint: RandomCheckpoint, level: str, chunks: Sequence[int] = (600, 1)) -> torch.Tensor:
+    """Of the last token of so many, whose attention is merged of two parts where it is alone."""
     executor = CpuExecutor(checkpoint, ExecutorConfig(kv_bytes=1 << 24, dtype="f32", level=level))
     executor.resize(executor.max_blocks)
-    tokens, blocks = [(7 * i) % 64 for i in range(601)], list(range(38))
-    executor.run(Turn((make_row(0, tokens, 0, 600, blocks),)))
-    logits = executor.logits(Turn((make_row(0, tokens, 600, 1, blocks),)))[0]
+    tokens = [(7 * i) % 64 for i in range(sum(chunks))]
+    logits = logits_of(executor, tokens, list(chunks))[-1]
     executor.close()
     return logits
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("spec", [SINKS, LATENTS], ids=lambda spec: spec.family)
+def test_a_token_behind_a_long_context_is_the_same_alone_and_in_a_part_of_a_prompt(spec: ModelSpec, level: str) -> None:
+    """Byte for byte: an answer that is computed again elsewhere goes on as it would have gone on."""
+    torch.manual_seed(0)
+    checkpoint = RandomCheckpoint(spec, "f32", "plain")
+    alone = decoded(checkpoint, level, [500, *[1] * 101])
+    for chunks in ([601], [64] * 9 + [25], [598, 3], [520, 32, 48, 1]):
+        assert torch.equal(decoded(checkpoint, level, chunks), alone), chunks
 
 
 @pytest.mark.parametrize("level", LEVELS)
