@@ -263,3 +263,14 @@ def test_the_drivers_agree_on_the_rows_of_a_batch_that_is_split(monkeypatch: pyt
     split = simulated(asked)
     assert split == Worker(asked).run()
     assert split != simulated(asked, replace(PARTS, split_decodes=False)), "nothing was split"
+
+
+def test_what_comes_of_a_nodes_timer_is_carried_out_before_anybody_asks_again() -> None:
+    """A keep-alive that ended with a turn let the simulated controller ask before the memory was free."""
+    asked = [
+        Asked(0.0, 0, 1, 1),
+        Asked(0.0, 1, 32, 3, "choices"),
+        Asked(1.7, 0, 1, 1),
+        Asked(1.7, 0, 127, 1, "choices"),
+    ]
+    assert simulated(asked, MIXED) == Worker(asked, MIXED).run()

@@ -267,6 +267,8 @@ class LocalCluster:
             _, _, handler, arguments = heappop(self._timers)
             handler(*arguments, now)
         self.settle(now)
+        if self.outbox:
+            return  # what came of that is carried out before anybody asks again; the runtime is due still
         due_s = self.runtime.next_wake_s()
         if due_s is not None and due_s <= now:  # a timer of a node's wakes nobody else
             self.runtime.wake(now)
