@@ -139,6 +139,17 @@ def test_one_that_takes_part_in_the_next_decode_does_not_wait_for_a_part_of_a_co
     assert there.begin().decodes
 
 
+def test_one_that_is_handed_over_and_leaves_at_once_leaves_the_turn_to_others() -> None:
+    there = Destination(CHEAP, rows=0)
+    there.hold(produced=10)
+    there.take(record(200, input_tokens=300, produced=50), hold=2)
+    there.hand_over(known=10, produced=11)
+    assert list(there.instance.running) == [MOVING]
+    there.node.obey(protocol.Withdraw(MOVING), there.now)
+    serve_all(there.node, there.now)
+    assert [share.work.id for share in there.begin().prompts] == [200]
+
+
 def test_one_that_is_handed_over_does_not_wait_for_a_copy_that_has_moved_before() -> None:
     there = Destination(DEAR)
     there.hold(produced=10)

@@ -109,7 +109,7 @@ class Turns:
 
     def choose(self, now: float) -> Turn | None:
         for one in self._joined:
-            if one in self._active:
+            if one.running and one in self._active:  # else it has left again
                 return self.decode_of(one, now)
         if self.awaits_until_s(now) is not None:
             return None
