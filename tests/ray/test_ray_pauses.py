@@ -13,7 +13,7 @@ from dovetail.store import Catalogue
 
 pytest.importorskip("ray.exceptions", reason="the extra `cluster` is not installed; `make cluster` runs these")
 
-STREAMS, TOKENS, PROMPT_WORDS = 50, 800, 20
+STREAMS, TOKENS, PROMPT_WORDS = 50, 400, 20
 CONFIG = """
 models:
   {model}: {{source: {model}, keep_alive: 600s, slo: {{ttft: 60s, tpot: 2s}}}}
