@@ -40,8 +40,12 @@ class FakeHost:
         self.runs: list[list[str]] = []
         self.ends: asyncio.Queue[WorkerEnd | None] = asyncio.Queue()  # None = the machine is gone
         self.left: bool | None = None
+        self.refusals = 0  # before it describes itself
 
     async def describe(self) -> dict[str, Any]:
+        if self.refusals:
+            self.refusals -= 1
+            raise HostLost("not yet")
         return self.description
 
     async def run(self, arguments: Sequence[str], keys: str, hang_timeout_s: float) -> WorkerEnd:
@@ -98,10 +102,13 @@ def test_machines_come_go_and_are_named_once(monkeypatch: pytest.MonkeyPatch) ->
         first.ends.put_nowait(None)
         membership.is_drained = lambda name: True
         link.leaving.add("left")
-        await eventually(lambda: told == ["+left", "-left"])
-        assert first.left, "the machine was told to leave"
-        second = members.hosts["4"] = FakeHost({"name": "right"})
+        second = members.hosts["2"]
         await eventually(lambda: second.runs)
+        assert told == ["+left", "-left", "+left"], "its name is free"
+        assert first.left, "the machine was told to leave"
+        third = members.hosts["4"] = FakeHost({"name": "right"})
+        third.refusals = 3
+        await eventually(lambda: third.runs)
         del members.hosts["4"]  # without a word
         await eventually(lambda: told[-1] == "-right")
         await membership.close()

@@ -57,6 +57,7 @@ class HostLost(DovetailError):
 def import_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a worker sees the GPUs of its machine
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15: whoever else computes there goes before the answers
     try:
         import ray
     except ImportError as error:
@@ -170,7 +171,10 @@ class RayNodes:
             "max_restarts": -1,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(member.id, soft=False),
         }
-        return RayHost(self._ray, self._ray.remote(WorkerHost).options(**options).remote())
+        try:
+            return RayHost(self._ray, self._ray.remote(WorkerHost).options(**options).remote())
+        except (self._ray.exceptions.RayError, ValueError, RuntimeError) as error:
+            raise HostLost(f"Ray gives it no actor ({type(error).__name__})") from error
 
 
 class RayHost:

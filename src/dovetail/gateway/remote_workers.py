@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import zmq
@@ -25,6 +27,7 @@ from dovetail.messages import Hello, Neighbours, ToGateway
 logger = logging.getLogger("dovetail.gateway")
 
 LOOK_S = 0.5  # how often it is looked who is there
+MAX_RETRY_S = 10.0  # between two tries of a machine that cannot be used
 WIRE = "wire"  # of facts that are kept
 OUTLIVE_S = 60.0  # how long a worker waits for its gateway, out of reach or started anew
 ZAP_DOMAIN = b"dovetail"
@@ -140,6 +143,7 @@ class RemoteWorker:
         self,
         config: NodeConfig,
         host: Host,
+        find: Callable[[], Host],
         arguments: Sequence[str],
         keys: str,
         on_exit: Callable[[str, WorkerExit], None],
@@ -149,6 +153,7 @@ class RemoteWorker:
         self.name = config.name
         self._config = config
         self._host = host
+        self._find = find  # it again, when it was lost and its machine is there
         self._arguments = list(arguments)
         self._keys = keys
         self._on_exit = on_exit
@@ -212,6 +217,8 @@ class RemoteWorker:
             end = await self._host.run(self._arguments, self._keys, self._config.hang_timeout)
         except HostLost as error:
             logger.error("node %s: %s", self._config.name, error)
+            with suppress(HostLost):
+                self._host = await asyncio.to_thread(self._find)
             return WorkerExit(LOST_CODE)
         return WorkerExit(end.code, frozenset(end.suspects), end.hung_s)
 
@@ -227,15 +234,17 @@ class Membership:
         self._address = address  # where workers find the gateway
         self._options = list(options)  # of every worker
         self._workers: dict[str, RemoteWorker | None] = {}  # by Ray's id; None = it is not used, or has left
+        self._joining: dict[str, asyncio.Task[None]] = {}  # by Ray's id: those that are not among them yet
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._watch(), name="membership")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [*self._joining.values()] + ([] if self._task is None else [self._task])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self) -> None:
         while True:
@@ -248,8 +257,10 @@ class Membership:
     async def _look(self, members: list[Member]) -> None:
         there = {one.id: one for one in members}
         for id, member in there.items():
-            if id not in self._workers:
-                self._workers[id] = await self._join(member)
+            if id not in self._workers and id not in self._joining:
+                self._joining[id] = asyncio.create_task(self._join(member), name=f"join-{member.address}")
+        for id in self._joining.keys() - there.keys():
+            self._joining.pop(id).cancel()
         for id, worker in list(self._workers.items()):
             if id not in there:
                 del self._workers[id]
@@ -258,19 +269,35 @@ class Membership:
                 self._workers[id] = None
                 await self._gone(worker)
 
-    async def _join(self, member: Member) -> RemoteWorker | None:
+    async def _join(self, member: Member) -> None:
+        """Until it is a node. Ray may refuse a machine that has only just come, and who comes back after a fall finds
+        its name taken until that is noticed."""
+        told, pause_s = "", LOOK_S
+        while True:
+            try:
+                self._workers[member.id] = await self._try(member)
+                self._joining.pop(member.id, None)
+                return
+            except HostLost as error:
+                if str(error) != told:
+                    told = str(error)
+                    logger.error("the machine %s cannot be used yet: %s", member.address, told)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    async def _try(self, member: Member) -> RemoteWorker | None:
         host = await asyncio.to_thread(self._members.host, member)
         try:
             config = NodeConfig.model_validate(await host.describe())
-        except (HostLost, ValidationError) as error:
+        except ValidationError as error:
             logger.error("the machine %s cannot be used: %s", member.address, error)
             return None
         if config.name in self._link.nodes:
-            logger.error("a node '%s' is there already: the machine %s is not used", config.name, member.address)
-            return None
+            raise HostLost(f"a node '{config.name}' is there already")
         arguments = [*worker_arguments(config, self._address, parent=None), *self._options]
         arguments += ["--outlive", str(OUTLIVE_S)]
-        worker = RemoteWorker(config, host, arguments, self._keys.for_workers, self._link.on_exit)
+        find = partial(self._members.host, member)
+        worker = RemoteWorker(config, host, find, arguments, self._keys.for_workers, self._link.on_exit)
         self._link.add(config, worker)
         logger.info("node %s has joined from %s", config.name, member.address)
         return worker
