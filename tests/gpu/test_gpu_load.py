@@ -55,6 +55,7 @@ def test_registered_memory_counts_as_pinned_until_it_is_let_go(host: mmap.mmap) 
     assert tensor.is_pinned()
     with pytest.raises(OutOfMemory, match="cannot pin"):
         PinnedRange(address(host), SIZE)  # twice is a mistake, and is said
+    torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)  # to whoever made it, and to nobody else
     pinned.close()
     assert not tensor.is_pinned()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 import torch
@@ -35,6 +36,8 @@ class PinnedRange:
         code = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
         if int(code) != 0:
             reason = torch.cuda.cudart().cudaGetErrorString(code)
+            with suppress(RuntimeError):  # CUDA tells the next one who asks, too: not somebody who has no part in it
+                torch.zeros(1, device="cuda")
             raise OutOfMemory(f"cannot pin {size_bytes:,} bytes of host memory for the GPU: {reason}")
         self._address = address
 

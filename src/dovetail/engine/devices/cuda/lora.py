@@ -22,6 +22,7 @@ from dovetail.engine.devices.cuda.adapter_image import TILE, AdaptedMatrix
 from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_previous
 
 MANY_TILES = 32  # from here on a program adds to two blocks of rows
+MAX_UNROLLED = tl.constexpr(4)  # blocks of ranks; of 32 the compiler would make one program for five minutes
 
 
 class Sizes(NamedTuple):
@@ -80,12 +81,25 @@ def _shrink_kernel(
         target = sums + ((part * num_places + place) * PIECES + piece) * CAPACITY + number[None, :]
         wait_for_previous(OVERLAP)
         v = tl.load(x + row * x_stride + column, mask=known if EVEN else known & (column < columns), other=0.0)
-        for lowest in tl.static_range(0, CAPACITY, RANKS):
-            if lowest > 0:
-                there = (lowest + number < rank)[:, None]
-                w = tl.load(at + lowest * columns, mask=there if EVEN else there & (column < columns), other=0.0)
-            found = tl.dot(v, tl.trans(w), tl.zeros([TILE, RANKS], tl.float32), input_precision="ieee")
-            tl.store(target + lowest, found, mask=known)
+        found = tl.dot(v, tl.trans(w), tl.zeros([TILE, RANKS], tl.float32), input_precision="ieee")
+        tl.store(target, found, mask=known)
+        if CAPACITY > MAX_UNROLLED * RANKS:
+            for lowest in range(RANKS, rank, RANKS):
+                _shrink_more(v, at, target, lowest, rank, columns, column, known, TILE, RANKS, EVEN)
+        else:
+            for lowest in tl.static_range(RANKS, CAPACITY, RANKS):
+                _shrink_more(v, at, target, lowest, rank, columns, column, known, TILE, RANKS, EVEN)
+
+
+@triton.jit
+def _shrink_more(
+    v, at, target, lowest, rank, columns, column, known, TILE: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr
+):
+    """The ranks from `lowest` on."""
+    there = (lowest + tl.arange(0, RANKS) < rank)[:, None]
+    w = tl.load(at + lowest * columns, mask=there if EVEN else there & (column < columns), other=0.0)
+    found = tl.dot(v, tl.trans(w), tl.zeros([TILE, RANKS], tl.float32), input_precision="ieee")
+    tl.store(target + lowest, found, mask=known)
 
 
 @triton.jit
@@ -146,13 +160,26 @@ def _expand_kernel(
                 w = tl.load(at + which * ROWS, mask=(number < rank) & inside, other=0.0)
             total = tl.zeros([TILE, ROWS], tl.float32)
             total = tl.dot(summed, w, total, input_precision="ieee")
-            for lowest in tl.static_range(RANKS, CAPACITY, RANKS):
-                there = lowest + number < rank
-                more = _add_parts(given + lowest, known & (lowest < rank), step, TILE, RANKS, PARTS, MANY).to(w.dtype)
-                further = tl.load(at + which * ROWS + lowest * size, mask=there & inside, other=0.0)
-                total = tl.dot(more, further, total, input_precision="ieee")
+            further = at + which * ROWS
+            if CAPACITY > MAX_UNROLLED * RANKS:
+                for lowest in range(RANKS, rank, RANKS):
+                    more = _add_parts(given + lowest, known, step, TILE, RANKS, PARTS, MANY).to(w.dtype)
+                    total = _expand_more(more, further, total, lowest, rank, size, inside, RANKS)
+            else:
+                for lowest in tl.static_range(RANKS, CAPACITY, RANKS):
+                    there = known & (lowest < rank)
+                    more = _add_parts(given + lowest, there, step, TILE, RANKS, PARTS, MANY).to(w.dtype)
+                    total = _expand_more(more, further, total, lowest, rank, size, inside, RANKS)
             result = value.to(tl.float32) + total * scaling
             tl.store(target + which * ROWS, result.to(out.dtype.element_ty), mask=known & inside)
+
+
+@triton.jit
+def _expand_more(more, at, total, lowest, rank, size, inside, RANKS: tl.constexpr):
+    """With the ranks from `lowest` on."""
+    there = lowest + tl.arange(0, RANKS)[:, None] < rank
+    w = tl.load(at + lowest * size, mask=there & inside, other=0.0)
+    return tl.dot(more, w, total, input_precision="ieee")
 
 
 def sizes_of(dtype: torch.dtype) -> Sizes:
