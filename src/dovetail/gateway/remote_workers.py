@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -158,7 +157,7 @@ class RemoteWorker:
         self._keys = keys
         self._on_exit = on_exit
         self._pid: int | None = None
-        self._is_running = False
+        self._is_running = self._is_lost = False
         self._resume_at: float | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -214,11 +213,12 @@ class RemoteWorker:
 
     async def _run_once(self) -> WorkerExit:
         try:
+            if self._is_lost:
+                self._host, self._is_lost = await asyncio.to_thread(self._find), False
             end = await self._host.run(self._arguments, self._keys, self._config.hang_timeout)
         except HostLost as error:
             logger.error("node %s: %s", self._config.name, error)
-            with suppress(HostLost):
-                self._host = await asyncio.to_thread(self._find)
+            self._is_lost = True  # it is looked for when its end has been told
             return WorkerExit(LOST_CODE)
         return WorkerExit(end.code, frozenset(end.suspects), end.hung_s)
 
