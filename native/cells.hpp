@@ -56,6 +56,12 @@ struct TokenDigits {
         }
     }
 
+    [[gnu::always_inline]] const int32_t* low_surplus(int t) const { return shape.low_surplus(rows[t]); }
+    int32_t high_surplus(int t, int64_t group, int64_t columns) const {
+        const int32_t* parts = shape.high_surplus(rows[t]) + group * columns / kSurplusColumns;
+        return columns == kSurplusColumns ? parts[0] : parts[0] + parts[1];
+    }
+
     // Fours of columns in which at least one of them has a high digit
     uint64_t marks(int64_t word) const {
         uint64_t all = 0;

@@ -1,4 +1,4 @@
-// Cells, eight rows at a time. Included inside an unnamed namespace, after simd_avx2.hpp. With VNNI digits go in with 128
+// Cells, eight rows at a time. Included inside an unnamed namespace, after simd_avx2.hpp. With VNNI codes go in with 128
 // added, as codes_avx512.hpp tells.
 
 using Ints = __m256i;
@@ -32,19 +32,15 @@ template <int kQuad>
     uint32_t four;
     std::memcpy(&four, x + 4 * kQuad, sizeof four);
 #if defined(__AVXVNNI__)
-    return _mm256_dpbusd_avx_epi32(sums, _mm256_set1_epi32(static_cast<int>(four ^ 0x80808080u)), w);
+    return _mm256_dpbusd_avx_epi32(sums, w, _mm256_set1_epi32(static_cast<int>(four)));
 #else
     const __m256i quad = _mm256_set1_epi32(static_cast<int>(four));
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(quad, w));
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 #endif
 }
-inline Ints add_bias(Ints sums, [[maybe_unused]] Codes w) {
-#if defined(__AVXVNNI__)
-    sums = _mm256_dpbusd_avx_epi32(sums, _mm256_set1_epi8(static_cast<char>(0x80)), w);
-#endif
-    return sums;
-}
+inline Codes add_bias(Codes w) { return _mm256_xor_si256(w, _mm256_set1_epi8(static_cast<char>(0x80))); }
+inline Ints spread(int32_t value) { return _mm256_set1_epi32(value); }
 // Of two codes per byte the one or the other, as 16 times its value
 inline Codes load_lower(const int8_t* at) {
     return _mm256_and_si256(_mm256_slli_epi16(load_codes(at), 4), _mm256_set1_epi8(-16));

@@ -1,8 +1,9 @@
 // Cells, sixteen rows at a time. Included inside an unnamed namespace, after simd_avx512.hpp.
 //
-// The instructions take one operand without sign. That of VNNI adds four products at once: digits go in with 128 added, and
-// 128 times the sum of the weights, which all tokens of a tile share, is taken off the sums again. Without VNNI products are
-// added in pairs of 16 bits, which such digits would overflow: there the weights' signs go over to the digits.
+// The instructions take one operand without sign. That of VNNI adds four products at once: codes go in with 128 added, and
+// 128 times the sum of the digits, which all rows share and which comes with them, is taken off the sums again. So digits
+// are the operand that is spread over the lanes as it is loaded. Without VNNI products are added in pairs of 16 bits, which
+// such codes would overflow: there the codes' signs go over to the digits.
 
 using Ints = __m512i;
 using Codes = __m512i;          // 16 rows by 4 columns
@@ -31,23 +32,23 @@ inline Codes load_codes(const void* at) { return _mm512_loadu_si512(at); }
 // Of each row its four columns by those of x from 4·kQuad on
 template <int kQuad>
 [[gnu::always_inline]] inline Ints dot(Ints sums, Codes w, Digits x) {
+#if defined(__AVX512VNNI__)
+    // GCC 12 would load and spread them by an instruction of its own, and copy sums besides.
+    asm("vpdpbusd %2%{1to16%}, %1, %0"
+        : "+v"(sums)
+        : "v"(w), "m"(*reinterpret_cast<const int8_t(*)[4]>(x + 4 * kQuad)));
+    return sums;
+#else
     uint32_t four;
     std::memcpy(&four, x + 4 * kQuad, sizeof four);
-#if defined(__AVX512VNNI__)
-    return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(static_cast<int>(four ^ 0x80808080u)), w);
-#else
     const __m512i quad = _mm512_set1_epi32(static_cast<int>(four));
     const __m512i flipped = _mm512_mask_sub_epi8(quad, _mm512_movepi8_mask(w), _mm512_setzero_si512(), quad);
     const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), flipped);  // digits have no -128: see codes_avx2.hpp
     return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 #endif
 }
-inline Ints add_bias(Ints sums, [[maybe_unused]] Codes w) {
-#if defined(__AVX512VNNI__)
-    sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(static_cast<char>(0x80)), w);
-#endif
-    return sums;
-}
+inline Codes add_bias(Codes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(static_cast<char>(0x80))); }
+inline Ints spread(int32_t value) { return _mm512_set1_epi32(value); }
 // Of two codes per byte the one or the other, as 16 times its value
 inline Codes load_lower(const int8_t* at) {
     return _mm512_and_si512(_mm512_slli_epi16(load_codes(at), 4), _mm512_set1_epi8(-16));

@@ -13,7 +13,8 @@ inline Ints no_sum() { return vdupq_n_s32(0); }
 inline Ints times_128(Ints v) { return vshlq_n_s32(v, 7); }
 inline Ints add(Ints a, Ints b) { return vaddq_s32(a, b); }
 inline Ints subtract(Ints a, Ints b) { return vsubq_s32(a, b); }
-inline Ints add_bias(Ints sums, Codes) { return sums; }
+inline Codes add_bias(Codes w) { return w; }
+inline Ints spread(int32_t value) { return vdupq_n_s32(value); }
 inline Vec to_floats(Ints v) { return vcvtq_f32_s32(v); }
 inline Vec as_floats(Ints v) { return vreinterpretq_f32_s32(v); }
 inline Ints as_ints(Vec v) { return vreinterpretq_s32_f32(v); }

@@ -6,11 +6,16 @@
 // few that do not (the same few channels in every token, as models have them) get a high digit. `marks` says which fours of
 // columns have one; the others skip the second product. Sums of digits are integers, so they are exact in any order.
 //
-//     [low: stride bytes][high: stride bytes][marks: a bit per four columns][sums: float per 32 columns][scale]
+//     [low: stride bytes][high: stride bytes][marks: a bit per four columns][sums: float per 32 columns]
+//     [surplus: int32 per 16 columns of low digits, then of high ones][scale]
 //     stride: columns in whole blocks; a sum is that of low + 128·high, a whole number
+//
+// The surplus is what products have too much on levels that add 128 to the codes, and is there on those alone: 128 times the
+// sum of the digits, of low ones from the beginning of the span on, whose sums run on.
 
 constexpr int64_t kDigitBlock = 64;  // columns that are split together
-constexpr int64_t kSumColumns = 32;
+constexpr int64_t kSumColumns = 32, kSurplusColumns = 16;
+constexpr int64_t kSpanColumns = 256;  // 256·127·128 < 2^22
 constexpr int64_t kMarkColumns = 4, kWordColumns = 64 * kMarkColumns;
 constexpr float kLargestDigit = 127.0f, kLargestNumber = 127.0f * 128.0f;
 // Times the mean magnitude: what the low digit reaches. Less is more exact, and marks more.
@@ -25,12 +30,31 @@ struct DigitRow {
           bytes((scale_at() + 4 + 63) / 64 * 64) {}
 
     int64_t sums_at() const { return 2 * stride + 8 * words; }
-    int64_t scale_at() const { return sums_at() + 4 * (stride / kSumColumns); }
+    int64_t surplus_at() const { return sums_at() + 4 * (stride / kSumColumns); }
+    int64_t surplus_bytes() const { return kBiased ? 4 * (stride / kSurplusColumns) : 0; }
+    int64_t scale_at() const { return surplus_at() + 2 * surplus_bytes(); }
 
     static const int8_t* low(const char* row) { return reinterpret_cast<const int8_t*>(row); }
     const int8_t* high(const char* row) const { return reinterpret_cast<const int8_t*>(row) + stride; }
     const uint64_t* marks(const char* row) const { return reinterpret_cast<const uint64_t*>(row + 2 * stride); }
     const float* sums(const char* row) const { return reinterpret_cast<const float*>(row + sums_at()); }
+    const int32_t* low_surplus(const char* row) const { return reinterpret_cast<const int32_t*>(row + surplus_at()); }
+    const int32_t* high_surplus(const char* row) const {
+        return reinterpret_cast<const int32_t*>(row + surplus_at() + surplus_bytes());
+    }
+    int32_t low_surplus_of_all(const char* row) const {
+        constexpr int64_t kSpan = kSpanColumns / kSurplusColumns;
+        const int64_t parts = stride / kSurplusColumns;
+        int32_t total = 0;
+        for (int64_t begin = 0; begin < parts; begin += kSpan)
+            total += low_surplus(row)[(begin + kSpan < parts ? begin + kSpan : parts) - 1];
+        return total;
+    }
+    int32_t high_surplus_of_all(const char* row) const {
+        int32_t total = 0;
+        for (int64_t part = 0; part < stride / kSurplusColumns; ++part) total += high_surplus(row)[part];
+        return total;
+    }
     float scale(const char* row) const {
         float value;
         std::memcpy(&value, row + scale_at(), sizeof value);
@@ -118,6 +142,22 @@ inline uint64_t split_block(const float* x, int64_t given, float inverse, int8_t
     return marked ? marks_of(high) : 0;
 }
 
+// 128 times the sum of sixteen digits
+inline int32_t surplus_of(const int8_t* digits) {
+    int32_t total = 0;
+    for (int i = 0; i < kSurplusColumns; ++i) total += digits[i];
+    return 128 * total;
+}
+
+inline void add_surplus(const DigitRow& row, int64_t begin, bool marked, char* out) {
+    int32_t* low = const_cast<int32_t*>(row.low_surplus(out)) + begin / kSurplusColumns;
+    int32_t* high = const_cast<int32_t*>(row.high_surplus(out)) + begin / kSurplusColumns;
+    for (int64_t part = 0, k = begin; k < begin + kDigitBlock; ++part, k += kSurplusColumns) {
+        low[part] = surplus_of(row.low(out) + k) + (k % kSpanColumns ? low[part - 1] : 0);
+        high[part] = marked ? surplus_of(row.high(out) + k) : 0;
+    }
+}
+
 void split_token(const float* x, int64_t columns, char* out) {
     const DigitRow row(columns);
     const float scale = digit_scale(x, columns), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
@@ -125,10 +165,12 @@ void split_token(const float* x, int64_t columns, char* out) {
     uint64_t* marks = reinterpret_cast<uint64_t*>(out + 2 * row.stride);
     float* sums = reinterpret_cast<float*>(out + row.sums_at());
     std::memset(marks, 0, 8 * row.words);
-    for (int64_t k = 0; k < columns; k += kDigitBlock)
-        marks[k / kWordColumns] |=
-            split_block(x + k, columns - k, inverse, low + k, low + row.stride + k, sums + k / kSumColumns)
-            << (k % kWordColumns / kMarkColumns);
+    for (int64_t k = 0; k < columns; k += kDigitBlock) {
+        const uint64_t found =
+            split_block(x + k, columns - k, inverse, low + k, low + row.stride + k, sums + k / kSumColumns);
+        marks[k / kWordColumns] |= found << (k % kWordColumns / kMarkColumns);
+        if constexpr (kBiased) add_surplus(row, k, found != 0, out);
+    }
     std::memcpy(out + row.scale_at(), &scale, sizeof scale);
 }
 

@@ -305,6 +305,7 @@ inline void multiply_rows(const Product& p) {
     }
 }
 
+#if !defined(__AVX512F__)  // which have products of their own: dot_lanes.hpp
 void multiply_wide(const Product& p) {
     switch (p.weight->type) {
         case DType::f32: return multiply_rows<Wide<float>, Wide<float>>(p);
@@ -312,3 +313,4 @@ void multiply_wide(const Product& p) {
         default: return multiply_rows<Wide<bf16>, Wide<float>>(p);
     }
 }
+#endif

@@ -12,7 +12,6 @@
 // down; the scale of the token takes the 16 off again. Minimums are multiplied by the sums of a group's activations, which
 // come with the digits. One order of sums, whatever the tile and the level.
 
-constexpr int64_t kSpanColumns = 256;  // 256·127·128 < 2^22
 constexpr float kBase = 12582912.0f;
 constexpr int64_t kUnpackTokens = 24;  // from here on a block of rows is unpacked once, for all of them
 
@@ -83,32 +82,32 @@ struct StoredRows {  // as they lie
     }
 
     template <int V, int T>
-    [[gnu::always_inline]] void dot_group(int64_t group, const TokenDigits<T>& x, Ints (*sums)[T], Ints* surplus) const {
+    [[gnu::always_inline]] void dot_group(int64_t group, const TokenDigits<T>& x, Ints (*sums)[T]) const {
         const int8_t* at = cells + group * kGroupBytes;
         const int64_t column = group * kSize;
 #pragma GCC unroll 8
         for (int64_t line = 0; line < kGroupBytes; line += kCellBytes) __builtin_prefetch(at + kAheadBytes + line);
         if constexpr (kBits == 4) {
-            dot_cells<V, T, kLower>(at, x.low, column, sums, surplus);
-            dot_cells<V, T, kUpper>(at, x.low, column + kSize / 2, sums, surplus);
+            dot_cells<V, T, kLower>(at, x.low, column, sums);
+            dot_cells<V, T, kUpper>(at, x.low, column + kSize / 2, sums);
         } else {
-            dot_cells<V, T, Form::bytes>(at, x.low, column, sums, surplus);
-            if constexpr (kSize == 32) dot_cells<V, T, Form::bytes>(at + kGroupBytes / 2, x.low, column + 16, sums, surplus);
+            dot_cells<V, T, Form::bytes>(at, x.low, column, sums);
+            if constexpr (kSize == 32) dot_cells<V, T, Form::bytes>(at + kGroupBytes / 2, x.low, column + 16, sums);
         }
     }
 
     // High digits of four columns of a group
     template <int V, int T>
-    [[gnu::always_inline]] void dot_four(int64_t group, int64_t four, const TokenDigits<T>& x, Ints (*sums)[T],
-                                         Ints* surplus) const {
+    [[gnu::always_inline]] void dot_four(int64_t group, int64_t four, const TokenDigits<T>& x,
+                                         Ints (*sums)[T]) const {
         const int64_t column = group * kSize + four * kMarkColumns;
         const int8_t* at = cells + group * kGroupBytes;
         if constexpr (kBits == 8)
-            dot_high<V, T, Form::bytes>(at + four * kCellBytes, x.high, column, sums, surplus);
+            dot_high<V, T, Form::bytes>(at + four * kCellBytes, x.high, column, sums);
         else if (four < 4)
-            dot_high<V, T, kLower>(at + four * kCellBytes, x.high, column, sums, surplus);
+            dot_high<V, T, kLower>(at + four * kCellBytes, x.high, column, sums);
         else
-            dot_high<V, T, kUpper>(at + (four - 4) * kCellBytes, x.high, column, sums, surplus);
+            dot_high<V, T, kUpper>(at + (four - 4) * kCellBytes, x.high, column, sums);
     }
 };
 
@@ -119,6 +118,7 @@ struct UnpackedRows {
     static constexpr bool kHasMinimum = Stored::kHasMinimum;
     static constexpr float kCodeUnit = Stored::kCodeUnit;
     static constexpr bool kNibbles = kCodeUnit != 1.0f;
+    static constexpr Form kForm = kNibbles ? Form::ready : Form::bytes;
 
     const int8_t* cells;
     const float *scales, *minimums;  // [groups][kCellRows]
@@ -163,17 +163,17 @@ struct UnpackedRows {
     }
 
     template <int V, int T>
-    [[gnu::always_inline]] void dot_group(int64_t group, const TokenDigits<T>& x, Ints (*sums)[T], Ints* surplus) const {
+    [[gnu::always_inline]] void dot_group(int64_t group, const TokenDigits<T>& x, Ints (*sums)[T]) const {
 #pragma GCC unroll 2
         for (int64_t k = 0; k < kGroup; k += 16)
-            dot_cells<V, T, Form::bytes>(cells + (group * kGroup + k) * kCellRows, x.low, group * kGroup + k, sums, surplus);
+            dot_cells<V, T, kForm>(cells + (group * kGroup + k) * kCellRows, x.low, group * kGroup + k, sums);
     }
 
     template <int V, int T>
-    [[gnu::always_inline]] void dot_four(int64_t group, int64_t four, const TokenDigits<T>& x, Ints (*sums)[T],
-                                         Ints* surplus) const {
+    [[gnu::always_inline]] void dot_four(int64_t group, int64_t four, const TokenDigits<T>& x,
+                                         Ints (*sums)[T]) const {
         const int64_t column = group * kGroup + four * kMarkColumns;
-        dot_high<V, T, Form::bytes>(cells + column * kCellRows, x.high, column, sums, surplus);
+        dot_high<V, T, kForm>(cells + column * kCellRows, x.high, column, sums);
     }
 };
 
@@ -181,9 +181,10 @@ struct UnpackedRows {
 template <int V, int T, class Rows>
 [[gnu::always_inline]] inline void add_span(const Rows& rows, int64_t begin, int64_t end, const TokenDigits<T>& x,
                                             Vec (*sums)[T]) {
-    Ints running[V][T], surplus[1][V];
+    constexpr int64_t kParts = Rows::kGroup / kSurplusColumns;
+    const auto last_part = [](int64_t group) { return (group + 1) * kParts - 1; };
+    Ints running[V][T];
     Vec scales[V];
-    clear_sums<1, V>(surplus);
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
         scales[v] = rows.scale(begin, v);
@@ -194,14 +195,15 @@ template <int V, int T, class Rows>
         }
     }
     for (int64_t group = begin; group < end; ++group) {
-        rows.template dot_group<V, T>(group, x, running, *surplus);
+        rows.template dot_group<V, T>(group, x, running);
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
             const Vec next = group + 1 < end ? rows.scale(group + 1, v) : splat(0.0f), step = scales[v] - next;
             scales[v] = next;
 #pragma GCC unroll 16
             for (int t = 0; t < T; ++t) {
-                const Ints total = kBiased ? subtract(running[v][t], surplus[0][v]) : running[v][t];
+                Ints total = running[v][t];
+                if constexpr (kBiased) total = subtract(total, spread(x.low_surplus(t)[last_part(group)]));
                 sums[v][t] = fma(as_floats(total), step, sums[v][t]);
             }
         }
@@ -212,11 +214,15 @@ template <int V, int T, class Rows>
 template <int V, int T, class Rows>
 [[gnu::always_inline]] inline void add_high_group(const Rows& rows, int64_t group, uint64_t marks, const TokenDigits<T>& x,
                                                   Vec (*sums)[T]) {
-    Ints high[V][T], surplus[1][V];
-    clear_sums<1, V>(surplus);
+    Ints high[V][T];
     clear_sums<V, T>(high);
-    for (; marks; marks &= marks - 1) rows.template dot_four<V, T>(group, __builtin_ctzll(marks), x, high, *surplus);
-    take_off<V, T>(high, *surplus);
+    for (; marks; marks &= marks - 1) rows.template dot_four<V, T>(group, __builtin_ctzll(marks), x, high);
+    if constexpr (kBiased) {
+        int32_t surplus[T];
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) surplus[t] = x.high_surplus(t, group, Rows::kGroup);
+        take_off<V, T>(high, surplus);
+    }
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
         const Vec scale = rows.scale(group, v) * splat(128.0f);

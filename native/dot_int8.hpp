@@ -1,11 +1,11 @@
 // Products of int8 cells with digits of activations, by instructions that multiply bytes and add four of them in 32 bits.
 // Included once per level, inside an unnamed namespace, behind cells.hpp and the level's codes header.
 
-// Of codes: a byte each, or one half of it, a whole number or a float
-enum class Form { bytes, lower, upper, lower_floats, upper_floats };
+// Of codes: a byte each, or one half of it, a whole number or a float; or as they are multiplied
+enum class Form { bytes, lower, upper, lower_floats, upper_floats, ready };
 
 template <Form kForm>
-[[gnu::always_inline]] inline Codes load_form(const int8_t* at) {
+[[gnu::always_inline]] inline Codes load_signed(const int8_t* at) {
     if constexpr (kForm == Form::lower) return load_lower(at);
     if constexpr (kForm == Form::upper) return load_upper(at);
     if constexpr (kForm == Form::lower_floats) return load_lower_floats(at);
@@ -13,14 +13,20 @@ template <Form kForm>
     return load_codes(at);
 }
 
+// As they are multiplied: on some levels with 128 added
+template <Form kForm>
+[[gnu::always_inline]] inline Codes load_form(const int8_t* at) {
+    const Codes codes = load_signed<kForm>(at);
+    return kBiased && kForm != Form::ready ? add_bias(codes) : codes;
+}
+
 template <int kQuad, int V, int T, Form kForm>
-[[gnu::always_inline]] inline void dot_cell(const int8_t* cell, const Digits* x, Ints (*sums)[T], Ints* surplus) {
+[[gnu::always_inline]] inline void dot_cell(const int8_t* cell, const Digits* x, Ints (*sums)[T]) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
         const Codes w = load_form<kForm>(cell + v * kCodes);
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) sums[v][t] = dot<kQuad>(sums[v][t], w, x[t]);
-        if constexpr (kBiased) surplus[v] = add_bias(surplus[v], w);
     }
 #if defined(__aarch64__)
     if constexpr (V * T == 8) {  // GCC would put products of one sum side by side, where each waits for the one before
@@ -33,24 +39,24 @@ template <int kQuad, int V, int T, Form kForm>
 // Sixteen columns, whose cells are the four from `cells` on
 template <int V, int T, Form kForm>
 [[gnu::always_inline]] inline void dot_cells(const int8_t* cells, const int8_t* const* x, int64_t column,
-                                             Ints (*sums)[T], Ints* surplus) {
+                                             Ints (*sums)[T]) {
     Digits digits[T];
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t) digits[t] = load_digits(x[t] + column);
-    dot_cell<0, V, T, kForm>(cells, digits, sums, surplus);
-    dot_cell<1, V, T, kForm>(cells + kCellBytes, digits, sums, surplus);
-    dot_cell<2, V, T, kForm>(cells + 2 * kCellBytes, digits, sums, surplus);
-    dot_cell<3, V, T, kForm>(cells + 3 * kCellBytes, digits, sums, surplus);
+    dot_cell<0, V, T, kForm>(cells, digits, sums);
+    dot_cell<1, V, T, kForm>(cells + kCellBytes, digits, sums);
+    dot_cell<2, V, T, kForm>(cells + 2 * kCellBytes, digits, sums);
+    dot_cell<3, V, T, kForm>(cells + 3 * kCellBytes, digits, sums);
 }
 
 // Four columns that somebody's marks name, high digits
 template <int V, int T, Form kForm>
-[[gnu::always_inline]] inline void dot_high(const int8_t* cell, const int8_t* const* x, int64_t column, Ints (*sums)[T],
-                                            Ints* surplus) {
+[[gnu::always_inline]] inline void dot_high(const int8_t* cell, const int8_t* const* x, int64_t column,
+                                            Ints (*sums)[T]) {
     Digits digits[T];
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t) digits[t] = load_digits(x[t] + column);  // the last ones are followed by marks
-    dot_cell<0, V, T, kForm>(cell, digits, sums, surplus);
+    dot_cell<0, V, T, kForm>(cell, digits, sums);
 }
 
 template <int V, int T>
@@ -61,44 +67,47 @@ template <int V, int T>
         for (int t = 0; t < T; ++t) sums[v][t] = no_sum();
 }
 
-// What a level that adds something to the digits has too much
+// What a level that adds something to the codes has too much
 template <int V, int T>
-[[gnu::always_inline]] inline void take_off(Ints (*sums)[T], const Ints* surplus) {
+[[gnu::always_inline]] inline void take_off(Ints (*sums)[T], const int32_t* surplus) {
     if constexpr (kBiased)
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v)
 #pragma GCC unroll 16
-            for (int t = 0; t < T; ++t) sums[v][t] = subtract(sums[v][t], surplus[v]);
+            for (int t = 0; t < T; ++t) sums[v][t] = subtract(sums[v][t], spread(surplus[t]));
 }
 
 // sums[v][t] = rows of vector v · low digits of token t. Inlined without fail: the sums must stay in registers.
 template <int V, int T>
 [[gnu::always_inline]] inline void dot_low(const int8_t* weight, const TokenDigits<T>& x, Ints (*sums)[T]) {
     if constexpr (kMatrixPairs && T % 2 == 0) return dot_pairs<V, T>(weight, x.low, x.shape.stride, sums);
-    Ints surplus[1][V];
-    clear_sums<1, V>(surplus);
+    int32_t surplus[T] = {};
     clear_sums<V, T>(sums);
     for (int64_t k = 0; k < x.shape.stride; k += 16) {
         const int8_t* cells = weight + k / 4 * kCellBytes;
 #pragma GCC unroll 4
         for (int line = 0; line < 4; ++line) __builtin_prefetch(cells + kAheadBytes + line * kCellBytes);
-        dot_cells<V, T, Form::bytes>(cells, x.low, k, sums, *surplus);
+        dot_cells<V, T, Form::bytes>(cells, x.low, k, sums);
     }
-    take_off<V, T>(sums, *surplus);
+    if constexpr (kBiased)
+        for (int t = 0; t < T; ++t) surplus[t] = x.shape.low_surplus_of_all(x.rows[t]);
+    take_off<V, T>(sums, surplus);
 }
 
 // 128 times the high digits, where there are any: behind the low ones, so that the weights are read as one stream
 template <int V, int T>
 [[gnu::always_inline]] inline void add_high(const int8_t* weight, const TokenDigits<T>& x, Ints (*sums)[T]) {
-    Ints high[V][T], surplus[1][V];
-    clear_sums<1, V>(surplus);
+    Ints high[V][T];
+    int32_t surplus[T] = {};
     clear_sums<V, T>(high);
     for (int64_t word = 0; word < x.shape.words; ++word)
         for (uint64_t marks = x.marks(word); marks; marks &= marks - 1) {
             const int64_t cell = word * 64 + __builtin_ctzll(marks);
-            dot_high<V, T, Form::bytes>(weight + cell * kCellBytes, x.high, cell * kMarkColumns, high, *surplus);
+            dot_high<V, T, Form::bytes>(weight + cell * kCellBytes, x.high, cell * kMarkColumns, high);
         }
-    take_off<V, T>(high, *surplus);
+    if constexpr (kBiased)
+        for (int t = 0; t < T; ++t) surplus[t] = x.shape.high_surplus_of_all(x.rows[t]);
+    take_off<V, T>(high, surplus);
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v)
 #pragma GCC unroll 16

@@ -14,6 +14,9 @@ namespace {
 #endif
 #include "elementwise.hpp"
 #include "dot.hpp"
+#if defined(__AVX512F__)
+#include "dot_lanes.hpp"
+#endif
 #include "attention.hpp"
 #include "attention_codes.hpp"
 #if defined(__AVX512F__)

@@ -1,0 +1,260 @@
+// Products of float rows on vectors of sixteen. Included inside an unnamed namespace, behind dot.hpp.
+//
+// One order of sums, whatever the tile: lane i of an output adds up the columns i, i + 16, …, and then the lanes are added
+// as sum() does. Few tokens go over the rows as they lie. Many go over panels: sixteen rows by some hundred columns, copied
+// side by side and widened once; sums go from one panel to the next as vectors, so that lanes are added once per output,
+// for sixteen outputs at a time.
+
+constexpr int64_t kPanelRows = 16, kPanelColumns = 768, kPanelStride = kPanelColumns + 16, kCarriedTokens = 96;
+constexpr int64_t kPanelTokens = 2 * kTileTokens + 1;  // from here on rows are copied
+
+// Zeros behind the last of them
+inline Vec load_lanes(const float* at, int64_t given) { return _mm512_maskz_loadu_ps((1 << given) - 1, at); }
+inline Vec load_lanes(const bf16* at, int64_t given) {
+    const __m256i packed = _mm256_maskz_loadu_epi16((1 << given) - 1, at);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16));
+}
+inline Vec load_lanes(const f16* at, int64_t given) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((1 << given) - 1, at));
+}
+
+template <int R, int T>
+[[gnu::always_inline]] inline void add_products(const Vec* w, const Vec* x, Vec (*sums)[T]) {
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sums[r][t] = fma(w[r], x[t], sums[r][t]);
+}
+
+// R rows by T tokens; `ahead`, if there is one, is fetched line by line, as many bytes as are read here.
+template <class W, int R, int T, bool kAhead>
+[[gnu::always_inline]] inline void add_lanes(const W* const* rows, const float* const* x, int64_t count, const W* ahead,
+                                             Vec (*sums)[T]) {
+    constexpr int64_t kStepBytes = R * kWidth * sizeof(W);
+    int64_t k = 0;
+    for (; k + kWidth <= count; k += kWidth) {
+        if constexpr (kAhead)
+#pragma GCC unroll 8
+            for (int64_t line = 0; line < kStepBytes; line += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(ahead + R * k) + line);
+        Vec w[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) w[r] = load(rows[r] + k);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) {
+            const Vec v = load(x[t] + k);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sums[r][t] = fma(w[r], v, sums[r][t]);
+        }
+    }
+    if (__builtin_expect(k == count, true)) return;
+    Vec w[R], v[T];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) w[r] = load_lanes(rows[r] + k, count - k);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) v[t] = load_lanes(x[t] + k, count - k);
+    add_products<R, T>(w, v, sums);
+}
+
+inline Vec halves_of(Vec a, Vec b) {  // of each its lanes i and i + 8 added up, one behind the other
+    return _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+}
+inline Vec quarters_of(Vec ab, Vec cd) {
+    return _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
+}
+
+// Of four rows by up to four tokens: quarter t has the sums of token t, a lane per row.
+template <int N, class At>
+[[gnu::always_inline]] inline Vec sum_rows(At&& at) {
+    Vec rows[4];  // quarter t: four lanes of token t
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+        const Vec first = halves_of(at(r, 0), at(r, 1 % N));
+        rows[r] = quarters_of(first, N < 3 ? first : halves_of(at(r, 2 % N), at(r, 3 % N)));
+    }
+    const auto add_pairs = [](Vec a, Vec b) { return _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee); };
+    const Vec low = add_pairs(rows[0], rows[1]), high = add_pairs(rows[2], rows[3]);
+    return _mm512_shuffle_ps(low, high, 0x88) + _mm512_shuffle_ps(low, high, 0xdd);
+}
+
+inline void write_four(const Product& p, int64_t row, int64_t token, __m128 value) {
+    float* at = p.out + (token - p.token_begin) * p.out_stride + (row - p.row_begin);
+    if (p.bias) value = value + _mm_loadu_ps(p.bias + (row - p.row_begin));
+    _mm_storeu_ps(at, p.add ? _mm_loadu_ps(at) + value : value);
+}
+
+template <int N>
+[[gnu::always_inline]] inline void write_quarters(const Product& p, Vec sums, int64_t row, int64_t token, int64_t row_step,
+                                                  int64_t token_step) {
+    write_four(p, row, token, _mm512_castps512_ps128(sums));
+    if constexpr (N > 1) write_four(p, row + row_step, token + token_step, _mm512_extractf32x4_ps(sums, 1));
+    if constexpr (N > 2) write_four(p, row + 2 * row_step, token + 2 * token_step, _mm512_extractf32x4_ps(sums, 2));
+    if constexpr (N > 3) write_four(p, row + 3 * row_step, token + 3 * token_step, _mm512_extractf32x4_ps(sums, 3));
+}
+
+template <int R, int T>
+[[gnu::always_inline]] inline void write_lanes(const Product& p, int64_t row, int64_t token, const Vec (*sums)[T]) {
+    if constexpr (R == 4) {
+        constexpr int kFirst = T < 4 ? T : 4, kRest = T - kFirst;
+        const auto first = [&](int r, int t) { return sums[r][t]; };
+        write_quarters<kFirst>(p, sum_rows<kFirst>(first), row, token, 0, 1);
+        if constexpr (kRest > 0) {
+            const auto rest = [&](int r, int t) { return sums[r][kFirst + t]; };
+            write_quarters<kRest>(p, sum_rows<kRest>(rest), row, token + kFirst, 0, 1);
+        }
+    } else if constexpr (R == 8 && T == 1) {
+        write_quarters<2>(p, sum_rows<2>([&](int r, int t) { return sums[r + 4 * t][0]; }), row, token, 4, 0);
+    } else {
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < T; ++t) write_sum(p, row + r, token + t, sum(sums[r][t]));
+    }
+}
+
+template <int R, int T>
+[[gnu::always_inline]] inline void clear_lanes(Vec (*sums)[T]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) sums[r][t] = splat(0.0f);
+}
+
+inline const float* token_row(const Product& p, int64_t token) {
+    return static_cast<const float*>(p.x) + token * p.weight->columns;
+}
+
+// Few tokens: rows as they lie, and those that follow them fetched meanwhile
+template <class W, int R, int T, bool kAhead>
+inline void few_tile(const Product& p, int64_t row, int64_t token) {
+    const int64_t columns = p.weight->columns;
+    const W *from = static_cast<const W*>(p.weight->data) + row * columns, *rows[R];
+    const float* x[T];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) rows[r] = from + r * columns;
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) x[t] = token_row(p, token + t);
+    Vec sums[R][T];
+    clear_lanes<R, T>(sums);
+    add_lanes<W, R, T, kAhead>(rows, x, columns, from + R * columns, sums);
+    write_lanes<R, T>(p, row, token, sums);
+}
+
+template <class W, int R, bool kAhead, int T = kTileTokens>
+inline void few_tokens(const Product& p, int64_t row, int64_t token, int64_t count) {
+    if (count == T) return few_tile<W, R, T, kAhead>(p, row, token);
+    if constexpr (T > 1) few_tokens<W, R, kAhead, T - 1>(p, row, token, count);
+}
+
+template <class W, int R>
+inline void few_rows(const Product& p, int64_t row) {
+    const int64_t tokens = p.token_end - p.token_begin, tiles = (tokens + kTileTokens - 1) / kTileTokens;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t begin = tokens * tile / tiles, count = tokens * (tile + 1) / tiles - begin;
+        tile == 0 ? few_tokens<W, R, true>(p, row, p.token_begin + begin, count)
+                  : few_tokens<W, R, false>(p, row, p.token_begin + begin, count);
+    }
+}
+
+template <class W>
+inline void multiply_few(const Product& p) {
+    int64_t row = p.row_begin;
+    if (p.token_end - p.token_begin == 1)  // enough sums to keep the units busy
+        for (; row + 8 <= p.row_end; row += 8) few_tile<W, 8, 1, true>(p, row, p.token_begin);
+    for (; row + 4 <= p.row_end; row += 4) few_rows<W, 4>(p, row);
+    for (; row < p.row_end; ++row) few_rows<W, 1>(p, row);
+}
+
+// Some rows by some tokens, as many columns at a time as fit into the caches
+struct Panel {
+    float* rows;     // [kPanelRows][kPanelStride]
+    float* carried;  // [tokens][kPanelRows] vectors of sums
+    int64_t row, num_rows, first_token, num_tokens;
+    int64_t begin, count;  // columns
+    bool last;             // of the columns
+    const char* next;      // what is copied after this one: a share of it is fetched with every tile
+    int64_t share;
+};
+
+template <int R, int T>
+inline void panel_tile(const Product& p, const Panel& panel, int64_t row, int64_t token, const char* next) {
+    for (int64_t line = 0; line < panel.share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
+    const float *rows[R], *x[T];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) rows[r] = panel.rows + (row + r) * kPanelStride;
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) x[t] = token_row(p, panel.first_token + token + t) + panel.begin;
+    float* carried = panel.carried + (token * kPanelRows + row * T) * kWidth;
+    Vec sums[R][T];
+    if (panel.begin == 0)
+        clear_lanes<R, T>(sums);
+    else
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) sums[r][t] = load(carried + (r * T + t) * kWidth);
+    add_lanes<float, R, T, false>(rows, x, panel.count, nullptr, sums);
+    if (panel.last) return write_lanes<R, T>(p, panel.row + row, panel.first_token + token, sums);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) store(carried + (r * T + t) * kWidth, sums[r][t]);
+}
+
+template <int T = kTileTokens>
+inline void panel_tokens(const Product& p, const Panel& panel, int64_t token, int64_t count, const char* next) {
+    if (count != T) {
+        if constexpr (T > 1) panel_tokens<T - 1>(p, panel, token, count, next);
+        return;
+    }
+    int64_t row = 0;
+    for (; row + 4 <= panel.num_rows; row += 4, next += panel.share) panel_tile<4, T>(p, panel, row, token, next);
+    for (; row < panel.num_rows; ++row) panel_tile<1, T>(p, panel, row, token, next);
+}
+
+template <class W>
+inline void copy_panel(const Product& p, Panel& panel) {
+    const int64_t columns = p.weight->columns;
+    const W* from = static_cast<const W*>(p.weight->data) + panel.row * columns + panel.begin;
+    for (int64_t r = 0; r < panel.num_rows; ++r)
+        load_row_as(from + r * columns, panel.count, 1.0f, false, panel.rows + r * kPanelStride);
+}
+
+template <class W>
+inline void multiply_panels(const Product& p) {
+    const int64_t columns = p.weight->columns, tokens = p.token_end - p.token_begin;
+    const int64_t panels = (columns + kPanelColumns - 1) / kPanelColumns;
+    const int64_t width = (columns / panels + kWidth - 1) / kWidth * kWidth;
+    const int64_t most_tokens = panels == 1 ? tokens : kCarriedTokens;
+    for (int64_t row = p.row_begin; row < p.row_end; row += kPanelRows)
+        for (int64_t first = 0; first < tokens; first += most_tokens) {
+            Panel panel{p.scratch, p.scratch + kPanelRows * kPanelStride, row};
+            panel.num_rows = p.row_end - row < kPanelRows ? p.row_end - row : kPanelRows;
+            panel.first_token = p.token_begin + first;
+            panel.num_tokens = tokens - first < most_tokens ? tokens - first : most_tokens;
+            const int64_t tiles = (panel.num_tokens + kTileTokens - 1) / kTileTokens;
+            const bool goes_on = row + kPanelRows < p.row_end && first + most_tokens >= tokens;
+            panel.share = goes_on ? (kPanelRows * columns * int64_t{sizeof(W)} / (tiles * 4 * panels) + 63) / 64 * 64 : 0;
+            const char* next = reinterpret_cast<const char*>(static_cast<const W*>(p.weight->data) + (row + kPanelRows) * columns);
+            for (; panel.begin < columns; panel.begin += width) {
+                panel.count = columns - panel.begin < width ? columns - panel.begin : width;
+                panel.last = panel.begin + width >= columns;
+                copy_panel<W>(p, panel);
+                for (int64_t tile = 0; tile < tiles; ++tile, next += 4 * panel.share) {
+                    const int64_t begin = panel.num_tokens * tile / tiles, end = panel.num_tokens * (tile + 1) / tiles;
+                    panel_tokens(p, panel, begin, end - begin, next);
+                }
+            }
+        }
+}
+
+template <class W>
+inline void multiply_lanes(const Product& p) {
+    p.token_end - p.token_begin < kPanelTokens ? multiply_few<W>(p) : multiply_panels<W>(p);
+}
+
+void multiply_wide(const Product& p) {
+    switch (p.weight->type) {
+        case DType::f32: return multiply_lanes<float>(p);
+        case DType::f16: return multiply_lanes<f16>(p);
+        default: return multiply_lanes<bf16>(p);
+    }
+}
