@@ -36,12 +36,23 @@ inline void score_tile(const Attend& a, const C* const* rows, int key, int query
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t)
         q[t] = a.q + (query + t) / a.heads * a.q_stride + (query + t) % a.heads * a.head_dim;
+    float* at = scores + query * kKeyChunk + key;
+#if defined(__AVX512F__)
+    Vec sums[R][T];
+    clear_lanes<R, T>(sums);
+    add_lanes<C, R, T, false>(rows, q, a.head_dim, nullptr, sums);
+    if constexpr (R == 4)
+        each_four<T>(sums, [&](int t, __m128 four) { _mm_storeu_ps(at + t * kKeyChunk, four * _mm_set1_ps(a.scale)); });
+    else
+        for (int t = 0; t < T; ++t) at[t * kKeyChunk] = sum(sums[0][t]) * a.scale;
+#else
     float out[R][T];
     dot_tile<Wide<C>, R, T, false>(rows, q, a.head_dim, nullptr, out);
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t)
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) scores[(query + t) * kKeyChunk + key + r] = out[r][t] * a.scale;
+        for (int r = 0; r < R; ++r) at[t * kKeyChunk + r] = out[r][t] * a.scale;
+#endif
 }
 
 template <int R, class C>

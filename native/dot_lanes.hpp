@@ -83,31 +83,35 @@ inline void write_four(const Product& p, int64_t row, int64_t token, __m128 valu
     _mm_storeu_ps(at, p.add ? _mm_loadu_ps(at) + value : value);
 }
 
-template <int N>
-[[gnu::always_inline]] inline void write_quarters(const Product& p, Vec sums, int64_t row, int64_t token, int64_t row_step,
-                                                  int64_t token_step) {
-    write_four(p, row, token, _mm512_castps512_ps128(sums));
-    if constexpr (N > 1) write_four(p, row + row_step, token + token_step, _mm512_extractf32x4_ps(sums, 1));
-    if constexpr (N > 2) write_four(p, row + 2 * row_step, token + 2 * token_step, _mm512_extractf32x4_ps(sums, 2));
-    if constexpr (N > 3) write_four(p, row + 3 * row_step, token + 3 * token_step, _mm512_extractf32x4_ps(sums, 3));
+// take(which, sums of four rows) for the first N quarters
+template <int N, class Take>
+[[gnu::always_inline]] inline void each_quarter(Vec sums, Take&& take) {
+    take(0, _mm512_castps512_ps128(sums));
+    if constexpr (N > 1) take(1, _mm512_extractf32x4_ps(sums, 1));
+    if constexpr (N > 2) take(2, _mm512_extractf32x4_ps(sums, 2));
+    if constexpr (N > 3) take(3, _mm512_extractf32x4_ps(sums, 3));
+}
+
+// take(token, sums of the four rows) for each token
+template <int T, class Take>
+[[gnu::always_inline]] inline void each_four(const Vec (*sums)[T], Take&& take) {
+    constexpr int kFirst = T < 4 ? T : 4, kRest = T - kFirst;
+    each_quarter<kFirst>(sum_rows<kFirst>([&](int r, int t) { return sums[r][t]; }), take);
+    if constexpr (kRest > 0)
+        each_quarter<kRest>(sum_rows<kRest>([&](int r, int t) { return sums[r][kFirst + t]; }),
+                            [&](int t, __m128 four) { take(kFirst + t, four); });
 }
 
 template <int R, int T>
 [[gnu::always_inline]] inline void write_lanes(const Product& p, int64_t row, int64_t token, const Vec (*sums)[T]) {
-    if constexpr (R == 4) {
-        constexpr int kFirst = T < 4 ? T : 4, kRest = T - kFirst;
-        const auto first = [&](int r, int t) { return sums[r][t]; };
-        write_quarters<kFirst>(p, sum_rows<kFirst>(first), row, token, 0, 1);
-        if constexpr (kRest > 0) {
-            const auto rest = [&](int r, int t) { return sums[r][kFirst + t]; };
-            write_quarters<kRest>(p, sum_rows<kRest>(rest), row, token + kFirst, 0, 1);
-        }
-    } else if constexpr (R == 8 && T == 1) {
-        write_quarters<2>(p, sum_rows<2>([&](int r, int t) { return sums[r + 4 * t][0]; }), row, token, 4, 0);
-    } else {
+    if constexpr (R == 4)
+        each_four<T>(sums, [&](int t, __m128 four) { write_four(p, row, token + t, four); });
+    else if constexpr (R == 8 && T == 1)
+        each_quarter<2>(sum_rows<2>([&](int r, int part) { return sums[4 * part + r][0]; }),
+                        [&](int part, __m128 four) { write_four(p, row + 4 * part, token, four); });
+    else
         for (int r = 0; r < R; ++r)
             for (int t = 0; t < T; ++t) write_sum(p, row + r, token + t, sum(sums[r][t]));
-    }
 }
 
 template <int R, int T>
