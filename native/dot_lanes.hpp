@@ -18,14 +18,6 @@ inline Vec load_lanes(const f16* at, int64_t given) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((1 << given) - 1, at));
 }
 
-template <int R, int T>
-[[gnu::always_inline]] inline void add_products(const Vec* w, const Vec* x, Vec (*sums)[T]) {
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t)
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) sums[r][t] = fma(w[r], x[t], sums[r][t]);
-}
-
 // R rows by T tokens; `ahead`, if there is one, is fetched line by line, as many bytes as are read here.
 template <class W, int R, int T, bool kAhead>
 [[gnu::always_inline]] inline void add_lanes(const W* const* rows, const float* const* x, int64_t count, const W* ahead,
@@ -48,12 +40,11 @@ template <class W, int R, int T, bool kAhead>
         }
     }
     if (__builtin_expect(k == count, true)) return;
-    Vec w[R], v[T];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) w[r] = load_lanes(rows[r] + k, count - k);
+    for (int t = 0; t < T; ++t)
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) v[t] = load_lanes(x[t] + k, count - k);
-    add_products<R, T>(w, v, sums);
+        for (int r = 0; r < R; ++r)
+            sums[r][t] = fma(load_lanes(rows[r] + k, count - k), load_lanes(x[t] + k, count - k), sums[r][t]);
 }
 
 inline Vec halves_of(Vec a, Vec b) {  // of each its lanes i and i + 8 added up, one behind the other
@@ -169,13 +160,13 @@ inline void multiply_few(const Product& p) {
 
 // Some rows by some tokens, as many columns at a time as fit into the caches
 struct Panel {
+    int64_t row, num_rows, first_token, num_tokens;
     float* rows;     // [kPanelRows][kPanelStride]
     float* carried;  // [tokens][kPanelRows] vectors of sums
-    int64_t row, num_rows, first_token, num_tokens;
-    int64_t begin, count;  // columns
-    bool last;             // of the columns
-    const char* next;      // what is copied after this one: a share of it is fetched with every tile
-    int64_t share;
+    int64_t share;   // bytes of the next rows that every tile fetches
+    const char* next;
+    int64_t begin = 0, count = 0;  // columns
+    bool last = false;             // of them
 };
 
 template <int R, int T>
@@ -223,31 +214,39 @@ inline void copy_panel(const Product& p, Panel& panel) {
 }
 
 template <class W>
-inline void multiply_panels(const Product& p) {
-    const int64_t columns = p.weight->columns, tokens = p.token_end - p.token_begin;
-    const int64_t panels = (columns + kPanelColumns - 1) / kPanelColumns;
-    const int64_t width = (columns / panels + kWidth - 1) / kWidth * kWidth;
-    const int64_t most_tokens = panels == 1 ? tokens : kCarriedTokens;
-    for (int64_t row = p.row_begin; row < p.row_end; row += kPanelRows)
-        for (int64_t first = 0; first < tokens; first += most_tokens) {
-            Panel panel{p.scratch, p.scratch + kPanelRows * kPanelStride, row};
-            panel.num_rows = p.row_end - row < kPanelRows ? p.row_end - row : kPanelRows;
-            panel.first_token = p.token_begin + first;
-            panel.num_tokens = tokens - first < most_tokens ? tokens - first : most_tokens;
-            const int64_t tiles = (panel.num_tokens + kTileTokens - 1) / kTileTokens;
-            const bool goes_on = row + kPanelRows < p.row_end && first + most_tokens >= tokens;
-            panel.share = goes_on ? (kPanelRows * columns * int64_t{sizeof(W)} / (tiles * 4 * panels) + 63) / 64 * 64 : 0;
-            const char* next = reinterpret_cast<const char*>(static_cast<const W*>(p.weight->data) + (row + kPanelRows) * columns);
-            for (; panel.begin < columns; panel.begin += width) {
-                panel.count = columns - panel.begin < width ? columns - panel.begin : width;
-                panel.last = panel.begin + width >= columns;
-                copy_panel<W>(p, panel);
-                for (int64_t tile = 0; tile < tiles; ++tile, next += 4 * panel.share) {
-                    const int64_t begin = panel.num_tokens * tile / tiles, end = panel.num_tokens * (tile + 1) / tiles;
-                    panel_tokens(p, panel, begin, end - begin, next);
-                }
-            }
+inline void multiply_panel(const Product& p, Panel panel, int64_t panels) {
+    const int64_t columns = p.weight->columns, width = (columns / panels + kWidth - 1) / kWidth * kWidth;
+    const int64_t tiles = (panel.num_tokens + kTileTokens - 1) / kTileTokens;
+    for (; panel.begin < columns; panel.begin += width) {
+        panel.count = columns - panel.begin < width ? columns - panel.begin : width;
+        panel.last = panel.begin + width >= columns;
+        copy_panel<W>(p, panel);
+        for (int64_t tile = 0; tile < tiles; ++tile, panel.next += 4 * panel.share) {
+            const int64_t begin = panel.num_tokens * tile / tiles, end = panel.num_tokens * (tile + 1) / tiles;
+            panel_tokens(p, panel, begin, end - begin, panel.next);
         }
+    }
+}
+
+template <class W>
+inline void multiply_panels(const Product& p) {
+    const int64_t columns = p.weight->columns, panels = (columns + kPanelColumns - 1) / kPanelColumns;
+    const int64_t most_tokens = panels == 1 ? p.token_end - p.token_begin : kCarriedTokens;
+    const W* weights = static_cast<const W*>(p.weight->data);
+    float* carried = p.scratch + kPanelRows * kPanelStride;
+    for (int64_t row = p.row_begin; row < p.row_end; row += kPanelRows) {
+        const int64_t next_row = row + kPanelRows, rows = p.row_end < next_row ? p.row_end - row : kPanelRows;
+        for (int64_t first = p.token_begin; first < p.token_end; first += most_tokens) {
+            const int64_t tokens = p.token_end - first < most_tokens ? p.token_end - first : most_tokens;
+            const int64_t tiles = panels * 4 * ((tokens + kTileTokens - 1) / kTileTokens);
+            const bool fetches = next_row < p.row_end && first + tokens == p.token_end;
+            const int64_t next_bytes = kPanelRows * columns * static_cast<int64_t>(sizeof(W));
+            multiply_panel<W>(p,
+                              {row, rows, first, tokens, p.scratch, carried, fetches ? (next_bytes / tiles + 63) / 64 * 64 : 0,
+                               reinterpret_cast<const char*>(weights + next_row * columns)},
+                              panels);
+        }
+    }
 }
 
 template <class W>
