@@ -7,16 +7,7 @@
 
 constexpr int64_t kPanelRows = 16, kPanelColumns = 768, kPanelStride = kPanelColumns + 16, kCarriedTokens = 96;
 constexpr int64_t kPanelTokens = 2 * kTileTokens + 1;  // from here on rows are copied
-
-// Zeros behind the last of them
-inline Vec load_lanes(const float* at, int64_t given) { return _mm512_maskz_loadu_ps((1 << given) - 1, at); }
-inline Vec load_lanes(const bf16* at, int64_t given) {
-    const __m256i packed = _mm256_maskz_loadu_epi16((1 << given) - 1, at);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16));
-}
-inline Vec load_lanes(const f16* at, int64_t given) {
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((1 << given) - 1, at));
-}
+static_assert(kPanelRows * (kPanelStride + kCarriedTokens * kWidth) <= product_scratch(0));
 
 // R rows by T tokens; `ahead`, if there is one, is fetched line by line, as many bytes as are read here.
 template <class W, int R, int T, bool kAhead>
@@ -44,7 +35,7 @@ template <class W, int R, int T, bool kAhead>
     for (int t = 0; t < T; ++t)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-            sums[r][t] = fma(load_lanes(rows[r] + k, count - k), load_lanes(x[t] + k, count - k), sums[r][t]);
+            sums[r][t] = fma(load_some(rows[r] + k, count - k), load_some(x[t] + k, count - k), sums[r][t]);
 }
 
 inline Vec halves_of(Vec a, Vec b) {  // of each its lanes i and i + 8 added up, one behind the other
@@ -113,10 +104,6 @@ template <int R, int T>
         for (int t = 0; t < T; ++t) sums[r][t] = splat(0.0f);
 }
 
-inline const float* token_row(const Product& p, int64_t token) {
-    return static_cast<const float*>(p.x) + token * p.weight->columns;
-}
-
 // Few tokens: rows as they lie, and those that follow them fetched meanwhile
 template <class W, int R, int T, bool kAhead>
 inline void few_tile(const Product& p, int64_t row, int64_t token) {
@@ -126,7 +113,7 @@ inline void few_tile(const Product& p, int64_t row, int64_t token) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) rows[r] = from + r * columns;
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) x[t] = token_row(p, token + t);
+    for (int t = 0; t < T; ++t) x[t] = operand_of<Wide<float>>(p, token + t);
     Vec sums[R][T];
     clear_lanes<R, T>(sums);
     add_lanes<W, R, T, kAhead>(rows, x, columns, from + R * columns, sums);
@@ -176,7 +163,7 @@ inline void panel_tile(const Product& p, const Panel& panel, int64_t row, int64_
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) rows[r] = panel.rows + (row + r) * kPanelStride;
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) x[t] = token_row(p, panel.first_token + token + t) + panel.begin;
+    for (int t = 0; t < T; ++t) x[t] = operand_of<Wide<float>>(p, panel.first_token + token + t) + panel.begin;
     float* carried = panel.carried + (token * kPanelRows + row * T) * kWidth;
     Vec sums[R][T];
     if (panel.begin == 0)

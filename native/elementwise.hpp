@@ -34,10 +34,11 @@ inline void map(const float* x, int64_t count, float* out, F&& f) {
     }
 }
 
-// `count` floats of which the first `given` exist
-inline Vec load_some(const float* at, int64_t given) {
+// A vector of numbers of which the first `given` exist, zeros behind them
+template <class T>
+inline Vec load_some(const T* at, int64_t given) {
     if (given >= kWidth) return load(at);
-    float rest[kWidth] = {};
+    T rest[kWidth] = {};
     for (int64_t j = 0; j < given; ++j) rest[j] = at[j];
     return load(rest);
 }
