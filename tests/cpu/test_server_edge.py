@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from server_fixture import Server, eventually, run_command, running_server
+from sse import event_data
 
 from dovetail.config import Config
 from dovetail.gateway.listen import check_exposure
@@ -318,8 +319,8 @@ def test_through_a_proxy_that_says_nothing_nobody_changes_the_server(
         lines = []
         body = {"model": "llama", "prompt": "a", "max_tokens": 5, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
-            lines = [line for line in response.iter_lines() if line.startswith("data: ")]
-        assert lines[-1] == "data: [DONE]"
+            lines = event_data(response)
+        assert lines[-1] == "[DONE]"
         assert len(lines) >= 2
 
 

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from server_fixture import COMMAND, Server, eventually, run_command, running_server
+from sse import event_data
 
 # Many megabytes of events: more than fits into socket buffers, so that it goes on until somebody reads it.
 LONG = {
@@ -31,10 +32,6 @@ def open_stream(server: Server) -> tuple[httpx.Client, httpx.Response]:
     client = httpx.Client(timeout=60)
     request = client.build_request("POST", f"{server.url}/v1/completions", json=LONG)
     return client, client.send(request, stream=True)
-
-
-def finish(response: httpx.Response) -> list[str]:
-    return [line.removeprefix("data: ") for line in response.iter_lines() if line]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -64,7 +61,7 @@ def test_a_stopping_server_lets_streams_finish_and_tells_probes(
         refused = server.post("/v1/completions", {"model": "llama", "prompt": "a"})
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
-        lines = finish(response)
+        lines = event_data(response)
         client.close()
         assert lines[-1] == "[DONE]"
         assert json.loads(lines[-2])["choices"][0]["finish_reason"] == "length"

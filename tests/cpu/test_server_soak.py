@@ -13,6 +13,7 @@ import psutil
 from busy_soak import busy_processes
 from busy_soak import soak as busy_soak
 from server_fixture import Server, eventually
+from sse import event_data
 
 CONCURRENCY = 32
 
@@ -39,7 +40,7 @@ async def ask(client: httpx.AsyncClient, rng: random.Random) -> str:
     if not body["stream"]:
         finishes = [choice["finish_reason"] for choice in response.json()["choices"]]
     else:
-        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        lines = event_data(response)
         assert lines[-1] == "[DONE]"
         choices = [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
         finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]

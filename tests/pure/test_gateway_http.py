@@ -14,6 +14,7 @@ import pytest
 from fake_worker import BUSY, FAIL
 from gateway_builders import make_admin, running_service
 from pydantic import SecretStr
+from sse import event_data
 
 from dovetail.config import AuthConfig, Config, KeyConfig, ServerConfig
 from dovetail.errors import EngineFailed
@@ -66,7 +67,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None)
 
 
 def events(response: httpx.Response) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    lines = event_data(response)
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 

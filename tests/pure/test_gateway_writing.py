@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from sse import event_data
 from test_gateway_http import TEXT, check_error, on_app
 
 from dovetail.gateway import embeddings, scoring
@@ -130,8 +131,8 @@ def test_responses_with_many_log_probabilities_are_whole_however_they_are_writte
             writers.clear()
             body = {"model": "fake", "input": "abc" * 80, "top_logprobs": 2, "max_output_tokens": num_tokens}
             whole = (await client.post("/v1/responses", json=body)).json()
-            lines = (await client.post("/v1/responses", json=body | {"stream": True})).text.splitlines()
-            events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+            streamed = await client.post("/v1/responses", json=body | {"stream": True})
+            events = [json.loads(data) for data in event_data(streamed)]
             assert [event["sequence_number"] for event in events] == list(range(len(events)))
             item = next(event for event in events if event["type"] == "response.output_item.done")["item"]
             kept = (await client.get(f"/v1/responses/{whole['id']}")).json()
