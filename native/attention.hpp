@@ -30,13 +30,12 @@ inline void fetch(const void* at, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(at) + line);
 }
 
+// `queries`: where each of them lies; `at`: scores of the first with the first key
 template <int R, int T, class C>
-inline void score_tile(const Attend& a, const C* const* rows, int key, int query, float* scores) {
+inline void score_tile(const Attend& a, const C* const* rows, const float* const* queries, float* at) {
     const float* q[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t)
-        q[t] = a.q + (query + t) / a.heads * a.q_stride + (query + t) % a.heads * a.head_dim;
-    float* at = scores + query * kKeyChunk + key;
+    for (int t = 0; t < T; ++t) q[t] = queries[t];
 #if defined(__AVX512F__)
     Vec sums[R][T];
     clear_lanes<R, T>(sums);
@@ -56,20 +55,20 @@ inline void score_tile(const Attend& a, const C* const* rows, int key, int query
 }
 
 template <int R, class C>
-inline void score_keys(const Attend& a, const Keys& keys, int key, float* scores) {
+inline void score_keys(const Attend& a, const Keys& keys, int key, const float* const* q, float* scores) {
     const C* rows[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) rows[r] = static_cast<const C*>(a.cache.keys) + keys.at[key + r];
-    const int queries = a.tokens * a.heads;
-    int query = 0;
-    for (; query + kTileTokens <= queries; query += kTileTokens)
-        score_tile<R, kTileTokens>(a, rows, key, query, scores);
-    switch (queries - query) {
-        case 5: return score_tile<R, 5>(a, rows, key, query, scores);
-        case 4: return score_tile<R, 4>(a, rows, key, query, scores);
-        case 3: return score_tile<R, 3>(a, rows, key, query, scores);
-        case 2: return score_tile<R, 2>(a, rows, key, query, scores);
-        case 1: return score_tile<R, 1>(a, rows, key, query, scores);
+    int left = a.tokens * a.heads;
+    float* at = scores + key;
+    for (; left >= kTileTokens; left -= kTileTokens, q += kTileTokens, at += kTileTokens * kKeyChunk)
+        score_tile<R, kTileTokens>(a, rows, q, at);
+    switch (left) {
+        case 5: return score_tile<R, 5>(a, rows, q, at);
+        case 4: return score_tile<R, 4>(a, rows, q, at);
+        case 3: return score_tile<R, 3>(a, rows, q, at);
+        case 2: return score_tile<R, 2>(a, rows, q, at);
+        case 1: return score_tile<R, 1>(a, rows, q, at);
         default: return;
     }
 }
@@ -158,7 +157,7 @@ inline void add_queries(const Attend& a, const Keys& keys, const Keys* next, con
 }
 
 template <class C>
-inline void score_chunk(const Attend& a, const Keys& keys, bool fetches, float* scores) {
+inline void score_chunk(const Attend& a, const Keys& keys, bool fetches, const float* const* q, float* scores) {
     const C *heads = static_cast<const C*>(a.cache.keys), *values = static_cast<const C*>(a.cache.values);
     const int64_t bytes = a.head_dim * sizeof(C);
     int key = 0;
@@ -167,9 +166,9 @@ inline void score_chunk(const Attend& a, const Keys& keys, bool fetches, float* 
             if (i + kKeysAhead < keys.count) fetch(heads + keys.at[i + kKeysAhead], bytes);
             fetch(values + keys.at[i], bytes);
         }
-        score_keys<4, C>(a, keys, key, scores);
+        score_keys<4, C>(a, keys, key, q, scores);
     }
-    for (; key < keys.count; ++key) score_keys<1, C>(a, keys, key, scores);
+    for (; key < keys.count; ++key) score_keys<1, C>(a, keys, key, q, scores);
 }
 
 template <class C>
@@ -189,6 +188,7 @@ inline void add_chunk(const Attend& a, const Keys& keys, const Keys* next, const
 }
 
 struct Running {  // what the queries have seen so far
+    const float* const* q;  // where they lie
     float *scores, *largest, *total, *sums;
 };
 
@@ -200,7 +200,7 @@ inline void weigh_chunk(const Attend& a, const Keys& keys, const Running& run, f
 template <class C>
 inline void attend_chunk(const Attend& a, const Keys& keys, const Keys& next, const Running& run) {
     float shrink[kMaxQueries];
-    score_chunk<C>(a, keys, true, run.scores);
+    score_chunk<C>(a, keys, true, run.q, run.scores);
     weigh_chunk(a, keys, run, shrink);
     add_chunk<C>(a, keys, &next, run.scores, shrink, run.sums);
 }
@@ -216,7 +216,7 @@ inline void attend_floats(const Attend& a, const Keys& keys, float* wide, const 
     Keys rows{keys.count, keys.first, {}};
     for (int key = 0; key < keys.count; ++key) rows.at[key] = key * a.head_dim;
     widen(a.cache.keys);
-    score_chunk<float>(widened, rows, false, run.scores);
+    score_chunk<float>(widened, rows, false, run.q, run.scores);
     scale();
     weigh_chunk(a, keys, run, shrink);
     widen(a.cache.values);
@@ -270,7 +270,10 @@ void merge(const AttendParts& parts) {
 void attend_stretch(const Attend& a) {
     const int queries = a.tokens * a.heads;
     float* own = a.scratch + kMaxQueries * kKeyChunk;  // behind the scores [kMaxQueries][kKeyChunk]
-    const Running run{a.scratch, a.out ? own : a.largest, a.out ? own + kMaxQueries : a.total,
+    const float* q[kMaxQueries];
+    for (int token = 0, i = 0; token < a.tokens; ++token)
+        for (int head = 0; head < a.heads; ++head) q[i++] = a.q + token * a.q_stride + head * a.head_dim;
+    const Running run{q, a.scratch, a.out ? own : a.largest, a.out ? own + kMaxQueries : a.total,
                       a.out ? own + 2 * kMaxQueries : a.sums};
     float* wide = own + kMaxQueries * (a.head_dim + 4);
     for (int q = 0; q < queries; ++q) run.largest[q] = kNothingSeen, run.total[q] = 0.0f;

@@ -44,19 +44,23 @@ constexpr int vecs_for(int tokens, int sums) {
 // The digits of T tokens
 template <int T>
 struct TokenDigits {
-    DigitRow shape;
+    const DigitRow& shape;
     const char* rows[T];
     const int8_t *low[T], *high[T];
 
-    [[gnu::always_inline]] TokenDigits(const Product& p, int64_t token) : shape(p.weight->columns) {
+    static constexpr int kFours = 1;  // of one token lie so many apart
+
+    [[gnu::always_inline]] TokenDigits(const DigitRow& row, const void* first) : shape(row) {
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) {
-            rows[t] = static_cast<const char*>(p.x) + (token + t) * shape.bytes;
+            rows[t] = static_cast<const char*>(first) + t * shape.bytes;
             low[t] = shape.low(rows[t]), high[t] = shape.high(rows[t]);
         }
     }
 
-    [[gnu::always_inline]] const int32_t* low_surplus(int t) const { return shape.low_surplus(rows[t]); }
+    [[gnu::always_inline]] const int8_t* low_at(int t, int64_t column) const { return low[t] + column; }
+    [[gnu::always_inline]] int32_t low_surplus(int t, int64_t part) const { return shape.low_surplus(rows[t])[part]; }
+    [[gnu::always_inline]] float sum(int t, int64_t group) const { return shape.sums(rows[t])[group]; }
     int32_t high_surplus(int t, int64_t group, int64_t columns) const {
         const int32_t* parts = shape.high_surplus(rows[t]) + group * columns / kSurplusColumns;
         return columns == kSurplusColumns ? parts[0] : parts[0] + parts[1];
@@ -77,22 +81,41 @@ struct TokenDigits {
     }
 };
 
-// Tiles::compute<T>(product, block of rows, first token) for `count` tokens
-template <class Tiles, int T = Tiles::kTokens>
-inline void compute_tokens(const Product& p, int64_t block, int64_t token, int64_t count) {
-    if (count == T) return Tiles::template compute<T>(p, block, token);
-    if constexpr (T > 1) compute_tokens<Tiles, T - 1>(p, block, token, count);
+// Those of a whole tile of them
+struct PackedDigits : TokenDigits<kPackedTokens> {
+    static constexpr int kFours = kPackedTokens;
+
+    const PackedGroup* groups;
+
+    [[gnu::always_inline]] PackedDigits(const DigitRow& row, const void* first)
+        : TokenDigits(row, first),
+          groups(reinterpret_cast<const PackedGroup*>(static_cast<const char*>(first) + kPackedTokens * row.bytes)) {}
+
+    [[gnu::always_inline]] const int8_t* low_at(int t, int64_t column) const {
+        return groups[column / kSumColumns].low[column % kSumColumns / 4][t];
+    }
+    [[gnu::always_inline]] int32_t low_surplus(int t, int64_t part) const { return groups[part / 2].surplus[part % 2][t]; }
+    [[gnu::always_inline]] float sum(int t, int64_t group) const { return groups[group].sums[t]; }
+};
+
+// tile.compute<T>(first token) for `count` tokens
+template <class Tile, int T = Tile::kTokens>
+inline void compute_tokens(const Tile& tile, int64_t token, int64_t count) {
+    if (count == T) return tile.template compute<T>(token);
+    if constexpr (T > 1) compute_tokens<Tile, T - 1>(tile, token, count);
 }
 
-template <class Tiles>
-void walk_cells(const Product& p, int64_t block_bytes) {
+// tile_of(block of rows), from token to token
+template <class TileOf>
+void walk_cells(const Product& p, int64_t block_bytes, TileOf&& tile_of) {
+    constexpr int64_t kTokens = decltype(tile_of(int64_t{}))::kTokens;
     const int64_t end = (p.row_end + kCellRows - 1) / kCellRows;
     const int64_t fitting = kBlockBytes / block_bytes, step = fitting < 1 ? 1 : fitting;
     for (int64_t first = p.row_begin / kCellRows; first < end; first += step) {
         const int64_t last = first + step < end ? first + step : end;
-        for (int64_t token = p.token_begin; token < p.token_end; token += Tiles::kTokens) {
-            const int64_t left = p.token_end - token, count = left < Tiles::kTokens ? left : Tiles::kTokens;
-            for (int64_t block = first; block < last; ++block) compute_tokens<Tiles>(p, block, token, count);
+        for (int64_t token = p.token_begin; token < p.token_end; token += kTokens) {
+            const int64_t left = p.token_end - token, count = left < kTokens ? left : kTokens;
+            for (int64_t block = first; block < last; ++block) compute_tokens(tile_of(block), token, count);
         }
     }
 }

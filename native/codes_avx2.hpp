@@ -12,6 +12,7 @@ constexpr bool kBiased = true;
 #else
 constexpr bool kBiased = false;
 #endif
+constexpr bool kPacksTiles = false;
 constexpr bool kMatrixPairs = false;  // no instruction multiplies rows by tokens, two of each
 template <int V, int T>
 inline void dot_pairs(const int8_t*, const int8_t* const*, int64_t, Ints (*)[T]) {}

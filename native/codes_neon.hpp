@@ -51,6 +51,7 @@ inline void write_codes(int8_t* at, Codes codes) { vst1q_s8(at, codes); }
 inline Vec load_halves(const uint16_t* at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool kPacksTiles = false;
 constexpr bool kMatrixPairs = true;
 #else
 constexpr bool kMatrixPairs = false;

@@ -13,6 +13,10 @@
 // The surplus is what products have too much on levels that add 128 to the codes, and is there on those alone: 128 times the
 // sum of the digits, of low ones from the beginning of the span on, whose sums run on.
 
+//
+// Grouped products take tokens by eights. On levels that spread digits as they load them a tile has what they multiply with
+// once more, behind its rows, so that one pointer reaches all that eight tokens have of a group.
+
 constexpr int64_t kDigitBlock = 64;  // columns that are split together
 constexpr int64_t kSumColumns = 32, kSurplusColumns = 16;
 constexpr int64_t kSpanColumns = 256;  // 256·127·128 < 2^22
@@ -59,6 +63,34 @@ struct DigitRow {
         float value;
         std::memcpy(&value, row + scale_at(), sizeof value);
         return value;
+    }
+};
+
+constexpr int64_t kPackedTokens = 8;
+
+struct PackedGroup {  // 32 columns of eight tokens
+    int8_t low[kSumColumns / 4][kPackedTokens][4];
+    int32_t surplus[kSumColumns / kSurplusColumns][kPackedTokens];
+    float sums[kPackedTokens];
+};
+
+// Where the tokens of a grouped product lie
+struct DigitTiles {
+    DigitRow row;
+    int64_t groups;
+
+    explicit DigitTiles(int64_t columns) : row(columns), groups(row.stride / kSumColumns) {}
+
+    int64_t tile_bytes() const {
+        return kPackedTokens * row.bytes + (groups * static_cast<int64_t>(sizeof(PackedGroup)) + 63) / 64 * 64;
+    }
+    int64_t row_at(int64_t token) const {
+        if (!kPacksTiles) return token * row.bytes;
+        return token / kPackedTokens * tile_bytes() + token % kPackedTokens * row.bytes;
+    }
+    int64_t packed_at(int64_t token) const { return token / kPackedTokens * tile_bytes() + kPackedTokens * row.bytes; }
+    int64_t bytes(int64_t tokens) const {
+        return row_at(kPacksTiles ? (tokens + kPackedTokens - 1) / kPackedTokens * kPackedTokens : tokens);
     }
 };
 
@@ -172,6 +204,33 @@ void split_token(const float* x, int64_t columns, char* out) {
         if constexpr (kBiased) add_surplus(row, k, found != 0, out);
     }
     std::memcpy(out + row.scale_at(), &scale, sizeof scale);
+}
+
+// What a tile has of a token, from the token's own row
+inline void pack_token(const DigitTiles& tiles, const char* from, int64_t slot, PackedGroup* out) {
+    const DigitRow& row = tiles.row;
+    for (int64_t group = 0; group < tiles.groups; ++group) {
+        const int8_t* low = row.low(from) + group * kSumColumns;
+        for (int64_t four = 0; four < kSumColumns / 4; ++four)
+            std::memcpy(out[group].low[four][slot], low + 4 * four, 4);
+        if constexpr (kBiased)
+            for (int64_t part = 0; part < 2; ++part)
+                out[group].surplus[part][slot] = row.low_surplus(from)[2 * group + part];
+        out[group].sums[slot] = row.sums(from)[group];
+    }
+}
+
+int64_t prepared_groups_bytes(int64_t tokens, int64_t columns) { return DigitTiles(columns).bytes(tokens); }
+
+void prepare_groups(const float* x, int64_t begin, int64_t end, int64_t columns, void* prepared) {
+    const DigitTiles tiles(columns);
+    char* at = static_cast<char*>(prepared);
+    for (int64_t token = begin; token < end; ++token) {
+        char* row = at + tiles.row_at(token);
+        split_token(x + token * columns, columns, row);
+        if constexpr (kPacksTiles)
+            pack_token(tiles, row, token % kPackedTokens, reinterpret_cast<PackedGroup*>(at + tiles.packed_at(token)));
+    }
 }
 
 int64_t prepared_digits_bytes(int64_t tokens, int64_t columns) { return tokens * DigitRow(columns).bytes; }

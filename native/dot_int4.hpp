@@ -81,18 +81,18 @@ struct StoredRows {  // as they lie
         return least * splat(kCodeUnit);
     }
 
-    template <int V, int T>
-    [[gnu::always_inline]] void dot_group(int64_t group, const TokenDigits<T>& x, Ints (*sums)[T]) const {
+    template <int V, int T, class X>
+    [[gnu::always_inline]] void dot_group(int64_t group, const X& x, Ints (*sums)[T]) const {
         const int8_t* at = cells + group * kGroupBytes;
         const int64_t column = group * kSize;
 #pragma GCC unroll 8
         for (int64_t line = 0; line < kGroupBytes; line += kCellBytes) __builtin_prefetch(at + kAheadBytes + line);
         if constexpr (kBits == 4) {
-            dot_cells<V, T, kLower>(at, x.low, column, sums);
-            dot_cells<V, T, kUpper>(at, x.low, column + kSize / 2, sums);
+            dot_cells<V, T, kLower>(at, x, column, sums);
+            dot_cells<V, T, kUpper>(at, x, column + kSize / 2, sums);
         } else {
-            dot_cells<V, T, Form::bytes>(at, x.low, column, sums);
-            if constexpr (kSize == 32) dot_cells<V, T, Form::bytes>(at + kGroupBytes / 2, x.low, column + 16, sums);
+            dot_cells<V, T, Form::bytes>(at, x, column, sums);
+            if constexpr (kSize == 32) dot_cells<V, T, Form::bytes>(at + kGroupBytes / 2, x, column + 16, sums);
         }
     }
 
@@ -136,11 +136,15 @@ struct UnpackedRows {
         const Stored stored = Stored::of(p, block);
         const UnpackedRows rows = of(p, block);
         float *scales = const_cast<float*>(rows.scales), *minimums = const_cast<float*>(rows.minimums);
-        for (int64_t group = 0; group < rows.groups; ++group)
+        const int8_t* ahead = stored.cells + stored.groups * Stored::kGroupBytes;  // the next sixteen rows, needed soon
+        for (int64_t group = 0; group < rows.groups; ++group, ahead += Stored::kGroupBytes) {
+#pragma GCC unroll 8
+            for (int64_t line = 0; line < Stored::kGroupBytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
             for (int v = 0; v < kBlockVecs; ++v) {
                 store(scales + group * kCellRows + v * kWidth, stored.scale(group, v));
                 if constexpr (kHasMinimum) store(minimums + group * kCellRows + v * kWidth, stored.minimum(group, v));
             }
+        }
         if constexpr (kNibbles) unpack_codes(stored, reinterpret_cast<int8_t*>(p.scratch));
     }
 
@@ -162,11 +166,11 @@ struct UnpackedRows {
         return load(minimums + group * kCellRows + v * kWidth);
     }
 
-    template <int V, int T>
-    [[gnu::always_inline]] void dot_group(int64_t group, const TokenDigits<T>& x, Ints (*sums)[T]) const {
+    template <int V, int T, class X>
+    [[gnu::always_inline]] void dot_group(int64_t group, const X& x, Ints (*sums)[T]) const {
 #pragma GCC unroll 2
         for (int64_t k = 0; k < kGroup; k += 16)
-            dot_cells<V, T, kForm>(cells + (group * kGroup + k) * kCellRows, x.low, group * kGroup + k, sums);
+            dot_cells<V, T, kForm>(cells + (group * kGroup + k) * kCellRows, x, group * kGroup + k, sums);
     }
 
     template <int V, int T>
@@ -178,9 +182,8 @@ struct UnpackedRows {
 };
 
 // Groups [begin, end), at most a span of them. Inlined without fail: the sums must stay in registers.
-template <int V, int T, class Rows>
-[[gnu::always_inline]] inline void add_span(const Rows& rows, int64_t begin, int64_t end, const TokenDigits<T>& x,
-                                            Vec (*sums)[T]) {
+template <int V, int T, class Rows, class X>
+[[gnu::always_inline]] inline void add_span(const Rows& rows, int64_t begin, int64_t end, const X& x, Vec (*sums)[T]) {
     constexpr int64_t kParts = Rows::kGroup / kSurplusColumns;
     const auto last_part = [](int64_t group) { return (group + 1) * kParts - 1; };
     Ints running[V][T];
@@ -203,7 +206,7 @@ template <int V, int T, class Rows>
 #pragma GCC unroll 16
             for (int t = 0; t < T; ++t) {
                 Ints total = running[v][t];
-                if constexpr (kBiased) total = subtract(total, spread(x.low_surplus(t)[last_part(group)]));
+                if constexpr (kBiased) total = subtract(total, spread(x.low_surplus(t, last_part(group))));
                 sums[v][t] = fma(as_floats(total), step, sums[v][t]);
             }
         }
@@ -243,21 +246,20 @@ template <int V, int T, class Rows>
         }
 }
 
-template <int V, int T, class Rows>
-[[gnu::always_inline]] inline void add_minimums(const Rows& rows, const TokenDigits<T>& x, Vec (*sums)[T]) {
+template <int V, int T, class Rows, class X>
+[[gnu::always_inline]] inline void add_minimums(const Rows& rows, const X& x, Vec (*sums)[T]) {
     for (int64_t group = 0; group < rows.groups; ++group)
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
             const Vec least = rows.minimum(group, v);
 #pragma GCC unroll 16
-            for (int t = 0; t < T; ++t) sums[v][t] = fma(splat(x.shape.sums(x.rows[t])[group]), least, sums[v][t]);
+            for (int t = 0; t < T; ++t) sums[v][t] = fma(splat(x.sum(t, group)), least, sums[v][t]);
         }
 }
 
 // The V vectors of rows from `row` on by the tokens of `x`
-template <int V, int T, class Rows>
-inline void group_tile(const Product& p, const Rows& rows, int64_t row, int64_t token, const TokenDigits<T>& x,
-                       bool marked) {
+template <int V, int T, class Rows, class X>
+inline void group_tile(const Product& p, const Rows& rows, int64_t row, int64_t token, const X& x, bool marked) {
     constexpr int64_t kSpan = kSpanColumns / Rows::kGroup;
     Vec sums[V][T];
 #pragma GCC unroll 16
@@ -279,14 +281,19 @@ inline void group_tile(const Product& p, const Rows& rows, int64_t row, int64_t 
 }
 
 template <class Rows, int kMostTokens>
-struct GroupTiles {
+struct GroupTile {  // sixteen rows
     static constexpr int kTokens = kMostTokens;
 
+    const Product& p;
+    const DigitTiles& tiles;
+    int64_t block;
+    Rows rows = Rows::of(p, block);
+
     template <int T>
-    static void compute(const Product& p, int64_t block, int64_t token) {
+    void compute(int64_t token) const {
         constexpr int V = vecs_for(T, kNibbleSums);
-        const Rows rows = Rows::of(p, block);
-        const TokenDigits<T> x(p, token);
+        using X = std::conditional_t<kPacksTiles && T == kPackedTokens, PackedDigits, TokenDigits<T>>;
+        const X x(tiles.row, static_cast<const char*>(p.x) + tiles.row_at(token));
         const bool marked = x.marked();
         for (int v = 0; v < kBlockVecs; v += V)
             group_tile<V, T>(p, rows.from(v), block * kCellRows + v * kWidth, token, x, marked);
@@ -296,15 +303,18 @@ struct GroupTiles {
 template <int kBits, int kSize, bool kNested, bool kMinimum, bool kFloats = false>
 void multiply_form(const Product& p) {
     using Stored = StoredRows<kBits, kSize, kNested, kMinimum, kFloats>;
-    using Few = GroupTiles<Stored, kBits == 4 ? kNibbleTokens : kUnpackedTokens>;
-    using Many = GroupTiles<UnpackedRows<Stored>, kUnpackedTokens>;
+    using Few = GroupTile<Stored, kBits == 4 ? kNibbleTokens : kUnpackedTokens>;
+    using Many = GroupTile<UnpackedRows<Stored>, kUnpackedTokens>;
+    const DigitTiles tiles(p.weight->columns);
     if (p.token_end - p.token_begin < kUnpackTokens)
-        return walk_cells<Few>(p, block_code_bytes(p.weight->groups, p.weight->columns));
+        return walk_cells(p, block_code_bytes(p.weight->groups, p.weight->columns),
+                          [&](int64_t block) { return Few{p, tiles, block}; });
     for (int64_t block = p.row_begin / kCellRows; block * kCellRows < p.row_end; ++block) {
         UnpackedRows<Stored>::unpack(p, block);
+        const Many tile{p, tiles, block};
         for (int64_t token = p.token_begin; token < p.token_end; token += Many::kTokens) {
             const int64_t left = p.token_end - token;
-            compute_tokens<Many>(p, block, token, left < Many::kTokens ? left : Many::kTokens);
+            compute_tokens(tile, token, left < Many::kTokens ? left : Many::kTokens);
         }
     }
 }

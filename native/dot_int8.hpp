@@ -37,16 +37,15 @@ template <int kQuad, int V, int T, Form kForm>
 }
 
 // Sixteen columns, whose cells are the four from `cells` on
-template <int V, int T, Form kForm>
-[[gnu::always_inline]] inline void dot_cells(const int8_t* cells, const int8_t* const* x, int64_t column,
-                                             Ints (*sums)[T]) {
+template <int V, int T, Form kForm, class X>
+[[gnu::always_inline]] inline void dot_cells(const int8_t* cells, const X& x, int64_t column, Ints (*sums)[T]) {
     Digits digits[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) digits[t] = load_digits(x[t] + column);
+    for (int t = 0; t < T; ++t) digits[t] = load_digits(x.low_at(t, column));
     dot_cell<0, V, T, kForm>(cells, digits, sums);
-    dot_cell<1, V, T, kForm>(cells + kCellBytes, digits, sums);
-    dot_cell<2, V, T, kForm>(cells + 2 * kCellBytes, digits, sums);
-    dot_cell<3, V, T, kForm>(cells + 3 * kCellBytes, digits, sums);
+    dot_cell<X::kFours, V, T, kForm>(cells + kCellBytes, digits, sums);
+    dot_cell<2 * X::kFours, V, T, kForm>(cells + 2 * kCellBytes, digits, sums);
+    dot_cell<3 * X::kFours, V, T, kForm>(cells + 3 * kCellBytes, digits, sums);
 }
 
 // Four columns that somebody's marks name, high digits
@@ -87,7 +86,7 @@ template <int V, int T>
         const int8_t* cells = weight + k / 4 * kCellBytes;
 #pragma GCC unroll 4
         for (int line = 0; line < 4; ++line) __builtin_prefetch(cells + kAheadBytes + line * kCellBytes);
-        dot_cells<V, T, Form::bytes>(cells, x.low, k, sums);
+        dot_cells<V, T, Form::bytes>(cells, x, k, sums);
     }
     if constexpr (kBiased)
         for (int t = 0; t < T; ++t) surplus[t] = x.shape.low_surplus_of_all(x.rows[t]);
@@ -133,13 +132,17 @@ inline void byte_tile(const Product& p, const int8_t* weight, int64_t row, int64
                        load(scales + v * kWidth) * splat(x.shape.scale(x.rows[t])));
 }
 
-struct ByteTiles {
+struct ByteTile {  // sixteen rows
     static constexpr int kTokens = kByteTokens;
 
+    const Product& p;
+    const DigitRow& row;
+    int64_t block;
+
     template <int T>
-    static void compute(const Product& p, int64_t block, int64_t token) {
+    void compute(int64_t token) const {
         constexpr int V = vecs_for(T, kByteSums);
-        const TokenDigits<T> x(p, token);
+        const TokenDigits<T> x(row, static_cast<const char*>(p.x) + token * row.bytes);
         const bool marked = x.marked();
         const int8_t* weight = static_cast<const int8_t*>(p.weight->data) + block * kCellRows * x.shape.stride;
         for (int v = 0; v < kBlockVecs; v += V)
@@ -148,5 +151,6 @@ struct ByteTiles {
 };
 
 [[maybe_unused]] void multiply_int8(const Product& p) {
-    walk_cells<ByteTiles>(p, kCellRows * byte_columns(p.weight->columns));
+    const DigitRow row(p.weight->columns);
+    walk_cells(p, kCellRows * row.stride, [&](int64_t block) { return ByteTile{p, row, block}; });
 }

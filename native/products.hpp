@@ -36,7 +36,7 @@ int64_t prepared_bytes(int64_t tokens, int64_t columns, Precision precision) {
         case Precision::bf16: return prepared_pairs_bytes(tokens, columns);
         case Precision::f16: return prepared_halves_bytes(tokens, columns);
         case Precision::int8: return prepared_bytes_bytes(tokens, columns);
-        case Precision::grouped: return prepared_digits_bytes(tokens, columns);
+        case Precision::grouped: return prepared_groups_bytes(tokens, columns);
         default: return 0;
     }
 }
@@ -45,8 +45,8 @@ void prepare(const float* x, int64_t begin, int64_t end, int64_t columns, Precis
     switch (precision) {
         case Precision::bf16: return prepare_pairs(x, begin, end, columns, prepared);
         case Precision::f16: return prepare_halves(x, begin, end, columns, prepared);
-        case Precision::int8:
-        case Precision::grouped: return prepare_digits(x, begin, end, columns, prepared);
+        case Precision::int8: return prepare_digits(x, begin, end, columns, prepared);
+        case Precision::grouped: return prepare_groups(x, begin, end, columns, prepared);
         default: return;
     }
 }
