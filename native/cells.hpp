@@ -50,15 +50,19 @@ struct TokenDigits {
 
     static constexpr int kFours = 1;  // of one token lie so many apart
 
-    [[gnu::always_inline]] TokenDigits(const DigitRow& row, const void* first) : shape(row) {
+    [[gnu::always_inline]] TokenDigits(const DigitTiles& tiles, const char* first) : TokenDigits(tiles.row, first) {}
+    [[gnu::always_inline]] TokenDigits(const DigitRow& row, const char* first) : shape(row) {
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) {
-            rows[t] = static_cast<const char*>(first) + t * shape.bytes;
+            rows[t] = first + t * shape.bytes;
             low[t] = shape.low(rows[t]), high[t] = shape.high(rows[t]);
         }
     }
 
     [[gnu::always_inline]] const int8_t* low_at(int t, int64_t column) const { return low[t] + column; }
+    [[gnu::always_inline]] auto high_at(int64_t column) const {
+        return [this, column](int t) { return high[t] + column; };
+    }
     [[gnu::always_inline]] int32_t low_surplus(int t, int64_t part) const { return shape.low_surplus(rows[t])[part]; }
     [[gnu::always_inline]] float sum(int t, int64_t group) const { return shape.sums(rows[t])[group]; }
     int32_t high_surplus(int t, int64_t group, int64_t columns) const {
@@ -86,10 +90,17 @@ struct PackedDigits : TokenDigits<kPackedTokens> {
     static constexpr int kFours = kPackedTokens;
 
     const PackedGroup* groups;
+    const HighList* list;
+    const HighFour* fours;
 
-    [[gnu::always_inline]] PackedDigits(const DigitRow& row, const void* first)
-        : TokenDigits(row, first),
-          groups(reinterpret_cast<const PackedGroup*>(static_cast<const char*>(first) + kPackedTokens * row.bytes)) {}
+    [[gnu::always_inline]] PackedDigits(const DigitTiles& tiles, const char* first)
+        : TokenDigits(tiles, first),
+          groups(reinterpret_cast<const PackedGroup*>(first + kPackedTokens * tiles.row.bytes)),
+          list(reinterpret_cast<const HighList*>(first + tiles.list_at())),
+          fours(tiles.fours(list)) {}
+
+    bool listed() const { return list->num_groups != HighList::kNone; }
+    bool marked() const { return listed() ? list->num_groups > 0 : TokenDigits::marked(); }
 
     [[gnu::always_inline]] const int8_t* low_at(int t, int64_t column) const {
         return groups[column / kSumColumns].low[column % kSumColumns / 4][t];

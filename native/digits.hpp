@@ -15,7 +15,8 @@
 
 //
 // Grouped products take tokens by eights. On levels that spread digits as they load them a tile has what they multiply with
-// once more, behind its rows, so that one pointer reaches all that eight tokens have of a group.
+// once more, behind its rows, so that one pointer reaches all that eight tokens have of a group; and behind that a list of
+// the fours that are marked in any of them, where they were prepared in one go and the fours are not too many.
 
 constexpr int64_t kDigitBlock = 64;  // columns that are split together
 constexpr int64_t kSumColumns = 32, kSurplusColumns = 16;
@@ -74,6 +75,26 @@ struct PackedGroup {  // 32 columns of eight tokens
     float sums[kPackedTokens];
 };
 
+struct HighFour {  // high digits of four columns
+    int32_t four;  // within its group
+    int8_t digits[kPackedTokens][4];
+};
+
+struct HighGroup {  // 32 columns with marks
+    int32_t group, count;  // of fours
+    int32_t start[kPackedTokens];  // of the sums: minus the surplus
+};
+
+struct HighList {
+    static constexpr int32_t kNone = -1;
+
+    int32_t num_groups;  // or kNone: the marks of the rows say it
+
+    // Room for as many as a row has; behind them the fours, one after the other
+    HighGroup* groups() { return reinterpret_cast<HighGroup*>(this + 1); }
+    const HighGroup* groups() const { return reinterpret_cast<const HighGroup*>(this + 1); }
+};
+
 // Where the tokens of a grouped product lie
 struct DigitTiles {
     DigitRow row;
@@ -81,9 +102,15 @@ struct DigitTiles {
 
     explicit DigitTiles(int64_t columns) : row(columns), groups(row.stride / kSumColumns) {}
 
-    int64_t tile_bytes() const {
-        return kPackedTokens * row.bytes + (groups * static_cast<int64_t>(sizeof(PackedGroup)) + 63) / 64 * 64;
+    static constexpr int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+    int64_t most_fours() const { return 2 * groups; }  // that a list has: a quarter of all
+    int64_t list_at() const {  // from the first row on
+        return kPackedTokens * row.bytes + whole_lines(groups * static_cast<int64_t>(sizeof(PackedGroup)));
     }
+    int64_t tile_bytes() const {
+        return list_at() + whole_lines(sizeof(HighList) + groups * sizeof(HighGroup) + most_fours() * sizeof(HighFour));
+    }
+    const HighFour* fours(const HighList* list) const { return reinterpret_cast<const HighFour*>(list->groups() + groups); }
     int64_t row_at(int64_t token) const {
         if (!kPacksTiles) return token * row.bytes;
         return token / kPackedTokens * tile_bytes() + token % kPackedTokens * row.bytes;
@@ -220,6 +247,43 @@ inline void pack_token(const DigitTiles& tiles, const char* from, int64_t slot, 
     }
 }
 
+// The marked fours of a group, behind those before them. False: there is no room.
+inline bool list_fours(const DigitTiles& tiles, const char* rows, int64_t group, uint64_t marks, HighList* list,
+                       HighFour*& next, const HighFour* end) {
+    const DigitRow& row = tiles.row;
+    HighGroup& out = list->groups()[list->num_groups++];
+    out = {static_cast<int32_t>(group), static_cast<int32_t>(__builtin_popcountll(marks)), {}};
+    if (out.count > end - next) return false;
+    for (int64_t t = 0; kBiased && t < kPackedTokens; ++t) {
+        const int32_t* parts = row.high_surplus(rows + t * row.bytes) + 2 * group;
+        out.start[t] = -(parts[0] + parts[1]);
+    }
+    for (; marks; marks &= marks - 1, ++next) {
+        next->four = __builtin_ctzll(marks);
+        const int64_t column = group * kSumColumns + next->four * kMarkColumns;
+        for (int64_t t = 0; t < kPackedTokens; ++t)
+            std::memcpy(next->digits[t], row.high(rows + t * row.bytes) + column, kMarkColumns);
+    }
+    return true;
+}
+
+inline void list_high(const DigitTiles& tiles, const char* rows, HighList* list) {
+    constexpr int64_t kGroupMarks = kSumColumns / kMarkColumns, kWordGroups = 64 / kGroupMarks;
+    HighFour* next = const_cast<HighFour*>(tiles.fours(list));
+    const HighFour* end = next + tiles.most_fours();
+    list->num_groups = 0;
+    for (int64_t word = 0; word < tiles.row.words; ++word) {
+        uint64_t all = 0;
+        for (int64_t t = 0; t < kPackedTokens; ++t) all |= tiles.row.marks(rows + t * tiles.row.bytes)[word];
+        for (int64_t group = word * kWordGroups; all; ++group, all >>= kGroupMarks)
+            if (const uint64_t marks = all & ((1u << kGroupMarks) - 1); marks)
+                if (!list_fours(tiles, rows, group, marks, list, next, end)) {
+                    list->num_groups = HighList::kNone;
+                    return;
+                }
+    }
+}
+
 int64_t prepared_groups_bytes(int64_t tokens, int64_t columns) { return DigitTiles(columns).bytes(tokens); }
 
 void prepare_groups(const float* x, int64_t begin, int64_t end, int64_t columns, void* prepared) {
@@ -231,6 +295,14 @@ void prepare_groups(const float* x, int64_t begin, int64_t end, int64_t columns,
         if constexpr (kPacksTiles)
             pack_token(tiles, row, token % kPackedTokens, reinterpret_cast<PackedGroup*>(at + tiles.packed_at(token)));
     }
+    if constexpr (kPacksTiles)  // of each tile, whoever has its first token
+        for (int64_t token = (begin + kPackedTokens - 1) / kPackedTokens * kPackedTokens; token < end;
+             token += kPackedTokens) {
+            char* rows = at + tiles.row_at(token);
+            HighList* list = reinterpret_cast<HighList*>(rows + tiles.list_at());
+            list->num_groups = HighList::kNone;
+            if (token + kPackedTokens <= end) list_high(tiles, rows, list);
+        }
 }
 
 int64_t prepared_digits_bytes(int64_t tokens, int64_t columns) { return tokens * DigitRow(columns).bytes; }

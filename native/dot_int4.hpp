@@ -96,18 +96,16 @@ struct StoredRows {  // as they lie
         }
     }
 
-    // High digits of four columns of a group
-    template <int V, int T>
-    [[gnu::always_inline]] void dot_four(int64_t group, int64_t four, const TokenDigits<T>& x,
-                                         Ints (*sums)[T]) const {
-        const int64_t column = group * kSize + four * kMarkColumns;
+    // High digits of four columns of a group, which lie at `high`(token)
+    template <int V, int T, class High>
+    [[gnu::always_inline]] void dot_four(int64_t group, int64_t four, High&& high, Ints (*sums)[T]) const {
         const int8_t* at = cells + group * kGroupBytes;
         if constexpr (kBits == 8)
-            dot_high<V, T, Form::bytes>(at + four * kCellBytes, x.high, column, sums);
+            dot_high<V, T, Form::bytes>(at + four * kCellBytes, high, sums);
         else if (four < 4)
-            dot_high<V, T, kLower>(at + four * kCellBytes, x.high, column, sums);
+            dot_high<V, T, kLower>(at + four * kCellBytes, high, sums);
         else
-            dot_high<V, T, kUpper>(at + (four - 4) * kCellBytes, x.high, column, sums);
+            dot_high<V, T, kUpper>(at + (four - 4) * kCellBytes, high, sums);
     }
 };
 
@@ -173,11 +171,9 @@ struct UnpackedRows {
             dot_cells<V, T, kForm>(cells + (group * kGroup + k) * kCellRows, x, group * kGroup + k, sums);
     }
 
-    template <int V, int T>
-    [[gnu::always_inline]] void dot_four(int64_t group, int64_t four, const TokenDigits<T>& x,
-                                         Ints (*sums)[T]) const {
-        const int64_t column = group * kGroup + four * kMarkColumns;
-        dot_high<V, T, kForm>(cells + column * kCellRows, x.high, column, sums);
+    template <int V, int T, class High>
+    [[gnu::always_inline]] void dot_four(int64_t group, int64_t four, High&& high, Ints (*sums)[T]) const {
+        dot_high<V, T, kForm>(cells + (group * kGroup + four * kMarkColumns) * kCellRows, high, sums);
     }
 };
 
@@ -213,19 +209,8 @@ template <int V, int T, class Rows, class X>
     }
 }
 
-// 128 times the high digits of one group, those that `marks` name
 template <int V, int T, class Rows>
-[[gnu::always_inline]] inline void add_high_group(const Rows& rows, int64_t group, uint64_t marks, const TokenDigits<T>& x,
-                                                  Vec (*sums)[T]) {
-    Ints high[V][T];
-    clear_sums<V, T>(high);
-    for (; marks; marks &= marks - 1) rows.template dot_four<V, T>(group, __builtin_ctzll(marks), x, high);
-    if constexpr (kBiased) {
-        int32_t surplus[T];
-#pragma GCC unroll 16
-        for (int t = 0; t < T; ++t) surplus[t] = x.high_surplus(t, group, Rows::kGroup);
-        take_off<V, T>(high, surplus);
-    }
+[[gnu::always_inline]] inline void scale_high(const Rows& rows, int64_t group, const Ints (*high)[T], Vec (*sums)[T]) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) {
         const Vec scale = rows.scale(group, v) * splat(128.0f);
@@ -234,8 +219,45 @@ template <int V, int T, class Rows>
     }
 }
 
+// 128 times the high digits of one group, those that `marks` name
 template <int V, int T, class Rows>
-[[gnu::always_inline]] inline void add_high_groups(const Rows& rows, const TokenDigits<T>& x, Vec (*sums)[T]) {
+[[gnu::always_inline]] inline void add_high_group(const Rows& rows, int64_t group, uint64_t marks, const TokenDigits<T>& x,
+                                                  Vec (*sums)[T]) {
+    Ints high[V][T];
+    clear_sums<V, T>(high);
+    for (; marks; marks &= marks - 1) {
+        const int64_t four = __builtin_ctzll(marks);
+        rows.template dot_four<V, T>(group, four, x.high_at(group * Rows::kGroup + four * kMarkColumns), high);
+    }
+    if constexpr (kBiased) {
+        int32_t surplus[T];
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) surplus[t] = x.high_surplus(t, group, Rows::kGroup);
+        take_off<V, T>(high, surplus);
+    }
+    scale_high<V, T>(rows, group, high, sums);
+}
+
+// The same by a tile's list
+template <int V, int T, class Rows>
+[[gnu::always_inline]] inline void add_listed(const Rows& rows, const PackedDigits& x, Vec (*sums)[T]) {
+    const HighFour* four = x.fours;
+    for (const HighGroup *at = x.list->groups(), *end = at + x.list->num_groups; at < end; ++at) {
+        Ints high[V][T];
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v)
+#pragma GCC unroll 16
+            for (int t = 0; t < T; ++t) high[v][t] = kBiased ? spread(at->start[t]) : no_sum();
+        for (const HighFour* last = four + at->count; four < last; ++four)
+            rows.template dot_four<V, T>(at->group, four->four, [&](int t) { return four->digits[t]; }, high);
+        scale_high<V, T>(rows, at->group, high, sums);
+    }
+}
+
+template <int V, int T, class Rows, class X>
+[[gnu::always_inline]] inline void add_high_groups(const Rows& rows, const X& x, Vec (*sums)[T]) {
+    if constexpr (std::is_same_v<X, PackedDigits> && Rows::kGroup == kSumColumns)
+        if (x.listed()) return add_listed<V, T>(rows, x, sums);
     constexpr int64_t kGroupMarks = Rows::kGroup / kMarkColumns, kWordGroups = 64 / kGroupMarks;
     constexpr uint64_t kMask = (uint64_t{1} << kGroupMarks) - 1;
     for (int64_t word = 0; word < x.shape.words; ++word)
@@ -293,7 +315,7 @@ struct GroupTile {  // sixteen rows
     void compute(int64_t token) const {
         constexpr int V = vecs_for(T, kNibbleSums);
         using X = std::conditional_t<kPacksTiles && T == kPackedTokens, PackedDigits, TokenDigits<T>>;
-        const X x(tiles.row, static_cast<const char*>(p.x) + tiles.row_at(token));
+        const X x(tiles, static_cast<const char*>(p.x) + tiles.row_at(token));
         const bool marked = x.marked();
         for (int v = 0; v < kBlockVecs; v += V)
             group_tile<V, T>(p, rows.from(v), block * kCellRows + v * kWidth, token, x, marked);

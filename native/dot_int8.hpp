@@ -48,13 +48,12 @@ template <int V, int T, Form kForm, class X>
     dot_cell<3 * X::kFours, V, T, kForm>(cells + 3 * kCellBytes, digits, sums);
 }
 
-// Four columns that somebody's marks name, high digits
-template <int V, int T, Form kForm>
-[[gnu::always_inline]] inline void dot_high(const int8_t* cell, const int8_t* const* x, int64_t column,
-                                            Ints (*sums)[T]) {
+// Four columns that somebody's marks name; `at`(token): its high digits
+template <int V, int T, Form kForm, class At>
+[[gnu::always_inline]] inline void dot_high(const int8_t* cell, At&& at, Ints (*sums)[T]) {
     Digits digits[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) digits[t] = load_digits(x[t] + column);  // the last ones are followed by marks
+    for (int t = 0; t < T; ++t) digits[t] = load_digits(at(t));  // the last ones are followed by marks
     dot_cell<0, V, T, kForm>(cell, digits, sums);
 }
 
@@ -102,7 +101,7 @@ template <int V, int T>
     for (int64_t word = 0; word < x.shape.words; ++word)
         for (uint64_t marks = x.marks(word); marks; marks &= marks - 1) {
             const int64_t cell = word * 64 + __builtin_ctzll(marks);
-            dot_high<V, T, Form::bytes>(weight + cell * kCellBytes, x.high, cell * kMarkColumns, high);
+            dot_high<V, T, Form::bytes>(weight + cell * kCellBytes, x.high_at(cell * kMarkColumns), high);
         }
     if constexpr (kBiased)
         for (int t = 0; t < T; ++t) surplus[t] = x.shape.high_surplus_of_all(x.rows[t]);
