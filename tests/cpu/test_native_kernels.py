@@ -153,12 +153,14 @@ def test_a_quantised_product_errs_by_no_more_than_its_activations_were_rounded(
     assert ((out.double() - reference).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("outliers", ["none", "few", "many"])
 @pytest.mark.parametrize("layout", READABLE_LAYOUTS)
 def test_a_quantised_row_gets_the_same_numbers_alone_and_in_company(
-    kernels: ModuleType, level: str, layout: str
+    kernels: ModuleType, level: str, layout: str, outliers: str
 ) -> None:
     data, _, _ = drawn(layout, 203, 336)
-    x = with_outliers(draw(70, 336, seed=2))
+    drawn_x = draw(70, 336, seed=2)
+    x = {"none": drawn_x, "few": with_outliers(drawn_x), "many": drawn_x**5}[outliers]
     together, alone = torch.empty(70, 203), torch.empty(1, 203)
     kernels.linear_quantised(level, 2, x, data, layout, together)
     for token in (0, 5, 16, 47, 69):
