@@ -67,7 +67,7 @@ struct DigitRow {
     }
 };
 
-constexpr int64_t kPackedTokens = 8;
+constexpr int64_t kPackedTokens = kWholeTokens;
 
 struct PackedGroup {  // 32 columns of eight tokens
     int8_t low[kSumColumns / 4][kPackedTokens][4];

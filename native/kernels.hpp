@@ -23,7 +23,7 @@ enum class Precision : uint8_t { f32, bf16, f16, int8, grouped };
 inline bool is_digits(Precision precision) { return precision == Precision::int8 || precision == Precision::grouped; }
 
 constexpr int kTokenTile = 16;      // tokens that `prepare` handles together
-constexpr int kWholeFrom = 32, kWholeTokens = 8;  // from so many tokens on eights of them are prepared in one go
+constexpr int kWholeTokens = 8;     // that grouped products like to have prepared in one go
 constexpr int kRowTile = 16;        // weight rows per chunk are a multiple of this, except at the end
 constexpr int kMaxQueries = 48;     // (token, head) pairs of one Attend
 constexpr int kKeyChunk = 64;       // keys between two rescalings of the softmax

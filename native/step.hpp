@@ -70,7 +70,8 @@ struct Decoder::Step {
     template <class Body>
     void each_stretch(Team::Member& member, Precision precision, Body&& body) const {
         const int64_t fair = std::clamp<int64_t>(tokens_ / (2 * member.size()), 1, kTokenTile);
-        const int64_t whole = tokens_ < kWholeFrom ? fair : (fair + kWholeTokens - 1) / kWholeTokens * kWholeTokens;
+        const bool eights = precision == Precision::grouped && tokens_ >= kWholeTokens * member.size();
+        const int64_t whole = eights ? (fair + kWholeTokens - 1) / kWholeTokens * kWholeTokens : fair;
         const int64_t step = precision == Precision::bf16 ? kTokenTile : whole;
         member.loop((tokens_ + step - 1) / step,
                     [&](int64_t i) { body(i * step, std::min((i + 1) * step, tokens_)); });
