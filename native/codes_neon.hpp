@@ -5,6 +5,7 @@ using Ints = int32x4_t;
 using Codes = int8x16_t;   // 4 rows by 4 columns
 using Digits = int8x16_t;  // 16 columns of a token
 constexpr int kCodes = 16;
+constexpr bool kPacksTiles = false;
 constexpr int kByteTokens = 4, kByteSums = 16;
 constexpr int kNibbleTokens = 8, kNibbleSums = 8, kUnpackedTokens = 4;
 constexpr bool kBiased = false;
@@ -51,7 +52,6 @@ inline void write_codes(int8_t* at, Codes codes) { vst1q_s8(at, codes); }
 inline Vec load_halves(const uint16_t* at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr bool kPacksTiles = false;
 constexpr bool kMatrixPairs = true;
 #else
 constexpr bool kMatrixPairs = false;
