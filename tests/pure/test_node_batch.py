@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sim_builders import make_latency
 
@@ -69,6 +69,17 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
+@example(
+    [
+        ("waits", 1, 0.5, 0.2),
+        ("waits", 405, 0.5, 0.2),
+        ("learns", 1, 0.5, 0.2),
+        ("learns", 404, 0.5, 0.2),
+        ("waits", 1, 0.5, 0.2),
+    ],
+    RULES[1],
+    State.READY,
+)
 @given(EVENTS, st.sampled_from(RULES), st.sampled_from([State.READY, State.LOADING]))
 def test_who_is_counted_in_leaves_what_looking_at_all_would_find(
     happened: list[tuple[str, int, float, float]], rule: TurnRule, state: State

@@ -152,11 +152,12 @@ class Batch:
     def sort_waiting(self) -> None:
         self.waiting.sort(key=self._waiting_key)
         self._sorted_as = (self.hosting.latency, self.hosting.latency.version)
+        self._lengths = None  # they are in its order
 
     def sort_by_due(self) -> None:
         """Everybody has got a deadline anew, and there is no time for anybody."""
         self.waiting.sort(key=lambda one: (one.due_s, one.id))
-        self._sorted_as = None
+        self._sorted_as = self._lengths = None
 
     def _count_in(self, work: Work, index: int) -> None:
         """What `refresh` would find, with one more who waits."""
