@@ -151,8 +151,7 @@ class Batch:
 
     def sort_waiting(self) -> None:
         self.waiting.sort(key=self._waiting_key)
-        self._sorted_as = (self.hosting.latency, self.hosting.latency.version)
-        self._lengths = None  # they are in its order
+        self._sorted_as, self._lengths = (self.hosting.latency, self.hosting.latency.version), None
 
     def sort_by_due(self) -> None:
         """Everybody has got a deadline anew, and there is no time for anybody."""
