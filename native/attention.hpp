@@ -270,10 +270,10 @@ void merge(const AttendParts& parts) {
 void attend_stretch(const Attend& a) {
     const int queries = a.tokens * a.heads;
     float* own = a.scratch + kMaxQueries * kKeyChunk;  // behind the scores [kMaxQueries][kKeyChunk]
-    const float* q[kMaxQueries];
+    const float* places[kMaxQueries];
     for (int token = 0, i = 0; token < a.tokens; ++token)
-        for (int head = 0; head < a.heads; ++head) q[i++] = a.q + token * a.q_stride + head * a.head_dim;
-    const Running run{q, a.scratch, a.out ? own : a.largest, a.out ? own + kMaxQueries : a.total,
+        for (int head = 0; head < a.heads; ++head) places[i++] = a.q + token * a.q_stride + head * a.head_dim;
+    const Running run{places, a.scratch, a.out ? own : a.largest, a.out ? own + kMaxQueries : a.total,
                       a.out ? own + 2 * kMaxQueries : a.sums};
     float* wide = own + kMaxQueries * (a.head_dim + 4);
     for (int q = 0; q < queries; ++q) run.largest[q] = kNothingSeen, run.total[q] = 0.0f;

@@ -116,15 +116,15 @@ inline void add_bytes(const ByteRows& rows, const Numbers* w, const float* shrin
         }
 }
 
-inline void score_rows(const Attend& a, const ByteRows& rows, int8_t* room, float* scores) {
+inline void score_rows(const Attend& a, const ByteRows& rows, int8_t* room, const Running& run) {
     const int queries = a.tokens * a.heads, d = a.head_dim;
     Numbers q[kMaxQueries];
     for (int i = 0; i < queries; ++i, room += 2 * d)
-        q[i] = split_numbers(a.q + i / a.heads * a.q_stride + i % a.heads * d, d, room, room + d);
+        q[i] = split_numbers(run.q[i], d, room, room + d);
     for (int key = 0; key < rows.count; key += 4) {
         int i = 0;
-        for (; i + 2 <= queries; i += 2) score_bytes<2>(rows, key, q + i, d, a.scale, scores + i * kKeyChunk);
-        if (i < queries) score_bytes<1>(rows, key, q + i, d, a.scale, scores + i * kKeyChunk);
+        for (; i + 2 <= queries; i += 2) score_bytes<2>(rows, key, q + i, d, a.scale, run.scores + i * kKeyChunk);
+        if (i < queries) score_bytes<1>(rows, key, q + i, d, a.scale, run.scores + i * kKeyChunk);
     }
 }
 
@@ -147,7 +147,7 @@ inline void attend_codes(const Attend& a, const Keys& keys, const Keys& next, fl
     if (a.head_dim % 16) return attend_widened(a, keys, next, wide, run);
     float shrink[kMaxQueries];
     int8_t* room = reinterpret_cast<int8_t*>(wide);
-    score_rows(a, list_rows(a, keys, a.cache.keys, keys, a.cache.values), room, run.scores);
+    score_rows(a, list_rows(a, keys, a.cache.keys, keys, a.cache.values), room, run);
     weigh_chunk(a, keys, run, shrink);
     add_rows(a, list_rows(a, keys, a.cache.values, next, a.cache.keys), shrink, room, run);
 }

@@ -66,8 +66,7 @@ struct TokenDigits {
     [[gnu::always_inline]] int32_t low_surplus(int t, int64_t part) const { return shape.low_surplus(rows[t])[part]; }
     [[gnu::always_inline]] float sum(int t, int64_t group) const { return shape.sums(rows[t])[group]; }
     int32_t high_surplus(int t, int64_t group, int64_t columns) const {
-        const int32_t* parts = shape.high_surplus(rows[t]) + group * columns / kSurplusColumns;
-        return columns == kSurplusColumns ? parts[0] : parts[0] + parts[1];
+        return shape.high_surplus_of(rows[t], group, columns);
     }
 
     // Fours of columns in which at least one of them has a high digit

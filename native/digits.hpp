@@ -12,7 +12,6 @@
 //
 // The surplus is what products have too much on levels that add 128 to the codes, and is there on those alone: 128 times the
 // sum of the digits, of low ones from the beginning of the span on, whose sums run on.
-
 //
 // Grouped products take tokens by eights. On levels that spread digits as they load them a tile has what they multiply with
 // once more, behind its rows, so that one pointer reaches all that eight tokens have of a group; and behind that a list of
@@ -54,6 +53,10 @@ struct DigitRow {
         for (int64_t begin = 0; begin < parts; begin += kSpan)
             total += low_surplus(row)[(begin + kSpan < parts ? begin + kSpan : parts) - 1];
         return total;
+    }
+    int32_t high_surplus_of(const char* row, int64_t group, int64_t columns) const {
+        const int32_t* parts = high_surplus(row) + group * columns / kSurplusColumns;
+        return columns == kSurplusColumns ? parts[0] : parts[0] + parts[1];
     }
     int32_t high_surplus_of_all(const char* row) const {
         int32_t total = 0;
@@ -254,10 +257,8 @@ inline bool list_fours(const DigitTiles& tiles, const char* rows, int64_t group,
     HighGroup& out = list->groups()[list->num_groups++];
     out = {static_cast<int32_t>(group), static_cast<int32_t>(__builtin_popcountll(marks)), {}};
     if (out.count > end - next) return false;
-    for (int64_t t = 0; kBiased && t < kPackedTokens; ++t) {
-        const int32_t* parts = row.high_surplus(rows + t * row.bytes) + 2 * group;
-        out.start[t] = -(parts[0] + parts[1]);
-    }
+    for (int64_t t = 0; kBiased && t < kPackedTokens; ++t)
+        out.start[t] = -row.high_surplus_of(rows + t * row.bytes, group, kSumColumns);
     for (; marks; marks &= marks - 1, ++next) {
         next->four = __builtin_ctzll(marks);
         const int64_t column = group * kSumColumns + next->four * kMarkColumns;
