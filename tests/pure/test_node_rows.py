@@ -107,6 +107,26 @@ def test_an_answer_beside_a_flood_of_prompts_waits_for_a_few_tokens_of_them_unle
     assert longest_gap_s(done, "b") <= SINGLE_S + max(part_s, LEAST_SINGLES * WORTH_SPLITTING * SINGLE_S)
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_flood_of_short_prompts_comes_along_only_as_far_as_an_answer_may_wait(is_strict: bool) -> None:
+    """Where reading the weights is most of an iteration, prompts had better share it: promised ones do."""
+    latency = replace(HOSTING.latency, prefill=Curve([(1, 0.01), (4, 0.011), (16, 0.016), (32, 0.022), (1024, 0.4)]))
+    node = make_node(hosting=replace(HOSTING, latency=latency), knobs=SPLIT)
+    batch(node, "b", 100, 1)
+    batch(node, "a", 0, 1, tpot_s=60.0)
+    node.admit.timing.refuses = lambda *_: None  # type: ignore[method-assign]
+    for number in range(24):
+        work = make_work(200 + number, "a", 4, ttft_s=60.0, tpot_s=60.0)
+        work.is_strict = is_strict
+        assert node.join(1, work, 0.0) is None
+        serve_memory(node, 0.0)
+    done = run_turns(node, 1.0)
+    packed = max(len(turn.prompts) for _, turn in done)
+    assert packed > 6 if is_strict else packed <= 4
+    if not is_strict:
+        assert longest_gap_s(done, "b") <= SINGLE_S + 1.01 * LEAST_SINGLES * 0.011
+
+
 def test_a_batch_that_is_alone_or_beside_its_like_decodes_whole() -> None:
     alone = make_node(hosting=HOSTING, knobs=SPLIT)
     batch(alone, "a", 0, 60)

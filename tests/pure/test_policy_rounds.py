@@ -50,7 +50,7 @@ def play(rotating: list[Model], turns: int) -> list[tuple[float, float, Model, b
         prompter = next((one for one in rotating if one.prompts_s), None)
         is_part = prompter is not None and may_compute(prompter, answering, parted_s)
         if prompter is not None and is_part:
-            seconds = min(part_between_s(prompter, answering, 100, 2), prompter.prompts_s)
+            seconds = min(part_between_s(prompter, answering, 100, 6), prompter.prompts_s)
             one = prompter
             one.prompts_s -= seconds
             one.prompted_s += seconds

@@ -81,13 +81,16 @@ Step = Callable[[CaseResult], None]  # told as soon as a case is over
 MakeNoise = Callable[[str, float], Callable[[], bool]]  # a case for so long; what comes back waits a little for its end
 
 
-def run_cases(model: str, names: Sequence[str], seconds: float, tpot_ms: float, step: Step) -> list[CaseResult]:
-    """`model`: a name from the catalogue, served twice; `tpot_ms`: what the probed one promises, 0 = the default."""
+def run_cases(
+    model: str, names: Sequence[str], seconds: float, step: Step, *, tpot_ms: float = 0.0, threads: int = 0
+) -> list[CaseResult]:
+    """`model`: a name from the catalogue, served twice; `tpot_ms`: what the probed one promises, 0 = the default;
+    `threads`: that compute, 0 = one per core."""
     cold = cold_models(_LOOPING) if "cold-tokenizers" in names else []
     with tempfile.TemporaryDirectory() as name, ExitStack() as made:
         for number, small in enumerate([_LOOPING, *cold]):
             made.enter_context(_small_model(model, small, Path(name), number))
-        served = _served([model, _LOOPING, *cold], Path(name), tpot_ms)
+        served = _served([model, _LOOPING, *cold], Path(name), tpot_ms, threads)
         return _run_all(served, _LOOPING, Path(name), names, seconds, step)
 
 
@@ -165,7 +168,9 @@ def _small_model(model: str, name: str, folder: Path, number: int) -> Iterator[N
 
 
 @contextmanager
-def _served(sources: Sequence[str], folder: Path, tpot_ms: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def _served(
+    sources: Sequence[str], folder: Path, tpot_ms: float, threads: int
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     keys = [{"name": "noisy", "key": "sk-noisy"}, {"name": "probe", "key": "sk-probe", "admin": True}]
     models: dict[str, dict[str, Any]] = {
         name: {"source": sources[0], "keep_alive": -1, "preload": True} for name in (_NOISY, _PROBED)
@@ -174,7 +179,8 @@ def _served(sources: Sequence[str], folder: Path, tpot_ms: float) -> Iterator[tu
     if tpot_ms:
         models[_PROBED] |= {"slo": {"tpot": f"{tpot_ms:g}ms"}}
     config = folder / "dovetail.yaml"
-    config.write_text(json.dumps({"models": models, "auth": {"keys": keys}}))
+    nodes = [{"name": "local", "threads": threads}]
+    config.write_text(json.dumps({"models": models, "auth": {"keys": keys}, "nodes": nodes}))
     command = [sys.executable, "-m", "dovetail", "serve", "--config", str(config), "--port", "0", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

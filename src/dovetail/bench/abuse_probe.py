@@ -19,7 +19,7 @@ from dovetail.bench.core_time import Cores
 
 _LIVE_EVERY_S = 0.02
 _TIMEOUT_S = 60.0
-_STREAM_TOKENS = 2000
+_STREAM_TOKENS = 250  # few: a token takes longer the more there are before it
 
 
 class Samples(msgspec.Struct):

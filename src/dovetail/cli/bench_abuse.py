@@ -20,6 +20,7 @@ def abuse(
     tpot: Annotated[
         float, typer.Option(help="Milliseconds a token that the measured model promises; 0 = the default.")
     ] = 0,
+    threads: Annotated[int, typer.Option(help="That compute; 0 = one per core.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """What clients see while another one misbehaves: the time of /live and the gaps in another model's stream, in
@@ -27,7 +28,8 @@ def abuse(
 
     Attackers are a process of its own with a low priority (nice 10), so that what they compute themselves takes little
     from the server. On a machine of few cores `busy-core` shows what is left of that, and so does the percentile
-    without the time in which attackers ran while the server's threads waited for a core.
+    without the time in which attackers ran while the server's threads waited for a core. With fewer --threads than
+    cores the rest of the server has cores of its own.
 
     Example: dovetail bench abuse smollm2-135m-instruct --case tokenize --case half-bodies
     """
@@ -38,7 +40,8 @@ def abuse(
     for name in names:
         if name not in CASES:
             raise typer.BadParameter(f"{name} is none of {', '.join(CASES)}", param_hint="--case")
-    results = run_cases(model, names, seconds, tpot, lambda done: _say(done) if not as_json else None)
+    step = _say if not as_json else lambda done: None
+    results = run_cases(model, names, seconds, step, tpot_ms=tpot, threads=threads)
     if as_json:
         return print_json(results)
     _print(results)

@@ -27,7 +27,7 @@ from dovetail.policy.parts import (
     together_s,
     tokens_within,
 )
-from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
+from dovetail.policy.rounds import LEAST_SINGLES, SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
 from dovetail.policy.shadow import TurnRule
 
 # The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
@@ -170,13 +170,21 @@ class Turns:
         prompting = [one for one in candidates if one.waiting]
         prompter = min(prompting, key=lambda one: one.urgent_prefill_s(one.waiting[0]), default=None)
         if prompter is not None and may_compute(seats[prompter], answering, self._parted_s):
-            seconds = part_between_s(seats[prompter], answering, self._rule.part_s, splitting_s(prompter))
+            seconds = part_between_s(seats[prompter], answering, *self._part_bounds_s(prompter))
             runnable = [one for one in candidates if one not in self._almost]
             return None if prompter in self._almost else self._part_of(prompter, runnable, now, seconds)
         if not answering:
             return None
         chosen = next_to_answer(answering, now).instance
         return None if chosen in self._almost else self.decode_of(chosen, now)
+
+    def _part_bounds_s(self, prompter: Instance) -> tuple[float, float]:
+        """How long a part of its prompt is where nobody answers, and how long where somebody waits for the shortest."""
+        split, fewest = splitting_s(prompter), self._fewest_tokens(prompter)
+        least_s = SMOOTH_LIMIT * split
+        if fewest < FEWEST_TOKENS:
+            least_s = min(least_s, LEAST_SINGLES * prompter.hosting.latency.prefill_s(fewest) * prompter.overestimate)
+        return part_limit_s(self._rule.part_s, split), least_s
 
     def decode_of(self, instance: Instance, now: float, *, is_awaited: bool = False) -> Turn:
         """Of its running batch, or of as much of it as the others who answer may wait for, or one that is on its way

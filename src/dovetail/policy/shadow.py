@@ -347,8 +347,8 @@ class _Play:
         if not answering:
             return prompter, INFINITY, clock
         first = prompter.prefills[prompter.next]
-        part_s = part_between_s(prompter, answering, self._rule.part_s, first.split_s)
-        part_s = in_steps_s(part_s, first.part_s, first.split_s)
+        bounds_s = part_limit_s(self._rule.part_s, first.split_s), SMOOTH_LIMIT * first.split_s
+        part_s = in_steps_s(part_between_s(prompter, answering, *bounds_s), first.part_s, first.split_s)
         clock = self._skip_parts(prompter, answering, part_s, clock)
         return prompter, clock + part_s, clock
 
