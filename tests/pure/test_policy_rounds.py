@@ -16,7 +16,7 @@ from dovetail.node.work import Work
 from dovetail.policy import shadow
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
-from dovetail.policy.parts import split_s
+from dovetail.policy.parts import are_behind, split_s
 from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
 
 SMOOTH = Knobs(guard_decodes=True, max_silence_s=2.0, part_s=0.1, pack_prompts=True, smooth_answers=True)
@@ -50,7 +50,7 @@ def play(rotating: list[Model], turns: int) -> list[tuple[float, float, Model, b
         prompter = next((one for one in rotating if one.prompts_s), None)
         is_part = prompter is not None and may_compute(prompter, answering, parted_s)
         if prompter is not None and is_part:
-            seconds = min(part_between_s(prompter, answering, 100, 6), prompter.prompts_s)
+            seconds = min(part_between_s(prompter, answering, 100, 2), prompter.prompts_s)
             one = prompter
             one.prompts_s -= seconds
             one.prompted_s += seconds
@@ -219,3 +219,11 @@ def test_a_crowd_with_time_has_its_place_and_is_kept(tokens: int, monkeypatch: p
     strict = serve([("ab"[number % 2], tokens, 2.0, 0.25) for number in range(60)])
     assert 0 < len(strict) < 60
     assert not any(one.late_tokens for one in strict)
+
+
+def test_whoever_is_ahead_of_its_pace_may_lose_what_it_has_gained() -> None:
+    assert not are_behind([(0.1, 0.3)], 50, 0.25), "it gains in every step"
+    assert are_behind([(0.25, 0.2)], 2, 0.25)
+    assert not are_behind([(0.31, 0.2)], 2, 0.25)
+    assert not are_behind([(3.0, 0.2)], 50, 0.25)
+    assert are_behind([(9.0, 9.0), (2.6, 0.2)], 50, 0.25)

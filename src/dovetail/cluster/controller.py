@@ -8,6 +8,7 @@ keeps every request that has no place and forgets one that has got a place or ha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from heapq import heappop
 
 import msgspec
@@ -20,8 +21,12 @@ from dovetail.cluster.seeker import TOO_LATE, Seeker
 from dovetail.cluster.waiting import CHANGED_S
 from dovetail.node import protocol
 from dovetail.node.work import Phase, RequestRecord, Work
+from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import is_hopeless
+
+FIRST_LATE = {Refusal.FIRST_TOKEN_LATE}
+EARLY_LIMIT_S = 60.0  # first tokens that are due later than this after they were asked for are put off only when late
 
 
 class Controller(Seeker):
@@ -82,6 +87,7 @@ class Controller(Seeker):
         self._owed.pop(work_id, None)
         self.short_at.pop(work_id, None)
         self.displacing.pop(work_id, None)
+        self.early.pop(work_id, None)
         search = self.seeking.pop(work_id, None)
         if search is not None:
             search.is_over = True
@@ -165,17 +171,30 @@ class Controller(Seeker):
             self._resume()
             self._resume_after_s = now + CHANGED_S
         if self.knobs.extend_deadlines:
-            late = [one for one in self.room if self._is_lenient(one) and self._is_too_late(one)]
-            if late:
-                work = min(late, key=lambda one: (one.due_s, one.id))
-                search = self.room.refusals[work.id]
-                self.room.leave(work.id)
-                self._extend(work, search.prefill_s, search.decode_s)
-                self._seek(work)
+            self._take_late([one for one in self.room if TOO_LATE & self._reasons(one)])
 
-    def _is_too_late(self, work: Work) -> bool:
-        """It would have a place with later deadlines."""
-        return bool(TOO_LATE & self.room.refusals[work.id].refusals.keys())
+    def lacks_prompts(self, node: NodeHandle, now: float) -> None:
+        """The node computes nothing but answers: between these a prompt that will be late is begun now rather than when
+        it is late. Until then it may yet have a place by other means."""
+        self._at(now)
+        late = [one for one in self.room if one.ttft_s < EARLY_LIMIT_S and node.offer_of(one.model) is not None]
+        self._take_late([one for one in late if TOO_LATE & self._reasons(one) == FIRST_LATE], in_advance=True)
+
+    def _take_late(self, late: Sequence[Work], *, in_advance: bool = False) -> None:
+        """The most urgent of these gets later deadlines before its own have passed, if it may."""
+        late = [one for one in late if one.is_lenient]
+        if late:
+            work = min(late, key=lambda one: (one.due_s, one.id))
+            search = self.room.refusals[work.id]
+            self.room.leave(work.id)
+            if in_advance:
+                self.early.setdefault(work.id, work.due_s)
+            self._extend(work, search.prefill_s, None if in_advance else search.decode_s)
+            self._seek(work)
+
+    def _reasons(self, work: Work) -> AbstractSet[str]:
+        """Why it got no place when it last asked."""
+        return self.room.refusals[work.id].refusals.keys()
 
     # What nodes report
 

@@ -57,6 +57,7 @@ class Seeker:
         self.seeking: dict[int, Search] = {}  # a node was asked and has not answered yet
         self.moving: dict[int, Work] = {}  # between places, until a time of their own
         self.displacing: dict[int, float] = {}  # by request: others make way for it (L7); it waits until then
+        self.early: dict[int, float] = {}  # by request that got later deadlines in advance: when it was due
         self.parked = SwappedOut()
         self.followers: dict[int, list[Work]] = {}  # by leader: choices that wait until the prompt is computed once
         self._timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
@@ -129,6 +130,7 @@ class Seeker:
             self._wait_for(placed, search)
         elif placed is not None:
             self.displacing.pop(work.id, None)
+            self.early.pop(work.id, None)
             self._owed.pop(work.id, None)
             self.outbox.append(placed)
             self._reunite(work.model)
@@ -137,7 +139,7 @@ class Seeker:
         elif Refusal.SILENT in search.refusals and self._now > search.until_s:
             self._refuse(work, "deadline", search)  # its time went by while it waited for answers
         else:
-            self.room.enter(work, search, self._now)
+            self.room.enter(work, search, self._now, self.early.get(work.id))
             self.outbox.append(Queued(work, dict(search.refusals)))
 
     def _wait_for(self, plan: Displace, search: Search) -> None:
@@ -167,17 +169,14 @@ class Seeker:
                 is_offered = True
         return is_offered
 
-    def _is_lenient(self, work: Work) -> bool:
-        """Better late than never: it did not ask for its targets, or its client has read a part of it."""
-        return not work.is_strict or work.produced > 0
-
     def _may_extend(self, work: Work) -> bool:
         if self.knobs.extend_deadlines:
-            return self._is_lenient(work)
+            return work.is_lenient
         return self.knobs.finish_begun and work.produced > 0
 
     def _give_up(self, work: Work, search: Search) -> None:
         """Its token was due while it had no place; `search` is the last one."""
+        self.early.pop(work.id, None)
         if self.is_too_large(work):
             self._refuse(work, "too_large", search)  # whoever had room for it has gone, or the first node came after it
         elif self._may_extend(work) and any(node.offer_of(work.model) is not None for node in self.placer.nodes):
@@ -240,10 +239,10 @@ class Seeker:
             self._extend(work, answer.prefill_s, answer.decode_s)
             self._move(work, self._now + self.knobs.retry_s, "gives_way")
 
-    def _extend(self, work: Work, prefill_s: float, decode_s: float) -> None:
-        """The fastest device needs so long for its prefill and a decode, if that is known."""
-        bare_s = [0.0 if seconds == INFINITY else seconds for seconds in (prefill_s, decode_s)]
-        work.extend_deadline(self._now, *bare_s)
+    def _extend(self, work: Work, prefill_s: float, decode_s: float | None) -> None:
+        """The fastest device needs so long for its prefill and a decode, if that is known; None: its pace stays."""
+        prefill_s = 0.0 if prefill_s == INFINITY else prefill_s
+        work.extend_deadline(self._now, prefill_s, 0.0 if decode_s == INFINITY else decode_s)
         self.outbox.append(Extended(work, work.due_s))
 
     def _refuse(self, work: Work, reason: str, search: Search) -> None:
@@ -253,6 +252,7 @@ class Seeker:
         self._owed.pop(work.id, None)
         self.short_at.pop(work.id, None)
         self.displacing.pop(work.id, None)
+        self.early.pop(work.id, None)
         self._lengths.ended(work.id)
         for one in (work, *self.followers.pop(work.id, ())):
             self.outbox.append(Refused(one, reason, dict(search.refusals), retry_after_s))

@@ -56,14 +56,15 @@ class WaitingRoom(Generic[Why]):
     def __len__(self) -> int:
         return len(self._works)
 
-    def enter(self, work: Work, refusals: Why, now: float) -> None:
-        """It has just asked in vain."""
+    def enter(self, work: Work, refusals: Why, now: float, due_s: float | None = None) -> None:
+        """It has just asked in vain; `due_s` is when it expires, if not when its next token is due."""
         if not self._works:
             self._last_pass_s = self._last_full_s = now
         self._works[work.id] = work
         self.refusals[work.id] = refusals
         self.by_model[work.model] += 1
-        expiry_s = max(work.due_s + EXPIRY_S, now + self._retry_s if work.due_s <= now else now)
+        due_s = work.due_s if due_s is None else due_s
+        expiry_s = max(due_s + EXPIRY_S, now + self._retry_s if due_s <= now else now)
         self._expiry_s[work.id] = expiry_s  # one that came late may ask once more
         heappush(self._expiries, (expiry_s, work.id))
 

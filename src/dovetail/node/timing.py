@@ -12,13 +12,13 @@ from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
 from dovetail.node.shares import urgent_prefill_s
 from dovetail.node.work import Phase, Work
-from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, validate_closed
+from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, must_be_late, validate_closed
 from dovetail.policy.knobs import Knobs, Shadow, TurnOrder
 from dovetail.policy.lengths import AnswerLengths, most_tokens
 from dovetail.policy.memory import OutputMean
 from dovetail.policy.parts import in_parts_s, least_s, split_s
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.shadow import TurnRule, must_be_late, validate
+from dovetail.policy.shadow import TurnRule, validate
 
 CONTEXT_TOKENS = 1024.0  # of a request, until some have ended
 TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it

@@ -170,21 +170,13 @@ class Turns:
         prompting = [one for one in candidates if one.waiting]
         prompter = min(prompting, key=lambda one: one.urgent_prefill_s(one.waiting[0]), default=None)
         if prompter is not None and may_compute(seats[prompter], answering, self._parted_s):
-            seconds = part_between_s(seats[prompter], answering, *self._part_bounds_s(prompter))
+            seconds = part_between_s(seats[prompter], answering, self._rule.part_s, splitting_s(prompter))
             runnable = [one for one in candidates if one not in self._almost]
             return None if prompter in self._almost else self._part_of(prompter, runnable, now, seconds)
         if not answering:
             return None
         chosen = next_to_answer(answering, now).instance
         return None if chosen in self._almost else self.decode_of(chosen, now)
-
-    def _part_bounds_s(self, prompter: Instance) -> tuple[float, float]:
-        """How long a part of its prompt is where nobody answers, and how long where somebody waits for the shortest."""
-        split, fewest = splitting_s(prompter), self._fewest_tokens(prompter)
-        least_s = SMOOTH_LIMIT * split
-        if fewest < FEWEST_TOKENS:
-            least_s = min(least_s, LEAST_SINGLES * prompter.hosting.latency.prefill_s(fewest) * prompter.overestimate)
-        return part_limit_s(self._rule.part_s, split), least_s
 
     def decode_of(self, instance: Instance, now: float, *, is_awaited: bool = False) -> Turn:
         """Of its running batch, or of as much of it as the others who answer may wait for, or one that is on its way
@@ -231,10 +223,13 @@ class Turns:
         """Of its first prompt, and of those behind it that had better come along, unless it were late by that."""
         first, latency = instance.waiting[0], instance.hosting.latency
         seconds /= instance.overestimate
-        tokens = tokens_within(latency, first.computed, first.pending_tokens, seconds, self._fewest_tokens(instance))
+        fewest = self._fewest_tokens(instance)
+        tokens = tokens_within(latency, first.computed, first.pending_tokens, seconds, fewest)
         shares = [Share(first, first.computed, tokens)]
         if not self._rule.packs_prompts or tokens < first.pending_tokens:
             return tuple(shares)
+        if fewest < FEWEST_TOKENS:
+            seconds = min(seconds, LEAST_SINGLES * latency.prefill_s(fewest))
         alone_s = latency.prefill_s(tokens)
         seconds = together_s(seconds, alone_s, (first.due_s - now) / instance.overestimate)
         for work in instance.waiting[1:MOST_PROMPTS]:

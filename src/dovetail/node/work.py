@@ -221,14 +221,20 @@ class Work:
         self.grace_s += seconds
         self.first_due_s += seconds
 
-    def extend_deadline(self, now: float, prefill_s: float, decode_s: float) -> None:
+    @property
+    def is_lenient(self) -> bool:
+        """Better late than never: it did not ask for its targets, or its client has read a part of it."""
+        return not self.is_strict or self.produced > 0
+
+    def extend_deadline(self, now: float, prefill_s: float, decode_s: float | None) -> None:
         """Its targets cannot be kept: twice the time, counted from now, and no less than a device needs that takes so
-        long for its prefill and its decode. It stays after those who are still in time and before those who came later;
-        one that is extended again and again gets everywhere."""
+        long for its prefill and its decode (None: its pace can be kept). It stays after those who are still in time and
+        before those who came later; one that is extended again and again gets everywhere."""
         self.is_strict = False
         self.late_tokens += 1  # the next one, by what was promised
         self.ttft_s = max(2 * self.ttft_s, SLACK * prefill_s)
-        self.tpot_s = max(2 * self.tpot_s, SLACK * decode_s)
+        if decode_s is not None:
+            self.tpot_s = max(2 * self.tpot_s, SLACK * decode_s)
         self.first_due_s = now + self.ttft_s - self.tpot_s * self.produced
 
     def slow_down(self, now: float, tpot_s: float, produced: int) -> None:

@@ -134,6 +134,11 @@ def guards_decodes(now: float, prefill_s: float, urgent_s: float, running_due_s:
     return now <= running_due_s < now + prefill_s and now < urgent_s
 
 
+def must_be_late(candidate: Candidate, target: InstanceDemand, start_s: float) -> bool:
+    """Its first token, whoever its neighbours are."""
+    return max(start_s, target.ready_s) + candidate.prefill_s > candidate.deadline_s
+
+
 def is_overtaken(now: float, part_s: float, latest_s: float, begins_s: float) -> bool:
     """The same where prompts are computed in parts, for running requests of any model, which have to begin by
     `begins_s`: not even the smallest part of the prompt is over by then, and the prompt has time until `latest_s`."""

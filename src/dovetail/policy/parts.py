@@ -77,6 +77,12 @@ def begins_by_s(decodes: Sequence[tuple[float, float]]) -> float:
     return begins_s
 
 
+def are_behind(answers: Sequence[tuple[float, float]], steps: int, step_s: float) -> bool:
+    """Whether so many steps, with a token in each, make somebody late of those whose next one is due in so long, the
+    others at that pace: whoever is ahead may lose what it has gained."""
+    return any(step_s > tpot_s and left_s < step_s + (steps - 1) * (step_s - tpot_s) for left_s, tpot_s in answers)
+
+
 def is_unhurried(now: float, left_s: float, due_s: float) -> bool:
     """Whether a prompt with so much left has time to share the device with answers that are not due yet."""
     return now + UNHURRIED * left_s < due_s

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from dovetail.policy.headroom import INFINITY
+from dovetail.policy.parts import part_limit_s
 
-SMOOTH_LIMIT = 3.0  # a part between two rounds may take so many times what splitting costs, where that is promised
-LEAST_SINGLES = 1.5  # a turn that others wait for takes no less than so many times what the shortest one takes
+SMOOTH_LIMIT = 3.0  # a part between two rounds takes no less than so many times what splitting costs
+LEAST_SINGLES = 1.5  # a batch that is split decodes no fewer rows at a time than take so many times what one takes,
+# and no more short prompts come along in an iteration than take so many times what the fewest tokens take
 WORTH_SPLITTING = 1.25  # times the limit: shorter iterations stay whole
 
 
@@ -73,10 +75,10 @@ def decode_limit_s(single_s: float, others_s: Sequence[float]) -> float:
     return max(len(others_s) * shortest_s / longer, LEAST_SINGLES * single_s)
 
 
-def part_between_s(prompter: Rotating, answering: Sequence[Rotating], limit_s: float, least_s: float) -> float:
-    """How long a part is at most, `limit_s` where nobody answers: with it a round of the others takes twice as long,
-    and no more, unless a part of `least_s` does."""
+def part_between_s(prompter: Rotating, answering: Sequence[Rotating], part_s: float, split: float) -> float:
+    """How long a part is at most: with it a round of the others takes twice as long, and no more."""
+    limit_s = part_limit_s(part_s, split)
     if not answering:
         return limit_s
     others_s = sum(one.decode_s for one in answering if one is not prompter)
-    return min(limit_s, max(others_s or prompter.decode_s, least_s))
+    return min(limit_s, max(others_s or prompter.decode_s, SMOOTH_LIMIT * split))

@@ -21,9 +21,11 @@ from dovetail.policy.headroom import (
     guards_decodes,
     is_overcommitted,
     is_overtaken,
+    must_be_late,
 )
 from dovetail.policy.parts import (
     MOST_PROMPTS,
+    are_behind,
     begins_by_s,
     in_parts_s,
     in_steps_s,
@@ -229,11 +231,6 @@ def validate(
     return _Play(demands, target, candidate, rule).run(start_s)
 
 
-def must_be_late(candidate: Candidate, target: InstanceDemand, start_s: float) -> bool:
-    """Whoever its neighbours are."""
-    return max(start_s, target.ready_s) + candidate.prefill_s > candidate.deadline_s
-
-
 def _infeasible(demands: Sequence[InstanceDemand], candidate: Candidate, start_s: float) -> Refusal | None:
     """What no order of turns could keep: until some deadline there is more to do than time. Most of what is refused is
     found here, at a fraction of what playing it costs."""
@@ -325,15 +322,17 @@ class _Play:
         """The rest in rounds, counted instead of played: behind each part of a prompt everybody has a token, and the
         others one more before the prompter's own answers have theirs."""
         round_s = self._round_s if len(self._players) == 1 else 2 * self._round_s
-        paces = [one.tpot_s for one in self._players if one.due_s != INFINITY]
+        answers = [(one.due_s - clock, one.tpot_s) for one in self._players if one.due_s != INFINITY]
         waiting = [prefill for one in self._players for prefill in one.prefills[one.next :]]
         for one in sorted(waiting, key=_BY_URGENCY):
             part_s = max(min(self._round_s, part_limit_s(self._rule.part_s, one.split_s)), SMOOTH_LIMIT * one.split_s)
             parts = -int(-one.seconds // part_s)
             clock += one.seconds + (parts - 1) * one.split_s + parts * round_s
-            if clock > one.due_s or (paces and min(one.seconds, part_s) + round_s > min(paces)):
+            step_s = min(one.seconds, part_s) + round_s
+            if clock > one.due_s or step_s > self._rule.max_silence_s or are_behind(answers, parts, step_s):
                 return Refusal.FIRST_TOKEN_LATE if one is self._awaited else Refusal.NEIGHBOUR_LATE
-            paces.append(one.tpot_s)
+            answers = [(left_s + parts * (tpot_s - step_s), tpot_s) for left_s, tpot_s in answers]
+            answers.append((one.tpot_s, one.tpot_s))
         return None
 
     def _next_in_rounds(self, ready: Sequence[_Player], clock: float) -> tuple[_Player | None, float, float]:
@@ -347,8 +346,8 @@ class _Play:
         if not answering:
             return prompter, INFINITY, clock
         first = prompter.prefills[prompter.next]
-        bounds_s = part_limit_s(self._rule.part_s, first.split_s), SMOOTH_LIMIT * first.split_s
-        part_s = in_steps_s(part_between_s(prompter, answering, *bounds_s), first.part_s, first.split_s)
+        part_s = part_between_s(prompter, answering, self._rule.part_s, first.split_s)
+        part_s = in_steps_s(part_s, first.part_s, first.split_s)
         clock = self._skip_parts(prompter, answering, part_s, clock)
         return prompter, clock + part_s, clock
 
