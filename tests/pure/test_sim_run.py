@@ -328,6 +328,10 @@ def test_fault_storms_violate_no_invariant() -> None:
     assert run_storm(range(90)) == []
 
 
+def test_a_request_that_fits_an_empty_node_but_not_with_the_usual_pool_does_not_wait_for_ever() -> None:
+    assert run_storm([502_440]) == []
+
+
 def test_an_answer_that_is_taken_back_for_a_newcomer_moves_no_more() -> None:
     run_one(200084)  # the copy had caught up with a request that had no place any more
 

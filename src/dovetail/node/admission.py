@@ -252,8 +252,9 @@ class Admitter:
         return (-((work.known_tokens + 1) // -hosting.block_tokens) + 1) * hosting.block_tokens
 
     def _at_most(self, hosting: Hosting, work: Work, required: int) -> int:
-        """Alone it gets what there is: its answer may be short."""
-        if hosting.max_kv_tokens is None or required <= (most := self.most_tokens(hosting)):
+        """Alone it gets what there is, rather than none for ever: its answer may be short."""
+        is_fixed = hosting.max_kv_tokens is None and not self.knobs.extend_deadlines
+        if is_fixed or required <= (most := self.most_tokens(hosting)):
             return required
         return max(most, self._bare(hosting, work))
 
