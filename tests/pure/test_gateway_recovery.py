@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gateway_builders import eventually, make_admin, make_card, running_service
@@ -122,3 +125,30 @@ def test_a_worker_from_before_is_known_before_anything_that_it_says_can_be_read(
             durable.close()
 
     asyncio.run(run())
+
+
+def test_a_worker_that_is_heard_of_before_its_start_has_returned_is_taken_for_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that stands still for a moment; so too when it starts again."""
+    real = asyncio.create_subprocess_exec
+
+    async def slowly(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        process = await real(*argv, **options)
+        await asyncio.sleep(2.0)
+        return process
+
+    async def test() -> None:
+        async with running_service(tmp_path) as service:
+            supervisor = service.link.supervisors["cpu-0"]
+            await asyncio.wait_for(supervisor.greeted, 20)
+            await eventually(lambda: supervisor.pid)
+            first = supervisor.pid
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                while not (service.link.is_up() and supervisor.pid not in (None, first)):
+                    await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slowly)
+    asyncio.run(test())

@@ -113,6 +113,7 @@ class Supervisor:
         self._adopted: Pulse | None = None  # of a process that is there from before, until it is watched
         self._task: asyncio.Task[None] | None = None
         self._hello = asyncio.Event()
+        self._is_spawning = False
         self._resume_at: float | None = None
         # The first worker's Hello, or how it ended instead: a server whose workers never came up does not start.
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -135,7 +136,10 @@ class Supervisor:
         self._task = asyncio.create_task(self._run(), name=f"supervisor-{self._name}")
 
     def expects(self, hello: Hello) -> bool:
-        """Else it is a late word of a process that is gone."""
+        """Else it is a late word of a process that is gone. One that is being started may be heard of before its number
+        is known: on a machine that stood still for a moment it was taken for silent, and ended after two minutes."""
+        if self._is_spawning:
+            return self._process is None or hello.pid != self._process.pid
         return hello.pid == self.pid
 
     def on_hello(self) -> None:
@@ -220,12 +224,16 @@ class Supervisor:
         pulse = Pulse.create(self._pulse_file)
         # In this session: Linux divides a core among sessions before it looks at priorities (sched_autogroup), and a
         # worker in one of its own had half of what each helper had. It takes a process group of its own when it starts.
-        self._process = await asyncio.create_subprocess_exec(
-            *self._argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=_STDERR,
-            pass_fds=self._pass_fds,
-        )
+        self._is_spawning = True
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=_STDERR,
+                pass_fds=self._pass_fds,
+            )
+        finally:
+            self._is_spawning = False
         if self._records is not None:
             self._records.started(self._name, self._process.pid, self._argv)
         return pulse
