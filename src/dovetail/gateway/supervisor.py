@@ -137,7 +137,7 @@ class Supervisor:
 
     def expects(self, hello: Hello) -> bool:
         """Else it is a late word of a process that is gone. One that is being started may be heard of before its number
-        is known: on a machine that stood still for a moment it was taken for silent, and ended after two minutes."""
+        is known, on a machine that stands still for a moment: it would be taken for silent and ended."""
         if self._is_spawning:
             return self._process is None or hello.pid != self._process.pid
         return hello.pid == self.pid
