@@ -37,7 +37,7 @@ class Runtime:
         self.migrations = Migrations(self.controller, self.places)
         self.displacements = Displacements(self.controller, self.migrations, self.places)
         self.drains: dict[str, Drain] = {}  # by node
-        self._prompting: dict[int, NodeHandle] = {}  # by request, some of which have left: who computes its prompt
+        self._prompting: set[int] = set()  # requests that got a place and whose prompts have not been computed since
         self._rule = rule or SloRule()
         self._log = log
         self.on_placed: Callable[[int, float], None] = lambda id, now: None  # whoever tells how long requests waited
@@ -101,7 +101,7 @@ class Runtime:
     def _end(self, work: Work, fate: str, reason: str, now: float) -> None:
         del self.works[work.id]
         self.places.pop(work.id, None)
-        self._prompting.pop(work.id, None)
+        self._prompting.discard(work.id)
         if self._log is not None:
             facts = {"output": work.produced, "grace": round(work.grace_s, 6), "late": work.late_tokens}
             self._log.write(now, fate, request=work.id, reason=reason, **facts)
@@ -132,7 +132,7 @@ class Runtime:
             self.migrations.caught_up(node, notice)
         elif isinstance(notice, protocol.Prefilled):
             controller.prefilled(notice.request, notice.grace_s, now)
-            self._prompting.pop(notice.request, None)
+            self._prompting.discard(notice.request)
             self._take_late(now)
         elif isinstance(notice, protocol.InstanceOpened):
             controller.placer.add_instance(node, notice.instance, notice.model, Phase.ANY, batch=0)
@@ -258,8 +258,7 @@ class Runtime:
         """Prompts that will be late have the time between answers that no other prompt wants."""
         if not self.controller.room or not self.knobs.extend_deadlines or not self.knobs.smooth_answers:
             return
-        self._prompting = {id: node for id, node in self._prompting.items() if self.places.get(id, (None,))[0] is node}
-        busy = {node.name for node in self._prompting.values()}
+        busy = {self.places[id][0].name for id in self._prompting & self.places.keys()}
         for node in self.controller.placer.nodes:
             if node.up and node.name not in busy and not node.is_draining:
                 self.controller.lacks_prompts(node, now)
@@ -293,10 +292,10 @@ class Runtime:
             self._log.decision(now, decision)
         if isinstance(decision, Placed | Migrated):
             self.places[decision.work.id] = decision.node, decision.instance
-            self._prompting[decision.work.id] = decision.node
+            self._prompting.add(decision.work.id)
             self.on_placed(decision.work.id, now)
             if isinstance(decision, Migrated):
-                self._prompting.pop(decision.work.id)  # where it goes on its prompt is computed
+                self._prompting.discard(decision.work.id)  # where it goes on its prompt is computed
                 self.controller.prefilled(decision.work.id, 0.0, now)
         elif isinstance(decision, Displace):
             self.displacements.begin(decision)
