@@ -163,7 +163,8 @@ std::unique_ptr<Decoder> make_model(const Kernels& kernels, int threads, Precisi
     return model;
 }
 
-std::vector<float> run(Decoder& model, Cache& cache, const std::vector<Sequence>& sequences) {
+// `stops`: between any two layers
+std::vector<float> run(Decoder& model, Cache& cache, const std::vector<Sequence>& sequences, bool stops = false) {
     std::vector<int32_t> tokens;
     int64_t sampling = 0;
     for (const Sequence& sequence : sequences) {
@@ -175,7 +176,10 @@ std::vector<float> run(Decoder& model, Cache& cache, const std::vector<Sequence>
     Iteration iteration;
     iteration.tokens = tokens.data(), iteration.sequences = sequences, iteration.cache = cache;
     iteration.logits = logits.data(), iteration.best = best.data();
-    model.run(iteration);
+    model.begin(iteration);
+    int64_t slices = 1;
+    while (!model.advance(stops ? Decoder::Time() : Decoder::Time::max())) ++slices;
+    if (slices != (stops ? kLayers + 1 : 1)) std::printf("computed in %d slices\n", static_cast<int>(slices)), std::exit(1);
     for (const int32_t token : best)
         if (token < 0) std::printf("a logit is not a number\n"), std::exit(1);
     return logits;
@@ -195,7 +199,7 @@ void check(const Kernels& kernels, Precision precision, DType weights, Kind kind
     run(*model, cache, fill);
     const std::vector<float> together = run(*model, cache, mixed);
     for (size_t i = 0; i < mixed.size(); ++i) {
-        const std::vector<float> alone = run(*model, cache, {mixed[i]});
+        const std::vector<float> alone = run(*model, cache, {mixed[i]}, true);
         for (int j = 0; j < 307; ++j)
             if (alone[j] != together[i * 307 + j]) std::printf("sequence %zu differs in company\n", i), std::exit(1);
     }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <stdexcept>
+#include <utility>
 
 #include "step.hpp"
 
@@ -46,6 +47,8 @@ int64_t Linear::rows() const {
 
 Decoder::Decoder(const Kernels& kernels, int threads, const Shape& shape)
     : shape(shape), kernels_(kernels), team_(Team::shared(threads)) {}
+
+Decoder::~Decoder() = default;
 
 // Sizes that no tensor vouches for (of the MLP where all layers have experts) make buffers too: a product of any two of
 // them, a few thousand tokens and the size of a number stays within 64 bits.
@@ -136,9 +139,17 @@ void Decoder::check_latent(const Layer& layer, const std::string& prefix) const 
     check_stack(layer.v_up, shape.num_heads, shape.value_dim, shape.latent_rank, 1, shape.precision, prefix + "v_up");
 }
 
-void Decoder::run(const Iteration& iteration) {
-    Step step(*this, iteration);
-    team_->run([&](Team::Member& member) { step.run(member); });
+void Decoder::begin(Iteration iteration) {
+    step_.reset();  // which may be under way: its buffer is this one's
+    step_ = std::make_unique<Step>(*this, std::move(iteration));
+}
+
+bool Decoder::advance(Time until) {
+    need(step_ != nullptr, "no iteration was begun");
+    team_->run([&](Team::Member& member) { step_->run(member, until); });
+    if (!step_->is_done()) return false;
+    step_.reset();
+    return true;
 }
 
 }  // namespace dovetail

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -127,7 +128,12 @@ struct Iteration {
 
 class Decoder {
   public:
+    using Time = std::chrono::steady_clock::time_point;
+
     Decoder(const Kernels& kernels, int threads, const Shape& shape);
+    ~Decoder();
+    Decoder(const Decoder&) = delete;
+    Decoder& operator=(const Decoder&) = delete;
 
     Shape shape;
     std::vector<Layer> layers;
@@ -138,7 +144,11 @@ class Decoder {
 
     // Throws std::invalid_argument if the parts do not fit each other.
     void check() const;
-    void run(const Iteration& iteration);
+    // What the iteration points to has to stay until it is computed, or another one is begun.
+    void begin(Iteration iteration);
+    // Computes until the end, or stops between two layers as soon as it is so late; true: it is computed. Other models may
+    // have the threads meanwhile.
+    bool advance(Time until = Time::max());
     const Kernels& kernels() const { return kernels_; }
 
   private:
@@ -153,6 +163,7 @@ class Decoder {
     const Kernels& kernels_;
     std::shared_ptr<Team> team_;
     Buffer buffer_;  // activations; kept between iterations
+    std::unique_ptr<Step> step_;  // the iteration under way
 };
 
 }  // namespace dovetail

@@ -7,9 +7,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "decoder.hpp"
 #include "sampling.hpp"
@@ -25,6 +27,7 @@ template <class T>
 using Output = nb::ndarray<T, nb::device::cpu, nb::c_contig>;
 using Integers = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
 
+constexpr double kEndless = 1e6;  // seconds: an iteration that takes so long does not stop
 constexpr nb::dlpack::dtype kHalf{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
 
 DType type_of(const Array& array) {
@@ -164,9 +167,10 @@ class Model {
         held.arrays.push_back(second);
     }
 
-    void forward(Integers tokens, Integers starts, Integers counts, Integers table_offsets, Integers tables,
+    // False: it has stopped between two layers, after so many seconds, and `resume` goes on with it.
+    bool forward(Integers tokens, Integers starts, Integers counts, Integers table_offsets, Integers tables,
                  Integers samples, Array cache, Output<float> logits, Output<int32_t> best,
-                 std::optional<Integers> adapters) {
+                 std::optional<Integers> adapters, double seconds) {
         Iteration iteration = iteration_of(tokens, starts, counts, table_offsets, tables, samples, cache, adapters);
         const int64_t sampling = num_sampling(iteration);
         if (static_cast<int64_t>(logits.size()) != sampling * decoder_.shape.vocab_size ||
@@ -174,22 +178,48 @@ class Model {
             throw std::invalid_argument("one row of logits per sampling sequence");
         iteration.logits = logits.data();
         iteration.best = best.data();
-        nb::gil_scoped_release released;
-        decoder_.run(iteration);
+        return begin(std::move(iteration), {tokens, tables, cache, logits, best}, seconds);
     }
 
     // The same, but what the logits would be made of.
-    void states(Integers tokens, Integers starts, Integers counts, Integers table_offsets, Integers tables,
-                Integers samples, Array cache, Output<float> states, std::optional<Integers> adapters) {
+    bool states(Integers tokens, Integers starts, Integers counts, Integers table_offsets, Integers tables,
+                Integers samples, Array cache, Output<float> states, std::optional<Integers> adapters, double seconds) {
         Iteration iteration = iteration_of(tokens, starts, counts, table_offsets, tables, samples, cache, adapters);
         if (static_cast<int64_t>(states.size()) != num_sampling(iteration) * decoder_.shape.hidden_size)
             throw std::invalid_argument("one row of states per sampling sequence");
         iteration.states = states.data();
-        nb::gil_scoped_release released;
-        decoder_.run(iteration);
+        return begin(std::move(iteration), {tokens, tables, cache, states, std::nullopt}, seconds);
+    }
+
+    bool resume(double seconds) {
+        if (!open_) throw std::invalid_argument("no iteration has stopped");
+        const bool is_done = advance(seconds);
+        if (is_done) open_.reset();
+        return is_done;
     }
 
   private:
+    struct Open {  // what an iteration that has stopped reads and writes
+        Integers tokens, tables;
+        Array cache;
+        Output<float> out;
+        std::optional<Output<int32_t>> best;
+    };
+
+    bool begin(Iteration iteration, Open open, double seconds) {
+        decoder_.begin(std::move(iteration));
+        open_ = std::move(open);
+        return resume(seconds);
+    }
+
+    bool advance(double seconds) {
+        nb::gil_scoped_release released;
+        using Clock = std::chrono::steady_clock;
+        const bool stops = seconds < kEndless;
+        return decoder_.advance(stops ? Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9))
+                                      : Decoder::Time::max());
+    }
+
     Iteration iteration_of(const Integers& tokens, const Integers& starts, const Integers& counts,
                            const Integers& table_offsets, const Integers& tables, const Integers& samples,
                            const Array& cache, const std::optional<Integers>& adapters) const {
@@ -327,6 +357,7 @@ class Model {
     };
 
     Decoder decoder_;
+    std::optional<Open> open_;
     std::vector<Array> held_;
     std::map<int, HeldAdapter> adapters_;
 };
@@ -412,10 +443,11 @@ NB_MODULE(_kernels, module) {
         .def("remove_adapter", &Model::remove_adapter)
         .def("forward", &Model::forward, nb::arg("tokens"), nb::arg("starts"), nb::arg("counts"),
              nb::arg("table_offsets"), nb::arg("tables"), nb::arg("samples"), nb::arg("cache"), nb::arg("logits"),
-             nb::arg("best"), nb::arg("adapters") = nb::none())
+             nb::arg("best"), nb::arg("adapters") = nb::none(), nb::arg("seconds") = kEndless)
         .def("states", &Model::states, nb::arg("tokens"), nb::arg("starts"), nb::arg("counts"),
              nb::arg("table_offsets"), nb::arg("tables"), nb::arg("samples"), nb::arg("cache"), nb::arg("states"),
-             nb::arg("adapters") = nb::none());
+             nb::arg("adapters") = nb::none(), nb::arg("seconds") = kEndless)
+        .def("resume", &Model::resume, nb::arg("seconds") = kEndless);
     module.def("candidates", &candidates);
     add_single_kernels(module);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace dovetail {
 namespace {
@@ -40,11 +41,11 @@ Rows chunk_at(const Linear& linear, int64_t rows_per_chunk, int64_t chunk) {
 
 }  // namespace
 
-Decoder::Step::Step(Decoder& model, const Iteration& iteration)
-    : model_(model), shape_(model.shape), kernels_(model.kernels_), iteration_(iteration) {
-    for (const Sequence& sequence : iteration.sequences) {
+Decoder::Step::Step(Decoder& model, Iteration iteration)
+    : model_(model), shape_(model.shape), kernels_(model.kernels_), iteration_(std::move(iteration)) {
+    for (const Sequence& sequence : iteration_.sequences) {
         for (int64_t i = 0; i < sequence.count; ++i) {
-            const int64_t position = sequence.start + i, size = iteration.cache.block_size;
+            const int64_t position = sequence.start + i, size = iteration_.cache.block_size;
             position_.push_back(position);
             slot_.push_back(sequence.blocks[position / size] * size + position % size);
         }
@@ -112,24 +113,41 @@ void Decoder::Step::lay_out(char* base, int64_t* bytes) {
     *bytes = carver.used();
 }
 
-void Decoder::Step::run(Team::Member& member) {
-    embed(member);
-    for (int64_t i = 0; i < static_cast<int64_t>(model_.layers.size()); ++i) {
-        const Layer& layer = model_.layers[i];
-        normalize(member, layer.attn_norm, layer.qkv);
-        linear(member, layer.qkv, normed_, qkv_, false, {i, Projection::qkv});
-        shape_.is_latent() ? make_latents(member, layer, i) : rotate_and_store(member, layer, i);
-        attend(member, layer, i);
-        if (i + 1 == static_cast<int64_t>(model_.layers.size())) keep_sampled(member);
-        if (shape_.parallel_block) mlp(member, layer, layer.attn_norm, i);  // before attention changes what it reads
-        if (shape_.is_latent()) make_values(member, layer);
-        const float* attended = shape_.is_latent() ? values_ : attended_;
-        prepare(member, attended, layer.out);
-        update(member, layer.out, layer.post_attn_norm, attended, {i, Projection::out});
-        if (shape_.parallel_block) continue;
-        layer.router.pieces.empty() ? mlp(member, layer, layer.mlp_norm, i) : mix_experts(member, layer);
+void Decoder::Step::run(Team::Member& member, Time until) {
+    const int64_t count = static_cast<int64_t>(model_.layers.size());
+    int64_t index = next_;  // nobody writes it before all have read it: there are barriers in between
+    if (index < 0) embed(member), index = 0;
+    for (; index < count; ++index) {
+        layer(member, index);
+        if (until != Time::max() && stops(member, index + 1, until)) return;
     }
     logits(member);
+    member.loop(1, [&](int64_t) { is_done_ = true; });
+}
+
+// All of them know it, or nobody
+bool Decoder::Step::stops(Team::Member& member, int64_t next, Time until) {
+    member.loop(1, [&](int64_t) {
+        next_ = next;
+        stopped_ = std::chrono::steady_clock::now() >= until;
+    });
+    return stopped_;
+}
+
+void Decoder::Step::layer(Team::Member& member, int64_t index) {
+    const Layer& layer = model_.layers[index];
+    normalize(member, layer.attn_norm, layer.qkv);
+    linear(member, layer.qkv, normed_, qkv_, false, {index, Projection::qkv});
+    shape_.is_latent() ? make_latents(member, layer, index) : rotate_and_store(member, layer, index);
+    attend(member, layer, index);
+    if (index + 1 == static_cast<int64_t>(model_.layers.size())) keep_sampled(member);
+    if (shape_.parallel_block) mlp(member, layer, layer.attn_norm, index);  // before attention changes what it reads
+    if (shape_.is_latent()) make_values(member, layer);
+    const float* attended = shape_.is_latent() ? values_ : attended_;
+    prepare(member, attended, layer.out);
+    update(member, layer.out, layer.post_attn_norm, attended, {index, Projection::out});
+    if (shape_.parallel_block) return;
+    layer.router.pieces.empty() ? mlp(member, layer, layer.mlp_norm, index) : mix_experts(member, layer);
 }
 
 void Decoder::Step::look_up(const Matrix& table, int64_t row, float scale, bool add, float* out) const {

@@ -19,9 +19,10 @@ struct Decoder::Unit {
 };
 
 struct Decoder::Step {
-    Step(Decoder& model, const Iteration& iteration);
+    Step(Decoder& model, Iteration iteration);
 
-    void run(Team::Member& member);
+    void run(Team::Member& member, Time until);
+    bool is_done() const { return is_done_; }
 
     struct Spot {  // a projection of a layer: what adapters know it by
         int64_t layer = -1;  // none of them has anything for it
@@ -77,6 +78,8 @@ struct Decoder::Step {
                     [&](int64_t i) { body(i * step, std::min((i + 1) * step, tokens_)); });
     }
 
+    void layer(Team::Member&, int64_t index);
+    bool stops(Team::Member&, int64_t next, Time until);
     void look_up(const Matrix& table, int64_t row, float scale, bool add, float* out) const;
     void embed(Team::Member&);
     void normalize(Team::Member&, const Norm&, const Linear& next);
@@ -124,7 +127,10 @@ struct Decoder::Step {
     const Decoder& model_;
     const Shape& shape_;
     const Kernels& kernels_;
-    const Iteration& iteration_;
+    const Iteration iteration_;
+    int64_t next_ = -1;     // layer; -1: tokens are to be looked up first
+    bool stopped_ = false;  // there
+    bool is_done_ = false;
     int64_t tokens_ = 0;  // rows still on their way
     std::vector<int64_t> sampled_at_, position_, slot_;  // slot: block·block_size + offset
     std::vector<Unit> units_;

@@ -20,7 +20,7 @@ from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
-from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
+from dovetail.sched.turn import Breath, Outcome, RowOutcome, Turn, TurnRow
 from dovetail.types import ModelCard, Request, SamplingParams, Slo, TokenEvent
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.runner import ModelRunner
@@ -48,6 +48,7 @@ class CheckedExecutor:
     weight_bytes = WEIGHT_BYTES
     copied_bytes = 0
     was_typical = True
+    breath: Breath | None = None
 
     def __init__(
         self,
@@ -91,8 +92,16 @@ class CheckedExecutor:
 
     def collect(self) -> Outcome:
         outcome, seconds = self._launched.popleft()
-        self.clock.now += seconds
+        self._spend(seconds)
         return outcome
+
+    def _spend(self, left_s: float) -> None:
+        """The clock goes on, and others are let in as often as they shall be."""
+        while self.breath is not None and self.breath.every_s < left_s:
+            self.clock.now += self.breath.every_s
+            left_s -= self.breath.every_s
+            self.breath.take()
+        self.clock.now += left_s
 
     def _compute(self, turn: Turn, chosen: dict[int, int]) -> tuple[Outcome, float]:
         assert not self.is_closed

@@ -278,6 +278,7 @@ def test_a_worker_decodes_some_rows_of_a_flood_and_everybody_has_the_right_text(
             max_kv_tokens=4000,
             latency=make_compute_bound(),
             split_decodes=splits,
+            slice_turns=False,
         )
         rig.submit("stream", "b", tokens=150)
         while len(rig.events.get(("stream", 0), [])) < 4:

@@ -26,7 +26,6 @@ from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
-from dovetail.sched.turn import Outcome
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.trace import Arrival
@@ -116,13 +115,10 @@ class TimedExecutor(CheckedExecutor):
 
     driver: NodeDriver
 
-    def collect(self) -> Outcome:
-        now = self.clock.now
-        outcome = super().collect()
+    def _spend(self, left_s: float) -> None:
         chosen = self.driver.home.node.turn
         assert chosen is not None
-        self.clock.now = now + FixedDurations().turn_s(self.driver.home.node, chosen)
-        return outcome
+        super()._spend(FixedDurations().turn_s(self.driver.home.node, chosen))
 
 
 class Worker:
@@ -263,6 +259,22 @@ def test_the_drivers_agree_on_the_rows_of_a_batch_that_is_split(monkeypatch: pyt
     split = simulated(asked)
     assert split == Worker(asked).run()
     assert split != simulated(asked, replace(PARTS, split_decodes=False)), "nothing was split"
+
+
+def test_the_drivers_agree_on_turns_that_stop_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_in: list[Turn | None] = []
+    interlude = Node.interlude
+
+    def spy(node: Node, now: float) -> Turn | None:
+        let_in.append(interlude(node, now))
+        return let_in[-1]
+
+    monkeypatch.setattr(Node, "interlude", spy)
+    monkeypatch.setattr(sys.modules[__name__], "MEMORY", MEMORY + 4000 * KV_BYTES)
+    asked = [Asked(0.0, 0, 5, 120), *[Asked(0.07, 1 + number % 2, 40, 20) for number in range(24)]]
+    told = simulated(asked)
+    assert sum(turn is not None for turn in let_in) > 100
+    assert told == Worker(asked).run()
 
 
 def test_what_comes_of_a_nodes_timer_is_carried_out_before_anybody_asks_again() -> None:

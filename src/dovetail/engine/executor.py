@@ -31,7 +31,7 @@ from dovetail.modelspec import KvKind, ModelSpec
 from dovetail.native import TORCH, Ops, select
 from dovetail.native.kernel_self_test import trusted_layouts
 from dovetail.node.ports import Checkpoint
-from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
+from dovetail.sched.turn import Breath, Outcome, RowOutcome, Turn, TurnRow
 
 log = logging.getLogger("dovetail.engine")
 
@@ -171,6 +171,15 @@ class CpuExecutor(OnCallersCores):
         assert num_blocks <= self.max_blocks
         self._cache.move(moves)
         self._cache.resize(num_blocks)
+
+    @property
+    def breath(self) -> Breath | None:
+        return self._model.breath if isinstance(self._model, NativeModel) else None
+
+    @breath.setter
+    def breath(self, breath: Breath | None) -> None:
+        if isinstance(self._model, NativeModel):  # torch's level does not stop
+            self._model.breath = breath
 
     def wrap_native(self, wrap: Callable[[NativeCall], NativeCall]) -> bool:
         """For who measures: from now on native calls go through what `wrap` makes of them. False = there are none."""

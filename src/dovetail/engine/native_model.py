@@ -23,10 +23,10 @@ from dovetail.engine.rope import Rope
 from dovetail.engine.weights import Weights
 from dovetail.errors import UnsupportedModel
 from dovetail.modelspec import MlaSpec, ModelSpec, MoeSpec
-from dovetail.sched.turn import Turn, TurnRow
+from dovetail.sched.turn import Breath, Turn, TurnRow
 
 READABLE_LAYOUTS = CODINGS  # besides plain
-NativeCall = Callable[..., None]
+NativeCall = Callable[..., bool]
 _EXPERT_FIELDS = {
     "scale": "shares_scale",
     "shared_size": "shared_size",
@@ -65,6 +65,7 @@ class NativeModel:
         except ValueError as error:  # which says what does not fit what
             raise UnsupportedModel(f"the kernels cannot compute this model: {error}") from error
         self.call: NativeCall = self._model.forward  # of every iteration; who measures puts something around it
+        self.breath: Breath | None = None  # of an iteration that may stop
         self._adapters: dict[str, int] = {}  # by key: the number by which the kernels know it
         self._next_adapter = 0
 
@@ -121,14 +122,24 @@ class NativeModel:
         sampled = [row for row in rows if row.samples]
         logits = torch.empty(len(sampled), self.spec.vocab_size)
         best = torch.empty(len(sampled), dtype=torch.int32)
-        self.call(*_arguments(rows, cache), logits, best, **self._adapters_of(rows))
+        self._compute(self.call, *_arguments(rows, cache), logits, best, **self._adapters_of(rows))
         return sampled, logits, best.tolist()
 
     def states(self, row: TurnRow, cache: KVCache) -> Tensor:
         found = torch.empty(row.count, self.spec.hidden_size)
         rows = tuple(single_tokens(row))
-        self._model.states(*_arguments(rows, cache), found, **self._adapters_of(rows))
+        self._compute(self._model.states, *_arguments(rows, cache), found, **self._adapters_of(rows))
         return found
+
+    def _compute(self, call: NativeCall, *arguments: Any, **options: Any) -> None:
+        breath = self.breath
+        if breath is None:
+            call(*arguments, **options)
+            return
+        is_done = call(*arguments, seconds=breath.every_s, **options)
+        while not is_done:
+            breath.take()
+            is_done = self._model.resume(breath.every_s)
 
     def _adapters_of(self, rows: tuple[TurnRow, ...]) -> dict[str, Any]:
         """An argument only where some row has an adapter."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dovetail.node.batch import tokens_of
 from dovetail.node.shares import Share
 from dovetail.node.work import Work
+from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import Latency, prompt_s, prompts_s
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ class Turn(NamedTuple):
     prompts: tuple[Share, ...] = ()
     decodes: bool = True
     rows: tuple[int, ...] | None = None  # of the running batch these decode; None = all of it
+    # After so long a device that can stops between two layers, and asks who is let in (`NodeRuntime.interlude`).
+    slice_s: float = INFINITY
+    round_s: float = 0.0  # what those take
 
     @property
     def decoding(self) -> Collection[int]:

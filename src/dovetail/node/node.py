@@ -69,10 +69,6 @@ class Node:
         """Under way."""
         return self.turns.turn
 
-    @property
-    def turn_started_s(self) -> float:
-        return self.turns.started_s
-
     def update_active(self, instance: Instance) -> None:
         self.turns.update(instance)
 
@@ -240,14 +236,23 @@ class Node:
         self.turns.begin(turn, now)
         return turn
 
+    def interlude(self, now: float) -> Turn | None:
+        """The turn under way has stopped between two layers; whose turn is let in, if anybody's."""
+        self.residency.now_s = now
+        turn = self.turns.interlude(now)
+        if turn is not None:
+            self.turns.begin(turn, now)
+        return turn
+
     def turn_done(self, now: float, finished: Sequence[Work], computed: Mapping[int, int] | None = None) -> list[Work]:
         """The iteration has ended; `finished` got their last token in it. `computed`: how many tokens are, of the
         prompts that it was spent on; None = as many as was asked. Returns those whose prompt has its token."""
         self.residency.now_s = now
-        instance, prompts, decodes, rows = self.turns.end(now)
-        instance.busy_s += now - self.turn_started_s
-        if decodes:
-            instance.decoded(now, rows)
+        ended = self.turns.end(now)
+        turn, instance, prompts = ended.turn, ended.turn.instance, ended.turn.prompts
+        instance.busy_s += now - ended.started_s
+        if turn.decodes:
+            instance.decoded(now, turn.rows)
         if computed is None:
             computed = {share.work.id: share.start + share.tokens for share in prompts}
         done = [share.work for share in prompts if self._advanced(instance, share.work, computed[share.work.id], now)]
@@ -265,10 +270,10 @@ class Node:
             self.residency.pump(instance)
             self.lives.after_op(instance)
         if self.turns.throttle:
-            until_s = self.turns.rest(instance, now)
+            until_s = self.turns.rest(instance, ended.started_s, now)
             if instance.batch:
                 self.outbox.append(SetTimer(until_s, instance.id, -1))
-        if decodes and self.admit.timing.counts_growth and not instance.clock % LOOK_AROUND_TURNS:
+        if turn.decodes and self.admit.timing.counts_growth and not instance.clock % LOOK_AROUND_TURNS:
             self.pools.look_around()
         return done
 

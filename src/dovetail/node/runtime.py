@@ -223,6 +223,14 @@ class NodeRuntime:
             self._rest(now)
         return turn
 
+    def interlude(self, now: float) -> events.Turn | None:
+        """The turn under way has been computed for its slice; whose turn is let in before it goes on. To be ended like
+        any other, and asked for again. What the node says meanwhile may wait for the end of the one under way."""
+        turn = self.node.interlude(now)
+        if turn is not None:
+            self._speech.note_turn(turn, now)
+        return turn
+
     def _begin_turn(self, turn: events.Turn, now: float) -> None:
         self.gap_s = 0.0
         if self._last_end_s is not None:
@@ -253,13 +261,14 @@ class NodeRuntime:
 
     def turn_ended(self, now: float, finished: Iterable[int], computed: events.Computed = events.AS_ASKED) -> None:
         """`finished` got their last token in it."""
-        turn = self.node.turn
-        assert turn is not None, f"{self.name}: no turn under way"
+        underway = self.node.turns.underway
+        assert underway is not None, f"{self.name}: no turn under way"
+        turn, gap_s = underway.turn, self.gap_s if underway.beneath is None else 0.0
         if computed.is_typical:
-            took_s = now - self.node.turn_started_s - computed.drafting_s
-            took_s += self.gap_s if computed.was_ahead else 0.0
+            took_s = now - underway.started_s - computed.drafting_s
+            took_s += gap_s if computed.was_ahead else 0.0
             self._feedback.observe(
-                turn, took_s, self.gap_s, now, bool(self._speech.load_asked_s), draft_rows=computed.draft_rows
+                turn, took_s, gap_s, now, bool(self._speech.load_asked_s), draft_rows=computed.draft_rows
             )
         self._last_end_s = now
         if computed.extra:

@@ -46,7 +46,8 @@ class Timing:
             knobs.pack_prompts,
             knobs.mix_decodes,
             knobs.smooth_answers,
-            knobs.split_decodes and knobs.smooth_answers and knobs.extend_deadlines,
+            splits := knobs.split_decodes and knobs.smooth_answers and knobs.extend_deadlines,
+            splits and knobs.slice_turns and kind is DeviceKind.CPU,
         )
         self.counts_growth = knobs.counts_growth and knobs.shadow is Shadow.PLAY  # the closed form is the paper's
         self._hostings = hostings

@@ -13,6 +13,7 @@ from dovetail.node.events import Turn
 from dovetail.node.instance import Instance, State
 from dovetail.node.rows import awaiting_rows, batch_s, latest_s, split_rows
 from dovetail.node.shares import Share, latest_prefill_s, left_s, splitting_s
+from dovetail.node.underway import Underway
 from dovetail.node.work import FEW_TOKENS, Work
 from dovetail.policy.headroom import INFINITY, choose_turn, guards_decodes, is_overtaken
 from dovetail.policy.parts import (
@@ -27,7 +28,16 @@ from dovetail.policy.parts import (
     together_s,
     tokens_within,
 )
-from dovetail.policy.rounds import LEAST_SINGLES, SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
+from dovetail.policy.rounds import (
+    LEAST_SINGLES,
+    SMOOTH_LIMIT,
+    WORTH_SPLITTING,
+    may_compute,
+    may_stop,
+    next_to_answer,
+    part_between_s,
+    slice_between_s,
+)
 from dovetail.policy.shadow import TurnRule
 
 # The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
@@ -54,29 +64,33 @@ class _Seat(NamedTuple):
 
 class Turns:
     def __init__(self, rule: TurnRule, throttle: int) -> None:
-        self.turn: Turn | None = None  # under way
-        self.started_s = 0.0
+        self.underway: Underway | None = None
         self.throttle = throttle  # instances rest so that none has more than this share of the device; 0 = never
         self.awaiting = Awaiting(rule.max_silence_s, splits=rule.splits_decodes)
         self._wakes_s: float | None = None  # until when it was last said that nothing is begun
         self._rule = rule
         self._parted_s = 0.0  # when the last part of a prompt was computed
-        self._ends_s: float | None = None  # when the turn under way should end, once somebody has asked
         self._active: list[Instance] = []  # can run and have work, in order of id
         self._almost: list[Instance] = []  # have work and could run but for a resize that is under way
         self._rest_until: dict[int, float] = {}  # by instance
         self._joined: list[Instance] = []  # an answer was handed over to their running batch and has had nothing there
 
+    @property
+    def turn(self) -> Turn | None:
+        return None if self.underway is None else self.underway.turn
+
     def begin(self, turn: Turn, now: float) -> None:
         turn.instance.begin_turn(turn.prompts, decodes=turn.decodes, rows=turn.rows)
-        self.turn, self.started_s, self._ends_s = turn, now, None
+        self.underway = Underway(turn, now, beneath=self.underway)
         if self._joined and turn.decodes:
             self._joined = [one for one in self._joined if one is not turn.instance]
 
-    def end(self, now: float) -> Turn:
-        turn, self.turn = self.turn, None
-        assert turn is not None, "no turn under way"
-        instance, seconds = turn.instance, now - self.started_s
+    def end(self, now: float) -> Underway:
+        ended = self.underway
+        assert ended is not None, "no turn under way"
+        self.underway = ended.end(now)
+        turn, seconds = ended.turn, now - ended.started_s
+        instance = turn.instance
         instance.end_turn()
         if turn.rows is not None:
             instance.rhythm.rows_ended(seconds, now, is_promised=any(work.is_strict for work in instance.waiting))
@@ -84,16 +98,11 @@ class Turns:
             instance.rhythm.turn_ended(seconds, now, has_prompts=bool(turn.prompts), decodes=turn.decodes)
         if turn.prompts:
             self._parted_s = now
-        return turn
+        return ended
 
     def free_at_s(self, now: float) -> float:
         """When the device should be done with the turn under way."""
-        if self.turn is None:
-            return now
-        if self._ends_s is None:  # asked for many times in a turn
-            instance = self.turn.instance
-            self._ends_s = self.started_s + self.turn.seconds(instance.hosting.latency) * instance.overestimate
-        return max(now, self._ends_s)
+        return now if self.underway is None else self.underway.free_at_s(now)
 
     # The next one
 
@@ -108,6 +117,36 @@ class Turns:
         return until_s if until_s != before_s else None
 
     def choose(self, now: float) -> Turn | None:
+        turn = self._choose(now)
+        return self._sliced(turn) if turn is not None and self._rule.slices_turns else turn
+
+    def interlude(self, now: float) -> Turn | None:
+        """The turn under way has stopped between two layers: who answers meanwhile, each once. None: it goes on."""
+        halted = self.underway
+        assert halted is not None, "no turn under way"
+        own, silence_s = halted.turn.instance, self._rule.max_silence_s
+        others = [one for one in self._active if one is not own and one.running]
+        seats = [_Seat.of(one, silence_s) for one in others if one.rhythm.turned_s <= halted.sliced_s]
+        if seats and not self._joined:
+            chosen = next_to_answer(seats, now)
+            until_s = INFINITY if halted.turn.prompts else self._latest_s(own)
+            if may_stop(now, halted.left_s(now) + chosen.decode_s, until_s):
+                return self.decode_of(chosen.instance, now)
+        halted.sliced_s = now
+        return None
+
+    def _sliced(self, turn: Turn) -> Turn:
+        """With breaks for the answers of others, unless somebody waits whose prompt was promised something: that was
+        played without."""
+        instance = turn.instance
+        others_s = sum(batch_s(one) for one in self._active if one is not instance and one.running)
+        if not others_s or self.awaiting or self._is_promised():
+            return turn
+        slice_s = slice_between_s(others_s, has_prompts=bool(turn.prompts))
+        whole_s = turn.seconds(instance.hosting.latency) * instance.overestimate
+        return turn if whole_s <= WORTH_SPLITTING * slice_s else turn._replace(slice_s=slice_s, round_s=others_s)
+
+    def _choose(self, now: float) -> Turn | None:
         for one in self._joined:
             if one.running and one in self._active:  # else it has left again
                 return self.decode_of(one, now)
@@ -256,12 +295,15 @@ class Turns:
     def _fewest_tokens(self, instance: Instance) -> int:
         """Of a part of its prompt. Admission plays parts of `FEWEST_TOKENS`, which a prompt has fewer of, so that what
         was promised to one that waits is kept by them alone; an answer that goes on here has been promised that."""
-        if not self._rule.splits_decodes:
+        if not self._rule.splits_decodes or self._rule.slices_turns:  # a turn with breaks holds nobody's answers
             return FEWEST_TOKENS
+        holds_answers = any(one.running for one in [*self._active, *self._almost] if one is not instance)
+        return SMOOTH_TOKENS if holds_answers and not self._is_promised() else FEWEST_TOKENS
+
+    def _is_promised(self) -> bool:
+        """Something, to a prompt that waits."""
         there = [*self._active, *self._almost]
-        holds_answers = any(one.running for one in there if one is not instance)
-        is_promised = any(work.is_strict or work.produced for one in there for work in one.waiting)
-        return SMOOTH_TOKENS if holds_answers and not is_promised else FEWEST_TOKENS
+        return any(work.is_strict or work.produced for one in there for work in one.waiting)
 
     def has_only(self, instance: Instance) -> bool:
         """It alone has work that can run, none of that waits, and nothing is awaited."""
@@ -270,10 +312,10 @@ class Turns:
     def _rested(self, now: float) -> list[Instance]:
         return [one for one in self._active if self._rest_until.get(one.id, 0.0) <= now]
 
-    def rest(self, instance: Instance, now: float) -> float:
-        """A static share of a device: after each turn the instance rests until it has had no more than its share.
-        Returns until when."""
-        until = self.started_s + (now - self.started_s) * min(self.throttle, instance.hosting.slots)
+    def rest(self, instance: Instance, started_s: float, now: float) -> float:
+        """A static share of a device: after each turn, which began then, the instance rests until it has had no more
+        than its share. Returns until when."""
+        until = started_s + (now - started_s) * min(self.throttle, instance.hosting.slots)
         self._rest_until[instance.id] = until
         return until
 
@@ -306,7 +348,7 @@ class Turns:
         self._rest_until.clear()
         self._joined.clear()
         self.awaiting.clear()
-        self.turn = None
+        self.underway = None
 
 
 def _resuming(instance: Instance, most: int) -> tuple[Share, ...]:

@@ -26,6 +26,7 @@ REAL: dict[str, object] = {
     "pack_prompts": True,
     "smooth_answers": True,
     "split_decodes": True,
+    "slice_turns": True,
     "start_soonest": True,
     "make_way": MakeWay.MIGRATE,
 }

@@ -16,6 +16,8 @@ SMOOTH_LIMIT = 3.0  # a part between two rounds takes no less than so many times
 LEAST_SINGLES = 1.5  # a batch that is split decodes no fewer rows at a time than take so many times what one takes,
 # and no more short prompts come along in an iteration than take so many times what the fewest tokens take
 WORTH_SPLITTING = 1.25  # times the limit: shorter iterations stay whole
+PROMPT_SLICE = 0.5  # of a round of those who answer: so long a part of a prompt is computed between two of them
+LEAST_SLICE_S = 0.002  # a break costs a tenth of that
 
 
 class Rotating(Protocol):
@@ -82,3 +84,15 @@ def part_between_s(prompter: Rotating, answering: Sequence[Rotating], part_s: fl
         return limit_s
     others_s = sum(one.decode_s for one in answering if one is not prompter)
     return min(limit_s, max(others_s or prompter.decode_s, SMOOTH_LIMIT * split))
+
+
+def slice_between_s(round_s: float, *, has_prompts: bool) -> float:
+    """How long an iteration is computed between two rounds of those who answer, which take so long each. Answers have
+    half of the time each; prompts have less, and more of it because they need not be cut small."""
+    return max(PROMPT_SLICE * round_s if has_prompts else round_s, LEAST_SLICE_S)
+
+
+def may_stop(now: float, left_s: float, latest_s: float) -> bool:
+    """Whether an iteration that gives answers may let others in, who are done with it in so long. Who is late already
+    waits like anybody."""
+    return latest_s < now or now + left_s <= latest_s

@@ -26,6 +26,7 @@ from dovetail.sim.device import Device
 from dovetail.sim.faults import Fault
 from dovetail.sim.metrics import Fate, Record, Result
 from dovetail.sim.sampling import Sampler
+from dovetail.sim.slicing import Slicer
 from dovetail.sim.striking import MEMORY, REQUEST, SAMPLE, TIMER, TURN, Striker
 from dovetail.sim.trace import Arrival
 
@@ -71,7 +72,8 @@ class Simulation:
         self._wake_s = INFINITY  # when the runtime will be woken
         self._sampler = Sampler(self.devices)
         self._striker = Striker(self)
-        self._on_one_thread = on_one_thread
+        self._slicer = Slicer(self)
+        self.on_one_thread = on_one_thread
         self._unheard: list[tuple[Callable[..., None], Any]] = []  # what happened during the turn of the one thread
         self._is_hearing = False  # it takes that in: no turn begins before it has heard everything
 
@@ -93,7 +95,7 @@ class Simulation:
         while heap:
             now, priority, _, handler, argument = heappop(heap)
             self.now = now
-            if self._on_one_thread and priority not in (TURN, SAMPLE) and self.devices[0].node.turn is not None:
+            if self.on_one_thread and priority not in (TURN, SAMPLE) and self.devices[0].node.turn is not None:
                 self._miss(priority, handler, argument)
             else:
                 handler(now, argument)
@@ -109,7 +111,7 @@ class Simulation:
 
     def _announce(self, index: int) -> None:
         """The next arrival; a node that may hear of several at once needs all of them in the heap."""
-        last = len(self.arrivals) if self._on_one_thread else index + 1
+        last = len(self.arrivals) if self.on_one_thread else index + 1
         for number in range(index, min(last, len(self.arrivals))):
             self.push(self.arrivals[number].arrival_s, REQUEST, self._arrive, number)
 
@@ -117,7 +119,7 @@ class Simulation:
 
     def _arrive(self, now: float, index: int) -> None:
         arrival = self.arrivals[index]
-        if not self._on_one_thread:
+        if not self.on_one_thread:
             self._announce(index + 1)
         self.open += len(arrival.produced)
         self.cluster.submit(submission_of(arrival), now)
@@ -132,19 +134,19 @@ class Simulation:
             self.cluster.wake(now)
         self.settle(now)
 
-    def _turn_end(self, now: float, key: tuple[Device, int]) -> None:
+    def turn_end(self, now: float, key: tuple[Device, int]) -> None:
         device, epoch = key
         if epoch != device.epoch:
             return
         if now < device.stalled_until_s:
-            self.push(device.stalled_until_s, TURN, self._turn_end, key)
+            self.push(device.stalled_until_s, TURN, self.turn_end, key)
             return
         cluster, turn, node = self.cluster, device.node.turn, self.node_of[id(device)]
         assert turn is not None
         cluster.turn_ended(node, now, device.finished(turn))
         if cluster.outbox:
             self._carry_out_all(now)
-        if self._on_one_thread:
+        if self.on_one_thread:
             self._hear_all(now)
         if device.durations.gap_s:
             self.push(now + device.durations.gap_s, TURN, self._choose, key)
@@ -203,7 +205,7 @@ class Simulation:
                 self._carry_out_all(now)
             if turn is not None:
                 device = self._device_of[node.name]
-                self.push(now + device.turn_s(turn), TURN, self._turn_end, (device, device.epoch))
+                self._slicer.compute(device, turn, device.turn_s(turn), now)
         wake_s = cluster.next_wake_s()
         if wake_s is not None and wake_s < self._wake_s:
             self._wake_s = wake_s

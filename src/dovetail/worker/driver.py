@@ -6,7 +6,7 @@ decides nothing, and knows nothing of other nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
@@ -34,14 +34,11 @@ from dovetail.node.speech import Output
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.pulse import Pulse
-from dovetail.sched.scheduler import NO_QUOTAS
-from dovetail.sched.sequence import Sequence, sequences_of
+from dovetail.sched.sequence import sequences_of
 from dovetail.types import Request, TokenEvent
-from dovetail.worker.drafting import NO_DRAFTS, Drafts, propose
-from dovetail.worker.prompts import PromptTurn, RequestState
+from dovetail.worker.computer import TurnComputer
+from dovetail.worker.prompts import RequestState
 from dovetail.worker.runner import ModelRunner
-
-COMPILE_S = 60.0  # the first iteration on a GPU may have its kernels compiled
 
 
 class Loads(Protocol):
@@ -83,19 +80,18 @@ class NodeDriver:
         self.report = Report({}, [], [])
         self.resizes, self.resize_s = 0, 0.0
         self._loads, self._clock = loads, clock
-        self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
-        self._pulse = pulse or Pulse()
         self._on_growth = on_growth  # called with what the ledger has left, before more of it is used
-        self._on_launch = on_launch  # called when an iteration has begun: what came of the last may be told beside it
         self._on_adapter = on_adapter  # called before a sequence with an adapter enters
         self._on_said = on_said  # called around each thing that is carried out: what the node says may be passed on
         self._by_choice: dict[tuple[str, int], RequestState] = {}
         self._sizes: dict[int, int] = {}  # blocks of instances that are still loading
-        self._expected_s = 0.0  # what the turn that runs should take
         self._timers: list[tuple[float, int, int]] = []  # heap of (time, instance, epoch)
         self._told_version = -1  # of the view
-        self._extra: dict[int, int] = {}  # by request: tokens beyond one that the last decode gave it
         self._leaving: list[int] = []  # requests to be forgotten when everything is carried out
+        watched = pulse or Pulse()
+        self._computer = TurnComputer(
+            self.home, self.runners, self.states, self._deliver, clock, watched, on_pause=on_pause, on_launch=on_launch
+        )
 
     # Models
 
@@ -208,62 +204,13 @@ class NodeDriver:
         self.carry_out()
         if turn is None:
             return False
-        instance, runner = turn.instance, self.runners[turn.instance.id]
-        runner.meter.overhead_seconds += self.home.gap_s
-        self._expected_s = turn.seconds(instance.hosting.latency) * instance.overestimate
-        if turn.prompts:
-            if runner.meter.turns == 0 and self.home.kind is not DeviceKind.CPU:
-                self._expected_s += COMPILE_S
-            finished, computed = self._compute_prompts(runner, turn)
-        else:
-            finished, computed = self._decode(runner, [self.states[id].sequence for id in turn.decoding])
-        self.home.turn_ended(self._clock(), finished, computed)
+        self.runners[turn.instance.id].meter.overhead_seconds += self.home.gap_s
+        self._computer.compute(turn)
         self.carry_out()
         return True
 
-    def _compute_prompts(self, runner: ModelRunner, turn: events.Turn) -> tuple[list[int], events.Computed]:
-        """In as many iterations as that takes."""
-        parts, before = PromptTurn(turn, self.states, runner), runner.meter.tokens
-        finished: list[int] = []
-        is_typical = True
-        while batches := parts.batches():
-            for batch in batches:
-                finished += self._iterate(runner, batch, quotas=parts.quotas)
-                is_typical &= runner.was_typical
-                parts.take(runner.rows, finished)
-            if parts.is_open:
-                assert runner.rows, f"{runner.card.name}: the KV pool is smaller than the node thinks"
-                self._on_pause()  # after which somebody may have left
-        is_typical &= runner.meter.tokens - before == parts.num_tokens  # else some was in the cache, or was given up
-        return finished, events.Computed(parts.computed, is_typical)
-
-    def _decode(self, runner: ModelRunner, sequences: list[Sequence]) -> tuple[list[int], events.Computed]:
-        finished: list[int] = []
-        batches = runner.batches(sequences)
-        drafts = propose(self.home, runner, sequences, self._clock, self._pulse) if len(batches) == 1 else NO_DRAFTS
-        usual, self._extra = True, {}
-        for batch in batches:
-            finished += self._iterate(runner, batch, drafts=drafts, goes_on=len(batches) == 1 and self.home.is_settled)
-            usual &= runner.was_typical
-        return finished, events.Computed(None, usual, runner.was_ahead, self._extra, runner.draft_rows, drafts.took_s)
-
-    def _iterate(
-        self,
-        runner: ModelRunner,
-        batch: list[Sequence],
-        *,
-        quotas: Mapping[int, int] = NO_QUOTAS,
-        drafts: Drafts = NO_DRAFTS,
-        goes_on: bool = False,
-    ) -> list[int]:
-        """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
-        self._pulse.begin([sequence.request_id for sequence in batch], self._expected_s)
-        completed = runner.iterate(batch, self._on_launch, quotas=quotas, drafts=drafts.tokens, goes_on=goes_on)
-        self._pulse.end()
-        return self._deliver(runner.card.name, completed.events)
-
-    def _deliver(self, model: str, token_events: tuple[TokenEvent, ...]) -> list[int]:
-        """Tell the tokens; returns the choices that have ended with them."""
+    def _deliver(self, model: str, token_events: tuple[TokenEvent, ...], extra: dict[int, int]) -> list[int]:
+        """Tell the tokens; returns the choices that have ended with them. `extra` gets, by request, those beyond one."""
         finished: list[int] = []
         if not token_events:
             return finished
@@ -274,7 +221,7 @@ class NodeDriver:
                 state.has_token = True
                 event = msgspec.structs.replace(event, grace_s=self.home.work_of(state.id).grace_s)
             if event.accepted:
-                self._extra[state.id] = event.accepted
+                extra[state.id] = event.accepted
             told.append(event)
             if event.finish is not None:
                 finished.append(state.id)

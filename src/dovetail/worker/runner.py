@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from dovetail import messages
 from dovetail.engine.adapters import PackedAdapter
-from dovetail.engine.devices import Adaptable, DeviceExecutor
+from dovetail.engine.devices import Adaptable, Breathing, DeviceExecutor
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.drafts import NO_DRAFTS
 from dovetail.sched.scheduler import NO_QUOTAS, Completed, Scheduler, SchedulerConfig
 from dovetail.sched.sequence import Sequence
-from dovetail.sched.turn import Turn, TurnRow
+from dovetail.sched.turn import Breath, Outcome, Turn, TurnRow
 from dovetail.types import ModelCard
 from dovetail.worker.draft_model import DraftModel
 from dovetail.worker.speculation import Costs, Speculator
@@ -91,12 +91,13 @@ class ModelRunner:
         quotas: Mapping[int, int] = NO_QUOTAS,
         drafts: Mapping[int, Several[int]] = NO_DRAFTS,
         goes_on: bool = False,
+        breath: Breath | None = None,
     ) -> Completed:
         """One iteration of exactly these sequences, of which those with a quota compute no more than that. Ends that
         came of it are the caller's to report. Drafts are those that `propose` made. `meanwhile` is called when it has
         been launched: a device that computes by itself does so beside it. `goes_on`: the same sequences are likely to
         be next; a device that can begins with them before this iteration is looked at, and what it did is dropped if
-        others are."""
+        others are. `breath`: it may stop for that, if its executor can."""
         self.was_typical = True
         turn = self._resume(sequences) or self.scheduler.turn_of(sequences, quotas, drafts)
         self.rows = {row.sequence: row for row in turn.rows} if turn is not None and quotas else {}
@@ -112,14 +113,14 @@ class ModelRunner:
             if goes_on and self.executor.is_pipelined:
                 self._launch_next()
             meanwhile()
-            outcome = self.executor.collect()
+            outcome = self._collect(breath)
             self.was_typical = self.executor.was_typical
         except Exception as error:  # one model's fault must not end the others
             log.error("%s: iteration failed\n%s", self.card.name, traceback.format_exc())
             self._discard()
             return self._forget(self.scheduler.fail_turn(f"the iteration failed: {type(error).__name__}"))
         self._collected_s = time.monotonic()
-        seconds = self._collected_s - started
+        seconds = self._collected_s - started - (breath.away_s if breath is not None else 0.0)
         num_tokens = turn.num_tokens
         self.meter.turns += 1
         self.meter.tokens += num_tokens
@@ -129,6 +130,16 @@ class ModelRunner:
         if drafts and self.speculator is not None:
             self.speculator.observe(turn, outcome)
         return self._forget(self.scheduler.complete(outcome))
+
+    def _collect(self, breath: Breath | None) -> Outcome:
+        executor = self.executor
+        if breath is None or not isinstance(executor, Breathing):
+            return executor.collect()
+        executor.breath = breath
+        try:
+            return executor.collect()
+        finally:
+            executor.breath = None
 
     def _launch_next(self) -> None:
         following = self.scheduler.turn_after()

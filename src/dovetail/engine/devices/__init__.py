@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
-from dovetail.sched.turn import Outcome, Turn
+from dovetail.sched.turn import Breath, Outcome, Turn
 
 if TYPE_CHECKING:  # without torch, which the pure half must not need
     from dovetail.engine.adapters import AdapterMatrices, PackedAdapter
@@ -69,6 +69,13 @@ class Adaptable(Protocol):
         """From now on rows may name it, one that is placed; without one they fail with the problem."""
 
     def remove_adapter(self, key: str) -> None: ...
+
+
+@runtime_checkable
+class Breathing(Protocol):
+    """An executor that can stop between two layers."""
+
+    breath: Breath | None  # of the iterations that are collected; None = they do not stop
 
 
 class Device(Protocol):

@@ -1,0 +1,122 @@
+"""Computes the turns that a node chooses, on its runners: in as many iterations as each takes, with breaks for others'
+answers where the node wants them, and in sight of whoever watches the process. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from dovetail.node import events
+from dovetail.node.runtime import NodeRuntime
+from dovetail.policy.headroom import INFINITY
+from dovetail.policy.placement import DeviceKind
+from dovetail.pulse import Pulse
+from dovetail.sched.scheduler import NO_QUOTAS
+from dovetail.sched.sequence import Sequence
+from dovetail.sched.turn import Breath
+from dovetail.types import TokenEvent
+from dovetail.worker.drafting import NO_DRAFTS, Drafts, propose
+from dovetail.worker.prompts import PromptTurn, RequestState
+from dovetail.worker.runner import ModelRunner
+
+COMPILE_S = 60.0  # the first iteration on a GPU may have its kernels compiled
+
+# Tells the tokens of a model; returns the choices that have ended with them, and notes those with more than one.
+Deliver = Callable[[str, tuple[TokenEvent, ...], dict[int, int]], list[int]]
+
+
+class TurnComputer:
+    def __init__(
+        self,
+        home: NodeRuntime,
+        runners: Mapping[int, ModelRunner],
+        states: Mapping[int, RequestState],
+        deliver: Deliver,
+        clock: Callable[[], float],
+        pulse: Pulse,
+        *,
+        on_pause: Callable[[], None],
+        on_launch: Callable[[], None],
+    ) -> None:
+        self._home, self._runners, self._states, self._deliver = home, runners, states, deliver
+        self._clock, self._pulse = clock, pulse
+        self._on_pause = on_pause  # called between the chunks of a long prefill: messages may be taken in
+        self._on_launch = on_launch  # called when an iteration has begun: what came of the last may be told beside it
+        self._expected_s = 0.0  # what the turn that runs should take
+        self._slice_s = INFINITY  # how long it is computed without a break
+        self._extra: dict[int, int] = {}  # by request: tokens beyond one that the last decode gave it
+        self._problem: Exception | None = None  # of a turn that was let in
+
+    def compute(self, turn: events.Turn) -> None:
+        """Until it has ended."""
+        instance, runner = turn.instance, self._runners[turn.instance.id]
+        self._expected_s = turn.seconds(instance.hosting.latency) * instance.overestimate
+        self._slice_s = turn.slice_s
+        if turn.prompts:
+            if runner.meter.turns == 0 and self._home.kind is not DeviceKind.CPU:
+                self._expected_s += COMPILE_S
+            finished, computed = self._compute_prompts(runner, turn)
+        else:
+            finished, computed = self._decode(runner, turn)
+        self._home.turn_ended(self._clock(), finished, computed)
+
+    def _compute_prompts(self, runner: ModelRunner, turn: events.Turn) -> tuple[list[int], events.Computed]:
+        """In as many iterations as that takes."""
+        parts, before = PromptTurn(turn, self._states, runner), runner.meter.tokens
+        finished: list[int] = []
+        is_typical = True
+        while batches := parts.batches():
+            for batch in batches:
+                finished += self._iterate(runner, batch, quotas=parts.quotas)
+                is_typical &= runner.was_typical
+                parts.take(runner.rows, finished)
+            if parts.is_open:
+                assert runner.rows, f"{runner.card.name}: the KV pool is smaller than the node thinks"
+                self._on_pause()  # after which somebody may have left
+        is_typical &= runner.meter.tokens - before == parts.num_tokens  # else some was in the cache, or was given up
+        return finished, events.Computed(parts.computed, is_typical)
+
+    def _decode(self, runner: ModelRunner, turn: events.Turn) -> tuple[list[int], events.Computed]:
+        finished: list[int] = []
+        sequences = [self._states[id].sequence for id in turn.decoding]
+        batches = runner.batches(sequences)
+        drafts = propose(self._home, runner, sequences, self._clock, self._pulse) if len(batches) == 1 else NO_DRAFTS
+        usual, self._extra = True, {}
+        for batch in batches:
+            finished += self._iterate(runner, batch, drafts=drafts, goes_on=len(batches) == 1 and self._home.is_settled)
+            usual &= runner.was_typical
+        return finished, events.Computed(None, usual, runner.was_ahead, self._extra, runner.draft_rows, drafts.took_s)
+
+    def _iterate(
+        self,
+        runner: ModelRunner,
+        batch: list[Sequence],
+        *,
+        quotas: Mapping[int, int] = NO_QUOTAS,
+        drafts: Drafts = NO_DRAFTS,
+        goes_on: bool = False,
+    ) -> list[int]:
+        """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
+        names = [sequence.request_id for sequence in batch]
+        breath = Breath(self._slice_s, lambda: self._let_in(names)) if self._slice_s != INFINITY else None
+        self._pulse.begin(names, self._expected_s)
+        completed = runner.iterate(
+            batch, self._on_launch, quotas=quotas, drafts=drafts.tokens, goes_on=goes_on, breath=breath
+        )
+        self._pulse.end()
+        if self._problem is not None:
+            raise self._problem
+        return self._deliver(runner.card.name, completed.events, self._extra)
+
+    def _let_in(self, halted: list[str]) -> None:
+        """An iteration of these requests has stopped between two layers: others' answers go on. Commands that come of
+        that are carried out when it has ended, so that nothing is taken from it meanwhile."""
+        kept = self._expected_s, self._extra, self._slice_s
+        try:
+            while self._problem is None and (turn := self._home.interlude(self._clock())) is not None:
+                self.compute(turn)
+                self._on_launch()
+        except Exception as error:  # else whatever has stopped would be blamed
+            self._problem = error
+        self._expected_s, self._extra, self._slice_s = kept
+        self._pulse.begin(halted, self._expected_s)
