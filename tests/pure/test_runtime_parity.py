@@ -243,10 +243,10 @@ def crowd() -> list[Asked]:
     ['"event": "extended"', '"event": "refused"', '"reason": "paused"', '"event": "leave"', '"tokens": [16]'],
 )
 def test_the_drivers_agree_where_it_is_crowded(said: str) -> None:
-    asked = crowd()
-    text = simulated(asked)
+    asked, knobs = crowd(), replace(PARTS, slice_turns=False)
+    text = simulated(asked, knobs)
     assert said in text, "the crowd was not crowded enough to show it"
-    assert text == Worker(asked).run()
+    assert text == Worker(asked, knobs).run()
 
 
 def test_the_drivers_agree_on_the_rows_of_a_batch_that_is_split(monkeypatch: pytest.MonkeyPatch) -> None:

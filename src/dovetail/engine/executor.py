@@ -130,7 +130,7 @@ class CpuExecutor(OnCallersCores):
             outcomes = self._sample(rest) if rest.rows else []
             assert self._model is not None, "the executor is closed"
             for row in reading:
-                outcome = self._reader.run(row, self._model, self._cache, self._grammars)
+                outcome = self._reader.run(row, self._model, self._cache, self._grammars, self.breath)
                 outcomes += [] if outcome is None else [outcome]
             return Outcome(tuple(outcomes))
 

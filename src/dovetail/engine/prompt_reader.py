@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -17,10 +18,11 @@ from torch import Tensor
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.sampler import sample
-from dovetail.sched.turn import RowOutcome, TurnRow
+from dovetail.sched.turn import Breath, RowOutcome, TurnRow
 from dovetail.types import TokenLogprob, TokenLogprobs
 
 PIECE_TOKENS = 64  # whose logits are in memory at the same time
+FEW_TOKENS = 2  # whose log-probabilities are found without a break
 
 
 class ReadableModel(Protocol):
@@ -58,11 +60,13 @@ class PromptReader:
     def __init__(self) -> None:
         self._read: dict[int, _Read] = {}
 
-    def run(self, row: TurnRow, model: ReadableModel, cache: KVCache, grammars: Grammars) -> RowOutcome | None:
+    def run(
+        self, row: TurnRow, model: ReadableModel, cache: KVCache, grammars: Grammars, breath: Breath | None = None
+    ) -> RowOutcome | None:
         """None while more of the prompt is to come."""
         if row.sampling.pooling is not None:
             return self._embed(row, model.states(row, cache))
-        return self._score(row, model.all_logits(row, cache), grammars)
+        return self._score(row, model.all_logits(row, cache), grammars, breath)
 
     def forget(self, sequence: int) -> None:
         self._read.pop(sequence, None)
@@ -89,14 +93,18 @@ class PromptReader:
             return RowOutcome(row.sequence, token=0, error="the model computed a value that is not a number")
         return RowOutcome(row.sequence, token=0, embedding=pooled.cpu().contiguous().numpy().tobytes())
 
-    def _score(self, row: TurnRow, pieces: Iterator[Tensor], grammars: Grammars) -> RowOutcome | None:
+    def _score(
+        self, row: TurnRow, pieces: Iterator[Tensor], grammars: Grammars, breath: Breath | None
+    ) -> RowOutcome | None:
         read, position = self._state(row), row.start
         last: Tensor | None = None
-        for logits in pieces:
+        for logits in chain.from_iterable(piece.split(FEW_TOKENS if breath else PIECE_TOKENS) for piece in pieces):
             following = row.tokens[position + 1 : position + 1 + len(logits)]
             read.logprobs += _logprobs_of(logits[: len(following)], following, row.sampling.prompt_logprobs or 0)
             position += len(logits)
             last = logits
+            if breath is not None:
+                breath.take_if_due()
         assert position == row.end
         if not row.samples:
             return None

@@ -5,8 +5,9 @@ promised by playing whole batches is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from dovetail.node.events import Turn
 from dovetail.node.instance import Instance
 from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
@@ -26,8 +27,17 @@ def latest_s(instance: Instance, silence_s: float) -> float:
     must: the others wait for their turn."""
     if not instance.is_split:
         return min(instance.running_due_s, instance.spoke_s + silence_s)
-    strict = [_row_latest_s(instance, work, silence_s) for work in instance.running.values() if work.is_strict]
-    return min(strict, default=INFINITY)
+    return _strict_latest_s(instance, instance.running, silence_s)
+
+
+def promised_s(turn: Turn, silence_s: float) -> float:
+    """When those whose tokens an iteration gives must have them, of whoever asked for a pace."""
+    return _strict_latest_s(turn.instance, turn.decoding, silence_s)
+
+
+def _strict_latest_s(instance: Instance, ids: Collection[int], silence_s: float) -> float:
+    works = [work for id in ids if (work := instance.running[id]).is_strict]
+    return min([_row_latest_s(instance, work, silence_s) for work in works], default=INFINITY)
 
 
 def split_rows(instance: Instance, others_s: Sequence[float], now: float, silence_s: float) -> tuple[int, ...] | None:

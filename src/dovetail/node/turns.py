@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dovetail.node.awaiting import Awaiting
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance, State
-from dovetail.node.rows import awaiting_rows, batch_s, latest_s, split_rows
+from dovetail.node.rows import awaiting_rows, batch_s, latest_s, promised_s, split_rows
 from dovetail.node.shares import Share, latest_prefill_s, left_s, splitting_s
 from dovetail.node.underway import Underway
 from dovetail.node.work import FEW_TOKENS, Work
@@ -31,7 +31,6 @@ from dovetail.policy.parts import (
 from dovetail.policy.rounds import (
     LEAST_SINGLES,
     SMOOTH_LIMIT,
-    WORTH_SPLITTING,
     may_compute,
     may_stop,
     next_to_answer,
@@ -129,8 +128,7 @@ class Turns:
         seats = [_Seat.of(one, silence_s) for one in others if one.rhythm.turned_s <= halted.sliced_s]
         if seats and not self._joined:
             chosen = next_to_answer(seats, now)
-            until_s = INFINITY if halted.turn.prompts else self._latest_s(own)
-            if may_stop(now, halted.left_s(now) + chosen.decode_s, until_s):
+            if may_stop(now, halted.left_s(now) + chosen.decode_s, promised_s(halted.turn, silence_s)):
                 return self.decode_of(chosen.instance, now)
         halted.sliced_s = now
         return None
@@ -142,9 +140,9 @@ class Turns:
         others_s = sum(batch_s(one) for one in self._active if one is not instance and one.running)
         if not others_s or self.awaiting or self._is_promised():
             return turn
-        slice_s = slice_between_s(others_s, has_prompts=bool(turn.prompts))
         whole_s = turn.seconds(instance.hosting.latency) * instance.overestimate
-        return turn if whole_s <= WORTH_SPLITTING * slice_s else turn._replace(slice_s=slice_s, round_s=others_s)
+        slice_s = slice_between_s(others_s, whole_s, has_prompts=bool(turn.prompts))
+        return turn._replace(slice_s=slice_s, round_s=others_s)
 
     def _choose(self, now: float) -> Turn | None:
         for one in self._joined:

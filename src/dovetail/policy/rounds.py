@@ -86,13 +86,15 @@ def part_between_s(prompter: Rotating, answering: Sequence[Rotating], part_s: fl
     return min(limit_s, max(others_s or prompter.decode_s, SMOOTH_LIMIT * split))
 
 
-def slice_between_s(round_s: float, *, has_prompts: bool) -> float:
-    """How long an iteration is computed between two rounds of those who answer, which take so long each. Answers have
-    half of the time each; prompts have less, and more of it because they need not be cut small."""
-    return max(PROMPT_SLICE * round_s if has_prompts else round_s, LEAST_SLICE_S)
+def slice_between_s(round_s: float, whole_s: float, *, has_prompts: bool) -> float:
+    """How long an iteration that should take `whole_s` is computed between two rounds of those who answer, which take
+    so long each. Answers have half of the time each; prompts have less, and more of it because they need not be cut
+    small. What is hardly longer stops only if it takes longer than it should."""
+    slice_s = max(PROMPT_SLICE * round_s if has_prompts else round_s, LEAST_SLICE_S)
+    return slice_s if whole_s > WORTH_SPLITTING * slice_s else WORTH_SPLITTING * slice_s
 
 
 def may_stop(now: float, left_s: float, latest_s: float) -> bool:
-    """Whether an iteration that gives answers may let others in, who are done with it in so long. Who is late already
-    waits like anybody."""
+    """Whether an iteration may let others in, so that it is over in so long, whose tokens must be there by then. Who is
+    late already waits like anybody."""
     return latest_s < now or now + left_s <= latest_s

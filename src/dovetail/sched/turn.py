@@ -71,8 +71,15 @@ class Breath:
         self.every_s = every_s
         self.away_s = 0.0  # that others had of it
         self._let_in = let_in
+        self._since_s = time.monotonic()  # computed without a break
 
     def take(self) -> None:
         started = time.monotonic()
         self._let_in()
-        self.away_s += time.monotonic() - started
+        self._since_s = time.monotonic()
+        self.away_s += self._since_s - started
+
+    def take_if_due(self) -> None:
+        """For what is computed besides."""
+        if time.monotonic() - self._since_s >= self.every_s:
+            self.take()
