@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from drive import Engine, make_executor, make_request
 
+from dovetail.engine.breath import Breath
 from dovetail.engine.executor import CpuExecutor
 from dovetail.native import levels
-from dovetail.sched.turn import Breath
 from dovetail.types import Request, TokenEvent
 
 TinyFolder = Callable[[str], Path]

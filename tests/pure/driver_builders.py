@@ -11,6 +11,7 @@ from sim_builders import make_latency
 from dovetail import messages
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.dispatch import Dispatcher
+from dovetail.engine.breath import Breath
 from dovetail.eventlog import EventLog
 from dovetail.modelspec import ModelSpec
 from dovetail.node.events import StartLoad
@@ -20,7 +21,7 @@ from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
-from dovetail.sched.turn import Breath, Outcome, RowOutcome, Turn, TurnRow
+from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
 from dovetail.types import ModelCard, Request, SamplingParams, Slo, TokenEvent
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.runner import ModelRunner

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from dovetail.engine.adapters import AdapterMatrices, PackedAdapter
+from dovetail.engine.breath import Breath
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
@@ -31,7 +32,7 @@ from dovetail.modelspec import KvKind, ModelSpec
 from dovetail.native import TORCH, Ops, select
 from dovetail.native.kernel_self_test import trusted_layouts
 from dovetail.node.ports import Checkpoint
-from dovetail.sched.turn import Breath, Outcome, RowOutcome, Turn, TurnRow
+from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
 
 log = logging.getLogger("dovetail.engine")
 

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from dovetail.codings import CODINGS
 from dovetail.engine.adapters import AdapterMatrices
+from dovetail.engine.breath import Breath
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.prompt_reader import PIECE_TOKENS, single_tokens
 from dovetail.engine.rope import Rope
 from dovetail.engine.weights import Weights
 from dovetail.errors import UnsupportedModel
 from dovetail.modelspec import MlaSpec, ModelSpec, MoeSpec
-from dovetail.sched.turn import Breath, Turn, TurnRow
+from dovetail.sched.turn import Turn, TurnRow
 
 READABLE_LAYOUTS = CODINGS  # besides plain
 NativeCall = Callable[..., bool]

@@ -15,10 +15,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dovetail.engine.breath import Breath
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.sampler import sample
-from dovetail.sched.turn import Breath, RowOutcome, TurnRow
+from dovetail.sched.turn import RowOutcome, TurnRow
 from dovetail.types import TokenLogprob, TokenLogprobs
 
 PIECE_TOKENS = 64  # whose logits are in memory at the same time

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from dovetail.eventlog import EventLog
-from dovetail.node.events import Turn
+from dovetail.node.events import Computed
+from dovetail.node.underway import Underway
 from dovetail.profiles.live import LiveLatency
 from dovetail.profiles.timings import TurnTimings, kind_of
 
@@ -32,11 +33,12 @@ class LatencyFeedback:
         self._timings = TurnTimings()
         self._observed: list[Observation] = []
 
-    def observe(
-        self, turn: Turn, took_s: float, gap_s: float, now: float, is_beside_load: bool, draft_rows: int = 0
-    ) -> None:
+    def observe(self, underway: Underway, computed: Computed, gap_s: float, now: float, is_beside_load: bool) -> None:
         """A turn that has ended, before its requests are counted on; `gap_s` lay before it. Rows of drafts cost what
         as many requests more would have."""
+        turn, draft_rows = underway.turn, computed.draft_rows
+        gap_s = gap_s if underway.beneath is None else 0.0  # else that lay before what it was let into
+        took_s = now - underway.started_s - computed.drafting_s + (gap_s if computed.was_ahead else 0.0)
         instance, prompts = turn.instance, turn.prompts
         latency = instance.hosting.latency
         if not isinstance(latency, LiveLatency) or (prompts and turn.decodes):

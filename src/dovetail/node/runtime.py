@@ -224,17 +224,15 @@ class NodeRuntime:
         return turn
 
     def interlude(self, now: float) -> events.Turn | None:
-        """The turn under way has been computed for its slice; whose turn is let in before it goes on. To be ended like
-        any other, and asked for again. What the node says meanwhile may wait for the end of the one under way."""
-        turn = self.node.interlude(now)
-        if turn is not None:
+        """The turn under way has been computed for its slice: whose turn is let in, to be ended like any other, and
+        asked for again. What the node says meanwhile may wait for the end of the one that has stopped."""
+        if (turn := self.node.interlude(now)) is not None:
             self._speech.note_turn(turn, now)
         return turn
 
     def _begin_turn(self, turn: events.Turn, now: float) -> None:
-        self.gap_s = 0.0
+        self.gap_s = 0.0 if self._last_end_s is None else now - self._last_end_s
         if self._last_end_s is not None:
-            self.gap_s = now - self._last_end_s
             self.gaps.append(self.gap_s)
         if self.is_idle:
             self._say_idle(False)
@@ -256,26 +254,19 @@ class NodeRuntime:
     def is_settled(self) -> bool:
         """Nobody else wants the device: as things are, those whose turn it is decode again after it. A bet for a driver
         that can begin before it is told to; what it was told stays what counts."""
-        turn = self.node.turn
-        return turn is not None and not turn.prompts and self.node.turns.has_only(turn.instance)
+        return (turn := self.node.turn) is not None and not turn.prompts and self.node.turns.has_only(turn.instance)
 
     def turn_ended(self, now: float, finished: Iterable[int], computed: events.Computed = events.AS_ASKED) -> None:
         """`finished` got their last token in it."""
         underway = self.node.turns.underway
         assert underway is not None, f"{self.name}: no turn under way"
-        turn, gap_s = underway.turn, self.gap_s if underway.beneath is None else 0.0
         if computed.is_typical:
-            took_s = now - underway.started_s - computed.drafting_s
-            took_s += gap_s if computed.was_ahead else 0.0
-            self._feedback.observe(
-                turn, took_s, gap_s, now, bool(self._speech.load_asked_s), draft_rows=computed.draft_rows
-            )
+            self._feedback.observe(underway, computed, self.gap_s, now, bool(self._speech.load_asked_s))
         self._last_end_s = now
         if computed.extra:
-            got_more(turn.instance, computed.extra, now)
+            got_more(underway.turn.instance, computed.extra, now)
         done = self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)], computed.by_request)
-        for work in done:
-            self.mailbox.append(protocol.Prefilled(work.id, work.grace_s))
+        self.mailbox.extend([protocol.Prefilled(work.id, work.grace_s) for work in done])
         if self.node.outbox:
             self.changed(now)
         elif done:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from dovetail.engine.breath import Breath
 from dovetail.node import events
 from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.headroom import INFINITY
@@ -13,7 +14,6 @@ from dovetail.policy.placement import DeviceKind
 from dovetail.pulse import Pulse
 from dovetail.sched.scheduler import NO_QUOTAS
 from dovetail.sched.sequence import Sequence
-from dovetail.sched.turn import Breath
 from dovetail.types import TokenEvent
 from dovetail.worker.drafting import NO_DRAFTS, Drafts, propose
 from dovetail.worker.prompts import PromptTurn, RequestState
@@ -45,7 +45,7 @@ class TurnComputer:
         self._expected_s = 0.0  # what the turn that runs should take
         self._slice_s = INFINITY  # how long it is computed without a break
         self._extra: dict[int, int] = {}  # by request: tokens beyond one that the last decode gave it
-        self._problem: Exception | None = None  # of a turn that was let in
+        self._is_broken = False  # something went wrong that was no iteration's fault
 
     def compute(self, turn: events.Turn) -> None:
         """Until it has ended."""
@@ -104,19 +104,17 @@ class TurnComputer:
             batch, self._on_launch, quotas=quotas, drafts=drafts.tokens, goes_on=goes_on, breath=breath
         )
         self._pulse.end()
-        if self._problem is not None:
-            raise self._problem
+        assert breath is None or not self._is_broken, "what went wrong between two layers was told before"
         return self._deliver(runner.card.name, completed.events, self._extra)
 
     def _let_in(self, halted: list[str]) -> None:
         """An iteration of these requests has stopped between two layers: others' answers go on. Commands that come of
         that are carried out when it has ended, so that nothing is taken from it meanwhile."""
         kept = self._expected_s, self._extra, self._slice_s
-        try:
-            while self._problem is None and (turn := self._home.interlude(self._clock())) is not None:
-                self.compute(turn)
-                self._on_launch()
-        except Exception as error:  # else whatever has stopped would be blamed
-            self._problem = error
+        self._is_broken = True  # if it ends here: the runner of what has stopped takes that for its own fault
+        while (turn := self._home.interlude(self._clock())) is not None:
+            self.compute(turn)
+            self._on_launch()
+        self._is_broken = False
         self._expected_s, self._extra, self._slice_s = kept
         self._pulse.begin(halted, self._expected_s)

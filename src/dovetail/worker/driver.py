@@ -210,7 +210,7 @@ class NodeDriver:
         return True
 
     def _deliver(self, model: str, token_events: tuple[TokenEvent, ...], extra: dict[int, int]) -> list[int]:
-        """Tell the tokens; returns the choices that have ended with them. `extra` gets, by request, those beyond one."""
+        """Tell the tokens; returns the choices that have ended with them. `extra` gets those beyond one, by request."""
         finished: list[int] = []
         if not token_events:
             return finished

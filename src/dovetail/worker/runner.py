@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from dovetail import messages
 from dovetail.engine.adapters import PackedAdapter
+from dovetail.engine.breath import Breath
 from dovetail.engine.devices import Adaptable, Breathing, DeviceExecutor
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.drafts import NO_DRAFTS
 from dovetail.sched.scheduler import NO_QUOTAS, Completed, Scheduler, SchedulerConfig
 from dovetail.sched.sequence import Sequence
-from dovetail.sched.turn import Breath, Outcome, Turn, TurnRow
+from dovetail.sched.turn import Outcome, Turn, TurnRow
 from dovetail.types import ModelCard
 from dovetail.worker.draft_model import DraftModel
 from dovetail.worker.speculation import Costs, Speculator

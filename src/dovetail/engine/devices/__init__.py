@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from dovetail.engine.breath import Breath
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
-from dovetail.sched.turn import Breath, Outcome, Turn
+from dovetail.sched.turn import Outcome, Turn
 
 if TYPE_CHECKING:  # without torch, which the pure half must not need
     from dovetail.engine.adapters import AdapterMatrices, PackedAdapter
