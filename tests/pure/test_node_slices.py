@@ -18,7 +18,7 @@ from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.parts import FEWEST_TOKENS
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.rounds import ANSWER_SLICE, PROMPT_SLICE
-from dovetail.sim.storm import check_node
+from dovetail.sim.storm import check_node, run_storm
 
 KNOBS = Knobs(
     max_silence_s=2.0,
@@ -172,6 +172,21 @@ def test_a_device_is_expected_to_be_free_when_those_are_done_that_it_lets_in() -
     node.turn_done(turn.slice_s + TOKEN_S, [])
     assert node.interlude(turn.slice_s + TOKEN_S) is None, "each answers once"
     assert node.turn is turn
+
+
+def test_storms_violate_no_invariant_where_turns_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come, end, fail and move while turns of others are let in."""
+    let_in: list[bool] = []
+    interlude = Node.interlude
+
+    def spy(node: Node, now: float) -> Turn | None:
+        turn = interlude(node, now)
+        let_in.append(turn is not None)
+        return turn
+
+    monkeypatch.setattr(Node, "interlude", spy)
+    assert run_storm([800_005, 800_048, 800_025]) == []
+    assert sum(let_in) > 2000
 
 
 def rig_with_stream() -> Rig:

@@ -332,6 +332,10 @@ def test_a_request_that_fits_an_empty_node_but_not_with_the_usual_pool_does_not_
     assert run_storm([502_440]) == []
 
 
+def test_an_answer_that_seeks_a_place_and_is_let_go_by_a_node_that_seemed_silent_seeks_one_place_only() -> None:
+    assert run_storm([1_013_042]) == []
+
+
 def test_an_answer_that_is_taken_back_for_a_newcomer_moves_no_more() -> None:
     run_one(200084)  # the copy had caught up with a request that had no place any more
 

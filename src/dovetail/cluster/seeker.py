@@ -231,9 +231,10 @@ class Seeker:
             self._took_back(node, answer.request, answer)
 
     def _took_back(self, node: NodeHandle, record: RequestRecord, answer: protocol.TookBack) -> None:
-        """A long answer waits until it finds a place again."""
+        """A long answer waits until it finds a place again. Of one that seeks it already, the node was taken for silent
+        and had accepted it after all."""
         work = self.works.get(record.id)
-        if work is not None:  # else it was cancelled meanwhile
+        if work is not None and work.id not in self.seeking and work.id not in self.room:  # else: or was cancelled
             self.left(node, answer.instance)
             work.take(record)
             self._extend(work, answer.prefill_s, answer.decode_s)
@@ -278,7 +279,7 @@ class Seeker:
         if not isinstance(answer, protocol.TookBack) or answer.request is None:
             return
         work = self.works.get(record.id)
-        if work is not None:  # else it was cancelled meanwhile
+        if work is not None and work.id not in self.seeking:  # else it was cancelled meanwhile, or lost
             self.left(node, answer.instance)
             work.take(answer.request)
             self.outbox.append(Moving(work, self._now, "overcommitted"))
