@@ -95,7 +95,7 @@ storm: install
 # for millions of rounds; needs CMake and a C++ compiler only.
 sanitize:
 	for kind in address thread; do \
-	  cmake -S native -B build/$$kind -DDOVETAIL_SANITIZE=$$kind && \
+	  cmake -S native -B build/$$kind -DDOVETAIL_SANITIZE=$$kind -DDOVETAIL_ONLY_LEVEL=$(LEVEL) && \
 	  cmake --build build/$$kind --target kernels_check team_check && build/$$kind/team_check 4 100000 && \
 	  build/$$kind/kernels_check || exit 1; \
 	done
