@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from dovetail.cluster.asking import ANSWER_S, SILENT_S
 from dovetail.cluster.dispatch import Dispatcher
 from dovetail.messages import Ask, Command, Hello, Reply, Said, Tokens, ToWorker
 from dovetail.node.protocol import Accepted, Offer, Offered, Propose, TakeBack, TookBack, Withdraw
-from dovetail.node.work import Work
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.real import real_knobs
 from dovetail.sim.storm import run_one
@@ -119,8 +116,9 @@ def test_what_a_node_lets_go_after_it_was_given_up_is_taken_in() -> None:
     controller, node = runtime.controller, wire.dispatcher.nodes[silent]
     record = runtime.works[0].record()
     controller._at(1.0)
-    newcomer = Work.of(msgspec.structs.replace(record, id=99))
-    controller.decisions.begin(controller._make_way_on(node, controller._search(newcomer)))  # type: ignore[arg-type]
+    search = controller._search(runtime.works[0])
+    controller.seeking.clear()  # it stands for a newcomer's: the one that is let go has its place
+    controller.decisions.begin(controller._make_way_on(node, search))  # type: ignore[arg-type]
     first = next(one for one in wire.sent[silent] if isinstance(one, Ask) and one.number > 0)
     controller.decisions.now_s = 1.0 + ANSWER_S
     controller.decisions.expire()
