@@ -17,7 +17,7 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.parts import FEWEST_TOKENS
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.rounds import ANSWER_SLICE, PROMPT_SLICE
+from dovetail.policy.rounds import ANSWER_SLICE, HURRIED_SLICE, PROMPT_SLICE
 from dovetail.sim.storm import check_node, run_storm
 
 KNOBS = Knobs(
@@ -109,18 +109,21 @@ def test_answers_of_a_small_model_do_not_wait_for_whole_iterations_of_a_large_on
     assert len(ends_of(turns, "large")) >= 15, "the large one has half of the time"
 
 
-def test_a_part_of_a_prompt_is_not_cut_small_and_holds_an_answer_for_half_a_token() -> None:
+@pytest.mark.parametrize(("ttft_s", "share"), [(60.0, PROMPT_SLICE), (4.0, HURRIED_SLICE)], ids=["has time", "hurried"])
+def test_a_part_of_a_prompt_is_not_cut_small_and_holds_an_answer_for_half_a_token_or_two_in_a_hurry(
+    ttft_s: float, share: float
+) -> None:
     node = shared()
     answering(node, 1, "small")
     for number in range(2, 5):
-        work = make_work(number, "large", 160, ttft_s=60.0, tpot_s=0.5)
+        work = make_work(number, "large", 160, ttft_s=ttft_s, tpot_s=0.5)
         work.is_strict = False
         accept(node, work)
     turns = run(node, 4.0)
     answers_s = next(end for end, turn in turns if turn.instance.model == "large" and turn.decodes)
     before = [(end, turn) for end, turn in turns if end < answers_s - 20 * TOKEN_S]
     assert len(ends_of(before, "small")) > 50
-    assert longest_gap_s(before, "small") <= (1 + PROMPT_SLICE) * TOKEN_S * 1.1 + 1e-9
+    assert longest_gap_s(before, "small") <= (1 + share) * TOKEN_S * 1.1 + 1e-9
     parts = [share.tokens for _, turn in turns for share in turn.prompts]
     assert parts
     assert min(parts) >= FEWEST_TOKENS
@@ -186,7 +189,7 @@ def test_storms_violate_no_invariant_where_turns_stop(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Node, "interlude", spy)
     assert run_storm([800_005, 800_048, 800_025]) == []
-    assert sum(let_in) > 2000
+    assert sum(let_in) > 1000
 
 
 def rig_with_stream() -> Rig:

@@ -29,7 +29,10 @@ from dovetail.policy.parts import (
     tokens_within,
 )
 from dovetail.policy.rounds import (
+    ANSWER_SLICE,
+    HURRIED_SLICE,
     LEAST_SINGLES,
+    PROMPT_SLICE,
     SMOOTH_LIMIT,
     may_compute,
     may_stop,
@@ -117,7 +120,7 @@ class Turns:
 
     def choose(self, now: float) -> Turn | None:
         turn = self._choose(now)
-        return self._sliced(turn) if turn is not None and self._rule.slices_turns else turn
+        return self._sliced(turn, now) if turn is not None and self._rule.slices_turns else turn
 
     def interlude(self, now: float) -> Turn | None:
         """The turn under way has stopped between two layers: who answers meanwhile, each once. None: it goes on."""
@@ -133,7 +136,7 @@ class Turns:
         halted.sliced_s = now
         return None
 
-    def _sliced(self, turn: Turn) -> Turn:
+    def _sliced(self, turn: Turn, now: float) -> Turn:
         """With breaks for the answers of others, unless somebody waits whose prompt was promised something: that was
         played without."""
         instance = turn.instance
@@ -141,8 +144,10 @@ class Turns:
         if not others_s or self.awaiting or self._is_promised():
             return turn
         whole_s = turn.seconds(instance.hosting.latency) * instance.overestimate
-        slice_s = slice_between_s(others_s, whole_s, has_prompts=bool(turn.prompts))
-        return turn._replace(slice_s=slice_s, round_s=others_s)
+        share = ANSWER_SLICE
+        if turn.prompts:
+            share = PROMPT_SLICE if _have_time(instance, now) else HURRIED_SLICE
+        return turn._replace(slice_s=slice_between_s(others_s, whole_s, share), round_s=others_s)
 
     def _choose(self, now: float) -> Turn | None:
         for one in self._joined:

@@ -16,7 +16,8 @@ SMOOTH_LIMIT = 3.0  # a part between two rounds takes no less than so many times
 LEAST_SINGLES = 1.5  # a batch that is split decodes no fewer rows at a time than take so many times what one takes,
 # and no more short prompts come along in an iteration than take so many times what the fewest tokens take
 WORTH_SPLITTING = 1.25  # times the limit: shorter iterations stay whole
-PROMPT_SLICE = 0.5  # of a round of those who answer: so long a part of a prompt is computed between two of them,
+PROMPT_SLICE = 0.5  # of a round of those who answer: so long prompts that have time are computed between two of them,
+HURRIED_SLICE = 2.0  # so long those that have none,
 ANSWER_SLICE = 0.8  # and so long an iteration of answers; iterations of a length take turns as they are
 LEAST_SLICE_S = 0.002  # a break costs a tenth of that
 
@@ -87,11 +88,10 @@ def part_between_s(prompter: Rotating, answering: Sequence[Rotating], part_s: fl
     return min(limit_s, max(others_s or prompter.decode_s, SMOOTH_LIMIT * split))
 
 
-def slice_between_s(round_s: float, whole_s: float, *, has_prompts: bool) -> float:
+def slice_between_s(round_s: float, whole_s: float, share: float) -> float:
     """How long an iteration that should take `whole_s` is computed between two rounds of those who answer, which take
-    so long each. Answers have nearly half of the time; prompts have less, and more of it because they need not be cut
-    small. What is hardly longer stops only if it takes longer than it should."""
-    slice_s = max((PROMPT_SLICE if has_prompts else ANSWER_SLICE) * round_s, LEAST_SLICE_S)
+    so long each: that share of one. What is hardly longer stops only if it takes longer than it should."""
+    slice_s = max(share * round_s, LEAST_SLICE_S)
     return slice_s if whole_s > WORTH_SPLITTING * slice_s else WORTH_SPLITTING * slice_s
 
 
