@@ -17,7 +17,7 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.parts import FEWEST_TOKENS
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.rounds import ANSWER_SLICE, HURRIED_SLICE, PROMPT_SLICE
+from dovetail.policy.rounds import ANSWER_SLICE, PART_SLICE, PROMPT_SLICE
 from dovetail.sim.storm import check_node, run_storm
 
 KNOBS = Knobs(
@@ -109,14 +109,14 @@ def test_answers_of_a_small_model_do_not_wait_for_whole_iterations_of_a_large_on
     assert len(ends_of(turns, "large")) >= 15, "the large one has half of the time"
 
 
-@pytest.mark.parametrize(("ttft_s", "share"), [(60.0, PROMPT_SLICE), (4.0, HURRIED_SLICE)], ids=["has time", "hurried"])
-def test_a_part_of_a_prompt_is_not_cut_small_and_holds_an_answer_for_half_a_token_or_two_in_a_hurry(
-    ttft_s: float, share: float
+@pytest.mark.parametrize(("tokens", "share"), [(FEWEST_TOKENS, PROMPT_SLICE), (160, PART_SLICE)])
+def test_a_prompt_is_not_cut_small_and_holds_an_answer_for_half_a_token_or_for_two_if_it_is_long(
+    tokens: int, share: float
 ) -> None:
     node = shared()
     answering(node, 1, "small")
     for number in range(2, 5):
-        work = make_work(number, "large", 160, ttft_s=ttft_s, tpot_s=0.5)
+        work = make_work(number, "large", tokens, ttft_s=60.0, tpot_s=0.5)
         work.is_strict = False
         accept(node, work)
     turns = run(node, 4.0)

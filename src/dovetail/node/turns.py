@@ -30,8 +30,8 @@ from dovetail.policy.parts import (
 )
 from dovetail.policy.rounds import (
     ANSWER_SLICE,
-    HURRIED_SLICE,
     LEAST_SINGLES,
+    PART_SLICE,
     PROMPT_SLICE,
     SMOOTH_LIMIT,
     may_compute,
@@ -120,7 +120,7 @@ class Turns:
 
     def choose(self, now: float) -> Turn | None:
         turn = self._choose(now)
-        return self._sliced(turn, now) if turn is not None and self._rule.slices_turns else turn
+        return self._sliced(turn) if turn is not None and self._rule.slices_turns else turn
 
     def interlude(self, now: float) -> Turn | None:
         """The turn under way has stopped between two layers: who answers meanwhile, each once. None: it goes on."""
@@ -136,7 +136,7 @@ class Turns:
         halted.sliced_s = now
         return None
 
-    def _sliced(self, turn: Turn, now: float) -> Turn:
+    def _sliced(self, turn: Turn) -> Turn:
         """With breaks for the answers of others, unless somebody waits whose prompt was promised something: that was
         played without."""
         instance = turn.instance
@@ -146,7 +146,7 @@ class Turns:
         whole_s = turn.seconds(instance.hosting.latency) * instance.overestimate
         share = ANSWER_SLICE
         if turn.prompts:
-            share = PROMPT_SLICE if _have_time(instance, now) else HURRIED_SLICE
+            share = PROMPT_SLICE if all(one.is_whole for one in turn.prompts) else PART_SLICE
         return turn._replace(slice_s=slice_between_s(others_s, whole_s, share), round_s=others_s)
 
     def _choose(self, now: float) -> Turn | None:

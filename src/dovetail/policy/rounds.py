@@ -16,8 +16,8 @@ SMOOTH_LIMIT = 3.0  # a part between two rounds takes no less than so many times
 LEAST_SINGLES = 1.5  # a batch that is split decodes no fewer rows at a time than take so many times what one takes,
 # and no more short prompts come along in an iteration than take so many times what the fewest tokens take
 WORTH_SPLITTING = 1.25  # times the limit: shorter iterations stay whole
-PROMPT_SLICE = 0.5  # of a round of those who answer: so long prompts that have time are computed between two of them,
-HURRIED_SLICE = 2.0  # so long those that have none,
+PROMPT_SLICE = 0.5  # of a round of those who answer: so long short prompts are computed between two of them,
+PART_SLICE = 2.0  # so long those that take several turns, which would take several times as long,
 ANSWER_SLICE = 0.8  # and so long an iteration of answers; iterations of a length take turns as they are
 LEAST_SLICE_S = 0.002  # a break costs a tenth of that
 
