@@ -19,7 +19,7 @@ WORTH_SPLITTING = 1.25  # times the limit: shorter iterations stay whole
 PROMPT_SLICE = 0.5  # of a round of those who answer: so long short prompts are computed between two of them,
 PART_SLICE = 2.0  # so long those that take several turns, which would take several times as long,
 ANSWER_SLICE = 0.8  # and so long an iteration of answers; iterations of a length take turns as they are
-LEAST_SLICE_S = 0.002  # a break costs a tenth of that
+LEAST_SLICE_S = 0.002  # shorter ones would be breaks mostly
 
 
 class Rotating(Protocol):
