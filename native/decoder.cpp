@@ -146,8 +146,9 @@ void Decoder::begin(Iteration iteration) {
 
 bool Decoder::advance(Time until) {
     need(step_ != nullptr, "no iteration was begun");
+    step_->go_on();
     team_->run([&](Team::Member& member) { step_->run(member, until); });
-    if (!step_->is_done()) return false;
+    if (step_->has_stopped()) return false;
     step_.reset();
     return true;
 }

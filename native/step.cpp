@@ -122,7 +122,6 @@ void Decoder::Step::run(Team::Member& member, Time until) {
         if (until != Time::max() && stops(member, index + 1, until)) return;
     }
     logits(member);
-    member.loop(1, [&](int64_t) { is_done_ = true; });
 }
 
 // All of them know it, or nobody

@@ -22,7 +22,8 @@ struct Decoder::Step {
     Step(Decoder& model, Iteration iteration);
 
     void run(Team::Member& member, Time until);
-    bool is_done() const { return is_done_; }
+    void go_on() { stopped_ = false; }
+    bool has_stopped() const { return stopped_; }
 
     struct Spot {  // a projection of a layer: what adapters know it by
         int64_t layer = -1;  // none of them has anything for it
@@ -130,7 +131,6 @@ struct Decoder::Step {
     const Iteration iteration_;
     int64_t next_ = -1;     // layer; -1: tokens are to be looked up first
     bool stopped_ = false;  // there
-    bool is_done_ = false;
     int64_t tokens_ = 0;  // rows still on their way
     std::vector<int64_t> sampled_at_, position_, slot_;  // slot: block·block_size + offset
     std::vector<Unit> units_;

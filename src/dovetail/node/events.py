@@ -40,6 +40,11 @@ class Turn(NamedTuple):
         """Known tokens of those."""
         return self.instance.tokens if self.rows is None else tokens_of(self.instance, self.decoding)
 
+    @property
+    def expected_s(self) -> float:
+        """What it is counted with, before it has ended."""
+        return self.seconds(self.instance.hosting.latency) * self.instance.overestimate
+
     def seconds(self, latency: Latency) -> float:
         """What it should take."""
         decoding = self.decoding

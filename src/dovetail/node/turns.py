@@ -143,11 +143,10 @@ class Turns:
         others_s = sum(batch_s(one) for one in self._active if one is not instance and one.running)
         if not others_s or self.awaiting or self._is_promised():
             return turn
-        whole_s = turn.seconds(instance.hosting.latency) * instance.overestimate
         share = ANSWER_SLICE
         if turn.prompts:
             share = PROMPT_SLICE if all(one.is_whole for one in turn.prompts) else PART_SLICE
-        return turn._replace(slice_s=slice_between_s(others_s, whole_s, share), round_s=others_s)
+        return turn._replace(slice_s=slice_between_s(others_s, turn.expected_s, share), round_s=others_s)
 
     def _choose(self, now: float) -> Turn | None:
         for one in self._joined:

@@ -21,8 +21,7 @@ class Underway:
     @property
     def own_s(self) -> float:
         if self._own_s is None:  # asked for many times in a turn
-            instance = self.turn.instance
-            self._own_s = self.turn.seconds(instance.hosting.latency) * instance.overestimate
+            self._own_s = self.turn.expected_s
         return self._own_s
 
     def left_s(self, now: float) -> float:

@@ -136,10 +136,7 @@ class Simulation:
 
     def turn_end(self, now: float, key: tuple[Device, int]) -> None:
         device, epoch = key
-        if epoch != device.epoch:
-            return
-        if now < device.stalled_until_s:
-            self.push(device.stalled_until_s, TURN, self.turn_end, key)
+        if not self.goes_on(device, epoch, now, self.turn_end, key):
             return
         cluster, turn, node = self.cluster, device.node.turn, self.node_of[id(device)]
         assert turn is not None
@@ -152,6 +149,13 @@ class Simulation:
             self.push(now + device.durations.gap_s, TURN, self._choose, key)
         else:
             self._choose(now, key)
+
+    def goes_on(self, device: Device, epoch: int, now: float, handler: Callable[..., None], argument: Any) -> bool:
+        """What a turn comes to is handled now, unless the device has died since; one that is stalled, later."""
+        if epoch == device.epoch and now < device.stalled_until_s:
+            self.push(device.stalled_until_s, TURN, handler, argument)
+            return False
+        return epoch == device.epoch
 
     def _miss(self, priority: int, handler: Callable[..., None], argument: Any) -> None:
         """It happened during a turn."""

@@ -28,10 +28,7 @@ class Slicer:
 
     def _halt(self, now: float, halted: Halted) -> None:
         device, epoch, turn, left_s = halted
-        if epoch != device.epoch:
-            return
-        if now < device.stalled_until_s:
-            self._sim.push(device.stalled_until_s, TURN, self._halt, halted)
+        if not self._sim.goes_on(device, epoch, now, self._halt, halted):
             return
         inner = self._sim.node_of[id(device)].interlude(now)
         if inner is None:
@@ -41,10 +38,7 @@ class Slicer:
 
     def _inner_end(self, now: float, halted: Halted) -> None:
         device, epoch, _, _ = halted
-        if epoch != device.epoch:
-            return
-        if now < device.stalled_until_s:
-            self._sim.push(device.stalled_until_s, TURN, self._inner_end, halted)
+        if not self._sim.goes_on(device, epoch, now, self._inner_end, halted):
             return
         inner, node = device.node.turn, self._sim.node_of[id(device)]
         assert inner is not None

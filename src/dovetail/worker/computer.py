@@ -49,8 +49,7 @@ class TurnComputer:
 
     def compute(self, turn: events.Turn) -> None:
         """Until it has ended."""
-        instance, runner = turn.instance, self._runners[turn.instance.id]
-        self._expected_s = turn.seconds(instance.hosting.latency) * instance.overestimate
+        runner, self._expected_s = self._runners[turn.instance.id], turn.expected_s
         self._slice_s = turn.slice_s
         if turn.prompts:
             if runner.meter.turns == 0 and self._home.kind is not DeviceKind.CPU:

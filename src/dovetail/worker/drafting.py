@@ -39,6 +39,6 @@ def propose(
         most_s = longest_decode_s(home.node, clock()) / instance.overestimate
         return Costs(lambda rows: latency.decode_s(rows, rows * mean), most_s)
 
-    pulse.begin([one.request_id for one in sequences], turn.seconds(latency) * instance.overestimate)
+    pulse.begin([one.request_id for one in sequences], turn.expected_s)
     tokens = runner.propose(sequences, batch, costs)
     return Drafts(tokens, clock() - started_s)
