@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
-from sim_builders import make_latency
+from sim_builders import make_hosting, make_latency, make_node, make_work
 
 from dovetail.eventlog import EventLog
+from dovetail.node.events import Computed, Turn
 from dovetail.node.feedback import ENOUGH, TIMINGS_TURNS, LatencyFeedback, Observation
+from dovetail.node.shares import Share
+from dovetail.node.underway import Underway
+from dovetail.policy.headroom import Refusal
+from dovetail.policy.latency import Curve, LatencyModel
 from dovetail.profiles.live import LiveLatency
 
 
@@ -38,6 +44,36 @@ def test_a_prefill_is_learnt_from_at_once() -> None:
     before = latency.prefill_s(100)
     feedback.add(Observation(latency, 0, 100, 1.3 * before, 0.0, is_beside_load=False), 1.0)
     assert latency.prefill_s(100) == pytest.approx(1.3 * before)
+
+
+def test_what_parts_of_prompts_take_is_learnt_as_it_is_whatever_was_learnt_before() -> None:
+    """Sizes that were seen, of parts, have corrections of their own; what lies before a part is of sizes that were not,
+    and their difference is no measure of anything."""
+    feedback, _, _ = make_feedback()
+    base = LatencyModel(Curve([(1, 0.019), (16, 0.050), (32, 0.083), (64, 0.149), (128, 0.300)]), make_latency().decode)
+    latency = LiveLatency(base)
+    node = make_node("a", hosting=replace(make_hosting(weight_gib=1.0, kv_kib=16), latency=latency))
+    work = make_work(0, "a", 96, ttft_s=60.0)
+    assert not isinstance(node.start(work, 0.0), Refusal)
+    turns = [Turn(node.instances[0], (Share(work, start, 16),), decodes=False) for start in range(0, 96, 16)]
+    whole = Turn(node.instances[0], (Share(work, 0, 96),), decodes=False)
+    takes_s = {turn: 0.36 * turn.seconds(base) for turn in turns} | {whole: 0.6 * whole.seconds(base)}
+    for turn in 40 * [*turns, whole]:
+        feedback.observe(Underway(turn, 0.0), Computed(), 0.0, takes_s[turn], is_beside_load=False)
+    for turn, seconds in takes_s.items():
+        assert turn.seconds(latency) == pytest.approx(seconds, rel=0.05)
+
+
+def test_a_size_that_was_slow_once_is_expected_to_be_like_the_others() -> None:
+    _, latency, _ = make_feedback()
+    latency.observe_prefill(100, 3.0 * latency.base.prefill_s(100))
+    for _ in range(40):
+        latency.observe_prefill(16, 0.5 * latency.base.prefill_s(16))
+    assert latency.prefill_s(16) == pytest.approx(0.5 * latency.base.prefill_s(16), rel=0.05)
+    assert latency.prefill_s(100) < 0.85 * latency.base.prefill_s(100)
+    for _ in range(40):  # unless it is slow each time
+        latency.observe_prefill(100, 3.0 * latency.base.prefill_s(100))
+    assert latency.prefill_s(100) == pytest.approx(3.0 * latency.base.prefill_s(100), rel=0.1)
 
 
 def test_the_log_says_how_long_turns_took_beside_what_was_expected() -> None:

@@ -46,7 +46,8 @@ class LatencyFeedback:
         batch, tokens = len(turn.decoding), turn.decoded_tokens
         if prompts:
             batch, tokens = 0, sum(share.tokens for share in prompts)
-            took_s *= latency.prefill_s(tokens) / turn.seconds(latency)  # without what lay before them
+            # Without what lay before them, by what was known before anything was learned: else it learns from itself.
+            took_s *= latency.base.prefill_s(tokens) / turn.seconds(latency.base)
         elif batch and draft_rows:
             batch, tokens = batch + draft_rows, tokens + draft_rows * tokens // batch
         if batch or prompts:  # else everyone left during the turn

@@ -100,6 +100,10 @@ class Latency(Protocol):
 
     def prefill_s(self, tokens: int) -> float: ...
 
+    def attending_s(self, start: int, count: int) -> float:
+        """What so many tokens of a prompt take longer because of those before them."""
+        ...
+
     def decode_s(self, batch: int, total_tokens: int) -> float: ...
 
 
@@ -111,19 +115,14 @@ def prompts_s(latency: Latency, parts: Sequence[tuple[int, int]]) -> float:
     total_s = latency.prefill_s(sum(count for _, count in parts))
     for start, count in parts:
         if start:
-            total_s += _attending_s(latency, start, count)
+            total_s += latency.attending_s(start, count)
     return total_s
 
 
 def prompt_s(latency: Latency, start: int, count: int) -> float:
     """The same of one part."""
     seconds = latency.prefill_s(count)
-    return seconds + _attending_s(latency, start, count) if start else seconds
-
-
-def _attending_s(latency: Latency, start: int, count: int) -> float:
-    marginal_s = latency.prefill_s(start + count) - latency.prefill_s(start)
-    return max(marginal_s - latency.prefill_s(count), 0.0)
+    return seconds + latency.attending_s(start, count) if start else seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +146,10 @@ class LatencyModel:
                 self._known.clear()
             seconds = self._known[tokens] = self.prefill.at(tokens)
         return seconds
+
+    def attending_s(self, start: int, count: int) -> float:
+        marginal_s = self.prefill_s(start + count) - self.prefill_s(start)
+        return max(marginal_s - self.prefill_s(count), 0.0)
 
     def decode_s(self, batch: int, total_tokens: int) -> float:
         """One iteration of `batch` sequences that hold `total_tokens` together."""
