@@ -124,11 +124,13 @@ void Decoder::Step::run(Team::Member& member, Time until) {
     logits(member);
 }
 
-// All of them know it, or nobody
+// Behind the layer that ends nearest to then: the next one should take as long as the last. All of them know it, or nobody.
 bool Decoder::Step::stops(Team::Member& member, int64_t next, Time until) {
     member.loop(1, [&](int64_t) {
+        const Time now = std::chrono::steady_clock::now();
         next_ = next;
-        stopped_ = std::chrono::steady_clock::now() >= until;
+        stopped_ = now + (now - looked_) / 2 >= until;
+        looked_ = now;
     });
     return stopped_;
 }

@@ -22,7 +22,7 @@ struct Decoder::Step {
     Step(Decoder& model, Iteration iteration);
 
     void run(Team::Member& member, Time until);
-    void go_on() { stopped_ = false; }
+    void go_on() { stopped_ = false, looked_ = std::chrono::steady_clock::now(); }
     bool has_stopped() const { return stopped_; }
 
     struct Spot {  // a projection of a layer: what adapters know it by
@@ -131,6 +131,7 @@ struct Decoder::Step {
     const Iteration iteration_;
     int64_t next_ = -1;     // layer; -1: tokens are to be looked up first
     bool stopped_ = false;  // there
+    Time looked_;           // when the last layer ended, or this stretch began
     int64_t tokens_ = 0;  // rows still on their way
     std::vector<int64_t> sampled_at_, position_, slot_;  // slot: block·block_size + offset
     std::vector<Unit> units_;

@@ -186,6 +186,9 @@ class NodeConfig(_Section):
     memory: Size = 0  # weights and KV of all that is ready; 0 = 3/4 of the machine's memory, 9/10 of a GPU's
     kv_cache: Size = 0  # at most per model; 0 = what the node has
     policy: Literal["dovetail", "slinfer", "sllm+c", "sllm+c+s"] = "dovetail"  # who runs when, and who gives way
+    # Token times of its own that an answer waits on a CPU for work of other models, as nearly as layers allow. More:
+    # prompts that were promised no time are answered sooner beside it.
+    max_stall: float = Field(default=2.0, ge=1.5)
     event_log: Path | None = None  # every decision, in the simulator's format
     max_batch: int = Field(default=0, ge=0)  # sequences in one iteration; 0 = 64, on a GPU 256
     max_turn_tokens: int = Field(default=0, ge=0)  # tokens in one iteration, a prefill's chunk; 0 = 512, on a GPU 8192

@@ -16,7 +16,7 @@ from dovetail.node import rows, turns
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
 from dovetail.node.work import Work
-from dovetail.policy.headroom import Refusal
+from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.parts import FEWEST_TOKENS, SMOOTH_TOKENS
@@ -278,7 +278,7 @@ def test_a_worker_decodes_some_rows_of_a_flood_and_everybody_has_the_right_text(
             max_kv_tokens=4000,
             latency=make_compute_bound(),
             split_decodes=splits,
-            slice_turns=False,
+            max_stall=INFINITY,
         )
         rig.submit("stream", "b", tokens=150)
         while len(rig.events.get(("stream", 0), [])) < 4:

@@ -20,6 +20,7 @@ from dovetail.eventlog import EventLog
 from dovetail.node.events import StartLoad, StartResize, Turn
 from dovetail.node.node import Node
 from dovetail.node.protocol import Offered
+from dovetail.policy.headroom import INFINITY
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
@@ -243,7 +244,7 @@ def crowd() -> list[Asked]:
     ['"event": "extended"', '"event": "refused"', '"reason": "paused"', '"event": "leave"', '"tokens": [16]'],
 )
 def test_the_drivers_agree_where_it_is_crowded(said: str) -> None:
-    asked, knobs = crowd(), replace(PARTS, slice_turns=False)
+    asked, knobs = crowd(), replace(PARTS, max_stall=INFINITY)
     text = simulated(asked, knobs)
     assert said in text, "the crowd was not crowded enough to show it"
     assert text == Worker(asked, knobs).run()

@@ -48,6 +48,7 @@ def worker_arguments(config: NodeConfig, address: str, parent: int | None) -> li
         "kv-bytes": config.kv_cache,
         "memory-bytes": config.memory,
         "policy": config.policy,
+        "max-stall": config.max_stall,
         "event-log": config.event_log or "",
     }
     if parent is not None:

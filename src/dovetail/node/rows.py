@@ -22,10 +22,10 @@ def batch_s(instance: Instance) -> float:
     return instance.hosting.latency.decode_s(len(instance.running), instance.tokens) * instance.overestimate
 
 
-def latest_s(instance: Instance, silence_s: float) -> float:
-    """When its running requests must have their next token. Where a batch is split, only those who asked for a pace
-    must: the others wait for their turn."""
-    if not instance.is_split:
+def latest_s(instance: Instance, silence_s: float, *, is_promised: bool = False) -> float:
+    """When its running requests must have their next token. Where a batch is split, or what was promised is asked for,
+    only those who asked for a pace must: the others wait for their turn."""
+    if not (instance.is_split or is_promised):
         return min(instance.running_due_s, instance.spoke_s + silence_s)
     return _strict_latest_s(instance, instance.running, silence_s)
 

@@ -21,10 +21,6 @@ class Share(NamedTuple):
     tokens: int  # that are computed in it
 
     @property
-    def is_whole(self) -> bool:
-        return self.start == 0 and self.is_last
-
-    @property
     def is_last(self) -> bool:
         """With them the prompt is computed."""
         return self.start + self.tokens >= self.work.known_tokens

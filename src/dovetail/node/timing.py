@@ -47,7 +47,7 @@ class Timing:
             knobs.mix_decodes,
             knobs.smooth_answers,
             splits := knobs.split_decodes and knobs.smooth_answers and knobs.extend_deadlines,
-            splits and knobs.slice_turns and kind is DeviceKind.CPU,
+            knobs.max_stall if splits and kind is DeviceKind.CPU else INFINITY,
         )
         self.counts_growth = knobs.counts_growth and knobs.shadow is Shadow.PLAY  # the closed form is the paper's
         self._hostings = hostings

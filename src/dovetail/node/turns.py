@@ -29,11 +29,9 @@ from dovetail.policy.parts import (
     tokens_within,
 )
 from dovetail.policy.rounds import (
-    ANSWER_SLICE,
     LEAST_SINGLES,
-    PART_SLICE,
-    PROMPT_SLICE,
     SMOOTH_LIMIT,
+    is_almost_done,
     may_compute,
     may_stop,
     next_to_answer,
@@ -58,10 +56,12 @@ class _Seat(NamedTuple):
     decode_s: float  # of those who run: whoever waits is not in the next iteration
 
     @classmethod
-    def of(cls, one: Instance, silence_s: float) -> _Seat:
+    def of(cls, one: Instance, rule: TurnRule) -> _Seat:
+        """Where answers wait for `max_stall`, nobody goes before its turn but who asked for a pace."""
         decode_s = batch_s(one) if one.running else 0.0
         spoke_s = max(one.spoke_s, one.rhythm.spoke_s)  # a turn of some rows is a turn
-        return cls(one, one.rhythm.turned_s, one.rhythm.prompted_s, spoke_s, latest_s(one, silence_s), decode_s)
+        must_s = latest_s(one, rule.max_silence_s, is_promised=rule.max_stall < INFINITY)
+        return cls(one, one.rhythm.turned_s, one.rhythm.prompted_s, spoke_s, must_s, decode_s)
 
 
 class Turns:
@@ -120,18 +120,21 @@ class Turns:
 
     def choose(self, now: float) -> Turn | None:
         turn = self._choose(now)
-        return self._sliced(turn) if turn is not None and self._rule.slices_turns else turn
+        return self._sliced(turn) if turn is not None and self._rule.max_stall < INFINITY else turn
 
     def interlude(self, now: float) -> Turn | None:
         """The turn under way has stopped between two layers: who answers meanwhile, each once. None: it goes on."""
         halted = self.underway
         assert halted is not None, "no turn under way"
-        own, silence_s = halted.turn.instance, self._rule.max_silence_s
+        own = halted.turn.instance
         others = [one for one in self._active if one is not own and one.running]
-        seats = [_Seat.of(one, silence_s) for one in others if one.rhythm.turned_s <= halted.sliced_s]
+        seats = [_Seat.of(one, self._rule) for one in others if one.rhythm.turned_s <= halted.sliced_s]
         if seats and not self._joined:
             chosen = next_to_answer(seats, now)
-            if may_stop(now, halted.left_s(now) + chosen.decode_s, promised_s(halted.turn, silence_s)):
+            left_s, must_s = halted.left_s(now), promised_s(halted.turn, self._rule.max_silence_s)
+            spent_s, answers = now - halted.started_s, not halted.turn.prompts
+            is_waited_for = answers and is_almost_done(spent_s, halted.own_s, chosen.decode_s)
+            if not is_waited_for and may_stop(now, left_s + chosen.decode_s, must_s):
                 return self.decode_of(chosen.instance, now)
         halted.sliced_s = now
         return None
@@ -143,10 +146,8 @@ class Turns:
         others_s = sum(batch_s(one) for one in self._active if one is not instance and one.running)
         if not others_s or self.awaiting or self._is_promised():
             return turn
-        share = ANSWER_SLICE
-        if turn.prompts:
-            share = PROMPT_SLICE if all(one.is_whole for one in turn.prompts) else PART_SLICE
-        return turn._replace(slice_s=slice_between_s(others_s, turn.expected_s, share), round_s=others_s)
+        slice_s = slice_between_s(others_s, self._rule.max_stall, has_prompts=bool(turn.prompts))
+        return turn._replace(slice_s=slice_s, round_s=others_s)
 
     def _choose(self, now: float) -> Turn | None:
         for one in self._joined:
@@ -206,7 +207,7 @@ class Turns:
 
     def _in_rounds(self, candidates: Sequence[Instance], now: float) -> Turn | None:
         """A part of the most urgent prompt, or a decode of whoever has waited longest for one."""
-        seats = {one: _Seat.of(one, self._rule.max_silence_s) for one in candidates}
+        seats = {one: _Seat.of(one, self._rule) for one in candidates}
         answering = [seat for one, seat in seats.items() if one.running]
         prompting = [one for one in candidates if one.waiting]
         prompter = min(prompting, key=lambda one: one.urgent_prefill_s(one.waiting[0]), default=None)
@@ -297,7 +298,7 @@ class Turns:
     def _fewest_tokens(self, instance: Instance) -> int:
         """Of a part of its prompt. Admission plays parts of `FEWEST_TOKENS`, which a prompt has fewer of, so that what
         was promised to one that waits is kept by them alone; an answer that goes on here has been promised that."""
-        if not self._rule.splits_decodes or self._rule.slices_turns:  # a turn with breaks holds nobody's answers
+        if not self._rule.splits_decodes or self._rule.max_stall < INFINITY:  # turns with breaks hold nobody's answers
             return FEWEST_TOKENS
         holds_answers = any(one.running for one in [*self._active, *self._almost] if one is not instance)
         return SMOOTH_TOKENS if holds_answers and not self._is_promised() else FEWEST_TOKENS

@@ -84,8 +84,9 @@ class Knobs:
     # With smooth_answers and extend_deadlines: a batch that would hold others' answers for long decodes some rows at a
     # time. Whoever did not ask for a pace goes slower for that.
     split_decodes: bool = False
-    # With split_decodes, on CPUs: a long iteration stops between two layers and lets others' answers go on.
-    slice_turns: bool = False
+    # With split_decodes, on CPUs: a long iteration stops between two layers and lets others' answers go on, which wait
+    # for so many of their token times. inf: it does not stop.
+    max_stall: float = float("inf")
     mix_decodes: bool = False  # with part_s: running requests of the model have a token in the same iteration
     max_silence_s: float = float("inf")  # within an answer: longer ones are no more admitted than late tokens
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides

@@ -26,11 +26,11 @@ REAL: dict[str, object] = {
     "pack_prompts": True,
     "smooth_answers": True,
     "split_decodes": True,
-    "slice_turns": True,
+    "max_stall": 2.0,
     "start_soonest": True,
     "make_way": MakeWay.MIGRATE,
 }
 
 
-def real_knobs(name: str) -> Knobs:
-    return replace(policy(name), **REAL)  # type: ignore[arg-type]
+def real_knobs(name: str, **changes: float) -> Knobs:
+    return replace(policy(name), **REAL | changes)  # type: ignore[arg-type]

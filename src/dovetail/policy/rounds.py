@@ -16,9 +16,9 @@ SMOOTH_LIMIT = 3.0  # a part between two rounds takes no less than so many times
 LEAST_SINGLES = 1.5  # a batch that is split decodes no fewer rows at a time than take so many times what one takes,
 # and no more short prompts come along in an iteration than take so many times what the fewest tokens take
 WORTH_SPLITTING = 1.25  # times the limit: shorter iterations stay whole
-PROMPT_SLICE = 0.5  # of a round of those who answer: so long short prompts are computed between two of them,
-PART_SLICE = 2.0  # so long those that take several turns, which would take several times as long,
-ANSWER_SLICE = 0.8  # and so long an iteration of answers; iterations of a length take turns as they are
+STALL_COSTS = 0.5  # of a token's time that is stalled: a layer that was begun, and what a change of turns takes
+ANSWER_SLICE = 0.8  # of a round of those who answer: so long others' answers are computed at least between two of them
+ALMOST_DONE = 0.3  # of what would be let in is left of an iteration
 LEAST_SLICE_S = 0.002  # shorter ones would be breaks mostly
 
 
@@ -88,11 +88,17 @@ def part_between_s(prompter: Rotating, answering: Sequence[Rotating], part_s: fl
     return min(limit_s, max(others_s or prompter.decode_s, SMOOTH_LIMIT * split))
 
 
-def slice_between_s(round_s: float, whole_s: float, share: float) -> float:
-    """How long an iteration that should take `whole_s` is computed between two rounds of those who answer, which take
-    so long each: that share of one. What is hardly longer stops only if it takes longer than it should."""
-    slice_s = max(share * round_s, LEAST_SLICE_S)
-    return slice_s if whole_s > WORTH_SPLITTING * slice_s else WORTH_SPLITTING * slice_s
+def slice_between_s(round_s: float, max_stall: float, *, has_prompts: bool) -> float:
+    """How long an iteration is computed between two rounds of those who answer, which take so long each and wait for so
+    many of them."""
+    share = max_stall - 1.0 - STALL_COSTS
+    return max((share if has_prompts else max(share, ANSWER_SLICE)) * round_s, LEAST_SLICE_S)
+
+
+def is_almost_done(spent_s: float, whole_s: float, decode_s: float) -> bool:
+    """Whether an iteration of answers that should take `whole_s` is finished before somebody else's is let in, which
+    they would wait for longer. One that should be done long ago may take any time."""
+    return whole_s - ALMOST_DONE * decode_s < spent_s < WORTH_SPLITTING * whole_s
 
 
 def may_stop(now: float, left_s: float, latest_s: float) -> bool:

@@ -54,7 +54,7 @@ class TurnRule:
     mixes_decodes: bool = False  # running requests have a token in the same iteration: played one after the other
     smooths_answers: bool = False  # models that answer take turns, see `policy.rounds`
     splits_decodes: bool = False  # and long iterations are of some rows: played whole, which nobody's turn is later for
-    slices_turns: bool = False  # and stop for others' answers: played without, and left out where that would be late
+    max_stall: float = INFINITY  # turns stop for others' answers: played without, and left out where that would be late
 
     @property
     def in_rounds(self) -> bool:
