@@ -48,8 +48,6 @@ struct TokenDigits {
     const char* rows[T];
     const int8_t *low[T], *high[T];
 
-    static constexpr int kFours = 1;  // of one token lie so many apart
-
     [[gnu::always_inline]] TokenDigits(const DigitTiles& tiles, const char* first) : TokenDigits(tiles.row, first) {}
     [[gnu::always_inline]] TokenDigits(const DigitRow& row, const char* first) : shape(row) {
 #pragma GCC unroll 16
@@ -59,7 +57,9 @@ struct TokenDigits {
         }
     }
 
-    [[gnu::always_inline]] const int8_t* low_at(int t, int64_t column) const { return low[t] + column; }
+    // Where the low digits of a group's columns from `column` on are found
+    template <int kGroup>
+    [[gnu::always_inline]] int64_t place(int64_t group, int column) const { return group * kGroup + column; }
     [[gnu::always_inline]] auto high_at(int64_t column) const {
         return [this, column](int t) { return high[t] + column; };
     }
@@ -86,8 +86,6 @@ struct TokenDigits {
 
 // Those of a whole tile of them
 struct PackedDigits : TokenDigits<kPackedTokens> {
-    static constexpr int kFours = kPackedTokens;
-
     const PackedGroup* groups;
     const HighList* list;
     const HighFour* fours;
@@ -98,11 +96,20 @@ struct PackedDigits : TokenDigits<kPackedTokens> {
           list(reinterpret_cast<const HighList*>(first + tiles.list_at())),
           fours(tiles.fours(list)) {}
 
+    // `own`: a list of the same, made where these digits are multiplied
+    [[gnu::always_inline]] PackedDigits(const DigitTiles& tiles, const char* first, const HighList* own)
+        : PackedDigits(tiles, first) {
+        if (own) list = own, fours = tiles.fours(own);
+    }
+
     bool listed() const { return list->num_groups != HighList::kNone; }
     bool marked() const { return listed() ? list->num_groups > 0 : TokenDigits::marked(); }
 
-    [[gnu::always_inline]] const int8_t* low_at(int t, int64_t column) const {
-        return groups[column / kSumColumns].low[column % kSumColumns / 4][t];
+    template <int kGroup>
+    [[gnu::always_inline]] const int8_t* place(int64_t group, int column) const {
+        constexpr int64_t kParts = kSumColumns / kGroup;
+        const int64_t first = kParts == 1 ? 0 : group % kParts * kGroup;  // of its columns among those that are packed
+        return groups[group / kParts].low[(first + column) / kMarkColumns][0];
     }
     [[gnu::always_inline]] int32_t low_surplus(int t, int64_t part) const { return groups[part / 2].surplus[part % 2][t]; }
     [[gnu::always_inline]] float sum(int t, int64_t group) const { return groups[group].sums[t]; }

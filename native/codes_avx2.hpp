@@ -24,6 +24,8 @@ inline Ints subtract(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 inline Vec to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
 inline Vec as_floats(Ints v) { return _mm256_castsi256_ps(v); }
 inline Ints as_ints(Vec v) { return _mm256_castps_si256(v); }
+// The bits of floats, times a factor, and a sum
+inline Vec add_scaled(Ints bits, Vec factor, Vec sum) { return fma(as_floats(bits), factor, sum); }
 inline Digits load_digits(const int8_t* at) { return at; }
 inline Codes load_codes(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
 // Of each row its four columns by those of x from 4·kQuad on. maddubs takes one operand without sign: the sign goes

@@ -28,6 +28,8 @@ inline Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 inline Vec to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline Vec as_floats(Ints v) { return _mm512_castsi512_ps(v); }
 inline Ints as_ints(Vec v) { return _mm512_castps_si512(v); }
+// The bits of floats, times a factor, and a sum
+inline Vec add_scaled(Ints bits, Vec factor, Vec sum) { return fma(as_floats(bits), factor, sum); }
 inline Digits load_digits(const int8_t* at) { return at; }
 inline Codes load_codes(const void* at) { return _mm512_loadu_si512(at); }
 // Of each row its four columns by those of x from 4·kQuad on
@@ -47,6 +49,13 @@ template <int kQuad>
     const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), flipped);  // digits have no -128: see codes_avx2.hpp
     return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 #endif
+}
+// The same of four columns of eight tokens, side by side
+[[gnu::always_inline]] inline void dot_eight(Ints* sums, Codes w, const int8_t* x) {
+    sums[0] = dot<0>(sums[0], w, x), sums[1] = dot<1>(sums[1], w, x);
+    sums[2] = dot<2>(sums[2], w, x), sums[3] = dot<3>(sums[3], w, x);
+    sums[4] = dot<4>(sums[4], w, x), sums[5] = dot<5>(sums[5], w, x);
+    sums[6] = dot<6>(sums[6], w, x), sums[7] = dot<7>(sums[7], w, x);
 }
 inline Codes add_bias(Codes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(static_cast<char>(0x80))); }
 inline Ints spread(int32_t value) { return _mm512_set1_epi32(value); }

@@ -5,9 +5,9 @@ using Ints = int32x4_t;
 using Codes = int8x16_t;   // 4 rows by 4 columns
 using Digits = int8x16_t;  // 16 columns of a token
 constexpr int kCodes = 16;
-constexpr bool kPacksTiles = false;
+constexpr bool kPacksTiles = true;  // of tokens: a vector has four columns of four of them
 constexpr int kByteTokens = 4, kByteSums = 16;
-constexpr int kNibbleTokens = 8, kNibbleSums = 8, kUnpackedTokens = 4;
+constexpr int kNibbleTokens = 8, kNibbleSums = 8, kUnpackedTokens = 8;
 constexpr bool kBiased = false;
 
 inline Ints no_sum() { return vdupq_n_s32(0); }
@@ -19,6 +19,11 @@ inline Ints spread(int32_t value) { return vdupq_n_s32(value); }
 inline Vec to_floats(Ints v) { return vcvtq_f32_s32(v); }
 inline Vec as_floats(Ints v) { return vreinterpretq_f32_s32(v); }
 inline Ints as_ints(Vec v) { return vreinterpretq_s32_f32(v); }
+// The bits of floats, times a factor, and a sum. By hand: GCC 12 copies what is read as floats and goes on as integers.
+[[gnu::always_inline]] inline Vec add_scaled(Ints bits, Vec factor, Vec sum) {
+    asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(bits), "w"(factor));
+    return sum;
+}
 inline Digits load_digits(const int8_t* at) { return vld1q_s8(at); }
 inline Codes load_codes(const int8_t* at) { return vld1q_s8(at); }
 // Of each row its four columns by those of x from 4·kQuad on
@@ -30,6 +35,25 @@ template <int kQuad>
     const int8x16_t quad = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(x), kQuad));
     const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(quad)), high = vmull_high_s8(w, quad);
     return vpadalq_s16(sums, vpaddq_s16(low, high));  // two products of ±127 fit into 16 bits
+#endif
+}
+// The same of four columns of eight tokens, side by side
+[[gnu::always_inline]] inline void dot_eight(Ints* sums, Codes w, const int8_t* x) {
+    const Digits first = vld1q_s8(x), second = vld1q_s8(x + 16);
+#if defined(__ARM_FEATURE_DOTPROD)
+    // Written out: GCC 12 moves sums from register to register between them.
+    asm("sdot %0.4s, %8.16b, %9.4b[0]\n\tsdot %1.4s, %8.16b, %9.4b[1]\n\t"
+        "sdot %2.4s, %8.16b, %9.4b[2]\n\tsdot %3.4s, %8.16b, %9.4b[3]\n\t"
+        "sdot %4.4s, %8.16b, %10.4b[0]\n\tsdot %5.4s, %8.16b, %10.4b[1]\n\t"
+        "sdot %6.4s, %8.16b, %10.4b[2]\n\tsdot %7.4s, %8.16b, %10.4b[3]"
+        : "+w"(sums[0]), "+w"(sums[1]), "+w"(sums[2]), "+w"(sums[3]), "+w"(sums[4]), "+w"(sums[5]), "+w"(sums[6]),
+          "+w"(sums[7])
+        : "w"(w), "w"(first), "w"(second));
+#else
+    sums[0] = dot<0>(sums[0], w, first), sums[1] = dot<1>(sums[1], w, first);
+    sums[2] = dot<2>(sums[2], w, first), sums[3] = dot<3>(sums[3], w, first);
+    sums[4] = dot<0>(sums[4], w, second), sums[5] = dot<1>(sums[5], w, second);
+    sums[6] = dot<2>(sums[6], w, second), sums[7] = dot<3>(sums[7], w, second);
 #endif
 }
 // Of two codes per byte the one or the other, as 16 times its value

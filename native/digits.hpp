@@ -13,9 +13,9 @@
 // The surplus is what products have too much on levels that add 128 to the codes, and is there on those alone: 128 times the
 // sum of the digits, of low ones from the beginning of the span on, whose sums run on.
 //
-// Grouped products take tokens by eights. On levels that spread digits as they load them a tile has what they multiply with
-// once more, behind its rows, so that one pointer reaches all that eight tokens have of a group; and behind that a list of
-// the fours that are marked in any of them, where they were prepared in one go and the fours are not too many.
+// Grouped products take tokens by eights. On most levels a tile has what they multiply with once more, behind its rows, fours
+// of columns of eight tokens side by side, so that one pointer reaches all that they have of a group; and behind that a list
+// of the fours that are marked in any of them, where they were prepared in one go and the fours are not too many.
 
 constexpr int64_t kDigitBlock = 64;  // columns that are split together
 constexpr int64_t kSumColumns = 32, kSurplusColumns = 16;
@@ -74,7 +74,7 @@ constexpr int64_t kPackedTokens = kWholeTokens;
 
 struct PackedGroup {  // 32 columns of eight tokens
     int8_t low[kSumColumns / 4][kPackedTokens][4];
-    int32_t surplus[kSumColumns / kSurplusColumns][kPackedTokens];
+    int32_t surplus[kBiased ? kSumColumns / kSurplusColumns : 0][kPackedTokens];  // where there is one
     float sums[kPackedTokens];
 };
 
@@ -110,9 +110,10 @@ struct DigitTiles {
     int64_t list_at() const {  // from the first row on
         return kPackedTokens * row.bytes + whole_lines(groups * static_cast<int64_t>(sizeof(PackedGroup)));
     }
-    int64_t tile_bytes() const {
-        return list_at() + whole_lines(sizeof(HighList) + groups * sizeof(HighGroup) + most_fours() * sizeof(HighFour));
+    int64_t list_bytes() const {
+        return whole_lines(sizeof(HighList) + groups * sizeof(HighGroup) + most_fours() * sizeof(HighFour));
     }
+    int64_t tile_bytes() const { return list_at() + list_bytes(); }
     const HighFour* fours(const HighList* list) const { return reinterpret_cast<const HighFour*>(list->groups() + groups); }
     int64_t row_at(int64_t token) const {
         if (!kPacksTiles) return token * row.bytes;

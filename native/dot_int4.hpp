@@ -13,6 +13,7 @@
 // come with the digits. One order of sums, whatever the tile and the level.
 
 constexpr float kBase = 12582912.0f;
+constexpr int64_t span_groups(int64_t columns) { return kSpanColumns / columns; }
 constexpr int64_t kUnpackTokens = 24;  // from here on a block of rows is unpacked once, for all of them
 
 // Whole numbers within ±128, as floats
@@ -38,10 +39,12 @@ struct StoredRows {  // as they lie
     static constexpr Form kLower = kFloats ? Form::lower_floats : Form::lower;
     static constexpr Form kUpper = kFloats ? Form::upper_floats : Form::upper;
     static constexpr int64_t kGroupBytes = kSize * kBits / 8 * kCellRows;
+    static constexpr bool kKnowsSteps = false;
 
     const int8_t* cells;
     ScaleRecord record;
     int64_t groups;
+    int share = 0;  // the first vector of rows
 
     static StoredRows of(const Product& p, int64_t block) {
         const Matrix& m = *p.weight;
@@ -53,6 +56,7 @@ struct StoredRows {  // as they lie
         const int64_t lanes = vec * kWidth;
         StoredRows rows = *this;
         rows.cells += vec * kCodes;
+        rows.share = vec;
         if constexpr (kFloats)
             rows.record.exponents += lanes;
         else
@@ -81,18 +85,26 @@ struct StoredRows {  // as they lie
         return least * splat(kCodeUnit);
     }
 
+    // Vectors of rows that come one after the other read the same lines: each of them fetches its share of the next rows'.
+    template <int V>
+    [[gnu::always_inline]] void fetch_ahead(const int8_t* at) const {
+        constexpr int64_t kShare = kGroupBytes * V / kBlockVecs;
+        const int64_t ahead = V == kBlockVecs ? kAheadBytes : groups * kGroupBytes + share * (kGroupBytes / kBlockVecs);
+#pragma GCC unroll 8
+        for (int64_t line = 0; line < kShare; line += kCellBytes) __builtin_prefetch(at + ahead + line);
+    }
+
     template <int V, int T, class X>
     [[gnu::always_inline]] void dot_group(int64_t group, const X& x, Ints (*sums)[T]) const {
         const int8_t* at = cells + group * kGroupBytes;
-        const int64_t column = group * kSize;
-#pragma GCC unroll 8
-        for (int64_t line = 0; line < kGroupBytes; line += kCellBytes) __builtin_prefetch(at + kAheadBytes + line);
+        fetch_ahead<V>(at);
         if constexpr (kBits == 4) {
-            dot_cells<V, T, kLower>(at, x, column, sums);
-            dot_cells<V, T, kUpper>(at, x, column + kSize / 2, sums);
+            dot_cells<V, T, kLower>(at, x, x.template place<kSize>(group, 0), sums);
+            dot_cells<V, T, kUpper>(at, x, x.template place<kSize>(group, 16), sums);
         } else {
-            dot_cells<V, T, Form::bytes>(at, x, column, sums);
-            if constexpr (kSize == 32) dot_cells<V, T, Form::bytes>(at + kGroupBytes / 2, x, column + 16, sums);
+            dot_cells<V, T, Form::bytes>(at, x, x.template place<kSize>(group, 0), sums);
+            if constexpr (kSize == 32)
+                dot_cells<V, T, Form::bytes>(at + kGroupBytes / 2, x, x.template place<kSize>(group, 16), sums);
         }
     }
 
@@ -117,9 +129,10 @@ struct UnpackedRows {
     static constexpr float kCodeUnit = Stored::kCodeUnit;
     static constexpr bool kNibbles = kCodeUnit != 1.0f;
     static constexpr Form kForm = kNibbles ? Form::ready : Form::bytes;
+    static constexpr bool kKnowsSteps = true;
 
     const int8_t* cells;
-    const float *scales, *minimums;  // [groups][kCellRows]
+    const float *scales, *steps, *minimums;  // [groups][kCellRows]
     int64_t groups;
 
     static UnpackedRows of(const Product& p, int64_t block) {
@@ -127,26 +140,36 @@ struct UnpackedRows {
         const int64_t code_bytes = kNibbles ? stored.groups * kGroup * kCellRows : 0;
         const int8_t* scratch = reinterpret_cast<const int8_t*>(p.scratch);
         const float* floats = reinterpret_cast<const float*>(scratch + code_bytes);
-        return {kNibbles ? scratch : stored.cells, floats, floats + stored.groups * kCellRows, stored.groups};
+        const int64_t count = stored.groups * kCellRows;
+        return {kNibbles ? scratch : stored.cells, floats, floats + count, floats + 2 * count, stored.groups};
     }
 
     static void unpack(const Product& p, int64_t block) {
         const Stored stored = Stored::of(p, block);
         const UnpackedRows rows = of(p, block);
-        float *scales = const_cast<float*>(rows.scales), *minimums = const_cast<float*>(rows.minimums);
+        float *scales = const_cast<float*>(rows.scales), *steps = const_cast<float*>(rows.steps);
+        float* minimums = const_cast<float*>(rows.minimums);
         const int8_t* ahead = stored.cells + stored.groups * Stored::kGroupBytes;  // the next sixteen rows, needed soon
         for (int64_t group = 0; group < rows.groups; ++group, ahead += Stored::kGroupBytes) {
 #pragma GCC unroll 8
             for (int64_t line = 0; line < Stored::kGroupBytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
             for (int v = 0; v < kBlockVecs; ++v) {
-                store(scales + group * kCellRows + v * kWidth, stored.scale(group, v));
-                if constexpr (kHasMinimum) store(minimums + group * kCellRows + v * kWidth, stored.minimum(group, v));
+                const int64_t at = group * kCellRows + v * kWidth;
+                store(scales + at, stored.scale(group, v));
+                if constexpr (kHasMinimum) store(minimums + at, stored.minimum(group, v));
+            }
+        }
+        for (int64_t group = 0; group < rows.groups; ++group) {
+            const bool is_last = (group + 1) % span_groups(kGroup) == 0 || group + 1 == rows.groups;
+            for (int v = 0; v < kBlockVecs; ++v) {
+                const Vec next = is_last ? splat(0.0f) : rows.scale(group + 1, v);
+                store(steps + group * kCellRows + v * kWidth, rows.scale(group, v) - next);
             }
         }
         if constexpr (kNibbles) unpack_codes(stored, reinterpret_cast<int8_t*>(p.scratch));
     }
 
-    static void unpack_codes(const Stored& stored, int8_t* bytes) {
+    static void unpack_codes(const Stored& stored, int8_t* __restrict bytes) {
         for (int64_t group = 0; group < stored.groups; ++group, bytes += 2 * Stored::kGroupBytes)
             for (int64_t at = 0; at < Stored::kGroupBytes; at += kCodes) {
                 const int8_t* from = stored.cells + group * Stored::kGroupBytes + at;
@@ -156,10 +179,12 @@ struct UnpackedRows {
     }
 
     UnpackedRows from(int vec) const {
-        return {cells + vec * kCodes, scales + vec * kWidth, minimums + vec * kWidth, groups};
+        const int64_t lanes = vec * kWidth;
+        return {cells + vec * kCodes, scales + lanes, steps + lanes, minimums + lanes, groups};
     }
 
     [[gnu::always_inline]] Vec scale(int64_t group, int v) const { return load(scales + group * kCellRows + v * kWidth); }
+    [[gnu::always_inline]] Vec step(int64_t group, int v) const { return load(steps + group * kCellRows + v * kWidth); }
     [[gnu::always_inline]] Vec minimum(int64_t group, int v) const {
         return load(minimums + group * kCellRows + v * kWidth);
     }
@@ -167,8 +192,8 @@ struct UnpackedRows {
     template <int V, int T, class X>
     [[gnu::always_inline]] void dot_group(int64_t group, const X& x, Ints (*sums)[T]) const {
 #pragma GCC unroll 2
-        for (int64_t k = 0; k < kGroup; k += 16)
-            dot_cells<V, T, kForm>(cells + (group * kGroup + k) * kCellRows, x, group * kGroup + k, sums);
+        for (int k = 0; k < kGroup; k += 16)
+            dot_cells<V, T, kForm>(cells + (group * kGroup + k) * kCellRows, x, x.template place<kGroup>(group, k), sums);
     }
 
     template <int V, int T, class High>
@@ -197,13 +222,19 @@ template <int V, int T, class Rows, class X>
         rows.template dot_group<V, T>(group, x, running);
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
-            const Vec next = group + 1 < end ? rows.scale(group + 1, v) : splat(0.0f), step = scales[v] - next;
-            scales[v] = next;
+            Vec step;
+            if constexpr (Rows::kKnowsSteps) {
+                step = rows.step(group, v);
+            } else {
+                const Vec next = group + 1 < end ? rows.scale(group + 1, v) : splat(0.0f);
+                step = scales[v] - next;
+                scales[v] = next;
+            }
 #pragma GCC unroll 16
             for (int t = 0; t < T; ++t) {
                 Ints total = running[v][t];
                 if constexpr (kBiased) total = subtract(total, spread(x.low_surplus(t, last_part(group))));
-                sums[v][t] = fma(as_floats(total), step, sums[v][t]);
+                sums[v][t] = add_scaled(total, step, sums[v][t]);
             }
         }
     }
@@ -249,7 +280,7 @@ template <int V, int T, class Rows>
 #pragma GCC unroll 16
             for (int t = 0; t < T; ++t) high[v][t] = kBiased ? spread(at->start[t]) : no_sum();
         for (const HighFour* last = four + at->count; four < last; ++four)
-            rows.template dot_four<V, T>(at->group, four->four, [&](int t) { return four->digits[t]; }, high);
+            rows.template dot_four<V, T>(at->group, four->four, four->digits[0], high);
         scale_high<V, T>(rows, at->group, high, sums);
     }
 }
@@ -282,7 +313,7 @@ template <int V, int T, class Rows, class X>
 // The V vectors of rows from `row` on by the tokens of `x`
 template <int V, int T, class Rows, class X>
 inline void group_tile(const Product& p, const Rows& rows, int64_t row, int64_t token, const X& x, bool marked) {
-    constexpr int64_t kSpan = kSpanColumns / Rows::kGroup;
+    constexpr int64_t kSpan = span_groups(Rows::kGroup);
     Vec sums[V][T];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v)
@@ -302,6 +333,29 @@ inline void group_tile(const Product& p, const Rows& rows, int64_t row, int64_t 
                        splat(x.shape.scale(x.rows[t]) * (1.0f / Rows::kCodeUnit)));
 }
 
+// Lists of marked fours, in the scratch, of the few tiles whose tokens several threads have prepared: looked for once, not
+// with every sixteen rows.
+struct OwnLists {
+    static constexpr int64_t kMost = kUnpackTokens / kPackedTokens;
+
+    int64_t begin;  // first token
+    const HighList* of_tile[kMost] = {};
+
+    OwnLists(const Product& p, const DigitTiles& tiles) : begin(p.token_begin) {
+        char* at = reinterpret_cast<char*>(p.scratch);
+        for (int64_t i = 0; i < kMost && begin + (i + 1) * kPackedTokens <= p.token_end; ++i) {
+            const char* rows = static_cast<const char*>(p.x) + tiles.row_at(begin + i * kPackedTokens);
+            if (reinterpret_cast<const HighList*>(rows + tiles.list_at())->num_groups != HighList::kNone) continue;
+            HighList* list = reinterpret_cast<HighList*>(at);
+            list_high(tiles, rows, list);
+            of_tile[i] = list;
+            at += tiles.list_bytes();
+        }
+    }
+
+    const HighList* of(int64_t token) const { return of_tile[(token - begin) / kPackedTokens]; }
+};
+
 template <class Rows, int kMostTokens>
 struct GroupTile {  // sixteen rows
     static constexpr int kTokens = kMostTokens;
@@ -309,13 +363,21 @@ struct GroupTile {  // sixteen rows
     const Product& p;
     const DigitTiles& tiles;
     int64_t block;
+    const OwnLists* lists = nullptr;
     Rows rows = Rows::of(p, block);
 
     template <int T>
     void compute(int64_t token) const {
         constexpr int V = vecs_for(T, kNibbleSums);
-        using X = std::conditional_t<kPacksTiles && T == kPackedTokens, PackedDigits, TokenDigits<T>>;
-        const X x(tiles, static_cast<const char*>(p.x) + tiles.row_at(token));
+        const char* first = static_cast<const char*>(p.x) + tiles.row_at(token);
+        if constexpr (kPacksTiles && T == kPackedTokens)
+            multiply<V, T>(token, PackedDigits(tiles, first, lists ? lists->of(token) : nullptr));
+        else
+            multiply<V, T>(token, TokenDigits<T>(tiles, first));
+    }
+
+    template <int V, int T, class X>
+    void multiply(int64_t token, const X& x) const {
         const bool marked = x.marked();
         for (int v = 0; v < kBlockVecs; v += V)
             group_tile<V, T>(p, rows.from(v), block * kCellRows + v * kWidth, token, x, marked);
@@ -328,9 +390,15 @@ void multiply_form(const Product& p) {
     using Few = GroupTile<Stored, kBits == 4 ? kNibbleTokens : kUnpackedTokens>;
     using Many = GroupTile<UnpackedRows<Stored>, kUnpackedTokens>;
     const DigitTiles tiles(p.weight->columns);
-    if (p.token_end - p.token_begin < kUnpackTokens)
-        return walk_cells(p, block_code_bytes(p.weight->groups, p.weight->columns),
-                          [&](int64_t block) { return Few{p, tiles, block}; });
+    if (p.token_end - p.token_begin < kUnpackTokens) {
+        const auto walk = [&](const OwnLists* lists) {
+            walk_cells(p, block_code_bytes(p.weight->groups, p.weight->columns),
+                       [&](int64_t block) { return Few{p, tiles, block, lists}; });
+        };
+        if constexpr (!kPacksTiles) return walk(nullptr);
+        const OwnLists lists(p, tiles);
+        return walk(&lists);
+    }
     for (int64_t block = p.row_begin / kCellRows; block * kCellRows < p.row_end; ++block) {
         UnpackedRows<Stored>::unpack(p, block);
         const Many tile{p, tiles, block};

@@ -20,6 +20,17 @@ template <Form kForm>
     return kBiased && kForm != Form::ready ? add_bias(codes) : codes;
 }
 
+// GCC would put products of one sum side by side, where each waits for the one before.
+template <int V, int T>
+[[gnu::always_inline]] inline void keep_apart([[maybe_unused]] Ints (*sums)[T]) {
+#if defined(__aarch64__)
+    if constexpr (V * T == 8) {
+        Ints* s = &sums[0][0];
+        asm("" : "+w"(s[0]), "+w"(s[1]), "+w"(s[2]), "+w"(s[3]), "+w"(s[4]), "+w"(s[5]), "+w"(s[6]), "+w"(s[7]));
+    }
+#endif
+}
+
 template <int kQuad, int V, int T, Form kForm>
 [[gnu::always_inline]] inline void dot_cell(const int8_t* cell, const Digits* x, Ints (*sums)[T]) {
 #pragma GCC unroll 16
@@ -28,24 +39,33 @@ template <int kQuad, int V, int T, Form kForm>
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) sums[v][t] = dot<kQuad>(sums[v][t], w, x[t]);
     }
-#if defined(__aarch64__)
-    if constexpr (V * T == 8) {  // GCC would put products of one sum side by side, where each waits for the one before
-        Ints* s = &sums[0][0];
-        asm("" : "+w"(s[0]), "+w"(s[1]), "+w"(s[2]), "+w"(s[3]), "+w"(s[4]), "+w"(s[5]), "+w"(s[6]), "+w"(s[7]));
-    }
-#endif
+    keep_apart<V, T>(sums);
+}
+
+// A cell by four columns of eight tokens, whose digits lie side by side
+template <int V, Form kForm>
+[[gnu::always_inline]] inline void dot_packed(const int8_t* cell, const int8_t* digits, Ints (*sums)[kPackedTokens]) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) dot_eight(sums[v], load_form<kForm>(cell + v * kCodes), digits);
 }
 
 // Sixteen columns, whose cells are the four from `cells` on
-template <int V, int T, Form kForm, class X>
-[[gnu::always_inline]] inline void dot_cells(const int8_t* cells, const X& x, int64_t column, Ints (*sums)[T]) {
+template <int V, int T, Form kForm>
+[[gnu::always_inline]] inline void dot_cells(const int8_t* cells, const TokenDigits<T>& x, int64_t column, Ints (*sums)[T]) {
     Digits digits[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) digits[t] = load_digits(x.low_at(t, column));
+    for (int t = 0; t < T; ++t) digits[t] = load_digits(x.low[t] + column);
     dot_cell<0, V, T, kForm>(cells, digits, sums);
-    dot_cell<X::kFours, V, T, kForm>(cells + kCellBytes, digits, sums);
-    dot_cell<2 * X::kFours, V, T, kForm>(cells + 2 * kCellBytes, digits, sums);
-    dot_cell<3 * X::kFours, V, T, kForm>(cells + 3 * kCellBytes, digits, sums);
+    dot_cell<1, V, T, kForm>(cells + kCellBytes, digits, sums);
+    dot_cell<2, V, T, kForm>(cells + 2 * kCellBytes, digits, sums);
+    dot_cell<3, V, T, kForm>(cells + 3 * kCellBytes, digits, sums);
+}
+
+template <int V, int T, Form kForm>
+[[gnu::always_inline]] inline void dot_cells(const int8_t* cells, const PackedDigits&, const int8_t* low, Ints (*sums)[T]) {
+#pragma GCC unroll 4
+    for (int quad = 0; quad < 4; ++quad)
+        dot_packed<V, kForm>(cells + quad * kCellBytes, low + quad * kPackedTokens * kMarkColumns, sums);
 }
 
 // Four columns that somebody's marks name; `at`(token): its high digits
@@ -55,6 +75,12 @@ template <int V, int T, Form kForm, class At>
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t) digits[t] = load_digits(at(t));  // the last ones are followed by marks
     dot_cell<0, V, T, kForm>(cell, digits, sums);
+}
+
+// The same of a whole tile of tokens, side by side
+template <int V, int T, Form kForm>
+[[gnu::always_inline]] inline void dot_high(const int8_t* cell, const int8_t* digits, Ints (*sums)[T]) {
+    dot_packed<V, kForm>(cell, digits, sums);
 }
 
 template <int V, int T>
