@@ -59,14 +59,16 @@ std::vector<float> draw_activations(const Case& shape, std::mt19937& random) {
     return x;
 }
 
-std::vector<float> multiply(const Kernels& kernels, const Matrix& matrix, const float* x, int64_t tokens) {
+// `stretch`: tokens that are prepared in one go
+std::vector<float> multiply(const Kernels& kernels, const Matrix& matrix, const float* x, int64_t tokens,
+                            int64_t stretch = kTokenTile) {
     const int64_t columns = matrix.columns, half = matrix.rows / 2;  // within a block of rows, as halves of an MLP are
     const Precision precision = matrix.type == DType::int8 ? Precision::int8 : Precision::grouped;
     Buffer prepared, scratch;
     char* operand = prepared.reserve(kernels.prepared_bytes((tokens + 15) / 16 * 16, columns, precision));
     float* own = reinterpret_cast<float*>(scratch.reserve(product_scratch(columns) * 4));
-    for (int64_t begin = 0; begin < tokens; begin += kTokenTile)
-        kernels.prepare(x, begin, std::min<int64_t>(begin + kTokenTile, tokens), columns, precision, operand);
+    for (int64_t begin = 0; begin < tokens; begin += stretch)
+        kernels.prepare(x, begin, std::min(begin + stretch, tokens), columns, precision, operand);
     std::vector<float> out(tokens * matrix.rows, NAN);
     for (const auto& [begin, end] : {std::pair{int64_t{0}, half}, std::pair{half, matrix.rows}})
         if (begin < end)
@@ -91,6 +93,7 @@ void fail(const Kernels& kernels, const Case& shape, const char* what) {
 void check_product(const Kernels& kernels, const Case& shape, const Matrix& matrix, const std::vector<double>& values,
                    const std::vector<float>& x) {
     const std::vector<float> out = multiply(kernels, matrix, x.data(), shape.tokens);
+    if (multiply(kernels, matrix, x.data(), shape.tokens, 3) != out) fail(kernels, shape, "not as prepared in one go");
     for (int64_t t = 0; t < shape.tokens; ++t) {
         const float* row = x.data() + t * shape.columns;
         const double step = rounding(row, shape.columns);
