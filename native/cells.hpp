@@ -90,17 +90,13 @@ struct PackedDigits : TokenDigits<kPackedTokens> {
     const HighList* list;
     const HighFour* fours;
 
-    [[gnu::always_inline]] PackedDigits(const DigitTiles& tiles, const char* first)
-        : TokenDigits(tiles, first),
-          groups(reinterpret_cast<const PackedGroup*>(first + kPackedTokens * tiles.row.bytes)),
-          list(reinterpret_cast<const HighList*>(first + tiles.list_at())),
+    // From `token` on. `own`: a list of the same, made where these digits are multiplied
+    [[gnu::always_inline]] PackedDigits(const DigitTiles& tiles, const char* prepared, int64_t token,
+                                        const HighList* own = nullptr)
+        : TokenDigits(tiles, prepared + tiles.row_at(token)),
+          groups(reinterpret_cast<const PackedGroup*>(prepared + tiles.packed_at(token))),
+          list(own ? own : reinterpret_cast<const HighList*>(prepared + tiles.list_at(token))),
           fours(tiles.fours(list)) {}
-
-    // `own`: a list of the same, made where these digits are multiplied
-    [[gnu::always_inline]] PackedDigits(const DigitTiles& tiles, const char* first, const HighList* own)
-        : PackedDigits(tiles, first) {
-        if (own) list = own, fours = tiles.fours(own);
-    }
 
     bool listed() const { return list->num_groups != HighList::kNone; }
     bool marked() const { return listed() ? list->num_groups > 0 : TokenDigits::marked(); }

@@ -15,8 +15,14 @@
 //
 // Grouped products take tokens by eights. On most levels a tile has what they multiply with once more, behind its rows, fours
 // of columns of eight tokens side by side, so that one pointer reaches all that they have of a group; and behind that a list
-// of the fours that are marked in any of them, where they were prepared in one go and the fours are not too many.
+// of the fours that are marked in any of them, where they were prepared in one go and the fours are not too many. Where
+// there are AMX tiles, the rows of sixteen tokens come first, then what each eight of them have.
 
+#if defined(__AMX_TILE__)
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
 constexpr int64_t kDigitBlock = 64;  // columns that are split together
 constexpr int64_t kSumColumns = 32, kSurplusColumns = 16;
 constexpr int64_t kSpanColumns = 256;  // 256·127·128 < 2^22
@@ -71,6 +77,7 @@ struct DigitRow {
 };
 
 constexpr int64_t kPackedTokens = kWholeTokens;
+constexpr int64_t kRowTokens = kHasTiles ? kTokenTile : kPackedTokens;  // whose rows lie one behind the other
 
 struct PackedGroup {  // 32 columns of eight tokens
     int8_t low[kSumColumns / 4][kPackedTokens][4];
@@ -107,21 +114,25 @@ struct DigitTiles {
 
     static constexpr int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
     int64_t most_fours() const { return 2 * groups; }  // that a list has: a quarter of all
-    int64_t list_at() const {  // from the first row on
-        return kPackedTokens * row.bytes + whole_lines(groups * static_cast<int64_t>(sizeof(PackedGroup)));
-    }
+    int64_t packed_bytes() const { return whole_lines(groups * static_cast<int64_t>(sizeof(PackedGroup))); }
     int64_t list_bytes() const {
         return whole_lines(sizeof(HighList) + groups * sizeof(HighGroup) + most_fours() * sizeof(HighFour));
     }
-    int64_t tile_bytes() const { return list_at() + list_bytes(); }
+    int64_t tile_bytes() const {
+        return kRowTokens * row.bytes + kRowTokens / kPackedTokens * (packed_bytes() + list_bytes());
+    }
     const HighFour* fours(const HighList* list) const { return reinterpret_cast<const HighFour*>(list->groups() + groups); }
     int64_t row_at(int64_t token) const {
         if (!kPacksTiles) return token * row.bytes;
-        return token / kPackedTokens * tile_bytes() + token % kPackedTokens * row.bytes;
+        return token / kRowTokens * tile_bytes() + token % kRowTokens * row.bytes;
     }
-    int64_t packed_at(int64_t token) const { return token / kPackedTokens * tile_bytes() + kPackedTokens * row.bytes; }
+    int64_t packed_at(int64_t token) const {
+        const int64_t eight = token % kRowTokens / kPackedTokens;
+        return token / kRowTokens * tile_bytes() + kRowTokens * row.bytes + eight * (packed_bytes() + list_bytes());
+    }
+    int64_t list_at(int64_t token) const { return packed_at(token) + packed_bytes(); }
     int64_t bytes(int64_t tokens) const {
-        return row_at(kPacksTiles ? (tokens + kPackedTokens - 1) / kPackedTokens * kPackedTokens : tokens);
+        return row_at(kPacksTiles ? (tokens + kRowTokens - 1) / kRowTokens * kRowTokens : tokens);
     }
 };
 
@@ -300,10 +311,9 @@ void prepare_groups(const float* x, int64_t begin, int64_t end, int64_t columns,
     if constexpr (kPacksTiles)  // of each tile, whoever has its first token
         for (int64_t token = (begin + kPackedTokens - 1) / kPackedTokens * kPackedTokens; token < end;
              token += kPackedTokens) {
-            char* rows = at + tiles.row_at(token);
-            HighList* list = reinterpret_cast<HighList*>(rows + tiles.list_at());
+            HighList* list = reinterpret_cast<HighList*>(at + tiles.list_at(token));
             list->num_groups = HighList::kNone;
-            if (token + kPackedTokens <= end) list_high(tiles, rows, list);
+            if (token + kPackedTokens <= end) list_high(tiles, at + tiles.row_at(token), list);
         }
 }
 

@@ -121,32 +121,37 @@ struct StoredRows {  // as they lie
     }
 };
 
-// Unpacked into the scratch: codes in bytes (those that are bytes stay where they lie), scales and minimums as floats
+// Unpacked into the scratch: codes in bytes (those that are bytes stay where they lie), scales and minimums as floats. As
+// they are multiplied, but for AMX, whose tiles take them with their sign. There is room for a block or two, `slot`.
 template <class Stored>
 struct UnpackedRows {
     static constexpr int kGroup = Stored::kGroup;
     static constexpr bool kHasMinimum = Stored::kHasMinimum;
     static constexpr float kCodeUnit = Stored::kCodeUnit;
     static constexpr bool kNibbles = kCodeUnit != 1.0f;
-    static constexpr Form kForm = kNibbles ? Form::ready : Form::bytes;
+    static constexpr Form kForm = kNibbles && !kHasTiles ? Form::ready : Form::bytes;
     static constexpr bool kKnowsSteps = true;
 
     const int8_t* cells;
     const float *scales, *steps, *minimums;  // [groups][kCellRows]
     int64_t groups;
 
-    static UnpackedRows of(const Product& p, int64_t block) {
+    static int64_t code_bytes(int64_t groups) { return kNibbles ? groups * kGroup * kCellRows : 0; }
+    static int64_t room(int64_t groups) {
+        return code_bytes(groups) + 3 * groups * kCellRows * static_cast<int64_t>(sizeof(float));
+    }
+
+    static UnpackedRows of(const Product& p, int64_t block, int64_t slot = 0) {
         const Stored stored = Stored::of(p, block);
-        const int64_t code_bytes = kNibbles ? stored.groups * kGroup * kCellRows : 0;
-        const int8_t* scratch = reinterpret_cast<const int8_t*>(p.scratch);
-        const float* floats = reinterpret_cast<const float*>(scratch + code_bytes);
+        const int8_t* scratch = reinterpret_cast<const int8_t*>(p.scratch) + slot * room(stored.groups);
+        const float* floats = reinterpret_cast<const float*>(scratch + code_bytes(stored.groups));
         const int64_t count = stored.groups * kCellRows;
         return {kNibbles ? scratch : stored.cells, floats, floats + count, floats + 2 * count, stored.groups};
     }
 
-    static void unpack(const Product& p, int64_t block) {
+    static UnpackedRows unpack(const Product& p, int64_t block, int64_t slot = 0) {
         const Stored stored = Stored::of(p, block);
-        const UnpackedRows rows = of(p, block);
+        const UnpackedRows rows = of(p, block, slot);
         float *scales = const_cast<float*>(rows.scales), *steps = const_cast<float*>(rows.steps);
         float* minimums = const_cast<float*>(rows.minimums);
         const int8_t* ahead = stored.cells + stored.groups * Stored::kGroupBytes;  // the next sixteen rows, needed soon
@@ -166,15 +171,21 @@ struct UnpackedRows {
                 store(steps + group * kCellRows + v * kWidth, rows.scale(group, v) - next);
             }
         }
-        if constexpr (kNibbles) unpack_codes(stored, reinterpret_cast<int8_t*>(p.scratch));
+        if constexpr (kNibbles) unpack_codes(stored, const_cast<int8_t*>(rows.cells));
+        return rows;
+    }
+
+    template <Form kHalf>
+    static Codes load_half(const int8_t* at) {
+        return kForm == Form::ready ? load_form<kHalf>(at) : load_signed<kHalf>(at);
     }
 
     static void unpack_codes(const Stored& stored, int8_t* __restrict bytes) {
         for (int64_t group = 0; group < stored.groups; ++group, bytes += 2 * Stored::kGroupBytes)
             for (int64_t at = 0; at < Stored::kGroupBytes; at += kCodes) {
                 const int8_t* from = stored.cells + group * Stored::kGroupBytes + at;
-                write_codes(bytes + at, load_form<Stored::kLower>(from));
-                write_codes(bytes + Stored::kGroupBytes + at, load_form<Stored::kUpper>(from));
+                write_codes(bytes + at, load_half<Stored::kLower>(from));
+                write_codes(bytes + Stored::kGroupBytes + at, load_half<Stored::kUpper>(from));
             }
     }
 
@@ -310,20 +321,19 @@ template <int V, int T, class Rows, class X>
         }
 }
 
-// The V vectors of rows from `row` on by the tokens of `x`
 template <int V, int T, class Rows, class X>
-inline void group_tile(const Product& p, const Rows& rows, int64_t row, int64_t token, const X& x, bool marked) {
-    constexpr int64_t kSpan = span_groups(Rows::kGroup);
-    Vec sums[V][T];
+[[gnu::always_inline]] inline void begin_sums(const Rows& rows, const X& x, Vec (*sums)[T]) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v)
 #pragma GCC unroll 16
         for (int t = 0; t < T; ++t) sums[v][t] = splat(0.0f);
     if constexpr (Rows::kHasMinimum) add_minimums<V, T>(rows, x, sums);
-    for (int64_t group = 0; group < rows.groups; group += kSpan) {
-        const int64_t end = group + kSpan < rows.groups ? group + kSpan : rows.groups;
-        add_span<V, T>(rows, group, end, x, sums);
-    }
+}
+
+// With high digits, into the rows from `row` on
+template <int V, int T, class Rows, class X>
+[[gnu::always_inline]] inline void end_sums(const Product& p, const Rows& rows, int64_t row, int64_t token, const X& x,
+                                            bool marked, Vec (*sums)[T]) {
     if (marked) add_high_groups<V, T>(rows, x, sums);
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t)
@@ -331,6 +341,19 @@ inline void group_tile(const Product& p, const Rows& rows, int64_t row, int64_t 
         for (int v = 0; v < V; ++v)
             write_rows(p, row + v * kWidth, token + t, sums[v][t],
                        splat(x.shape.scale(x.rows[t]) * (1.0f / Rows::kCodeUnit)));
+}
+
+// The V vectors of rows from `row` on by the tokens of `x`
+template <int V, int T, class Rows, class X>
+inline void group_tile(const Product& p, const Rows& rows, int64_t row, int64_t token, const X& x, bool marked) {
+    constexpr int64_t kSpan = span_groups(Rows::kGroup);
+    Vec sums[V][T];
+    begin_sums<V, T>(rows, x, sums);
+    for (int64_t group = 0; group < rows.groups; group += kSpan) {
+        const int64_t end = group + kSpan < rows.groups ? group + kSpan : rows.groups;
+        add_span<V, T>(rows, group, end, x, sums);
+    }
+    end_sums<V, T>(p, rows, row, token, x, marked, sums);
 }
 
 // Lists of marked fours, in the scratch, of the few tiles whose tokens several threads have prepared: looked for once, not
@@ -344,10 +367,12 @@ struct OwnLists {
     OwnLists(const Product& p, const DigitTiles& tiles) : begin(p.token_begin) {
         char* at = reinterpret_cast<char*>(p.scratch);
         for (int64_t i = 0; i < kMost && begin + (i + 1) * kPackedTokens <= p.token_end; ++i) {
-            const char* rows = static_cast<const char*>(p.x) + tiles.row_at(begin + i * kPackedTokens);
-            if (reinterpret_cast<const HighList*>(rows + tiles.list_at())->num_groups != HighList::kNone) continue;
+            const char* digits = static_cast<const char*>(p.x);
+            const int64_t token = begin + i * kPackedTokens;
+            const HighList* made = reinterpret_cast<const HighList*>(digits + tiles.list_at(token));
+            if (made->num_groups != HighList::kNone) continue;
             HighList* list = reinterpret_cast<HighList*>(at);
-            list_high(tiles, rows, list);
+            list_high(tiles, digits + tiles.row_at(token), list);
             of_tile[i] = list;
             at += tiles.list_bytes();
         }
@@ -369,11 +394,11 @@ struct GroupTile {  // sixteen rows
     template <int T>
     void compute(int64_t token) const {
         constexpr int V = vecs_for(T, kNibbleSums);
-        const char* first = static_cast<const char*>(p.x) + tiles.row_at(token);
+        const char* digits = static_cast<const char*>(p.x);
         if constexpr (kPacksTiles && T == kPackedTokens)
-            multiply<V, T>(token, PackedDigits(tiles, first, lists ? lists->of(token) : nullptr));
+            multiply<V, T>(token, PackedDigits(tiles, digits, token, lists ? lists->of(token) : nullptr));
         else
-            multiply<V, T>(token, TokenDigits<T>(tiles, first));
+            multiply<V, T>(token, TokenDigits<T>(tiles, digits + tiles.row_at(token)));
     }
 
     template <int V, int T, class X>
@@ -384,11 +409,29 @@ struct GroupTile {  // sixteen rows
     }
 };
 
+// Blocks of rows that are unpacked, by many tokens
+template <class Rows>
+using ManyTile = GroupTile<Rows, kUnpackedTokens>;
+#if defined(__AMX_TILE__)
+template <class Rows>
+void multiply_many(const Product& p, const DigitTiles& tiles);  // tiles_groups.hpp
+#else
+template <class Rows>
+void multiply_many(const Product& p, const DigitTiles& tiles) {
+    for (int64_t block = p.row_begin / kCellRows; block * kCellRows < p.row_end; ++block) {
+        const ManyTile<Rows> tile{p, tiles, block, nullptr, Rows::unpack(p, block)};
+        for (int64_t token = p.token_begin; token < p.token_end; token += tile.kTokens) {
+            const int64_t left = p.token_end - token;
+            compute_tokens(tile, token, left < tile.kTokens ? left : tile.kTokens);
+        }
+    }
+}
+#endif
+
 template <int kBits, int kSize, bool kNested, bool kMinimum, bool kFloats = false>
 void multiply_form(const Product& p) {
     using Stored = StoredRows<kBits, kSize, kNested, kMinimum, kFloats>;
     using Few = GroupTile<Stored, kBits == 4 ? kNibbleTokens : kUnpackedTokens>;
-    using Many = GroupTile<UnpackedRows<Stored>, kUnpackedTokens>;
     const DigitTiles tiles(p.weight->columns);
     if (p.token_end - p.token_begin < kUnpackTokens) {
         const auto walk = [&](const OwnLists* lists) {
@@ -399,14 +442,7 @@ void multiply_form(const Product& p) {
         const OwnLists lists(p, tiles);
         return walk(&lists);
     }
-    for (int64_t block = p.row_begin / kCellRows; block * kCellRows < p.row_end; ++block) {
-        UnpackedRows<Stored>::unpack(p, block);
-        const Many tile{p, tiles, block};
-        for (int64_t token = p.token_begin; token < p.token_end; token += Many::kTokens) {
-            const int64_t left = p.token_end - token;
-            compute_tokens(tile, token, left < Many::kTokens ? left : Many::kTokens);
-        }
-    }
+    multiply_many<UnpackedRows<Stored>>(p, tiles);
 }
 
 void multiply_groups(const Product& p) {

@@ -26,6 +26,7 @@ void multiply_halves(const Product& p) { multiply_wide(p); }
 // Codes by digits
 #if defined(__AMX_TILE__)
 #include "tiles_int8.hpp"
+#include "tiles_groups.hpp"
 #else
 int64_t prepared_bytes_bytes(int64_t tokens, int64_t columns) { return prepared_digits_bytes(tokens, columns); }
 void multiply_bytes(const Product& p) { multiply_int8(p); }

@@ -18,8 +18,7 @@ struct alignas(64) TileConfig {
 // Tiles live while one Product is computed, so that threads carry no tile state while they wait or sleep.
 class Tiles {
   public:
-    Tiles() {
-        const TileConfig config;
+    explicit Tiles(const TileConfig& config = {}) {
         // GCC 12 declares that _tile_loadconfig reads 8 of these 64 bytes, and would drop the stores of the others.
         asm volatile("" : : "r"(&config) : "memory");
         _tile_loadconfig(&config);
