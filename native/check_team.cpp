@@ -65,6 +65,20 @@ void check_barriers(const Plan& plan) {
         team.run([&](Team::Member& member) { rounds.pass(member, round); });
 }
 
+// Every chunk once, in either order
+void check_loops(const Plan& plan) {
+    Team team(plan.threads, plan.spins);
+    for (int64_t count = 0; count < 4 * plan.threads; ++count) {
+        std::vector<std::atomic<int>> done(count), apart(count);
+        team.run([&](Team::Member& member) {
+            member.loop(count, [&](int64_t i) { done[i].fetch_add(1); });
+            member.loop_apart(count, [&](int64_t i) { apart[i].fetch_add(1); });
+        });
+        for (int64_t i = 0; i < count; ++i)
+            if (done[i] != 1 || apart[i] != 1) fail("a chunk was left out or done twice", count);
+    }
+}
+
 // Teams that end while their threads are still on the way to sleep
 void check_endings(const Plan& plan) {
     for (int i = 0; i < 200; ++i) {
@@ -85,6 +99,7 @@ int main(int count, char** values) {
     const Plan plan{static_cast<int>(argument(count, values, 1, 2 * cores)), argument(count, values, 2, 4'000'000),
                     static_cast<int>(argument(count, values, 3, 0)), static_cast<int>(argument(count, values, 4, 60))};
     std::thread(watch, plan.patience_s).detach();
+    check_loops(plan);
     check_barriers(plan);
     check_endings(plan);
     std::printf("team_check: %d threads, %ld rounds, %d spins: ok\n", plan.threads, plan.rounds, plan.spins);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 namespace dovetail {
@@ -9,6 +10,7 @@ namespace {
 
 constexpr int64_t kMaxChunkRows = 256;
 constexpr int64_t kManyTokens = 64;
+constexpr int64_t kLeastRounds = 4;  // of chunks, for each thread
 constexpr int64_t kBlockBytes = 512 * 1024;  // activations that a product goes over again and again: stay in the L2
 
 int64_t tiles(int64_t tokens) { return (tokens + kTokenTile - 1) / kTokenTile; }
@@ -231,12 +233,19 @@ const void* Decoder::Step::operand(const float* x, const std::vector<Matrix>& pi
     return kernels_.prepared_bytes(1, pieces.front().columns, precision_of(pieces)) ? prepared_ : x;
 }
 
-// Large enough that one tile of rows can be fetched ahead while another is multiplied, small enough that no thread waits
-// long for the last one.
+// The largest of which every thread gets as many as the others, or nearly so: whoever has one more decides how long all of
+// them take. Several for each, so that none waits long for one that was held up. With many tokens pairs of tiles, which some
+// levels multiply together.
 int64_t Decoder::Step::chunk_rows(int64_t rows, int64_t tokens) const {
-    const int64_t most = tokens > kManyTokens ? 4 * kRowTile : kMaxChunkRows;
-    const int64_t share = rows / (4 * model_.team_->size()) / (2 * kRowTile) * (2 * kRowTile);
-    return std::clamp<int64_t>(share, kRowTile, most);
+    const bool many = tokens > kManyTokens;
+    const int64_t threads = model_.team_->size(), all = (rows + kRowTile - 1) / kRowTile;
+    int64_t best = 1, least = std::numeric_limits<int64_t>::max();
+    for (int64_t each = (many ? 4 * kRowTile : kMaxChunkRows) / kRowTile; each > 1; each -= many ? 2 : 1) {
+        const int64_t chunks = (all + each - 1) / each, rounds = (chunks + threads - 1) / threads;
+        const int64_t slowest = rounds * each;
+        if (rounds >= kLeastRounds && slowest < least - least / 64) best = each, least = slowest;
+    }
+    return best * kRowTile;
 }
 
 int64_t Decoder::Step::token_block(int64_t columns, Precision precision) const {
@@ -252,7 +261,7 @@ void Decoder::Step::linear(Team::Member& member, const Linear& weights, const fl
     const int64_t per_chunk = chunk_rows(rows, tokens_), block = token_block(columns, precision);
     const int64_t chunks = count_chunks(weights, per_chunk), blocks = (tokens_ + block - 1) / block;
     const void* prepared = operand(x, weights.pieces);
-    member.loop(chunks * blocks, [&](int64_t task) {
+    member.loop_apart(chunks * blocks, [&](int64_t task) {
         const Rows part = chunk_at(weights, per_chunk, task % chunks);
         const int64_t begin = task / chunks * block, end = std::min(begin + block, tokens_);
         kernels_.multiply({part.piece, part.begin, part.end, prepared, begin, end, precision,
@@ -278,7 +287,7 @@ void Decoder::Step::inner_mlp(Team::Member& member, const Linear& up, int64_t in
     const Matrix* second = shape_.gated_mlp ? &up.pieces.back() : nullptr;
     const int64_t shift = up.pieces.size() == 1 ? inner : 0;  // of the up half, within its piece
     const float* bias = up.bias;
-    member.loop(chunks * blocks, [&](int64_t task) {
+    member.loop_apart(chunks * blocks, [&](int64_t task) {
         const int64_t row = task % chunks * per_chunk, begin = task / chunks * block;
         multiply_gated(member, {&up.pieces.front(), row, bias ? bias + row : nullptr, second, shift + row,
                                 bias ? bias + inner + row : nullptr, std::min(per_chunk, inner - row), prepared, begin,

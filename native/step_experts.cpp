@@ -116,7 +116,7 @@ void Decoder::Step::inner_experts(Team::Member& member, const Stack& up) {
     const int64_t chunks = (size + per_chunk - 1) / per_chunk;
     const Precision precision = precision_of(up.pieces);
     const void* prepared = operand(grouped_, up.pieces);
-    member.loop(chunks * static_cast<int64_t>(groups_.size()), [&](int64_t task) {
+    member.loop_apart(chunks * static_cast<int64_t>(groups_.size()), [&](int64_t task) {
         const Group& group = groups_[task / chunks];
         const int64_t row = task % chunks * per_chunk;
         const Place gate = place_of(up, shape_.num_experts, 2 * size, group.expert, row);
@@ -132,7 +132,7 @@ void Decoder::Step::outer_experts(Team::Member& member, const Stack& down) {
     const int64_t hidden = shape_.hidden_size, per_chunk = chunk_rows(hidden, largest_group_);
     const int64_t chunks = (hidden + per_chunk - 1) / per_chunk;
     const void* prepared = operand(inner_, down.pieces);
-    member.loop(chunks * static_cast<int64_t>(groups_.size()), [&](int64_t task) {
+    member.loop_apart(chunks * static_cast<int64_t>(groups_.size()), [&](int64_t task) {
         const Group& group = groups_[task / chunks];
         const int64_t row = task % chunks * per_chunk, rows = std::min(per_chunk, hidden - row);
         const Place at = place_of(down, shape_.num_experts, hidden, group.expert, row);

@@ -59,7 +59,7 @@ void Decoder::Step::multiply_heads(Team::Member& member, const Stack& stack, int
         });
     const int64_t per_chunk = chunk_rows(rows, tokens_), block = token_block(columns, precision);
     const int64_t chunks = (rows + per_chunk - 1) / per_chunk, blocks = (tokens_ + block - 1) / block;
-    member.loop(heads * chunks * blocks, [&](int64_t task) {
+    member.loop_apart(heads * chunks * blocks, [&](int64_t task) {
         const int64_t head = task / (chunks * blocks), row = task % chunks * per_chunk;
         const int64_t begin = task / chunks % blocks * block, end = std::min(begin + block, tokens_);
         const Place at = place_of(stack, heads, rows, head, row);

@@ -4,6 +4,7 @@
 // waits for it longer than for one chunk.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -31,6 +32,17 @@ class Team {
                 body(chunk);
             }
             team_.barrier();
+        }
+
+        // The same in another order: while members keep step, each goes through a stretch of its own, chunk after chunk, so
+        // that what it reads is one stream.
+        template <class Body>
+        void loop_apart(int64_t count, Body&& body) {
+            const int64_t members = size(), whole = count / members, rest = count % members;
+            loop(count, [&](int64_t i) {
+                const int64_t member = i % members;
+                body(member * whole + std::min(member, rest) + i / members);
+            });
         }
 
         int size() const { return team_.size(); }
