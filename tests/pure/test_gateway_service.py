@@ -167,7 +167,8 @@ def test_answers_go_on_when_their_worker_dies(tmp_path: Path) -> None:
 def test_an_answer_goes_on_twice_and_then_ends_with_an_error(tmp_path: Path) -> None:
     async def test(service: Service) -> None:
         await collect(service, "a")
-        stopped = asyncio.create_task(collect(service, "abc", stop=["zzz"], max_tokens=400))
+        # Tokens, as [CRASH] is: a text takes its time to become tokens, and might come after the first death.
+        stopped = asyncio.create_task(collect(service, [64, 65, 66], stop=["zzz"], max_tokens=400))
         crashing = asyncio.create_task(collect(service, [CRASH]))
         with pytest.raises(EngineFailed, match="ended with code 9 again, after 2 attempts"):
             await crashing

@@ -255,7 +255,7 @@ class Cluster:
         for model, hosted in self.models.items():
             hosted.not_there(node)
             self._not_ready(model)
-        for request_id in requests & self.inboxes.keys():
+        for request_id in [key for key in self.inboxes if key in requests]:  # those who came first go on first
             self._fail(request_id, lost)
         self._settle()
         self._patience.lost(lost)
