@@ -45,6 +45,16 @@ inline void score_tile(const Attend& a, const C* const* rows, const float* const
     else
         for (int t = 0; t < T; ++t) at[t * kKeyChunk] = sum(sums[0][t]) * a.scale;
 #else
+#if defined(__aarch64__)
+    if (R == 4 && a.head_dim % kWidth == 0) {  // their sums in one vector, the same as one by one
+        Vec sums[R][T];
+        dot_chain<Wide<C>, R, T, false>(rows, q, 0, a.head_dim, nullptr, sums);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t)
+            store(at + t * kKeyChunk, sums_of_four(sums[0][t], sums[1][t], sums[2][t], sums[3][t]) * splat(a.scale));
+        return;
+    }
+#endif
     float out[R][T];
     dot_tile<Wide<C>, R, T, false>(rows, q, a.head_dim, nullptr, out);
 #pragma GCC unroll 16
@@ -92,19 +102,16 @@ inline float weigh(const Attend& a, const Keys& keys, int query, float* scores, 
             [&](Vec v, int64_t) { return splat(a.softcap) * hyperbolic_tangent(v * splat(inverse)); });
     }
     Vec best = splat(*largest_so_far);
-    for (int i = 0; i < seen; i += kWidth) {
-        const Vec v = load(scores + i);
-        best = where_less(best, v, v, best);
-    }
+    for (int i = 0; i < seen; i += kWidth) best = larger(load(scores + i), best);
     const float now = largest(best);
     Vec sums = splat(0.0f);
     for (int i = 0; i < seen; i += kWidth) {
-        const Vec weight = exponential(load(scores + i) - splat(now));
+        const Vec weight = exponential_below(load(scores + i) - splat(now));
         sums = sums + weight;
         store(scores + i, weight);
     }
     float shrink[kWidth];
-    store(shrink, exponential(splat(*largest_so_far - now)));
+    store(shrink, exponential_below(splat(*largest_so_far - now)));
     *total = *total * shrink[0] + sum(sums);
     *largest_so_far = now;
     return shrink[0];
@@ -122,18 +129,31 @@ inline void add_values(const Attend& a, const Keys& keys, const Keys* next, cons
     const C* values = static_cast<const C*>(a.cache.values) + d;
     const C* ahead = static_cast<const C*>(a.cache.keys) + d;
     const int fetched = next ? next->count : 0;
-    for (int key = 0; key < keys.count; ++key) {
+    // add(query, value, sum): the sum with the value times its weight
+    const auto add_key = [&](int key, auto&& add) __attribute__((always_inline)) {
         if (key < fetched) fetch(ahead + next->at[key], N * kWidth * sizeof(C));
         Vec v[N];
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) v[n] = load(values + keys.at[key] + n * kWidth);
 #pragma GCC unroll 16
-        for (int q = 0; q < Q; ++q) {
-            const Vec weight = splat(weights[q * kKeyChunk + key]);
+        for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 16
-            for (int n = 0; n < N; ++n) acc[q][n] = fma(v[n], weight, acc[q][n]);
-        }
+            for (int n = 0; n < N; ++n) acc[q][n] = add(q, v[n], acc[q][n]);
+    };
+    int key = 0;
+#if defined(__aarch64__)
+    for (; key + 4 <= keys.count; key += 4) {  // weights of four keys are one load, each a lane of it
+        Vec w[Q];
+#pragma GCC unroll 16
+        for (int q = 0; q < Q; ++q) w[q] = load(weights + q * kKeyChunk + key);
+        add_key(key, [&](int q, Vec v, Vec sum) { return fma_lane<0>(v, w[q], sum); });
+        add_key(key + 1, [&](int q, Vec v, Vec sum) { return fma_lane<1>(v, w[q], sum); });
+        add_key(key + 2, [&](int q, Vec v, Vec sum) { return fma_lane<2>(v, w[q], sum); });
+        add_key(key + 3, [&](int q, Vec v, Vec sum) { return fma_lane<3>(v, w[q], sum); });
     }
+#endif
+    for (; key < keys.count; ++key)
+        add_key(key, [&](int q, Vec v, Vec sum) { return fma(v, splat(weights[q * kKeyChunk + key]), sum); });
 #pragma GCC unroll 16
     for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 16

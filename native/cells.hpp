@@ -41,12 +41,30 @@ constexpr int vecs_for(int tokens, int sums) {
     }
 }
 
+// V vectors of rows of T tokens, each with a scale of its own. The same numbers, asked once what is wanted.
+template <int V, int T>
+[[gnu::always_inline]] inline void write_tile(const Product& p, int64_t row, int64_t token, const Vec (*totals)[T],
+                                              const float* scales) {
+    const bool is_plain = row >= p.row_begin && row + V * kWidth <= p.row_end && !p.bias && !p.add;
+    float* at = p.out + (token - p.token_begin) * p.out_stride + (row - p.row_begin);
+    const int64_t stride = p.out_stride;
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t)
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v)
+            if (__builtin_expect(is_plain, true))
+                store(at + t * stride + v * kWidth, fma(totals[v][t], splat(scales[t]), splat(0.0f)));
+            else
+                write_rows(p, row + v * kWidth, token + t, totals[v][t], splat(scales[t]));
+}
+
 // The digits of T tokens
 template <int T>
 struct TokenDigits {
     const DigitRow& shape;
     const char* rows[T];
     const int8_t *low[T], *high[T];
+    float scales[T];
 
     [[gnu::always_inline]] TokenDigits(const DigitTiles& tiles, const char* first) : TokenDigits(tiles.row, first) {}
     [[gnu::always_inline]] TokenDigits(const DigitRow& row, const char* first) : shape(row) {
@@ -54,6 +72,7 @@ struct TokenDigits {
         for (int t = 0; t < T; ++t) {
             rows[t] = first + t * shape.bytes;
             low[t] = shape.low(rows[t]), high[t] = shape.high(rows[t]);
+            scales[t] = shape.scale(rows[t]);
         }
     }
 

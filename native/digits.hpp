@@ -136,8 +136,6 @@ struct DigitTiles {
     }
 };
 
-inline Vec magnitude(Vec v) { return where_less(v, splat(0.0f), splat(0.0f) - v, v); }
-
 constexpr int kSumLanes = 16;  // numbers that are added up side by side, on every level, so that all find the same scale
 
 inline float sum_lanes(const Vec* lanes) {
@@ -156,7 +154,7 @@ inline float digit_scale(const float* x, int64_t count) {
 #pragma GCC unroll 4
         for (int j = 0; j < kVecs; ++j) {
             const Vec v = magnitude(load_some(x + i + j * kWidth, count - i - j * kWidth));
-            most = where_less(most, v, v, most);
+            most = larger(v, most);
             total[j] = total[j] + v;
             poison = poison + (v - v);
         }
@@ -185,7 +183,7 @@ inline uint64_t split_block(const float* x, int64_t given, float inverse, int8_t
     for (int i = 0; i < kVecs; ++i) {
         const Vec v = round_even(load_some(x + i * kWidth, given - i * kWidth) * splat(inverse));
         numbers[i] = v;
-        most = where_less(most, magnitude(v), magnitude(v), most);
+        most = larger(magnitude(v), most);
     }
     const bool marked = largest(most) > kLargestDigit;
     const Vec limit = splat(kLargestNumber);

@@ -14,6 +14,7 @@
 
 constexpr float kBase = 12582912.0f;
 constexpr int64_t span_groups(int64_t columns) { return kSpanColumns / columns; }
+constexpr int64_t kStretchColumns = 1024;  // whose codes, of sixteen rows, stay in the L1 with the digits of a tile
 constexpr int64_t kUnpackTokens = 24;  // from here on a block of rows is unpacked once, for all of them
 
 // Whole numbers within ±128, as floats
@@ -330,30 +331,48 @@ template <int V, int T, class Rows, class X>
     if constexpr (Rows::kHasMinimum) add_minimums<V, T>(rows, x, sums);
 }
 
+template <int V, int T>
+[[gnu::always_inline]] inline void copy_sums(const Vec (*from)[T], Vec (*to)[T]) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v)
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) to[v][t] = from[v][t];
+}
+
 // With high digits, into the rows from `row` on
 template <int V, int T, class Rows, class X>
 [[gnu::always_inline]] inline void end_sums(const Product& p, const Rows& rows, int64_t row, int64_t token, const X& x,
                                             bool marked, Vec (*sums)[T]) {
     if (marked) add_high_groups<V, T>(rows, x, sums);
+    float scales[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t)
-#pragma GCC unroll 16
-        for (int v = 0; v < V; ++v)
-            write_rows(p, row + v * kWidth, token + t, sums[v][t],
-                       splat(x.shape.scale(x.rows[t]) * (1.0f / Rows::kCodeUnit)));
+    for (int t = 0; t < T; ++t) scales[t] = x.scales[t] * (1.0f / Rows::kCodeUnit);
+    write_tile<V, T>(p, row, token, sums, scales);
 }
 
-// The V vectors of rows from `row` on by the tokens of `x`
+// Sixteen rows by the tokens of `x`, V vectors of them at a time: all vectors read the same lines of codes, and come back
+// to them while they are in the L1. Sums wait for their next columns in memory.
 template <int V, int T, class Rows, class X>
-inline void group_tile(const Product& p, const Rows& rows, int64_t row, int64_t token, const X& x, bool marked) {
+inline void group_tile(const Product& p, const Rows& block_rows, int64_t row, int64_t token, const X& x, bool marked) {
     constexpr int64_t kSpan = span_groups(Rows::kGroup);
-    Vec sums[V][T];
-    begin_sums<V, T>(rows, x, sums);
-    for (int64_t group = 0; group < rows.groups; group += kSpan) {
-        const int64_t end = group + kSpan < rows.groups ? group + kSpan : rows.groups;
-        add_span<V, T>(rows, group, end, x, sums);
-    }
-    end_sums<V, T>(p, rows, row, token, x, marked, sums);
+    const int64_t groups = block_rows.groups, stretch = V < kBlockVecs ? kStretchColumns / Rows::kGroup : groups;
+    Vec waiting[kBlockVecs][T];
+    for (int64_t begin = 0; begin < groups; begin += stretch)
+        for (int vec = 0; vec < kBlockVecs; vec += V) {
+            const Rows rows = block_rows.from(vec);
+            const int64_t end = begin + stretch < groups ? begin + stretch : groups;
+            Vec sums[V][T];
+            if (begin == 0)
+                begin_sums<V, T>(rows, x, sums);
+            else
+                copy_sums<V, T>(waiting + vec, sums);
+            for (int64_t group = begin; group < end; group += kSpan)
+                add_span<V, T>(rows, group, group + kSpan < end ? group + kSpan : end, x, sums);
+            if (end == groups)
+                end_sums<V, T>(p, rows, row + vec * kWidth, token, x, marked, sums);
+            else
+                copy_sums<V, T>(sums, waiting + vec);
+        }
 }
 
 // Lists of marked fours, in the scratch, of the few tiles whose tokens several threads have prepared: looked for once, not
@@ -403,9 +422,7 @@ struct GroupTile {  // sixteen rows
 
     template <int V, int T, class X>
     void multiply(int64_t token, const X& x) const {
-        const bool marked = x.marked();
-        for (int v = 0; v < kBlockVecs; v += V)
-            group_tile<V, T>(p, rows.from(v), block * kCellRows + v * kWidth, token, x, marked);
+        group_tile<V, T>(p, rows, block * kCellRows, token, x, x.marked());
     }
 };
 

@@ -154,7 +154,7 @@ inline void byte_tile(const Product& p, const int8_t* weight, int64_t row, int64
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v)
             write_rows(p, row + v * kWidth, token + t, to_floats(sums[v][t]),
-                       load(scales + v * kWidth) * splat(x.shape.scale(x.rows[t])));
+                       load(scales + v * kWidth) * splat(x.scales[t]));
 }
 
 struct ByteTile {  // sixteen rows

@@ -1,9 +1,8 @@
 // Norms, activations, rotation, conversions. Included once per level, inside an unnamed namespace, behind its simd header.
 
-// Within 2 units in the last place; 0 below the smallest normal result, NaN stays NaN.
-inline Vec exponential(Vec x) {
-    const Vec low = splat(-87.0f), high = splat(88.0f);
-    const Vec bounded = where_less(x, low, low, where_less(high, x, high, x));
+// Of numbers up to 88. Within 2 units in the last place; 0 below the smallest normal result, NaN stays NaN.
+inline Vec exponential_below(Vec x) {
+    const Vec low = splat(-87.0f), bounded = at_least(x, low);
     const Vec n = round_even(bounded * splat(1.44269504f));
     Vec r = fma(n, splat(-0.693359375f), bounded);
     r = fma(n, splat(2.12194440e-4f), r);
@@ -14,8 +13,11 @@ inline Vec exponential(Vec x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     const Vec result = fma(p, r * r, r + splat(1.0f)) * power_of_two(n);
-    return where_less(x, low, splat(0.0f), where_less(x, splat(1e38f), result, x));
+    return where_less(x, low, splat(0.0f), result);
 }
+
+// Of any; what is infinite stays so.
+inline Vec exponential(Vec x) { return where_less(x, splat(1e38f), exponential_below(at_most(x, splat(88.0f))), x); }
 
 inline Vec hyperbolic_tangent(Vec x) {
     return splat(1.0f) - splat(2.0f) / (exponential(x + x) + splat(1.0f));

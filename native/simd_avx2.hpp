@@ -35,6 +35,10 @@ inline float largest(Vec v) {
     half = _mm_max_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
+inline Vec magnitude(Vec v) { return _mm256_andnot_ps(splat(-0.0f), v); }
+inline Vec larger(Vec v, Vec number) { return _mm256_max_ps(v, number); }  // of NaN and a number the number
+inline Vec at_least(Vec v, Vec bound) { return _mm256_max_ps(bound, v); }  // these keep NaN
+inline Vec at_most(Vec v, Vec bound) { return _mm256_min_ps(bound, v); }
 inline Vec round_even(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // 2 to the power of a whole number in [-126, 127]
 inline Vec power_of_two(Vec n) {

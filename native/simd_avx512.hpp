@@ -31,6 +31,10 @@ inline void store(f16* at, Vec value) {
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
+inline Vec magnitude(Vec v) { return _mm512_abs_ps(v); }
+inline Vec larger(Vec v, Vec number) { return _mm512_max_ps(v, number); }  // of NaN and a number the number
+inline Vec at_least(Vec v, Vec bound) { return _mm512_max_ps(bound, v); }  // these keep NaN
+inline Vec at_most(Vec v, Vec bound) { return _mm512_min_ps(bound, v); }
 inline Vec round_even(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT); }
 // 2 to the power of a whole number in [-126, 127]
 inline Vec power_of_two(Vec n) {

@@ -25,8 +25,18 @@ inline void store(f16* at, Vec value) {
     vst1_u16(reinterpret_cast<uint16_t*>(at), vreinterpret_u16_f16(vcvt_f16_f32(value)));
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+// The same by one lane of b
+template <int kLane>
+inline Vec fma_lane(Vec a, Vec b, Vec c) {
+    return vfmaq_laneq_f32(c, a, b, kLane);
+}
 inline float sum(Vec v) { return vaddvq_f32(v); }
+inline Vec sums_of_four(Vec a, Vec b, Vec c, Vec d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
 inline float largest(Vec v) { return vmaxvq_f32(v); }
+inline Vec magnitude(Vec v) { return vabsq_f32(v); }
+inline Vec larger(Vec v, Vec number) { return vmaxnmq_f32(v, number); }  // of NaN and a number the number
+inline Vec at_least(Vec v, Vec bound) { return vmaxq_f32(v, bound); }    // these keep NaN
+inline Vec at_most(Vec v, Vec bound) { return vminq_f32(v, bound); }
 inline Vec round_even(Vec v) { return vrndnq_f32(v); }
 // 2 to the power of a whole number in [-126, 127]
 inline Vec power_of_two(Vec n) {
