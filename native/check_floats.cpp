@@ -89,7 +89,7 @@ bool is_right(const FloatCase& kind, const FloatMatrix& weights, const float* x,
 }
 
 void check_case(const Kernels& kernels, const FloatCase& kind, int64_t rows, int64_t columns, std::mt19937& random) {
-    constexpr int64_t kMost = 50;
+    constexpr int64_t kMost = 103;
     const FloatMatrix weights(kind, rows, columns, random);
     std::normal_distribution<float> normal;
     std::vector<float> x(kMost * columns);
@@ -97,7 +97,7 @@ void check_case(const Kernels& kernels, const FloatCase& kind, int64_t rows, int
     std::vector<std::vector<float>> alone;
     for (int64_t t = 0; t < kMost; ++t)
         alone.push_back(multiply(kernels, kind, weights.matrix, x.data() + t * columns, 1, 0));
-    for (const int64_t tokens : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 24, 33, 50}) {
+    for (const int64_t tokens : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 24, 33, 50, 103}) {
         const std::vector<float> out = multiply(kernels, kind, weights.matrix, x.data(), tokens, rows / 2 / 16 * 16);
         for (int64_t t = 0; t < tokens; ++t) {
             const float* own = out.data() + t * rows;
@@ -133,7 +133,7 @@ void check_ranks(const Kernels& kernels, const FloatCase& kind, int64_t rank, in
 void check_floats(const Kernels& kernels) {
     std::mt19937 random{13};
     for (const FloatCase& kind : kCases)
-        for (const auto& [rows, columns] : {std::pair{64, 64}, {17, 96}, {1, 33}, {33, 1}, {21, 70}, {19, 1100}, {9, 2111}})
+        for (const auto& [rows, columns] : {std::pair{64, 64}, {17, 96}, {1, 33}, {33, 1}, {21, 70}, {19, 1100}, {9, 2111}, {150, 600}})
             check_case(kernels, kind, rows, columns, random);
     for (const FloatCase& kind : kCases)
         for (const auto& [rank, count] : {std::pair{1, 1}, {8, 64}, {16, 300}, {3, 129}})

@@ -1,13 +1,15 @@
 // Products of float rows on vectors of sixteen. Included inside an unnamed namespace, behind dot.hpp.
 //
 // One order of sums, whatever the tile: lane i of an output adds up the columns i, i + 16, …, and then the lanes are added
-// as sum() does. Few tokens go over the rows as they lie. Many go over panels: sixteen rows by some hundred columns, copied
-// side by side and widened once; sums go from one panel to the next as vectors, so that lanes are added once per output,
-// for sixteen outputs at a time.
+// as sum() does. Few tokens go over the rows as they lie. Many go over panels: eight rows by some hundred columns, copied
+// side by side and widened once, which stay in the L1 together with as many columns of six tokens. Panels of the same
+// columns follow each other, so that those columns of all tokens stay in the L2; sums go from one panel to the next as
+// vectors, and lanes are added once per output, for sixteen outputs at a time.
 
-constexpr int64_t kPanelRows = 16, kPanelColumns = 768, kPanelStride = kPanelColumns + 16, kCarriedTokens = 96;
+constexpr int64_t kPanelRows = 8, kPanelColumns = 576, kPanelStride = kPanelColumns + 16;
+constexpr int64_t kCarriedRows = 64, kCarriedTokens = 96;  // whose sums, 384 KiB of them, go from panel to panel
 constexpr int64_t kPanelTokens = 2 * kTileTokens + 1;  // from here on rows are copied
-static_assert(kPanelRows * (kPanelStride + kCarriedTokens * kWidth) <= product_scratch(0));
+static_assert(kPanelRows * kPanelStride + kCarriedRows * kCarriedTokens * kWidth <= product_scratch(0));
 
 // R rows by T tokens; `ahead`, if there is one, is fetched line by line, as many bytes as are read here.
 template <class W, int R, int T, bool kAhead>
@@ -31,15 +33,20 @@ template <class W, int R, int T, bool kAhead>
         }
     }
     if (__builtin_expect(k == count, true)) return;
+    Vec w[R];
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t)
+    for (int r = 0; r < R; ++r) w[r] = load_some(rows[r] + k, count - k);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            sums[r][t] = fma(load_some(rows[r] + k, count - k), load_some(x[t] + k, count - k), sums[r][t]);
+    for (int t = 0; t < T; ++t) {
+        const Vec v = load_some(x[t] + k, count - k);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sums[r][t] = fma(w[r], v, sums[r][t]);
+    }
 }
 
-inline Vec halves_of(Vec a, Vec b) {  // of each its lanes i and i + 8 added up, one behind the other
-    return _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+// Of each its lanes i and i + 8 added up, one behind the other. Of two vectors one is moved, since only one unit moves lanes.
+inline Vec halves_of(Vec a, Vec b) {
+    return _mm512_mask_blend_ps(0xff00, a, b) + _mm512_shuffle_f32x4(a, b, 0x4e);
 }
 inline Vec quarters_of(Vec ab, Vec cd) {
     return _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
@@ -54,7 +61,7 @@ template <int N, class At>
         const Vec first = halves_of(at(r, 0), at(r, 1 % N));
         rows[r] = quarters_of(first, N < 3 ? first : halves_of(at(r, 2 % N), at(r, 3 % N)));
     }
-    const auto add_pairs = [](Vec a, Vec b) { return _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee); };
+    const auto add_pairs = [](Vec a, Vec b) { return _mm512_mask_blend_ps(0xcccc, a, b) + _mm512_shuffle_ps(a, b, 0x4e); };
     const Vec low = add_pairs(rows[0], rows[1]), high = add_pairs(rows[2], rows[3]);
     return _mm512_shuffle_ps(low, high, 0x88) + _mm512_shuffle_ps(low, high, 0xdd);
 }
@@ -145,20 +152,27 @@ inline void multiply_few(const Product& p) {
     for (; row < p.row_end; ++row) few_rows<W, 1>(p, row);
 }
 
-// Some rows by some tokens, as many columns at a time as fit into the caches
+// Some rows by some tokens, as many columns at a time as stay in the L1
 struct Panel {
     int64_t row, num_rows, first_token, num_tokens;
-    float* rows;     // [kPanelRows][kPanelStride]
-    float* carried;  // [tokens][kPanelRows] vectors of sums
-    int64_t share;   // bytes of the next rows that every tile fetches
-    const char* next;
-    int64_t begin = 0, count = 0;  // columns
-    bool last = false;             // of them
+    int64_t begin, count;  // columns
+    bool last;             // of them
+    const float* rows;     // [kPanelRows][kPanelStride]
+    float* carried;        // [tokens][kPanelRows] vectors of sums
+    const char* next;      // rows that are copied after these, fetched meanwhile
+    int64_t next_bytes, next_stride;
 };
 
+// What one tile of tokens fetches of four of the rows that come next
+inline void fetch_next(const Panel& panel, int64_t row, int64_t tile, int64_t tiles) {
+    const int64_t begin = panel.next_bytes * tile / tiles, end = panel.next_bytes * (tile + 1) / tiles;
+    const char* from = panel.next + row * panel.next_stride;
+    for (int r = 0; r < 4; ++r, from += panel.next_stride)
+        for (int64_t at = begin / 64 * 64; at < end; at += 64) _mm_prefetch(from + at, _MM_HINT_T1);
+}
+
 template <int R, int T>
-inline void panel_tile(const Product& p, const Panel& panel, int64_t row, int64_t token, const char* next) {
-    for (int64_t line = 0; line < panel.share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
+inline void panel_tile(const Product& p, const Panel& panel, int64_t row, int64_t token) {
     const float *rows[R], *x[T];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) rows[r] = panel.rows + (row + r) * kPanelStride;
@@ -182,58 +196,48 @@ inline void panel_tile(const Product& p, const Panel& panel, int64_t row, int64_
 }
 
 template <int T = kTileTokens>
-inline void panel_tokens(const Product& p, const Panel& panel, int64_t token, int64_t count, const char* next) {
+inline void panel_tokens(const Product& p, const Panel& panel, int64_t tile, int64_t tiles) {
+    const int64_t token = panel.num_tokens * tile / tiles, count = panel.num_tokens * (tile + 1) / tiles - token;
     if (count != T) {
-        if constexpr (T > 1) panel_tokens<T - 1>(p, panel, token, count, next);
+        if constexpr (T > 1) panel_tokens<T - 1>(p, panel, tile, tiles);
         return;
     }
     int64_t row = 0;
-    for (; row + 4 <= panel.num_rows; row += 4, next += panel.share) panel_tile<4, T>(p, panel, row, token, next);
-    for (; row < panel.num_rows; ++row) panel_tile<1, T>(p, panel, row, token, next);
-}
-
-template <class W>
-inline void copy_panel(const Product& p, Panel& panel) {
-    const int64_t columns = p.weight->columns;
-    const W* from = static_cast<const W*>(p.weight->data) + panel.row * columns + panel.begin;
-    for (int64_t r = 0; r < panel.num_rows; ++r)
-        load_row_as(from + r * columns, panel.count, 1.0f, false, panel.rows + r * kPanelStride);
-}
-
-template <class W>
-inline void multiply_panel(const Product& p, Panel panel, int64_t panels) {
-    const int64_t columns = p.weight->columns, width = (columns / panels + kWidth - 1) / kWidth * kWidth;
-    const int64_t tiles = (panel.num_tokens + kTileTokens - 1) / kTileTokens;
-    for (; panel.begin < columns; panel.begin += width) {
-        panel.count = columns - panel.begin < width ? columns - panel.begin : width;
-        panel.last = panel.begin + width >= columns;
-        copy_panel<W>(p, panel);
-        for (int64_t tile = 0; tile < tiles; ++tile, panel.next += 4 * panel.share) {
-            const int64_t begin = panel.num_tokens * tile / tiles, end = panel.num_tokens * (tile + 1) / tiles;
-            panel_tokens(p, panel, begin, end - begin, panel.next);
-        }
+    for (; row + 4 <= panel.num_rows; row += 4) {
+        fetch_next(panel, row, tile, tiles);
+        panel_tile<4, T>(p, panel, row, token);
     }
+    for (; row < panel.num_rows; ++row) panel_tile<1, T>(p, panel, row, token);
+}
+
+template <class W>
+inline void multiply_panels(const Product& p, int64_t row_begin, int64_t row_end, int64_t first_token, int64_t num_tokens) {
+    constexpr int64_t kBytes = sizeof(W);
+    const int64_t columns = p.weight->columns, panels = (columns + kPanelColumns - 1) / kPanelColumns;
+    const int64_t width = (columns / panels + kWidth - 1) / kWidth * kWidth;
+    const int64_t tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
+    float *copies = p.scratch, *carried = p.scratch + kPanelRows * kPanelStride;
+    for (int64_t begin = 0; begin < columns; begin += width)
+        for (int64_t row = row_begin; row < row_end; row += kPanelRows) {
+            const int64_t next = row + kPanelRows, rows = next < row_end ? kPanelRows : row_end - row;
+            const int64_t count = columns - begin < width ? columns - begin : width;
+            const W* from = static_cast<const W*>(p.weight->data) + row * columns + begin;
+            for (int64_t r = 0; r < rows; ++r)
+                load_row_as(from + r * columns, count, 1.0f, false, copies + r * kPanelStride);
+            const Panel panel{row, rows, first_token, num_tokens, begin, count, begin + width >= columns, copies,
+                              carried + (row - row_begin) * num_tokens * kWidth,
+                              reinterpret_cast<const char*>(from + kPanelRows * columns),
+                              next + kPanelRows <= row_end ? count * kBytes : 0, columns * kBytes};
+            for (int64_t tile = 0; tile < tiles; ++tile) panel_tokens(p, panel, tile, tiles);
+        }
 }
 
 template <class W>
 inline void multiply_panels(const Product& p) {
-    const int64_t columns = p.weight->columns, panels = (columns + kPanelColumns - 1) / kPanelColumns;
-    const int64_t most_tokens = panels == 1 ? p.token_end - p.token_begin : kCarriedTokens;
-    const W* weights = static_cast<const W*>(p.weight->data);
-    float* carried = p.scratch + kPanelRows * kPanelStride;
-    for (int64_t row = p.row_begin; row < p.row_end; row += kPanelRows) {
-        const int64_t next_row = row + kPanelRows, rows = p.row_end < next_row ? p.row_end - row : kPanelRows;
-        for (int64_t first = p.token_begin; first < p.token_end; first += most_tokens) {
-            const int64_t tokens = p.token_end - first < most_tokens ? p.token_end - first : most_tokens;
-            const int64_t tiles = panels * 4 * ((tokens + kTileTokens - 1) / kTileTokens);
-            const bool fetches = next_row < p.row_end && first + tokens == p.token_end;
-            const int64_t next_bytes = kPanelRows * columns * static_cast<int64_t>(sizeof(W));
-            multiply_panel<W>(p,
-                              {row, rows, first, tokens, p.scratch, carried, fetches ? (next_bytes / tiles + 63) / 64 * 64 : 0,
-                               reinterpret_cast<const char*>(weights + next_row * columns)},
-                              panels);
-        }
-    }
+    for (int64_t row = p.row_begin; row < p.row_end; row += kCarriedRows)
+        for (int64_t token = p.token_begin; token < p.token_end; token += kCarriedTokens)
+            multiply_panels<W>(p, row, row + kCarriedRows < p.row_end ? row + kCarriedRows : p.row_end, token,
+                               p.token_end - token < kCarriedTokens ? p.token_end - token : kCarriedTokens);
 }
 
 template <class W>

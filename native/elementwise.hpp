@@ -36,6 +36,7 @@ inline void map(const float* x, int64_t count, float* out, F&& f) {
     }
 }
 
+#if !defined(__AVX512F__)  // which loads under a mask
 // A vector of numbers of which the first `given` exist, zeros behind them
 template <class T>
 inline Vec load_some(const T* at, int64_t given) {
@@ -44,6 +45,7 @@ inline Vec load_some(const T* at, int64_t given) {
     for (int64_t j = 0; j < given; ++j) rest[j] = at[j];
     return load(rest);
 }
+#endif
 
 void rms_norm(const float* x, const float* weight, float eps, int64_t count, float* out) {
     Vec squares = splat(0.0f);
@@ -174,8 +176,8 @@ void add_ranks(const Ranks& r) {
 inline float largest_magnitude(const float* x, int64_t count) {
     Vec most = splat(0.0f), poison = splat(0.0f);
     for (int64_t i = 0; i < count; i += kWidth) {
-        const Vec v = load_some(x + i, count - i), size = where_less(v, splat(0.0f), splat(0.0f) - v, v);
-        most = where_less(most, size, size, most);
+        const Vec v = load_some(x + i, count - i);
+        most = larger(magnitude(v), most);
         poison = poison + (v - v);
     }
     const float bad = sum(poison);
@@ -211,7 +213,7 @@ int64_t argmax(const float* x, int64_t count) {
     int64_t i = 0;
     for (; i + kWidth <= count; i += kWidth) {
         const Vec v = load(x + i);
-        best = where_less(best, v, v, best);
+        best = larger(v, best);
         poison = poison + (v - v) * splat(0.0f);  // NaN from NaN, and from infinities: sorted out below
     }
     float value = largest(best);

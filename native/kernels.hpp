@@ -64,7 +64,7 @@ struct Ranks {  // out[t][i] += sum over r of x[t][r]·rows[r][i], one after the
     int64_t out_stride;
 };
 
-static constexpr int64_t product_scratch(int64_t columns) { return 8 * columns + 40960; }
+static constexpr int64_t product_scratch(int64_t columns) { return 8 * columns + 103424; }
 
 // How quantised matrices lie is told in cells.hpp: in cells of so many rows and bytes, columns of int8 filled up to 64.
 // Static, as all of this: levels compile this file with flags of their own, and no two of them may be merged.

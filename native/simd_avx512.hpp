@@ -11,6 +11,16 @@ inline Vec load(const bf16* at) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16));
 }
 inline Vec load(const f16* at) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
+// Of a vector the first `given` numbers, zeros behind them; none where `given` is not above zero
+inline __mmask16 first_lanes(int64_t given) { return given >= kWidth ? 0xffffu : given > 0 ? (1u << given) - 1 : 0; }
+inline Vec load_some(const float* at, int64_t given) { return _mm512_maskz_loadu_ps(first_lanes(given), at); }
+inline Vec load_some(const bf16* at, int64_t given) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(given), at));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline Vec load_some(const f16* at, int64_t given) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(given), at));
+}
 inline void store(float* at, Vec value) { _mm512_storeu_ps(at, value); }
 inline void store(bf16* at, Vec value) {
 #if defined(__AVX512BF16__)

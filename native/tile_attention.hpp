@@ -110,16 +110,16 @@ inline __m512 weigh_tile(const Attend& a, const Keys& keys, int tile, TileAttent
         Vec score = load(state.scores[key]) * scale;
         if (a.softcap > 0.0f) score = cap * hyperbolic_tangent(score * inverse);
         score = _mm512_mask_blend_ps(seen, splat(-__builtin_inff()), score);
-        best = where_less(best, score, score, best);
+        best = larger(score, best);
         store(state.scores[key], score);
     }
     Vec sums = splat(0.0f);
     for (int key = 0; key < kStepKeys; ++key) {
-        const Vec weight = exponential(load(state.scores[key]) - best);
+        const Vec weight = exponential_below(load(state.scores[key]) - best);
         sums = sums + weight;
         store(state.scores[key], weight);
     }
-    const Vec shrink = exponential(before - best);
+    const Vec shrink = exponential_below(before - best);
     store(state.largest + tile * 16, best);
     store(state.total + tile * 16, fma(load(state.total + tile * 16), shrink, sums));
     return shrink;

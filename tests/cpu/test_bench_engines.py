@@ -17,6 +17,7 @@ import pytest
 from server_fixture import run_command
 from tiny_gguf import save_tiny_gguf
 
+from dovetail.bench import engines
 from dovetail.bench.engine_figures import OURS, Metric
 from dovetail.bench.engine_models import EngineModels
 from dovetail.bench.engine_peers import Contender, Program, Setting
@@ -28,7 +29,7 @@ from dovetail.bench.steps import Steps
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.engine.native_model import NativeCall
 from dovetail.errors import ConfigError
-from dovetail.machine import kept_dtype
+from dovetail.machine import Cpu, kept_dtype
 from dovetail.native import levels
 
 KEYS = {"engine", "model", "precision", "metric", "batch", "median_ms", "spread_ms", "ratio_to_best_peer"}
@@ -44,7 +45,7 @@ for line in sys.stdin:
         answer = {"read_bytes_per_s": 1e9, "flops_per_s": 1e10}
     elif command["do"] == "prepare":
         answer = {"weight_bytes": 1000, "about": "made up"}
-        if breaks == "prepare":
+        if breaks == "prepare" or breaks == "logging" and "ONEDNN_VERBOSE" in os.environ:
             answer = {"error": "MemoryError: too large"}
     else:
         runs += 1
@@ -107,6 +108,19 @@ def test_broken_peers_are_named_and_the_others_go_on(place: Path) -> None:
     assert reasons["too large"][1] == large
     assert reasons["mortal"][1] == mortal
     assert "engine of" in (log / "mortal.log").read_text()
+
+
+def test_a_peer_that_cannot_log_takes_part(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "read_cpu", lambda: Cpu("a processor with AMX", "x86_64", frozenset({"amx_bf16"}), 1))
+    peers = make_contender(place, "quiet", 2.0, "logging"), make_contender(place, "open", 3.0)
+    known = {each.name: each for each in (make_contender(place, OURS, 1.0), *peers)}
+    report = run_contest(make_plan(place, ("quiet", "open")), models(place), known)
+    assert report.failures == []
+    assert {row.ratio_to_best_peer for row in report.rows if row.engine == OURS} == {2.0}
+    seen = {entry.engine: entry.amx for entry in report.entries}
+    logs = {name: place / "logs" / f"{name}-amx-16.log" for name in seen}
+    assert seen["quiet"] == f"not known whether by AMX, it failed when oneDNN was to log (log: {logs['quiet']})"
+    assert seen["open"] == f"no sign of AMX (log: {logs['open']})"
 
 
 def test_the_same_prompts_reach_all_within_a_round(place: Path) -> None:
