@@ -23,7 +23,8 @@ from tokenizers.models import BPE, Unigram, WordLevel
 
 from dovetail.gateway import tokenizer_process
 from dovetail.gateway.token_table import TokenTable
-from dovetail.gateway.tokenizer_process import TokenizerLost, nursery
+from dovetail.gateway.tokenizer_child import framed
+from dovetail.gateway.tokenizer_process import Nursery, TokenizerLost, nursery
 from dovetail.gateway.words import Words, words_of
 
 TEXTS = [
@@ -270,6 +271,17 @@ def test_no_process_outlives_a_gateway_that_is_killed(tmp_path: Path) -> None:
         gateway.wait()
     assert len(helpers) == 2
     wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in helpers))
+
+
+def test_a_gateway_that_goes_while_a_file_is_read_leaves_nothing_behind(capfd: pytest.CaptureFixture[str]) -> None:
+    forks = Nursery()
+    control, pid = forks.fork()
+    process = psutil.Process(pid)
+    with control:
+        control.sendall(framed(byte_level_tokenizer().to_str().encode()))
+    process.wait(timeout=10)
+    forks._stop()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_cancelled_call_keeps_the_answers_of_the_others_in_their_order(words: Words) -> None:

@@ -139,7 +139,8 @@ class _Fork:
             opened.problem = error.message
         del file
         trim_memory()
-        self._control.sendall(framed(msgspec.msgpack.encode(opened)))
+        with suppress(OSError):  # the gateway is gone: `run` finds that out too, and ends
+            self._control.sendall(framed(msgspec.msgpack.encode(opened)))
 
     def _serve(self, channel: socket.socket, is_long: bool) -> None:
         if is_long:
