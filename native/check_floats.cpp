@@ -133,7 +133,8 @@ void check_ranks(const Kernels& kernels, const FloatCase& kind, int64_t rank, in
 void check_floats(const Kernels& kernels) {
     std::mt19937 random{13};
     for (const FloatCase& kind : kCases)
-        for (const auto& [rows, columns] : {std::pair{64, 64}, {17, 96}, {1, 33}, {33, 1}, {21, 70}, {19, 1100}, {9, 2111}, {150, 600}})
+        for (const auto& [rows, columns] :
+             {std::pair{64, 64}, {17, 96}, {1, 33}, {33, 1}, {21, 70}, {19, 1100}, {9, 2111}, {150, 600}})
             check_case(kernels, kind, rows, columns, random);
     for (const FloatCase& kind : kCases)
         for (const auto& [rank, count] : {std::pair{1, 1}, {8, 64}, {16, 300}, {3, 129}})
