@@ -239,8 +239,8 @@ class Contest:
             process.ask({"do": "quantise", "path": str(source), "target": str(target), "weights": kind})
 
     def _amx(self, name: str, precision: str, command: dict[str, object]) -> str:
-        """Asked once for each engine and precision, of a process of its own, because logging is slow. An engine that fails
-        when it shall log (OpenVINO does) takes part all the same."""
+        """Asked once for each engine and precision, of a process of its own, because logging is slow. An engine that
+        fails when it shall log (OpenVINO does) takes part all the same."""
         if not self._cpu.has_amx:
             return NO_AMX
         if (name, precision) not in self._probed:
