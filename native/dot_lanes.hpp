@@ -154,21 +154,22 @@ inline void multiply_few(const Product& p) {
 
 // Some rows by some tokens, as many columns at a time as stay in the L1
 struct Panel {
-    int64_t row, num_rows, first_token, num_tokens;
+    int64_t row, num_rows, first_token;
     int64_t begin, count;  // columns
     bool last;             // of them
     const float* rows;     // [kPanelRows][kPanelStride]
     float* carried;        // [tokens][kPanelRows] vectors of sums
     const char* next;      // rows that are copied after these, fetched meanwhile
-    int64_t next_bytes, next_stride;
+    int64_t next_bytes, next_share, next_stride;  // of each of them; what a tile of tokens fetches of it: whole lines
 };
 
-// What one tile of tokens fetches of four of the rows that come next
-inline void fetch_next(const Panel& panel, int64_t row, int64_t tile, int64_t tiles) {
-    const int64_t begin = panel.next_bytes * tile / tiles, end = panel.next_bytes * (tile + 1) / tiles;
+// Of four of the rows that come next. Nothing is divided here: a tile takes a few hundred cycles, a division up to ninety.
+inline void fetch_next(const Panel& panel, int64_t row, int64_t tile) {
+    const int64_t begin = tile * panel.next_share, whole = begin + panel.next_share;
+    const int64_t end = whole < panel.next_bytes ? whole : panel.next_bytes;
     const char* from = panel.next + row * panel.next_stride;
     for (int r = 0; r < 4; ++r, from += panel.next_stride)
-        for (int64_t at = begin / 64 * 64; at < end; at += 64) _mm_prefetch(from + at, _MM_HINT_T1);
+        for (int64_t at = begin; at < end; at += 64) _mm_prefetch(from + at, _MM_HINT_T1);
 }
 
 template <int R, int T>
@@ -196,26 +197,27 @@ inline void panel_tile(const Product& p, const Panel& panel, int64_t row, int64_
 }
 
 template <int T = kTileTokens>
-inline void panel_tokens(const Product& p, const Panel& panel, int64_t tile, int64_t tiles) {
-    const int64_t token = panel.num_tokens * tile / tiles, count = panel.num_tokens * (tile + 1) / tiles - token;
+inline void panel_tokens(const Product& p, const Panel& panel, int64_t tile, int64_t token, int64_t count) {
     if (count != T) {
-        if constexpr (T > 1) panel_tokens<T - 1>(p, panel, tile, tiles);
+        if constexpr (T > 1) panel_tokens<T - 1>(p, panel, tile, token, count);
         return;
     }
     int64_t row = 0;
     for (; row + 4 <= panel.num_rows; row += 4) {
-        fetch_next(panel, row, tile, tiles);
+        fetch_next(panel, row, tile);
         panel_tile<4, T>(p, panel, row, token);
     }
     for (; row < panel.num_rows; ++row) panel_tile<1, T>(p, panel, row, token);
 }
 
+// As many rows and tokens as sums are carried of
 template <class W>
-inline void multiply_panels(const Product& p, int64_t row_begin, int64_t row_end, int64_t first_token, int64_t num_tokens) {
+inline void carry_panels(const Product& p, int64_t row_begin, int64_t row_end, int64_t first_token, int64_t num_tokens) {
     constexpr int64_t kBytes = sizeof(W);
     const int64_t columns = p.weight->columns, panels = (columns + kPanelColumns - 1) / kPanelColumns;
     const int64_t width = (columns / panels + kWidth - 1) / kWidth * kWidth;
     const int64_t tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
+    const int64_t least = num_tokens / tiles, wider = num_tokens % tiles;  // tiles of much the same size
     float *copies = p.scratch, *carried = p.scratch + kPanelRows * kPanelStride;
     for (int64_t begin = 0; begin < columns; begin += width)
         for (int64_t row = row_begin; row < row_end; row += kPanelRows) {
@@ -224,11 +226,16 @@ inline void multiply_panels(const Product& p, int64_t row_begin, int64_t row_end
             const W* from = static_cast<const W*>(p.weight->data) + row * columns + begin;
             for (int64_t r = 0; r < rows; ++r)
                 load_row_as(from + r * columns, count, 1.0f, false, copies + r * kPanelStride);
-            const Panel panel{row, rows, first_token, num_tokens, begin, count, begin + width >= columns, copies,
+            const Panel panel{row, rows, first_token, begin, count, begin + width >= columns, copies,
                               carried + (row - row_begin) * num_tokens * kWidth,
                               reinterpret_cast<const char*>(from + kPanelRows * columns),
-                              next + kPanelRows <= row_end ? count * kBytes : 0, columns * kBytes};
-            for (int64_t tile = 0; tile < tiles; ++tile) panel_tokens(p, panel, tile, tiles);
+                              next + kPanelRows <= row_end ? count * kBytes : 0, (count * kBytes / tiles + 63) / 64 * 64,
+                              columns * kBytes};
+            for (int64_t tile = 0, token = 0; tile < tiles; ++tile) {
+                const int64_t size = least + (tile < wider);
+                panel_tokens(p, panel, tile, token, size);
+                token += size;
+            }
         }
 }
 
@@ -236,8 +243,8 @@ template <class W>
 inline void multiply_panels(const Product& p) {
     for (int64_t row = p.row_begin; row < p.row_end; row += kCarriedRows)
         for (int64_t token = p.token_begin; token < p.token_end; token += kCarriedTokens)
-            multiply_panels<W>(p, row, row + kCarriedRows < p.row_end ? row + kCarriedRows : p.row_end, token,
-                               p.token_end - token < kCarriedTokens ? p.token_end - token : kCarriedTokens);
+            carry_panels<W>(p, row, row + kCarriedRows < p.row_end ? row + kCarriedRows : p.row_end, token,
+                            p.token_end - token < kCarriedTokens ? p.token_end - token : kCarriedTokens);
 }
 
 template <class W>

@@ -138,7 +138,7 @@ inline void tile_block(const char* weight, int64_t stride, const char* x, int64_
 // One tile of results [16 rows][16 tokens] to out[token][row]
 inline void write_tile(const Product& p, const float* sums, int64_t row, int64_t token) {
     const int64_t rows = p.row_end - row, tokens = p.token_end - token;
-    const __mmask16 mask = rows >= 16 ? 0xffff : (1u << rows) - 1;
+    const __mmask16 mask = first_lanes(rows);
     const __m512 bias = p.bias ? _mm512_maskz_loadu_ps(mask, p.bias + (row - p.row_begin)) : splat(0.0f);
     float* out = p.out + (token - p.token_begin) * p.out_stride + (row - p.row_begin);
     __m512i columns[16];
