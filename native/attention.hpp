@@ -4,6 +4,7 @@
 // Keys are taken kKeyChunk at a time: scores, running maximum, exponentials, weighted values. They lie apart by all heads
 // of a token, which no processor foresees: values are fetched while keys are read, and the next keys while values are.
 
+constexpr int kValueQueries = kWidth == 16 ? 6 : kWidth == 8 ? 2 : 4;  // times four vectors of sums that stay in registers
 constexpr int kManyQueries = 10;  // from here on a cache of 16 bits is widened before it is used
 
 struct Keys {
@@ -29,6 +30,20 @@ constexpr int kKeysAhead = 8;
 inline void fetch(const void* at, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(at) + line);
 }
+
+struct Running {  // what the queries have seen so far
+    const float* const* q;  // where they lie
+    float *scores, *largest, *total, *sums;
+    float* turned;  // room for keys: attention_turned.hpp
+};
+
+#if defined(__AVX512F__)
+#include "attention_turned.hpp"
+#else
+constexpr bool turns_keys(const Attend&) { return false; }
+template <class C>
+inline void score_turned_chunk(const Attend&, const Keys&, bool, const Running&) {}
+#endif
 
 // `queries`: where each of them lies; `at`: scores of the first with the first key
 template <int R, int T, class C>
@@ -177,7 +192,8 @@ inline void add_queries(const Attend& a, const Keys& keys, const Keys* next, con
 }
 
 template <class C>
-inline void score_chunk(const Attend& a, const Keys& keys, bool fetches, const float* const* q, float* scores) {
+inline void score_chunk(const Attend& a, const Keys& keys, bool fetches, const Running& run) {
+    if (turns_keys(a)) return score_turned_chunk<C>(a, keys, fetches, run);
     const C *heads = static_cast<const C*>(a.cache.keys), *values = static_cast<const C*>(a.cache.values);
     const int64_t bytes = a.head_dim * sizeof(C);
     int key = 0;
@@ -186,9 +202,17 @@ inline void score_chunk(const Attend& a, const Keys& keys, bool fetches, const f
             if (i + kKeysAhead < keys.count) fetch(heads + keys.at[i + kKeysAhead], bytes);
             fetch(values + keys.at[i], bytes);
         }
-        score_keys<4, C>(a, keys, key, q, scores);
+        score_keys<4, C>(a, keys, key, run.q, run.scores);
     }
-    for (; key < keys.count; ++key) score_keys<1, C>(a, keys, key, q, scores);
+    for (; key < keys.count; ++key) score_keys<1, C>(a, keys, key, run.q, run.scores);
+}
+
+// Fewer queries than go together
+template <int Q, class C>
+inline void add_rest(const Attend& a, const Keys& keys, const Keys* next, int count, const float* weights,
+                     const float* shrink, float* sums) {
+    if (count == Q) return add_queries<Q, C>(a, keys, next, weights, shrink, sums);
+    if constexpr (Q > 1) add_rest<Q - 1, C>(a, keys, next, count, weights, shrink, sums);
 }
 
 template <class C>
@@ -196,21 +220,10 @@ inline void add_chunk(const Attend& a, const Keys& keys, const Keys* next, const
                       float* sums) {
     const int queries = a.tokens * a.heads;
     int q = 0;
-    for (; q + 4 <= queries; q += 4, next = nullptr)
-        add_queries<4, C>(a, keys, next, weights + q * kKeyChunk, shrink + q, sums + q * a.head_dim);
-    weights += q * kKeyChunk, shrink += q, sums += q * a.head_dim;
-    switch (queries - q) {
-        case 3: return add_queries<3, C>(a, keys, next, weights, shrink, sums);
-        case 2: return add_queries<2, C>(a, keys, next, weights, shrink, sums);
-        case 1: return add_queries<1, C>(a, keys, next, weights, shrink, sums);
-        default: return;
-    }
+    for (; q + kValueQueries <= queries; q += kValueQueries, next = nullptr)
+        add_queries<kValueQueries, C>(a, keys, next, weights + q * kKeyChunk, shrink + q, sums + q * a.head_dim);
+    add_rest<kValueQueries - 1, C>(a, keys, next, queries - q, weights + q * kKeyChunk, shrink + q, sums + q * a.head_dim);
 }
-
-struct Running {  // what the queries have seen so far
-    const float* const* q;  // where they lie
-    float *scores, *largest, *total, *sums;
-};
 
 inline void weigh_chunk(const Attend& a, const Keys& keys, const Running& run, float* shrink) {
     for (int q = 0; q < a.tokens * a.heads; ++q)
@@ -220,7 +233,7 @@ inline void weigh_chunk(const Attend& a, const Keys& keys, const Running& run, f
 template <class C>
 inline void attend_chunk(const Attend& a, const Keys& keys, const Keys& next, const Running& run) {
     float shrink[kMaxQueries];
-    score_chunk<C>(a, keys, true, run.q, run.scores);
+    score_chunk<C>(a, keys, true, run);
     weigh_chunk(a, keys, run, shrink);
     add_chunk<C>(a, keys, &next, run.scores, shrink, run.sums);
 }
@@ -236,7 +249,7 @@ inline void attend_floats(const Attend& a, const Keys& keys, float* wide, const 
     Keys rows{keys.count, keys.first, {}};
     for (int key = 0; key < keys.count; ++key) rows.at[key] = key * a.head_dim;
     widen(a.cache.keys);
-    score_chunk<float>(widened, rows, false, run.q, run.scores);
+    score_chunk<float>(widened, rows, false, run);
     scale();
     weigh_chunk(a, keys, run, shrink);
     widen(a.cache.values);
@@ -290,12 +303,12 @@ void merge(const AttendParts& parts) {
 void attend_stretch(const Attend& a) {
     const int queries = a.tokens * a.heads;
     float* own = a.scratch + kMaxQueries * kKeyChunk;  // behind the scores [kMaxQueries][kKeyChunk]
+    float* wide = own + kMaxQueries * (a.head_dim + 4);
     const float* places[kMaxQueries];
     for (int token = 0, i = 0; token < a.tokens; ++token)
         for (int head = 0; head < a.heads; ++head) places[i++] = a.q + token * a.q_stride + head * a.head_dim;
     const Running run{places, a.scratch, a.out ? own : a.largest, a.out ? own + kMaxQueries : a.total,
-                      a.out ? own + 2 * kMaxQueries : a.sums};
-    float* wide = own + kMaxQueries * (a.head_dim + 4);
+                      a.out ? own + 2 * kMaxQueries : a.sums, wide + wide_keys(a.head_dim)};
     for (int q = 0; q < queries; ++q) run.largest[q] = kNothingSeen, run.total[q] = 0.0f;
     for (int i = 0; i < queries * a.head_dim; ++i) run.sums[i] = 0.0f;
     const int64_t seen = a.window && a.position >= a.window ? a.position - a.window + 1 : 0;

@@ -221,16 +221,21 @@ inline void carry_panels(const Product& p, int64_t row_begin, int64_t row_end, i
     float *copies = p.scratch, *carried = p.scratch + kPanelRows * kPanelStride;
     for (int64_t begin = 0; begin < columns; begin += width)
         for (int64_t row = row_begin; row < row_end; row += kPanelRows) {
-            const int64_t next = row + kPanelRows, rows = next < row_end ? kPanelRows : row_end - row;
+            const int64_t rows = row_end - row < kPanelRows ? row_end - row : kPanelRows;
             const int64_t count = columns - begin < width ? columns - begin : width;
-            const W* from = static_cast<const W*>(p.weight->data) + row * columns + begin;
+            const W *data = static_cast<const W*>(p.weight->data), *from = data + row * columns + begin;
             for (int64_t r = 0; r < rows; ++r)
                 load_row_as(from + r * columns, count, 1.0f, false, copies + r * kPanelStride);
+            // The next rows; behind the last of them, their next columns; then the rows that follow all of these.
+            int64_t next_row = row + kPanelRows, next_begin = begin;
+            if (next_row >= row_end) next_begin += width, next_row = row_begin;
+            if (next_begin >= columns) next_begin = 0, next_row = row_end;
+            const int64_t next_count = columns - next_begin < width ? columns - next_begin : width;
+            const int64_t next_bytes = next_row + kPanelRows <= p.weight->rows ? next_count * kBytes : 0;
             const Panel panel{row, rows, first_token, begin, count, begin + width >= columns, copies,
                               carried + (row - row_begin) * num_tokens * kWidth,
-                              reinterpret_cast<const char*>(from + kPanelRows * columns),
-                              next + kPanelRows <= row_end ? count * kBytes : 0, (count * kBytes / tiles + 63) / 64 * 64,
-                              columns * kBytes};
+                              reinterpret_cast<const char*>(data + next_row * columns + next_begin),
+                              next_bytes, (next_bytes / tiles + 63) / 64 * 64, columns * kBytes};
             for (int64_t tile = 0, token = 0; tile < tiles; ++tile) {
                 const int64_t size = least + (tile < wider);
                 panel_tokens(p, panel, tile, token, size);

@@ -113,8 +113,10 @@ struct AttendParts {  // of one query, over stretches of kSplitKeys keys each
     float* out;
 };
 
-inline int64_t attend_scratch(int64_t head_dim) {
-    return kMaxQueries * (kKeyChunk + head_dim + 4) + kKeyChunk * (head_dim < 32 ? 32 : head_dim) + 256;
+// Floats of a chunk of keys, or of what else is made of them
+static inline int64_t wide_keys(int64_t head_dim) { return kKeyChunk * (head_dim < 32 ? 32 : head_dim) + 256; }
+static inline int64_t attend_scratch(int64_t head_dim) {  // scores, sums, keys widened, and turned where heads are short
+    return kMaxQueries * (kKeyChunk + head_dim + 4) + wide_keys(head_dim) + kKeyChunk * (head_dim <= 128 ? head_dim : 0);
 }
 
 struct Kernels {

@@ -313,6 +313,37 @@ def test_attention_over_a_cache_of_int8_is_right_for_every_head_size_and_length(
     assert relative_error(out, attention_reference(q, *meant, position, window, cap)) < allowed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(("length", "tokens", "heads", "window"), [(19, 16, 1, 0), (131, 6, 7, 0), (700, 9, 3, 600)])
+def test_a_query_gets_the_same_numbers_alone_and_in_company(
+    kernels: ModuleType,
+    level: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    length: int,
+    tokens: int,
+    heads: int,
+    window: int,
+) -> None:
+    if level == "amx" and dtype == torch.bfloat16:
+        pytest.skip("its tiles round the weights of more than eight queries to bf16")
+    size, blocks = 16, -(-length // 16)
+    if dtype == torch.int8:
+        rows = [stored_as_codes(kernels, level, draw(blocks * size, head_dim, seed=part))[0] for part in (3, 4)]
+    else:
+        rows = [draw(blocks * size, head_dim, seed=part, dtype=dtype) for part in (3, 4)]
+    cache = torch.stack([part.reshape(blocks, size, -1) for part in rows], dim=1)
+    table = torch.arange(blocks - 1, -1, -1, dtype=torch.int32)
+    q, position = draw(tokens, heads, head_dim, seed=5), length - tokens
+    together, alone = torch.full_like(q, NAN), torch.full((1, heads, head_dim), NAN)
+    kernels.attend(level, q, cache, table, position, window, head_dim**-0.5, 0.0, together)
+    for token in range(tokens):
+        one = q[token : token + 1].clone()
+        kernels.attend(level, one, cache, table, position + token, window, head_dim**-0.5, 0.0, alone)
+        assert torch.equal(alone[0], together[token])
+
+
 @pytest.mark.parametrize("count", [1, 2, 20, 64, 80, 256])
 def test_codes_of_a_cache_are_the_nearest_and_hide_nothing(kernels: ModuleType, level: str, count: int) -> None:
     x = draw(6, count, seed=1) * torch.tensor([1.0, 1e-20, 1e20, 0.0, 1e-38, 3.0])[:, None]
