@@ -31,6 +31,7 @@ from dovetail.machine import default_root
 TORCH, NUMPY = "torch==2.13.0", "numpy==2.4.6"
 _READY = "ready.json"
 _PIP_TIMEOUT_S = 3600.0  # or for building one
+_END_S = 10.0  # for a child to end by itself, once nothing is asked of it
 
 Report = Callable[[str], None]  # what is being done now
 
@@ -204,8 +205,9 @@ class PeerProcess:
     def __enter__(self) -> PeerProcess:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Of a bench that was interrupted nobody waits for an engine in the middle of its work."""
+        self.close(_END_S if kind is None else 0.0)
 
     def ask(self, command: dict[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
         line = msgspec.json.encode(command) + b"\n"
@@ -219,7 +221,7 @@ class PeerProcess:
             raise self._failed(answer["error"])
         return answer
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def close(self, timeout_s: float = _END_S) -> None:
         with suppress(BrokenPipeError):
             _pipe(self._process.stdin).close()  # the child's loop ends with its input
         with suppress(subprocess.TimeoutExpired):
