@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -212,11 +213,17 @@ def list_gpus(timeout_s: float = 10.0) -> tuple[str, ...]:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=timeout_s, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return parse_gpu_list(done.stdout)
+    return parse_gpu_list(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def parse_gpu_list(text: str) -> tuple[str, ...]:
-    """What `nvidia-smi -L` prints: a line per GPU, and behind it one per slice, indented."""
+def parse_gpu_list(text: str, visible: str | None = None) -> tuple[str, ...]:
+    """What `nvidia-smi -L` prints: a line per GPU, and behind it one per slice, indented. `visible`: what CUDA shows of
+    them, by number or by the beginning of a name, up to the first that is neither; it numbers those anew."""
+    if visible is not None:
+        numbers, names = re.findall(r"^GPU (\d+):", text, re.MULTILINE), re.findall(r"\(UUID: ([^)]+)\)", text)
+        wanted = (one.strip() for one in visible.split(","))
+        known = takewhile(lambda one: one in numbers or (one and any(name.startswith(one) for name in names)), wanted)
+        return tuple(f"cuda:{at}" for at, _ in enumerate(known))
     found: list[list[str]] = []
     for line in text.splitlines():
         number, uuid = re.match(r"GPU (\d+):", line), re.search(r"\(UUID: (MIG-[^)]+)\)", line)

@@ -122,15 +122,25 @@ def test_float16_is_computed_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -
     assert compute_dtype("auto", "f16") == ("bf16" if has_fast_bf16() else "f32"), "torch's own would take minutes"
 
 
-def test_a_gpu_is_named_by_its_number_and_one_in_slices_by_those() -> None:
-    listed = """GPU 0: NVIDIA H200 (UUID: GPU-0b9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0)
+LISTED = """GPU 0: NVIDIA H200 (UUID: GPU-0b9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0)
 GPU 1: NVIDIA H200 (UUID: GPU-1c9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0)
   MIG 3g.71gb     Device  0: (UUID: MIG-2d9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0)
   MIG 1g.18gb     Device  1: (UUID: MIG-3e9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0)
 """
+
+
+def test_a_gpu_is_named_by_its_number_and_one_in_slices_by_those() -> None:
     slices = ("MIG-2d9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0", "MIG-3e9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0")
-    assert parse_gpu_list(listed) == ("cuda:0", *slices)
+    assert parse_gpu_list(LISTED) == ("cuda:0", *slices)
     assert parse_gpu_list("no devices") == ()
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [("", 0), ("-1", 0), ("0", 1), ("1, 0", 2), ("0,-1,1", 1), ("7", 0), ("MIG-2d9ee7b9", 1), ("GPU-5", 0)],
+)
+def test_a_gpu_that_cuda_does_not_show_is_nobodys(visible: str, seen: int) -> None:
+    assert parse_gpu_list(LISTED, visible) == ("cuda:0", "cuda:1")[:seen]
 
 
 @pytest.mark.skipif(bool(usable_gpus()), reason="there is a GPU")

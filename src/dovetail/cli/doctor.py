@@ -20,7 +20,7 @@ import typer
 from dovetail import __version__
 from dovetail.cli.output import human_bytes, print_json
 from dovetail.errors import ConfigError
-from dovetail.machine import Cpu, Gpu, memory_bytes, preferred_dtype, read_cpu, read_gpus, usable_gpus
+from dovetail.machine import Cpu, Gpu, list_gpus, memory_bytes, preferred_dtype, read_cpu, read_gpus, usable_gpus
 
 _TOLD_FEATURES = (
     *("amx_bf16", "avx512f", "avx512_vnni", "avx512_bf16", "avx2", "avx_vnni"),
@@ -184,11 +184,13 @@ def _read_torch() -> Torch | None:
 def _notes(cpu: Cpu, gpus: tuple[Gpu, ...], folder: Path) -> list[str]:
     notes = []
     if not cpu.has_fast_bf16:
-        notes.append("no bf16 matrix instructions: models are kept and computed in float32 on this CPU")
+        notes.append(f"no bf16 matrix instructions: floats are multiplied in {preferred_dtype()} on this CPU")
     elif not cpu.has_amx and cpu.architecture == "x86_64":
         notes.append("no AMX: bf16 is multiplied by AVX-512, several times slower than AMX would")
     if not gpus:
         notes.append("no NVIDIA GPU: models run on the CPU")
+    elif "CUDA_VISIBLE_DEVICES" in os.environ and not list_gpus():
+        notes.append("CUDA_VISIBLE_DEVICES hides all GPUs: models run on the CPU")
     elif not usable_gpus():
         notes.append("torch was built without CUDA here, or Triton is missing: models run on the CPU (dovetail[cuda])")
     if importlib.util.find_spec("huggingface_hub") is None:
