@@ -183,9 +183,7 @@ tests.run_contest(tests.make_plan(place, ("idle",)), tests.models(place), known)
     bench.send_signal(signal.SIGINT)
     asked = time.monotonic()
     assert bench.wait(20) != 0
-    assert time.monotonic() - asked < 8, (
-        "it waited for an engine that has a minute's work, as long as it would at the end"
-    )
+    assert time.monotonic() - asked < 3
     assert not any(child.is_running() for child in children)
 
 

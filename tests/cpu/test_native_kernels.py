@@ -228,6 +228,32 @@ def test_sums_of_digits_do_not_overflow(kernels: ModuleType, level: str, layout:
     assert ((out - reference).abs() <= digit_step(x)[:, None] * weight.double().abs().sum(1)).all()
 
 
+def stored_as_codes(kernels: ModuleType, level: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, d + 4] of codes and scale, and the values that they stand for."""
+    rows = torch.full((len(x), x.shape[1] + 4), 85, dtype=torch.int8)
+    kernels.store_codes(level, x, rows)
+    scales = rows[:, x.shape[1] :].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return rows, rows[:, : x.shape[1]] * scales
+
+
+def paged_cache(
+    kernels: ModuleType, level: str, head_dim: int, dtype: torch.dtype, length: int
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """[blocks, 2, 16, width] with keys and values of so many tokens at random places, their table, and the numbers that
+    they stand for. What nobody wrote must not be read: it is no number, of codes their scales are none."""
+    size, blocks = 16, -(-length // 16)
+    table = torch.tensor(random.Random(length).sample(range(blocks + 3), blocks), dtype=torch.int32)
+    if dtype == torch.int8:
+        parts = [stored_as_codes(kernels, level, draw(length, head_dim, seed=seed)) for seed in (3, 4)]
+    else:
+        parts = [(x, x) for x in (draw(length, head_dim, seed=seed, dtype=dtype) for seed in (3, 4))]
+    width, unwritten = parts[0][0].shape[1], -1 if dtype == torch.int8 else NAN
+    cache, at = torch.full((blocks + 3, 2, size, width), unwritten, dtype=dtype), torch.arange(length)
+    for part, (rows, _) in enumerate(parts):
+        cache[:, part].index_put_((table[at // size], at % size), rows)
+    return cache, table, [values for _, values in parts]
+
+
 ATTENTION_CASES = [
     (1, 1, 1, 0, 0.0),
     (16, 1, 3, 0, 0.0),
@@ -265,29 +291,14 @@ def test_attention_is_right_for_every_head_size_and_length(
     window: int,
     cap: float,
 ) -> None:
-    size, blocks = 16, -(-length // 16)
-    cache = torch.full((blocks + 3, 2, size, head_dim), NAN, dtype=dtype)  # what nobody wrote must not be read
-    table = random.Random(length).sample(range(blocks + 3), blocks)
-    k, v = draw(length, head_dim, seed=3, dtype=dtype), draw(length, head_dim, seed=4, dtype=dtype)
-    at = torch.arange(length)
-    for part, written in enumerate((k, v)):
-        cache[:, part].index_put_((torch.tensor(table)[at // size], at % size), written)
+    cache, table, (k, v) = paged_cache(kernels, level, head_dim, dtype, length)
     q = draw(tokens, heads, head_dim, seed=5)
     out = torch.full_like(q, NAN)
     position = length - tokens
-    block_table = torch.tensor(table, dtype=torch.int32)
-    kernels.attend(level, q, cache, block_table, position, window, head_dim**-0.5, cap, out)
+    kernels.attend(level, q, cache, table, position, window, head_dim**-0.5, cap, out)
     rounds = level == "amx" and dtype == torch.bfloat16  # queries and weights become bf16 there
     allowed = ROUNDING["bf16"] if rounds else 1e-5 if cap else 2e-6
     assert relative_error(out, attention_reference(q, k, v, position, window, cap)) < allowed
-
-
-def stored_as_codes(kernels: ModuleType, level: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [n, d + 4] of codes and scale, and the values that they stand for."""
-    rows = torch.full((len(x), x.shape[1] + 4), 85, dtype=torch.int8)
-    kernels.store_codes(level, x, rows)
-    scales = rows[:, x.shape[1] :].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return rows, rows[:, : x.shape[1]] * scales
 
 
 @pytest.mark.parametrize("head_dim", [2, 8, 16, 20, 64, 80, 96, 128, 256])
@@ -295,19 +306,11 @@ def stored_as_codes(kernels: ModuleType, level: str, x: Tensor) -> tuple[Tensor,
 def test_attention_over_a_cache_of_int8_is_right_for_every_head_size_and_length(
     kernels: ModuleType, level: str, head_dim: int, length: int, tokens: int, heads: int, window: int, cap: float
 ) -> None:
-    size, blocks = 16, -(-length // 16)
-    cache = torch.full((blocks + 3, 2, size, head_dim + 4), -1, dtype=torch.int8)  # scales that are not a number
-    table = random.Random(length).sample(range(blocks + 3), blocks)
-    at, meant = torch.arange(length), []
-    for part in (0, 1):
-        rows, values = stored_as_codes(kernels, level, draw(length, head_dim, seed=3 + part))
-        cache[:, part].index_put_((torch.tensor(table)[at // size], at % size), rows)
-        meant.append(values)
+    cache, table, meant = paged_cache(kernels, level, head_dim, torch.int8, length)
     q = draw(tokens, heads, head_dim, seed=5)
     out = torch.full_like(q, NAN)
     position = length - tokens
-    block_table = torch.tensor(table, dtype=torch.int32)
-    kernels.attend(level, q, cache, block_table, position, window, head_dim**-0.5, cap, out)
+    kernels.attend(level, q, cache, table, position, window, head_dim**-0.5, cap, out)
     in_bytes = level in ("dotprod", "i8mm") and head_dim % 16 == 0  # queries and weights have 15 bits there
     allowed = 3e-4 if in_bytes else 1e-5 if cap else 2e-6
     assert relative_error(out, attention_reference(q, *meant, position, window, cap)) < allowed
@@ -328,13 +331,7 @@ def test_a_query_gets_the_same_numbers_alone_and_in_company(
 ) -> None:
     if level == "amx" and dtype == torch.bfloat16:
         pytest.skip("its tiles round the weights of more than eight queries to bf16")
-    size, blocks = 16, -(-length // 16)
-    if dtype == torch.int8:
-        rows = [stored_as_codes(kernels, level, draw(blocks * size, head_dim, seed=part))[0] for part in (3, 4)]
-    else:
-        rows = [draw(blocks * size, head_dim, seed=part, dtype=dtype) for part in (3, 4)]
-    cache = torch.stack([part.reshape(blocks, size, -1) for part in rows], dim=1)
-    table = torch.arange(blocks - 1, -1, -1, dtype=torch.int32)
+    cache, table, _ = paged_cache(kernels, level, head_dim, dtype, length)
     q, position = draw(tokens, heads, head_dim, seed=5), length - tokens
     together, alone = torch.full_like(q, NAN), torch.full((1, heads, head_dim), NAN)
     kernels.attend(level, q, cache, table, position, window, head_dim**-0.5, 0.0, together)

@@ -189,10 +189,13 @@ def _notes(cpu: Cpu, gpus: tuple[Gpu, ...], folder: Path) -> list[str]:
         notes.append("no AMX: bf16 is multiplied by AVX-512, several times slower than AMX would")
     if not gpus:
         notes.append("no NVIDIA GPU: models run on the CPU")
-    elif "CUDA_VISIBLE_DEVICES" in os.environ and not list_gpus():
-        notes.append("CUDA_VISIBLE_DEVICES hides all GPUs: models run on the CPU")
     elif not usable_gpus():
-        notes.append("torch was built without CUDA here, or Triton is missing: models run on the CPU (dovetail[cuda])")
+        if "CUDA_VISIBLE_DEVICES" in os.environ and not list_gpus():
+            notes.append("CUDA_VISIBLE_DEVICES hides all GPUs: models run on the CPU")
+        else:
+            notes.append(
+                "torch was built without CUDA here, or Triton is missing: models run on the CPU (dovetail[cuda])"
+            )
     if importlib.util.find_spec("huggingface_hub") is None:
         notes.append("huggingface_hub is not installed: `pull hf:…` does not work (install dovetail[convert])")
     if importlib.util.find_spec("pip") is None:
