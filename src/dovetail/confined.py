@@ -26,6 +26,7 @@ _MAX_FRAME_BYTES = 1 << 30
 _LARGE_BYTES = 1 << 20
 _LONG_S = 0.02
 _LOOK_CALLS = 32  # how often a child looks whether it has grown
+_PREPARE_CPU_S = 30
 _SPARE_S = 1  # the kernel counts processor time in whole seconds
 _PAGE_BYTES = resource.getpagesize()
 
@@ -46,9 +47,10 @@ class Bounds:
 class Exceeded(Exception):
     """The call took more than its bounds; `what` says of which."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, is_wall: bool = False) -> None:
         super().__init__(what)
         self.what = what
+        self.is_wall = is_wall  # time passed while others had the processor: it tells nothing of the call itself
 
 
 class Confined:
@@ -71,7 +73,7 @@ class Confined:
             try:
                 answer = self._exchange(request)
             except (OSError, EOFError) as error:
-                raise Exceeded(self._ended(error)) from error
+                raise self._ended(error) from error
             if answer[:1] == b"\1":  # it has answered, and has grown
                 self._stop()
             return answer[1:]
@@ -116,7 +118,7 @@ class Confined:
         size = int.from_bytes(_receive(self._socket, _LENGTH_BYTES, deadline), "little")
         return _receive(self._socket, size, deadline)
 
-    def _ended(self, error: Exception) -> str:
+    def _ended(self, error: Exception) -> Exceeded:
         """Why there is no answer; the child is gone afterwards."""
         assert self._child is not None
         hung = isinstance(error, TimeoutError)
@@ -125,9 +127,13 @@ class Confined:
                 self._child.wait(1.0)
         code = self._child.poll()
         self._stop()
-        if hung or code == -24:  # SIGXCPU
-            return f"it takes more than {self._bounds.cpu_s:g} s"
-        return f"it needs more than {self._bounds.memory_bytes >> 20} MB, or ends the process that looks at it"
+        if hung:
+            return Exceeded(f"it was not done after {self._bounds.wall_s:g} s on a busy machine", is_wall=True)
+        if code == -signal.SIGXCPU:
+            return Exceeded(f"it takes more than {self._bounds.cpu_s:g} s of processor time")
+        return Exceeded(
+            f"it needs more than {self._bounds.memory_bytes >> 20} MB, or ends the process that looks at it"
+        )
 
     def _stop(self) -> None:
         if self._socket is not None:
@@ -238,8 +244,10 @@ def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exceeded) -> None:
         answer.set_result(outcome)
 
 
-def serve(handle: Callable[[bytes], bytes]) -> None:
-    """The child's side: answer until the parent is gone. A MemoryError of `handle` ends the child, as other excess."""
+def serve(handle: Callable[[bytes], bytes], prepare: Callable[[bytes], None] | None = None) -> None:
+    """The child's side: answer until the parent is gone. A MemoryError of `handle` ends the child, as other excess.
+    `prepare` reads what a request needs beside itself (files of the server); its processor time is not the request's.
+    """
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a terminal may stop whoever prints from behind
     descriptor, cpu_s, memory_bytes, kept_bytes = (float(text) for text in sys.argv[1:5])
     channel = socket.socket(fileno=int(descriptor))
@@ -254,6 +262,9 @@ def serve(handle: Callable[[bytes], bytes]) -> None:
             request = _receive(channel, size)
         except EOFError:
             return
+        if prepare is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + _PREPARE_CPU_S, hard_limit))
+            prepare(request)
         used = time.process_time()
         resource.setrlimit(resource.RLIMIT_CPU, (int(used + cpu_s) + _SPARE_S, hard_limit))
         answer = handle(request)

@@ -18,10 +18,13 @@ import pytest
 from gateway_builders import make_card
 
 from dovetail.confined import Bounds, Confined, Lane
-from dovetail.errors import InvalidRequest
+from dovetail.errors import InvalidRequest, Overloaded
 from dovetail.gateway.chat import TemplateFacts, TemplateText
 from dovetail.gateway.clients import current_client
+from dovetail.gateway.grammar_trials import BOUNDS as TRIAL_BOUNDS
+from dovetail.gateway.grammar_trials import GrammarTrials
 from dovetail.gateway.templates import Templates
+from dovetail.types import Grammar
 
 BOUNDS = Bounds(cpu_s=0.2, wall_s=20.0, memory_bytes=256 << 20, kept_bytes=16 << 20)
 HELLO = [{"role": "user", "content": "hi"}]
@@ -170,3 +173,69 @@ def test_memory_that_one_conversation_needed_is_given_back(tmp_path: Path) -> No
             if "chat_child" in " ".join(child.cmdline()):
                 sizes.append(child.memory_info().rss)
     assert all(size < 64 << 20 for size in sizes)
+
+
+GRAMMAR = Grammar("regex", "[ab]{2,4}")
+
+
+def test_a_grammar_that_had_no_processor_is_tried_again_and_not_refused_for_good(tmp_path: Path) -> None:
+    trials = GrammarTrials(dataclasses.replace(TRIAL_BOUNDS, wall_s=3.0))
+    card = make_card(tmp_path)
+
+    async def asked_while_stopped_and_then_again() -> str:
+        await trials.warm()
+        child = trials.pid
+        assert child is not None
+        os.kill(child, signal.SIGSTOP)  # a machine so busy that the child gets nothing
+        with pytest.raises(Overloaded, match="busy machine") as refused:
+            await trials.problem(card, GRAMMAR)
+        assert refused.value.retry_after_s
+        for _ in range(20):  # as a client does that keeps to Retry-After
+            try:
+                return await trials.problem(card, GRAMMAR)
+            except Overloaded:
+                continue
+        raise AssertionError("it was never tried again")
+
+    assert run(asked_while_stopped_and_then_again()) == ""
+
+
+def test_a_grammar_over_its_processor_time_is_told_so_and_forgotten_after_a_while(tmp_path: Path) -> None:
+    trials = GrammarTrials(dataclasses.replace(TRIAL_BOUNDS, cpu_s=0.1), measured_kept_s=0.0)
+    card, endless = make_card(tmp_path), Grammar("json_schema", '{"type": "integer", "multipleOf": 4999999}')
+
+    async def twice() -> list[str]:
+        await trials.warm()
+        first = await trials.problem(card, endless)
+        await asyncio.sleep(0.01)
+        assert not trials.num_known
+        return [first, await trials.problem(card, Grammar("regex", "("))]
+
+    too_long, wrong = run(twice())
+    assert "0.1 s of processor time" in too_long
+    assert "regex" in wrong
+    assert trials.num_known == 1  # what the text itself says stays
+
+
+READS_LONG = """
+import time
+from dovetail.confined import serve
+
+
+def read(request):
+    while time.process_time() < 2.5:
+        pass
+
+
+serve(lambda request: b"done", read)
+"""
+
+
+def test_what_a_call_needs_of_the_server_is_not_its_own_processor_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reads_long.py").write_text(READS_LONG)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    confined = Confined("reads_long", dataclasses.replace(BOUNDS, wall_s=60.0))
+    assert confined.call(b"x") == b"done"
+    confined.close()

@@ -17,6 +17,7 @@ from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
 from dovetail.errors import EngineFailed, InvalidRequest, Overloaded, QuotaExceeded, RequestError, WorkerLost
 from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.draft_models import DraftModels
+from dovetail.gateway.grammar_trials import grammar_trials
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.link import Link
 from dovetail.gateway.metrics import Metrics
@@ -126,7 +127,9 @@ class Service:
     async def start(self, preload: Iterable[str] = ()) -> None:
         """Returns when the workers are up and these models loaded; raises what the first that fails raises."""
         await asyncio.to_thread(nursery.warm)
-        await asyncio.gather(self.preload(preload), *(s.greeted for s in self.link.supervisors.values()))
+        await asyncio.gather(
+            self.preload(preload), *(s.greeted for s in self.link.supervisors.values()), grammar_trials.warm()
+        )
         self.is_ready = True
         templates.warm()
 

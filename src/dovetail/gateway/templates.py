@@ -50,6 +50,9 @@ class Templates:
             answer = await lane.call(order, client)
         except Exceeded as error:
             self._slow_until[template.text] = asyncio.get_running_loop().time() + _SLOW_FOR_S
+            if error.is_wall:
+                what = f"the messages could not be rendered now: {error.what}"
+                raise Overloaded(what, code="template_timeout", retry_after_s=5) from error
             raise InvalidRequest(
                 f"the chat template of '{template.name}' does not come to an end on these messages: {error.what}",
                 param="messages",
