@@ -13,10 +13,10 @@ STAMP  := $(VENV)/.installed
 install: $(STAMP)
 
 # torch goes first and pinned, so that no dependency can pull another build of it.
-$(STAMP): pyproject.toml constraints.txt $(wildcard native/*)
+$(STAMP): pyproject.toml benchmarks/pyproject.toml constraints.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]' --editable ./benchmarks
 	@touch $@
 
 # The same with every file compared with its published digest, build requirements too. Only torch is pinned by version
@@ -25,7 +25,7 @@ install-locked:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements.lock
-	$(BIN)/python -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install --quiet --no-index --no-deps --no-build-isolation --editable . --editable ./benchmarks
 	$(BIN)/python -m pip check
 	@touch $(STAMP)
 
@@ -63,8 +63,8 @@ test: install lint
 	$(BIN)/python -m pytest --ignore tests/pure --ignore tests/test_tidy.py $(ON_ONE_CORE:%=--ignore %)
 
 lint: install
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src benchmarks tests
+	$(BIN)/ruff format --check src benchmarks tests
 	$(BIN)/mypy
 
 # Several machines, held together by Ray in an environment of its own: the head, machines that join, leave and vanish;

@@ -13,6 +13,8 @@ from dovetail.cli.main import COMMANDS
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "dovetail"
 FILES = sorted(SOURCE.rglob("*.py"))
+BENCHMARKS = ROOT / "benchmarks" / "dovetail_bench"
+BENCH_FILES = sorted(BENCHMARKS.rglob("*.py"))
 
 # Imports point left, never right: a unit may import units of a lower rank, and itself. Units of one rank do not know
 # each other, except where ALSO says so.
@@ -27,13 +29,12 @@ RANKS = [
     {"messages"},  # gateway and worker speak the node's protocol in them
     {"cluster"},
     {"native"},
-    {"engine", "store", "gateway", "sim", "plan", "bench"},
+    {"engine", "store", "gateway", "sim", "plan"},
     {"worker"},  # the one place where engine and store meet
     {"cli"},
 ]
 RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
-ALSO = {("types", "modelspec"), ("policy", "sched"), ("plan", "sim"), ("bench", "sim")}
-ALSO |= {("bench", "store"), ("bench", "engine")}  # it measures them, without a worker in between
+ALSO = {("types", "modelspec"), ("policy", "sched"), ("plan", "sim")}
 ALSO |= {("plan", "store"), ("plan", "engine")}  # a function process runs some layers of a model, without a worker
 
 PURE = {"types", "errors", "modelspec", "messages", "eventlog", "policy", "profiles", "sched", "node", "cluster"}
@@ -48,8 +49,8 @@ BROAD_EXCEPT_ALLOWED = {
     "gateway/app.py",
     "gateway/foreign.py",
     "grammars.py",
-    "bench/peer_child.py",
-    "bench/engine_child.py",
+    "dovetail_bench/peer_child.py",
+    "dovetail_bench/engine_child.py",
 }
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
@@ -61,7 +62,8 @@ def unit_of(path: Path) -> str:
 
 
 def relative(path: Path) -> str:
-    return path.relative_to(SOURCE).as_posix()
+    """To `src/dovetail`; a file of the benches has its package's name before it."""
+    return path.relative_to(BENCHMARKS.parent if path.is_relative_to(BENCHMARKS) else SOURCE).as_posix()
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -88,10 +90,16 @@ def test_imports_point_left(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if unit_of(p) in ("worker", "gateway")], ids=relative)
-def test_production_imports_neither_the_simulator_nor_the_benches(path: Path) -> None:
+def test_serving_imports_no_simulator(path: Path) -> None:
     for line, name in imports(path):
-        room = ".".join(name.split(".")[:2])
-        assert room not in ("dovetail.sim", "dovetail.bench"), f"{relative(path)}:{line}: serving imports {room}"
+        assert not name.startswith("dovetail.sim"), f"{relative(path)}:{line}: serving imports {name}"
+
+
+def test_only_the_list_of_commands_names_the_benches() -> None:
+    """They are a package of their own, which a server is installed without."""
+    naming = {relative(path) for path in FILES if BENCHMARKS.name in path.read_text()}
+    assert naming == {"cli/main.py"}
+    assert not any(name.startswith(BENCHMARKS.name) for _, name in imports(SOURCE / "cli" / "main.py"))
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if unit_of(p) in PURE], ids=relative)
@@ -104,10 +112,7 @@ def test_pure_packages_read_no_clock_and_do_no_io(path: Path) -> None:
 
 
 def test_transformers_is_imported_nowhere() -> None:
-    under_the_peers_interpreter = {"bench/engine_child.py"}
     for path in FILES:
-        if relative(path) in under_the_peers_interpreter:
-            continue
         for line, name in imports(path):
             assert name.split(".")[0] != "transformers", f"{relative(path)}:{line}: serving imports transformers"
 
@@ -124,7 +129,7 @@ def test_every_unit_has_a_rank() -> None:
     assert units <= set(RANK), f"units without a rank in RANKS: {sorted(units - set(RANK))}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
+@pytest.mark.parametrize("path", [*FILES, *BENCH_FILES], ids=relative)
 def test_no_broad_except_outside_the_boundaries(path: Path) -> None:
     if relative(path) in BROAD_EXCEPT_ALLOWED:
         return
@@ -135,7 +140,7 @@ def test_no_broad_except_outside_the_boundaries(path: Path) -> None:
             assert not broad, f"{relative(path)}:{node.lineno}: broad except; name what can happen"
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
+@pytest.mark.parametrize("path", [*FILES, *BENCH_FILES], ids=relative)
 def test_files_and_functions_stay_readable(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE_LINES, f"{relative(path)}: more than {MAX_FILE_LINES} lines"
@@ -149,7 +154,8 @@ def test_files_and_functions_stay_readable(path: Path) -> None:
 
 
 def module_of(path: Path) -> str:
-    return ".".join(("dovetail", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+    folder = BENCHMARKS if path.is_relative_to(BENCHMARKS) else SOURCE
+    return ".".join((folder.name, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
 
 
 def lines_for_types(path: Path) -> set[int]:
@@ -160,7 +166,7 @@ def lines_for_types(path: Path) -> set[int]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    modules = {module_of(path): path for path in FILES}
+    modules = {module_of(path): path for path in [*FILES, *BENCH_FILES]}
     arrows: dict[str, set[str]] = {}
     for module, path in modules.items():
         typed = lines_for_types(path)
@@ -173,7 +179,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not arrows, f"these are in a circle, or lead to one: {sorted(arrows)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
+@pytest.mark.parametrize("path", [*FILES, *BENCH_FILES], ids=relative)
 def test_every_module_says_what_it_is_for(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), f"{relative(path)}: no module docstring"
 
@@ -183,11 +189,12 @@ def test_no_file_is_an_orphan() -> None:
     commands = {command.module for command in COMMANDS.values()}  # imported by name, when asked for
     entry_points = {"dovetail.cli.main", "dovetail.worker.__main__", "dovetail.__main__"} | commands
     # Child processes of their own.
-    entry_points |= {"dovetail.bench.engine_ours", "dovetail.bench.ray_serve_app", "dovetail.plan.function"}
-    imported = {name for path in [*FILES, *(ROOT / "tests").rglob("*.py")] for _, name in imports(path)}
-    for path in FILES:
-        module = "dovetail." + relative(path).removesuffix(".py").replace("/", ".")
-        if module.endswith("__init__") or module in entry_points:
+    entry_points |= {"dovetail_bench.engine_ours", "dovetail_bench.ray_serve_app", "dovetail.plan.function"}
+    readers = [*FILES, *BENCH_FILES, *(ROOT / "tests").rglob("*.py")]
+    imported = {name for path in readers for _, name in imports(path)}
+    for path in [*FILES, *BENCH_FILES]:
+        module = module_of(path)
+        if path.name == "__init__.py" or module in entry_points:
             continue
         used = any(name == module or name.startswith(module + ".") for name in imported)
         assert used, f"{relative(path)}: nothing imports it"

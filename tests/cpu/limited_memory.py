@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dovetail.bench.node_log import read_starts
 from dovetail.machine import default_root
+from dovetail_bench.node_log import read_starts
 
 ROOT = Path("/sys/fs/cgroup")
 DOVETAIL = [sys.executable, "-m", "dovetail", "bench", "many", "--contenders", "dovetail", "--json"]

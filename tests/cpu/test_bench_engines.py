@@ -17,20 +17,20 @@ import pytest
 from server_fixture import run_command
 from tiny_gguf import save_tiny_gguf
 
-from dovetail.bench import engines
-from dovetail.bench.engine_figures import OURS, Metric
-from dovetail.bench.engine_models import EngineModels
-from dovetail.bench.engine_peers import Contender, Program, Setting
-from dovetail.bench.engines import Plan, run_contest
-from dovetail.bench.iterations import RandomCheckpoint
-from dovetail.bench.peers import PeerUnavailable, Report
-from dovetail.bench.shapes import TINY
-from dovetail.bench.steps import Steps
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.engine.native_model import NativeCall
 from dovetail.errors import ConfigError
 from dovetail.machine import Cpu, kept_dtype
 from dovetail.native import levels
+from dovetail_bench import engines
+from dovetail_bench.engine_figures import OURS, Metric
+from dovetail_bench.engine_models import EngineModels
+from dovetail_bench.engine_peers import Contender, Program, Setting
+from dovetail_bench.engines import Plan, run_contest
+from dovetail_bench.iterations import RandomCheckpoint
+from dovetail_bench.peers import PeerUnavailable, Report
+from dovetail_bench.shapes import TINY
+from dovetail_bench.steps import Steps
 
 KEYS = {"engine", "model", "precision", "metric", "batch", "median_ms", "spread_ms", "ratio_to_best_peer"}
 # An engine that takes the milliseconds that it is told to, and breaks in the ways that it is told to.

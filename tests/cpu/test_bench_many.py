@@ -12,12 +12,12 @@ import pytest
 from server_fixture import run_command
 from tiny_gguf import save_tiny_gguf
 
-from dovetail.bench.fleet import CHANGED, Fleet, NotDistinct, check_distinct, find_units, prompts_for, write_random
-from dovetail.bench.many import compete
-from dovetail.bench.servers import Settings, budget_bytes
 from dovetail.modelspec import ModelSpec
 from dovetail.sim.trace import Arrival
 from dovetail.store import Catalogue
+from dovetail_bench.fleet import CHANGED, Fleet, NotDistinct, check_distinct, find_units, prompts_for, write_random
+from dovetail_bench.many import compete
+from dovetail_bench.servers import Settings, budget_bytes
 
 SHAPE = ModelSpec("qwen2", 400, 64, 2, 4, 2, 16, 96, 512, qkv_bias=True, tied_embeddings=True)
 MANY = ("bench", "many", "--models", "3", "--input", "4-8", "--output", "2-4", "--json")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dovetail.bench import peer_child
-from dovetail.bench.peers import PEERS, Peer, PeerFailed, PeerProcess, PeerUnavailable, find_python, set_up
+from dovetail_bench import peer_child
+from dovetail_bench.peers import PEERS, Peer, PeerFailed, PeerProcess, PeerUnavailable, find_python, set_up
 
 SCRIPT = Path(peer_child.__file__)
 MISSING = Peer("nowhere", ("dovetail-peer-that-is-nowhere==1.0",), ("dovetail_peer_that_is_nowhere",))

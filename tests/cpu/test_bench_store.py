@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.bench import fio, page_cache
-from dovetail.bench.contenders import Load, SampleFiles, State
-from dovetail.bench.peers import PeerFailed
-from dovetail.bench.store_bench import PINNED_COPY, RAW_REFERENCE, REFERENCE, WrongBytes, compare
+from dovetail.store.page_cache import cached_fraction
+from dovetail_bench import fio, page_cache
+from dovetail_bench.contenders import Load, SampleFiles, State
+from dovetail_bench.peers import PeerFailed
+from dovetail_bench.store_bench import PINNED_COPY, RAW_REFERENCE, REFERENCE, WrongBytes, compare
 
 SIZE = 3 * 2**20 + 4096
 
@@ -44,7 +45,7 @@ class Stopwatch:
         pass
 
     def load(self, sample: SampleFiles) -> Load:
-        self.seen.append(page_cache.cached_fraction(sample.blobs[0]))
+        self.seen.append(cached_fraction(sample.blobs[0]))
         seconds = self._seconds.pop(0)
         if seconds < 0:
             raise PeerFailed(f"{self.name}: broken")
@@ -56,9 +57,9 @@ class Stopwatch:
 
 def test_files_go_out_of_the_page_cache_and_back(blob: Path) -> None:
     page_cache.drop([blob])
-    assert page_cache.cached_fraction(blob) == 0.0
+    assert cached_fraction(blob) == 0.0
     page_cache.fill([blob])
-    assert page_cache.cached_fraction(blob) == 1.0
+    assert cached_fraction(blob) == 1.0
 
 
 def test_raw_reads_read_every_byte(blob: Path) -> None:

@@ -1,4 +1,4 @@
-"""`dovetail store bench` on a checkpoint of a few kilobytes, with every loader that is here."""
+"""`dovetail bench store` on a checkpoint of a few kilobytes, with every loader that is here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dovetail.bench import fio
 from dovetail.cli.main import build_app
+from dovetail_bench import fio
 
 KEYS = {"loader", "model", "state", "bytes", "seconds_median", "gbps", "ratio_to_fio"}
 OPTIONS = ("--rounds", "1", "--no-install", "--no-drop-caches")
@@ -22,7 +22,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def bench(*arguments: str):
-    return CliRunner().invoke(build_app("store"), ["store", "bench", *arguments, *OPTIONS])
+    return CliRunner().invoke(build_app("bench"), ["bench", "store", *arguments, *OPTIONS])
 
 
 def test_json_has_every_contender_and_the_folder_is_left_as_it_was(home: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from drive import logits_of, make_row
 
-from dovetail.bench.iterations import RandomCheckpoint
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.layouts import unpack
 from dovetail.modelspec import MlaSpec, ModelSpec, MoeSpec
 from dovetail.native import levels
 from dovetail.node.ports import HostTensor
 from dovetail.sched.turn import Turn
+from dovetail_bench.iterations import RandomCheckpoint
 
 LEVELS = levels()[1:]
 pytestmark = pytest.mark.skipif(not LEVELS, reason="the native kernels were not built")

@@ -12,8 +12,6 @@ import pytest
 import torch
 from drive import Engine, make_executor, make_request, make_row
 
-from dovetail.bench.iterations import RandomCheckpoint
-from dovetail.bench.served_memory import forget_peak, peak_bytes
 from dovetail.engine.arena import HostArena
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.engine.kv_cache import KVCache
@@ -24,6 +22,8 @@ from dovetail.native import levels
 from dovetail.node.ports import HostTensor
 from dovetail.sched.turn import Turn
 from dovetail.store import open_checkpoint
+from dovetail_bench.iterations import RandomCheckpoint
+from dovetail_bench.served_memory import forget_peak, peak_bytes
 
 MIB = 1 << 20
 

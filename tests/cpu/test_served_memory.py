@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.bench.mapped_start import write_model
-from dovetail.bench.served_memory import measure, peak_bytes, read_held
 from dovetail.modelspec import ModelSpec
 from dovetail.native import levels
 from dovetail.store.format import read_card
+from dovetail_bench.mapped_start import write_model
+from dovetail_bench.served_memory import measure, peak_bytes, read_held
 
 MB = 10**6
 SCRATCH_BYTES = 24 * MB  # activations of 512 tokens, logits, code that is run for the first time

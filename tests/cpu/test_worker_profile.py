@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from dovetail import messages
-from dovetail.bench.page_cache import drop
-from dovetail.bench.worker_process import WorkerProcess
 from dovetail.engine.devices.cpu import CpuDevice
 from dovetail.errors import ConfigError
 from dovetail.native.dispatch import levels
@@ -23,6 +21,8 @@ from dovetail.store.pool import HostPool
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import InstanceConfig, build_runner
 from dovetail.worker.profiling import Profiler
+from dovetail_bench.page_cache import drop
+from dovetail_bench.worker_process import WorkerProcess
 
 DEVICE = CpuDevice(1)
 

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from edge_server import Edge, running_edge
 
-from dovetail.bench.abuse import CaseResult, _attackers, _seen
-from dovetail.bench.abuse_cases import CASES, Target, case
-from dovetail.bench.abuse_noise import NICENESS
-from dovetail.bench.abuse_probe import Samples
-from dovetail.bench.core_time import Cores, Had, Look, taken_s
+from dovetail_bench.abuse import CaseResult, _attackers, _seen
+from dovetail_bench.abuse_cases import CASES, Target, case
+from dovetail_bench.abuse_noise import NICENESS
+from dovetail_bench.abuse_probe import Samples
+from dovetail_bench.core_time import Cores, Had, Look, taken_s
 
 KEYS = [{"name": "noisy", "key": "sk-noisy"}, {"name": "probe", "key": "sk-probe"}]
 
@@ -95,7 +95,7 @@ def test_attackers_are_a_process_of_low_priority_that_says_when_its_noise_is_ove
         is_over = make_noise("wrong-ids", 0.2)
         while not is_over():
             pass
-        assert "dovetail.bench.abuse_noise" in child.cmdline()  # which is empty for a moment when it has just begun
+        assert "dovetail_bench.abuse_noise" in child.cmdline()  # which is empty for a moment when it has just begun
         assert child.ppid() == os.getpid()
         assert child.nice() == min(psutil.Process().nice() + NICENESS, 19)
     assert not child.is_running()

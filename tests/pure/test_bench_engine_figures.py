@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from dovetail.bench.engine_figures import (
+from dovetail.errors import ConfigError
+from dovetail_bench.engine_figures import (
     OURS,
     Cell,
     Metric,
@@ -19,12 +20,11 @@ from dovetail.bench.engine_figures import (
     parse_metrics,
     shifted,
 )
-from dovetail.bench.engine_peers import amx_evidence
-from dovetail.bench.engine_plot import draw
-from dovetail.bench.engines import Failure, Report, merged
-from dovetail.bench.roofline_figures import Roofline, least_seconds
-from dovetail.bench.shapes import SHAPES
-from dovetail.errors import ConfigError
+from dovetail_bench.engine_peers import amx_evidence
+from dovetail_bench.engine_plot import draw
+from dovetail_bench.engines import Failure, Report, merged
+from dovetail_bench.roofline_figures import Roofline, least_seconds
+from dovetail_bench.shapes import SHAPES
 
 CELL = Cell("0.5B", "8-bit", Metric("tpot", 8))
 WEIGHTS = {OURS: "int8", "fast": "q8_0", "slow": "q8_0"}

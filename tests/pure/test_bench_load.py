@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.bench.attainment import meets, percentile, start_ttfts, summarise, token_times, tpot_s, ttft_s
-from dovetail.bench.load import Answer, Load, Mix, Prompts, arrivals_of, cut_trace
-from dovetail.bench.node_log import Start, grace_of, read_starts
-from dovetail.bench.process_tree import TreeSampler, memory_of
 from dovetail.errors import ConfigError
 from dovetail.sim.trace import Arrival
+from dovetail_bench.attainment import meets, percentile, start_ttfts, summarise, token_times, tpot_s, ttft_s
+from dovetail_bench.load import Answer, Load, Mix, Prompts, arrivals_of, cut_trace
+from dovetail_bench.node_log import Start, grace_of, read_starts
+from dovetail_bench.process_tree import TreeSampler, memory_of
 
 
 def make_answer(times: list[float], *, arrival_s: float = 10.0, tokens: int = 0, **changes: object) -> Answer:

@@ -35,6 +35,17 @@ def run(*arguments: str, home: Path, **environment: str) -> subprocess.Completed
     return subprocess.run([*MAIN, *arguments], capture_output=True, text=True, timeout=60, cwd=home, env=environment)
 
 
+def test_the_benches_where_they_are_not_installed_are_one_line_that_says_how(tmp_path: Path) -> None:
+    hidden = "sys.path = [place for place in sys.path if not pathlib.Path(place, 'dovetail_bench').is_dir()]"
+    without = f"import pathlib, sys; {hidden}; from dovetail.cli.main import main; main()"
+    command = [sys.executable, "-c", without, "bench", "iterations"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this command needs the package dovetail_bench, which is not installed")
+    assert "pip install ./benchmarks" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_init_writes_a_file_that_our_own_reader_takes_and_overwrites_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dovetail.bench.shapes import SHAPES
 from dovetail.modelspec import FP8, is_fp8_matrix
+from dovetail_bench.shapes import SHAPES
 
 
 def test_layers_take_half_and_the_rest_what_it_takes_in_bf16() -> None:

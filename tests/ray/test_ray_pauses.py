@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from ray_machines import Cluster
 
-from dovetail.bench.migration import measure_at
 from dovetail.store import Catalogue
+from dovetail_bench.migration import measure_at
 
 pytest.importorskip("ray.exceptions", reason="the extra `cluster` is not installed; `make cluster` runs these")
 

@@ -16,13 +16,14 @@ import typer
 
 from dovetail import __version__
 from dovetail.cli import completion
-from dovetail.errors import DovetailError
+from dovetail.errors import ConfigError, DovetailError
 
 
 class Command(NamedTuple):
     module: str
     target: str  # a function, or a typer app of several
     summary: str
+    install: str | None = None  # how to get the command's package, where that is not this one
 
 
 COMMANDS: dict[str, Command] = {
@@ -45,7 +46,12 @@ COMMANDS: dict[str, Command] = {
     "sim": Command("dovetail.cli.sim", "app", "Run traces through the scheduling policies in virtual time."),
     "plan": Command("dovetail.cli.plan", "app", "What serving should cost: functions or nodes for given SLOs."),
     "apply": Command("dovetail.cli.apply", "apply", "Run a plan on this machine."),
-    "bench": Command("dovetail.cli.bench", "app", "Measure this machine and this build."),
+    "bench": Command(
+        "dovetail_bench.cli.main",
+        "app",
+        "Measure this machine and this build.",
+        install="`pip install ./benchmarks` in a clone of the repository; `make install` does it, too",
+    ),
     "init": Command("dovetail.cli.init", "init", "Write a commented dovetail.yaml."),
     "open": Command("dovetail.cli.visit", "open_page", "Open the page of a running server in the browser."),
     "logs": Command("dovetail.cli.visit", "logs", "Show what a running server has logged."),
@@ -107,7 +113,15 @@ def _root(
 
 
 def _load(entry: Command) -> typer.Typer | Callable[..., Any]:
-    target: typer.Typer | Callable[..., Any] = getattr(importlib.import_module(entry.module), entry.target)
+    try:
+        module = importlib.import_module(entry.module)
+    except ModuleNotFoundError as error:
+        if entry.install is None or error.name != entry.module.partition(".")[0]:
+            raise
+        raise ConfigError(
+            f"this command needs the package {error.name}, which is not installed: {entry.install}"
+        ) from None
+    target: typer.Typer | Callable[..., Any] = getattr(module, entry.target)
     return target
 
 

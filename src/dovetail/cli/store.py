@@ -1,4 +1,4 @@
-"""`store ls`, `verify`, `gc`, `pin`, `bench`: what lies on disk, whether it is sound, what may go, how fast it is."""
+"""`store ls`, `verify`, `gc`, `pin`: what lies on disk, whether it is sound, what may go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import typer
 
 from dovetail.cli.models import AsJson, Store, cached_fraction, form, progress_bar, tier
 from dovetail.cli.output import human_age, human_bytes, print_json, print_table
-from dovetail.cli.store_bench import bench
 
 if TYPE_CHECKING:
     from dovetail.store.catalogue import Catalogue, Entry
@@ -25,9 +24,6 @@ app = typer.Typer(help="What lies on disk, whether it is sound, and what may go.
 @app.callback()
 def _group() -> None:
     """What lies on disk, whether it is sound, and what may go."""
-
-
-app.command("bench")(bench)
 
 
 @app.command("ls")
