@@ -84,6 +84,30 @@ def test_a_reload_changes_models_and_keys_under_a_running_stream(edited: Edited)
         guest_client.completions.create(model="qwen3", prompt="a")
 
 
+def test_a_model_from_the_store_is_served_through_reloads_that_do_not_change_it(edited: Edited, tmp_path: Path) -> None:
+    """One whose source is no folder that is served in place."""
+    weights = tmp_path / "tiny.gguf"
+    save_tiny_gguf("llama", weights)
+    edited.folders["stored"] = weights
+    edited.write(edited.model("stored", keep_alive="1h"))
+    edited.reload(says="reloaded")
+    client = edited.server.client(api_key="sk-boss")
+    eventually(lambda: edited.server.get("/api/models/stored", headers=KEY).json()["tier"] != "remote")
+    assert client.completions.create(model="stored", prompt="a", max_tokens=2).choices
+    pulls = len(edited.server.get("/api/pulls", headers=KEY).json()["data"])
+    for number in range(5):
+        if number == 3:
+            edited.write(edited.model("stored", keep_alive="2h"))
+        edited.reload(says="reloaded")
+        shown = edited.server.get("/api/models/stored", headers=KEY).json()
+        assert shown["state"] in ("idle", "ready", "running"), shown
+        assert client.completions.create(model="stored", prompt="a", max_tokens=2).choices
+    assert edited.server.get("/api/models/stored", headers=KEY).json()["keep_alive"] == 7200
+    assert len(edited.server.get("/api/pulls", headers=KEY).json()["data"]) == pulls
+    reloaded = httpx.post(f"{edited.server.url}/api/config/reload", headers=KEY)
+    assert reloaded.status_code == 200, reloaded.text
+
+
 @pytest.mark.parametrize(
     ("models", "says"),
     [

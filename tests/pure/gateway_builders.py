@@ -89,7 +89,7 @@ class FakeStore:
     def in_host_memory(self, cards: Sequence[ModelCard]) -> set[str]:
         return {card.name for card in cards} & self.in_host
 
-    def find(self, source: str, name: str) -> ModelCard | None:
+    def find(self, source: str, name: str, layout: str) -> ModelCard | None:
         if source.startswith("remote:"):
             return None
         if source not in self.cards:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,69 @@ def test_a_file_that_is_read_again_changes_what_it_names_and_nothing_else(tmp_pa
         await client.post("/api/config/reload")
         assert pull.is_cancelled
         assert (await ask(client, "o")).status_code == 404
+
+    on_admin(tmp_path, test, file=file)
+
+
+def test_a_reload_is_whole_though_the_file_names_models_that_are_not_here(tmp_path: Path) -> None:
+    file = FakeFile(tmp_path)
+
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        for name in ("fake", "broken"):
+            await ask(client, name)
+        file.raw = {"models": {"fake": {"source": "remote:other"}, "kept": {"source": "x", "preload": True}}}
+        reloaded = await client.post("/api/config/reload")
+        assert reloaded.status_code == 200, reloaded.text
+        known = admin.service.cluster.models
+        await eventually(lambda: {name for name, one in known.items() if one.loaded} == {"kept"})  # what is removed or changed goes, what is new comes
+        waiting = await ask(client, "fake")
+        assert (waiting.status_code, waiting.json()["error"]["code"]) == (503, "model_pulling")
+        store_of(admin).gate.set()
+        await eventually(lambda: not admin.service.models.arriving())
+        assert (await ask(client, "fake")).status_code == 200
+
+    on_admin(tmp_path, test, file=file)
+
+
+def test_a_reload_touches_no_model_that_the_file_does_not_change(tmp_path: Path) -> None:
+    file = FakeFile(tmp_path)
+    adapter = {"tuned": "folder"}
+
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        file.raw = {"models": {"fake": {"source": "x", "preload": True, "adapters": adapter}, "b": {"source": "x"}}}
+        assert (await client.post("/api/config/reload")).status_code == 200
+        await eventually(lambda: admin._is_loaded("fake"))
+        assert (await ask(client, "b")).status_code == 200
+        admin.service.models._adapters["tuned"] = replace(admin.service.models._adapters["tuned"], created=7)
+        sent: list[Any] = []
+        admin.service.link.send = lambda node, message: sent.append((node, message))  # type: ignore[method-assign]
+        assert (await client.post("/api/config/reload")).status_code == 200
+        await asyncio.sleep(0.05)
+        assert sent == []
+        assert admin.service.models._adapters["tuned"].created == 7
+        file.raw["models"]["b"]["keep_alive"] = "1h"
+        assert (await client.post("/api/config/reload")).status_code == 200
+        assert [(message.card.name, message.keep_alive_s) for _, message in sent] == [("b", 3600)]
+        del admin.service.link.send  # type: ignore[method-assign]
+
+    on_admin(tmp_path, test, file=file)
+
+
+def test_a_model_that_is_on_offer_again_before_it_is_idle_stays_loaded(tmp_path: Path) -> None:
+    file = FakeFile(tmp_path)
+    both = {"fake": {"source": "x"}, "other": {"source": "x"}}
+
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        file.raw = {"models": both}
+        await client.post("/api/config/reload")
+        running = asyncio.create_task(ask(client, "fake", max_tokens=300))
+        await eventually(lambda: admin.service.unfinished)
+        for models in ({"other": both["other"]}, both):
+            file.raw = {"models": models}
+            assert (await client.post("/api/config/reload")).status_code == 200
+        assert (await running).status_code == 200
+        await asyncio.sleep(0.05)
+        assert admin._is_loaded("fake")
 
     on_admin(tmp_path, test, file=file)
 

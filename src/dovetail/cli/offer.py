@@ -58,21 +58,21 @@ def find_card(catalogue: Catalogue, source: str, name: str | None = None, layout
     """A model by its name in the catalogue, in place in its folder, or pulled from where it is."""
     from dovetail.cli.models import progress_bar
 
-    card = find_local(catalogue, source, name)
+    card = find_local(catalogue, source, name, layout)
     if card is not None:
         return card
     with progress_bar(enabled=sys.stderr.isatty()) as progress:
         return catalogue.pull(source, name=name, layout=layout, progress=progress)
 
 
-def find_local(catalogue: Catalogue, source: str, name: str | None = None) -> ModelCard | None:
+def find_local(catalogue: Catalogue, source: str, name: str | None = None, layout: str = "auto") -> ModelCard | None:
     """None if it has to be fetched or converted first."""
     source = full_source(source)
     path = Path(source).expanduser()
     if path.is_dir():
         return describe(path, name or path.resolve().name)
     if ":" in source or path.is_file():
-        return None
+        return catalogue.present(source, name, layout)
     try:
         card = catalogue.get(source)
     except InvalidRequest as error:
@@ -166,8 +166,8 @@ class LocalStore:
         self._pool = pool
         self._digests: dict[ModelCard, frozenset[str]] = {}  # of its partitions; a model pulled again is another card
 
-    def find(self, source: str, name: str) -> ModelCard | None:
-        return find_local(self._catalogue, source, name)
+    def find(self, source: str, name: str, layout: str) -> ModelCard | None:
+        return find_local(self._catalogue, source, name, layout)
 
     def find_adapter(self, source: str, name: str, card: ModelCard) -> AdapterRef:
         return find_adapter(self._catalogue, source, name, card)
@@ -227,12 +227,13 @@ class ConfigFile:
         catalogue = Catalogue(config.store.path)
 
         def find(source: str, name: str | None, layout: str) -> ModelCard | None:
-            if name is None:  # was given on the command line, and is here since
-                return find_card(catalogue, source)
             try:
-                return find_local(catalogue, source, name)
+                card = find_local(catalogue, source, name, layout)
             except DovetailError as error:
-                raise ConfigError(f"models.{name}.source: {error}") from error
+                raise ConfigError(f"models.{name}.source: {error}" if name is not None else str(error)) from error
+            if card is None and name is None:  # it was pulled before the server started
+                raise ConfigError(f"{source}, given on the command line, is no longer in the store; pull it again")
+            return card
 
         with naming(self._path):
             return _offer(config, self._wanted, catalogue, find)

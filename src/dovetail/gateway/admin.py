@@ -24,7 +24,6 @@ from dovetail.errors import (
     RequestError,
 )
 from dovetail.gateway.adapter_desk import AdapterDesk, AdapterStore, no_change_of
-from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.models import Entry, Offer
 from dovetail.gateway.pulls import Puller, Pulls
@@ -42,9 +41,9 @@ logger = logging.getLogger("dovetail.gateway")
 class Store(Puller, AdapterStore, Protocol):
     """Where models come from."""
 
-    def find(self, source: str, name: str) -> ModelCard | None:
-        """The model if it is on this machine, under this name; None if it has to be pulled. Raises DovetailError for
-        what is not a model."""
+    def find(self, source: str, name: str, layout: str) -> ModelCard | None:
+        """The model if it is on this machine, under this name, in this layout; None if it has to be pulled. Raises
+        DovetailError for what is not a model."""
 
     def in_host_memory(self, cards: Sequence[ModelCard]) -> set[str]:
         """Names of those that start without a read of the disk."""
@@ -100,7 +99,7 @@ class Admin:
             self.service.check_leading()
             self._check_free([name, *config.aliases])
             try:
-                card = await asyncio.to_thread(self._store.find, config.source, name)
+                card = await asyncio.to_thread(self._store.find, config.source, name, config.layout)
             except (DovetailError, OSError) as error:
                 raise InvalidRequest(f"source: {error}", param="source") from error
             await asyncio.to_thread(self.service.drafts.check, name, card, config.speculative.draft)
@@ -222,7 +221,8 @@ class Admin:
     # The configuration
 
     async def reload(self) -> None:
-        """The file as it is now, or the configuration as it was and a ConfigError that says why."""
+        """The file as it is now, or the configuration as it was and a ConfigError that says why. Models that the file
+        does not change are not touched."""
         if self._file is None:
             raise ConfigError("there is no configuration file to read again; the server was started without --config")
         async with self._changing:
@@ -238,7 +238,7 @@ class Admin:
     async def reload_and_log(self) -> None:
         try:
             await self.reload()
-        except ConfigError as error:
+        except DovetailError as error:
             logger.error("not reloaded: %s", error)
             return
         names = ", ".join(self.settings.config.models) or "the whole store"
@@ -261,16 +261,36 @@ class Admin:
         for name in arriving.keys() - self._models.arriving().keys():
             self.pulls.cancel(name)
         for name in list(self.service.cluster.models):
-            if self._models.is_taken(name):
-                self.service.reconfigure(name)
-            else:
-                self._retire(name, force=False)
+            self._follow(name)
         self._preload = tuple(name for name in offer.preload if name not in offer.missing)
-        self._spawn(self._load_all(self._preload))
+        self._spawn(self._load_all([name for name in self._preload if not self._is_loaded(name)]))
+
+    def _follow(self, name: str) -> None:
+        """A model that the nodes know gets its new settings; one that is no longer on offer, or not yet in its new
+        form, is unloaded once idle."""
+        if name in self._models.arriving() or not self._models.is_taken(name):
+            self._retire(name, force=False)
+            return
+        try:
+            self.service.reconfigure(name)
+        except RequestError as error:  # its files cannot be read now: what is loaded goes on
+            logger.error("%s keeps its settings: %s", name, error.message)
+
+    def _is_loaded(self, name: str) -> bool:
+        hosted = self.service.cluster.models.get(name)
+        return hosted is not None and hosted.loaded is not None and self._is_current(hosted)
+
+    def _is_current(self, hosted: HostedModel) -> bool:
+        """On offer, in this form."""
+        try:
+            return self._models.get(hosted.card.name).card == hosted.card
+        except RequestError:
+            return False
 
     def _keep_pulling(self, name: str, config: ModelConfig, entry: Entry | None) -> None:
         pull = entry.pull if entry is not None else None
-        if entry is None or pull is None or pull.is_over or pull.source != config.source:
+        wanted = (config.source, config.layout)
+        if entry is None or pull is None or pull.is_over or (pull.source, pull.layout) != wanted:
             self.pulls.cancel(name)
             self._offer(name, config, None, in_file=True)
         else:
@@ -297,6 +317,8 @@ class Admin:
         if entry.card is not None and entry.pull is not None:
             await self._add_adapters(entry.card, entry)
         if entry.card is not None and entry.config.preload:
+            if entry.in_file:
+                self._preload = (*self._preload, name)
             await self._load_all([name])
 
     async def _add_adapters(self, card: ModelCard, entry: Entry) -> None:
@@ -337,8 +359,16 @@ class Admin:
             error = ModelNotFound(f"'{name}' was removed while it answered", param="model", code="model_removed")
             cluster.drop(name, error)
         elif hosted is not None:
-            self._spawn(_unload_when_idle(cluster, name, hosted))
+            self._spawn(self._unload_when_idle(hosted))
         return unfinished
+
+    async def _unload_when_idle(self, hosted: HostedModel) -> None:
+        """Unless it is on offer again by then."""
+        name, cluster = hosted.card.name, self.service.cluster
+        while cluster.models.get(name) is hosted and not self._is_current(hosted):
+            await hosted.idle.wait()
+            if cluster.models.get(name) is hosted and not hosted.is_wanted and not self._is_current(hosted):
+                cluster.unload(name)
 
     def _unfinished(self, name: str) -> int:
         hosted = self.service.cluster.models.get(name)
@@ -363,9 +393,3 @@ class Admin:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _unload_when_idle(cluster: Cluster, name: str, hosted: HostedModel) -> None:
-    await hosted.idle.wait()
-    if cluster.models.get(name) is hosted and not hosted.is_wanted:
-        cluster.unload(name)

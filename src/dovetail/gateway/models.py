@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Never, Protocol, TypeVar
@@ -342,7 +342,7 @@ class Models:
         Returns the adapters that went."""
         before = list(self._adapters.values())
         kept = {adapter.name: adapter for adapter in before if not adapter.in_file}
-        self._adapters = kept | {adapter.name: adapter for adapter in adapters}
+        self._adapters = kept | {adapter.name: self._as_before(adapter) for adapter in adapters}
         self._catalogue = catalogue
         self._configs = dict(configs)
         self._entries = {
@@ -352,6 +352,12 @@ class Models:
         self._collect_aliases()
         there = {adapter.ref for adapter in self._adapters.values()}
         return [adapter for adapter in before if adapter.ref not in there]
+
+    def _as_before(self, adapter: NamedAdapter) -> NamedAdapter:
+        """With the time at which it came, where it has not changed."""
+        before = self._adapters.get(adapter.name)
+        is_same = before is not None and replace(adapter, created=before.created) == before
+        return before if before is not None and is_same else adapter
 
     def _collect_aliases(self) -> None:
         configs = {name: config for name, config in self._configs.items() if self._is_plain(name)}

@@ -67,6 +67,7 @@ class HttpServer(uvicorn.Server):
         self._ends_with_terminal = ends_with_terminal
         self._service = admin.service
         self._reload: asyncio.Task[None] | None = None
+        self._is_reload_due = False
         self._drain: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -94,7 +95,15 @@ class HttpServer(uvicorn.Server):
         if self._ends_with_terminal and not has_terminal():
             self._on_signal()
         else:
-            self._reload = asyncio.create_task(self._admin.reload_and_log())
+            self._is_reload_due = True
+            if self._reload is None or self._reload.done():
+                self._reload = asyncio.create_task(self._reload_until_read())
+
+    async def _reload_until_read(self) -> None:
+        """Once more for signals that came meanwhile, however many there were."""
+        while self._is_reload_due:
+            self._is_reload_due = False
+            await self._admin.reload_and_log()
 
     async def _exit_when_idle(self) -> None:
         try:

@@ -122,7 +122,9 @@ class Service:
         """A model's settings have changed: one that is idle is given its new time to live."""
         if name in self.cluster.models:
             model, card = self.models.get(name), self.cluster.models[name].card
-            self.cluster.reconfigure(self._load_of(model, card))
+            load = self._load_of(model, card)
+            if load != self.cluster.models[name].load:
+                self.cluster.reconfigure(load)
 
     async def start(self, preload: Iterable[str] = ()) -> None:
         """Returns when the workers are up and these models loaded; raises what the first that fails raises."""

@@ -73,6 +73,12 @@ class Catalogue:
         wanted = _canonical_source(source)
         return next((card for card in self.cards() if card.source == wanted), None)
 
+    def present(self, source: str, name: str | None = None, layout: str = AUTO) -> ModelCard | None:
+        """What `pull` would return without fetching or converting anything; None if it has to."""
+        source = _canonical_source(full_source(source))
+        entry = self._present(Pull(self.place, source, name, Form(layout=layout), keep_dtype=True))
+        return entry.card if entry is not None and entry.manifest is not None else None
+
     def open_adapter(self, name: str, buffers: Sequence[memoryview] | None = None) -> StoredAdapter:
         return StoredAdapter(self.existing(name), buffers)
 
@@ -144,8 +150,9 @@ class Catalogue:
         return pull.run(source)
 
     def _present(self, pull: Pull) -> Entry | None:
-        for entry in self.entries():
-            is_same = entry.source == pull.source and not entry.problem and pull.name in (None, entry.name)
+        folders = self.place.folders() if pull.name is None else [self.place.folder(pull.name)]
+        for entry in (_examine(folder) for folder in folders if folder.is_dir()):
+            is_same = entry.source == pull.source and not entry.problem
             if is_same and _has_form(entry, pull) and _newest_change(pull.source) <= entry.created:
                 return entry
         return None
