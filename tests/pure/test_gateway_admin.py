@@ -356,7 +356,8 @@ def test_a_reload_is_whole_though_the_file_names_models_that_are_not_here(tmp_pa
         reloaded = await client.post("/api/config/reload")
         assert reloaded.status_code == 200, reloaded.text
         known = admin.service.cluster.models
-        await eventually(lambda: {name for name, one in known.items() if one.loaded} == {"kept"})  # what is removed or changed goes, what is new comes
+        # What is removed or changed goes, what is new comes.
+        await eventually(lambda: {name for name, one in known.items() if one.loaded} == {"kept"})
         waiting = await ask(client, "fake")
         assert (waiting.status_code, waiting.json()["error"]["code"]) == (503, "model_pulling")
         store_of(admin).gate.set()

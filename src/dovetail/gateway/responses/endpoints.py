@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from dovetail.gateway.api import Message
 from dovetail.gateway.asked import asked_chat
 from dovetail.gateway.endpoint import json_response, read_body, request_body, responses
 from dovetail.gateway.replies import Usage
-from dovetail.gateway.respond import INLINE_REPORTS, EventStream, Taken, accounted, until_disconnect
+from dovetail.gateway.respond import INLINE_REPORTS, EventStream, Taken, accounted, origin_of, until_disconnect
 from dovetail.gateway.responses.background import BackgroundResponses
 from dovetail.gateway.responses.builder import Event, OutputBuilder
 from dovetail.gateway.responses.items import (
@@ -38,7 +38,14 @@ from dovetail.gateway.responses.items import (
     Status,
 )
 from dovetail.gateway.responses.request import Item, ResponsesRequest, chat_of, messages_of
-from dovetail.gateway.responses.store import ResponseStore, StoredResponse
+from dovetail.gateway.responses.store import (
+    ResponseStore,
+    StoredResponse,
+    append_messages,
+    decode_messages,
+    encode_items,
+    encode_messages,
+)
 from dovetail.gateway.run import Delta, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.translate import Job
@@ -72,8 +79,9 @@ def make_responses_router(service: Service) -> APIRouter:
 class _Turn:
     """One response on its way: what was asked, after what, and by whom."""
 
-    body: ResponsesRequest
-    before: tuple[Message, ...]
+    body: ResponsesRequest  # without its input, which is kept in fewer bytes
+    items: bytes  # what it was asked with, as `input_items` answers it
+    said: bytes  # messages before its own
     job: Job
     owner: str
     created: int
@@ -97,18 +105,28 @@ class ResponsesEndpoints:
         before = self._before(body, owner)
         model = await self._service.models.choose(body.model)
         job = await asked_chat(self._service, request, chat_of(body, before), model)
-        turn = _Turn(body, before, job, owner, int(time.time()))
+        items, said = encode_items(body.items), encode_messages([*before, *messages_of(body.items)])
+        turn = _Turn(body.model_copy(update={"input": ""}), items, said, job, owner, int(time.time()))
         response = ResponsesResponse(self._service, self._store, turn)
-        if not body.background:
-            return response
-        self._background.start(turn.id, owner, response.run_alone(request.scope), response.record_so_far)
+        return self._start(turn, response, request.scope) if body.background else response
+
+    def _start(self, turn: _Turn, response: ResponsesResponse, scope: Scope) -> Response:
+        """What cannot be admitted is refused here, not found failed later."""
+        size = len(turn.items) + len(turn.said)
+        self._background.check_room(turn.owner, size)
+        places = ExitStack()
+        places.enter_context(self._service.places(turn.job.num_answers, origin_of(scope)))
+        work = response.run_alone(scope)
+        self._background.start(
+            turn.id, turn.owner, size, work, response.record_so_far, lambda: response.is_ending, places
+        )
         return json_response(response.record_so_far())
 
     def _before(self, body: ResponsesRequest, owner: str) -> tuple[Message, ...]:
         if body.previous_response_id is None:
             return ()
         try:
-            return self._store.get(body.previous_response_id, owner).conversation
+            return decode_messages(self._store.get(body.previous_response_id, owner).conversation)
         except ResponseNotFound as error:
             raise InvalidRequest(
                 error.message, param="previous_response_id", code="previous_response_not_found"
@@ -117,15 +135,15 @@ class ResponsesEndpoints:
     async def show(self, response_id: str, request: Request) -> Response:
         """A response that is kept, or is being made in the background."""
         running = self._background.find(response_id, _owner(request))
-        return json_response(running or self._store.get(response_id, _owner(request)).record)
+        return json_response(running) if running else _json(self._store.get(response_id, _owner(request)).record)
 
     async def cancel(self, response_id: str, request: Request) -> Response:
         """End a response that is being made in the background."""
         await self._background.cancel(response_id, _owner(request))
-        record = self._store.get(response_id, _owner(request)).record
-        if not record.background:
+        stored = self._store.get(response_id, _owner(request))
+        if not stored.background:
             raise InvalidRequest("Cannot cancel a synchronous response.", param="response_id")
-        return json_response(record)
+        return _json(stored.record)
 
     async def delete(self, response_id: str, request: Request) -> Response:
         """Forget a response."""
@@ -135,17 +153,16 @@ class ResponsesEndpoints:
 
     async def list_items(self, response_id: str, request: Request) -> Response:
         """What a response was asked with."""
-        stored = self._store.get(response_id, _owner(request))
-        data = [
-            {"id": f"item_{at}", "type": "message"} | item.model_dump(exclude_none=True)
-            for at, item in enumerate(stored.items)
-        ]
-        return json_response(InputItems(data=data, first_id="item_0", last_id=f"item_{len(data) - 1}"))
+        return _json(self._store.get(response_id, _owner(request)).items)
 
 
 def _owner(request: Request) -> str:
     key: str = request.scope.get("state", {}).get("key", "")
     return key
+
+
+def _json(text: bytes) -> Response:
+    return Response(text, media_type="application/json")
 
 
 class ResponsesResponse(Response):
@@ -162,6 +179,7 @@ class ResponsesResponse(Response):
         self._finish: FinishReason | None = None
         self._num_reports = 0  # log-probabilities so far
         self._waits: Waits | None = None
+        self.is_ending = False  # all is generated: it can no longer be cancelled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with accounted(scope, self._turn.job) as taken:
@@ -179,23 +197,26 @@ class ResponsesResponse(Response):
         with accounted({"state": state}, self._turn.job) as taken:
             self._usage = taken.usage
             try:
-                await self._whole(taken)
+                await self._whole(taken, has_places=True)
             except asyncio.CancelledError:
+                self.is_ending = True
                 list(self._builder.close("incomplete"))
-                await self._keep(self._record("cancelled"))
+                await self._written_and_kept(self._record("cancelled"))
                 raise
             except RequestError as error:
-                await self._keep(self._failed(error))
+                self.is_ending = True
+                await self._written_and_kept(self._failed(error))
 
     def record_so_far(self) -> ResponseRecord:
         return self._record("in_progress" if self._waits is not None else "queued")
 
-    async def _whole(self, taken: Taken) -> bytes:
-        async with aclosing(self._events(taken)) as events:
+    async def _whole(self, taken: Taken, *, has_places: bool = False) -> bytes:
+        async with aclosing(self._events(taken, has_places=has_places)) as events:
             async for _ in events:
                 pass
+        self.is_ending = True
         list(self._builder.close(self._status))
-        return await self._written(await self._kept_record(), self._num_reports)
+        return await self._written_and_kept(await self._finished_record())
 
     async def _written(self, value: Any, num_reports: int) -> bytes:
         """As JSON; by a thread, where there are so many log-probabilities that the loop would stand still."""
@@ -216,7 +237,8 @@ class ResponsesResponse(Response):
                     await stream.send(*opening, event)
                     opening = []
             closing = [*opening, *self._builder.close(self._status)]
-            record = await self._kept_record()
+            record = await self._finished_record()
+            await self._written_and_kept(record)
             kind = "response.completed" if record.status == "completed" else "response.incomplete"
             await stream.send(*closing, {"type": kind, "response": record}, num_reports=self._num_reports)
         except RequestError as error:
@@ -225,9 +247,11 @@ class ResponsesResponse(Response):
             await stream.send({"type": "response.failed", "response": self._failed(error).model_dump()})
         await stream.close()
 
-    async def _events(self, taken: Taken, held: HeldStream | None = None) -> AsyncGenerator[Event, None]:
+    async def _events(
+        self, taken: Taken, held: HeldStream | None = None, *, has_places: bool = False
+    ) -> AsyncGenerator[Event, None]:
         reader = taken.job.make_reader()
-        run = self._service.run(taken.job, taken.origin)
+        run = self._service.run(taken.job, taken.origin, has_places=has_places)
         async with aclosing(held.over(run) if held is not None else run) as deltas:
             async for delta in deltas:
                 self._waits = self._waits or delta.waits
@@ -250,20 +274,20 @@ class ResponsesResponse(Response):
     def _about(self, kind: str, status: Status) -> Event:
         return {"type": kind, "response": self._record(status).model_dump()}
 
-    async def _kept_record(self) -> ResponseRecord:
-        """The finished response, remembered unless the client does not want it."""
+    async def _finished_record(self) -> ResponseRecord:
         record = self._record(self._status)
         record.usage = _usage_of(self._usage.total(), await self._reasoning_tokens())
-        if record.store:
-            await self._keep(record)
         return record
 
-    async def _keep(self, record: ResponseRecord) -> None:
-        said = messages_of([Item.model_validate(_plain_item(item)) for item in self._builder.items])
-        conversation = (*self._turn.before, *messages_of(self._turn.body.items), *said)
-        size = _size_of(conversation) + len(await self._written(record, self._num_reports))
-        items = tuple(self._turn.body.items)
-        self._store.add(StoredResponse(record, items, conversation, self._turn.owner, size))
+    async def _written_and_kept(self, record: ResponseRecord) -> bytes:
+        """The response as JSON, remembered unless the client does not want it."""
+        text = await self._written(record, self._num_reports)
+        if record.store:
+            turn = self._turn
+            answer = messages_of([Item.model_validate(_plain_item(item)) for item in self._builder.items])
+            conversation = append_messages(turn.said, answer)
+            self._store.add(StoredResponse(turn.id, turn.owner, record.background, text, turn.items, conversation))
+        return text
 
     def _failed(self, error: RequestError) -> ResponseRecord:
         failed = self._record("failed")
@@ -318,10 +342,6 @@ def _usage_of(usage: Usage, reasoning_tokens: int) -> ResponseUsage:
         output_tokens_details=OutputDetails(reasoning_tokens=reasoning_tokens),
         total_tokens=usage.total_tokens,
     )
-
-
-def _size_of(conversation: Iterable[Message]) -> int:
-    return sum(len(message.text) + 100 for message in conversation)
 
 
 class _NumberedEvents:
