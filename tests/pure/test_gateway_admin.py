@@ -374,7 +374,7 @@ def test_a_reload_touches_no_model_that_the_file_does_not_change(tmp_path: Path)
     async def test(client: httpx.AsyncClient, admin: Admin) -> None:
         file.raw = {"models": {"fake": {"source": "x", "preload": True, "adapters": adapter}, "b": {"source": "x"}}}
         assert (await client.post("/api/config/reload")).status_code == 200
-        await eventually(lambda: admin._is_loaded("fake"))
+        await eventually(lambda: admin._residency.is_loaded("fake"))
         assert (await ask(client, "b")).status_code == 200
         admin.service.models._adapters["tuned"] = replace(admin.service.models._adapters["tuned"], created=7)
         sent: list[Any] = []
@@ -405,7 +405,7 @@ def test_a_model_that_is_on_offer_again_before_it_is_idle_stays_loaded(tmp_path:
             assert (await client.post("/api/config/reload")).status_code == 200
         assert (await running).status_code == 200
         await asyncio.sleep(0.05)
-        assert admin._is_loaded("fake")
+        assert admin._residency.is_loaded("fake")
 
     on_admin(tmp_path, test, file=file)
 
@@ -492,7 +492,7 @@ def test_a_store_that_goes_away_is_named_in_every_answer(tmp_path: Path) -> None
 
 def test_a_restarted_worker_gets_the_models_that_shall_always_be_there(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, admin: Admin) -> None:
-        admin._preload = ("broken", "fake")  # one that fails does not keep the other away
+        admin._residency.preload = ("broken", "fake")  # one that fails does not keep the other away
         pid = admin.service.link.supervisors["cpu-0"].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)

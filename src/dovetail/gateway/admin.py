@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -24,15 +24,15 @@ from dovetail.errors import (
     RequestError,
 )
 from dovetail.gateway.adapter_desk import AdapterDesk, AdapterStore, no_change_of
-from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.models import Entry, Offer
 from dovetail.gateway.pulls import Puller, Pulls
 from dovetail.gateway.recovery import Changes, until_joined
+from dovetail.gateway.residency import Residency
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.settings import Settings
 from dovetail.gateway.verification import Checks, Verification
 from dovetail.machine import release_memory
-from dovetail.messages import Hello, LoadFailed, Reclaimed, ToGateway, Unloaded
+from dovetail.messages import LoadFailed, Reclaimed, ToGateway, Unloaded
 from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")
@@ -83,8 +83,7 @@ class Admin:
         self._file = file
         self._changing = asyncio.Lock()  # one change at a time: each looks before it acts
         self._adapters = AdapterDesk(service, store, self._check_free)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._preload = tuple(preload)
+        self._residency = Residency(service, preload)
         self._verification: Verification | None = None
         service.link.observers.append(self._on_message)
 
@@ -146,7 +145,7 @@ class Admin:
             name = self._known(name)
             self.pulls.cancel(name)
             self._models.remove(name)
-            left = self._retire(name, force=force)
+            left = self._residency.retire(name, force=force)
             await self._note(name, None)
             return left
 
@@ -166,11 +165,11 @@ class Admin:
     def load_again(self, names: Iterable[str]) -> None:
         """Those that were ready before the server was started again, without anybody waiting for them."""
         known = [name for name in names if self._models.is_taken(name) and name not in self._models.arriving()]
-        self._spawn(self._load_where_missing(known))
+        self._residency.spawn(self._load_where_missing(known))
 
     async def _load_where_missing(self, names: Sequence[str]) -> None:
         await until_joined(self.service.link)
-        await self._load_all([name for name in names if not self.service.cluster.nodes_of(name)])
+        await self._residency.load_all([name for name in names if not self.service.cluster.nodes_of(name)])
 
     async def _note(self, name: str, config: ModelConfig | None) -> None:
         """Returns when it is written: whoever asked for it may count on it then."""
@@ -187,7 +186,7 @@ class Admin:
     def unload(self, name: str, *, force: bool) -> int:
         """Its memory is free; the next request loads it again. Returns how many requests it ended."""
         name = self._known(name)
-        unfinished = self._unfinished(name)
+        unfinished = self._residency.unfinished(name)
         if unfinished and not force:
             raise Conflict(f"'{name}' is answering {unfinished} requests; force ends them", code="model_in_use")
         error = ModelNotFound(f"'{name}' was unloaded while it answered", param="model", code="model_unloaded")
@@ -203,7 +202,7 @@ class Admin:
             await self._replace_damaged(store, card, finding)
 
         self._verification = Verification(self.service, store, replace)
-        self._spawn(self._verification.run())
+        self._residency.spawn(self._verification.run())
 
     async def _replace_damaged(self, store: Verified, card: ModelCard, finding: Any) -> None:
         """No request shall be answered by it any more; it is fetched again where that can be done."""
@@ -261,31 +260,8 @@ class Admin:
         for name in arriving.keys() - self._models.arriving().keys():
             self.pulls.cancel(name)
         for name in list(self.service.cluster.models):
-            self._follow(name)
-        self._preload = tuple(name for name in offer.preload if name not in offer.missing)
-        self._spawn(self._load_all([name for name in self._preload if not self._is_loaded(name)]))
-
-    def _follow(self, name: str) -> None:
-        """A model that the nodes know gets its new settings; one that is no longer on offer, or not yet in its new
-        form, is unloaded once idle."""
-        if name in self._models.arriving() or not self._models.is_taken(name):
-            self._retire(name, force=False)
-            return
-        try:
-            self.service.reconfigure(name)
-        except RequestError as error:  # its files cannot be read now: what is loaded goes on
-            logger.error("%s keeps its settings: %s", name, error.message)
-
-    def _is_loaded(self, name: str) -> bool:
-        hosted = self.service.cluster.models.get(name)
-        return hosted is not None and hosted.loaded is not None and self._is_current(hosted)
-
-    def _is_current(self, hosted: HostedModel) -> bool:
-        """On offer, in this form."""
-        try:
-            return self._models.get(hosted.card.name).card == hosted.card
-        except RequestError:
-            return False
+            self._residency.follow(name)
+        self._residency.replace_preload(name for name in offer.preload if name not in offer.missing)
 
     def _keep_pulling(self, name: str, config: ModelConfig, entry: Entry | None) -> None:
         pull = entry.pull if entry is not None else None
@@ -303,7 +279,7 @@ class Admin:
         pull = None if card is not None else self.pulls.begin(name, config.source, config.layout, time.time())
         entry = Entry(config, card, in_file, pull)
         self._models.add(name, entry)
-        self._spawn(self._arrive(name, entry))
+        self._residency.spawn(self._arrive(name, entry))
 
     async def _arrive(self, name: str, entry: Entry) -> None:
         if entry.pull is not None:
@@ -318,8 +294,8 @@ class Admin:
             await self._add_adapters(entry.card, entry)
         if entry.card is not None and entry.config.preload:
             if entry.in_file:
-                self._preload = (*self._preload, name)
-            await self._load_all([name])
+                self._residency.preload += (name,)
+            await self._residency.load_all([name])
 
     async def _add_adapters(self, card: ModelCard, entry: Entry) -> None:
         """A model has come, which they can be compared with."""
@@ -330,18 +306,8 @@ class Admin:
             except RequestError as error:
                 logger.error("%s: %s", card.name, error.message)
 
-    async def _load_all(self, names: Iterable[str]) -> None:
-        for name in names:
-            try:
-                await self.service.preload([name])
-            except RequestError as error:
-                logger.error("%s could not be loaded: %s", name, error.message)
-
     def _on_message(self, node: str, message: ToGateway) -> None:
-        """A worker that took another's place has none of the models that shall always be there. What a model that has
-        left is known by is kept for as long as its weights are."""
-        if isinstance(message, Hello) and self.service.is_ready:
-            self._spawn(self._load_all(self._preload))
+        """What a model that has left is known by is kept for as long as its weights are."""
         if isinstance(message, LoadFailed) and self._verification is not None:
             self._verification.suspect(message.model)
         keep_s = self.settings.config.store.host_keep_alive
@@ -351,28 +317,6 @@ class Admin:
     def _forget_words(self, name: str) -> None:
         if not self.service.cluster.is_in_use(name) and self._models.forget_words(name):
             release_memory()
-
-    def _retire(self, name: str, *, force: bool) -> int:
-        unfinished, cluster = self._unfinished(name), self.service.cluster
-        hosted = cluster.models.get(name)
-        if force:
-            error = ModelNotFound(f"'{name}' was removed while it answered", param="model", code="model_removed")
-            cluster.drop(name, error)
-        elif hosted is not None:
-            self._spawn(self._unload_when_idle(hosted))
-        return unfinished
-
-    async def _unload_when_idle(self, hosted: HostedModel) -> None:
-        """Unless it is on offer again by then."""
-        name, cluster = hosted.card.name, self.service.cluster
-        while cluster.models.get(name) is hosted and not self._is_current(hosted):
-            await hosted.idle.wait()
-            if cluster.models.get(name) is hosted and not hosted.is_wanted and not self._is_current(hosted):
-                cluster.unload(name)
-
-    def _unfinished(self, name: str) -> int:
-        hosted = self.service.cluster.models.get(name)
-        return len(hosted.requests) if hosted is not None else 0
 
     def _known(self, name: str) -> str:
         name = self._models.resolve(name)
@@ -388,8 +332,3 @@ class Admin:
             if name in seen or self._models.is_taken(name):
                 raise Conflict(f"the name '{name}' is taken", param="name", code="name_taken")
             seen.add(name)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
