@@ -36,7 +36,7 @@ def prepare(request: bytes) -> None:
     """Read the tokenizer: that is no work of the grammar's. An empty request asks for the imports alone."""
     if not request:
         import llguidance  # noqa: F401
-        import numpy  # noqa: F401 ICN001
+        import numpy  # noqa: F401
 
         return
     with suppress(CompileError):  # which the trial reports
