@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
 from dovetail.store import Catalogue
+from dovetail.store.adapters import PeftFolder
 from dovetail.store.arrays import as_array
 from dovetail.store.format import partition_files
 
@@ -128,3 +130,18 @@ def test_a_pickled_adapter_is_refused_and_never_read(tmp_path: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(UnsupportedModel, match=r"weights only as pickle \(adapter_model\.bin\)"):
         Catalogue(tmp_path / "store").take(str(folder))
+
+
+def test_a_scaling_that_no_type_can_hold_is_refused_on_adding(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"lora_alpha 1e\+308 with r 4 scales by .*; at most 65504"):
+        Catalogue(tmp_path / "store").take(str(write_adapter(tmp_path / "a", lora_alpha=1e308)))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_instead_of_a_file_is_an_error_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = write_adapter(tmp_path / "a")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError):
+        PeftFolder(folder)

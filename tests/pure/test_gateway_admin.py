@@ -11,8 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
-from gateway_builders import LOCAL_TOKEN, FakeStore, eventually, make_admin, make_card, running_service
+from gateway_builders import (
+    LOCAL_TOKEN,
+    FakeStore,
+    byte_level_tokenizer,
+    eventually,
+    make_admin,
+    make_card,
+    running_service,
+)
+from tokenizers import normalizers
 
 from dovetail.config import Config, parse_config
 from dovetail.errors import ConfigError, ModelNotFound
@@ -132,6 +142,34 @@ def test_a_model_that_cannot_be_added_is_refused_by_name(
         assert response.status_code == status, response.text
         assert response.json()["error"]["param"] == param
         assert set(await states(client)) == {"fake", "broken"}
+
+    on_admin(tmp_path, test)
+
+
+def exploding(folder: Path) -> Path:
+    """A tokenizer that makes a thousand letters of one."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 10)] * 3)
+    tokenizer.save(str(folder / "exploding.json"))
+    return folder / "exploding.json"
+
+
+@pytest.mark.parametrize("kind", ["damaged", "exploding"])
+def test_a_tokenizer_that_cannot_be_used_is_found_when_its_model_is_added(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "damaged.json").write_text('{"version": "1.0", "model": {"type": "BPE"}}')
+    file = {"damaged": tmp_path / "damaged.json", "exploding": exploding(tmp_path)}[kind]
+
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        store_of(admin).cards["odd"] = msgspec.structs.replace(make_card(tmp_path, "odd"), tokenizer_file=str(file))
+        added = await client.post("/api/models", json={"name": "new", "source": "odd"})
+        assert (added.status_code, added.json()["error"]["param"]) == (400, "source"), added.text
+        assert "the tokenizer of 'new'" in added.json()["error"]["message"]
+        store_of(admin).cards = {"odd": store_of(admin).cards["odd"]}
+        store_of(admin).gate.set()
+        assert (await client.post("/api/models", json={"name": "far", "source": "remote:odd"})).status_code == 202
+        await eventually(lambda: admin.pulls.all()[0].error)
+        assert admin.pulls.all()[0].state == "failed"
+        assert set(await states(client)) == {"fake", "broken", "far"}
 
     on_admin(tmp_path, test)
 

@@ -24,12 +24,13 @@ from dovetail.errors import (
     RequestError,
 )
 from dovetail.gateway.adapter_desk import AdapterDesk, AdapterStore, no_change_of
-from dovetail.gateway.models import Entry, Offer
+from dovetail.gateway.models import Entry, Offer, ServedModel
 from dovetail.gateway.pulls import Puller, Pulls
 from dovetail.gateway.recovery import Changes, until_joined
 from dovetail.gateway.residency import Residency
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.settings import Settings
+from dovetail.gateway.tokenizer_check import check_tokenizer
 from dovetail.gateway.verification import Checks, Verification
 from dovetail.machine import release_memory
 from dovetail.messages import LoadFailed, Reclaimed, ToGateway, Unloaded
@@ -101,6 +102,8 @@ class Admin:
                 card = await asyncio.to_thread(self._store.find, config.source, name, config.layout)
             except (DovetailError, OSError) as error:
                 raise InvalidRequest(f"source: {error}", param="source") from error
+            if card is not None:
+                await check_tokenizer(ServedModel(card, config, self._models.lanes))
             await asyncio.to_thread(self.service.drafts.check, name, card, config.speculative.draft)
             adapters = await self._adapters.check(card, config, in_file=False) if card is not None else []
             self._offer(name, config, card, in_file=False)
@@ -285,9 +288,12 @@ class Admin:
         if entry.pull is not None:
             logger.info("pulling %s from %s", name, entry.pull.source)
             try:
-                entry.card = await self.pulls.run(entry.pull)
+                card = await self.pulls.run(entry.pull)
+                if card is not None:
+                    await check_tokenizer(ServedModel(card, entry.config, self._models.lanes))
+                entry.card = card
             except (DovetailError, OSError) as error:
-                entry.pull.error = str(error)
+                entry.pull.state, entry.pull.error = "failed", str(error)
                 logger.error("%s could not be pulled: %s", name, error)
                 return
         if entry.card is not None and entry.pull is not None:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -24,6 +21,7 @@ from dovetail.config import NodeConfig
 from dovetail.errors import Overloaded, RequestError, WorkerLost
 from dovetail.eventlog import clear_logs
 from dovetail.gateway.adopted import WorkerRecords
+from dovetail.gateway.private_folder import PrivateFolder
 from dovetail.gateway.supervisor import Supervisor, WorkerExit
 from dovetail.messages import (
     ClockAsked,
@@ -51,7 +49,6 @@ logger = logging.getLogger("dovetail.gateway")
 MAX_FRAMES = 64  # taken in at once
 PROBE_S = 1.0
 DOUBT_S = 1.0  # a worker that cannot be reached may have ended: whoever watches it is given this long to say so
-_MAX_DIRECTORY_CHARS = 80  # the address of a Unix socket has at most 107, on some systems 103
 
 
 class Arrival(NamedTuple):
@@ -182,8 +179,12 @@ class Link:
         durable: Durable | None = None,
         outlive_s: float = 0.0,
     ) -> None:
-        self._is_private = durable is None
-        self._directory = _private_directory() if durable is None else durable.folder
+        self._private: PrivateFolder | None = None
+        if durable is not None:
+            self._directory = durable.folder
+        else:
+            self._private = PrivateFolder()
+            self._directory = self._private.path
         records = None if durable is None else WorkerRecords(durable)
         if records is not None:
             records.end_others([config.name for config in nodes])
@@ -234,8 +235,8 @@ class Link:
             socket.close()
         self._loop = None
         self._context.term()
-        if self._is_private:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self._private is not None:
+            self._private.remove()
 
     # Workers on other machines
 
@@ -428,12 +429,3 @@ def _option(socket: zmq.Socket[bytes], name: int) -> int:
     value = socket.getsockopt(name)
     assert isinstance(value, int)
     return value
-
-
-def _private_directory() -> Path:
-    """Mode 0700: nobody else may speak to the workers."""
-    directory = Path(tempfile.mkdtemp(prefix="dovetail-"))
-    if len(str(directory)) <= _MAX_DIRECTORY_CHARS:
-        return directory
-    directory.rmdir()
-    return Path(tempfile.mkdtemp(prefix="dovetail-", dir="/tmp"))

@@ -99,6 +99,8 @@ def words_of(path: Path, wanted_digest: str = "") -> Words:
 
 
 def _read(path: Path, wanted_digest: str) -> tuple[bytes, str]:
+    if not path.is_file():  # opening a FIFO would wait for a writer
+        raise ValueError(f"{path}: {'not a regular file' if path.exists() else 'missing'}")
     file = path.read_bytes()
     digest = hashlib.sha256(file).hexdigest()
     if wanted_digest and digest != wanted_digest:

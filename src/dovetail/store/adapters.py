@@ -21,6 +21,7 @@ from dovetail.store.keys import Keys
 from dovetail.store.safetensors_file import SafetensorsFile
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_MAX_SCALING = 65504.0
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 # Each makes something else of the model than W + scaling · B·A, the same for every target.
@@ -102,10 +103,16 @@ def read_adapter_config(path: Path) -> Adapter:
     if not (isinstance(targets, str) or (isinstance(targets, list) and all(isinstance(name, str) for name in targets))):
         raise keys.damaged("target_modules", "a name or a list of names")
     base = keys.get("base_model_name_or_path")
+    scaling = alpha / (math.sqrt(rank) if keys.flag("use_rslora") else rank)
+    if scaling > _MAX_SCALING:
+        raise UnsupportedModel(
+            f"{path / CONFIG}: lora_alpha {alpha:g} with r {rank} scales by {scaling:g}; at most {_MAX_SCALING:g} is "
+            "served, which float16 can hold"
+        )
     return Adapter(
         rank=rank,
         alpha=alpha,
-        scaling=alpha / (math.sqrt(rank) if keys.flag("use_rslora") else rank),
+        scaling=scaling,
         target_modules=(targets,) if isinstance(targets, str) else tuple(sorted(targets)),
         base_model=base if isinstance(base, str) else "",
     )

@@ -191,7 +191,7 @@ def _manifest(folder: Path) -> Manifest | None:
 def _is_mapped(path: Path) -> bool:
     """Somebody holds the lock that goes with a mapping (see `format.StoredTensors`)."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,27 @@ import msgspec
 from dovetail.errors import DamagedCheckpoint, SourceError
 
 
+def open_regular(path: Path, flags: int = 0) -> int:
+    """A descriptor to read from. Opening a FIFO would wait for a writer, and reading a device never ends: what is no
+    regular file is damage. Raises OSError where it cannot be opened."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedCheckpoint(f"{path}: not a regular file")
+    return descriptor
+
+
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path}: {error.strerror}") from error
+        return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise DamagedCheckpoint(f"{path}: text that is not UTF-8") from error
 
 
 def read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with os.fdopen(open_regular(path), "rb") as file:
+            return file.read()
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path}: missing") from None
     except OSError as error:
@@ -75,6 +86,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_empty(folder: Path) -> None:
+    """The folder, unless there is a file in it or in a folder of it."""
+    for path, _, names in os.walk(folder, topdown=False):
+        if not names:
+            with suppress(OSError):  # one of its folders has files
+                os.rmdir(path)
 
 
 def check_room(what: str, folder: Path, needed: int) -> None:

@@ -20,7 +20,6 @@ import math
 import mmap
 import os
 import re
-import stat
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from dovetail.layouts import LAYOUTS, MATRIX_LAYOUTS, NUMPY, packed_bytes
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.store.assemble import joined, joined_shape
-from dovetail.store.files import read_text
+from dovetail.store.files import open_regular, read_bytes, read_text
 from dovetail.store.keys import checked_spec
 from dovetail.store.tokenizer_files import TokenFields, tokens_problem
 from dovetail.types import ModelCard
@@ -232,11 +231,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             raise DamagedCheckpoint(f"{path}: {path.stat().st_size} bytes are absurd for a manifest")
-        text = path.read_bytes()
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path}: missing") from None
     except OSError as error:
         raise DamagedCheckpoint(f"{path}: {error.strerror}") from error
+    text = read_bytes(path)
     return parse_manifest(text, str(path))
 
 
@@ -431,14 +430,14 @@ def open_blob(path: Path, partition: Partition) -> int:
     try:
         if path.parent.is_symlink():
             raise DamagedCheckpoint(f"{path.parent}: a symbolic link; blobs lie in the store itself")
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_NOFOLLOW)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path}: missing") from None
     except OSError as error:
         reason = "a symbolic link; blobs lie in the store itself" if path.is_symlink() else error.strerror
         raise DamagedCheckpoint(f"{path}: {reason}") from error
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != partition.size:
+    if found.st_size != partition.size:
         os.close(descriptor)
         kind = "truncated" if found.st_size < partition.size else "longer than it should be"
         raise DamagedCheckpoint(f"{path}: {kind}: {found.st_size} bytes, the manifest says {partition.size}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -26,6 +27,7 @@ from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.store.arrange import is_packed
 from dovetail.store.arrays import LazyPieces, from_array
+from dovetail.store.files import open_regular
 from dovetail.store.format import release_pages
 from dovetail.store.gguf_codes import layout_of, read_blocks
 from dovetail.store.gguf_config import spec_from_metadata
@@ -250,7 +252,7 @@ class _Truncated(Exception):
 
 def _open(path: Path) -> _BoundedReader:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             magic = file.read(4)
         if magic != b"GGUF":
             raise DamagedCheckpoint(f"{path}: not a GGUF file")

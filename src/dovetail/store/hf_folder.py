@@ -46,6 +46,7 @@ class HfFolder:
         self._prefix = self._find_prefix(spec)
         self.spec: ModelSpec = self._settle_tying(spec) if spec.encoder is None else with_own_pooling(spec, path)
         self._pieces = {name: self._resolve(name, shape) for name, shape in self.spec.tensors()}
+        self._check_dtypes()
         # Gemma's files keep a norm as its distance from 1.
         is_gemma = self.spec.family.startswith("gemma")
         self._plus_one = {name for name in self._pieces if is_gemma and "norm." in name}
@@ -99,6 +100,10 @@ class HfFolder:
         """Of those that are not quantised."""
         return self.pieces("layers.0.out.weight")[0].dtype
 
+    def _check_dtypes(self) -> None:
+        for full in (full for pieces in self._pieces.values() for full in pieces):
+            self._where[full].check_weights(full)
+
     def _find_prefix(self, spec: ModelSpec) -> str:
         mark = "layers.0." if spec.encoder is None else encoder_prefix_mark(spec)
         for prefix in PREFIXES if spec.encoder is None else ENCODER_PREFIXES:
@@ -151,6 +156,9 @@ class HfFolder:
 
 class CodedHfFolder(HfFolder):
     """One of which some matrices are quantised, in blocks that can be kept."""
+
+    def _check_dtypes(self) -> None:
+        """Codes are of any type."""
 
     @property
     def dtype(self) -> str:

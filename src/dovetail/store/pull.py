@@ -16,7 +16,7 @@ from dovetail.store.adapters import PeftFolder, is_adapter_folder
 from dovetail.store.arrange import Arrangement, arrange
 from dovetail.store.checkpoints import CodedFiles, ModelFiles, open_checkpoint
 from dovetail.store.convert import JOURNAL_BYTES, Conversion, Source
-from dovetail.store.files import check_room
+from dovetail.store.files import check_room, remove_empty
 from dovetail.store.format import FORMAT, TEMPLATE, TOKENIZER, VERSION, Manifest, Partition
 from dovetail.store.place import Place, source_key
 from dovetail.store.publish import digests_of, publish
@@ -86,6 +86,8 @@ class Pull(NamedTuple):
         except CheckpointError:
             shutil.rmtree(download, ignore_errors=True)
             raise
+        finally:
+            remove_empty(download)
         shutil.rmtree(download, ignore_errors=True)
         return name
 

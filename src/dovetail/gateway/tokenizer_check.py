@@ -1,0 +1,29 @@
+"""Whether a tokenizer can be read and is of bounded cost: asked when a model is added, not by its first request."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dovetail.errors import EngineFailed, InvalidRequest
+from dovetail.gateway.models import ServedModel
+
+_PROBE = "".join(map(chr, range(32, 127))) + " aA0" * 8
+_TIMEOUT_S = 10.0
+_MAX_TOKENS = 16 * len(_PROBE)
+
+
+async def check_tokenizer(model: ServedModel) -> None:
+    """Raises InvalidRequest."""
+    try:
+        await model.prepare()
+        async with asyncio.timeout(_TIMEOUT_S):
+            tokens = await model.encode(_PROBE, add_special_tokens=False)
+    except TimeoutError:
+        problem = f"takes more than {_TIMEOUT_S:g} s for {len(_PROBE)} characters"
+    except EngineFailed as error:
+        raise InvalidRequest(f"source: {error.message}", param="source") from error
+    else:
+        if len(tokens) <= _MAX_TOKENS:
+            return
+        problem = f"makes {len(tokens)} tokens of {len(_PROBE)} characters, more than {_MAX_TOKENS}"
+    raise InvalidRequest(f"source: the tokenizer of '{model.name}' {problem}", param="source")
