@@ -42,6 +42,7 @@ class _Job:
     id = "1"
     model = _Model()
     requests = (_Request(),)
+    warnings = ()
 
 
 def chunks(kind: Any, options: ReplyOptions, texts: list[str]) -> list[bytes]:

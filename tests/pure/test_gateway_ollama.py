@@ -99,3 +99,39 @@ def test_models_are_asked_with_any_key_and_not_without(tmp_path: Path) -> None:
         assert (await client.get("/api/models", headers=free)).status_code == 403
 
     on_app(tmp_path, test, auth=KEYS)
+
+
+def test_paths_that_are_not_here_say_what_to_do_in_words_that_its_clients_print(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        for method, path, word in (
+            ("POST", "/api/pull", "dovetail add"),
+            ("POST", "/api/create", "dovetail add"),
+            ("POST", "/api/copy", "aliases"),
+            ("DELETE", "/api/delete", "dovetail rm"),
+            ("POST", "/api/push", "not possible"),
+            ("HEAD", "/api/blobs/sha256:0", ""),
+            ("GET", "/api/chat", "GET"),
+        ):
+            response = await client.request(method, path, json={"model": "x"})
+            assert response.status_code in (400, 405), path
+            if method != "HEAD":
+                assert set(response.json()) == {"error"}
+                assert word in response.json()["error"]
+
+    on_app(tmp_path, test)
+
+
+def test_log_probabilities_come_whole_and_in_lines(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        asked = ASKED | {"logprobs": True, "top_logprobs": 2}
+        openai_asked = CHAT | {"max_tokens": 6, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+        openai = (await client.post("/v1/chat/completions", json=openai_asked)).json()["choices"][0]["logprobs"]
+        whole = (await client.post("/api/chat", json=asked | {"stream": False})).json()
+        assert whole["logprobs"] == openai["content"]
+        parts = lines(await client.post("/api/chat", json=asked))
+        assert [entry for part in parts for entry in part.get("logprobs", ())] == openai["content"]
+        generated = {"model": "fake", "prompt": "abc", "raw": True, "stream": False, "logprobs": True}
+        raw = (await client.post("/api/generate", json=generated | {"options": {"num_predict": 3}})).json()
+        assert [entry["token"] for entry in raw["logprobs"]] == ["a", "b", "c"]
+
+    on_app(tmp_path, test)

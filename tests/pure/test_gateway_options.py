@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_worker import FAIL
-from gateway_builders import byte_level_tokenizer
+from gateway_builders import byte_level_tokenizer, make_card
 from test_gateway_http import CHAT, TEXT, check_error, events, on_app
 
 from dovetail.errors import InvalidRequest
@@ -51,6 +51,72 @@ def test_harmless_options_nulls_and_neutral_values_are_accepted(tmp_path: Path) 
         body = CHAT | harmless | neutral | nulls | {"reasoning_effort": "low"}
         response = await client.post("/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
+
+    on_app(tmp_path, test)
+
+
+def test_what_gateways_send_along_is_accepted_and_named_in_the_answer(tmp_path: Path) -> None:
+    sent: dict[str, Any] = {
+        "cache_control": {"type": "ephemeral"},
+        "usage": {"include": True},
+        "verbosity": "low",
+        "provider": {"order": ["x"]},
+        "session_id": "s",
+    }
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        for name, value in sent.items():
+            for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+                answer = (await client.post(path, json=body | {name: value})).json()
+                assert [note.split()[0] for note in answer["warnings"]] == [name]
+                first, *rest = events(await client.post(path, json=body | {name: value, "stream": True}))
+                assert first["warnings"] == answer["warnings"]
+                assert not any("warnings" in chunk for chunk in rest)
+        assert "warnings" not in (await client.post("/v1/chat/completions", json=CHAT)).json()
+
+    on_app(tmp_path, test)
+
+
+def test_thoughts_are_switched_by_any_name_that_clients_have_for_it(tmp_path: Path) -> None:
+    shows = "{% for m in messages %}{{ m.content }}{% endfor %}[{{ enable_thinking }}{{ reasoning_effort }}]"
+    on: list[dict[str, Any]] = [
+        {"enable_thinking": True},
+        {"thinking": {"type": "enabled"}},
+        {"thinking": True},
+        {"reasoning": {"enabled": True}},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+    ]
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        async def said(change: dict[str, Any]) -> str:
+            body = CHAT | {"model": "shows", "max_tokens": 40} | change
+            response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200, response.text
+            content: str = response.json()["choices"][0]["message"]["content"]
+            return content[: content.find("]") + 1]
+
+        for change in on:
+            assert await said(change) == "hi[True]"
+        for change in (
+            {"enable_thinking": False},
+            {"thinking": {"type": "disabled"}},
+            {"reasoning": {"enabled": False}},
+        ):
+            assert await said(change) == "hi[False]"
+        assert await said({"reasoning": {"effort": "low"}}) == "hi[low]"
+
+    on_app(tmp_path, test, make_card(tmp_path / "shows", "shows", chat_template=shows, eos_token_ids=()))
+
+
+def test_a_chat_gets_what_is_left_of_the_context_and_a_completion_is_told(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        for name in ("max_tokens", "max_completion_tokens"):
+            answer = (await client.post("/v1/chat/completions", json=CHAT | {name: 32_000})).json()
+            assert "has up to 506: the context is 512" in answer["warnings"][0]
+        long = CHAT | {"messages": [{"role": "user", "content": "x" * 600}]}
+        error = check_error(await client.post("/v1/chat/completions", json=long), 400, "messages")
+        assert error["code"] == "context_length_exceeded"
+        check_error(await client.post("/v1/completions", json=TEXT | {"max_tokens": 32_000}), 400, "max_tokens")
 
     on_app(tmp_path, test)
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.bodies import check_json_size
-from dovetail.gateway.options import check_beams, check_options
+from dovetail.gateway.options import check_beams, check_options, ignored_options
 from dovetail.gateway.tools.schema import Tool, ToolChoice
 
 MAX_CHOICES = 128
@@ -139,6 +139,11 @@ class GenerationBody(StrictBody):
     )
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """Options that were accepted and change nothing."""
+        return ignored_options(self.model_extra or {})
+
+    @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -210,6 +215,20 @@ class Prediction(StrictBody):
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
+class ThinkingOption(StrictBody):
+    """As DeepSeek and Anthropic switch thoughts on and off."""
+
+    type: str
+
+
+class ReasoningOption(StrictBody):
+    """As OpenRouter does."""
+
+    effort: str | None = Field(default=None, max_length=32)
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
 class ChatRequest(GenerationBody):
     messages: Annotated[list[Message], FAIL_FAST] = Field(min_length=1, max_length=4096)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_LIMIT)
@@ -226,6 +245,9 @@ class ChatRequest(GenerationBody):
     documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(default=None, max_length=32, description="for templates that ask for it")
+    enable_thinking: bool | None = Field(default=None, description="as in chat_template_kwargs")
+    thinking: ThinkingOption | bool | None = Field(default=None, description="type: enabled or disabled")
+    reasoning: ReasoningOption | None = None
     echo: bool | None = Field(default=None, description="with a final message of the assistant: its text comes first")
     add_generation_prompt: bool | None = Field(default=None, description="on unless continue_final_message")
     continue_final_message: bool | None = None
@@ -233,6 +255,27 @@ class ChatRequest(GenerationBody):
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
+
+    @property
+    def wants_thoughts(self) -> bool | None:
+        """None: as the model's template has it."""
+        if isinstance(self.thinking, ThinkingOption):
+            said = self.thinking.type != "disabled"
+        elif self.thinking is not None:
+            said = self.thinking
+        elif self.enable_thinking is None and self.reasoning is not None:
+            return self.reasoning.enabled
+        else:
+            return self.enable_thinking
+        return said if self.enable_thinking is None else self.enable_thinking
+
+    @property
+    def shows_thoughts(self) -> bool:
+        return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
 
     @property
     def wants_logprobs(self) -> bool:

@@ -20,11 +20,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dovetail
-from dovetail.errors import EngineFailed, RequestError
+from dovetail.errors import EngineFailed, InvalidRequest, RequestError
 from dovetail.gateway.adapter_routes import LoadAdapter, UnloadAdapter, make_adapter_router
 from dovetail.gateway.admin import Admin
 from dovetail.gateway.admin_api import AddModel, ChangeModel
 from dovetail.gateway.admin_routes import make_admin_router
+from dovetail.gateway.anthropic.endpoints import make_anthropic_router
+from dovetail.gateway.anthropic.request import CountTokensRequest, MessagesRequest
 from dovetail.gateway.api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from dovetail.gateway.console import make_console_router
 from dovetail.gateway.embeddings import EmbeddingRequest, make_embedding_router
@@ -34,8 +36,7 @@ from dovetail.gateway.middleware import Auth, BodyLimit, BodyMemory, RequestIds
 from dovetail.gateway.node_routes import make_node_router
 from dovetail.gateway.ollama.endpoints import make_ollama_router
 from dovetail.gateway.origins import OriginGate
-from dovetail.gateway.replies import ErrorBody, ErrorDetail
-from dovetail.gateway.respond import problem_response
+from dovetail.gateway.problems import problem_response
 from dovetail.gateway.responses.endpoints import make_responses_router
 from dovetail.gateway.responses.request import ResponsesRequest
 from dovetail.gateway.routes import make_router
@@ -56,6 +57,8 @@ _BODIES: tuple[type[Any], ...] = (
     RerankRequest,
     ScoreRequest,
     ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
     AddModel,
     ChangeModel,
     LoadAdapter,
@@ -71,6 +74,7 @@ def make_app(admin: Admin) -> ASGIApp:
     app.include_router(make_embedding_router(service))
     app.include_router(make_scoring_router(service))
     app.include_router(make_responses_router(service))
+    app.include_router(make_anthropic_router(service))
     app.include_router(make_ollama_router(service))
     turns = TurnWatch()
     service.link.observers.append(turns.observe)
@@ -148,17 +152,18 @@ class Boundary:
             raise
         except BaseException as error:  # a panic in a library's Rust is no Exception
             if isinstance(error, RequestError) and not has_started:
-                await problem_response(error)(scope, receive, send)
+                await problem_response(error, scope)(scope, receive, send)
                 return
             logger.exception("request %s failed", scope.get("state", {}).get("request_id"))
             if has_started or scope["type"] != "http":
                 raise
-            await problem_response(EngineFailed("internal error", code="internal_error"))(scope, receive, send)
+            problem = problem_response(EngineFailed("internal error", code="internal_error"), scope)
+            await problem(scope, receive, send)
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return problem_response(error)
+    return problem_response(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -167,9 +172,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     message = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not possible here"}.get(
         error.status_code, error.detail
     )
-    body = ErrorBody(error=ErrorDetail(message=message[:500], type="invalid_request_error"))
-    headers = dict(error.headers or {})
-    return Response(body.model_dump_json(), error.status_code, headers, media_type="application/json")
+    problem = InvalidRequest(message[:500])
+    problem.status = error.status_code
+    response = problem_response(problem, request.scope)
+    response.headers.update(error.headers or {})
+    return response
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

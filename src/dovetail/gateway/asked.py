@@ -4,7 +4,9 @@ place for so many answers is told before any text is rendered or tokenised."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
+from collections.abc import Sequence
 
 from starlette.requests import Request
 
@@ -19,10 +21,15 @@ from dovetail.gateway.translate import Job, chat_job, completion_job
 REFUSED_S = 0.1  # a refusal comes after this: who asks again at once keeps no core busy with it
 
 
-async def asked_chat(service: Service, request: Request, body: ChatRequest, model: ServedModel) -> Job:
+async def asked_chat(
+    service: Service, request: Request, body: ChatRequest, model: ServedModel, *, warnings: Sequence[str] = ()
+) -> Job:
+    """`warnings`: of what was asked for in another API's words and is not in the body."""
     await _check_places(service, request, body.num_choices)
     context, default = service.context_limit(model), service.default_max_tokens(model)
-    return await chat_job(body, model, uuid.uuid4().hex, context, targets_of(request, model), default_tokens=default)
+    targets = targets_of(request, model)
+    job = await chat_job(body, model, uuid.uuid4().hex, context, targets, default_tokens=default)
+    return dataclasses.replace(job, warnings=(*warnings, *job.warnings))
 
 
 async def asked_completion(service: Service, request: Request, body: CompletionRequest, model: ServedModel) -> Job:

@@ -69,7 +69,7 @@ def _reader(template: TemplateFacts, is_open: bool, format: ToolFormat | None, b
         if template.think_marks is None:
             return reader
         reader = ThinkingReader(template.think_marks, reader, is_open=is_open)
-    return reader if body.include_reasoning is not False else _WithoutReasoning(reader)
+    return reader if body.shows_thoughts else _WithoutReasoning(reader)
 
 
 class _WithoutReasoning:

@@ -90,9 +90,11 @@ def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
 
 def _template_options(body: ChatRequest) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.reasoning_effort == "none":
+    if body.wants_thoughts is not None:
+        options.setdefault("enable_thinking", body.wants_thoughts)
+    if body.effort is not None:
+        options.setdefault("reasoning_effort", body.effort)
+        if body.effort == "none":
             options.setdefault("enable_thinking", False)
     return options
 

@@ -27,13 +27,20 @@ _ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  
 OLLAMA_PATHS = frozenset(
     {"/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/api/tags", "/api/version"}
 )
+# Ollama's too, which only say what to do instead.
+OLLAMA_ABSENT = frozenset({"/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"})
+_OLLAMA_BLOBS = "/api/blobs/"
 _LOCAL_SECRETS = frozenset({"/api/config", "/api/logs"})  # sources and paths may hold what is not for everyone
 _FAILURES_PER_MINUTE = 20  # of one address; then only keys that it has used before are looked at
 _REMEMBERED = 4096  # addresses with failures, and pairs of address and good key
 
 
+def is_of_ollama(path: str) -> bool:
+    return path in OLLAMA_PATHS or path in OLLAMA_ABSENT or path.startswith(_OLLAMA_BLOBS)
+
+
 def is_of_admin(path: str) -> bool:
-    return path not in OLLAMA_PATHS and (path.startswith(_ADMIN_PREFIX) or path in _ADMIN_PATHS)
+    return not is_of_ollama(path) and (path.startswith(_ADMIN_PREFIX) or path in _ADMIN_PATHS)
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class Keys:
         return caller
 
     def _identify(self, scope: Scope, *, must: bool) -> Caller:
-        given = _bearer(Headers(scope=scope).get("authorization", ""))
+        headers = Headers(scope=scope)
+        given = _bearer(headers.get("authorization", "")) or _api_key(headers.get("x-api-key", ""))
         address = (scope.get("client") or ("",))[0]
         if not self._keys:
             knows_token = given is not None and self._local is not None and hmac.compare_digest(self._local, given)
@@ -93,7 +101,9 @@ class Keys:
         if given is None:
             if not must:
                 return Caller()
-            raise Unauthenticated("no API key: send 'Authorization: Bearer <key>'", code="missing_api_key")
+            raise Unauthenticated(
+                "no API key: send 'Authorization: Bearer <key>' or 'x-api-key: <key>'", code="missing_api_key"
+            )
         key = self._find(given, address)
         return Caller(self._accounts[key.name], key.admin, key.metrics or key.admin)
 
@@ -156,7 +166,12 @@ def _bearer(authorization: str) -> bytes | None:
     scheme, _, given = authorization.partition(" ")
     if scheme.lower() != "bearer" or not given.strip():
         return None
-    return _digest(given.strip().encode(errors="surrogateescape"))
+    return _api_key(given)
+
+
+def _api_key(given: str) -> bytes | None:
+    """As Anthropic's clients send it."""
+    return _digest(given.strip().encode(errors="surrogateescape")) if given.strip() else None
 
 
 def _same_limits(key: KeyConfig, before: KeyConfig | None) -> bool:

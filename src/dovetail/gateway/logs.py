@@ -64,6 +64,8 @@ def request_line(record: dict[str, Any]) -> str:
         parts.append(f"{record['model']} {record['prompt_tokens']}+{record['completion_tokens']} tokens")
     if record["first_byte_s"] is not None:
         parts.append(f"first byte {record['first_byte_s']:.3f} s")
+    if record.get("warnings"):
+        parts.append(f"warned: {'; '.join(record['warnings'])}")
     return ", ".join([*parts, f"{record['seconds']:.3f} s, id {record['id']}"])
 
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dovetail.errors import Overloaded, PayloadTooLarge, RequestError
 from dovetail.gateway.clients import current_client
 from dovetail.gateway.keys import Keys
-from dovetail.gateway.respond import problem_response
+from dovetail.gateway.problems import problem_response
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 
@@ -67,7 +67,7 @@ class Auth:
             try:
                 caller = self._keys.check(scope)
             except RequestError as error:
-                return await problem_response(error)(scope, receive, send)
+                return await problem_response(error, scope)(scope, receive, send)
             state = scope.setdefault("state", {})
             state["caller"] = caller
             account = caller.account
@@ -115,7 +115,7 @@ class BodyLimit:
             return await self._app(scope, receive, send)
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isascii() and announced.isdigit() and int(announced[:20]) > self._limit():
-            return await problem_response(self._error())(scope, receive, send)
+            return await problem_response(self._error(), scope)(scope, receive, send)
         client, received, held = current_client.get(), 0, 0
 
         async def receive_limited() -> Message:

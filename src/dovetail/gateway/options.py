@@ -1,4 +1,5 @@
-"""Options of a request body that have no field: harmless ones are ignored, all others are a 400 that says so.
+"""Options of a request body that have no field: harmless ones are ignored, all others are a 400 that says so. What a
+caller may have expected something of is named in the answer's `warnings` and in the log.
 
 An option that changes the answer and is ignored is worse than an error: the caller believes that it took effect.
 """
@@ -20,6 +21,14 @@ HARMLESS = frozenset(
     }
 )  # fmt: skip
 
+# What gateways and user interfaces send along, of routing, caches of other servers, and how an answer is shown.
+IGNORED = frozenset(
+    {
+        "cache_control", "client_metadata", "context_management", "include_usage", "plugins", "preset", "provider",
+        "route", "session_id", "trace", "transforms", "usage", "verbosity",
+    }
+)  # fmt: skip
+
 # Known elsewhere and not here -> the values with which they change nothing, and what to do instead.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "early_stopping": ((), "a beam search ends when nothing better can come"),
@@ -28,7 +37,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "models here speak text"),
     "modalities": ((["text"],), "models here speak text"),
     "web_search_options": ((), "give a search function in tools"),
-    "verbosity": (("medium",), "say it in a message"),
     "chat_template": ((), "templates come with the model"),
     "logits_processors": (([],), "use logit_bias, bad_words or structured_outputs"),
     "logits_processor_pattern": ((), "use logit_bias, bad_words or structured_outputs"),
@@ -71,7 +79,7 @@ def check_beams(body: Any) -> None:
 def check_options(extra: Mapping[str, Any], known: Collection[str]) -> None:
     """`extra`: what the body has beyond its `known` fields."""
     for name, value in extra.items():
-        if name in HARMLESS or value is None:
+        if name in HARMLESS or name in IGNORED or value is None:
             continue
         if name not in UNSUPPORTED:
             raise InvalidRequest(f"unknown option '{name[:100]}'{_near(name, known)}", param=name[:100])
@@ -80,6 +88,22 @@ def check_options(extra: Mapping[str, Any], known: Collection[str]) -> None:
             raise InvalidRequest(f"{name} is not supported: {instead}", param=name, code="unsupported_parameter")
 
 
-def _near(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+def check_known(extra: Mapping[str, Any], known: Collection[str]) -> None:
+    """For APIs whose clients grow options from week to week: what is not known is left out, unless it looks like a
+    known one misspelt."""
+    for name, value in extra.items():
+        near = _near(name, known, 0.9) if value is not None else ""
+        if near:
+            raise InvalidRequest(f"unknown option '{name[:100]}'{near}", param=name[:100])
+
+
+def ignored_options(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the answer says of those that change nothing."""
+    return tuple(
+        f"{name} changes nothing here and was ignored" for name in sorted(IGNORED & extra.keys()) if extra[name]
+    )
+
+
+def _near(name: str, known: Collection[str], cutoff: float = 0.8) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"; did you mean '{near[0]}'?" if near else ""

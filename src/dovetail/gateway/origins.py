@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dovetail.errors import InvalidRequest, MisdirectedRequest, PermissionDenied, RequestError
-from dovetail.gateway.respond import problem_response
+from dovetail.gateway.problems import problem_response
 
 _ANY = "*"
 
@@ -43,7 +43,7 @@ class OriginGate:
             try:
                 self._check(Headers(scope=scope), scope["method"])
             except RequestError as error:
-                return await problem_response(error)(scope, receive, send)
+                return await problem_response(error, scope)(scope, receive, send)
         await self._app(scope, receive, send)
 
     def _check(self, headers: Headers, method: str) -> None:

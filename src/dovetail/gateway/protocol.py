@@ -15,7 +15,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from dovetail.errors import RequestError
-from dovetail.gateway.respond import problem_body
+from dovetail.gateway.problems import openai_problem
 
 MAX_HEADER_BYTES = 32 * 1024  # request line, headers; trailers alike
 MAX_HEADERS = 100
@@ -228,7 +228,7 @@ class LimitedHttp(HttpToolsProtocol):
             return
         error = RequestError(message, code=code)
         error.kind = "invalid_request_error" if status < 500 else "overloaded_error"
-        body = problem_body(error).encode()
+        body = openai_problem(error)
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()

@@ -117,6 +117,7 @@ class ChatCompletion(BaseModel):
     usage: Usage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    warnings: list[str] | None = Field(default=None, description="what was asked for and done otherwise")
 
 
 class ChatDelta(BaseModel):
@@ -144,6 +145,7 @@ class ChatChunk(BaseModel):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    warnings: list[str] | None = Field(default=None, description="in the first chunk")
 
 
 class TextLogprobs(BaseModel):
@@ -173,6 +175,7 @@ class TextCompletion(BaseModel):
     model: str
     choices: list[TextChoice]
     usage: Usage | None = None
+    warnings: list[str] | None = Field(default=None, description="what was asked for and done otherwise")
 
 
 class ModelInfo(BaseModel):

@@ -7,7 +7,6 @@ loaded a 500 for streams too; what fails later is an error event that ends the s
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -24,7 +23,7 @@ from dovetail.errors import RequestError
 from dovetail.gateway.accounts import Account
 from dovetail.gateway.answers import Answer, UsageCount
 from dovetail.gateway.chat_reply import ChatReply
-from dovetail.gateway.replies import ErrorBody, ErrorDetail
+from dovetail.gateway.problems import openai_problem
 from dovetail.gateway.run import Delta, Origin, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.text_reply import TextReply
@@ -48,24 +47,6 @@ EVENTS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies pass each event on at once
 ]
-
-
-def problem_body(error: RequestError) -> str:
-    return ErrorBody(
-        error=ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
-    ).model_dump_json()
-
-
-def problem_response(error: RequestError) -> Response:
-    """The one place where an error becomes an HTTP response."""
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413) or error.code == "bodies_full":
-        headers["connection"] = "close"  # the rest of the body is not read
-    return Response(problem_body(error), error.status, headers, media_type="application/json")
 
 
 @dataclass(frozen=True)
@@ -109,6 +90,8 @@ def accounted(scope: Scope, job: Job) -> Iterator[Taken]:
         said = usage.total()
         state["usage"] = {"model": job.model.name, "answers": job.num_answers}
         state["usage"] |= {"prompt_tokens": said.prompt_tokens, "completion_tokens": said.completion_tokens}
+        if job.warnings:
+            state["usage"]["warnings"] = list(job.warnings)
         if account is not None:
             account.add_tokens(said.completion_tokens, time.monotonic())
 
@@ -184,21 +167,24 @@ class GenerationResponse(Response):
         except RequestError as error:
             if not stream.has_started:
                 raise
-            await stream.send_event(problem_body(error).encode())
+            await stream.send_event(openai_problem(error))
         await stream.send_event(b"[DONE]", more=False)
 
 
 class EventStream:
-    """Server-sent events; the status line goes out with the first word."""
+    """Server-sent events, or lines of another type; the status line goes out with the first word."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]] = EVENTS) -> None:
         self._send = send
+        self._headers = headers
         self.has_started = False
 
     async def start(self, waits: Waits | None = None) -> None:
         if not self.has_started:
             self.has_started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS + headers_of(waits)})
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": self._headers + headers_of(waits)}
+            )
 
     async def send_event(self, data: bytes, *, more: bool = True) -> None:
         await self.send(b"data: " + data + b"\n\n", more=more)

@@ -10,11 +10,12 @@ from functools import partial
 import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 import dovetail
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.answers import ReplyOptions
+from dovetail.gateway.anthropic.endpoints import model_list, model_record
 from dovetail.gateway.api import (
     ChatRequest,
     CompletionRequest,
@@ -29,6 +30,7 @@ from dovetail.gateway.echoes import echoes_of
 from dovetail.gateway.endpoint import Handler, Responses, json_response, read_body, request_body, responses
 from dovetail.gateway.metrics import CONTENT_TYPE
 from dovetail.gateway.models import ServedModel
+from dovetail.gateway.problems import VERSION_HEADER
 from dovetail.gateway.replies import (
     ChatCompletion,
     Detokenized,
@@ -166,14 +168,18 @@ class Endpoints:
         await model.prepare()
         return json_response(_tokenizer_info(model))
 
-    async def list_models(self) -> Response:
+    async def list_models(self, request: Request) -> Response:
         """Models on offer, loaded or not."""
         models = await asyncio.to_thread(self._service.models.all)
         names = [(name, model) for model in models for name in (model.name, *model.config.aliases)]
+        if VERSION_HEADER in request.headers:
+            return JSONResponse(model_list(names))
         return json_response(ModelList(data=[_model_info(name, model) for name, model in names]))
 
-    async def show_model(self, model: str) -> Response:
+    async def show_model(self, model: str, request: Request) -> Response:
         """One model."""
+        if VERSION_HEADER in request.headers:
+            return JSONResponse(model_record(model, self._service.models.get(model)))
         return json_response(_model_info(model, self._service.models.get(model)))
 
     async def health(self, request: Request) -> Response:

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from dovetail.errors import Overloaded
 from dovetail.gateway.endpoint import json_response
 from dovetail.gateway.etcd_state import EtcdDurable
+from dovetail.gateway.problems import problem_response
 from dovetail.gateway.replies import Status
-from dovetail.gateway.respond import problem_response
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -77,5 +77,5 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         response = json_response(Status(status="waiting"), 503)
     else:
         why = "this gateway waits for its turn: another one leads"
-        response = problem_response(Overloaded(why, code="not_leading", retry_after_s=RETRY_AFTER_S))
+        response = problem_response(Overloaded(why, code="not_leading", retry_after_s=RETRY_AFTER_S), scope)
     await response(scope, receive, send)

@@ -69,7 +69,8 @@ class TextReply:
         if delta.stop_reason is not None:
             choice.stop_reason = delta.stop_reason
         self._add_ids(choice, delta.tokens, with_prompt=is_first)
-        return self._chunk([choice], usage.total() if self._options.with_usage_always else None)
+        chunk = self._chunk([choice], usage.total() if self._options.with_usage_always else None)
+        return self._warned(chunk) if is_first else chunk
 
     def _frame(self, index: int) -> Frame:
         if index not in self._frames:
@@ -84,7 +85,12 @@ class TextReply:
         choices = [
             self._whole_choice(index, at, answers) for index, at in enumerate(self._kept(answers))
         ]  # fmt: skip
-        return self._body(choices, usage)
+        return self._warned(self._body(choices, usage))
+
+    def _warned(self, body: TextCompletion) -> TextCompletion:
+        if self._job.warnings:
+            body.warnings = list(self._job.warnings)
+        return body
 
     def _kept(self, answers: Sequence[Answer]) -> list[int]:
         """Which choices are shown, in order."""

@@ -46,6 +46,7 @@ class Job:
     skip_special_tokens: bool = True
     shown_tokens: frozenset[int] = frozenset()  # special ones that are part of the text all the same
     make_reader: MakeReader = PlainReader  # of each choice of a chat
+    warnings: tuple[str, ...] = ()  # what was asked for and is done otherwise, for the answer and the log
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -76,7 +77,19 @@ async def chat_job(
     body: ChatRequest, model: ServedModel, job_id: str, context: int, slo: Slo, *, default_tokens: int
 ) -> Job:
     form = await chat_form(body, model)
-    return await _job(body, model, job_id, form, context, slo, default_tokens=default_tokens)
+    body, clamped = _clamped(body, len(form.prompts[0]), context)
+    job = await _job(body, model, job_id, form, context, slo, default_tokens=default_tokens)
+    return dataclasses.replace(job, warnings=(*job.warnings, *clamped))
+
+
+def _clamped(body: ChatRequest, num_prompt: int, context: int) -> tuple[ChatRequest, tuple[str, ...]]:
+    """Agents ask for as much as the largest models have; a chat gets what is left of the context, as with llama.cpp,
+    Ollama and vLLM."""
+    wanted, room = body.wanted_tokens or 0, context - num_prompt
+    if wanted <= room or room < 1 or body.truncate_prompt_tokens is not None:
+        return body, ()
+    note = f"the answer was asked to have up to {wanted} tokens and has up to {room}: the context is {context}"
+    return body.model_copy(update={"max_completion_tokens": room}), (note,)
 
 
 async def completion_job(body: CompletionRequest, model: ServedModel, job_id: str, context: int, slo: Slo) -> Job:
@@ -165,6 +178,7 @@ async def _job(
         skip_special,
         form.shown_tokens,
         form.make_reader,
+        body.warnings,
     )
 
 

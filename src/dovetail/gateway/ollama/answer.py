@@ -3,134 +3,81 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from fastapi import Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
-
 from dovetail.errors import RequestError
-from dovetail.gateway.answers import UsageCount
+from dovetail.gateway.answers import TokenNames
+from dovetail.gateway.problems import ollama_problem
 from dovetail.gateway.reading import Parts
-from dovetail.gateway.respond import Taken, accounted, send_piece, until_disconnect
-from dovetail.gateway.run import Waits
-from dovetail.gateway.service import Service
+from dovetail.gateway.replies import Usage
+from dovetail.gateway.run import Delta
+from dovetail.gateway.shaped import Ended
 from dovetail.gateway.translate import Job
 from dovetail.types import FinishReason
 
 Kind = Literal["chat", "generate"]
-_LINES = [(b"content-type", b"application/x-ndjson")]
-
-
-def problem(error: RequestError) -> Response:
-    """Its clients read a text, where OpenAI's read an object."""
-    return JSONResponse({"error": error.message}, error.status)
-
-
-def told_as_text(
-    handler: Callable[[Request], Awaitable[Response]],
-) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except RequestError as error:
-            return problem(error)
-
-    return handle
 
 
 def ended(kind: Kind, model: str, reason: str, figures: dict[str, int] | None = None) -> dict[str, Any]:
     return {**_head(model), **_said(kind, Parts()), "done": True, "done_reason": reason, **(figures or {})}
 
 
-class OllamaResponse(Response):
-    """Runs the job when the server is ready to send."""
+class OllamaShape:
+    """Of one answer: an object, or a line per piece. A call is told of when it is whole."""
 
-    def __init__(self, service: Service, job: Job, kind: Kind, *, stream: bool) -> None:
-        super().__init__()
-        self._service = service
+    headers: list[tuple[bytes, bytes]] = [(b"content-type", b"application/x-ndjson")]  # noqa: RUF012
+
+    def __init__(self, job: Job, kind: Kind, *, with_logprobs: bool = False) -> None:
         self._job = job
         self._kind = kind
-        self._stream = stream
-        self._began_s = time.monotonic()
-        self._usage = UsageCount(job.num_prompt_tokens)  # the account's, once it runs
-        self._waits: Waits | None = None
-        self._finish: FinishReason | None = None
+        self._names = TokenNames(job.model.vocabulary, as_ids=False) if with_logprobs else None
+        self._reports: list[dict[str, Any]] = []
+        self._whole = Parts()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with accounted(scope, self._job) as taken:
-            self._usage = taken.usage
-            if self._stream:
-                await until_disconnect(receive, self._send_lines(taken, scope, receive, send))
-                return
-            try:
-                answer: Response = JSONResponse(await until_disconnect(receive, self._whole(taken)))
-            except RequestError as error:
-                answer = problem(error)
-        await answer(scope, receive, send)
+    def add(self, parts: Parts, delta: Delta, usage: Usage) -> bytes:
+        self._whole.add(parts)
+        reports = self._logprobs(delta)
+        self._reports += reports
+        if not (parts.content or parts.reasoning or reports):
+            return b""
+        said = _said(self._kind, Parts(parts.content, parts.reasoning)) | ({"logprobs": reports} if reports else {})
+        return self._line(said)
 
-    async def _whole(self, taken: Taken) -> dict[str, Any]:
-        whole = Parts()
-        async with aclosing(self._parts(taken)) as found:
-            async for parts in found:
-                whole.add(parts)
-        return self._ended() | _said(self._kind, whole)
+    def end(self, ended: Ended) -> bytes:
+        calls = Parts(calls=self._whole.calls)
+        return (self._line(_said(self._kind, calls)) if calls else b"") + _line(self._last(ended))
 
-    async def _send_lines(self, taken: Taken, scope: Scope, receive: Receive, send: Send) -> None:
-        """The status line waits for the first text. A call is told of when it is whole."""
-        has_started, calls = False, Parts()
-        try:
-            async with aclosing(self._parts(taken)) as found:
-                async for parts in found:
-                    calls.add(Parts(calls=parts.calls))
-                    if not has_started:
-                        has_started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _LINES})
-                    if parts.content or parts.reasoning:
-                        await self._send(send, _said(self._kind, Parts(parts.content, parts.reasoning)))
-            if calls:
-                await self._send(send, _said(self._kind, calls))
-            await send_piece(send, _line(self._ended()), more=False)
-        except RequestError as error:
-            if not has_started:
-                await problem(error)(scope, receive, send)
-                return
-            await send_piece(send, _line({"error": error.message}), more=False)
+    def problem(self, error: RequestError) -> bytes:
+        return ollama_problem(error) + b"\n"
 
-    async def _send(self, send: Send, said: dict[str, Any]) -> None:
-        await send_piece(send, _line({**_head(self._job.model.name), **said, "done": False}))
+    def whole(self, ended: Ended) -> bytes:
+        logprobs = {"logprobs": self._reports} if self._reports else {}
+        return _line(self._last(ended) | _said(self._kind, self._whole) | logprobs)
 
-    async def _parts(self, taken: Taken) -> AsyncGenerator[Parts, None]:
-        reader = taken.job.make_reader()
-        async with aclosing(self._service.run(taken.job, taken.origin)) as deltas:
-            async for delta in deltas:
-                self._waits = self._waits or delta.waits
-                self._usage.add(delta)
-                parts = reader.feed(delta.text)
-                if delta.finish is not None:
-                    self._finish = delta.finish
-                    parts.add(reader.flush())
-                yield parts
+    def _line(self, said: dict[str, Any]) -> bytes:
+        return _line({**_head(self._job.model.name), **said, "done": False})
 
-    def _ended(self) -> dict[str, Any]:
-        """The last line, with durations in nanoseconds."""
-        total_s = time.monotonic() - self._began_s
-        first_s, load_s = (self._waits.first_token, self._waits.load) if self._waits else (0.0, 0.0)
-        used = self._usage.total()
+    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        if self._names is None:
+            return []
+        return [entry.model_dump() for entry in self._names.chat(delta.logprobs).content]
+
+    def _last(self, ended_: Ended) -> dict[str, Any]:
+        """With durations in nanoseconds."""
+        waits, used = ended_.waits, ended_.usage
+        first_s, load_s = (waits.first_token, waits.load) if waits else (0.0, 0.0)
         figures = {
-            "total_duration": _nanoseconds(total_s),
+            "total_duration": _nanoseconds(ended_.total_s),
             "load_duration": _nanoseconds(load_s),
             "prompt_eval_count": used.prompt_tokens,
             "prompt_eval_duration": _nanoseconds(first_s - load_s),
             "eval_count": used.completion_tokens,
-            "eval_duration": _nanoseconds(total_s - first_s),
+            "eval_duration": _nanoseconds(ended_.total_s - first_s),
         }
-        reason = "length" if self._finish is FinishReason.LENGTH else "stop"
-        return ended(self._kind, self._job.model.name, reason, figures)
+        reason = "length" if ended_.finish is FinishReason.LENGTH else "stop"
+        last = ended(self._kind, self._job.model.name, reason, figures)
+        return last | ({"warnings": list(self._job.warnings)} if self._job.warnings else {})
 
 
 def _head(model: str) -> dict[str, Any]:

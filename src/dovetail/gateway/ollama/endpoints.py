@@ -13,16 +13,25 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 import dovetail
+from dovetail.errors import InvalidRequest
 from dovetail.gateway.api import ChatRequest
 from dovetail.gateway.asked import asked_chat, asked_completion
 from dovetail.gateway.embeddings import EmbeddingRequest, VectorResponse, Vectors, pooled_job, prompts_of, unit
 from dovetail.gateway.endpoint import read_body
+from dovetail.gateway.keys import OLLAMA_ABSENT
 from dovetail.gateway.models import ServedModel
-from dovetail.gateway.ollama.answer import Kind, OllamaResponse, ended, told_as_text
-from dovetail.gateway.ollama.request import OllamaChat, OllamaEmbed, OllamaGenerate, OllamaShow
+from dovetail.gateway.ollama.answer import Kind, OllamaShape, ended
+from dovetail.gateway.ollama.request import OllamaBody, OllamaChat, OllamaEmbed, OllamaGenerate, OllamaShow
 from dovetail.gateway.service import Service
+from dovetail.gateway.shaped import ShapedResponse
 from dovetail.gateway.translate import Job
 from dovetail.types import ModelCard
+
+_INSTEAD = {
+    "/api/copy": "give a model a second name with `aliases` in dovetail.yaml",
+    "/api/delete": "`dovetail stop NAME --remove` takes it out of the server, `dovetail rm NAME` out of the store",
+    "/api/push": "weights stay where they are",
+}
 
 
 def make_ollama_router(service: Service) -> APIRouter:
@@ -35,9 +44,12 @@ def make_ollama_router(service: Service) -> APIRouter:
         ("/api/embeddings", endpoints.embed_one),
         ("/api/show", endpoints.show),
     ):  # documented by whose they are, so that our own document is about ours
-        router.add_api_route(path, told_as_text(handler), methods=["POST"], include_in_schema=False)
+        router.add_api_route(path, handler, methods=["POST"], include_in_schema=False)
     for path, look in (("/api/tags", endpoints.tags), ("/api/version", endpoints.version)):
         router.add_api_route(path, look, methods=["GET"], include_in_schema=False)
+    for path in (*OLLAMA_ABSENT, "/api/blobs/{digest}"):
+        methods = ["GET", "HEAD", "POST", "DELETE"]
+        router.add_api_route(path, endpoints.absent, methods=methods, include_in_schema=False)
     return router
 
 
@@ -51,8 +63,8 @@ class OllamaEndpoints:
         body = await read_body(OllamaChat, request)
         if not body.messages:
             return await self._load("chat", body.served_name)
-        job = await self._chat_job(request, body.as_chat())
-        return OllamaResponse(self._service, job, "chat", stream=body.stream is not False)
+        job = await self._chat_job(request, body, body.as_chat())
+        return self._answer(job, "chat", body)
 
     async def generate(self, request: Request) -> Response:
         """Answer one prompt, as Ollama does."""
@@ -62,15 +74,25 @@ class OllamaEndpoints:
             return await self._load("generate", body.served_name)
         ours = body.as_ours()
         if isinstance(ours, ChatRequest):
-            job = await self._chat_job(request, ours)
+            job = await self._chat_job(request, body, ours)
         else:
             model = await self._service.models.choose(ours.model)
             job = await asked_completion(self._service, request, ours, model)
-        return OllamaResponse(self._service, job, "generate", stream=body.stream is not False)
+        return self._answer(job, "generate", body)
 
-    async def _chat_job(self, request: Request, body: ChatRequest) -> Job:
-        model = await self._service.models.choose(body.model)
-        return await asked_chat(self._service, request, body, model)
+    def _answer(self, job: Job, kind: Kind, body: OllamaBody) -> Response:
+        shape = OllamaShape(job, kind, with_logprobs=bool(body.logprobs))
+        return ShapedResponse(self._service, job, shape, stream=body.stream is not False)
+
+    async def absent(self, request: Request) -> Response:
+        """What Ollama does for its own store."""
+        path = request.url.path
+        instead = _INSTEAD.get(path, "models are added with `dovetail add NAME SOURCE`")
+        raise InvalidRequest(f"{path} is not possible here: {instead}", code="unsupported_path")
+
+    async def _chat_job(self, request: Request, body: OllamaBody, chat: ChatRequest) -> Job:
+        model = await self._service.models.choose(chat.model)
+        return await asked_chat(self._service, request, chat, model, warnings=body.warnings())
 
     async def _load(self, kind: Kind, name: str) -> Response:
         """Nothing is asked: the model is to be there."""

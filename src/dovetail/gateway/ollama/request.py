@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.api import (
     FAIL_FAST,
+    MAX_TOP_LOGPROBS,
     ChatRequest,
     CompletionRequest,
     JsonSchemaFormat,
@@ -17,7 +18,7 @@ from dovetail.gateway.api import (
     StopString,
     StrictBody,
 )
-from dovetail.gateway.options import check_options
+from dovetail.gateway.options import check_options, ignored_options
 from dovetail.gateway.tools.schema import Tool
 
 # Of `options`: how much memory and which devices, which the server decides by itself.
@@ -66,6 +67,8 @@ class OllamaBody(StrictBody):
     format: Literal["json", ""] | dict[str, Any] | None = Field(default=None, description="json, or a schema")
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @model_validator(mode="after")
     def _check_options(self) -> OllamaBody:
@@ -89,7 +92,13 @@ class OllamaBody(StrictBody):
     def thinking(self) -> dict[str, Any]:
         if isinstance(self.think, str):
             return {"reasoning_effort": self.think}
-        return {} if self.think is None else {"chat_template_kwargs": {"enable_thinking": self.think}}
+        return {} if self.think is None else {"enable_thinking": self.think}
+
+    def reports(self) -> dict[str, Any]:
+        return {"logprobs": True, "top_logprobs": self.top_logprobs} if self.logprobs else {}
+
+    def warnings(self) -> tuple[str, ...]:
+        return ignored_options(self.model_extra or {})
 
 
 class OllamaMessage(Message):
@@ -111,7 +120,8 @@ class OllamaChat(OllamaBody):
 
     def as_chat(self) -> ChatRequest:
         messages = [message.as_ours(at) for at, message in enumerate(self.messages)]
-        return ChatRequest(messages=messages, tools=self.tools or None, **self.shared(), **self.thinking())
+        tools = self.tools or None
+        return ChatRequest(messages=messages, tools=tools, **self.shared(), **self.thinking(), **self.reports())
 
 
 class OllamaGenerate(OllamaBody):
@@ -125,10 +135,11 @@ class OllamaGenerate(OllamaBody):
         if self.images:
             raise InvalidRequest("images are not supported; models here read text", param="images")
         if self.raw or self.suffix:
-            return CompletionRequest(prompt=self.prompt, suffix=self.suffix, **self.shared())
+            logprobs = (self.top_logprobs or 0) if self.logprobs else None
+            return CompletionRequest(prompt=self.prompt, suffix=self.suffix, logprobs=logprobs, **self.shared())
         system = [Message(role="system", content=self.system)] if self.system else []
         said = [*system, Message(role="user", content=self.prompt)]
-        return ChatRequest(messages=said, **self.shared(), **self.thinking())
+        return ChatRequest(messages=said, **self.shared(), **self.thinking(), **self.reports())
 
 
 class OllamaEmbed(StrictBody):
