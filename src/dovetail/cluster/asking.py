@@ -56,6 +56,11 @@ class Decisions:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def is_proposed(self, node: NodeHandle, instance: int) -> bool:
+        """Whether the node has yet to say if it takes a request on this instance."""
+        asked = (one.ask for one in self._waiting.values() if one.ask.node is node)
+        return any(isinstance(ask.question, Propose) and ask.question.instance == instance for ask in asked)
+
     def begin(self, decision: Asking[None]) -> None:
         """Goes on until its end, or until an answer is not there yet."""
         try:

@@ -88,6 +88,7 @@ class Controller(Seeker):
         self.short_at.pop(work_id, None)
         self.displacing.pop(work_id, None)
         self.early.pop(work_id, None)
+        self._travelling.discard(work_id)
         search = self.seeking.pop(work_id, None)
         if search is not None:
             search.is_over = True
@@ -252,7 +253,7 @@ class Controller(Seeker):
         self._at(now)
         self.placer.left(node, instance)
         self._lengths.runs(work.model, work.id, work.produced)
-        if reason == "kv_short" and self.knobs.finish_begun:
+        if reason == "kv_short" and self.knobs.finish_begun and work.produced:
             self._owed[work.id] = node.name
         work.cached = False
         if reason == "paused":

@@ -125,6 +125,8 @@ class Dispatcher:
     def _forget(self, choice: Choice) -> None:
         del self._choices[choice.id]
         del self._by_key[choice.request.id, choice.number]
+        for node in self.nodes.values():
+            node.given_up.pop(choice.id, None)  # its tokens are nobody's anyway
         left = self._open[choice.request.id]
         left.remove(choice.number)
         if not left:

@@ -1,8 +1,8 @@
 """Instances that make way for a model that starts sooner in their place (L7): moved away or evicted, then closed.
 
-Whoever they make way for waits like everybody without a place, and asks again when the last of them is gone, or when it
-comes to nothing. A move that fails, a node that is lost, or a request that nobody wants any more ends it; nothing that
-was begun has to be undone, because every answer goes on where it is.
+The request that they make way for is queued, and asks again when the last of them is gone, or when the plan has failed.
+Nobody moves before every request of every instance has been accepted elsewhere: a plan that fails until then leaves
+everything as it was. A node that is lost, or a request that nobody wants any more, ends the plan.
 """
 
 from __future__ import annotations
@@ -32,18 +32,26 @@ class Displacements:
     def begin(self, plan: Displace) -> None:
         self._supersede(plan)
         displacement = self._by_request[plan.work.id] = _Displacement(plan)
-        for move in plan.moves if self._is_wanted(plan) else ():
-            wanted = self._controller.placer.node_of(move.destination) if move.destination is not None else None
-            for request in move.requests if wanted is not None else ():
-                if self._is_there(plan, move.instance, request):
-                    self._migrations.begin(request, "makes_way", wanted)
+        if self._is_wanted(plan):
+            self._begin_moves(displacement)
         self._step(displacement)
+
+    def _begin_moves(self, displacement: _Displacement) -> None:
+        """Of all requests that are there, those included that were accepted after the plan was made."""
+        plan, placer = displacement.plan, self._controller.placer
+        for move in plan.moves:
+            wanted = placer.node_of(move.destination) if move.destination is not None else None
+            for request in self._there(plan, move.instance) if wanted is not None else ():
+                if request not in self._migrations:
+                    self._migrations.begin(request, "makes_way", wanted, is_gated=not displacement.is_open)
+                    displacement.moved.add(request)
 
     def _supersede(self, plan: Displace) -> None:
         """It has given up waiting for others to make way and was planned for anew, before anything told of that."""
         before = self._by_request.pop(plan.work.id, None)
         if before is not None:
             self.abandoned += bool(before.left)
+            self._migrations.cancel(one for one in before.moved if self._migrations.is_gated(one))
             self._controller.placer.leaving -= before.plan.instances - plan.instances
 
     def step(self) -> None:
@@ -52,32 +60,52 @@ class Displacements:
             self._step(displacement)
 
     def _step(self, displacement: _Displacement) -> None:
-        plan = displacement.plan
-        if not self._is_wanted(plan):
+        plan, moves = displacement.plan, displacement.plan.moves
+        if not self._is_wanted(plan) or self._is_stuck(displacement):
             self._end(displacement)
             return
-        for move in plan.moves:
+        moving = [one for move in moves if move.destination is not None for one in self._there(plan, move.instance)]
+        if not displacement.is_open:
+            if not all(self._migrations.is_accepted(one) for one in moving):
+                return
+            displacement.is_open = True
+            for request in moving:
+                self._migrations.open(request)
+        for move in moves:
             key = plan.node.name, move.instance
-            if key in displacement.closed:
+            there = self._there(plan, move.instance)
+            if key in displacement.closed or (there and move.destination is not None):
                 continue
-            there = [one for one in move.requests if self._is_there(plan, move.instance, one)]
-            if there and move.destination is not None:
-                if not all(one in self._migrations for one in there):
-                    self._end(displacement)  # somebody could not move
-                    return
-                continue
+            if self._controller.decisions.is_proposed(plan.node, move.instance):
+                continue  # somebody may be accepted there yet
             displacement.closed.add(key)
             self.evicted += len(there)
             plan.node.order(protocol.Preempt(move.instance, "makes_way"), self._controller.decisions.now_s)
             self._controller.placer.forget(plan.node, move.instance)
+
+    def _is_stuck(self, displacement: _Displacement) -> bool:
+        """Somebody there cannot move."""
+        plan = displacement.plan
+        for move in plan.moves:
+            there = self._there(plan, move.instance)
+            if move.destination is None:
+                if there and not move.requests:
+                    return True  # it was idle, and has work again
+                continue
+            if any(one not in displacement.moved and one not in self._migrations for one in there):
+                self._begin_moves(displacement)
+            if any(one not in self._migrations for one in there):
+                return True
+        return False
 
     def _is_wanted(self, plan: Displace) -> bool:
         """Whoever they make way for has not found a place by itself, and has not ended or given up waiting for them."""
         id, controller = plan.work.id, self._controller
         return id in controller.displacing and (id in controller.room or id in controller.seeking)
 
-    def _is_there(self, plan: Displace, instance: int, request: int) -> bool:
-        return self._places.get(request) == (plan.node, instance)
+    def _there(self, plan: Displace, instance: int) -> list[int]:
+        """Requests on an instance that makes way."""
+        return [request for request, place in self._places.items() if place == (plan.node, instance)]
 
     def gone(self, node: NodeHandle, instance: int) -> None:
         """Its memory is free."""
@@ -97,6 +125,7 @@ class Displacements:
         plan = displacement.plan
         del self._by_request[plan.work.id]
         self.abandoned += bool(displacement.left)
+        self._migrations.cancel(one for one in displacement.moved if self._migrations.is_gated(one))
         self._controller.placer.leaving -= plan.instances
         self._controller.displaced(plan.work, is_free=not displacement.left)
 
@@ -106,3 +135,5 @@ class _Displacement:
         self.plan = plan
         self.left = plan.instances  # not gone yet
         self.closed: set[tuple[str, int]] = set()  # told to go
+        self.moved: set[int] = set()  # requests whose migrations were begun for it
+        self.is_open = False  # all of them were accepted elsewhere: sources let go

@@ -58,6 +58,8 @@ class Migration:
     rounds: int = 0
     until_s: float = INFINITY  # the destination has caught up by then, or is given up
     is_over: bool = False  # whoever waits for an answer takes back what comes of it
+    is_gated: bool = False  # the source keeps it until `open`: others have to be accepted elsewhere first
+    has_caught_up: bool = False  # and waits for that
 
 
 class Migrations:
@@ -86,14 +88,34 @@ class Migrations:
 
     # Beginning
 
-    def begin(self, request: int, reason: str, wanted: NodeHandle | None = None) -> bool:
-        """Somebody else shall go on with a request that has a place. False: it moves already, or has ended."""
+    def begin(self, request: int, reason: str, wanted: NodeHandle | None = None, *, is_gated: bool = False) -> bool:
+        """Somebody else shall go on with a request that has a place; a gated one not before `open`. False: it moves
+        already, or has ended."""
         if request in self._by_request or self.progress(request) is None:
             return False
-        migration = Migration(next(self._numbers), request, self._places[request][0], reason, wanted)
+        source = self._places[request][0]
+        migration = Migration(next(self._numbers), request, source, reason, wanted, is_gated=is_gated)
         self._by_request[request] = migration
         self._controller.decisions.begin(self._choose(migration))
         return True
+
+    def is_accepted(self, request: int) -> bool:
+        """A destination has a place for it."""
+        migration = self._by_request.get(request)
+        return migration is not None and migration.step is not Step.CHOOSING
+
+    def is_gated(self, request: int) -> bool:
+        migration = self._by_request.get(request)
+        return migration is not None and migration.is_gated
+
+    def open(self, request: int) -> None:
+        """Its source may let go."""
+        migration = self._by_request.get(request)
+        if migration is None:
+            return
+        migration.is_gated = False
+        if migration.has_caught_up:
+            self._after_round(migration, migration.known)
 
     def _choose(self, migration: Migration) -> Asking[None]:
         """Ask one after another to hold a copy."""
@@ -132,8 +154,8 @@ class Migrations:
 
     def next_expiry_s(self) -> float | None:
         """When `expire` has something to do."""
-        computing = (one.until_s for one in self._by_request.values() if one.step is Step.COMPUTING)
-        return min(computing, default=None)
+        computing = [one.until_s for one in self._by_request.values() if one.step is Step.COMPUTING]
+        return min((until_s for until_s in computing if until_s < INFINITY), default=None)
 
     def expire(self, now: float) -> None:
         """Copies that are not there in time are taken back, of which the source has noticed nothing."""
@@ -149,11 +171,18 @@ class Migrations:
             return  # of one that is over
         if migration.destination is not node:
             return  # it was silent for so long that somebody else was asked; it hears of that next
+        migration.has_caught_up, migration.until_s = True, INFINITY
+        if not migration.is_gated:
+            self._after_round(migration, notice.produced)
+
+    def _after_round(self, migration: Migration, produced: int) -> None:
+        """So many tokens are computed at the destination: one more round, or the source lets go."""
+        migration.has_caught_up = False
         record = self._record(migration)
         if record is None:
             self._end(migration)
             return
-        gap = record.produced - notice.produced
+        gap = record.produced - produced
         is_shrinking = not migration.rounds or gap < migration.gap or gap > LARGE_GAP
         migration.rounds, migration.gap = migration.rounds + 1, gap
         if gap <= SMALL_GAP or not is_shrinking or migration.rounds == MAX_ROUNDS:

@@ -50,7 +50,9 @@ class RemoteNode:
         self.view: NodeView | None = None
         self.memory_bytes = 0
         self.silent_until_s = 0.0
-        self.given_up: set[int] = set()  # requests that it was asked to take and, unanswered, to leave alone
+        # By request that it was asked to take and, unanswered, to leave alone: an answer of this number or later says
+        # that it has heard of that.
+        self.given_up: dict[int, int] = {}
         self._offers: dict[str, Offer] = {}
         self._send = send
         self._body_of = body_of
@@ -110,7 +112,7 @@ class RemoteNode:
         if isinstance(order, Withdraw):
             if order.hold is None and order.request in self._proposed.values():  # not only a copy of it
                 self._proposed = {number: one for number, one in self._proposed.items() if one != order.request}
-                self.given_up.add(order.request)
+                self.given_up[order.request] = next(self._numbers)
             self._copies = {number: one for number, one in self._copies.items() if one != order.request}
         if not self.up:
             return
@@ -143,8 +145,10 @@ class RemoteNode:
 
     def answered(self, number: int, answer: Answer) -> bool:
         """False: whoever asked gets it from `ask`, because the wire was quicker than the question's sender."""
-        for asked in (self._proposed, self._copies):
-            self.given_up.discard(asked.pop(number, -1))  # it has heard by now that it had been given up
+        self._proposed.pop(number, None)
+        self._copies.pop(number, None)
+        if self.given_up:
+            self.given_up = {request: heard for request, heard in self.given_up.items() if heard > number}
         if number != self._sending:
             return True
         self._early = answer

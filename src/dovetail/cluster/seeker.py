@@ -97,11 +97,19 @@ class Seeker:
         self.decisions.begin(self._place(search))
 
     def _search(self, work: Work, avoided: str | None = None) -> Search:
-        """Who has no token yet leaves nodes alone that owe their memory to somebody."""
+        """A request without tokens avoids nodes that owe memory to an evicted answer."""
         work.mean_tokens = self._lengths.mean_known(work.model, self._outputs.value)
         owing = {avoided} if avoided else set() if work.produced else set(self._owed.values())
         search = self.seeking[work.id] = Search(work, owing, are_alike=self._by_memory.are_alike)
         return search
+
+    def _place_found(self, placed: Placed) -> None:
+        """The request has a place: nobody owes it one any more."""
+        id = placed.work.id
+        self._owed.pop(id, None)
+        self.displacing.pop(id, None)
+        self.early.pop(id, None)
+        self.outbox.append(placed)
 
     def _place(self, search: Search) -> Asking[None]:
         work = search.work
@@ -129,10 +137,7 @@ class Seeker:
         if isinstance(placed, Displace):
             self._wait_for(placed, search)
         elif placed is not None:
-            self.displacing.pop(work.id, None)
-            self.early.pop(work.id, None)
-            self._owed.pop(work.id, None)
-            self.outbox.append(placed)
+            self._place_found(placed)
             self._reunite(work.model)
         elif is_beyond and len(search.refusals) == 1:
             self._refuse(work, "hardware", search)
@@ -203,7 +208,7 @@ class Seeker:
             return
         del self.seeking[work.id]
         if placed is not None:
-            self.outbox.append(placed)
+            self._place_found(placed)
         else:
             self._seek(work)
 
@@ -343,6 +348,6 @@ class Seeker:
         if placed is None:
             self._park(work)
             return
-        self.outbox.append(placed)
+        self._place_found(placed)
         if is_first:
             self._reunite(work.model)

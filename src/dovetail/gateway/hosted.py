@@ -9,6 +9,8 @@ from dovetail.errors import RequestError
 from dovetail.messages import Load, Loaded
 from dovetail.types import ModelCard
 
+OTHERS_S = 0.25  # after a first node has offered a new model, so long the others may take for their answers
+
 
 def _future() -> asyncio.Future[Loaded]:
     ready: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
@@ -30,8 +32,10 @@ class HostedModel:
     has_served: bool = False
     was_waited_for: bool = False  # a request came before it was loaded anywhere: a cold start
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while `requests` is empty
-    known: asyncio.Event = field(default_factory=asyncio.Event)  # every node that was told of it has answered once
+    # Every node that was told of it has answered once, or one has and the others are late.
+    known: asyncio.Event = field(default_factory=asyncio.Event)
     _awaited: set[str] = field(default_factory=set)  # nodes that have not answered yet
+    _has_offer: bool = False  # of one node at least
     _num_waiting: int = 0  # jobs that wait until it is known
 
     def __post_init__(self) -> None:
@@ -55,11 +59,14 @@ class HostedModel:
         self._awaited.discard(node)
         if not self._awaited:
             self.known.set()
+        elif not self._has_offer:  # a node in a long iteration does not delay requests everywhere
+            self._has_offer = True
+            asyncio.get_running_loop().call_later(OTHERS_S, self.known.set)
 
     def not_there(self, node: str) -> None:
         """The node is gone. Who waits goes on waiting if nobody else is left to answer: it comes back."""
-        if node in self._awaited and len(self._awaited) > 1:
-            self.offered(node)
+        if len(self._awaited) > 1:
+            self._awaited.discard(node)
 
     def became_ready(self, loaded: Loaded) -> None:
         if not self.ready.done():

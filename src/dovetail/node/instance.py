@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dovetail.node.batch import Batch
 from dovetail.node.rhythm import Rhythm
-from dovetail.node.work import Phase
+from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.placement import Hosting
 from dovetail.policy.shadow import TurnRule
@@ -81,6 +81,9 @@ class Instance(Batch):
         return self.state is State.READY and not self.op_running and not self.ops and not self.starved
 
     # KV blocks
+
+    def holds_blocks(self, work: Work) -> bool:
+        return work.id in self.running or work.computed > 0
 
     def used_blocks(self) -> int:
         """Exact: each request that has KV here rounds up to whole blocks."""

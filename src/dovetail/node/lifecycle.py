@@ -135,7 +135,7 @@ class Lifecycle:
             if joins:
                 self._outbox.append(Resumed(work, instance.id))
                 self._turns.joined(instance)
-                self.pools.make_room(instance, 0, now)
+                self.pools.make_room(instance, now)
         else:
             instance.sort_waiting()
             instance.refresh()

@@ -265,7 +265,7 @@ class Node:
                 if work.id in instance.running:
                     self.lives.hand_over(instance, work, now)
         if instance.loose_tokens > instance.kv_tokens:
-            self.pools.make_room(instance, 0, now)
+            self.pools.make_room(instance, now)
         if instance.ops or instance.state is State.CLOSING:
             self.residency.pump(instance)
             self.lives.after_op(instance)

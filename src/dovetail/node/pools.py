@@ -52,7 +52,7 @@ class Pools:
         whose reader has heard something already somebody may have to go; for others it is only made larger."""
         tokens = first.pending_tokens + 1
         if not instance.running or (instance.rule.in_rounds and first.is_resuming):
-            self.make_room(instance, tokens, now)
+            self.make_room(instance, now, first)
             return True
         if not instance.rule.in_rounds or self._residency.planned_kv_tokens(instance) > instance.kv_tokens:
             return False  # it grows already
@@ -60,15 +60,16 @@ class Pools:
         self._owner.update_active(instance)
         return not instance.can_run  # else that waits for memory of others
 
-    def make_room(self, instance: Instance, prefill_tokens: int, now: float) -> None:
-        """S8: the next step does not fit the KV pool. Enlarge it, or evict the request with the longest headroom."""
-        while instance.is_short(prefill_tokens):
+    def make_room(self, instance: Instance, now: float, prompt: Work | None = None) -> None:
+        """S8: the next step, a decode or this prompt, does not fit the KV pool. Enlarge it, or evict the request with
+        the longest headroom among those that hold blocks and the prompt itself."""
+        while instance.is_short(prefill_tokens := _prefill_tokens(instance, prompt)):
             if self._residency.planned_kv_tokens(instance) > instance.kv_tokens or instance.op_running:
                 instance.starved = True  # the growth is under way
                 break
             if self._enlarge(instance, prefill_tokens):
                 continue
-            works = instance.works()
+            works = [work for work in instance.works() if instance.holds_blocks(work) or work is prompt]
             self._owner.evict(instance, max(works, key=lambda work: (instance.due_s(work), work.id)), "kv_short")
             if not instance.batch:
                 self._owner.after_leaving(instance, now)
@@ -98,7 +99,9 @@ class Pools:
         if not self._admit.knobs.free_resize or (hosting.max_kv_tokens is not None and wanted > hosting.max_kv_tokens):
             return False
         missing = (wanted - self._admit.room(hosting, instance.kv_tokens)) * hosting.kv_bytes_per_token
-        spare = [(_spare_bytes(one), one) for one in self._instances.values() if one is not instance and one.can_run]
+        # A turn under way may hold blocks of prompts that are counted at its end.
+        others = [one for one in self._instances.values() if one is not instance and one.can_run and not one.in_turn]
+        spare = [(_spare_bytes(one), one) for one in others]
         if sum(max(size, 0) for size, _ in spare) < missing:
             return False
         for size, one in sorted(spare, key=lambda each: (-each[0], each[1].id)):
@@ -141,6 +144,11 @@ class Pools:
             return False
         soon = instance.bare_tokens() + turns * len(instance.running)
         return soon > instance.kv_tokens and soon > self._admit.room(instance.hosting, instance.kv_tokens)
+
+
+def _prefill_tokens(instance: Instance, prompt: Work | None) -> int:
+    """What the prompt needs, unless it was evicted."""
+    return prompt.pending_tokens + 1 if prompt is not None and prompt in instance.waiting else 0
 
 
 def _spare_bytes(instance: Instance) -> int:

@@ -124,8 +124,10 @@ class Ledger:
 
     def issue(self, account: Account, new_bytes: int) -> list[Op]:
         """Plan `account` at `new_bytes`; the caller has checked `available`. Returns what may start now."""
-        entry = self._accounts.setdefault(account, _Account())
         assert new_bytes >= 0, f"{account}: {new_bytes} bytes"
+        if not new_bytes and account not in self._accounts:
+            return []  # it holds nothing and plans nothing: an account that nobody would close
+        entry = self._accounts.setdefault(account, _Account())
         assert self.planned - entry.planned + new_bytes <= self.capacity, "planned over capacity"
         self.planned += new_bytes - entry.planned
         entry.planned = new_bytes
