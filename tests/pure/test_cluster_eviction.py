@@ -1,4 +1,4 @@
-"""What an eviction leaves behind: no node stays closed, nobody goes in vain, nothing is remembered of what has ended."""
+"""What an eviction leaves behind: no node stays closed, nobody goes in vain, nothing is kept of what has ended."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 from driver_builders import KV_BYTES, WEIGHT_BYTES, Rig, expected
 from sim_builders import make_latency
 
-from dovetail.cluster.seeker import MAX_RETRY_AFTER_S
+from dovetail.cluster.waiting import MAX_RETRY_AFTER_S
 from dovetail.node.admission import Grant
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.presets import policy
@@ -240,14 +240,14 @@ def test_who_is_refused_is_told_when_it_is_worth_asking_again() -> None:
     for number in range(40):
         rig.submit(f"waits{number}", "b", prompt=30, tokens=50)
     for _ in range(3000):
-        if len(controller._ends_s) == 16 and len(controller.room) > 10:
+        if len(controller.ends._ends_s) == 16 and len(controller.room) > 10:
             break
         if rig.commands:
             rig.finish_load()
         rig.step()
 
     def emptied_s() -> float:
-        return min(len(controller.room) * (rig.clock.now - controller._ends_s[0]) / 16, MAX_RETRY_AFTER_S)
+        return min(len(controller.room) * (rig.clock.now - controller.ends._ends_s[0]) / 16, MAX_RETRY_AFTER_S)
 
     before_s = emptied_s()
     rig.submit("strict", "b", prompt=20, tokens=5, ttft_s=0.5, tpot_s=0.03)

@@ -204,7 +204,7 @@ class Controller(Seeker):
         self.decisions.answered(number, answer)
 
     def finished(self, node: NodeHandle, instance: int, work: Work, now: float) -> None:
-        self._ends_s.append(now)
+        self.ends.note(now)
         self._outputs.add(work.produced)
         self._lengths.add(work.model, work.produced)
         self._by_memory.ended(work.model, work.produced)

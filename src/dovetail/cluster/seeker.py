@@ -4,7 +4,6 @@ how swapped-out work comes back.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from heapq import heappush
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.memory_order import MemoryOrder
 from dovetail.cluster.placer import MAX_INSTANCES, Placer, Search, Unwanted
 from dovetail.cluster.swapped import SwappedOut
-from dovetail.cluster.waiting import WaitingRoom, urgency
+from dovetail.cluster.waiting import Ends, WaitingRoom, urgency
 from dovetail.node import protocol
 from dovetail.node.work import RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, Refusal
@@ -27,10 +26,8 @@ from dovetail.policy.memory import OutputMean
 
 MAX_RETURNS = 24  # instances asked, all in all, to take back swapped-out requests when one of their model is placed
 MAX_TAKEN_BACK = 16  # long answers, for one newcomer
-KEPT_ENDS = 16
 PREPARE_AGAIN_S = 10.0  # a cold start in vain costs others their memory: not many for one model
 DISPLACE_S, DISPLACE_FACTOR = 5.0, 3.0  # longer than this, and so many times what was estimated, nobody waits for L7
-MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 # Refusals that go away with later deadlines.
 TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE, Refusal.LINK}
 
@@ -61,7 +58,7 @@ class Seeker:
         self.parked = SwappedOut()
         self.followers: dict[int, list[Work]] = {}  # by leader: choices that wait until the prompt is computed once
         self._timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
-        self._ends_s: deque[float] = deque(maxlen=KEPT_ENDS)  # when requests last ended
+        self.ends = Ends()
         self._owed: dict[int, str] = {}  # by answer that was evicted for want of memory: the node, until it has a place
         self.short_at: dict[int, int] = {}  # by answer that was evicted so: the tokens that it had
         self._prepared: dict[str, Prepared] = {}  # by model
@@ -254,7 +251,7 @@ class Seeker:
     def _refuse(self, work: Work, reason: str, search: Search) -> None:
         """With the choices that would have followed it."""
         is_never = reason == "too_large" or (reason == "hardware" and not search.could_serve)
-        retry_after_s = None if is_never else self._retry_after_s()
+        retry_after_s = None if is_never else self.ends.retry_after_s(len(self.room), self._now)
         self._owed.pop(work.id, None)
         self.short_at.pop(work.id, None)
         self.displacing.pop(work.id, None)
@@ -262,13 +259,6 @@ class Seeker:
         self._lengths.ended(work.id)
         for one in (work, *self.followers.pop(work.id, ())):
             self.outbox.append(Refused(one, reason, dict(search.refusals), retry_after_s))
-
-    def _retry_after_s(self) -> float:
-        """Until those who wait now have got places, if requests go on ending as they did lately."""
-        if not self._ends_s:
-            return MIN_RETRY_AFTER_S
-        each_s = (self._now - self._ends_s[0]) / len(self._ends_s)
-        return min(max((len(self.room) + 1) * each_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
     # Moving
 

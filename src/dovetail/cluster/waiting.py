@@ -5,7 +5,7 @@ What becomes of them is the controller's.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
@@ -20,6 +20,25 @@ MAX_FAILURES_CHANGED = 4
 MAX_FAILURES_OF_MODEL = 3
 MAX_FAILURES = 96
 EXPIRY_S = 0.001  # after a token was due
+KEPT_ENDS = 16
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
+
+
+class Ends:
+    """When requests last ended: how long a refused client should wait."""
+
+    def __init__(self) -> None:
+        self._ends_s: deque[float] = deque(maxlen=KEPT_ENDS)
+
+    def note(self, now: float) -> None:
+        self._ends_s.append(now)
+
+    def retry_after_s(self, num_queued: int, now: float) -> float:
+        """Until so many have got places, if requests go on ending as they did lately."""
+        if not self._ends_s:
+            return MIN_RETRY_AFTER_S
+        each_s = (now - self._ends_s[0]) / len(self._ends_s)
+        return min(max((num_queued + 1) * each_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
 
 Why = TypeVar("Why")
