@@ -22,7 +22,7 @@ from dovetail.cli.completion import VARIABLE, Shell, completion
 from dovetail.cli.init import configuration, init
 from dovetail.cli.wait_bar import WaitBar, in_words
 from dovetail.config import load_config
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, DovetailError
 from dovetail.gateway.service import Service
 
 KEYS = ("slo:", "class:", "keep_alive:", "aliases:", "preload:", "max_queue:", "access_log:", "auth:", "keys:")
@@ -158,13 +158,47 @@ def test_open_shows_the_view_that_was_asked_for_and_says_where_without_a_browser
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened: list[str] = []
+    monkeypatch.delenv("DOVETAIL_API_KEY", raising=False)
     monkeypatch.setattr(visit, "ask", lambda *_, **__: {"status": "ok"})
     monkeypatch.setattr(visit.webbrowser, "open", lambda address: bool(opened.append(address)))
-    visit.open_page("turns", "http://127.0.0.1:8000/")
-    assert opened == ["http://127.0.0.1:8000/#turns"]
+    visit.open_page("turns", "http://127.0.0.1:9/")
+    assert opened == ["http://127.0.0.1:9/#turns"]
     told = capsys.readouterr()
     assert told.out.strip() == opened[0]
     assert "no browser" in told.err
+    with pytest.raises(ConfigError, match="chat, models, turns, api, connect"):
+        visit.open_page("model", "http://127.0.0.1:9/")
+
+
+@pytest.mark.parametrize("has_browser", [True, False])
+def test_open_hands_over_a_code_and_never_the_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_browser: bool
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setenv("DOVETAIL_API_KEY", "sk-secret")
+    monkeypatch.setattr(visit, "ask", lambda url, path, **_: {"code": "abc"} if path == "/ui/code" else {})
+    monkeypatch.setattr(visit.webbrowser, "open", lambda address: opened.append(address) or has_browser)
+    visit.open_page("models", "http://127.0.0.1:9")
+    assert opened == ["http://127.0.0.1:9/#models?code=abc"]
+    told = capsys.readouterr().out.strip()
+    assert told == ("http://127.0.0.1:9/#models" if has_browser else opened[0])
+
+
+def test_open_goes_on_without_a_key_that_the_server_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(url: str, path: str, **_: object) -> dict[str, str]:
+        if path == "/ui/code":
+            raise DovetailError("answers 401: the API key is not known here")
+        return {}
+
+    monkeypatch.setenv("DOVETAIL_API_KEY", "sk-old")
+    monkeypatch.setattr(visit, "ask", ask)
+    monkeypatch.setattr(visit.webbrowser, "open", lambda address: True)
+    visit.open_page("chat", "http://127.0.0.1:9")
+    told = capsys.readouterr()
+    assert told.out.strip() == "http://127.0.0.1:9/#chat"
+    assert "not known here" in told.err
 
 
 def test_logs_are_printed_for_people_and_for_programs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import httpx
@@ -9,6 +10,8 @@ from pydantic import SecretStr
 from test_gateway_http import KEYS, TEXT, check_error, on_app
 
 from dovetail.config import AuthConfig, KeyConfig
+from dovetail.gateway import console
+from dovetail.gateway.console.handover import LIFETIME_S, Handover
 from dovetail.gateway.service import Service
 from dovetail.gateway.turn_history import WINDOW_S, TurnWatch
 from dovetail.messages import InstanceStats, Stats, TurnSpan
@@ -63,12 +66,87 @@ def test_shares_of_cells_hold_what_the_turns_held() -> None:
     assert watch.shares(480).nodes[0].cells == []
 
 
+def test_files_are_sent_once_and_compressed(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        plain = await client.get("/ui/app.js", headers={"accept-encoding": "identity"})
+        small = await client.get("/ui/app.js", headers={"accept-encoding": "gzip"})
+        assert "content-encoding" not in plain.headers
+        assert small.headers["content-encoding"] == "gzip"
+        assert small.content == plain.content
+        assert int(small.headers["content-length"]) < len(plain.content) / 2
+        assert plain.headers["vary"] == small.headers["vary"] == "Accept-Encoding"
+        again = await client.get("/ui/app.js", headers={"if-none-match": plain.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert (await client.get("/ui/app.js", headers={"if-none-match": '"other"'})).status_code == 200
+
+    on_app(tmp_path, test)
+
+
+def test_nothing_on_the_page_reads_a_string_as_html_or_names_another_host() -> None:
+    for file in Path(console.__file__).parent.iterdir():
+        if file.suffix not in (".js", ".html", ".css"):
+            continue
+        text = file.read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
+            file
+        )
+        assert not re.search(r"<script>|<style|style=|\bon\w+=", text), f"{file}: inline, which the policy forbids"
+        named = set(re.findall(r"https?://[\w.-]+", text))
+        assert named <= {"http://www.w3.org"}, f"{file}: {named}"  # a namespace, which nothing fetches
+        assert len(text.splitlines()) < 500, file
+
+
+def test_a_code_is_good_once_and_for_some_minutes() -> None:
+    now = 0.0
+    handover = Handover(lambda: now)
+    code = handover.issue("secret")
+    assert handover.redeem("guess") is None
+    assert handover.redeem(code) == "secret"
+    assert handover.redeem(code) is None
+    late, code = handover.issue("late"), handover.issue("in time")
+    now = LIFETIME_S - 1
+    assert handover.redeem(code) == "in time"
+    now = LIFETIME_S
+    assert handover.redeem(late) is None
+    first, *_ = [handover.issue(f"key {number}") for number in range(65)]
+    assert handover.redeem(first) is None, "codes that nobody uses do not pile up"
+
+
+def test_a_key_is_handed_over_only_to_whoever_has_one(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        check_error(await client.post("/ui/code"), 401)
+        check_error(await client.post("/ui/code", headers={"authorization": "Bearer wrong"}), 401)
+        issued = await client.post("/ui/code", headers={"authorization": "Bearer sk-free"})
+        code = issued.json()["code"]
+        assert "sk-free" not in issued.text
+        redeemed = await client.post("/ui/key", json={"code": code})
+        assert redeemed.json() == {"key": "sk-free"}
+        assert redeemed.headers["cache-control"] == "no-store"
+        assert check_error(await client.post("/ui/key", json={"code": code}), 403)["code"] == "code_used"
+        for body in ({}, {"code": 5}, {"code": "x" * 201}, {"code": "x", "more": 1}):
+            check_error(await client.post("/ui/key", json=body), 400)
+
+    on_app(tmp_path, test, auth=KEYS)
+
+
+def test_a_server_without_keys_hands_over_its_token_alone(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        for headers in ({}, {"authorization": "Bearer none"}):
+            check_error(await client.post("/ui/code", headers=headers), 401)
+        foreign = {"origin": "http://evil.example"}
+        check_error(await client.post("/ui/key", json={"code": "x"}, headers=foreign), 403)
+
+    on_app(tmp_path, test)
+
+
 def test_the_page_is_open_and_what_it_shows_is_not(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
-        for path in ("/", "/ui", "/docs", "/ui/app.js", "/ui/style.css"):
+        for path in ("/", "/ui", "/docs", "/ui/app.js", "/ui/style.css", "/ui/icon.svg"):
             response = await client.get(path)
             assert response.status_code == 200, path
-            assert "default-src 'self'" in response.headers["content-security-policy"]
+            policy = response.headers["content-security-policy"]
+            assert "default-src 'self'" in policy
+            assert "unsafe" not in policy
         assert (await client.get("/ui/app.js")).headers["content-type"].startswith("text/javascript")
         for path in ("/ui/nothing.js", "/ui/__init__.py", "/ui/..%2Fapp.py"):
             assert (await client.get(path)).status_code == 404

@@ -9,24 +9,45 @@ from typing import Annotated, Any
 
 import typer
 
-from dovetail.cli.ps import DEFAULT_URL, Url, ask
+from dovetail.cli.ps import DEFAULT_URL, Url, ask, key_header
+from dovetail.errors import ConfigError, DovetailError
 
+VIEWS = ("chat", "models", "turns", "api", "connect")
 _POLL_S = 0.5
 
 
 def open_page(
-    view: Annotated[str, typer.Argument(help="chat, models or turns.")] = "chat",
+    view: Annotated[str, typer.Argument(help=f"{', '.join(VIEWS)}.")] = "chat",
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Open the page of a running server in the browser.
+    """Open the page of a running server in the browser, with the right to change it if you have that here.
 
-    Example: dovetail open turns
+    The key (DOVETAIL_API_KEY, or the token of a server on this machine) is not in the address. A code is, which the
+    page exchanges for it, once and within five minutes.
+
+    Example: dovetail open models
     """
+    if view not in VIEWS:
+        raise ConfigError(f"the page has no view {view!r}: choose one of {', '.join(VIEWS)}")
     ask(url, "/live", timeout_s=5)
     address = f"{url.rstrip('/')}/#{view}"
-    if not webbrowser.open(address):
-        typer.echo("no browser was found here; open it yourself:", err=True)
-    typer.echo(address)
+    code = _code(url)
+    is_open = webbrowser.open(f"{address}?code={code}" if code else address)
+    if not is_open:
+        typer.echo("no browser was found here; open it yourself (good once, for five minutes):", err=True)
+    typer.echo(f"{address}?code={code}" if code and not is_open else address)
+
+
+def _code(url: str) -> str | None:
+    """For the address of the page; None where there is no key, or none that the server knows."""
+    if not key_header(url):
+        return None
+    try:
+        found = ask(url, "/ui/code", timeout_s=5, method="POST")
+    except DovetailError as error:
+        typer.echo(f"the page opens without a key: {error}", err=True)
+        return None
+    return str(found["code"])
 
 
 def logs(
