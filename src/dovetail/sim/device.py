@@ -12,6 +12,7 @@ from dovetail.node.node import Node
 from dovetail.node.shares import Share
 from dovetail.node.work import Work
 from dovetail.sim.durations import Durations
+from dovetail.sim.kv_blocks import KvBlocks
 from dovetail.sim.tiers import Machine
 
 
@@ -28,18 +29,25 @@ class Device:
         self.decode_tokens = 0
         self.link_free_s = 0.0
         self.machine: Machine | None = None  # where its weights come from; None = one rate for all
+        self.blocks: KvBlocks | None = None  # None = they are not played
         self._ends: dict[int, list[tuple[int, int]]] = {}  # instance → heap of (clock at which it may end, request)
 
     def turn_s(self, turn: Turn) -> float:
         if turn.decodes:
             self.decode_turns += 1
             self.decode_tokens += len(turn.decoding)
+        if self.blocks is not None:
+            self.blocks.begin(turn)
         return self.durations.turn_s(self.node, turn) * self.slowdown
 
     def finished(self, turn: Turn) -> list[int]:
         """Who gets the last token in the turn that ends now."""
         done = [share.work.id for share in turn.prompts if self._ends_with_prompt(turn, share)]
-        return done + self._decoded(turn) if turn.decodes else done
+        if turn.decodes:
+            done += self._decoded(turn)
+        if self.blocks is not None:
+            self.blocks.release(turn.instance.id, done)
+        return done
 
     def _decoded(self, turn: Turn) -> list[int]:
         instance, ends = turn.instance, self._ends.get(turn.instance.id)
@@ -79,16 +87,24 @@ class Device:
         left = self.outputs[work.id] - work.produced
         self._note(instance_id, work.joined_clock + left, work)
 
+    def left(self, instance_id: int, work: Work) -> None:
+        if self.blocks is not None:
+            self.blocks.release(instance_id, (work.id,))
+
     def _note(self, instance_id: int, clock: int, work: Work) -> None:
         heappush(self._ends.setdefault(instance_id, []), (clock, work.id))
 
     def forget(self, instance_id: int) -> None:
         self._ends.pop(instance_id, None)
+        if self.blocks is not None:
+            self.blocks.forget(instance_id)
 
     def die(self) -> None:
         self.epoch += 1
         self.link_free_s = 0.0
         self._ends.clear()
+        if self.blocks is not None:
+            self.blocks.clear()
 
     def load_end_s(self, command: StartLoad, now: float) -> float:
         """One link, one load at a time."""
@@ -102,7 +118,10 @@ class Device:
     def load_s(self, command: StartLoad) -> float:
         return self.durations.load_s(self.node, command) * self.slowdown
 
-    def resize_s(self, command: StartResize) -> float:
+    def resize(self, command: StartResize) -> float:
+        """Returns how long it takes."""
+        if self.blocks is not None:
+            self.blocks.resize(command, self.node.admit.hostings[command.model])
         return self.durations.resize_s(self.node, command) * self.slowdown
 
     def unload_s(self) -> float:

@@ -230,12 +230,14 @@ class Simulation:
         if isinstance(said, events.Enter):
             device.entered(said.instance, said.work)
             self._entered(device, said.work, now)
+        elif isinstance(said, events.Leave):
+            device.left(said.instance, said.work)
         elif isinstance(said, events.Resumed):
             device.resumed(said.instance, said.work)
             if said.work.last_token_s is not None:
                 self.records[said.work.id].paused_s += now - said.work.last_token_s
         elif isinstance(said, events.StartResize):
-            duration = device.resize_s(said)
+            duration = device.resize(said)
             if node.kind is DeviceKind.GPU:
                 self.result.resizes += 1
                 self.result.resize_s += duration

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from random import Random
 
+from dovetail.eventlog import EventLog
 from dovetail.node.node import Node
 from dovetail.policy.knobs import Knobs, MakeWay
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface, TransferModel
@@ -20,11 +21,14 @@ from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.faults import draw_faults
+from dovetail.sim.kv_blocks import KvBlocks
+from dovetail.sim.server_storm import build_server_storm
 from dovetail.sim.setup import INSTANCE_IDS
 from dovetail.sim.workload import Workload, generate
 
 PATIENCE_S = 600.0  # virtual time after the last arrival, and after the last end, by which a request must have ended
 LENGTHS = ((64, 8), (300, 40), (900, 90), (1500, 200))
+VIOLATIONS = (AssertionError, LookupError, ValueError, ArithmeticError, AttributeError)
 
 
 class Stuck(AssertionError):
@@ -35,29 +39,31 @@ def run_storm(
     seeds: Iterable[int],
     tick: Callable[[], None] = lambda: None,
     limit: Callable[[], AbstractContextManager[None]] = nullcontext,
+    *,
+    of_server: bool = False,
 ) -> list[tuple[int, str]]:
     """(seed, what was violated) for every seed that violates an invariant. `limit` raises Stuck in one whose virtual
-    time stands still."""
+    time stands still. `of_server`: of what a server runs, instead of the named policies."""
     failures = []
     for seed in seeds:
         try:
             with limit():
-                run_one(seed)
-        except (AssertionError, LookupError, ValueError, ArithmeticError, AttributeError) as error:
+                run_one(seed, of_server=of_server)
+        except VIOLATIONS as error:
             failures.append((seed, f"{type(error).__name__}: {error}"))
         tick()
     return failures
 
 
-def run_one(seed: int) -> Simulation:
-    simulation = build_storm(seed)
+def run_one(seed: int, *, of_server: bool = False, log: EventLog | None = None) -> Simulation:
+    simulation = (build_server_storm if of_server else build_storm)(seed, log)
     simulation.on_sample = lambda now: check(simulation, now)
     simulation.run()
     check_end(simulation)
     return simulation
 
 
-def build_storm(seed: int) -> Simulation:
+def build_storm(seed: int, log: EventLog | None = None) -> Simulation:
     rng = Random(seed)
     knobs = _draw_knobs(rng)
     workload = Workload(
@@ -81,9 +87,11 @@ def build_storm(seed: int) -> Simulation:
         }
         node = Node(f"{kind.value}-{index}", kind, memory, catalogue, knobs, first_instance=index * INSTANCE_IDS)
         devices.append(Device(node, outputs, PredictedDurations(transfer, noise)))
+        if not knobs.disaggregate:  # where an instance computes before it has room for blocks that were handed over
+            devices[-1].blocks = KvBlocks()
     horizon_s = arrivals[-1].arrival_s
     faults = draw_faults(rng, rng.randrange(0, 13), len(devices), horizon_s + 10)
-    return Simulation(devices, knobs, arrivals, horizon_s=horizon_s, faults=faults)
+    return Simulation(devices, knobs, arrivals, horizon_s=horizon_s, log=log, faults=faults)
 
 
 def _draw_knobs(rng: Random) -> Knobs:
@@ -130,6 +138,8 @@ def check(simulation: Simulation, now: float) -> None:
         raise Stuck(f"requests {stuck} have not ended by {now:.0f} s")
     for device in simulation.devices:
         check_node(device.node)
+        if not (simulation.on_one_thread and device.node.turn is not None):  # else it carries things out at its end
+            check_blocks(device)
 
 
 def _last_end_s(simulation: Simulation) -> float:
@@ -151,6 +161,12 @@ def check_node(node: Node) -> None:
         )
 
 
+def check_blocks(device: Device) -> None:
+    if device.blocks is not None:
+        for instance in device.node.instances.values():
+            device.blocks.check(instance)
+
+
 def check_end(simulation: Simulation) -> None:
     """Every request ended exactly once (the driver asserts that none ends twice), and all memory came back."""
     open_requests = [record.id for record in simulation.records if record.fate is None]
@@ -168,5 +184,7 @@ def check_end(simulation: Simulation) -> None:
     for device in simulation.devices:
         ledger = device.node.residency.ledger
         assert ledger.waiting == 0, f"{device.node.name}: {ledger.waiting} operations wait in the reservation station"
+        if device.blocks is not None:
+            device.blocks.check_end()
         assert not device.node.instances, f"{device.node.name}: instances {list(device.node.instances)} remain"
         assert ledger.planned == ledger.held == 0, f"{device.node.name}: {ledger.held} bytes still held"
