@@ -21,7 +21,7 @@ BENCH_FILES = sorted(BENCHMARKS.rglob("*.py"))
 RANKS = [
     {"codings", "machine", "guidance"},
     {"errors", "modelspec", "layouts", "pulse", "confined"},
-    {"types", "local_token", "plots"},
+    {"types", "local_token", "plots", "logschema"},
     {"config", "eventlog", "grammars"},
     {"policy", "sched"},
     {"profiles"},
@@ -37,7 +37,19 @@ RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 ALSO = {("types", "modelspec"), ("policy", "sched"), ("plan", "sim")}
 ALSO |= {("plan", "store"), ("plan", "engine")}  # a function process runs some layers of a model, without a worker
 
-PURE = {"types", "errors", "modelspec", "messages", "eventlog", "policy", "profiles", "sched", "node", "cluster"}
+PURE = {
+    "types",
+    "errors",
+    "modelspec",
+    "messages",
+    "eventlog",
+    "logschema",
+    "policy",
+    "profiles",
+    "sched",
+    "node",
+    "cluster",
+}
 BANNED_IN_PURE = {"torch", "ray", "fastapi", "starlette", "uvicorn", "httpx", "zmq", "time", "random", "asyncio"}
 EXEMPT = {"cluster/ray_backend.py"}  # the only file that imports ray
 # The boundaries of each process.

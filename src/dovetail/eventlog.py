@@ -1,6 +1,6 @@
 """The one log of decisions, real or simulated: one JSON object a line, keys in a fixed order, times to the microsecond.
 
-It knows the form of lines only. What is said in them is the business of those who decide.
+It knows the form of lines only; `logschema` has their names and fields.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO, cast
+
+from dovetail.logschema import Event, line_of
 
 
 def open_log(path: Path) -> EventLog:
@@ -65,35 +66,14 @@ class EventLog:
         except OSError:  # a file in memory
             return self._file.tell() == 0
 
-    def write(self, now: float, event: str, **values: Any) -> None:
-        self._file.write(json.dumps({"t": round(now, 6), "event": event, **values}) + "\n")
+    def write(self, now: float, event: Event, **values: Any) -> None:
+        self.put(line_of(now, event, values))
 
-    def said(self, now: float, node: str, event: str, record: Any) -> None:
-        """A record that a node has said."""
-        self.write(now, event, node=node, **_flat(record))
-
-    def decision(self, now: float, decision: Any) -> None:
-        """A record of `cluster.decisions`."""
-        self.write(now, type(decision).__name__.lower(), **_flat(decision))
+    def put(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return None if value == float("inf") else value
-
-
-def _flat(record: Any) -> dict[str, Any]:
-    """The fields of a record; a request is written as its number, a node as its name."""
-    values: dict[str, Any] = {}
-    for known in fields(record):
-        value = getattr(record, known.name)
-        if known.name == "work":
-            values["request"] = value.id
-        elif known.name == "node":
-            values["node"] = value.name
-        elif isinstance(value, float):
-            values[known.name] = round(value, 6) if value != float("inf") else None
-        else:
-            values[known.name] = value
-    return values

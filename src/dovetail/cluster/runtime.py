@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -18,6 +17,7 @@ from dovetail.cluster.displacing import Displacements
 from dovetail.cluster.drain import Drain
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.intake import Submission, works_of
+from dovetail.cluster.log_lines import note_arrival, note_decision, note_end
 from dovetail.cluster.migration import Migrations
 from dovetail.eventlog import EventLog
 from dovetail.node import protocol
@@ -66,7 +66,7 @@ class Runtime:
         for work in works:
             self.works[work.id] = work
             if self._log is not None:
-                self._note_arrival(self._log, submission, work, now)
+                note_arrival(self._log, submission, work, now)
         if self.controller.is_too_large(works[0]):
             for work in works:
                 self._decide(Refused(work, "too_large", {}), now)
@@ -103,8 +103,7 @@ class Runtime:
         self.places.pop(work.id, None)
         self._prompting.discard(work.id)
         if self._log is not None:
-            facts = {"output": work.produced, "grace": round(work.grace_s, 6), "late": work.late_tokens}
-            self._log.write(now, fate, request=work.id, reason=reason, **facts)
+            note_end(self._log, work, fate, reason, now)
 
     def warm(self, model: str, now: float) -> None:
         """Have an instance of the model before anybody asks for it; `outbox` says what came of it."""
@@ -289,7 +288,7 @@ class Runtime:
             self.outbox.append(decision)
             return
         if self._log is not None:
-            self._log.decision(now, decision)
+            note_decision(self._log, decision, now)
         if isinstance(decision, Placed | Migrated):
             self.places[decision.work.id] = decision.node, decision.instance
             self._prompting.add(decision.work.id)
@@ -305,15 +304,3 @@ class Runtime:
         elif isinstance(decision, Refused):
             self._end(decision.work, "refused", decision.reason, now)
             self.outbox.append(decision)
-
-    def _note_arrival(self, log: EventLog, submission: Submission, work: Work, now: float) -> None:
-        facts: dict[str, Any] = {"input": work.input_tokens, "at": round(work.arrival_s, 6)}
-        if submission.asked_tokens:
-            facts["asked"] = submission.asked_tokens
-        if submission.adapter:
-            facts["adapter"] = submission.adapter
-        if submission.is_best_effort:
-            facts["best_effort"] = True
-        elif submission.is_strict:
-            facts["ttft_s"], facts["tpot_s"] = submission.ttft_s, submission.tpot_s
-        log.write(now, "arrive", request=work.id, model=work.model, **facts)

@@ -3,9 +3,9 @@ from memory again, so learning from each by itself would cost as much as choosin
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import NamedTuple
 
+from dovetail import logschema
 from dovetail.eventlog import EventLog
 from dovetail.node.events import Computed
 from dovetail.node.underway import Underway
@@ -72,4 +72,6 @@ class LatencyFeedback:
         kind = kind_of(one.batch == 0, one.is_beside_load, one.batch or one.tokens)
         self._timings.add(kind, one.took_s, expected_s, one.gap_s)
         if self._timings.turns % TIMINGS_TURNS == 0:
-            log.write(now, "pace", **asdict(self._timings))
+            timings = self._timings
+            sums = {"took_s": timings.took_s, "expected_s": timings.expected_s}
+            log.write(now, logschema.PACE, turns=timings.turns, gap_s=timings.gap_s, **sums)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import asdict
-from typing import Any
 
+from dovetail import logschema
 from dovetail.eventlog import EventLog
 from dovetail.node import events, protocol
+from dovetail.node.log_lines import note_event, note_turn
 from dovetail.node.node import Node
 from dovetail.node.work import Work
 from dovetail.profiles.files import hosting_values
@@ -48,15 +49,11 @@ class Speech:
 
     def note_turn(self, turn: events.Turn, now: float) -> None:
         if self._log is not None and self._log.is_detailed:
-            kind = "prefill" if turn.prompts else "decode"
-            told: dict[str, Any] = {"requests": [*(share.work.id for share in turn.prompts), *turn.decoding]}
-            if any(share.start or not share.is_last for share in turn.prompts):
-                told["tokens"] = [share.tokens for share in turn.prompts]
-            self._log.write(now, kind, node=self._node.name, instance=turn.instance.id, **told)
+            note_turn(self._log, self._node.name, turn, now)
 
     def note_hosting(self, model: str, now: float) -> None:
         if self._log is not None:
-            self._log.write(now, "hosting", model=model, **hosting_values(self._node.admit.hostings[model]))
+            self._log.write(now, logschema.HOSTING, model=model, **hosting_values(self._node.admit.hostings[model]))
 
     def clear(self) -> None:
         """The device is gone."""
@@ -94,24 +91,23 @@ class Speech:
             self.outbox.append(said)
         elif isinstance(said, events.StartLoad):
             self.load_asked_s[said.instance] = now
-            self._note("load", said, now)
+            self._note(said, now)
             self.outbox.append(said)
         elif isinstance(said, events.StartResize):
-            self._note("resize", said, now)
+            self._note(said, now)
             self.outbox.append(said)
         elif isinstance(said, events.StartUnload):
             self._loaded.discard(said.instance)
             self._tell(said, now)
         elif isinstance(said, events.FirstToken):
-            if self._log is not None:
-                self._log.write(now, "first_token", request=said.work.id, node=self._node.name)
+            self._note(said, now)
             self.outbox.append(said)
         elif isinstance(said, events.Finished):
             del self.places[said.work.id]
             self.outbox.append(said)
             self.mailbox.append(protocol.Finished(said.work.record(), said.instance))
         else:
-            self._note(type(said).__name__.lower(), said, now)
+            self._note(said, now)
             self._notice(said, now)
 
     def _notice(self, said: events.Notice, now: float) -> None:
@@ -142,9 +138,9 @@ class Speech:
 
     def _tell(self, output: events.Enter | events.Leave | events.StartUnload, now: float) -> None:
         if self._log is not None and self._log.is_detailed:
-            self._note(type(output).__name__.lower(), output, now)
+            self._note(output, now)
         self.outbox.append(output)
 
-    def _note(self, event: str, said: Any, now: float) -> None:
+    def _note(self, said: Output | events.Notice, now: float) -> None:
         if self._log is not None:
-            self._log.said(now, self._node.name, event, said)
+            note_event(self._log, self._node.name, said, now)

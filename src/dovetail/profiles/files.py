@@ -8,7 +8,7 @@ sllm_half_node_concurrency}.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,17 @@ def tabulate(latency: Latency) -> dict[str, Any]:
 
 def hosting_values(hosting: Hosting) -> dict[str, Any]:
     """All of it as JSON has it, the latency as a table; `latency_from` reads that back."""
-    values = {field.name: getattr(hosting, field.name) for field in fields(hosting) if field.name != "latency"}
-    if values["keep_alive_s"] == float("inf"):
-        values["keep_alive_s"] = -1.0
-    return values | {"latency": tabulate(hosting.latency)}
+    return {
+        "weight_bytes": hosting.weight_bytes,
+        "kv_bytes_per_token": hosting.kv_bytes_per_token,
+        "block_tokens": hosting.block_tokens,
+        "slots": hosting.slots,
+        "concurrency": hosting.concurrency,
+        "half_concurrency": hosting.half_concurrency,
+        "load_s": hosting.load_s,
+        "disk_s": hosting.disk_s,
+        "weights_in_place": hosting.weights_in_place,
+        "max_kv_tokens": hosting.max_kv_tokens,
+        "keep_alive_s": -1.0 if hosting.keep_alive_s == float("inf") else hosting.keep_alive_s,
+        "latency": tabulate(hosting.latency),
+    }

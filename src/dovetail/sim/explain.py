@@ -27,9 +27,9 @@ class Explainer(EventLog):
         self.request = request
         self.events: list[dict[str, Any]] = []
 
-    def write(self, now: float, event: str, **values: Any) -> None:
-        if values.get("request") == self.request:
-            self.events.append(json.loads(json.dumps({"t": now, "event": event, **values})))
+    def put(self, line: dict[str, Any]) -> None:
+        if line.get("request") == self.request:
+            self.events.append(line)
 
 
 def explain(explainer: Explainer, result: Result) -> str:

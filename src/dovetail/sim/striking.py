@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dovetail import logschema
 from dovetail.node.work import RequestRecord, Work
 from dovetail.sim.device import Device
 from dovetail.sim.faults import Fault, FaultKind
@@ -23,7 +24,7 @@ class Striker:
     def strike(self, now: float, fault: Fault) -> None:
         sim, device = self._sim, self._sim.devices[fault.node]
         if sim.log is not None:
-            sim.log.write(now, "fault", node=device.node.name, kind=fault.kind.value)
+            sim.log.write(now, logschema.FAULT, node=device.node.name, kind=fault.kind.value)
         if fault.kind is FaultKind.STALL:
             device.stalled_until_s = max(device.stalled_until_s, now + fault.duration_s)
         elif fault.kind is FaultKind.SLOW:
