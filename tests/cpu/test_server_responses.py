@@ -114,11 +114,9 @@ def test_formats_and_what_is_not_there(smollm2_server: Server, model: str) -> No
     wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
     assert 0 <= json.loads(respond(smollm2_server, model, text=wanted).output_text)["n"] <= 9
     for options, param in (
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"background": True, "store": False}, "background"),
         ({"background": True, "stream": True}, "background"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
-        ({"extra_body": {"conversation": "c"}}, "conversation"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             respond(smollm2_server, model, **options)

@@ -38,7 +38,7 @@ from dovetail.gateway.ollama.endpoints import make_ollama_router
 from dovetail.gateway.origins import OriginGate
 from dovetail.gateway.problems import problem_response
 from dovetail.gateway.responses.endpoints import make_responses_router
-from dovetail.gateway.responses.request import ResponsesRequest
+from dovetail.gateway.responses.request import CompactRequest, ResponsesRequest
 from dovetail.gateway.routes import make_router
 from dovetail.gateway.scoring import RerankRequest, ScoreRequest, make_scoring_router
 from dovetail.gateway.tracing import TracedRequests, Tracing
@@ -57,6 +57,7 @@ _BODIES: tuple[type[Any], ...] = (
     RerankRequest,
     ScoreRequest,
     ResponsesRequest,
+    CompactRequest,
     MessagesRequest,
     CountTokensRequest,
     AddModel,

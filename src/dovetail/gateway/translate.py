@@ -85,8 +85,11 @@ async def chat_job(
 def _clamped(body: ChatRequest, num_prompt: int, context: int) -> tuple[ChatRequest, tuple[str, ...]]:
     """Agents ask for as much as the largest models have; a chat gets what is left of the context, as with llama.cpp,
     Ollama and vLLM."""
+    keep = body.truncate_prompt_tokens
+    if keep is not None:  # of a prompt that is cut the answer leaves half of the context
+        num_prompt = min(num_prompt, context // 2 if keep < 0 else keep)
     wanted, room = body.wanted_tokens or 0, context - num_prompt
-    if wanted <= room or room < 1 or body.truncate_prompt_tokens is not None:
+    if wanted <= room or room < 1:
         return body, ()
     note = f"the answer was asked to have up to {wanted} tokens and has up to {room}: the context is {context}"
     return body.model_copy(update={"max_completion_tokens": room}), (note,)

@@ -234,6 +234,8 @@ def messages_of(body: CountTokensRequest) -> list[Message]:
         parts = _assistant(message, where) if role == "assistant" else _user(message, role, where)
         for part in parts:
             _append(told, part)
+    if all(message["role"] == "system" for message in told):
+        raise InvalidRequest("messages: none of them says anything", param="messages")
     return [Message(**message) for message in told]
 
 

@@ -11,6 +11,7 @@ from dovetail.gateway.chat_reply import new_call_id
 from dovetail.gateway.reading import CallDelta, Parts
 from dovetail.gateway.replies import TokenEntry
 from dovetail.gateway.responses.items import (
+    CustomToolCall,
     FunctionCall,
     OutputItem,
     OutputMessage,
@@ -19,12 +20,15 @@ from dovetail.gateway.responses.items import (
     ReasoningText,
     Status,
 )
+from dovetail.gateway.responses.tools import NO_TOOLS, ToolSet, custom_input
 
 Event = dict[str, Any]  # type, and the fields that the API has for it
 
 
 class OutputBuilder:
-    def __init__(self) -> None:
+    def __init__(self, tools: ToolSet = NO_TOOLS) -> None:
+        """`tools`: which names of functions stand for something else."""
+        self._tools = tools
         self.items: list[OutputItem] = []
         self._open: OutputItem | None = None
         self._call = -1  # index of the open call
@@ -51,6 +55,10 @@ class OutputBuilder:
                 "name": item.name,
                 "arguments": item.arguments,
             }
+        elif isinstance(item, CustomToolCall):
+            item.input = custom_input(item.input)
+            yield {"type": "response.custom_tool_call_input.delta", **where, "delta": item.input}
+            yield {"type": "response.custom_tool_call_input.done", **where, "input": item.input}
         elif isinstance(item, OutputMessage):
             part = item.content[0]
             where["content_index"] = 0
@@ -95,15 +103,26 @@ class OutputBuilder:
     def _add_call(self, call: CallDelta) -> Iterator[Event]:
         if call.index != self._call:
             self._call = call.index
-            name = call.name or ""
-            yield from self._begin(FunctionCall(id=_id("fc"), call_id=f"call_{new_call_id()}", name=name))
+            yield from self._begin(self._new_call(call.name or ""))
         item = self._open
+        if isinstance(item, CustomToolCall):  # a text within JSON: told of when it is whole
+            item.input += call.arguments
+            return
         assert isinstance(item, FunctionCall)
         item.arguments += call.arguments
         if call.arguments:
             yield {
                 "type": "response.function_call_arguments.delta", **self._where(item), "delta": call.arguments
             }  # fmt: skip
+
+    def _new_call(self, name: str) -> FunctionCall | CustomToolCall:
+        known, call_id = self._tools.known.get(name), f"call_{new_call_id()}"
+        if known is None:
+            return FunctionCall(id=_id("fc"), call_id=call_id, name=name)
+        own, namespace = known.tool.name or name, known.namespace
+        if known.is_custom:
+            return CustomToolCall(id=_id("ctc"), call_id=call_id, name=own, namespace=namespace)
+        return FunctionCall(id=_id("fc"), call_id=call_id, name=own, namespace=namespace)
 
     def _begin(self, item: OutputItem) -> Iterator[Event]:
         yield from self.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,6 +24,8 @@ from dovetail.gateway.replies import Usage
 from dovetail.gateway.respond import INLINE_REPORTS, EventStream, Taken, accounted, origin_of, until_disconnect
 from dovetail.gateway.responses.background import BackgroundResponses
 from dovetail.gateway.responses.builder import Event, OutputBuilder
+from dovetail.gateway.responses.compaction import CompactionShape
+from dovetail.gateway.responses.conversations import Conversations, make_conversations_router
 from dovetail.gateway.responses.items import (
     IncompleteDetails,
     InputDetails,
@@ -37,7 +40,14 @@ from dovetail.gateway.responses.items import (
     ResponseUsage,
     Status,
 )
-from dovetail.gateway.responses.request import Item, ResponsesRequest, chat_of, messages_of
+from dovetail.gateway.responses.request import (
+    CompactRequest,
+    Item,
+    ResponsesRequest,
+    chat_of,
+    compaction_chat,
+    messages_of,
+)
 from dovetail.gateway.responses.store import (
     ResponseStore,
     StoredResponse,
@@ -48,6 +58,7 @@ from dovetail.gateway.responses.store import (
 )
 from dovetail.gateway.run import Delta, Waits
 from dovetail.gateway.service import Service
+from dovetail.gateway.shaped import ShapedResponse
 from dovetail.gateway.translate import Job
 from dovetail.gateway.waits import HeldStream, headers_of
 from dovetail.gateway.writing import json_pieces
@@ -57,7 +68,8 @@ _ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
 
 
 def make_responses_router(service: Service) -> APIRouter:
-    endpoints = ResponsesEndpoints(service, ResponseStore())
+    conversations = Conversations()
+    endpoints = ResponsesEndpoints(service, ResponseStore(), conversations)
     router = APIRouter()
     answers = responses(ResponseRecord, _ERRORS)
     answers[200]["content"] = {"text/event-stream": {}}
@@ -72,6 +84,9 @@ def make_responses_router(service: Service) -> APIRouter:
     router.add_api_route(f"{one}/cancel", endpoints.cancel, methods=["POST"], responses=stopped)
     items = responses(InputItems, (401, 404))
     router.add_api_route(f"{one}/input_items", endpoints.list_items, methods=["GET"], responses=items)
+    compact = {"requestBody": request_body(CompactRequest)}
+    router.add_api_route("/v1/responses/compact", endpoints.compact, methods=["POST"], openapi_extra=compact)
+    router.include_router(make_conversations_router(conversations))
     return router
 
 
@@ -85,6 +100,7 @@ class _Turn:
     job: Job
     owner: str
     created: int
+    grow: Callable[[Sequence[Item]], object] | None = None  # of the conversation that goes on with this, by its output
 
     @property
     def id(self) -> str:
@@ -92,9 +108,10 @@ class _Turn:
 
 
 class ResponsesEndpoints:
-    def __init__(self, service: Service, store: ResponseStore) -> None:
+    def __init__(self, service: Service, store: ResponseStore, conversations: Conversations) -> None:
         self._service = service
         self._store = store
+        self._conversations = conversations
         self._background = BackgroundResponses()
 
     async def create(self, request: Request) -> Response:
@@ -102,11 +119,16 @@ class ResponsesEndpoints:
         self._service.check_admission()
         body = await read_body(ResponsesRequest, request)
         owner = request.scope.get("state", {}).get("key", "")
-        before = self._before(body, owner)
+        conversation = self._conversations.get(body.conversation_id, owner) if body.conversation_id else None
+        if conversation is not None:
+            before = tuple(messages_of(conversation.parsed))
+        else:
+            before = self._before(body.previous_response_id, owner)
         model = await self._service.models.choose(body.model)
-        job = await asked_chat(self._service, request, chat_of(body, before), model)
+        job = await asked_chat(self._service, request, chat_of(body, before), model, warnings=body.warnings())
         items, said = encode_items(body.items), encode_messages([*before, *messages_of(body.items)])
-        turn = _Turn(body.model_copy(update={"input": ""}), items, said, job, owner, int(time.time()))
+        grow = partial(self._conversations.go_on, conversation, body.items) if conversation is not None else None
+        turn = _Turn(body.model_copy(update={"input": ""}), items, said, job, owner, int(time.time()), grow)
         response = ResponsesResponse(self._service, self._store, turn)
         return self._start(turn, response, request.scope) if body.background else response
 
@@ -122,11 +144,21 @@ class ResponsesEndpoints:
         )
         return json_response(response.record_so_far())
 
-    def _before(self, body: ResponsesRequest, owner: str) -> tuple[Message, ...]:
-        if body.previous_response_id is None:
+    async def compact(self, request: Request) -> Response:
+        """A conversation in fewer words, to go on with."""
+        self._service.check_admission()
+        body = await read_body(CompactRequest, request)
+        before = self._before(body.previous_response_id, _owner(request))
+        model = await self._service.models.choose(body.model)
+        job = await asked_chat(self._service, request, compaction_chat(body, before), model)
+        kept = [item.model_dump(exclude_none=True) for item in body.items if item.role == "user"]
+        return ShapedResponse(self._service, job, CompactionShape(job.id, kept), stream=False)
+
+    def _before(self, previous: str | None, owner: str) -> tuple[Message, ...]:
+        if previous is None:
             return ()
         try:
-            return decode_messages(self._store.get(body.previous_response_id, owner).conversation)
+            return decode_messages(self._store.get(previous, owner).conversation)
         except ResponseNotFound as error:
             raise InvalidRequest(
                 error.message, param="previous_response_id", code="previous_response_not_found"
@@ -173,7 +205,7 @@ class ResponsesResponse(Response):
         self._service = service
         self._store = store
         self._turn = turn
-        self._builder = OutputBuilder()
+        self._builder = OutputBuilder(turn.body.tool_set)
         self._names = TokenNames(turn.job.model.vocabulary, as_ids=False)
         self._usage = UsageCount(turn.job.num_prompt_tokens)  # the account's, once it runs
         self._finish: FinishReason | None = None
@@ -282,10 +314,12 @@ class ResponsesResponse(Response):
     async def _written_and_kept(self, record: ResponseRecord) -> bytes:
         """The response as JSON, remembered unless the client does not want it."""
         text = await self._written(record, self._num_reports)
+        turn = self._turn
+        said = [Item.model_validate(_plain_item(item)) for item in self._builder.items]
+        if turn.grow is not None:
+            turn.grow(said)
         if record.store:
-            turn = self._turn
-            answer = messages_of([Item.model_validate(_plain_item(item)) for item in self._builder.items])
-            conversation = append_messages(turn.said, answer)
+            conversation = append_messages(turn.said, messages_of(said))
             self._store.add(StoredResponse(turn.id, turn.owner, record.background, text, turn.items, conversation))
         return text
 
@@ -321,6 +355,9 @@ class ResponsesResponse(Response):
             truncation=body.truncation or "disabled",
             store=body.store is not False,
             background=bool(body.background),
+            max_tool_calls=body.max_tool_calls,
+            conversation={"id": body.conversation_id} if body.conversation_id else None,
+            warnings=list(self._turn.job.warnings),
         )
 
 

@@ -31,7 +31,18 @@ class FunctionCall(BaseModel):
     type: Literal["function_call"] = "function_call"
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str = ""
+    status: Status = "in_progress"
+
+
+class CustomToolCall(BaseModel):
+    id: str
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str = ""
     status: Status = "in_progress"
 
 
@@ -48,7 +59,7 @@ class Reasoning(BaseModel):
     status: Status = "in_progress"
 
 
-OutputItem = OutputMessage | FunctionCall | Reasoning
+OutputItem = OutputMessage | FunctionCall | CustomToolCall | Reasoning
 
 
 class InputDetails(BaseModel):
@@ -98,6 +109,9 @@ class ResponseRecord(BaseModel):
     truncation: Literal["auto", "disabled"] = "disabled"
     store: bool = True
     background: bool = False
+    max_tool_calls: int | None = None
+    conversation: dict[str, str] | None = None
+    warnings: list[str] = Field(default_factory=list, description="what was asked for and done otherwise")
     usage: ResponseUsage | None = None
 
 
