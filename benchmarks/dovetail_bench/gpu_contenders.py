@@ -34,7 +34,6 @@ def gpu_contenders(sample: SampleFiles, stack: ExitStack) -> list[Contender]:
     stack.callback(pool.close)
     loader = Loader(pool, LoaderConfig())
     stack.callback(loader.close)
-    pool.prefault(pool.capacity_bytes)
     end = pool.chunk_offset(pool.num_chunks - 1) + pool.chunk_bytes
     pinned = PinnedRange(pool.address, end)
     stack.callback(pinned.close)

@@ -1,6 +1,6 @@
 """Our own store as a contender: the node's loader and host pool, as a worker uses them.
 
-into the pool      disk → chunks of a pool whose memory was touched before, where it stays for every later load
+into the pool      disk → chunks of a pool that an earlier load has used, where it stays for every later load
 into fresh memory  the same into a pool that was just made: what the very first load costs
 mapped             the model is in the pool; a worker maps it and touches every page
 """
@@ -43,8 +43,9 @@ class IntoPool(_StoreContender):
         self._loader = loader
 
     def prepare(self, sample: SampleFiles, state: State) -> None:
-        """The pool's memory is there, the model is not in it."""
-        self._loader.pool.prefault(self._loader.pool.capacity_bytes)
+        """The pool's memory was used by an earlier load, the model is not in it."""
+        if not self._loader.pool.stats().resident_bytes:
+            timed_load(self._loader, sample)
         forget(self._loader.pool)
 
     def load(self, sample: SampleFiles) -> Load:

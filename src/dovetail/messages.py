@@ -117,7 +117,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     weight_bytes: int
     mapped: bool  # weights are used in place in the checkpoint's pages
     times: LoadTimes
-    tier: Literal["host", "disk", "neighbour"] = "disk"  # where the weights were before
+    tier: Literal["host", "disk", "neighbour", "remote"] = "disk"  # where the weights were before
     again: bool = False  # to a gateway that has not heard of it: it was loaded long ago
 
 

@@ -115,12 +115,16 @@ class FaultyProxy:
             connection.close()
 
 
+def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests of the store go there."""
+    for key, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
+        monkeypatch.setenv(key, value)
+
+
 @contextmanager
 def proxied(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """All requests of the store go through it."""
     proxy = FaultyProxy(endpoint)
-    for key, value in ENVIRONMENT.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    use(proxy.endpoint, monkeypatch)
     yield proxy
     proxy.close()

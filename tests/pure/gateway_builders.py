@@ -104,7 +104,14 @@ class FakeStore:
     def adapter_base(self, source: str) -> str:
         return source
 
-    def pull(self, source: str, name: str, layout: str, progress: Callable[[str, int, int], None]) -> ModelCard:
+    def pull(
+        self,
+        source: str,
+        name: str,
+        layout: str,
+        progress: Callable[[str, int, int], None],
+        on_servable: Callable[[ModelCard], None],
+    ) -> ModelCard:
         progress("download", 25, 100)
         while not self.gate.wait(0.01):
             progress("download", 50, 100)

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from dovetail.store.lease import Lease
 from dovetail.store.loader import PartitionSource
 from dovetail.store.pool import HostPool
+from dovetail.store.reader import PartitionFile
 
 CHUNK = 16 << 10
 
@@ -41,6 +44,21 @@ def fill(lease: Lease) -> None:
         at += len(piece)
     lease.advance(lease.size_bytes)
     lease.commit()
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """How many bytes each read of a disk had."""
+    sizes: list[int] = []
+    read_into = PartitionFile.read_into
+
+    def counted(self: PartitionFile, lease: Lease, begin: int, end: int) -> None:
+        read_into(self, lease, begin, end)
+        sizes.append(end - begin)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartitionFile, "read_into", counted)
+        yield sizes
 
 
 def write_partition(folder: Path, key: str, size_bytes: int, digest_bytes: int = 0) -> PartitionSource:

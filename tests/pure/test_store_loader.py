@@ -10,12 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from pool_builders import CHUNK, content, eventually, make_pool, python_process, write_partition
+from pool_builders import CHUNK, content, counted_reads, eventually, make_pool, python_process, write_partition
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, DovetailError, OutOfMemory
 from dovetail.store.lease import Lease
 from dovetail.store.loader import Loader, LoaderConfig, PartitionSource, Place
-from dovetail.store.meter import Meter
 from dovetail.store.pool import HostPool
 from dovetail.store.transfer import Tier, Transfer
 
@@ -51,9 +50,6 @@ class GatedSource:
     def wait_for(self, reads: int) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.order) >= reads, timeout=60)
-
-    def cancel(self) -> None:
-        pass
 
     def close(self) -> None:
         pass
@@ -91,7 +87,7 @@ def test_ranges_come_from_the_front(tmp_path: Path) -> None:
 
 def test_the_first_layers_are_there_before_the_last() -> None:
     with make_pool() as pool:
-        tier, gated = Tier("reader", 3, Meter(1e9)), GatedSource()
+        tier, gated = Tier("reader", 3), GatedSource()
         transfer = make_transfer(pool, "a", gated)
         waiter = pool.reserve("a", 4 * CHUNK)
         tier.submit(transfer)
@@ -111,7 +107,7 @@ def test_the_first_layers_are_there_before_the_last() -> None:
 
 def test_an_urgent_load_overtakes_at_the_next_range() -> None:
     with make_pool() as pool:
-        tier, gated = Tier("reader", 1, Meter(1e9)), GatedSource()
+        tier, gated = Tier("reader", 1), GatedSource()
         slow, urgent = make_transfer(pool, "slow", gated), make_transfer(pool, "urgent", gated, priority=-1, chunks=2)
         tier.submit(slow)
         gated.wait_for(1)
@@ -127,7 +123,7 @@ def test_an_urgent_load_overtakes_at_the_next_range() -> None:
 def test_a_cancelled_load_ends_after_the_range_that_is_under_way() -> None:
     ended: list[DovetailError | None] = []
     with make_pool() as pool:
-        tier, gated = Tier("reader", 1, Meter(1e9)), GatedSource()
+        tier, gated = Tier("reader", 1), GatedSource()
         lease = pool.reserve("a", 4 * CHUNK)
         transfer = Transfer(lease, gated, priority=0, range_bytes=CHUNK, on_end=ended.append)
         tier.submit(transfer)
@@ -258,25 +254,6 @@ def test_a_damaged_file_fails_every_waiter_and_holds_nothing(tmp_path: Path, dam
         assert pool.stats().used_bytes == 0
 
 
-def test_estimates_follow_what_was_measured(tmp_path: Path) -> None:
-    source = write_partition(tmp_path, "a", 4 * CHUNK)
-    with make_pool() as pool:
-        loader = Loader(pool, CONFIG)
-        assert loader.estimate_s(2_000_000_000, Place.DISK) == pytest.approx(2.0)  # as assumed
-        assert loader.estimate_s(2_000_000_000, Place.HOST) == 0
-        loader.meter(Place.DISK).observe(4_000_000_000, 1.0)
-        assert loader.estimate_s(2_000_000_000, Place.DISK) == pytest.approx(0.5)
-        loader.meter(Place.DISK).observe(2_000_000_000, 1.0)  # corrected by half
-        assert loader.estimate_s(3_000_000_000, Place.DISK) == pytest.approx(1.0)
-        with loader.load(source) as held:
-            assert held.wait()
-            waiting = loader.load(write_partition(tmp_path, "b", 8 * CHUNK))
-            before = loader.meter(Place.DISK).bytes_per_s
-            assert loader.estimate_s(0, Place.DISK) == pytest.approx(8 * CHUNK / before)  # it waits for room
-            waiting.close()
-        loader.close()
-
-
 LOAD_MANY = """
 import random, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -349,7 +326,6 @@ def test_64_loads_at_once_in_one_process(tmp_path: Path) -> None:
 
 STOPS_IN_THE_MIDDLE = """
 import sys, threading
-from dovetail.store.meter import Meter
 from dovetail.store.pool import HostPool
 from dovetail.store.reader import PartitionFile
 from dovetail.store.transfer import Tier, Transfer
@@ -365,7 +341,7 @@ class Stuck(PartitionFile):
 size = int(sys.argv[3])
 pool = HostPool(int(sys.argv[1]))
 source = Stuck(Path(sys.argv[2]), size)
-Tier("reader", 1, Meter(1e9)).submit(
+Tier("reader", 1).submit(
     Transfer(pool.reserve("a", size), source, priority=0, range_bytes=pool.chunk_bytes)
 )
 sys.stdin.read()
@@ -374,7 +350,7 @@ sys.stdin.read()
 
 def test_when_a_loading_process_is_killed_another_goes_on(tmp_path: Path) -> None:
     source = write_partition(tmp_path, "a", 6 * CHUNK)
-    with make_pool() as pool:
+    with make_pool() as pool, counted_reads() as reads:
         loader = Loader(pool, CONFIG)
         with python_process(STOPS_IN_THE_MIDDLE, pool, str(source.path), str(source.size_bytes)) as process:
             assert process.stdout is not None
@@ -389,7 +365,7 @@ def test_when_a_loading_process_is_killed_another_goes_on(tmp_path: Path) -> Non
         ticket.close()
         loader.close()
         assert pool.stats().pinned_bytes == 0
-        assert loader.meter(Place.DISK).total_bytes == 3 * CHUNK  # the rest alone
+        assert sum(reads) == 3 * CHUNK  # the rest alone
 
 
 KEEPS_LOADING = """

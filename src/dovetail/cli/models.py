@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from dovetail.store.catalogue import Catalogue, Entry
     from dovetail.types import ModelCard
 
-_STAGES = {"download": "Downloading", "unpack": "Unpacking", "convert": "Converting", "verify": "Verifying"}
+_STAGES = {
+    "download": "Downloading",
+    "unpack": "Unpacking",
+    "convert": "Converting",
+    "verify": "Verifying",
+    "upload": "Uploading",
+}
 
 
 class Dtype(StrEnum):

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,13 +19,15 @@ from dovetail.gateway.models import FixedCatalogue, NamedAdapter, Offer
 from dovetail.store import Catalogue, describe
 from dovetail.store.adapter_parts import declared_base, describe_adapter
 from dovetail.store.adapters import CONFIG as ADAPTER_CONFIG
+from dovetail.store.bucket_model import is_model_address
 from dovetail.store.checking import Finding, check_pieces, quarantine
 from dovetail.store.collect import collect
 from dovetail.store.format import is_stored, read_manifest
+from dovetail.store.object_store import is_object_address
 from dovetail.store.pool import HostPool
 from dovetail.store.pooled import pooled_keys
 from dovetail.store.pull_process import PullBounds, pull_in_process
-from dovetail.store.sources import full_source, is_remote
+from dovetail.store.sources import default_name, full_source, is_remote
 from dovetail.store.watched import WatchedCatalogue
 from dovetail.types import AdapterRef, ModelCard
 
@@ -36,10 +37,18 @@ log = logging.getLogger("dovetail.gateway")
 Find = Callable[[str, str | None, str], ModelCard | None]
 
 
-def make_offer(config: Config, wanted: Sequence[str] = ()) -> Offer:
-    """What was named, else what the config names, else the whole catalogue. What is not here is pulled, with a bar."""
+def make_offer(config: Config, wanted: Sequence[str] = (), *, serves_early: bool = False) -> Offer:
+    """What was named, else what the config names, else the whole catalogue. What is not here is pulled, with a bar;
+    with `serves_early` what can be served while it downloads is left to the server."""
     catalogue = Catalogue(config.store.path)
-    offer = _offer(config, wanted, catalogue, partial(find_card, catalogue))
+
+    def find(source: str, name: str | None, layout: str) -> ModelCard | None:
+        is_absent = is_object_address(source) and catalogue.present(source, name, layout) is None
+        if serves_early and is_absent and is_model_address(source):
+            return None
+        return find_card(catalogue, source, name, layout)
+
+    offer = _offer(config, wanted, catalogue, find)
     if config.store.max_size is not None and offer.configs:
         collect(catalogue.place, config.store.max_size, keep=[Path(card.path).name for card in offer.catalogue.cards()])
     return offer
@@ -91,19 +100,29 @@ def _offer(config: Config, wanted: Sequence[str], catalogue: Catalogue, find: Fi
     for name in _with_drafts(wanted or tuple(config.models), configs):
         entry = configs.get(name)
         card = find(name, None, "auto") if entry is None else find(entry.source, name, entry.layout)
+        if card is None:
+            missing.append(_arriving(name, name in wanted, configs))
+            continue
         if entry is None:
             # Asked for by name, so it stays until it is stopped.
-            assert card is not None, "what the command line names is pulled before the server starts"
             configs[card.name] = ModelConfig(source=card.source or name, keep_alive=-1)
         if name in wanted or (entry is not None and entry.preload):
-            preload.append(card.name if card is not None else name)
-        if card is not None:
-            cards.append(card)
-        else:
-            missing.append(name)
+            preload.append(card.name)
+        cards.append(card)
     _check_drafts(cards, configs)
     adapters = [adapter for card in cards for adapter in _adapters_of(catalogue, card, configs.get(card.name))]
     return Offer(FixedCatalogue(cards), configs, tuple(preload), tuple(missing), tuple(adapters))
+
+
+def _arriving(name: str, is_wanted: bool, configs: dict[str, ModelConfig]) -> str:
+    """What a model that has to be pulled is called; one that the command line names is loaded when it is there."""
+    if name in configs:
+        if is_wanted:
+            configs[name] = configs[name].model_copy(update={"preload": True})
+        return name
+    called = default_name(name.rstrip("/").rpartition("/")[2])
+    configs[called] = ModelConfig(source=name, keep_alive=-1, preload=True)
+    return called
 
 
 def _with_drafts(names: Sequence[str], configs: Mapping[str, ModelConfig]) -> Iterator[str]:
@@ -160,7 +179,9 @@ def _adapter_folder(catalogue: Catalogue, source: str) -> Path:
 class LocalStore:
     """The store as a running server uses it."""
 
-    def __init__(self, config: StoreConfig, pool: HostPool | None = None) -> None:
+    def __init__(self, config: StoreConfig, pool: HostPool | None = None, *, serves_early: bool = True) -> None:
+        """`serves_early`: models are served while they download, which takes nodes that share the pool."""
+        self._serves_early = serves_early
         self._catalogue = Catalogue(config.path)
         self._bounds = PullBounds(config.pull_memory, config.pull_timeout)
         self._pool = pool
@@ -175,8 +196,25 @@ class LocalStore:
     def adapter_base(self, source: str) -> str:
         return declared_base(_adapter_folder(self._catalogue, source))
 
-    def pull(self, source: str, name: str, layout: str, progress: Callable[[str, int, int], None]) -> ModelCard:
-        return pull_in_process(self._catalogue.root, source, name, layout, progress, bounds=self._bounds)
+    def pull(
+        self,
+        source: str,
+        name: str,
+        layout: str,
+        progress: Callable[[str, int, int], None],
+        on_servable: Callable[[ModelCard], None],
+    ) -> ModelCard:
+        pool = self._pool.file if self._pool is not None and self._serves_early else -1
+        return pull_in_process(
+            self._catalogue.root,
+            source,
+            name,
+            layout,
+            progress,
+            bounds=self._bounds,
+            pool=pool,
+            on_servable=on_servable,
+        )
 
     def check_pieces(self, card: ModelCard) -> Iterator[Finding]:
         """Only of what is in the store: a folder elsewhere has no checksums."""

@@ -96,7 +96,8 @@ def _print_table(status: dict[str, Any]) -> None:
 def _model_cells(model: dict[str, Any] | None) -> list[str]:
     if model is None:
         return []
-    name = model["name"] if model["state"] == "loaded" else f"{model['name']} (loading)"
+    arrived = _share(model["arrived_bytes"], model["total_bytes"])
+    name = model["name"] if model["state"] == "loaded" else f"{model['name']} (loading{arrived})"
     blocks = f"{100 * model['blocks_used'] / model['blocks_total']:.0f} %" if model["blocks_total"] else ""
     return [name, model["dtype"] or "", str(model["running"]), str(model["waiting"]), blocks, *_figures(model)]
 
@@ -111,4 +112,10 @@ def _figures(model: dict[str, Any]) -> list[str]:
 def _pull_note(pull: dict[str, Any] | None) -> str:
     if pull is None:
         return ""
-    return f" ({pull['error']})" if pull["error"] else f" ({pull['stage'] or pull['state']})"
+    if pull["error"]:
+        return f" ({pull['error']})"
+    return f" ({pull['stage'] or pull['state']}{_share(pull['done_bytes'], pull['total_bytes'])})"
+
+
+def _share(done: int, total: int) -> str:
+    return f" {100 * done / total:.0f} %" if total else ""

@@ -299,9 +299,10 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
     fronts: Fronts | None = None
     try:
         # In threads, so that the workers are started meanwhile.
-        offer = await asyncio.to_thread(_make_offer, plan)
+        shares_pool = pool is not None and others is None  # then models are served while they download
+        offer = await asyncio.to_thread(_make_offer, plan, serves_early=shares_pool)
         await asyncio.to_thread(_import_http)
-        admin = _make_admin(plan, link, offer, pool, durable)
+        admin = _make_admin(plan, link, offer, pool, durable, serves_early=shares_pool)
         recovery = Recovery(durable, admin.service.cluster) if durable is not None else None
         await admin.recover()
         if durable is not None:
@@ -360,11 +361,11 @@ def _worker_options(config: Config, pool: HostPool | None) -> list[str]:
     return options
 
 
-def _make_offer(plan: Plan) -> Offer:
+def _make_offer(plan: Plan, *, serves_early: bool) -> Offer:
     from dovetail.cli.offer import make_offer, naming
 
     with naming(plan.file):
-        return make_offer(plan.config, plan.wanted)
+        return make_offer(plan.config, plan.wanted, serves_early=serves_early)
 
 
 def _import_http() -> None:
@@ -394,7 +395,7 @@ async def _serve_http(
     server = HttpServer(make_app(admin), admin, ends_with_terminal=heeds_hangup and has_terminal())
     address = base_url(listener)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(service.start(offer.preload))
+    starting = asyncio.create_task(_start(admin, offer))
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -409,6 +410,11 @@ async def _serve_http(
         server.should_exit = True
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
+
+
+async def _start(admin: Admin, offer: Offer) -> None:
+    """Returns when every model that was named can be asked for, and those that are on disk are loaded."""
+    await asyncio.gather(admin.service.start(offer.preload), admin.pull_missing(offer))
 
 
 def settle_down() -> None:
@@ -427,7 +433,9 @@ def _offer_token(admin: Admin, port: int) -> None:
         logger.warning("%s cannot be written (%s); without keys nobody changes this server", token_file(port), error)
 
 
-def _make_admin(plan: Plan, link: Link, offer: Offer, pool: HostPool | None, durable: Durable | None) -> Admin:
+def _make_admin(
+    plan: Plan, link: Link, offer: Offer, pool: HostPool | None, durable: Durable | None, *, serves_early: bool
+) -> Admin:
     from dovetail.cli.offer import ConfigFile, LocalStore
     from dovetail.gateway.admin import Admin
     from dovetail.gateway.metrics import Metrics
@@ -440,7 +448,7 @@ def _make_admin(plan: Plan, link: Link, offer: Offer, pool: HostPool | None, dur
     service = Service(link, models, Metrics(), Limits.of(plan.config.server))
     settings = Settings(plan.config, str(plan.file) if plan.file is not None else None)
     file = ConfigFile(plan.file, plan.override, plan.wanted) if plan.file is not None else None
-    store = LocalStore(plan.config.store, pool)
+    store = LocalStore(plan.config.store, pool, serves_early=serves_early)
     changes = Changes(durable) if durable is not None else None
     admin = Admin(service, settings, store, file, offer.preload, changes)
     if plan.config.store.verify == "background":

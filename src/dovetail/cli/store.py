@@ -1,4 +1,4 @@
-"""`store ls`, `verify`, `gc`, `pin`: what lies on disk, whether it is sound, what may go."""
+"""`store ls`, `verify`, `gc`, `pin`, `upload`: what lies on disk, whether it is sound, what may go, where it goes."""
 
 from __future__ import annotations
 
@@ -124,6 +124,34 @@ def pin(
         print_json({"name": model, "pinned": not off})
     else:
         typer.echo(f"{model} is {'no longer ' if off else ''}pinned")
+
+
+@app.command("upload")
+def upload(
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where a store is kept, as s3://bucket/prefix.")],
+    store: Store = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a model to an object store, from which servers can serve it while they download it.
+
+    Credentials and endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
+
+    Example: dovetail store upload smollm2-135m-instruct s3://models/v1
+    """
+    from dovetail.errors import SourceError
+    from dovetail.store.bucket_model import upload_model
+    from dovetail.store.object_store import is_object_address
+
+    if not is_object_address(url):
+        raise SourceError(f"{url}: expected an address as s3://bucket/prefix")
+    with progress_bar(enabled=not as_json and sys.stderr.isatty()) as progress:
+        sent = upload_model(_catalogue(store).existing(model), url, progress or (lambda stage, done, total: None))
+    address = f"{url.rstrip('/')}/models/{model}"
+    if as_json:
+        print_json({"url": address, "sent_bytes": sent})
+    else:
+        typer.echo(f"{address}: {human_bytes(sent)} sent; dovetail serve {address}")
 
 
 def describe_entries(catalogue: Catalogue) -> list[dict[str, Any]]:

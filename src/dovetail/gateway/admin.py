@@ -24,6 +24,7 @@ from dovetail.errors import (
     RequestError,
 )
 from dovetail.gateway.adapter_desk import AdapterDesk, AdapterStore, no_change_of
+from dovetail.gateway.arrivals import Arrivals, until_settled
 from dovetail.gateway.models import Entry, Offer, ServedModel
 from dovetail.gateway.pulls import Puller, Pulls
 from dovetail.gateway.recovery import Changes, until_joined
@@ -85,6 +86,7 @@ class Admin:
         self._changing = asyncio.Lock()  # one change at a time: each looks before it acts
         self._adapters = AdapterDesk(service, store, self._check_free)
         self._residency = Residency(service, preload)
+        self._arrivals = Arrivals(self.pulls, service, self._begin_serving, self._residency.spawn)
         self._verification: Verification | None = None
         service.link.observers.append(self._on_message)
 
@@ -282,26 +284,22 @@ class Admin:
         pull = None if card is not None else self.pulls.begin(name, config.source, config.layout, time.time())
         entry = Entry(config, card, in_file, pull)
         self._models.add(name, entry)
-        self._residency.spawn(self._arrive(name, entry))
+        self._residency.spawn(self._arrivals.run(name, entry))
 
-    async def _arrive(self, name: str, entry: Entry) -> None:
-        if entry.pull is not None:
-            logger.info("pulling %s from %s", name, entry.pull.source)
-            try:
-                card = await self.pulls.run(entry.pull)
-                if card is not None:
-                    await check_tokenizer(ServedModel(card, entry.config, self._models.lanes))
-                entry.card = card
-            except (DovetailError, OSError) as error:
-                entry.pull.state, entry.pull.error = "failed", str(error)
-                logger.error("%s could not be pulled: %s", name, error)
-                return
+    async def _begin_serving(self, name: str, entry: Entry) -> None:
         if entry.card is not None and entry.pull is not None:
             await self._add_adapters(entry.card, entry)
         if entry.card is not None and entry.config.preload:
             if entry.in_file:
                 self._residency.preload += (name,)
             await self._residency.load_all([name])
+
+    async def pull_missing(self, offer: Offer) -> None:
+        """What was named when the server was started; returns when each can be asked for. Raises why one cannot."""
+        for name in offer.missing:
+            if not self._models.is_taken(name):
+                self._keep_pulling(name, offer.configs[name], None)
+        await until_settled([entry for name in offer.missing if (entry := self._models.arriving().get(name))])
 
     async def _add_adapters(self, card: ModelCard, entry: Entry) -> None:
         """A model has come, which they can be compared with."""

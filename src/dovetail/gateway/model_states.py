@@ -35,7 +35,11 @@ def model_state(admin: Admin, name: str) -> ModelState:
 
 def _of_model(service: Service, model: ServedModel, *, in_host: bool) -> ModelState:
     """An adapter is where its model is; what is counted of its requests is its own."""
-    state = _described(service, model.name, model.config, model.card, None, in_host)
+    pull = service.models.pull_of(model.name)
+    arriving = pull_state(pull) if pull is not None else None
+    state = _described(service, model.name, model.config, model.card, arriving, in_host)
+    if pull is not None and state.tier == "disk":
+        state.tier = "remote"
     if model.adapter is None:
         return state
     base = _described(service, model.host, model.config, model.card, None, in_host)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Never, Protocol, TypeVar
@@ -187,12 +187,14 @@ class Offer:
 
 @dataclass
 class Entry:
-    """A model that joined while the server runs. Without a card it is still being pulled, or could not be."""
+    """A model that joined while the server runs. Without a card it is still being pulled, or could not be; with one
+    it can be served, perhaps while the rest of it is pulled."""
 
     config: ModelConfig
     card: ModelCard | None
     in_file: bool  # named by the configuration file, which may take it back
     pull: Pull | None = None
+    is_settled: asyncio.Event = field(default_factory=asyncio.Event)  # it can be asked for, or could not be pulled
 
 
 class Models:
@@ -270,6 +272,11 @@ class Models:
     def arriving(self) -> dict[str, Entry]:
         """Those that are not there yet."""
         return {name: entry for name, entry in self._entries.items() if entry.card is None}
+
+    def pull_of(self, name: str) -> Pull | None:
+        """Of a model that can be asked for already, and is still being pulled."""
+        entry = self._entries.get(name)
+        return entry.pull if entry is not None and entry.pull is not None and not entry.pull.is_over else None
 
     def resolve(self, name: str) -> str:
         """The name behind an alias."""

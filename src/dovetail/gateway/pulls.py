@@ -6,7 +6,9 @@ How a model is fetched and converted is the store's; this knows when it began, h
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,16 +17,21 @@ from typing import Literal, Protocol
 from dovetail.errors import DovetailError, EngineFailed, SourceError
 from dovetail.types import ModelCard
 
+logger = logging.getLogger("dovetail.gateway")
+
 MAX_AT_ONCE = 2  # converting is work for cores that are there to serve
+_TELL_S = 5.0  # how often the log says how far a pull is
 _KEPT = 32  # ended ones that can still be looked at
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all (0 = not known)
+OnServable = Callable[[ModelCard], None]
 
 
 class Puller(Protocol):
     """What fetches models, of `store.Catalogue`."""
 
-    def pull(self, source: str, name: str, layout: str, progress: Progress) -> ModelCard: ...
+    def pull(self, source: str, name: str, layout: str, progress: Progress, on_servable: OnServable) -> ModelCard:
+        """`on_servable` is called where the model can be loaded while the rest of it comes."""
 
 
 @dataclass(eq=False)
@@ -41,6 +48,7 @@ class Pull:
     total_bytes: int = 0  # 0 = not known
     error: str | None = None
     is_cancelled: bool = False
+    told: float = 0.0  # when the log last said how far it is (monotonic)
 
     @property
     def is_over(self) -> bool:
@@ -56,7 +64,11 @@ class Pull:
         """The store calls this as it goes; what is raised here ends the pull, its downloads and its files."""
         if self.is_cancelled:
             raise SourceError(f"{self.source}: the pull was cancelled")
+        is_new, now = stage != self.stage, time.monotonic()
         self.stage, self.done_bytes, self.total_bytes = stage, done_bytes, total_bytes
+        if total_bytes and (is_new or now - self.told >= _TELL_S):
+            self.told = now
+            logger.info("%s: %s, %.0f of %.0f MB", self.name, self.describe(), done_bytes / 1e6, total_bytes / 1e6)
 
 
 class Pulls:
@@ -81,8 +93,14 @@ class Pulls:
             if pull.name == name and not pull.is_over:
                 pull.is_cancelled = True
 
-    async def run(self, pull: Pull) -> ModelCard | None:
-        """The model once it is there; None if it was cancelled. Raises DovetailError when it cannot be had."""
+    async def run(self, pull: Pull, on_servable: OnServable) -> ModelCard | None:
+        """The model once it is there; None if it was cancelled. Raises DovetailError when it cannot be had.
+        `on_servable` is called before that for a model that can be served while it downloads."""
+        loop = asyncio.get_running_loop()
+
+        def announce(card: ModelCard) -> None:
+            loop.call_soon_threadsafe(on_servable, card)
+
         async with self._places:
             if pull.is_cancelled:
                 pull.state = "cancelled"
@@ -90,7 +108,7 @@ class Pulls:
             pull.state = "running"
             try:
                 card = await _in_thread(
-                    lambda: self._puller.pull(pull.source, pull.name, pull.layout, pull.report), pull.name
+                    lambda: self._puller.pull(pull.source, pull.name, pull.layout, pull.report, announce), pull.name
                 )
             except (DovetailError, OSError) as error:
                 pull.state = "cancelled" if pull.is_cancelled else "failed"

@@ -230,6 +230,8 @@ class ModelStatus(BaseModel):
     name: str
     state: Literal["loading", "loaded"]
     unfinished: int = Field(description="requests that this server has not finished")
+    arrived_bytes: int = Field(default=0, description="of one that is loading, of total_bytes")
+    total_bytes: int = 0
     attainment: float | None = Field(default=None, description="share of requests with targets that met them")
     ttft_p50_s: float | None = None
     tpot_p50_s: float | None = None

@@ -8,7 +8,7 @@ from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.link import NodeLink
 from dovetail.gateway.replies import LoadedModel, ModelStatus, NodeStatus, ServerStatus
 from dovetail.gateway.service import Service
-from dovetail.messages import InstanceStats, Loaded, Stats
+from dovetail.messages import InstanceStats, Loaded, Loading, Stats
 
 
 def server_status(service: Service) -> ServerStatus:
@@ -53,7 +53,7 @@ def _node_status(service: Service, node: NodeLink) -> NodeStatus:
         import_s=node.hello.import_s if node.hello else None,
         resident_bytes=None,
         models=[
-            _model_status(name, loaded, hosted.get(name), stats.get(name), figures(name))
+            _model_status(name, loaded, hosted.get(name), stats.get(name), figures(name), node.loading.get(name))
             for name, loaded in node.instances.items()
         ],
     )
@@ -63,7 +63,12 @@ def _node_status(service: Service, node: NodeLink) -> NodeStatus:
 
 
 def _model_status(
-    name: str, loaded: Loaded | None, hosted: HostedModel | None, stats: InstanceStats | None, figures: ModelFigures
+    name: str,
+    loaded: Loaded | None,
+    hosted: HostedModel | None,
+    stats: InstanceStats | None,
+    figures: ModelFigures,
+    loading: Loading | None,
 ) -> ModelStatus:
     status = ModelStatus(
         name=name,
@@ -73,6 +78,8 @@ def _model_status(
         ttft_p50_s=figures.ttft_p50_s,
         tpot_p50_s=figures.tpot_p50_s,
     )
+    if loading is not None and loaded is None:
+        status.arrived_bytes, status.total_bytes = loading.done_bytes, loading.total_bytes
     if loaded is not None:
         status.dtype, status.weight_bytes, status.mapped = loaded.dtype, loaded.weight_bytes, loaded.mapped
         status.kv_capacity_tokens = loaded.kv_capacity_tokens

@@ -12,7 +12,7 @@ from typing import TypeVar
 from dovetail.policy.placement import DeviceKind, NodeLoad
 
 STEP = 0.3  # how much a new load counts against what was known
-ASSUMED = {"neighbour": 1.25e8}  # bytes/s of a tier until something came from there: 1 Gbit/s
+ASSUMED = {"neighbour": 1.25e8, "remote": 1.25e8}  # bytes/s of a tier until something came from there: 1 Gbit/s
 STEP_S = 0.1  # starts that differ by less are alike: packing decides
 NodeT = TypeVar("NodeT", bound=NodeLoad)
 

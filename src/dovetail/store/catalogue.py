@@ -15,9 +15,10 @@ from dovetail.errors import CheckpointError, ModelNotFound, SourceError, Unsuppo
 from dovetail.layouts import LAYOUTS, OUTDATED
 from dovetail.machine import default_root
 from dovetail.store.adapters import StoredAdapter
+from dovetail.store.bucket_model import EarlyServing, has_form_of_store
 from dovetail.store.checkpoints import read_any_card
 from dovetail.store.convert import JOURNAL_BYTES
-from dovetail.store.format import MANIFEST, Manifest, is_stored, read_manifest
+from dovetail.store.format import MANIFEST, Manifest, is_stored, read_arriving_card, read_manifest
 from dovetail.store.place import STORE_LOCK, Place
 from dovetail.store.publish import is_interrupted, recover, recover_all, withdraw
 from dovetail.store.pull import AUTO, Form, Pull
@@ -97,9 +98,10 @@ class Catalogue:
         layout: str = AUTO,
         ranks: int = 1,
         journal_bytes: int = JOURNAL_BYTES,
+        early: EarlyServing | None = None,
     ) -> ModelCard:
         """`take` for what must be a model."""
-        entry = self.take(source, name, dtype, progress, force, layout, ranks, journal_bytes)
+        entry = self.take(source, name, dtype, progress, force, layout, ranks, journal_bytes, early)
         if entry.card is None:
             raise UnsupportedModel(f"{source}: an adapter, not a model that can be served by itself")
         return entry.card
@@ -114,12 +116,14 @@ class Catalogue:
         layout: str = AUTO,
         ranks: int = 1,
         journal_bytes: int = JOURNAL_BYTES,
+        early: EarlyServing | None = None,
     ) -> Entry:
         """Fetch and convert, unless exactly this is already here (and its files, where local, have not changed).
 
         `dtype` "auto" is `machine.kept_dtype`; an adapter keeps its own. `layout` "auto" is "gguf" for what comes
         quantised (every matrix in the blocks that it comes in), else plain. `ranks` is the number of devices
-        that the weights are cut for.
+        that the weights are cut for. `early`: how a model that comes from a bucket in the store's own form is served
+        meanwhile.
         """
         if dtype not in ("auto", *DTYPES):
             raise SourceError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
@@ -130,7 +134,7 @@ class Catalogue:
         form = Form(dtype, layout, ranks)
         source = full_source(source)
         wanted = _canonical_source(source)
-        pull = Pull(self.place, wanted, name, form, progress, force, dtype == "auto", journal_bytes)
+        pull = Pull(self.place, wanted, name, form, progress, force, dtype == "auto", journal_bytes, early)
         before = self._present(pull)
         if before is not None and before.manifest is not None and not force:
             return before
@@ -143,6 +147,10 @@ class Catalogue:
                 return self.entry(self._run(pull, source, present))
         except OSError as error:  # a full disk, a folder that is not ours
             raise SourceError(f"{source}: cannot be written to {self.root}: {error.strerror or error}") from error
+
+    def arriving(self, name: str) -> ModelCard:
+        """A model that can be served while it downloads."""
+        return read_arriving_card(self.place.folder(name), name)
 
     def _run(self, pull: Pull, source: str, present: Entry | None) -> str:
         if present is not None and present.manifest is None and not pull.force:
@@ -186,6 +194,8 @@ class Catalogue:
 def _has_form(entry: Entry, pull: Pull) -> bool:
     if entry.manifest is not None and any(tensor.layout in OUTDATED for tensor in entry.manifest.tensors):
         return False  # quantised by an earlier release, in an order that must be copied, or with one scale per row
+    if pull.form == Form() and has_form_of_store(pull.source):
+        return True  # it was taken as it is
     if entry.card is not None:
         is_encoder = entry.card.spec.encoder is not None
         return pull.form.allows(Form(entry.card.dtype, entry.card.layout, entry.card.partitions), is_encoder)

@@ -20,8 +20,18 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from dovetail.errors import CheckpointError
-from dovetail.store.format import MANIFEST, PINNED, USED, Manifest, blob_path, is_stored, read_manifest
-from dovetail.store.place import STORE_LOCK, Place
+from dovetail.store.format import (
+    ARRIVING,
+    MANIFEST,
+    PINNED,
+    USED,
+    Manifest,
+    blob_path,
+    is_arriving,
+    is_stored,
+    read_manifest,
+)
+from dovetail.store.place import STORE_LOCK, Place, source_key
 from dovetail.store.publish import recover_all, references, withdraw_locked
 from dovetail.store.version_one import OLD_FILES, WEIGHTS, is_version_one
 
@@ -52,7 +62,7 @@ def collect(place: Place, max_bytes: int | None = None, dry_run: bool = False, k
     """`keep` names models that stay besides those that are pinned or in use."""
     if not place.root.is_dir():
         return Collected((), 0, 0, 0)
-    removed = list(_collect_staging(place, dry_run))
+    removed = [*_collect_staging(place, dry_run), *_collect_arriving(place, dry_run)]
     notes: list[str] = []
     with place.lock(STORE_LOCK):
         if not dry_run:
@@ -109,6 +119,18 @@ def _collect_staging(place: Place, dry_run: bool) -> Iterator[Removal]:
         with place.try_lock(f"source-{key}") as is_ours:
             if is_ours:
                 yield _remove(place, path, "staging", dry_run)
+
+
+def _collect_arriving(place: Place, dry_run: bool) -> Iterator[Removal]:
+    """Models whose download from a bucket ended before they were on disk."""
+    for folder in place.folders():
+        if not is_arriving(folder):
+            continue
+        with suppress(CheckpointError):
+            source = read_manifest(folder, ARRIVING).source
+            with place.try_lock(f"source-{source_key(source)}") as is_ours:
+                if is_ours:
+                    yield _remove(place, folder, "staging", dry_run)
 
 
 def _collect_passing(place: Place, dry_run: bool) -> list[Removal]:

@@ -40,6 +40,7 @@ from dovetail.store.tokenizer_files import TokenFields, tokens_problem
 from dovetail.types import ModelCard
 
 MANIFEST, TOKENIZER, TEMPLATE = "manifest.json", "tokenizer.json", "chat_template.jinja"
+ARRIVING = "arriving.json"  # the manifest of a model whose weights are still on their way
 USED, PINNED = "used", "pinned"  # marks in a model's folder: when it was last opened, and that it must stay
 FORMAT, VERSION = "dovetail-checkpoint", 2
 CHUNK_BYTES = 16 * 2**20  # what a checksum covers, and what one read takes
@@ -125,7 +126,7 @@ class StoredTensors:
         self.path = folder
         self.manifest = manifest or read_manifest(folder)
         self._maps: list[mmap.mmap] = []
-        files = _files_of(folder, self.manifest)
+        files = files_of(folder, self.manifest)
         if buffers is None:
             self._maps = [_map_blob(path, part) for path, part in files]
             buffers = [memoryview(mapped) for mapped in self._maps]
@@ -203,7 +204,7 @@ def is_stored(folder: Path) -> bool:
 
 def partition_files(folder: Path, manifest: Manifest | None = None) -> list[tuple[Path, Partition]]:
     """The blobs of a model in order of device, present and of the right length: what a loader reads."""
-    found = _files_of(folder, manifest or read_manifest(folder))
+    found = files_of(folder, manifest or read_manifest(folder))
     for path, partition in found:
         os.close(open_blob(path, partition))
     return found
@@ -226,8 +227,13 @@ def partition_digest(size: int, chunk_bytes: int, chunks: Sequence[str]) -> str:
     return hashlib.sha256(size.to_bytes(8, "little") + chunk_bytes.to_bytes(8, "little") + joined_chunks).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
+def is_arriving(folder: Path) -> bool:
+    """Its weights come from a bucket: they may be in the host pool, and are not all on disk."""
+    return (folder / ARRIVING).is_file() and not is_stored(folder)
+
+
+def read_manifest(folder: Path, file: str = MANIFEST) -> Manifest:
+    path = folder / file
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             raise DamagedCheckpoint(f"{path}: {path.stat().st_size} bytes are absurd for a manifest")
@@ -278,12 +284,23 @@ def read_card(folder: Path, name: str) -> ModelCard:
     manifest = read_manifest(folder)
     if manifest.spec is None:
         raise UnsupportedModel(f"{folder / MANIFEST}: an adapter, not a model that can be served by itself")
-    for path, partition in _files_of(folder, manifest):
+    for path, partition in files_of(folder, manifest):
         os.close(open_blob(path, partition))
+    return _card(folder, name, manifest, manifest.spec)
+
+
+def read_arriving_card(folder: Path, name: str) -> ModelCard:
+    """The card that the model will have when it is complete."""
+    manifest = read_manifest(folder, ARRIVING)
+    assert manifest.spec is not None, "adapters do not arrive in this way"
+    return _card(folder, name, manifest, manifest.spec)
+
+
+def _card(folder: Path, name: str, manifest: Manifest, spec: ModelSpec) -> ModelCard:
     return ModelCard(
         name=name,
         path=str(folder),
-        spec=manifest.spec,
+        spec=spec,
         tokenizer_file=str(folder / TOKENIZER),
         source=manifest.source,
         dtype=manifest.dtype,
@@ -411,7 +428,8 @@ def _check_pieces(pieces: list[TensorEntry], shape: tuple[int, ...], origin: str
         raise DamagedCheckpoint(f"{origin}: pieces of {rows} rows, the spec asks for {wanted}")
 
 
-def _files_of(folder: Path, manifest: Manifest) -> list[tuple[Path, Partition]]:
+def files_of(folder: Path, manifest: Manifest) -> list[tuple[Path, Partition]]:
+    """Where the blobs of a model lie, or will, in order of device."""
     root = store_root(folder)
     return [(blob_path(root, partition.digest), partition) for partition in manifest.partitions]
 

@@ -1,6 +1,6 @@
-r"""The node's one loading queue: object store -> disk -> host pool, every tier at work at once (L3, L6).
+r"""The node's one loading queue: disk -> host pool (L3).
 
-    load() --> waiting, by priority --> admitted: chunks reserved --> its tier's threads fill them --> ready
+    load() --> waiting, by priority --> admitted: chunks reserved --> reading threads fill them --> ready
                      \__ what the pool holds already goes past the queue
 
 A load is admitted when the pool has room for all of it, in order of priority and then of arrival: a large one is not
@@ -20,14 +20,11 @@ from pathlib import Path
 import msgspec
 
 from dovetail.errors import CheckpointError, DovetailError, OutOfMemory
-from dovetail.store.blob_writer import BlobWriter
 from dovetail.store.lease import Arrival, Lease
-from dovetail.store.meter import Meter
-from dovetail.store.object_store import RemoteBlob
 from dovetail.store.pool import CHUNK_BYTES, HostPool
 from dovetail.store.reader import DirectIo, PartitionFile
 from dovetail.store.staging import Staging
-from dovetail.store.transfer import RangeSource, Tier, Transfer
+from dovetail.store.transfer import Tier, Transfer
 
 _PATIENCE_S = 0.05  # how long a waiter sleeps before it looks whether its load has failed
 
@@ -37,28 +34,23 @@ class Place(StrEnum):
 
     HOST = "host"
     DISK = "disk"
-    OBJECT_STORE = "object_store"
 
 
 class PartitionSource(msgspec.Struct, frozen=True):
-    """A partition and where it can be had: on disk, and where it is not there yet, from an object store."""
+    """A partition and where it lies on disk. One that is still on its way there is in the pool."""
 
     key: str  # its digest: what has the same key has the same bytes
     path: Path
     size_bytes: int
     digests: tuple[str, ...] | None = None  # SHA-256 of each `digest_bytes`; None = not verified while loading
     digest_bytes: int = 0
-    remote: RemoteBlob | None = None
 
 
 class LoaderConfig(msgspec.Struct, frozen=True):
     direct_io: DirectIo = "auto"
     staging: Staging = "auto"  # whether direct reads go through a small buffer; auto = by the kind of disk
     readers: int = 12  # threads that read the disk
-    requests: int = 8  # to an object store, at once
     range_bytes: int = CHUNK_BYTES  # of one read
-    disk_bytes_per_s: float = 1e9  # assumed until measured
-    object_bytes_per_s: float = 2e8
 
 
 class Ticket:
@@ -69,7 +61,6 @@ class Ticket:
         self.source = source
         self.priority = priority
         self.place: Place | None = None  # known once admitted
-        self.writer: BlobWriter | None = None  # of a load from an object store
         self._loader = loader
         self._lease: Lease | None = None
         self._error: DovetailError | None = None
@@ -129,7 +120,7 @@ class Ticket:
             if not self._is_filling and self._lease is not None:
                 self._lease.close()
         if transfer is not None:  # the lease goes when the last thread has left it
-            self._loader.cancel(self, transfer)
+            self._loader.cancel(transfer)
 
     def __enter__(self) -> Ticket:
         return self
@@ -187,8 +178,7 @@ class Loader:
     def __init__(self, pool: HostPool, config: LoaderConfig | None = None) -> None:
         self.pool = pool
         self._config = config = config or LoaderConfig()
-        self._disk = Tier("disk-reader", config.readers, Meter(config.disk_bytes_per_s))
-        self._remote = Tier("object-reader", config.requests, Meter(config.object_bytes_per_s))
+        self._disk = Tier("disk-reader", config.readers)
         self._lock = threading.Lock()
         self._waiting: list[_Group] = []
         self._serials = itertools.count()
@@ -217,19 +207,6 @@ class Loader:
         self._wake()
         return tickets
 
-    def estimate_s(self, size_bytes: int, place: Place) -> float:
-        """L6: q + n/b, the wait for what is queued before it and its own time at the bandwidth seen lately."""
-        if place is Place.HOST:
-            return 0.0
-        tier = self._tier(place)
-        with self._lock:
-            tickets = [ticket for group in self._waiting for ticket in group.tickets if not ticket.is_closed]
-        waiting = sum(ticket.source.size_bytes for ticket in tickets if _place_of(ticket.source) is place)
-        return (tier.queued_bytes() + waiting + size_bytes) / tier.meter.bytes_per_s
-
-    def meter(self, place: Place) -> Meter:
-        return self._tier(place).meter
-
     def close(self) -> None:
         """Cancels what is under way."""
         with self._lock:
@@ -238,7 +215,6 @@ class Loader:
         if self._admitter is not None:
             self._admitter.join()
         self._disk.close()
-        self._remote.close()
 
     # For tickets
 
@@ -247,9 +223,10 @@ class Loader:
         if not ticket.begin_filling():
             return
         source, lease = ticket.source, ticket.lease
-        ticket.place = _place_of(source)
+        ticket.place = Place.DISK
         try:
-            reader = self._open(ticket)
+            config = self._config
+            reader = PartitionFile(source.path, source.size_bytes, config.direct_io, config.staging)
         except DovetailError as error:
             lease.abandon()
             ticket.end_filling(error)
@@ -260,40 +237,21 @@ class Loader:
             priority=ticket.priority,
             range_bytes=source.digest_bytes if source.digests is not None else self._config.range_bytes,
             digests=source.digests,
-            on_range=ticket.writer.put if ticket.writer is not None else lambda begin, end: None,
-            on_end=lambda error: self._ended(ticket, error),
+            on_end=ticket.end_filling,
         )
         ticket.attach(transfer)
-        self._tier(ticket.place).submit(transfer)
+        self._disk.submit(transfer)
         if ticket.is_closed:  # meanwhile
-            self.cancel(ticket, transfer)
+            self.cancel(transfer)
 
-    def cancel(self, ticket: Ticket, transfer: Transfer) -> None:
-        assert ticket.place is not None
-        self._tier(ticket.place).cancel(transfer)
+    def cancel(self, transfer: Transfer) -> None:
+        self._disk.cancel(transfer)
 
     # Inside
-
-    def _open(self, ticket: Ticket) -> RangeSource:
-        source = ticket.source
-        if ticket.place is Place.DISK or source.remote is None:
-            config = self._config
-            return PartitionFile(source.path, source.size_bytes, config.direct_io, config.staging)
-        # A lease of its own: the file is completed also when nobody needs the bytes in memory any more.
-        ticket.writer = BlobWriter(source.path, self.pool.reserve(source.key, source.size_bytes))
-        return source.remote.open()
-
-    def _ended(self, ticket: Ticket, error: DovetailError | None) -> None:
-        if ticket.writer is not None:
-            ticket.writer.end(error)
-        ticket.end_filling(error)
 
     def _wake(self) -> None:
         self._arrived.set()
         self.pool.words.wake_room()
-
-    def _tier(self, place: Place) -> Tier:
-        return self._remote if place is Place.OBJECT_STORE else self._disk
 
     def _admit_forever(self) -> None:
         try:
@@ -364,8 +322,3 @@ class _Group(msgspec.Struct, frozen=True, eq=False):
     def fail(self, error: DovetailError) -> None:
         for ticket in self.tickets:
             ticket.fail(error)
-
-
-def _place_of(source: PartitionSource) -> Place:
-    """Of what is not in the pool."""
-    return Place.DISK if source.remote is None or source.path.exists() else Place.OBJECT_STORE

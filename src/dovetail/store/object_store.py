@@ -11,12 +11,12 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from dovetail.errors import DamagedCheckpoint, SourceError
-from dovetail.store.lease import Lease
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 SCHEMES = ("s3://", "gs://", "az://", "abfs://")
 _QUERY = re.compile(r"\?\S*")  # may carry a signature
 Answer = TypeVar("Answer")
+
+
+class NoSuchObject(SourceError):
+    """The store answers, and has no object of this name."""
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -50,17 +54,24 @@ class Bucket:
         self._patience = patience or Patience()
         self._store = _connect(self.url, self._patience)
 
-    def blob(self, path: str, size_bytes: int) -> RemoteBlob:
-        return RemoteBlob(self, path, size_bytes)
-
-    def size_of(self, path: str) -> int:
-        return self.info(path).size_bytes
+    def has(self, path: str) -> bool:
+        try:
+            self.info(path)
+            return True
+        except NoSuchObject:
+            return False
 
     def info(self, path: str) -> ObjectInfo:
         import obstore
 
         meta = self._persist(path, "looking", lambda: obstore.head(self._store, path))
         return ObjectInfo(int(meta["size"]), str(meta["e_tag"] or meta["last_modified"]))
+
+    def write(self, path: str, content: bytes | Path) -> None:
+        """A whole object, from memory or from a file."""
+        import obstore
+
+        self._persist(path, "writing", lambda: obstore.put(self._store, path, content))
 
     def read(self, path: str, begin: int, end: int) -> memoryview:
         """Bytes begin..end of an object."""
@@ -80,7 +91,7 @@ class Bucket:
 
     def read_all(self, path: str, limit_bytes: int) -> bytes:
         """A small object, whole."""
-        size = self.size_of(path)
+        size = self.info(path).size_bytes
         if size > limit_bytes:
             raise DamagedCheckpoint(f"{self.url}/{path}: {size:,} bytes, at most {limit_bytes:,} expected")
         step = self._patience.range_bytes
@@ -106,7 +117,7 @@ class Bucket:
             try:
                 return ask()
             except (NotFoundError, FileNotFoundError):
-                raise SourceError(f"{self.url}/{path}: no such object") from None
+                raise NoSuchObject(f"{self.url}/{path}: no such object") from None
             except (PermissionDeniedError, UnauthenticatedError) as error:
                 hint = "check the credentials in the environment"
                 raise SourceError(f"{self.url}/{path}: {_reason(error)}; {hint}") from None
@@ -117,44 +128,6 @@ class Bucket:
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, patience.longest_pause_s)
         raise AssertionError("at least one attempt is made")
-
-
-class RemoteBlob(msgspec.Struct, frozen=True):
-    """One object as a source of ranges."""
-
-    bucket: Bucket
-    path: str
-    size_bytes: int
-
-    def open(self) -> RemoteReader:
-        return RemoteReader(self.bucket, self.path)
-
-
-class RemoteReader:
-    """For one transfer of an object."""
-
-    def __init__(self, bucket: Bucket, path: str) -> None:
-        self._bucket = bucket
-        self._path = path
-        self._is_cancelled = False
-
-    @property
-    def origin(self) -> str:
-        return f"{self._bucket.url}/{self._path}"
-
-    def read_into(self, lease: Lease, begin: int, end: int) -> None:
-        lease.populate(begin, end)
-        data = self._bucket.read_while(lambda: not self._is_cancelled, self._path, begin, end)
-        at = 0
-        for piece in lease.pieces(begin, end):
-            piece[:] = data[at : at + len(piece)]
-            at += len(piece)
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
-
-    def close(self) -> None:
-        pass  # connections are the bucket's
 
 
 def is_object_address(text: str) -> bool:

@@ -23,13 +23,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import msgspec
 
 from dovetail.errors import DamagedCheckpoint, OutOfMemory
-from dovetail.machine import memory_bytes, usable_cores
+from dovetail.machine import memory_bytes
 from dovetail.store.lease import Lease
 from dovetail.store.pool_table import Entry, Process, Table, TableSlots
 from dovetail.store.pool_words import WORDS, PoolWords
@@ -40,7 +39,6 @@ from dovetail.store.shared_memory import (
     file_lock,
     map_read_only,
     open_again,
-    populate,
     punch_hole,
     reserve_addresses,
     unmap,
@@ -215,6 +213,13 @@ class HostPool:
             entry = table.entries[key]
             return not entry.is_ready and entry.loader is None
 
+    def progress_of(self, key: str) -> tuple[int, bool]:
+        """How many bytes of it are in, from the front, and whether somebody fills it."""
+        with self._locked() as table:
+            table.forget_dead()
+            entry = table.entries.get(key)
+            return (0, False) if entry is None else (self.words.progress(entry.chunks[0]), entry.loader is not None)
+
     def chunk(self, index: int, size_bytes: int) -> memoryview:
         """A chunk's first bytes in this pool's own mapping, writable. The mapping never moves, so it can be registered
         with a device once."""
@@ -235,19 +240,6 @@ class HostPool:
                 return False
             table.entries.pop(key, None)
             return True
-
-    def prefault(self, size_bytes: int) -> int:
-        """Back free chunks with memory ahead of use; returns the bytes that were added."""
-        with self._locked() as table:
-            touched = set(table.touched)
-            fresh = [chunk for chunk in table.free_chunks() if chunk not in touched]
-        fresh = fresh[: -(-size_bytes // self.chunk_bytes)]
-        places = [self.address + self.chunk_offset(chunk) for chunk in fresh]
-        with ThreadPoolExecutor(usable_cores()) as threads:  # without the lock: nobody loses anything by it
-            list(threads.map(lambda place: populate(place, self.chunk_bytes), places))
-        with self._locked() as table:
-            table.touched = sorted({*table.touched, *fresh})
-        return len(fresh) * self.chunk_bytes
 
     def trim(
         self, *, idle_s: float | None = None, to_bytes: int | None = None, unpinned_bytes: int | None = None

@@ -9,7 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dovetail.store.adapters import StoredAdapter
-from dovetail.store.format import Manifest, Partition, StoredModel, StoredTensors, partition_files, read_manifest
+from dovetail.store.format import (
+    Manifest,
+    Partition,
+    StoredModel,
+    StoredTensors,
+    files_of,
+    is_arriving,
+    partition_files,
+    read_manifest,
+)
 from dovetail.store.loader import Loader, PartitionSource, Ticket
 
 
@@ -109,7 +118,8 @@ def _load(
     verify: bool,
     undo: ExitStack,
 ) -> list[Ticket]:
-    sources = [source_of(path, partition, verify=verify) for path, partition in partition_files(folder, manifest)]
+    files = files_of(folder, manifest) if is_arriving(folder) else partition_files(folder, manifest)
+    sources = [source_of(path, partition, verify=verify) for path, partition in files]
     tickets = loader.load_all(sources, priority, room_wait_s)
     for ticket in tickets:
         undo.callback(ticket.close)

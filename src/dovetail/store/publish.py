@@ -54,7 +54,7 @@ def publish(
         for path, partition in partitions:
             _place_blob(place, path, partition, renew_blobs)
         if beside:
-            write_file(folder / MANIFEST, encode_manifest(manifest))
+            write_file(folder / MANIFEST, encoded or encode_manifest(manifest))
             return
         building = place.staging / f"model-{name}"
         shutil.rmtree(building, ignore_errors=True)

@@ -9,18 +9,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from dovetail.errors import CheckpointError, UnsupportedModel
+from dovetail.errors import CheckpointError, SourceError, UnsupportedModel
 from dovetail.layouts import GGUF, LAYOUTS, NUMPY
 from dovetail.machine import kept_dtype, preferred_dtype
 from dovetail.store.adapters import PeftFolder, is_adapter_folder
 from dovetail.store.arrange import Arrangement, arrange
+from dovetail.store.bucket_model import BucketModel, EarlyServing, ModelDownload, find_model
 from dovetail.store.checkpoints import CodedFiles, ModelFiles, open_checkpoint
 from dovetail.store.convert import JOURNAL_BYTES, Conversion, Source
 from dovetail.store.files import check_room, remove_empty
 from dovetail.store.format import FORMAT, TEMPLATE, TOKENIZER, VERSION, Manifest, Partition
 from dovetail.store.place import Place, source_key
 from dovetail.store.publish import digests_of, publish
-from dovetail.store.sources import Fetched, Progress, fetch, files_identity
+from dovetail.store.sources import Fetched, Progress, default_name, fetch, files_identity
 
 Written = list[tuple[Path, Partition]]
 
@@ -69,6 +70,7 @@ class Pull(NamedTuple):
     force: bool = False
     keep_dtype: bool = False  # an adapter keeps its own type
     journal_bytes: int = JOURNAL_BYTES
+    early: EarlyServing | None = None  # where it may be served while it comes from a bucket
 
     @property
     def key(self) -> str:
@@ -80,6 +82,9 @@ class Pull(NamedTuple):
         download = self.place.staging / f"fetch-{self.key}"
         if self.force:
             shutil.rmtree(download, ignore_errors=True)
+        found = find_model(given)
+        if found is not None:
+            return self._copy(found, download)
         try:
             with fetch(given, self.progress, download) as fetched:
                 name = self.take_over(fetched)
@@ -89,6 +94,19 @@ class Pull(NamedTuple):
         finally:
             remove_empty(download)
         shutil.rmtree(download, ignore_errors=True)
+        return name
+
+    def _copy(self, found: BucketModel, download: Path) -> str:
+        """What is in the form of the store already stays as it is."""
+        manifest, form = found.manifest, self.form
+        kept = Form(manifest.dtype, manifest.layout, len(manifest.partitions))
+        asked = (form.dtype in (AUTO, kept.dtype), form.layout in (AUTO, kept.layout), form.ranks in (1, kept.ranks))
+        if not all(asked):
+            told = f"{kept.dtype}, {kept.layout}, in {kept.ranks} parts"
+            raise SourceError(f"{self.source}: kept as {told}, and not converted; leave out --dtype, --layout and --tp")
+        name = self.name or default_name(found.name)
+        copy = ModelDownload(self.place, name, self.source, found, download, self.progress, force=self.force)
+        copy.run(self.early)
         return name
 
     def take_over(self, fetched: Fetched, beside: bool = False) -> str:

@@ -10,13 +10,17 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 from dovetail.errors import DovetailError
 from dovetail.types import ModelCard
+
+if TYPE_CHECKING:
+    from dovetail.store.bucket_model import EarlyServing
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -27,12 +31,19 @@ class Order(msgspec.Struct, frozen=True):
     force: bool = False
     memory_bytes: int = 0  # that it may allocate; mapped files do not count
     parent: int = 0
+    pool: int = -1  # descriptor of the host pool, where the model may be served before it is on disk
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
     stage: str
     done_bytes: int
     total_bytes: int
+
+
+class Servable(msgspec.Struct, frozen=True, tag="servable"):
+    """It can be loaded, from the pool, while the rest of it comes."""
+
+    card: ModelCard
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -44,7 +55,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Line = Step | Done | Failed
+Line = Step | Servable | Done | Failed
 
 
 def main() -> None:
@@ -59,13 +70,27 @@ def main() -> None:
 
     try:
         catalogue = Catalogue(Path(order.root))
-        card = catalogue.pull(order.source, order.name, progress=report, layout=order.layout, force=order.force)
+        card = catalogue.pull(
+            order.source,
+            order.name,
+            progress=report,
+            layout=order.layout,
+            force=order.force,
+            early=_early(order, lambda name: _say(output, Servable(catalogue.arriving(name)))),
+        )
     except DovetailError as error:
         _say(output, Failed(type(error).__name__, str(error)))
     except MemoryError:
         _say(output, Failed("SourceError", f"{order.source}: it needs more than {order.memory_bytes >> 20} MB"))
     else:
         _say(output, Done(card))
+
+
+def _early(order: Order, on_servable: Callable[[str], None]) -> EarlyServing | None:
+    from dovetail.store.bucket_model import EarlyServing
+    from dovetail.store.pool import HostPool
+
+    return EarlyServing(HostPool(order.pool), on_servable) if order.pool >= 0 else None
 
 
 def _confine(order: Order) -> None:

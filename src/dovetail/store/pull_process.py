@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,8 @@ import msgspec
 from dovetail import errors
 from dovetail.confined import give_way
 from dovetail.errors import DovetailError, SourceError
-from dovetail.store.pull_child import Done, Failed, Line, Order, Step
+from dovetail.store.blob_download import WAITING
+from dovetail.store.pull_child import Done, Failed, Line, Order, Servable, Step
 from dovetail.store.sources import Progress
 from dovetail.types import ModelCard
 
@@ -37,14 +38,25 @@ class PullBounds:
 
 
 def pull_in_process(
-    root: Path, source: str, name: str, layout: str, progress: Progress, *, force: bool = False, bounds: PullBounds
+    root: Path,
+    source: str,
+    name: str,
+    layout: str,
+    progress: Progress,
+    *,
+    force: bool = False,
+    bounds: PullBounds,
+    pool: int = -1,
+    on_servable: Callable[[ModelCard], None] = lambda card: None,
 ) -> ModelCard:
-    """`Catalogue.pull`, elsewhere. What `progress` raises ends the child. Raises DovetailError."""
-    order = Order(str(root), source, name, layout, force, bounds.memory_bytes, os.getpid())
+    """`Catalogue.pull`, elsewhere. What `progress` raises ends the child. `pool`: descriptor of the host pool, by which
+    a model can be served while it downloads; `on_servable` is then called as soon as it can. Raises DovetailError."""
+    order = Order(str(root), source, name, layout, force, bounds.memory_bytes, os.getpid(), pool)
     child = subprocess.Popen(
         [sys.executable, "-m", "dovetail.store.pull_child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        pass_fds=[pool] if pool >= 0 else [],
         process_group=0,  # it can be ended with what it has started; the session is ours, so that niceness counts
         env=dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),  # their buffers count as memory
     )
@@ -53,7 +65,7 @@ def pull_in_process(
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(order) + b"\n")
         child.stdin.close()
-        return _follow(child, source, progress, bounds)
+        return _follow(child, source, progress, bounds, on_servable)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # what it has started goes with it
@@ -62,15 +74,24 @@ def pull_in_process(
         child.stdout.close()
 
 
-def _follow(child: subprocess.Popen[bytes], source: str, progress: Progress, bounds: PullBounds) -> ModelCard:
+def _follow(
+    child: subprocess.Popen[bytes],
+    source: str,
+    progress: Progress,
+    bounds: PullBounds,
+    on_servable: Callable[[ModelCard], None],
+) -> ModelCard:
     last, since = Step("", 0, 0), time.monotonic()
     for line in _lines_of(child):
         if isinstance(line, Done):
             return line.card
         if isinstance(line, Failed):
             raise _error(line)
-        if line is not None and line != last:
-            last, since = line, time.monotonic()
+        if isinstance(line, Servable):
+            on_servable(line.card)
+            continue
+        if (line is not None and line != last) or last.stage == WAITING:
+            last, since = line or last, time.monotonic()
         if time.monotonic() - since > bounds.stall_s:
             raise SourceError(f"{source}: nothing came of it for {bounds.stall_s:.0f} s; the pull was ended")
         progress(last.stage, last.done_bytes, last.total_bytes)
@@ -90,9 +111,9 @@ def _lines_of(child: subprocess.Popen[bytes]) -> Iterator[Line | None]:
         if not data:
             return
         *whole, rest = (rest + data).split(b"\n")
-        steps = [_lines.decode(text) for text in whole]
-        ends = [line for line in steps if not isinstance(line, Step)]
-        yield from ends[:1] or steps[-1:]
+        lines = [_lines.decode(text) for text in whole]
+        steps = [line for line in lines if isinstance(line, Step)]
+        yield from [line for line in lines if not isinstance(line, Step)] or steps[-1:]
 
 
 def _error(failed: Failed) -> DovetailError:

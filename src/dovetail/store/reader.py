@@ -75,9 +75,6 @@ class PartitionFile:
         if reached < end:
             raise DamagedCheckpoint(f"{self.path}: ends at byte {reached:,} of {self.size_bytes:,}")
 
-    def cancel(self) -> None:
-        pass  # a read of the disk ends soon enough
-
     def close(self) -> None:
         for file in (self._buffered, self._direct):
             if file is not None:

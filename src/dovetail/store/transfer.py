@@ -1,7 +1,6 @@
 r"""Moving one partition into its lease, range by range, by the threads of a tier (L3).
 
     transfers, by priority --> threads of the tier --> ranges land in the pool --> the prefix advances, waiters wake
-                                                                           \--> the next tier gets the two numbers
 
 A thread takes the next range of the most urgent transfer, so that an urgent load overtakes at the next range, and a
 cancelled one ends there. Knows neither what is loaded nor why.
@@ -17,7 +16,6 @@ from typing import Protocol
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, DovetailError
 from dovetail.store.lease import Lease
-from dovetail.store.meter import Meter
 
 
 class RangeSource(Protocol):
@@ -28,9 +26,6 @@ class RangeSource(Protocol):
         """For error messages: a file or an address."""
 
     def read_into(self, lease: Lease, begin: int, end: int) -> None: ...
-
-    def cancel(self) -> None:
-        """What is being read is no longer wanted: whoever would try again need not."""
 
     def close(self) -> None: ...
 
@@ -46,7 +41,6 @@ class Transfer:
         priority: int,
         range_bytes: int,
         digests: tuple[str, ...] | None = None,
-        on_range: Callable[[int, int], None] = lambda begin, end: None,
         on_end: Callable[[DovetailError | None], None] = lambda error: None,
     ) -> None:
         self.lease = lease
@@ -55,7 +49,6 @@ class Transfer:
         self._source = source
         self._range_bytes = range_bytes
         self._digests = digests
-        self._on_range = on_range  # a range is in, verified
         self._on_end = on_end  # no thread touches the lease any more; with what went wrong
         self._error: DovetailError | None = None
         self._next = lease.arrived_bytes // range_bytes  # index of the range to start next
@@ -74,10 +67,6 @@ class Transfer:
     def is_over(self) -> bool:
         return not self.has_work and self._in_flight == 0
 
-    @property
-    def left_bytes(self) -> int:
-        return max(0, self.lease.size_bytes - self._next * self._range_bytes) if self.has_work else 0
-
     def take(self) -> int:
         self._in_flight += 1
         self._next += 1
@@ -85,7 +74,6 @@ class Transfer:
 
     def cancel(self) -> None:
         self.is_cancelled = True
-        self._source.cancel()
 
     def put(self, index: int, error: DovetailError | None) -> None:
         """A taken range is done, well or not."""
@@ -110,7 +98,6 @@ class Transfer:
         self._source.read_into(self.lease, begin, end)
         if self._digests is not None:
             self._verify(begin, end, self._digests[index])
-        self._on_range(begin, end)
 
     def finish(self) -> None:
         self._source.close()
@@ -140,9 +127,8 @@ class Tier:
     """The threads that read from one tier, and the order in which they do. They come with the first transfer and go
     when there has been none for a while."""
 
-    def __init__(self, name: str, num_threads: int, meter: Meter) -> None:
+    def __init__(self, name: str, num_threads: int) -> None:
         self.name = name
-        self.meter = meter
         self._num_threads = num_threads
         self._changed = threading.Condition()
         self._transfers: list[tuple[int, int, Transfer]] = []  # most urgent first: (priority, serial, transfer)
@@ -164,10 +150,6 @@ class Tier:
         with self._changed:
             transfer.cancel()
         self._end_if_over(transfer)
-
-    def queued_bytes(self) -> int:
-        with self._changed:
-            return sum(transfer.left_bytes for _, _, transfer in self._transfers)
 
     def close(self) -> None:
         """Cancels what is left, and returns when no thread touches any lease."""
@@ -191,15 +173,12 @@ class Tier:
             transfer, index = taken
             # Whatever breaks a thread in the middle, its range is given back, or others would wait for it for ever.
             error: DovetailError | None = CheckpointError("a reading thread failed")
-            begin, end = transfer.bounds(index)
-            self.meter.begin()
             try:
                 transfer.move(index)
                 error = None
             except DovetailError as caught:
                 error = caught
             finally:
-                self.meter.end(0 if error else end - begin)
                 with self._changed:
                     transfer.put(index, error)
                 self._end_if_over(transfer)

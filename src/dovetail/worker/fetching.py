@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,7 @@ class Fetched(NamedTuple):
     seconds: float = 0.0
     error: str = ""
     is_cancelled: bool = False
+    tier: Literal["neighbour", "remote"] = "neighbour"  # where it came from
 
 
 class _Current(NamedTuple):

@@ -124,6 +124,7 @@ class LoaderThread:
         self._shelf = shelf
         self._orders: DueQueue[tuple[StartLoad, Fetched | None]] = DueQueue()  # with what had to be fetched first
         self._current: _Current | None = None
+        self._arrivals = shelf.arrivals(self.fetched) if shelf is not None else None
         self._thread = threading.Thread(target=self._run, daemon=True, name="loader")
 
     def start(self) -> None:
@@ -131,22 +132,33 @@ class LoaderThread:
 
     def stop(self) -> None:
         self._orders.stop()
+        if self._arrivals is not None:
+            self._arrivals.stop()
 
     def load(self, command: StartLoad) -> None:
         """What is fetched first keeps nobody waiting whose weights are here."""
         config = self._config_of(command.model)
         if self.fetcher is not None and config is not None and self.fetcher.lacks(*config.cards):
             self.fetcher.fetch(command, *config.cards)
+        elif config is not None and (arriving := self._arriving(config)):
+            assert self._arrivals is not None
+            self._arrivals.wait_for(command, arriving[0])
         else:
             self._orders.put(command.due_s, (command, None))
 
     def fetched(self, command: StartLoad, end: Fetched) -> None:
-        """From the fetcher's thread."""
-        self._orders.put(command.due_s, (command, end))
+        """From the thread that fetched it, or waited for it."""
+        config = self._config_of(command.model)
+        is_here = not (end.error or end.is_cancelled)
+        if is_here and config is not None and self._arrivals is not None and (draft := self._arriving(config)):
+            self._arrivals.wait_for(command, draft[0])
+        else:
+            self._orders.put(command.due_s, (command, end))
 
     @property
     def is_loading(self) -> bool:
-        return self._current is not None or (self.fetcher is not None and self.fetcher.progress is not None)
+        is_fetching = self.fetcher is not None and self.fetcher.progress is not None
+        return self._current is not None or is_fetching or (self._arrivals is not None and self._arrivals.is_waiting)
 
     def take_progress(self, now: float) -> list[messages.Loading]:
         """Of the load and the fetch that run now, if they were not spoken of a moment ago."""
@@ -155,7 +167,8 @@ class LoaderThread:
             return []
         self.progress_due_s = now + PROGRESS_S
         fetched = fetcher.progress if fetcher is not None else None
-        return [one for one in (current.progress if current is not None else None, fetched) if one is not None]
+        found = [one for one in (current.progress if current is not None else None, fetched) if one is not None]
+        return [*found, *(self._arrivals.progress() if self._arrivals is not None else [])]
 
     def expected_s(self, config: InstanceConfig) -> float:
         """L6: what a load would take, by where the weights are now; a draft's are small beside them."""
@@ -163,10 +176,20 @@ class LoaderThread:
         tier: Tier = "disk"
         if self.fetcher is not None and self.fetcher.lacks(*config.cards):
             tier = "neighbour"
+        elif self._arriving(config):
+            tier = "remote"
         elif self._shelf is not None:
             with suppress(DovetailError, OSError):  # what is wrong with them the load itself will say
                 tier = self._shelf.tier_of(card.path)
         return self.times.expected_s(card.name, tier, config.size_bytes)
+
+    def _arriving(self, config: InstanceConfig) -> list[ModelCard]:
+        """Of the model and its draft, what is still downloading."""
+        if self._arrivals is None:
+            return []
+        with suppress(DovetailError, OSError):  # what is wrong with them the load itself will say
+            return self._arrivals.find(*config.cards)
+        return []
 
     def _run(self) -> None:
         for command, fetched in self._orders:
@@ -193,7 +216,7 @@ class LoaderThread:
             self._current = None
         seconds = time.monotonic() - started
         if fetched is not None:
-            loaded, seconds = _with_fetch(loaded, fetched.seconds), seconds + fetched.seconds
+            loaded, seconds = _with_fetch(loaded, fetched), seconds + fetched.seconds
         self.times.observe(name, loaded.tier, config.size_bytes, seconds)
         return LoadResult(command.instance, name, runner, loaded, "")
 
@@ -205,9 +228,9 @@ class LoaderThread:
 OnPlace = Callable[[Sequence[Ticket]], None]
 
 
-def _with_fetch(loaded: messages.Loaded, seconds: float) -> messages.Loaded:
-    times = msgspec.structs.replace(loaded.times, open_s=loaded.times.open_s + seconds)
-    return msgspec.structs.replace(loaded, tier="neighbour", times=times)
+def _with_fetch(loaded: messages.Loaded, fetched: Fetched) -> messages.Loaded:
+    times = msgspec.structs.replace(loaded.times, open_s=loaded.times.open_s + fetched.seconds)
+    return msgspec.structs.replace(loaded, tier=fetched.tier, times=times)
 
 
 def build_runner(

@@ -7,20 +7,31 @@ from pathlib import Path
 from typing import Literal
 
 from dovetail.engine.devices import Device
-from dovetail.errors import OutOfMemory
+from dovetail.errors import DamagedCheckpoint, OutOfMemory
 from dovetail.modelspec import ModelSpec
+from dovetail.node.events import StartLoad
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
 from dovetail.store import open_checkpoint
 from dovetail.store.adapter_parts import ModelAdapter, open_adapter
 from dovetail.store.checking import check_weights
-from dovetail.store.format import Manifest, StoredModel, is_stored, partition_files, read_manifest
+from dovetail.store.format import (
+    ARRIVING,
+    Manifest,
+    StoredModel,
+    is_arriving,
+    is_stored,
+    partition_files,
+    read_manifest,
+)
 from dovetail.store.loader import Loader, LoaderConfig, Ticket
 from dovetail.store.pool import HostPool
 from dovetail.store.pooled import open_pooled, open_pooled_adapter, pooled_keys
 from dovetail.store.reader import cached_share
+from dovetail.worker.arriving import Arrivals
+from dovetail.worker.fetching import Fetched
 
-Tier = Literal["host", "disk", "neighbour"]
+Tier = Literal["host", "disk", "neighbour", "remote"]
 CACHED = 0.98  # of a file in the page cache: the rest is read as it is touched
 ROOM_WAIT_S = 1.0  # models in use may leave the pool meanwhile; the queue itself needs a moment too
 
@@ -47,6 +58,8 @@ class Shelf:
         """The model, and where its bytes were. What the page cache holds already is mapped from there: a copy in the
         pool would cost more than it saves. So is what is not in the store's form, or finds no room."""
         folder = Path(path)
+        if (manifest := _arriving(folder)) is not None:  # in the pool, and not on disk yet
+            return open_pooled(folder, self._loader, room_wait_s=0.0, manifest=manifest, on_place=on_place), "host"
         if not is_stored(folder):
             return open_checkpoint(path), "disk"
         manifest = read_manifest(folder)
@@ -76,6 +89,10 @@ class Shelf:
             return open_adapter(path, spec, open_pooled_adapter(path, self._loader, room_wait_s=ROOM_WAIT_S))
         except OutOfMemory:
             return open_adapter(path, spec)
+
+    def arrivals(self, on_end: Callable[[StartLoad, Fetched], None]) -> Arrivals:
+        """Of models that download into the pool."""
+        return Arrivals(self._pool, on_end)
 
     def tier_of(self, path: str) -> Tier:
         """Where `open` would find the model's bytes."""
@@ -110,6 +127,15 @@ class Shelf:
 
     def _holds(self, manifest: Manifest) -> bool:
         return pooled_keys(manifest) <= set(self._pool.stats().ready_keys)
+
+
+def _arriving(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder, ARRIVING) if is_arriving(folder) else None
+    except DamagedCheckpoint:
+        if is_stored(folder):  # since
+            return None
+        raise
 
 
 def _is_cached(folder: Path, manifest: Manifest) -> bool:
