@@ -35,7 +35,6 @@ class Load(msgspec.Struct, frozen=True):
     bytes: int
     seconds: float
     checksum: int | None = None  # None: nothing was kept that could be compared
-    first_layer_seconds: float | None = None  # when computing could begin, where that is before the end
 
 
 class Contender(Protocol):

@@ -1,43 +1,45 @@
-"""Our store onto a GPU, and the ceiling: what one copy out of pinned memory reaches.
+"""Our store onto a GPU by a worker's own path, and the ceiling: what one copy out of pinned memory reaches.
 
-cold   disk → host pool → GPU, all of it at once: chunks are copied while others are read
-warm   host pool → GPU; the pool's memory was registered with the device once, before any load
+cold   disk → host pool → GPU: tensors are copied while others are read
+warm   host pool → GPU; chunks of the pool are registered with the device at their first use, before the rounds
+
+A load is what a worker does for a model (`worker.shelf`, then the device's executor): it ends when the model can run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import threading
 import time
-import zlib
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from dovetail.engine.gpu_load import DevicePartition, PinnedRange, layer_ends
-from dovetail.store.format import partition_files, read_manifest
-from dovetail.store.loader import Loader, LoaderConfig
-from dovetail.store.pooled import source_of
+from dovetail.engine.devices import Device
+from dovetail.engine.devices.opening import open_device
+from dovetail.engine.executor import ExecutorConfig
+from dovetail.engine.gpu_load import PinnedRange
+from dovetail.store.loader import LoaderConfig
+from dovetail.store.pool import HostPool
+from dovetail.worker.shelf import Shelf
 from dovetail_bench.breakdown import StepContender, steps, touched_memory
 from dovetail_bench.contenders import Contender, Load, SampleFiles, State
-from dovetail_bench.peer_child import SAMPLE_BYTES, sample_starts
 from dovetail_bench.store_bench import PINNED_COPY
-from dovetail_bench.store_loaders import forget, pool_for, timed_load
+from dovetail_bench.store_loaders import forget, pool_for
 
+_KV_BYTES = 64 << 20  # an instance has some; the least that runs
 _DEVICE = torch.device("cuda")
 
 
 def gpu_contenders(sample: SampleFiles, stack: ExitStack) -> list[Contender]:
+    device = open_device("cuda:0", 0)
     pool = pool_for(sample.blobs)
     stack.callback(pool.close)
-    loader = Loader(pool, LoaderConfig())
-    stack.callback(loader.close)
-    end = pool.chunk_offset(pool.num_chunks - 1) + pool.chunk_bytes
-    pinned = PinnedRange(pool.address, end)
-    stack.callback(pinned.close)
-    return [ToDevice(loader), PinnedCopy(sample)]
+    config = LoaderConfig()
+    shelf = Shelf.attach(pool.file, config.direct_io, config.readers, device)
+    stack.callback(shelf.close)
+    return [ToDevice(shelf, pool, device), PinnedCopy(sample)]
 
 
 def gpu_breakdown(sample: SampleFiles, stack: ExitStack) -> list[Contender]:
@@ -57,38 +59,31 @@ class ToDevice:
     states: tuple[State, ...] = ("cold", "warm")
     reads_store = True
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    def __init__(self, shelf: Shelf, pool: HostPool, device: Device) -> None:
+        self._shelf = shelf
+        self._pool = pool
+        self._device = device
 
     def files(self, sample: SampleFiles) -> tuple[Path, ...]:
         return sample.blobs
 
     def prepare(self, sample: SampleFiles, state: State) -> None:
+        """The pool's memory was used before, as a server's is after its first models."""
+        stats = self._pool.stats()
+        if not stats.resident_bytes or (state == "warm" and not stats.ready_keys):
+            self.load(sample)
         if state == "cold":
-            forget(self._loader.pool)
-            return
-        timed_load(self._loader, sample)
+            forget(self._pool)
 
     def load(self, sample: SampleFiles) -> Load:
         torch.cuda.synchronize()
         started = time.perf_counter()
-        manifest = read_manifest(sample.stored)
-        source = source_of(*partition_files(sample.stored, manifest)[0])
-        places = [(entry.name, entry.offset, entry.size) for entry in manifest.tensors]
-        with self._loader.load(source) as ticket:
-            partition = DevicePartition(layer_ends(places, source.size_bytes), _DEVICE)
-            first_layer = _FirstLayer(partition, started)
-            for begin, end in ticket.arrivals(self._loader.pool.chunk_bytes):
-                offset = begin
-                for piece in ticket.lease.pieces(begin, end):
-                    partition.put(offset, piece)
-                    offset += piece.nbytes
-            partition.finish()
-            seconds = time.perf_counter() - started
-        total = 0
-        for _, offset, size in sorted(places):
-            total = _sampled(partition.memory[offset : offset + size], total)
-        return Load(source.size_bytes, seconds, total, first_layer.seconds())
+        checkpoint, _ = self._shelf.open(str(sample.stored))
+        executor = self._device.executor(checkpoint, ExecutorConfig(kv_bytes=_KV_BYTES))
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        executor.close()
+        return Load(sum(path.stat().st_size for path in sample.blobs), seconds)
 
     def close(self) -> None:
         pass
@@ -138,33 +133,6 @@ class DeviceTarget:
 
     def finish(self) -> None:
         self._stream.synchronize()
-
-
-class _FirstLayer:
-    """When the first layer could have been computed."""
-
-    def __init__(self, partition: DevicePartition, started: float) -> None:
-        self._partition = partition
-        self._started = started
-        self._seconds = 0.0
-        self._thread = threading.Thread(target=self._wait)
-        self._thread.start()
-
-    def seconds(self) -> float:
-        self._thread.join()
-        return self._seconds
-
-    def _wait(self) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            self._partition.wait_for_layer(0)
-            torch.cuda.current_stream().synchronize()
-        self._seconds = time.perf_counter() - self._started
-
-
-def _sampled(data: torch.Tensor, total: int) -> int:
-    for start in sample_starts(len(data)):
-        total = zlib.crc32(bytes(data[start : start + SAMPLE_BYTES].tolist()), total)
-    return total
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -45,7 +45,6 @@ class Result(msgspec.Struct, frozen=True):
     seconds_max: float
     device: str = "cpu"
     ratio_to_pinned_copy: float | None = None  # host → GPU only
-    first_layer_seconds: float | None = None  # median; when computing could begin
     reference: str | None = None  # what the disk was measured with: fio, or our own raw reads where it is missing
     setting: str | None = None  # of fio, the one that was best
 
@@ -171,7 +170,6 @@ def _result(name: str, model: str, state: State, loads: list[Load], device: str)
     seconds = [load.seconds for load in loads]
     median = statistics.median(seconds)
     size = loads[0].bytes
-    first = [load.first_layer_seconds for load in loads if load.first_layer_seconds is not None]
     return Result(
         loader=name,
         model=model,
@@ -184,5 +182,4 @@ def _result(name: str, model: str, state: State, loads: list[Load], device: str)
         seconds_min=min(seconds),
         seconds_max=max(seconds),
         device=device,
-        first_layer_seconds=statistics.median(first) if first else None,
     )

@@ -20,7 +20,7 @@ from dovetail.cli.ps import key_header
 from dovetail.store import Catalogue
 from dovetail.store.format import StoredModel, is_arriving
 
-URL = "s3://warehouse/v1/models/big"
+URL = "s3://serving/v1/models/big"
 CONFIG = """
 store: {{path: {root}, host_pool: 256MiB}}
 nodes: [{{threads: 1, kv_cache: 16MiB}}]
@@ -31,7 +31,7 @@ nodes: [{{threads: 1, kv_cache: 16MiB}}]
 def endpoint() -> Iterator[str]:
     pytest.importorskip("moto.server")
     with s3_server() as (endpoint, client):
-        client.create_bucket(Bucket="warehouse")
+        client.create_bucket(Bucket="serving")
         yield endpoint
 
 
@@ -45,7 +45,7 @@ def original(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> StoredM
     model = stored(source, root, name="big")
     with pytest.MonkeyPatch.context() as patch:
         use(endpoint, patch)
-        uploaded = run_command("store", "upload", "big", "s3://warehouse/v1", "--store", root, "--json")
+        uploaded = run_command("store", "upload", "big", "s3://serving/v1", "--store", root, "--json")
     assert uploaded.returncode == 0, uploaded.stderr
     assert URL in uploaded.stdout
     return model
