@@ -17,7 +17,7 @@ from dovetail.errors import OutOfMemory
 from dovetail.messages import Ask
 from dovetail.modelspec import ModelSpec
 from dovetail.node.protocol import Propose
-from dovetail.policy.headroom import Refusal, SloRule
+from dovetail.policy.headroom import SloRule
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.real import real_knobs
 from dovetail.sched.sequence import sequences_of
@@ -50,16 +50,17 @@ class Rack:
         (work,) = works_of(Submission("llama", 2, 0.0), self._number, 0.0, SloRule(), 1.0)
         return Ask(self._number, Propose(work.record()), request)
 
-    def read(self, *asks: Ask) -> list[Refusal | None]:
-        assert [self.hold(ask) for ask in asks] == [True] * len(asks)
+    def read(self, *asks: Ask) -> list[bool]:
+        assert [self.awaits(ask) for ask in asks] == [True] * len(asks)
         answers = self.take()
-        assert [ask for ask, _ in answers] == list(asks)
-        return [refusal for _, refusal in answers]
+        assert [id for id, _ in answers] == [ask.number for ask in asks]
+        return [is_there for _, is_there in answers]
 
-    def hold(self, ask: Ask) -> bool:
-        return self.rack.hold(ask, self.card, "f32")
+    def awaits(self, ask: Ask) -> bool:
+        assert ask.request is not None
+        return self.rack.awaits(ask.number, ask.request.adapter, self.card, "f32")
 
-    def take(self) -> list[tuple[Ask, Refusal | None]]:
+    def take(self) -> list[tuple[int, bool]]:
         """Once it is read, and placed unless there is no room."""
         while True:
             self.woken.get(timeout=30)
@@ -89,9 +90,9 @@ def make_rack(tiny_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[f
 def test_an_adapter_is_read_once_for_all_who_wait_and_counted_until_it_goes(make_rack: Callable[[float], Rack]) -> None:
     rack = make_rack(10)
     first, second = rack.ask("a"), rack.ask("a")
-    assert rack.read(first, second) == [None, None]
+    assert rack.read(first, second) == [True, True]
     assert rack.planned == rack.rack.num_bytes == BYTES
-    assert not rack.hold(rack.ask("a"))
+    assert not rack.awaits(rack.ask("a"))
     rack.use(first)
     rack.rack.doom(rack.refs["a"].key)
     assert rack.is_there("a")  # a request still names it
@@ -104,24 +105,15 @@ def test_an_adapter_is_read_once_for_all_who_wait_and_counted_until_it_goes(make
 def test_idle_adapters_give_way_and_those_in_use_do_not(make_rack: Callable[[float], Rack]) -> None:
     rack = make_rack(2.5)
     used = rack.ask("a")
-    assert rack.read(used) == [None]
+    assert rack.read(used) == [True]
     rack.use(used)
-    assert rack.read(rack.ask("b")) == [None]
+    assert rack.read(rack.ask("b")) == [True]
     last = rack.ask("c")
-    assert rack.read(last) == [None]
+    assert rack.read(last) == [True]
     assert [rack.is_there(name) for name in "abc"] == [True, False, True]
     rack.use(last)
-    assert rack.read(rack.ask("b")) == [Refusal.MEMORY]
+    assert rack.read(rack.ask("b")) == [False]
     assert rack.planned == 2 * BYTES
-
-
-def test_a_proposal_that_was_withdrawn_meanwhile_is_refused(make_rack: Callable[[float], Rack]) -> None:
-    rack = make_rack(10)
-    gone, wanted = rack.ask("a"), rack.ask("a")
-    for ask in (gone, wanted):
-        assert rack.hold(ask)
-    rack.rack.withdraw(gone.number)
-    assert [refusal for _, refusal in rack.take()] == [Refusal.CLOSED, None]
 
 
 def test_what_cannot_be_read_takes_no_memory_and_is_tried_again_later(make_rack: Callable[[float], Rack]) -> None:
@@ -129,11 +121,11 @@ def test_what_cannot_be_read_takes_no_memory_and_is_tried_again_later(make_rack:
     path = Path(rack.refs["a"].path) / "adapter_model.safetensors"
     weights = path.read_bytes()
     path.write_bytes(weights[:-100])
-    assert rack.read(rack.ask("a")) == [None]  # its requests fail with what is wrong
+    assert rack.read(rack.ask("a")) == [True]  # its requests fail with what is wrong
     assert rack.planned == 0
     rack.rack.tend()
     path.write_bytes(weights)
-    assert rack.read(rack.ask("a")) == [None]
+    assert rack.read(rack.ask("a")) == [True]
     assert rack.planned == BYTES
 
 
@@ -168,14 +160,14 @@ def test_a_devices_memory_is_counted_before_it_is_taken_and_given_back_before_it
     card = Card(is_full=is_full)
     rack = Rack(tmp_path, tiny_folder("llama"), 4.0, card)
     card.planned = lambda: rack.planned
-    assert rack.read(rack.ask("a")) == [Refusal.MEMORY if is_full else None]
+    assert rack.read(rack.ask("a")) == [not is_full]
     rack.rack.doom(rack.refs["a"].key)
     assert card.steps == [("packed", 0), ("placed", 3 * BYTES), ("closed", 3 * BYTES)]
     assert rack.planned == 0
     card.is_full = False
-    assert rack.read(rack.ask("b")) == [None]
+    assert rack.read(rack.ask("b")) == [True]
     used = rack.ask("b")
     rack.use(used)
-    assert rack.read(rack.ask("c")) == [Refusal.MEMORY], "twice three do not fit into four"
+    assert rack.read(rack.ask("c")) == [False], "twice three do not fit into four"
     assert card.steps[3:] == [("packed", 0), ("placed", 3 * BYTES), ("packed", 3 * BYTES), ("closed", 3 * BYTES)]
     assert rack.planned == 3 * BYTES

@@ -165,6 +165,7 @@ class Loopback:
         self.driver = driver
         self.clock = clock
         self.events: list[TokenEvent] = []
+        self.awaited: dict[str, set[str]] = {}  # by request: what its first turn waits for
         self._to_worker: deque[bytes] = deque()
         name = driver.home.name
         driver._on_said = self.pass_on
@@ -204,7 +205,9 @@ class Loopback:
 
     def _handle(self, message: messages.ToWorker) -> None:
         if isinstance(message, messages.Ask):
-            self._receive(messages.Reply(message.number, self.driver.ask(message.question, message.request)))
+            awaited = self.awaited.get(message.request.id, ()) if message.request is not None else ()
+            answer = self.driver.ask(message.question, message.request, awaited)
+            self._receive(messages.Reply(message.number, answer))
         else:
             assert isinstance(message, messages.Command)
             self.driver.obey(message.order)

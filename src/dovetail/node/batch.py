@@ -62,7 +62,9 @@ class Batch:
         self.phase = phase
         self.waiting: list[Work] = []  # needs a prefill; most urgent first
         self.running: dict[int, Work] = {}
-        self.held: dict[int, Work] = {}  # recomputed here, running elsewhere: they wait to be handed over (L4)
+        # Without a turn: computed here and running elsewhere until they are handed over (L4), or waiting for their
+        # grammar or adapter.
+        self.held: dict[int, Work] = {}
         self.held_tokens = 0  # KV of those and of waiting ones that are partly computed, with a block to spare each
         self.clock = 0  # decode iterations done
         self.tokens = 0  # known tokens of the running batch
@@ -94,7 +96,7 @@ class Batch:
 
     @property
     def has_turns(self) -> bool:
-        """Somebody wants an iteration; who is held wants none."""
+        """Somebody wants an iteration; requests that are held want none."""
         return bool(self.waiting or self.running)
 
     @property
@@ -125,6 +127,10 @@ class Batch:
     # Joining and leaving
 
     def add(self, work: Work) -> None:
+        if work.prepares:
+            self.held[work.id] = work
+            self.refresh()
+            return
         if work.cached:
             self._join(work)
             self.refresh()
@@ -186,7 +192,7 @@ class Batch:
         self.refresh()
 
     def wake(self, work: Work, *, joins: bool) -> None:
-        """One that rests has more tokens to compute: it joins the running batch, or asks for a prefill of the rest."""
+        """One that was held has tokens to compute: it joins the running batch, or asks for a prefill of the rest."""
         del self.held[work.id]
         if joins:
             self._forget_computed(work)

@@ -129,6 +129,8 @@ class Lifecycle:
             work.hold = 0
         else:
             work.produced = record.produced
+        if work.prepares:
+            return  # it asks for a prefill when its grammar and adapter are there
         if work.id in instance.held:
             joins = is_last and work.pending_tokens <= MAX_GAP_TOKENS and not _goes_alone(instance, work)
             instance.wake(work, joins=joins)

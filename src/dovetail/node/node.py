@@ -175,6 +175,21 @@ class Node:
         instance.remove(work)
         self.lives.after_leaving(instance, now)
 
+    def prepared(self, instance_id: int, work: Work, now: float) -> None:
+        """Its grammar and its adapter are there."""
+        self.residency.now_s = now
+        instance = self.instances[instance_id]
+        work.prepares = False
+        instance.wake(work, joins=False)
+        self.update_active(instance)
+
+    def evict(self, instance_id: int, work: Work, reason: str, now: float) -> None:
+        """It has to go elsewhere."""
+        self.residency.now_s = now
+        instance = self.instances[instance_id]
+        self.lives.evict(instance, work, reason)
+        self.lives.after_leaving(instance, now)
+
     def catch_up(self, instance_id: int, work: Work, record: RequestRecord, now: float, *, is_last: bool) -> None:
         """L4: a held work has more tokens. With the last of them it goes on here: in the next decode if little is left
         to compute, else when a prefill has computed that."""

@@ -83,9 +83,10 @@ class NodeRuntime:
 
     # Questions and orders
 
-    def answer(self, question: protocol.Question, now: float) -> protocol.Answer:
+    def answer(self, question: protocol.Question, now: float, *, prepares: bool = False) -> protocol.Answer:
+        """`prepares`: what is proposed has no turn before `prepared`."""
         if isinstance(question, protocol.Propose):
-            return self._consider(question, now)
+            return self._consider(question, now, prepares=prepares)
         if isinstance(question, protocol.Warm):
             return self._warm(question.model, now)
         if isinstance(question, protocol.Release):
@@ -102,7 +103,20 @@ class NodeRuntime:
         elif order.instance in self.node.instances:
             self.preempt(order.instance, order.reason, now)
 
-    def _consider(self, question: protocol.Propose, now: float) -> protocol.Answer:
+    def prepared(self, request: int, now: float) -> None:
+        """The grammar and the adapter of an accepted request are there."""
+        instance, work = self._places[request]
+        self.node.prepared(instance, work, now)
+        self._speech.enter(work, instance, now)
+        self.changed(now)
+
+    def unprepared(self, request: int, now: float) -> None:
+        """There is no memory for its adapter: it goes elsewhere, as for want of KV."""
+        instance, work = self._places[request]
+        self.node.evict(instance, work, "kv_short", now)
+        self.changed(now)
+
+    def _consider(self, question: protocol.Propose, now: float, *, prepares: bool) -> protocol.Answer:
         record = question.request
         if record.id in self._places:  # asked twice, or it was held and its migration has come to nothing
             instance, held = self._places[record.id]
@@ -111,6 +125,7 @@ class NodeRuntime:
             assert held.hold, f"request {record.id} runs here and is to be held here"
             self.withdraw(record.id, now)
         work = Work.of(record)
+        work.prepares = prepares
         self.node.admit.are_alike = question.are_alike
         if question.hold:
             work.hold_for(question.hold, now + answers.load_s(self.node, question, now))

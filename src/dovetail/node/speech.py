@@ -67,11 +67,11 @@ class Speech:
 
     def enter(self, work: Work, instance: int, now: float) -> None:
         """It has a place; it takes part in turns as soon as the weights are there."""
-        if self._is_loaded(instance):
+        if self._is_loaded(instance) and not work.prepares:
             self._tell(events.Enter(work, instance), now)
 
     def leave(self, work: Work, instance: int, now: float) -> None:
-        if self._is_loaded(instance):
+        if self._is_loaded(instance) and not work.prepares:
             self._tell(events.Leave(work, instance), now)
 
     def _is_loaded(self, instance_id: int) -> bool:

@@ -69,6 +69,7 @@ class Work:
         "model",
         "moves",
         "phase",
+        "prepares",
         "produced",
         "silence_s",
         "slo_scale",
@@ -106,6 +107,7 @@ class Work:
         self.silence_s = 0.0  # the longest time between two of its tokens
         self.moves = 0
         self.hold = 0  # the migration for which it is held: it runs elsewhere still, no token is made here; 0 = none
+        self.prepares = False  # its grammar or adapter is on its way: it has no turn before that is there
         self.computed = 0  # tokens whose KV blocks are here while it does not run: it is held, or its prompt is begun
         self.adapter = ""  # on top of the model; empty = none
         self.mean_tokens = 0.0  # what answers of its model are long, as far as the controller knows; 0 = not at all
@@ -121,6 +123,7 @@ class Work:
         work.slo_scale = record.slo_scale
         work.adapter = record.adapter
         work.joined_clock = work.hold = work.computed = 0
+        work.prepares = False
         work.take(record)
         return work
 

@@ -2,7 +2,7 @@
 requests name them and a while longer.
 
     wanted ──read──▶ counted ──place──▶ bound to instances as their requests enter ──▶ idle ──▶ gone
-                        └─ no room: the request is refused for want of memory, as for KV
+                        └─ no room: the request is evicted for want of memory, as for KV
 
 A device has it only after it was counted; from then on the host need not keep it.
 
@@ -23,11 +23,8 @@ from typing import NamedTuple, Protocol
 
 from dovetail.engine.adapters import AdapterMatrices, PackedAdapter, read_matrices
 from dovetail.errors import DovetailError, OutOfMemory
-from dovetail.messages import Ask
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import AdapterWeights
-from dovetail.node.protocol import Propose
-from dovetail.policy.headroom import Refusal
 from dovetail.store.adapter_parts import open_adapter
 from dovetail.types import AdapterRef, ModelCard
 from dovetail.worker.driver import NodeDriver
@@ -81,17 +78,15 @@ class AdapterRack:
         self._shelf = shelf
         self._wake = wake
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by key, the least recently used first
-        self._waiting: dict[str, list[Ask]] = {}  # proposals, by the adapter that is being read for them
-        self._withdrawn: set[int] = set()  # by number of the question
+        self._waiting: dict[str, set[int]] = {}  # requests, by the adapter that is being read for them
         self._numbers = count(1)
         self._orders: queue.Queue[_Entry] = queue.Queue()  # to be read, or to be placed
         self._results: queue.Queue[_Entry] = queue.Queue()
         self._thread: threading.Thread | None = None
 
-    def hold(self, message: Ask, card: ModelCard, dtype: str) -> bool:
-        """The proposal waits until its adapter is there, for a model that is computed in this type. False: it need
+    def awaits(self, id: int, ref: AdapterRef | None, card: ModelCard, dtype: str) -> bool:
+        """The request waits until its adapter is there, for a model that is computed in this type. False: it need
         not."""
-        ref = message.request.adapter if message.request is not None else None
         if ref is None:
             return False
         if ref.key in self._entries:
@@ -100,19 +95,12 @@ class AdapterRack:
             return False
         if ref.key not in self._waiting:
             self._order(_Entry(next(self._numbers), _Order(ref, card, dtype)))
-        self._waiting.setdefault(ref.key, []).append(message)
+        self._waiting.setdefault(ref.key, set()).add(id)
         return True
 
-    def withdraw(self, request: int) -> None:
-        """Nobody wants its proposals any more."""
-        for message in (one for waiting in self._waiting.values() for one in waiting):
-            if isinstance(message.question, Propose) and message.question.request.id == request:
-                self._withdrawn.add(message.number)
-
-    def take(self) -> list[tuple[Ask, Refusal | None]]:
-        """Proposals that need not wait any more, to be answered at once, some with a refusal; none yet, where an
-        adapter that was read has to be placed first. One that was withdrawn meanwhile is answered all the same: by that
-        its sender knows that it may ask again."""
+    def take(self) -> list[tuple[int, bool]]:
+        """Requests that need not wait any more, and whether their adapter is there: else there is no memory for it.
+        None yet, where an adapter that was read has to be placed first."""
         entry = self._results.get_nowait()
         if entry.packed is not None and not entry.is_counted and self._count(entry):
             self._orders.put(entry)
@@ -124,13 +112,7 @@ class AdapterRack:
             self._entries[entry.order.ref.key] = entry
         else:
             self._release(entry)
-        return self._answers(entry.order.ref.key, None if is_there else Refusal.MEMORY)
-
-    def _answers(self, key: str, refusal: Refusal | None) -> list[tuple[Ask, Refusal | None]]:
-        waited = self._waiting.pop(key)
-        answers = [(one, Refusal.CLOSED if one.number in self._withdrawn else refusal) for one in waited]
-        self._withdrawn.difference_update(one.number for one in waited)
-        return answers
+        return [(id, is_there) for id in sorted(self._waiting.pop(entry.order.ref.key))]
 
     def bind(self, runner: ModelRunner, key: str) -> None:
         """A request that names it enters this instance."""

@@ -125,8 +125,8 @@ class NodeDriver:
 
     # Questions and orders
 
-    def ask(self, question: Question, request: Request | None = None) -> Answer:
-        """With Propose comes the request, with one open choice."""
+    def ask(self, question: Question, request: Request | None = None, awaited: Iterable[str] = ()) -> Answer:
+        """With Propose comes the request, with one open choice, and what it has no turn before (`prepared`)."""
         if isinstance(question, Propose):
             known = self.states.get(question.request.id)
             if known is not None and known.hold != question.hold:  # what it was held for has come to nothing
@@ -135,12 +135,32 @@ class NodeDriver:
             if question.request.id not in self.states:
                 assert request is not None
                 self._expect(question.request.id, request, question.hold)
-        answer = self.home.answer(question, self._clock())
+                self.states[question.request.id].awaited.update(awaited)
+            prepares = bool(self.states[question.request.id].awaited)
+            answer = self.home.answer(question, self._clock(), prepares=prepares)
+        else:
+            answer = self.home.answer(question, self._clock())
         if isinstance(question, Propose):
             self._came_or_not(question.request.id, isinstance(answer, Accepted))
         elif isinstance(answer, TookBack) and answer.request is not None:
             self._leaving.append(answer.request.id)
         return answer
+
+    def prepared(self, id: int, what: str) -> None:
+        """What a request waits for is there. One that has left meanwhile waits for nothing."""
+        state = self.states.get(id)
+        if state is not None and what in state.awaited:
+            state.awaited.discard(what)
+            if not state.awaited:
+                self.home.prepared(id, self._clock())
+                self.carry_out()
+
+    def unprepared(self, id: int) -> None:
+        """There is no room for what it waits for."""
+        state = self.states.get(id)
+        if state is not None and state.awaited:
+            self.home.unprepared(id, self._clock())
+            self.carry_out()
 
     def _came_or_not(self, id: int, is_here: bool) -> None:
         is_leaving = id in self._leaving  # it left a moment ago

@@ -21,15 +21,15 @@ from dovetail.engine.devices import Device
 from dovetail.engine.devices.opening import open_device
 from dovetail.eventlog import open_log
 from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
-from dovetail.node.protocol import Refused, Withdraw
-from dovetail.policy.headroom import INFINITY, Refusal
+from dovetail.node.protocol import Propose
+from dovetail.policy.headroom import INFINITY
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
 from dovetail.worker.adapters import AdapterRack
 from dovetail.worker.afar import take_keys
 from dovetail.worker.driver import NodeDriver, is_shared
 from dovetail.worker.fetching import Sharing
-from dovetail.worker.grammar_thread import GrammarThread, HeldAsks
+from dovetail.worker.grammar_thread import GrammarThread
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.instances import hosting_of, instance_config
 from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
@@ -86,7 +86,6 @@ class Worker:
         self._device = open_device(config.device, config.threads)
         self._shelf = _attach_shelf(config, self._device)
         self._grammars = GrammarThread(lambda: self._grammar_waker.send(_GRAMMAR))
-        self._held = HeldAsks(self._grammars)
         self._loader = LoaderThread(
             self._instance_configs.get,
             lambda: self._waker.send(b""),
@@ -159,7 +158,6 @@ class Worker:
 
     def _rejoin(self) -> None:
         """The gateway is gone or out of reach; its models stay for the next one."""
-        self._held.clear()
         withdraw_all(self._driver)
         self._ready.cut(self._instance_configs)
         self._running = wait_for_gateway(self._wire, self._pulse.beat, self._config.outlive, self._is_orphan)
@@ -268,9 +266,6 @@ class Worker:
             case messages.Ask():
                 self._ask(message)
             case messages.Command(order, tokens):
-                if isinstance(order, Withdraw):
-                    self._held.withdraw(order.request)
-                    self._adapters.withdraw(order.request)
                 self._driver.obey(order, tokens)
             case messages.Load():
                 self._register(message)
@@ -284,38 +279,31 @@ class Worker:
                 self._running = False
 
     def _ask(self, message: messages.Ask) -> None:
-        """A proposal whose grammar has to be compiled first is answered when it is, or is there when the model is."""
-        request = message.request
-        config = self._instance_configs.get(request.model) if request is not None else None
-        if config is None or self._sharing.lacks(config.card) or not self._held.hold(message, config.card):
-            self._propose(message)
+        answer = self._driver.ask(message.question, message.request, self._awaited(message))
+        self._send(messages.Reply(message.number, answer))
 
-    def _propose(self, message: messages.Ask) -> None:
-        """Its grammar is there; if it has an adapter, it is answered when that is."""
-        request = message.request
+    def _awaited(self, message: messages.Ask) -> list[str]:
+        """What the request that is proposed has no turn before. A grammar whose tokenizer is still to be fetched is
+        compiled with its first iteration."""
+        question, request = message.question, message.request
         config = self._instance_configs.get(request.model) if request is not None else None
-        if config is None or not self._adapters.hold(message, config.card, config.dtype):
-            self._answer(message)
+        if request is None or config is None or not isinstance(question, Propose):
+            return []
+        id, card = question.request.id, config.card
+        has_tokenizer = not self._sharing.lacks(card)
+        awaited = ["grammar"] if has_tokenizer and self._grammars.awaits(id, request, card) else []
+        return [*awaited, "adapter"] if self._adapters.awaits(id, request.adapter, card, config.dtype) else awaited
 
     def _take_adapter(self) -> None:
-        for message, refusal in self._adapters.take():
-            if refusal is None:
-                self._answer(message)
-                self._driver.carry_out()
+        for id, is_there in self._adapters.take():
+            if is_there:
+                self._driver.prepared(id, "adapter")
             else:
-                self._send(messages.Reply(message.number, Refused(refusal)))
+                self._driver.unprepared(id)
 
     def _take_compiled(self) -> None:
-        for message, is_wanted in self._held.take():
-            if is_wanted:
-                self._propose(message)
-                self._driver.carry_out()
-            else:
-                self._send(messages.Reply(message.number, Refused(Refusal.CLOSED)))
-
-    def _answer(self, message: messages.Ask) -> None:
-        answer = self._driver.ask(message.question, message.request)
-        self._send(messages.Reply(message.number, answer))
+        for id in self._grammars.take():
+            self._driver.prepared(id, "grammar")
 
     def _register(self, message: messages.Load) -> None:
         name, message = message.card.name, self._sharing.localised(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dovetail.node import events
 from dovetail.sched.sequence import Sequence
@@ -21,6 +21,7 @@ class RequestState:
     instance: int | None = None  # whose turns it takes part in
     has_token: bool = False  # its first one was told
     hold: int = 0  # the migration for which it is held; 0 = none
+    awaited: set[str] = field(default_factory=set)  # what it has no turn before: "grammar", "adapter"
 
 
 @dataclass(eq=False, slots=True)
