@@ -129,17 +129,14 @@ class Batch:
     def add(self, work: Work) -> None:
         if work.prepares:
             self.held[work.id] = work
-            self.refresh()
-            return
-        if work.cached:
+        elif work.cached:
             self._join(work)
-            self.refresh()
-            return
-        index = self._enqueue(work)
-        if self._is_fresh:
-            self._count_in(work, index)
         else:
-            self.refresh()
+            index = self._enqueue(work)
+            if self._is_fresh:
+                self._count_in(work, index)
+                return
+        self.refresh()
 
     def _enqueue(self, work: Work) -> int:
         """Its place among those who wait. In a burst everybody else's is known."""
