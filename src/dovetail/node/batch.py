@@ -62,8 +62,7 @@ class Batch:
         self.phase = phase
         self.waiting: list[Work] = []  # needs a prefill; most urgent first
         self.running: dict[int, Work] = {}
-        # Without a turn: computed here and running elsewhere until they are handed over (L4), or waiting for their
-        # grammar or adapter.
+        # Without a turn: copies that are computed here and run elsewhere (L4); who waits for a grammar or an adapter.
         self.held: dict[int, Work] = {}
         self.held_tokens = 0  # KV of those and of waiting ones that are partly computed, with a block to spare each
         self.clock = 0  # decode iterations done
@@ -103,16 +102,13 @@ class Batch:
     def frees_bytes(self) -> float:
         """Memory that running it to its end is expected to free: its cache, and its weights the less likely the more
         requests share them, because others keep joining."""
-        hosting = self.hosting
-        return self.tokens * hosting.kv_bytes_per_token + hosting.weight_bytes / max(self.batch, 1)
+        return self.tokens * self.hosting.kv_bytes_per_token + self.hosting.weight_bytes / max(self.batch, 1)
 
     def works(self) -> list[Work]:
         return [*self.waiting, *self.running.values(), *self.held.values()]
 
     def produced(self, work: Work) -> int:
-        if work.id in self.running:
-            return work.produced + self.clock - work.joined_clock
-        return work.produced
+        return work.produced + (self.clock - work.joined_clock if work.id in self.running else 0)
 
     def due_s(self, work: Work) -> float:
         return work.first_due_s + work.tpot_s * self.produced(work)
