@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sim_builders import make_latency
 
 from dovetail.eventlog import EventLog
+from dovetail.node.answers import offer_of
 from dovetail.node.events import StartLoad, StartResize, Turn
 from dovetail.node.node import Node
 from dovetail.node.protocol import Offered
@@ -134,7 +135,7 @@ class Worker:
         self.driver.hostings.update(hostings(is_live=is_live))
         self.link = Loopback(self.driver, knobs, self.clock, log)
         for model, hosting in self.driver.hostings.items():
-            self.link.dispatcher.nodes["node"].heard(Offered(model, self.driver.home.offer_of(hosting)))
+            self.link.dispatcher.nodes["node"].heard(Offered(model, offer_of(self.driver.home.node, hosting)))
         self.coming: list[tuple[float, int, int, Request | StartLoad]] = []
         self.link_free_s = 0.0
         for number, arrival in enumerate(arrivals_of(asked)):

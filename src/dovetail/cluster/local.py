@@ -17,6 +17,7 @@ from dovetail.cluster.intake import Submission
 from dovetail.cluster.runtime import Runtime
 from dovetail.eventlog import EventLog
 from dovetail.node import events
+from dovetail.node.answers import offer_of
 from dovetail.node.node import Node
 from dovetail.node.protocol import (
     Answer,
@@ -104,7 +105,7 @@ class LocalNode:
             return None
         known = self._offers.get(id(hosting))
         if known is None:
-            known = self._offers[id(hosting)] = hosting, self.runtime.offer_of(hosting)
+            known = self._offers[id(hosting)] = hosting, offer_of(self.runtime.node, hosting)
         self._offered = known
         return known[1]
 

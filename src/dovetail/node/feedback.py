@@ -3,6 +3,7 @@ from memory again, so learning from each by itself would cost as much as choosin
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 from dovetail import logschema
@@ -13,7 +14,26 @@ from dovetail.profiles.live import LiveLatency
 from dovetail.profiles.timings import TurnTimings, kind_of
 
 ENOUGH = 16
+KEPT_GAPS = 4096  # of which the distribution is reported
 TIMINGS_TURNS = 100  # that many from one line on the node's timings to the next
+
+
+class TurnGaps:
+    """Seconds between the end of a turn and the start of the next, while there was work."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=KEPT_GAPS)
+        self.last_s = 0.0  # before the turn that runs or ran last
+        self.ended_s: float | None = None  # when the last turn did; None = the device was idle since
+
+    def begin(self, now: float) -> None:
+        self.last_s = 0.0 if self.ended_s is None else now - self.ended_s
+        if self.ended_s is not None:
+            self.seconds.append(self.last_s)
+
+    def rest(self) -> None:
+        """The device is idle."""
+        self.ended_s = None
 
 
 class Observation(NamedTuple):

@@ -143,6 +143,15 @@ class Lifecycle:
             instance.refresh()
         self._turns.update(instance)
 
+    def prepared(self, instance: Instance, work: Work, now: float, *, is_there: bool) -> None:
+        if is_there:
+            work.prepares = False
+            instance.wake(work, joins=False)
+            self._turns.update(instance)
+        else:
+            self.evict(instance, work, "kv_short")
+            self.after_leaving(instance, now)
+
     # Ends
 
     def finish(self, instance: Instance, finished: Sequence[Work], now: float) -> None:

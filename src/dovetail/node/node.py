@@ -54,10 +54,8 @@ class Node:
         self.instances: dict[int, Instance] = {}
         self.outbox: list[Command | Notice] = []
         self.outputs = OutputMean()
-        if transfer is None:
-            is_in_place = knobs.free_resize or kind is DeviceKind.CPU
-            transfer = IN_PLACE_RESIZE if is_in_place else TransferModel()
-        self.residency = Residency(memory_bytes, self.instances, self.outbox, self.update_active, transfer)
+        resizes = transfer or _resizes_of(kind, knobs)
+        self.residency = Residency(memory_bytes, self.instances, self.outbox, self._update, resizes)
         self.admit = Admitter(kind, hostings, knobs, self.residency, self.instances, self.outputs, has_matrix_unit)
         throttle = knobs.shares if knobs.shares > 1 and kind is DeviceKind.GPU else 0
         self.turns = Turns(self.admit.rule, throttle)
@@ -69,7 +67,7 @@ class Node:
         """Under way."""
         return self.turns.turn
 
-    def update_active(self, instance: Instance) -> None:
+    def _update(self, instance: Instance) -> None:
         self.turns.update(instance)
 
     # What the cluster may see
@@ -175,20 +173,10 @@ class Node:
         instance.remove(work)
         self.lives.after_leaving(instance, now)
 
-    def prepared(self, instance_id: int, work: Work, now: float) -> None:
-        """Its grammar and its adapter are there."""
+    def prepared(self, instance_id: int, work: Work, now: float, *, is_there: bool) -> None:
+        """Its grammar and its adapter are there, or there is no memory for them."""
         self.residency.now_s = now
-        instance = self.instances[instance_id]
-        work.prepares = False
-        instance.wake(work, joins=False)
-        self.update_active(instance)
-
-    def evict(self, instance_id: int, work: Work, reason: str, now: float) -> None:
-        """It has to go elsewhere."""
-        self.residency.now_s = now
-        instance = self.instances[instance_id]
-        self.lives.evict(instance, work, reason)
-        self.lives.after_leaving(instance, now)
+        self.lives.prepared(self.instances[instance_id], work, now, is_there=is_there)
 
     def catch_up(self, instance_id: int, work: Work, record: RequestRecord, now: float, *, is_last: bool) -> None:
         """L4: a held work has more tokens. With the last of them it goes on here: in the next decode if little is left
@@ -223,7 +211,7 @@ class Node:
         instance.add(work)
         if grant.kv_tokens is not None:
             self.residency.resize(instance, grant.kv_tokens)
-        self.update_active(instance)
+        self.turns.update(instance)
 
     def _free_at_s(self, now: float) -> float:
         self.residency.now_s = now
@@ -345,3 +333,7 @@ class Node:
         instance = self.instances.get(instance_id)
         if instance is not None and instance.epoch == epoch and not instance.batch:
             self.lives.close(instance)
+
+
+def _resizes_of(kind: DeviceKind, knobs: Knobs) -> TransferModel:
+    return IN_PLACE_RESIZE if knobs.free_resize or kind is DeviceKind.CPU else TransferModel()

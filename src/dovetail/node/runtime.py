@@ -6,21 +6,17 @@ whoever placed the requests should hear in `mailbox`. A node that may have somet
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 from dovetail.eventlog import EventLog
 from dovetail.node import answers, events, protocol
 from dovetail.node.drafting import got_more
-from dovetail.node.feedback import LatencyFeedback
+from dovetail.node.feedback import LatencyFeedback, TurnGaps
 from dovetail.node.instance import State
 from dovetail.node.node import Node
 from dovetail.node.speech import Speech
 from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.placement import Hosting
-
-KEPT_GAPS = 4096  # of which the distribution of turn overhead is told
 
 
 class NodeRuntime:
@@ -33,12 +29,10 @@ class NodeRuntime:
         self.mailbox = self._speech.mailbox
         self.version = 0  # of its view: counts changes
         self.is_touched = False  # something happened since its turn was last chosen
-        self.gaps: deque[float] = deque(maxlen=KEPT_GAPS)  # seconds between the ends and starts of turns
-        self.gap_s = 0.0  # before the turn that runs or ran last
+        self.gaps = TurnGaps()
         self._dirty = dirty
         self._feedback = LatencyFeedback(log)
         self._places = self._speech.places
-        self._last_end_s: float | None = None  # of a turn; None = the device was idle since
         self.is_idle = False  # nothing can run, as it was last said
         self._fullness: float | None = None
         self.known_room: protocol.StartRoom | None = None  # None: something has changed since it was last asked for
@@ -65,9 +59,6 @@ class NodeRuntime:
 
     def view(self) -> protocol.NodeView:
         return answers.view_of(self.node, self.version, self.fullness, self.room)
-
-    def offer_of(self, hosting: Hosting) -> protocol.Offer:
-        return answers.offer_of(self.node, hosting)
 
     def open_instances(self, model: str) -> list[int]:
         found = self.node.instances.values()
@@ -103,17 +94,12 @@ class NodeRuntime:
         elif order.instance in self.node.instances:
             self.preempt(order.instance, order.reason, now)
 
-    def prepared(self, request: int, now: float) -> None:
-        """The grammar and the adapter of an accepted request are there."""
+    def prepared(self, request: int, now: float, *, is_there: bool = True) -> None:
+        """What an accepted request waited for is there, or there is no memory for it: then it goes elsewhere."""
         instance, work = self._places[request]
-        self.node.prepared(instance, work, now)
-        self._speech.enter(work, instance, now)
-        self.changed(now)
-
-    def unprepared(self, request: int, now: float) -> None:
-        """There is no memory for its adapter: it goes elsewhere, as for want of KV."""
-        instance, work = self._places[request]
-        self.node.evict(instance, work, "kv_short", now)
+        self.node.prepared(instance, work, now, is_there=is_there)
+        if is_there:
+            self._speech.enter(work, instance, now)
         self.changed(now)
 
     def _consider(self, question: protocol.Propose, now: float, *, prepares: bool) -> protocol.Answer:
@@ -191,7 +177,7 @@ class NodeRuntime:
         """The model's hosting is new or was replaced."""
         self._speech.note_hosting(model, now)
         self.node.rehost(model, now)
-        self.mailbox.append(protocol.Offered(model, self.offer_of(self.node.admit.hostings[model])))
+        self.mailbox.append(protocol.Offered(model, answers.offer_of(self.node, self.node.admit.hostings[model])))
         self.changed(now)
 
     def _warm(self, model: str, now: float) -> protocol.Answer:
@@ -219,8 +205,7 @@ class NodeRuntime:
     # Turns
 
     def next_turn(self, now: float) -> events.Turn | None:
-        """Whose turn it is on a free device; None while the device is busy, nobody can run, or there is something in
-        the outbox to be done before anybody can."""
+        """Whose turn it is on a free device; None while it is busy, nobody can run, or the outbox comes first."""
         self.is_touched = False
         if self.node.turn is not None or not self.up:
             return None
@@ -233,22 +218,19 @@ class NodeRuntime:
         if turn is not None:
             self._begin_turn(turn, now)
         elif not self.is_touched and self.node.turns.awaiting:
-            self._last_end_s = None  # the device waits, which is nobody's overhead
+            self.gaps.rest()  # the device waits, which is nobody's overhead
         elif not self.is_touched:
             self._rest(now)
         return turn
 
     def interlude(self, now: float) -> events.Turn | None:
-        """The turn under way has been computed for its slice: whose turn is let in, to be ended like any other, and
-        asked for again. What the node says meanwhile may wait for the end of the one that has stopped."""
+        """The turn under way has been computed for its slice: whose turn is let in, to be ended like any other."""
         if (turn := self.node.interlude(now)) is not None:
             self._speech.note_turn(turn, now)
         return turn
 
     def _begin_turn(self, turn: events.Turn, now: float) -> None:
-        self.gap_s = 0.0 if self._last_end_s is None else now - self._last_end_s
-        if self._last_end_s is not None:
-            self.gaps.append(self.gap_s)
+        self.gaps.begin(now)
         if self.is_idle:
             self._say_idle(False)
         self._speech.note_turn(turn, now)
@@ -256,7 +238,7 @@ class NodeRuntime:
     def _rest(self, now: float) -> None:
         """Nothing can run."""
         self._feedback.learn(now)
-        self._last_end_s = None
+        self.gaps.rest()
         if not self.is_idle:
             self._say_idle(True)
 
@@ -267,8 +249,7 @@ class NodeRuntime:
 
     @property
     def is_settled(self) -> bool:
-        """Nobody else wants the device: as things are, those whose turn it is decode again after it. A bet for a driver
-        that can begin before it is told to; what it was told stays what counts."""
+        """As things are, the turn under way is followed by its like: a bet for a driver that can begin ahead."""
         return (turn := self.node.turn) is not None and not turn.prompts and self.node.turns.has_only(turn.instance)
 
     def turn_ended(self, now: float, finished: Iterable[int], computed: events.Computed = events.AS_ASKED) -> None:
@@ -276,8 +257,8 @@ class NodeRuntime:
         underway = self.node.turns.underway
         assert underway is not None, f"{self.name}: no turn under way"
         if computed.is_typical:
-            self._feedback.observe(underway, computed, self.gap_s, now, bool(self._speech.load_asked_s))
-        self._last_end_s = now
+            self._feedback.observe(underway, computed, self.gaps.last_s, now, bool(self._speech.load_asked_s))
+        self.gaps.ended_s = now
         if computed.extra:
             got_more(underway.turn.instance, computed.extra, now)
         done = self.node.turn_done(now, [self._places[id][1] for id in sorted(finished)], computed.by_request)
@@ -290,8 +271,7 @@ class NodeRuntime:
     # Memory
 
     def load_ended(self, instance_id: int, now: float) -> None:
-        """Its weights are there: whoever has waited for them enters. A cold start is what it takes to start, the loads
-        before it included."""
+        """Its weights are there. A cold start is what it takes to start, the loads before it included."""
         waited_s = now - self._speech.loaded(instance_id)
         works = self.node.instances[instance_id].works()
         self.node.load_done(instance_id, now, waited_s)
@@ -319,7 +299,8 @@ class NodeRuntime:
     def fail(self) -> list[Work]:
         """The device is gone; returns the work that was on it."""
         self._speech.clear()
-        self._last_end_s = self._fullness = self.known_room = None
+        self.gaps.rest()
+        self._fullness = self.known_room = None
         self.is_idle = False
         return self.node.fail()
 

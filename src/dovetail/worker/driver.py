@@ -159,7 +159,7 @@ class NodeDriver:
         """There is no room for what it waits for."""
         state = self.states.get(id)
         if state is not None and state.awaited:
-            self.home.unprepared(id, self._clock())
+            self.home.prepared(id, self._clock(), is_there=False)
             self.carry_out()
 
     def _came_or_not(self, id: int, is_here: bool) -> None:
@@ -224,7 +224,7 @@ class NodeDriver:
         self.carry_out()
         if turn is None:
             return False
-        self.runners[turn.instance.id].meter.overhead_seconds += self.home.gap_s
+        self.runners[turn.instance.id].meter.overhead_seconds += self.home.gaps.last_s
         self._computer.compute(turn)
         self.carry_out()
         return True

@@ -408,7 +408,7 @@ def stats_of(driver: NodeDriver, node: str, rss_bytes: int, offset_s: float) -> 
     for id, runner in driver.runners.items():
         instance, name = driver.home.node.instances[id], runner.card.name
         instances[name] = runner.stats(len(instance.running), len(instance.waiting))
-    gaps = sorted(driver.home.gaps)
+    gaps = sorted(driver.home.gaps.seconds)
     ledger = driver.home.node.residency.ledger
     return messages.Stats(
         node,
