@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +24,7 @@ from pydantic import (
     SecretStr,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
 )
 
 from dovetail.errors import ConfigError
@@ -31,6 +32,7 @@ from dovetail.machine import default_root
 from dovetail.modelspec import KvKind
 from dovetail.types import ServiceClass
 
+FROM_FILE = {"origin": "file"}  # the context of a validation in which sizes and durations need units
 _SIZE = TypeAdapter(ByteSize)
 _DURATION = re.compile(r"^\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*$")
 _SECONDS = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -40,7 +42,10 @@ _ENV = re.compile(r"\$\{env\.([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def parse_size(value: object) -> int:
-    """Bytes from 2147483648, "2GiB", "2GB" or "512M"; units as pydantic's ByteSize has them."""
+    """Bytes from 2147483648, "2GiB", "2GB" or "512M"; units as pydantic's ByteSize has them. A text needs one, but for
+    0."""
+    if isinstance(value, str) and value.strip().isdecimal() and int(value):
+        raise ValueError(_needs_unit("size", value.strip(), ("MiB", "GiB", "B")))
     try:
         return int(_SIZE.validate_python(value, strict=not isinstance(value, str)))
     except ValidationError:
@@ -48,13 +53,26 @@ def parse_size(value: object) -> int:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds from 30, "10m", "500ms" or "-1"."""
+    """Seconds from 30, "10m", "500ms" or "-1". A text needs a unit, but for 0 and less (at once, never)."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     match = _DURATION.match(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"expected a duration such as 10m, 30s or 0, got {value!r}")
+    if match.group(2) is None and float(match.group(1)) > 0:
+        raise ValueError(_needs_unit("duration", match.group(1), ("ms", "s", "m")))
     return float(match.group(1)) * _SECONDS[match.group(2)]
+
+
+def _needs_unit(what: str, number: str, units: tuple[str, str, str]) -> str:
+    first, second, third = (f"{number}{unit}" for unit in units)
+    return f"expected a {what} with its unit, got {number}: write {first}, {second} or {third}"
+
+
+def _parse_with_unit(parse: Callable[[object], Any], value: object, info: ValidationInfo) -> Any:
+    """What stands in a file needs a unit; records that are made by code have plain numbers of seconds and bytes."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return parse(f"{value:.15g}" if is_number and info.context is FROM_FILE else value)
 
 
 def is_secret_state(state: str) -> bool:
@@ -65,8 +83,16 @@ def _without_password(state: str | None) -> str | None:
     return None if state is None else _LOGIN.sub(r"\1***@", state)
 
 
-Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str), Field(ge=0)]
-Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=float | str)]
+def _parse_size(value: object, info: ValidationInfo) -> Any:
+    return _parse_with_unit(parse_size, value, info)
+
+
+def _parse_duration(value: object, info: ValidationInfo) -> Any:
+    return _parse_with_unit(parse_duration, value, info)
+
+
+Size = Annotated[int, BeforeValidator(_parse_size, json_schema_input_type=int | str), Field(ge=0)]
+Duration = Annotated[float, BeforeValidator(_parse_duration, json_schema_input_type=float | str)]
 
 
 def _parse_switch(value: object) -> object:
@@ -290,7 +316,7 @@ def load_config(path: Path) -> Config:
 
 def parse_config(raw: dict[str, Any], origin: str) -> Config:
     try:
-        config = Config.model_validate(raw)
+        config = Config.model_validate(raw, context=FROM_FILE)
         check_drafts(config.models)
     except ValidationError as error:
         raise ConfigError(f"{origin}: {describe(error)}") from error

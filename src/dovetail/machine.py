@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.util
+import math
 import mmap
 import os
 import platform
@@ -122,8 +123,25 @@ def kept_dtype(source: str) -> str:
 
 
 def usable_cores() -> int:
+    """That this process may run on, and no more than its control group gives time for."""
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return min(count, cgroup_cores() or count)
+
+
+def cgroup_cores(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the control groups above this process (version 2) give of processor time, rounded up; None = no limit."""
+    with suppress(OSError, ValueError):
+        line = next((line for line in proc.read_text().splitlines() if line.startswith("0::")), "0::/")
+        group, quotas = root / line.removeprefix("0::").lstrip("/"), []
+        for folder in (group, *group.parents):
+            with suppress(OSError):
+                quota, period = (folder / "cpu.max").read_text().split()
+                quotas += [math.ceil(int(quota) / int(period))] if quota != "max" else []
+            if folder == root:
+                break
+        return max(min(quotas), 1) if quotas else None
+    return None
 
 
 def memory_bytes() -> tuple[int, int]:

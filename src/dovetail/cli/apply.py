@@ -142,7 +142,7 @@ def _serve_fleet(plan: Path, port: int) -> None:
     from dovetail.plan.fleet import FleetPlan
     from dovetail.plan.prices import parse_section, read_yaml
 
-    fleet = parse_section(FleetPlan, read_yaml(plan), str(plan))
+    fleet = parse_section(FleetPlan, read_yaml(plan), str(plan), is_written_by_us=True)
     if not fleet.serve:
         raise ConfigError(
             f"{plan}: serve: names no models; write `serve: {{NAME: {{source: …}}}}` into the fleet's file"

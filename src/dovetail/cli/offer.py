@@ -258,7 +258,9 @@ class ConfigFile:
         self._wanted = wanted
 
     def read(self) -> Config:
-        return self._override(load_config(self._path))
+        config = load_config(self._path)
+        with naming(self._path):
+            return self._override(config)
 
     def offer(self, config: Config) -> Offer:
         """Pulls nothing: that would keep everything else in the file waiting."""

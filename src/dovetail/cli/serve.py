@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Never, Protocol
 
 import typer
 
+from dovetail.cli.node_sizes import check_sizes
 from dovetail.cli.state import State, hide_secret, open_state
 from dovetail.config import Config, KeyConfig, NodeConfig, StoreConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError
@@ -160,8 +161,15 @@ def _api_key(given: str | None, file: Path | None) -> str | None:
 def override_with(
     server: dict[str, Any], node: dict[str, Any], api_key: str | None, store: Path | None, device: str | None
 ) -> Callable[[Config], Config]:
-    """Options win over the file; those that are None were not given."""
-    return lambda config: _shared(_override(_with_nodes(config, device), server, node, api_key, store))
+    """Options win over the file; those that are None were not given. What comes of it fits this machine, or it raises
+    ConfigError."""
+
+    def override(config: Config) -> Config:
+        settings = _shared(_override(_with_nodes(config, device), server, node, api_key, store))
+        check_sizes(settings)
+        return settings
+
+    return override
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli.node_sizes import check_nodes
 from dovetail.cli.serve import (
     ApiKey,
     LocalWeights,
@@ -238,6 +239,7 @@ def join(
         node = NodeConfig.model_validate(values)
     except ValueError as error:
         raise ConfigError(f"join: {error}") from error
+    check_nodes([node])
     ended = _note_signals()
     typer.echo(f"{node.name} joins {address}; it serves when `dovetail nodes` says that it is up (pid {os.getpid()})")
     description = node.model_dump(mode="json", exclude_unset=True)

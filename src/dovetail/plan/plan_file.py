@@ -119,4 +119,4 @@ def read_plan(path: Path) -> FunctionPlan:
     raw = read_yaml(path)
     if "groups" not in raw:
         raise ConfigError(f"{path}: not a plan of functions, which `dovetail plan FILE --out {path}` writes")
-    return parse_section(FunctionPlan, raw, str(path))
+    return parse_section(FunctionPlan, raw, str(path), is_written_by_us=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from dovetail.config import Duration, describe
+from dovetail.config import FROM_FILE, Duration, describe
 from dovetail.errors import ConfigError
 
 SHEETS = Path(__file__).parent / "sheets"
@@ -138,8 +138,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-def parse_section(kind: type[T], raw: dict[str, Any], origin: str) -> T:
+def parse_section(kind: type[T], raw: dict[str, Any], origin: str, *, is_written_by_us: bool = False) -> T:
+    """A file that a command has written has plain numbers of seconds; whoever writes one by hand gives units."""
     try:
-        return kind.model_validate(raw)
+        return kind.model_validate(raw, context=None if is_written_by_us else FROM_FILE)
     except ValidationError as error:
         raise ConfigError(f"{origin}: {describe(error)}") from error

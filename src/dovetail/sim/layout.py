@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from dovetail.config import Size, describe
+from dovetail.config import FROM_FILE, Size, describe
 from dovetail.errors import ConfigError
 from dovetail.profiles.storage import STORAGES
 
@@ -112,7 +112,7 @@ def read_layout(path: Path) -> Layout:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: line 1: expected a mapping with nodes and models, got {type(raw).__name__}")
     try:
-        return Layout.model_validate(raw)
+        return Layout.model_validate(raw, context=FROM_FILE)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]["loc"]
         raise ConfigError(f"{path}: line {_line_in(root, first)}: {describe(error)}") from error
