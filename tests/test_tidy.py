@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from dovetail.cli.main import COMMANDS
 
@@ -78,33 +76,50 @@ def relative(path: Path) -> str:
     return path.relative_to(BENCHMARKS.parent if path.is_relative_to(BENCHMARKS) else SOURCE).as_posix()
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@cache
+def imports(path: Path) -> tuple[tuple[int, str], ...]:
+    """Line and whole name of everything that the file imports, wherever in it."""
+    found = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{relative(path)}:{node.lineno}: relative import; write the whole name"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return tuple(found)
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_imports_point_left(path: Path) -> None:
-    unit = unit_of(path)
-    if unit in ("__init__", "__main__"):
-        return
-    for line, name in imports(path):
-        parts = name.split(".")
-        if parts[0] != "dovetail" or len(parts) < 2 or parts[1] not in RANK:
+def test_imports_point_left() -> None:
+    wrong = []
+    for path in FILES:
+        unit = unit_of(path)
+        if unit in ("__init__", "__main__"):
             continue
-        target = parts[1]
-        allowed = target == unit or RANK[target] < RANK[unit] or (unit, target) in ALSO
-        assert allowed, f"{relative(path)}:{line}: {unit} (rank {RANK[unit]}) imports {target} (rank {RANK[target]})"
+        for line, name in imports(path):
+            target = name.split(".")[1] if name.startswith("dovetail.") else ""
+            if target in RANK and target != unit and RANK[target] >= RANK[unit] and (unit, target) not in ALSO:
+                wrong.append(f"{relative(path)}:{line}: {unit} (rank {RANK[unit]}) imports {target} ({RANK[target]})")
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if unit_of(p) in ("worker", "gateway")], ids=relative)
-def test_serving_imports_no_simulator(path: Path) -> None:
-    for line, name in imports(path):
-        assert not name.startswith("dovetail.sim"), f"{relative(path)}:{line}: serving imports {name}"
+def test_serving_imports_no_simulator() -> None:
+    served = [path for path in FILES if unit_of(path) in ("worker", "gateway")]
+    assert not [
+        f"{relative(path)}:{line}: serving imports {name}"
+        for path in served
+        for line, name in imports(path)
+        if name.startswith("dovetail.sim")
+    ]
 
 
 def test_only_the_list_of_commands_names_the_benches() -> None:
@@ -114,19 +129,23 @@ def test_only_the_list_of_commands_names_the_benches() -> None:
     assert not any(name.startswith(BENCHMARKS.name) for _, name in imports(SOURCE / "cli" / "main.py"))
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if unit_of(p) in PURE], ids=relative)
-def test_pure_packages_read_no_clock_and_do_no_io(path: Path) -> None:
-    if relative(path) in EXEMPT:
-        return
-    for line, name in imports(path):
-        top = name.split(".")[0]
-        assert top not in BANNED_IN_PURE, f"{relative(path)}:{line}: {unit_of(path)} is pure and may not import {top}"
+def test_pure_packages_read_no_clock_and_do_no_io() -> None:
+    pure = [path for path in FILES if unit_of(path) in PURE and relative(path) not in EXEMPT]
+    assert not [
+        f"{relative(path)}:{line}: {unit_of(path)} is pure and may not import {name}"
+        for path in pure
+        for line, name in imports(path)
+        if name.split(".")[0] in BANNED_IN_PURE
+    ]
 
 
 def test_transformers_is_imported_nowhere() -> None:
-    for path in FILES:
-        for line, name in imports(path):
-            assert name.split(".")[0] != "transformers", f"{relative(path)}:{line}: serving imports transformers"
+    assert not [
+        f"{relative(path)}:{line}: serving imports transformers"
+        for path in FILES
+        for line, name in imports(path)
+        if name.split(".")[0] == "transformers"
+    ]
 
 
 def test_the_gateway_reads_no_tokenizer_in_its_own_process() -> None:
@@ -141,28 +160,29 @@ def test_every_unit_has_a_rank() -> None:
     assert units <= set(RANK), f"units without a rank in RANKS: {sorted(units - set(RANK))}"
 
 
-@pytest.mark.parametrize("path", [*FILES, *BENCH_FILES], ids=relative)
-def test_no_broad_except_outside_the_boundaries(path: Path) -> None:
-    if relative(path) in BROAD_EXCEPT_ALLOWED:
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler):
-            names = [] if node.type is None else [n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)]
-            broad = node.type is None or "Exception" in names or "BaseException" in names
-            assert not broad, f"{relative(path)}:{node.lineno}: broad except; name what can happen"
+def test_no_broad_except_outside_the_boundaries() -> None:
+    wrong = []
+    for path in (path for path in [*FILES, *BENCH_FILES] if relative(path) not in BROAD_EXCEPT_ALLOWED):
+        for node in nodes_of(path):
+            if isinstance(node, ast.ExceptHandler):
+                names = [] if node.type is None else [n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)]
+                if node.type is None or "Exception" in names or "BaseException" in names:
+                    wrong.append(f"{relative(path)}:{node.lineno}: broad except; name what can happen")
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", [*FILES, *BENCH_FILES], ids=relative)
-def test_files_and_functions_stay_readable(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE_LINES, f"{relative(path)}: more than {MAX_FILE_LINES} lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+def test_files_and_functions_stay_readable() -> None:
+    wrong = []
+    for path in [*FILES, *BENCH_FILES]:
+        if len(path.read_text().splitlines()) > MAX_FILE_LINES:
+            wrong.append(f"{relative(path)}: more than {MAX_FILE_LINES} lines")
+        for node in nodes_of(path):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{relative(path)}:{node.lineno}: {node.name} has {length} lines"
-        elif isinstance(node, ast.ClassDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_CLASS_LINES, f"{relative(path)}:{node.lineno}: {node.name} has {length} lines"
+            if length > (MAX_CLASS_LINES if isinstance(node, ast.ClassDef) else MAX_FUNCTION_LINES):
+                wrong.append(f"{relative(path)}:{node.lineno}: {node.name} has {length} lines")
+    assert not wrong
 
 
 def module_of(path: Path) -> str:
@@ -172,7 +192,7 @@ def module_of(path: Path) -> str:
 
 def lines_for_types(path: Path) -> set[int]:
     """Of imports that exist for the type checker alone."""
-    blocks = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.If)]
+    blocks = [node for node in nodes_of(path) if isinstance(node, ast.If)]
     blocks = [node for node in blocks if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"]
     return {line for node in blocks for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
@@ -191,9 +211,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not arrows, f"these are in a circle, or lead to one: {sorted(arrows)}"
 
 
-@pytest.mark.parametrize("path", [*FILES, *BENCH_FILES], ids=relative)
-def test_every_module_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{relative(path)}: no module docstring"
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [relative(path) for path in [*FILES, *BENCH_FILES] if not ast.get_docstring(tree_of(path))]
+    assert not silent, "no module docstring"
 
 
 def test_no_file_is_an_orphan() -> None:
@@ -203,10 +223,7 @@ def test_no_file_is_an_orphan() -> None:
     # Child processes of their own.
     entry_points |= {"dovetail_bench.engine_ours", "dovetail_bench.ray_serve_app", "dovetail.plan.function"}
     readers = [*FILES, *BENCH_FILES, *(ROOT / "tests").rglob("*.py")]
-    imported = {name for path in readers for _, name in imports(path)}
-    for path in [*FILES, *BENCH_FILES]:
-        module = module_of(path)
-        if path.name == "__init__.py" or module in entry_points:
-            continue
-        used = any(name == module or name.startswith(module + ".") for name in imported)
-        assert used, f"{relative(path)}: nothing imports it"
+    named = {name for path in readers for _, name in imports(path)}
+    used = entry_points | named | {name.rpartition(".")[0] for name in named}  # a module's, or of something in it
+    modules = {module_of(path): path for path in [*FILES, *BENCH_FILES] if path.name != "__init__.py"}
+    assert not [relative(path) for module, path in modules.items() if module not in used], "nothing imports these"
