@@ -1,4 +1,4 @@
-# Two commands do everything: `make serve` and `make test`. Both rest on `make install`.
+# `make serve` serves, `make check` and `make test` say whether all is well. All rest on `make install`.
 PYTHON ?= python3
 PORT   ?= 8000
 HOST   ?= 127.0.0.1
@@ -8,7 +8,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 STEP   := $(PYTHON) tools/step.py
 
-.PHONY: install install-locked wheel lock docs sbom serve test check-all lint sanitize levels soak crowd tenants limited partitioned \
+.PHONY: install install-locked wheel lock docs sbom serve check test slow check-all lint sanitize levels soak crowd \
+  tenants limited partitioned \
   frontiers cluster etcd storm fuzz clean
 
 install: $(STAMP)
@@ -70,14 +71,21 @@ serve: install
 ON_ONE_CORE := $(patsubst %,tests/cpu/test_%.py,beam_search native_kernels spec_ranges $(addprefix engine_,adapters \
   candidates experts families interleaving kv prompt resume sampling) $(addprefix store_,adapters format forms fuzz gguf hf \
   mxfp4 safetensors))
-test: install lint
-	$(BIN)/python -m pytest -n auto --dist loadfile tests/pure tests/test_tidy.py
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ON_ONE_CORE)
-	$(BIN)/python -m pytest --ignore tests/pure --ignore tests/test_tidy.py $(ON_ONE_CORE:%=--ignore %)
+test: check
+	$(BIN)/python -m pytest -m 'not slow' -n auto --dist loadfile $(ON_ONE_CORE)
+	$(BIN)/python -m pytest -m 'not slow' --ignore tests/pure --ignore tests/test_tidy.py $(ON_ONE_CORE:%=--ignore %)
+
+# The inner loop: style, types, and the tests that need neither the engine nor a server.
+check: install lint
+	$(BIN)/python -m pytest -m 'not slow' -n auto --dist loadfile tests/pure tests/test_tidy.py
+
+# What takes long and rarely breaks: levels of kernels between the lowest and the highest, whole contests of the benches.
+slow: install
+	$(BIN)/python -m pytest -m slow
 
 lint: install
-	$(BIN)/ruff check src benchmarks tests
-	$(BIN)/ruff format --check src benchmarks tests
+	$(BIN)/ruff check src benchmarks tests tools native
+	$(BIN)/ruff format --check src benchmarks tests tools native
 	$(BIN)/mypy
 
 # Several machines, held together by Ray in an environment of its own: the head, machines that join, leave and vanish;
@@ -160,7 +168,7 @@ fuzz: install
 	  --json build/fuzz/summary.json
 
 # Everything that can be tried on this machine: half an hour and more.
-check-all: test sanitize levels soak crowd tenants limited partitioned storm etcd
+check-all: test slow sanitize levels soak crowd tenants limited partitioned storm etcd
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

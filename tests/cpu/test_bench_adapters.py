@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from dovetail.store import Catalogue
 from dovetail.store.adapter_parts import open_adapter, places_of
 from dovetail.store.checking import check_weights
 from dovetail.store.format import read_manifest
 from dovetail_bench.adapters import make_adapters, make_copies
+
+pytestmark = pytest.mark.slow  # whole contests of processes
 
 
 def test_models_are_distinct_and_adapters_fit(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow  # whole contests of processes
+
 START_TIMEOUT_S = 60
 
 

@@ -32,6 +32,8 @@ from dovetail_bench.peers import PeerUnavailable, Report
 from dovetail_bench.shapes import TINY
 from dovetail_bench.steps import Steps
 
+pytestmark = pytest.mark.slow  # whole contests of processes
+
 KEYS = {"engine", "model", "precision", "metric", "batch", "median_ms", "spread_ms", "ratio_to_best_peer"}
 # An engine that takes the milliseconds that it is told to, and breaks in the ways that it is told to.
 FAKE = """

@@ -19,6 +19,8 @@ from dovetail_bench.fleet import CHANGED, Fleet, NotDistinct, check_distinct, fi
 from dovetail_bench.many import compete
 from dovetail_bench.servers import Settings, budget_bytes
 
+pytestmark = pytest.mark.slow  # whole contests of processes
+
 SHAPE = ModelSpec("qwen2", 400, 64, 2, 4, 2, 16, 96, 512, qkv_bias=True, tied_embeddings=True)
 MANY = ("bench", "many", "--models", "3", "--input", "4-8", "--output", "2-4", "--json")
 

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # whole contests of processes
+
 
 def test_a_start_from_the_pool_copies_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dovetail", "bench", "mapped-start", "--shape", "tiny", "--runs", "2", "--json"]

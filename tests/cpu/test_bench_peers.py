@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from dovetail_bench import peer_child
 from dovetail_bench.peers import PEERS, Peer, PeerFailed, PeerProcess, PeerUnavailable, find_python, set_up
 
+pytestmark = pytest.mark.slow  # whole contests of processes
+
 SCRIPT = Path(peer_child.__file__)
 MISSING = Peer("nowhere", ("dovetail-peer-that-is-nowhere==1.0",), ("dovetail_peer_that_is_nowhere",))
 

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from dovetail.cli.main import build_app
 from dovetail_bench import fio
 
+pytestmark = pytest.mark.slow  # whole contests of processes
+
 KEYS = {"loader", "model", "state", "bytes", "seconds_median", "gbps", "ratio_to_fio"}
 OPTIONS = ("--rounds", "1", "--no-install", "--no-drop-caches")
 

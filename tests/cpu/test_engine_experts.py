@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drive import logits_of, make_row
+from tried import tried
 
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.layouts import unpack
@@ -46,7 +47,7 @@ def run(checkpoint: RandomCheckpoint, level: str, count: int) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tried(LEVELS))
 @pytest.mark.parametrize("stored", ["f32", "bf16"])
 @pytest.mark.parametrize("count", [1, 48, 49, 200])
 def test_more_tokens_of_an_expert_than_fit_into_a_block(level: str, stored: str, count: int) -> None:
@@ -55,7 +56,7 @@ def test_more_tokens_of_an_expert_than_fit_into_a_block(level: str, stored: str,
     assert (run(checkpoint, level, count) - exact).norm() / exact.norm() < 1e-5
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tried(LEVELS))
 def test_a_router_that_is_not_a_number_does_not_go_unseen(level: str) -> None:
     assert run(make_checkpoint("f32", float("nan")), level, 20).isnan().all()
 
@@ -80,7 +81,7 @@ def decoded(checkpoint: RandomCheckpoint, level: str, chunks: Sequence[int] = (6
     return logits
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tried(LEVELS))
 @pytest.mark.parametrize("spec", [SINKS, LATENTS], ids=lambda spec: spec.family)
 def test_a_token_behind_a_long_context_is_the_same_alone_and_in_a_part_of_a_prompt(spec: ModelSpec, level: str) -> None:
     """Byte for byte: an answer that is computed again elsewhere goes on as it would have gone on."""
@@ -91,7 +92,7 @@ def test_a_token_behind_a_long_context_is_the_same_alone_and_in_a_part_of_a_prom
         assert torch.equal(decoded(checkpoint, level, chunks), alone), chunks
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tried(LEVELS))
 @pytest.mark.parametrize(("layout", "tolerance"), [("plain", 1e-5), ("int8", 0.02)])
 @pytest.mark.parametrize("spec", [SINKS, LATENTS], ids=lambda spec: spec.family)
 def test_a_long_context_gives_the_logits_of_the_torch_level(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from drive import Engine, logits_of, make_executor, make_request, make_row
+from tried import tried
 
 from dovetail.errors import ConfigError
 from dovetail.native import levels
@@ -20,7 +21,7 @@ TOKENS = [(31 * i) % 300 for i in range(90)]
 
 
 @native
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tried(LEVELS))
 @pytest.mark.parametrize("family", ["llama", "gemma3", "opt", "deepseek_v2"])  # heads of 8 and 16; windows; latents
 def test_logits_are_near_those_of_a_float_cache(tiny_folder: TinyFolder, family: str, level: str) -> None:
     found = {}
@@ -34,7 +35,7 @@ def test_logits_are_near_those_of_a_float_cache(tiny_folder: TinyFolder, family:
 
 
 @native
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tried(LEVELS))
 def test_sequences_say_the_same_alone_and_in_company(tiny_folder: TinyFolder, level: str) -> None:
     """Over shared prefixes, in chunks, with so few blocks that some are preempted."""
     requests = [make_request(TOKENS[: 20 + 5 * i], id=str(i), max_tokens=20) for i in range(4)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from drive import Engine, make_executor, make_request
+from tried import tried
 
 from dovetail.engine.breath import Breath
 from dovetail.engine.executor import CpuExecutor
@@ -36,7 +37,7 @@ def events_of(executor: CpuExecutor) -> list[TokenEvent]:
     return engine.drain()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tried(LEVELS))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bytes_are_the_same_with_another_models_iterations_in_between(
     tiny_folder: TinyFolder, family: str, level: str

@@ -10,10 +10,13 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 from busy_soak import busy_processes
 from busy_soak import soak as busy_soak
 from server_fixture import Server, eventually
 from sse import event_data
+
+pytestmark = pytest.mark.slow  # minutes of load
 
 CONCURRENCY = 32
 

@@ -15,6 +15,7 @@ from drive import logits_of, make_executor
 from store_builders import flat, stored
 from tiny import VOCAB_SIZE, save_tiny
 from tiny_gguf import Q, save_tiny_gguf
+from tried import tried
 
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.errors import UnsupportedModel
@@ -131,7 +132,7 @@ def test_the_engine_computes_from_packed_weights(
         assert 0 < error < tolerance
 
 
-@pytest.mark.parametrize("level", levels()[1:])
+@pytest.mark.parametrize("level", tried(levels()[1:]))
 @pytest.mark.parametrize("family", ["qwen3", "llama_bias", "opt"])  # tied; untied; with biases and learned positions
 @pytest.mark.parametrize("layout", CELLS)
 def test_quantised_weights_are_multiplied_where_they_lie(
@@ -149,7 +150,7 @@ def test_quantised_weights_are_multiplied_where_they_lie(
     assert 0 < error < 0.03
 
 
-@pytest.mark.parametrize("level", levels()[1:])
+@pytest.mark.parametrize("level", tried(levels()[1:]))
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("layout", CELLS)
 def test_quantised_experts_are_multiplied_where_they_lie(layout: str, family: str, level: str, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ class ByRows:
         self._model.close()
 
 
-@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("level", tried(levels()))
 @pytest.mark.parametrize("layout", CELLS)
 def test_weights_of_an_earlier_release_give_the_same_numbers(
     layout: str, level: str, tiny_folder: TinyFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -322,7 +323,7 @@ def test_blocks_of_a_gguf_are_kept_to_the_bit(kind: Q, family: str, ranks: int, 
         assert again.manifest.partitions == model.manifest.partitions
 
 
-@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("level", tried(levels()))
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_matrix_of_several_types_is_kept_in_pieces(family: str, level: str, tmp_path: Path) -> None:
     """As files of the type Q4_K_M are: q4_K, with q6_K for the values and here and there elsewhere."""
@@ -374,7 +375,7 @@ def test_what_has_no_blocks_cannot_be_kept_in_them(tiny_folder: TinyFolder, tmp_
         stored(tiny_folder("llama"), tmp_path, layout="gguf")
 
 
-@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("level", tried(levels()))
 def test_a_four_bit_gguf_gives_the_logits_of_its_own_weights(level: str, tmp_path: Path) -> None:
     """Its head is a matrix that eight bits hold exactly, so that all that is left is the rounding of activations."""
     head = np.random.default_rng(1).integers(-127, 128, (VOCAB_SIZE, 256)).astype(np.float32)

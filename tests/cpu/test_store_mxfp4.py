@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from store_builders import stored
 from tiny import save_tiny_tokenizer, tiny_model
 from tiny_gguf import Q, save_tiny_gguf
+from tried import tried
 
 from dovetail.native import levels
 from dovetail.store import open_checkpoint
@@ -108,7 +109,7 @@ def test_a_gguf_keeps_the_same_codes(model: Any, folder: Path, tmp_path: Path) -
         np.testing.assert_array_equal(to_float32(one), to_float32(other))
 
 
-@pytest.mark.parametrize("level", levels()[1:])
+@pytest.mark.parametrize("level", tried(levels()[1:]))
 def test_codes_are_multiplied_as_they_lie(folder: Path, tmp_path: Path, level: str) -> None:
     """The error is that of activations of eight bits and more."""
     exact = logits(folder, "torch")

@@ -325,60 +325,21 @@ def test_every_sweep_has_runs(name: str) -> None:
 
 
 def test_fault_storms_violate_no_invariant() -> None:
-    assert run_storm(range(90)) == []
+    assert run_storm(range(40)) == []
 
 
-def test_a_request_that_fits_an_empty_node_but_not_with_the_usual_pool_does_not_wait_for_ever() -> None:
-    assert run_storm([502_440]) == []
+# Each of these once violated an invariant. What they play has changed with the code since, so that none stands for one
+# scenario any more.
+ONCE_BROKEN = (101788, 101915, 101939, 103244, 103398, 200084, 205735, 400281, 402132, 403944, 502_440, 1_013_042)
 
 
-def test_an_answer_that_seeks_a_place_and_is_let_go_by_a_node_that_seemed_silent_seeks_one_place_only() -> None:
-    assert run_storm([1_013_042]) == []
+def test_storms_that_once_violated_an_invariant_violate_none() -> None:
+    assert run_storm(ONCE_BROKEN) == []
 
 
-def test_an_answer_that_is_taken_back_for_a_newcomer_moves_no_more() -> None:
-    run_one(200084)  # the copy had caught up with a request that had no place any more
-
-
-def test_who_fits_nowhere_does_not_go_back_and_forth_within_an_instant() -> None:
-    run_one(101788)  # each of two decode instances had it evicted at once, for want of memory
-
-
-def test_a_node_that_holds_nothing_but_a_copy_takes_no_turns() -> None:
-    run_one(101939)  # the word that the copy had caught up was late, and turns of nothing followed each other
-
-
-def test_what_went_and_came_back_within_an_iteration_ends_once() -> None:
-    run_one(101915)
-
-
-def test_a_model_that_fits_no_share_of_a_node_is_refused_instead_of_waiting_for_ever() -> None:
+def test_a_model_that_fits_no_share_of_a_node_is_refused_and_others_are_served() -> None:
     fates = {record.fate for record in run_one(102031).records}
     assert fates == {"finished", "rejected"}
-
-
-def test_blocks_that_are_handed_over_go_only_where_they_fit() -> None:
-    run_one(103244)
-
-
-def test_admission_beside_an_instance_that_only_holds_a_copy_has_an_answer() -> None:
-    run_one(103398)  # nothing of it is ever due
-
-
-def test_who_gave_up_waiting_for_others_to_make_way_may_have_others_make_way() -> None:
-    run_one(205735)  # the new plan came before anybody had been told that the old one was over
-
-
-def test_a_prompt_whose_pool_waits_for_memory_of_others_leaves_the_turn_to_those_who_answer() -> None:
-    run_one(400281)  # the pool was asked to grow once more, for ever
-
-
-def test_who_came_while_no_node_was_there_does_not_wait_for_ever_for_one_with_room() -> None:
-    run_one(402132)
-
-
-def test_what_a_late_node_lets_go_is_heard_of() -> None:
-    run_one(403944)  # it was asked before it fell silent, and answered after
 
 
 def test_a_storm_repeats_itself() -> None:
@@ -404,7 +365,11 @@ def test_a_violated_invariant_is_reported_with_its_seed(monkeypatch: pytest.Monk
 @needs_shared
 @pytest.mark.parametrize(
     ("name", "models", "rate", "gpus"),
-    [("slinfer", 32, 0.99, 0.9), ("slinfer", 128, 0.86, 4.0), ("sllm+c+s", 64, 0.93, 3.6)],
+    [
+        ("slinfer", 32, 0.99, 0.9),
+        pytest.param("slinfer", 128, 0.86, 4.0, marks=pytest.mark.slow),
+        ("sllm+c+s", 64, 0.93, 3.6),
+    ],
 )
 def test_published_rates_and_node_counts_are_reproduced(name: str, models: int, rate: float, gpus: float) -> None:
     summary = run(Setup(CONVERSATION, PROFILE, policy(name), models=models)).summary()
