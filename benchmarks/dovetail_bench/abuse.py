@@ -135,9 +135,11 @@ def _run_case(
 def _seen(samples: Samples) -> Seen:
     alone = [max(gap - taken, 0.0) for gap, taken in zip(samples.gaps, samples.taken, strict=True)]
     found = ([1000 * value for value in sorted(each)] or [0.0] for each in (samples.live, samples.gaps, alone))
-    (live, gaps, alone), shares = found, (0.5, 0.99, 1.0)
-    seen = (_at(each, share) for each in (live, gaps) for share in shares)
-    return Seen(*seen, _at(alone, 0.99), samples.failures)
+    live, gaps, alone = found
+    live_p50, live_p99, live_max = (_at(live, share) for share in (0.5, 0.99, 1.0))
+    gap_p50, gap_p99, gap_max = (_at(gaps, share) for share in (0.5, 0.99, 1.0))
+    alone_p99 = _at(alone, 0.99)
+    return Seen(live_p50, live_p99, live_max, gap_p50, gap_p99, gap_max, alone_p99, samples.failures)
 
 
 def _at(ordered: Sequence[float], share: float) -> float:

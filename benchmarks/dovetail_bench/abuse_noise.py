@@ -20,8 +20,8 @@ NICENESS = 10
 
 def main(arguments: list[str]) -> None:
     os.nice(NICENESS)
-    *names, folder = arguments
-    target = Target(*names, Path(folder))  # type: ignore[arg-type]
+    url, key, model, looping, admin_key, folder = arguments
+    target = Target(url, key, model, looping, admin_key, Path(folder))
     for line in sys.stdin:
         name, seconds = line.split()
         asyncio.run(_make(name, target, float(seconds)))

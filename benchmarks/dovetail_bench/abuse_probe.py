@@ -89,4 +89,5 @@ class Probe:
 
 
 if __name__ == "__main__":
-    asyncio.run(Probe(*sys.argv[1:4], Cores(*map(int, sys.argv[4:]))).run())
+    _url, _key, _model, *_pids = sys.argv[1:]
+    asyncio.run(Probe(_url, _key, _model, Cores(*map(int, _pids))).run())

@@ -105,9 +105,10 @@ def compare(
 
 
 def _summary(engine: str, starts: list[ColdStart]) -> Summary:
-    medians = [statistics.median(column) for column in zip(*(start.parts for start in starts), strict=True)]
+    columns = zip(*(start.parts for start in starts), strict=True)
+    import_s, load_s, first_token_s, total_s = (statistics.median(column) for column in columns)
     totals = [start.total_s for start in starts]
-    return Summary(engine, len(starts), *medians, total_spread_s=max(totals) - min(totals))
+    return Summary(engine, len(starts), import_s, load_s, first_token_s, total_s, max(totals) - min(totals))
 
 
 def _request(card: ModelCard) -> Request:

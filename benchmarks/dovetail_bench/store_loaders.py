@@ -69,7 +69,7 @@ class IntoFreshMemory(_StoreContender):
 
 
 class Mapped(_StoreContender):
-    states = ("warm",)
+    states: tuple[State, ...] = ("warm",)
 
     def __init__(self, loader: Loader) -> None:
         self.name = "dovetail (in the pool)"

@@ -60,10 +60,7 @@ def run(line: str, folder: Path, url: str) -> str:
     return done.stdout.strip()
 
 
-def chat_in_the_page(url: str, profile: Path) -> str:
-    browser = find_browser()
-    if browser is None:
-        return "no Chromium here"
+def chat_in_the_page(browser: str, url: str, profile: Path) -> str:
     with running_browser(browser, profile) as running:
         page = running.page(url)
         page.wait("document.querySelector('#model')?.value")
@@ -85,13 +82,25 @@ def test_the_first_steps_of_the_readme_work_as_they_are_written(smollm2: ModelCa
             assert json.loads(answer)["choices"][0]["message"]["content"] == "The capital of Germany is Berlin."
         ask, visit, add = commands.splitlines()
         assert len(run(ask, tmp_path, url)) > 20
-        address = run(visit, tmp_path, url)
-        assert chat_in_the_page(address, tmp_path / "profile")
+        assert run(visit, tmp_path, url).startswith(url)
         assert run(add, tmp_path, url) == f"mine is served at {url}"
         said = StringIO()
         with redirect_stdout(said):
             exec(program.replace("http://127.0.0.1:8000", url), {})
         assert said.getvalue().strip()
+
+
+@pytest.mark.skipif(find_browser() is None, reason="needs Chromium (Debian, Ubuntu: apt-get install chromium)")
+def test_the_page_of_the_first_steps_chats(smollm2: ModelCard, tmp_path: Path) -> None:
+    serve, commands, _ = blocks()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with served(serve, port, tmp_path) as printed:
+        next(text for text in printed if text.strip().startswith("curl "))
+        address = run(commands.splitlines()[1], tmp_path, url)
+        browser = find_browser()
+        assert browser is not None
+        assert "Berlin" in chat_in_the_page(browser, address, tmp_path / "profile")
 
 
 @pytest.fixture(autouse=True)

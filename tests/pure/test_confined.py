@@ -163,16 +163,27 @@ def test_a_child_is_in_our_session_where_its_niceness_counts_and_in_a_group_of_i
         confined.close()
 
 
-def test_memory_that_one_conversation_needed_is_given_back(tmp_path: Path) -> None:
-    templates = Templates(BOUNDS)
-    big = [{"role": "user", "content": "x" * (24 << 20)}]
-    assert len(run(templates.render(text_of(tmp_path, "{{ messages[0].content }}"), big))) == 24 << 20
-    sizes = []
+def template_processes() -> dict[int, int]:
+    """Bytes in memory by process id."""
+    sizes = {}
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # another test's that has just ended
             if "chat_child" in " ".join(child.cmdline()):
-                sizes.append(child.memory_info().rss)
-    assert all(size < 64 << 20 for size in sizes)
+                sizes[child.pid] = child.memory_info().rss
+    return sizes
+
+
+def test_memory_that_one_conversation_needed_is_given_back(tmp_path: Path) -> None:
+    templates = Templates(dataclasses.replace(BOUNDS, wall_s=120.0))
+    text = text_of(tmp_path, "{{ messages[0].content }}")
+    others = template_processes()
+    assert run(templates.render(text, HELLO))
+    before = template_processes().keys() - others.keys()
+    assert len(before) == 1
+    big = [{"role": "user", "content": "x" * (24 << 20)}]
+    assert len(run(templates.render(text, big))) == 24 << 20
+    after = template_processes()
+    assert all(after.get(process, 0) < 64 << 20 for process in before), "it is small again, or has ended"
 
 
 GRAMMAR = Grammar("regex", "[ab]{2,4}")

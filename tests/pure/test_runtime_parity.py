@@ -1,5 +1,7 @@
 """Two drivers, one runtime: the same requests with the same durations give the same decisions, turns and commands, byte
-for byte, in the simulator and over the wire between a gateway's dispatcher and a worker's driver with executors."""
+for byte, in the simulator and over the wire between a gateway's dispatcher and a worker's driver with executors.
+
+Prefixes are not reused here, because the simulator knows nothing of them: what a hit changes has no parity yet."""
 
 from __future__ import annotations
 
@@ -168,6 +170,7 @@ class Worker:
         executor.driver = self.driver
         limits = SchedulerConfig(4096, max_batch=256, max_turn_tokens=4096, max_tokens=MAX_TOKENS - BLOCK)
         runner = ModelRunner(ModelCard(said.model, "", SPEC, ""), executor, limits, BLOCK)
+        # No prefix is found, as in the simulator.
         runner.scheduler.pool.match = lambda tokens, limit, root: ([], root)  # type: ignore[method-assign]
         self.driver.loaded(said.instance, runner)
         self.link.pump()
