@@ -16,8 +16,9 @@ from drive import Engine, make_executor, make_request, make_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.engine.draw import uniform
 from dovetail.engine.grammar import Grammars
-from dovetail.engine.sampler import sample, uniform
+from dovetail.engine.sampler import sample
 from dovetail.sched.turn import TurnRow
 from dovetail.types import FinishReason, Grammar, SamplingParams
 

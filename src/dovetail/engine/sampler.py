@@ -2,7 +2,7 @@
 (seed, position), so a request's text does not depend on what else is in the batch or on when it was preempted.
 
 Order of steps: log-probabilities of the raw model for the report; penalties, bias, barred tokens and grammar;
-temperature; top-k, top-p, min-p; one draw by inverse cumulative probability.
+then the draw (`draw.py`). What the device's own sampler (`devices.cuda.sampling`) does is this, to the bit.
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.engine.draw import LARGEST, draw
 from dovetail.engine.grammar import Grammars
 from dovetail.errors import Unprocessable
-from dovetail.sched.sequence import mix64
 from dovetail.sched.turn import RowOutcome, TurnRow
 from dovetail.types import SamplingParams, TokenLogprob, TokenLogprobs
-
-_CANDIDATES = 256  # top-p usually needs fewer than this many; if not, the whole vocabulary is sorted
-_MORE_CANDIDATES = 4096  # before that, where they are found fast
 
 
 @dataclass(frozen=True)
@@ -58,11 +54,6 @@ def sample(
     return outcomes
 
 
-def uniform(seed: int, position: int) -> float:
-    """In [0, 1): the only randomness there is."""
-    return (mix64(seed, position) >> 11) * 2.0**-53
-
-
 # Shaping one row's logits, in place
 
 _LATE_TOKENS = 3  # that the mark may come after its time: a character has up to four bytes, each perhaps a token
@@ -72,7 +63,7 @@ def is_shaped(row: TurnRow) -> bool:
     """Its logits are changed before one is chosen."""
     sampling = row.sampling
     barred = bool(sampling.stop_token_ids) and len(row.tokens) - row.num_prompt < sampling.min_tokens
-    limited = sampling.allowed_token_ids or sampling.bad_words or _forced_token(row) is not None
+    limited = sampling.allowed_token_ids or sampling.bad_words or forced_token(row) is not None
     return bool(sampling.has_penalties or sampling.logit_bias or sampling.grammar or limited or barred)
 
 
@@ -89,20 +80,20 @@ def _shape(logits: Tensor, row: TurnRow, grammars: Grammars) -> _Failure | None:
     if sampling.allowed_token_ids:
         _allow_only(logits, sampling.allowed_token_ids)
     if sampling.bad_words:
-        logits[_ends_of_bad_words(row, len(logits))] = float("-inf")
+        logits[ends_of_bad_words(row, len(logits))] = float("-inf")
     if sampling.grammar is not None:
         try:
             grammars.constrain(row, logits)
         except Unprocessable as error:
             return _Failure(str(error))
-    forced = _forced_token(row)
+    forced = forced_token(row)
     # A grammar may want the rest of a character first.
     if forced is not None and (sampling.grammar is None or logits[forced] > float("-inf")):
         _allow_only(logits, (forced,))
     return None
 
 
-def _forced_token(row: TurnRow) -> int | None:
+def forced_token(row: TurnRow) -> int | None:
     """The next token of the mark that ends thoughts, once they have had their tokens."""
     limit = row.sampling.thinking
     made = len(row.tokens) - row.num_prompt
@@ -122,15 +113,20 @@ def _penalize(logits: Tensor, row: TurnRow) -> None:
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(row.tokens)), device=logits.device)
         values = logits[seen]
-        penalty = sampling.repetition_penalty
-        largest = torch.finfo(logits.dtype).max
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp(-largest, largest)
+        penalty, inverse = repetition(sampling)
+        logits[seen] = torch.where(values > 0, values * inverse, values * penalty).clamp(-LARGEST, LARGEST)
     if sampling.presence_penalty or sampling.frequency_penalty:
         counts = Counter(row.tokens[row.num_prompt :])
         if counts:
             made = torch.tensor(list(counts), device=logits.device)
             often = _like(logits, list(counts.values()))
             logits[made] -= sampling.presence_penalty + sampling.frequency_penalty * often
+
+
+def repetition(sampling: SamplingParams) -> tuple[float, float]:
+    """What logits below and above zero are multiplied by, of tokens that the text has."""
+    penalty = sampling.repetition_penalty
+    return min(penalty, LARGEST), min(1.0 / penalty, LARGEST)
 
 
 def _allow_only(logits: Tensor, tokens: Sequence[int]) -> None:
@@ -142,7 +138,7 @@ def _allow_only(logits: Tensor, tokens: Sequence[int]) -> None:
     logits[allowed] = values
 
 
-def _ends_of_bad_words(row: TurnRow, vocab: int) -> list[int]:
+def ends_of_bad_words(row: TurnRow, vocab: int) -> list[int]:
     """Tokens that would complete a word which the output already has but for its last token."""
     tokens, made = row.tokens, len(row.tokens) - row.num_prompt
     last = tokens[-1] if made else -1
@@ -168,116 +164,13 @@ def _find_best(logits: Tensor) -> list[int]:
 def _choose(logits: Tensor, rows: list[TurnRow], best: Sequence[int], kernels: ModuleType | None) -> list[int]:
     tokens = [int(logits[at].argmax()) if is_shaped(row) else best[at] for at, row in enumerate(rows)]
     drawn = [at for at, row in enumerate(rows) if not row.sampling.is_greedy]
-    for wide in (False, True):  # rows whose filter ends within the candidates, and the others
-        chosen = [at for at in drawn if _keeps_all(rows[at].sampling) == wide]
-        if chosen:
-            those = [rows[at] for at in chosen]
-            if wide:
-                draws = _draw(_probabilities(logits[chosen], those), None, those)
-            else:
-                draws = _draw(*_filtered(_Rows(logits, chosen, those, kernels)), those)
-            tokens = [draws.pop(0) if at in chosen else token for at, token in enumerate(tokens)]
+    for at, token in zip(drawn, draw(logits, drawn, [rows[at] for at in drawn], kernels), strict=True):
+        tokens[at] = token
     return tokens
-
-
-def _keeps_all(sampling: SamplingParams) -> bool:
-    return sampling.top_k == 0 and sampling.top_p >= 1.0
 
 
 def _like(logits: Tensor, values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=logits.dtype, device=logits.device)
-
-
-def _column(values: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
-
-
-def _probabilities(logits: Tensor, rows: list[TurnRow]) -> Tensor:
-    """[rows, vocab], of logits [rows, vocab]."""
-    temperature = _column([row.sampling.temperature for row in rows], logits.device)
-    # Below the likeliest, so that no temperature, however small, leads beyond the largest number.
-    scaled = (logits - logits.max(dim=-1, keepdim=True).values).double() / temperature
-    return torch.softmax(scaled, dim=-1)
-
-
-def _draw(probabilities: Tensor, order: Tensor | None, rows: list[TurnRow]) -> list[int]:
-    """`order`: the tokens that the probabilities belong to, if they are not all of them as they come."""
-    min_p = _column([row.sampling.min_p for row in rows], probabilities.device)
-    likeliest = probabilities.max(dim=-1, keepdim=True).values
-    probabilities = probabilities.masked_fill(probabilities < min_p * likeliest, 0.0)
-    cumulative = probabilities.cumsum(dim=-1)
-    draws = _column([uniform(row.sampling.seed, len(row.tokens)) for row in rows], probabilities.device)
-    picks = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
-    last = (probabilities > 0).int().cumsum(dim=-1).argmax(dim=-1, keepdim=True)  # the last one that may be picked
-    picks = torch.minimum(picks, last)
-    return (picks if order is None else order.gather(1, picks))[:, 0].tolist()
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of an iteration's logits, which are not copied until all of a row is needed."""
-
-    logits: Tensor  # [all rows, vocab]
-    at: list[int]
-    rows: list[TurnRow]
-    kernels: ModuleType | None
-
-    @property
-    def is_native(self) -> bool:
-        return self.kernels is not None and self.logits.dtype == torch.float32
-
-    def likeliest(self, width: int) -> tuple[Tensor, Tensor]:
-        """Probabilities, largest first, and their tokens, [rows, width] each."""
-        if self.kernels is None or not self.is_native:
-            values, order = _probabilities(self.logits[self.at], self.rows).topk(width, dim=-1)
-            return values, order
-        found = torch.empty(len(self.at), width)
-        order, totals = torch.empty_like(found, dtype=torch.int64), torch.empty(len(self.at), 1, dtype=torch.float64)
-        temperature = _column([row.sampling.temperature for row in self.rows], self.logits.device)
-        sharpness = (1.0 / temperature).float().clamp(max=torch.finfo(torch.float32).max)[:, 0]
-        at = np.array(self.at, dtype=np.int32)
-        self.kernels.candidates(torch.get_num_threads(), self.logits, at, sharpness, found, order, totals)
-        return torch.exp((found - found[:, :1]).double() / temperature) / totals, order
-
-    def ranked(self, some: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of the whole vocabulary, for some of the rows."""
-        chosen = some.nonzero()[:, 0].tolist()
-        whole = _probabilities(self.logits[[self.at[i] for i in chosen]], [self.rows[i] for i in chosen])
-        values, order = whole.sort(dim=-1, descending=True)
-        return values, order
-
-
-def _filtered(some: _Rows) -> tuple[Tensor, Tensor]:
-    """Top-k and top-p: the kept probabilities, likeliest first and zero behind, and their tokens."""
-    vocab = some.logits.shape[1]
-    device = some.logits.device
-    top_k = torch.tensor([row.sampling.top_k or vocab for row in some.rows], device=device)[:, None]
-    top_p = _column([row.sampling.top_p for row in some.rows], device)
-    values, order = _ranked(some, top_k, top_p)
-    rank = torch.arange(values.shape[1], device=device)
-    values = values.masked_fill(rank >= top_k, 0.0)
-    # top-p counts within what top-k left; a token stays if those before it have not reached p yet
-    reached = values.cumsum(dim=-1)
-    enough = top_p * torch.where(top_k < vocab, reached[:, -1:], 1.0)
-    return values.masked_fill((reached - values >= enough) & (rank > 0), 0.0), order
-
-
-def _ranked(some: _Rows, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of each row, as many as its filters can keep; zeros where another row needs more.
-
-    Whether a row is sorted whole is decided by the row alone, because the two ways order equal values differently."""
-    count, vocab = len(some.rows), some.logits.shape[1]
-    for most in (_CANDIDATES, _MORE_CANDIDATES) if some.is_native else (_CANDIDATES,):
-        width = min(most, vocab)
-        values, order = some.likeliest(width)
-        covered = (top_k >= vocab) & (values.cumsum(dim=-1)[:, -1:] >= top_p)
-        beyond = ~(covered | (top_k <= width))[:, 0]
-        if width == vocab or not bool(beyond.any()):
-            return values, order
-    values = torch.cat((values, values.new_zeros(count, vocab - width)), dim=-1)
-    order = torch.cat((order, order.new_zeros(count, vocab - width)), dim=-1)
-    values[beyond], order[beyond] = some.ranked(beyond)
-    return values, order
 
 
 # Reporting
