@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from random_codes import random_codes
+from random_sampling import random_logits, random_row, random_sampling
 
 from dovetail.codings import CODINGS, Quantised
 from dovetail.engine.adapters import AdapterMatrices, Part
@@ -14,7 +17,10 @@ from dovetail.engine.devices.cuda import attention, coded, elementwise, products
 from dovetail.engine.devices.cuda.adapter_image import AdapterImage, adapted_matrix, group_rows, rank_capacity
 from dovetail.engine.devices.cuda.greedy import fill_in, greedy
 from dovetail.engine.devices.cuda.lora import AdaptedRows
+from dovetail.engine.devices.cuda.sampling import DeviceSampler
+from dovetail.engine.grammar import Grammars
 from dovetail.engine.rope import Rope
+from dovetail.engine.sampler import sample
 from dovetail.layouts import coding_of, pack_codes, unpack
 from dovetail.modelspec import ModelSpec, RopeSpec
 from dovetail.native import torch_ops
@@ -240,6 +246,21 @@ def check_greedy() -> None:
     assert tokens.tolist() == [7, 5000, 0, 0, chosen[3]], "given ones stay, and what is no token becomes 0"
 
 
+def check_choose(vocab: int, seed: int) -> None:
+    """Rows of random parameters together: each has the token that the host draws."""
+    chance, grammars = random.Random(seed), Grammars(Path("none"), vocab, ())
+    rows = [random_row(chance, vocab, at, random_sampling(chance, vocab)) for at in range(12)]
+    logits = random_logits(chance, len(rows), vocab)
+    wanted = [outcome.token for outcome in sample(logits.float(), rows, grammars)]
+    sampler = DeviceSampler(vocab, len(rows) + 2, CPU, grammars)
+    sampler.admit(rows)
+    chosen = torch.full((len(rows) + 2,), -7, dtype=torch.int32)
+    assert sampler.choose(rows, logits, chosen, None, lambda choose: choose()) == {}
+    for row, ours, theirs in zip(rows, chosen.tolist(), wanted, strict=False):
+        assert ours == theirs, f"{ours}, the host draws {theirs}: {row}"
+    assert chosen.tolist()[len(rows) :] == [-7, -7]
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     check_norms()
@@ -261,3 +282,5 @@ if __name__ == "__main__":
     check_adapters(72, 4, 2, (3, 16, 40))
     check_adapters(1024, 2, 1, (8, 1))
     check_greedy()
+    for seed in range(2):
+        check_choose(4200, seed)

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 if torch.cuda.is_available():
     from dovetail.engine.devices.cuda.adapter_image import TILE, AdapterImage, adapted_matrix, group_rows
     from dovetail.engine.devices.cuda.adapters import CudaAdapter, grouped_rows
+    from dovetail.engine.devices.cuda.arena import RECLAIMER
     from dovetail.engine.devices.cuda.device import CudaDevice
 
 REFUSED = {"olmo2", "olmo3", "cohere", "cohere2", "gpt_oss", "deepseek_v2"}  # on GPUs, whatever they are adapted with
@@ -382,6 +383,7 @@ def test_its_memory_is_what_was_counted_and_is_given_back(
         assert packed.num_bytes >= 2 << 20
         between = torch.cuda.mem_get_info()[0]
         bound.drop("a")
+        RECLAIMER.wait()
         taken.append((before - between - packed.num_bytes, torch.cuda.mem_get_info()[0] - before))
     assert (0, 0) in taken, taken
 

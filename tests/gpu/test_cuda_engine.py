@@ -20,6 +20,7 @@ from dovetail.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 if torch.cuda.is_available():
+    from dovetail.engine.devices.cuda.arena import RECLAIMER
     from dovetail.engine.devices.cuda.device import CudaDevice
 
 LENGTH = 40
@@ -314,5 +315,6 @@ def test_what_does_not_fit_on_the_device_is_said_and_leaves_nothing_behind(
     executor.resize(64)
     assert len(executor.run(Turn((make_row(0, make_tokens(1), 0, LENGTH, list(range(10))),))).rows) == 1
     executor.close()
+    RECLAIMER.wait()
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] > before - (256 << 20)

@@ -16,6 +16,7 @@ from dovetail_bench.cli.abuse import abuse
 from dovetail_bench.cli.adapters import adapters
 from dovetail_bench.cli.engines import engines
 from dovetail_bench.cli.many import many
+from dovetail_bench.cli.sampling import sampling
 from dovetail_bench.cli.speculation import speculation
 from dovetail_bench.cli.store import store
 
@@ -33,6 +34,7 @@ app.command("many")(many)
 app.command("engines")(engines)
 app.command("abuse")(abuse)
 app.command("speculation")(speculation)
+app.command("sampling")(sampling)
 app.command("store")(store)
 
 

@@ -49,14 +49,26 @@ class Grammars:
 
     def constrain(self, row: TurnRow, logits: Tensor) -> None:
         """Set the logits [vocab] of tokens that the grammar forbids here to minus infinity, in place."""
+        allowed = np.unpackbits(self.allowed(row).view(np.uint8), bitorder="little", count=self._vocab_size)
+        logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), float("-inf"))
+
+    def allowed(self, row: TurnRow) -> np.ndarray:
+        """A bit for each token that the grammar allows here, uint32 [words]."""
         state = self._caught_up(row)
         started = time.thread_time()
         state.matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
         if time.thread_time() - started > MAX_STEP_S:
             self._refuse(row)
         self._check(state)
-        allowed = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little", count=self._vocab_size)
-        logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), float("-inf"))
+        return self._bitmask.view(np.uint32).copy()
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self._states)
+
+    def follows(self, sequence: int) -> bool:
+        """It was asked what the grammar of this sequence allows, and the sequence goes on."""
+        return sequence in self._states
 
     def is_complete_after(self, row: TurnRow, token: int) -> bool:
         """Whether the text is whole with this token, so that nothing may follow."""

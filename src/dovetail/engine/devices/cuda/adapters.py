@@ -77,8 +77,10 @@ class CudaAdapter:
         self._image = None
 
     def close(self) -> None:
-        self._streams.stream.synchronize()  # iterations that nobody collected may still read it
         self._image = self._bytes = None
+        read = torch.cuda.Event()  # by iterations that nobody collected
+        read.record(self._streams.stream)
+        self._arena.in_use = (read,)
         self._arena.close()
 
     def _compile(self) -> None:

@@ -8,6 +8,11 @@ changes, and graphs that were captured over the addresses stay valid.
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +20,50 @@ from cuda.bindings import driver
 
 from dovetail.errors import OutOfMemory
 
+log = logging.getLogger("dovetail.worker")
+
 _MOST_CHUNKS = 128  # that an arena is cut into: every call to map one costs some tens of microseconds
 _LARGEST_CHUNK = 256 << 20
 
 
+class Reclaimer:
+    """Gives memory back to the device in a thread of its own, after what still uses it: unmapping a model takes tens of
+    milliseconds, and no iteration of another one shall wait for that."""
+
+    def __init__(self) -> None:
+        self._orders: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, order: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="reclaimer")
+            self._thread.start()
+        self._orders.put(order)
+
+    def wait(self) -> bool:
+        """Until all that was ordered is done; False if nothing was."""
+        is_busy = self._orders.unfinished_tasks > 0
+        self._orders.join()
+        return is_busy
+
+    def _run(self) -> None:
+        while True:
+            order = self._orders.get()
+            try:
+                order()
+            except (OutOfMemory, RuntimeError):  # the others' memory is to come back all the same
+                log.error("memory of the GPU was not given back\n%s", traceback.format_exc())
+            finally:
+                del order  # and what it holds
+                self._orders.task_done()
+
+
+RECLAIMER = Reclaimer()  # of the process
+
+
 class CudaArena:
-    """Owns a range of device addresses until close(). Whoever shrinks or closes it has made sure that the device is
-    done with the tail."""
+    """Owns a range of device addresses until close(). Shrinking and closing return at once: the memory goes back in the
+    background, when the device is past the events `in_use`; whoever lacks memory before that waits for it."""
 
     def __init__(self, reserve_bytes: int, device: torch.device) -> None:
         torch.cuda.init()
@@ -34,6 +76,8 @@ class CudaArena:
         self._address = int(_checked(driver.cuMemAddressReserve(self.reserved_bytes, 0, 0, 0)))
         self._handles: list[Any] = []
         self._view: torch.Tensor | None = None
+        self._is_shrinking = False  # addresses behind the head may still be mapped
+        self.in_use: tuple[torch.cuda.Event, ...] = ()  # by what may still read the memory
 
     @property
     def committed_bytes(self) -> int:
@@ -45,13 +89,18 @@ class CudaArena:
         wanted = -(-num_bytes // self._chunk_bytes)
         assert wanted * self._chunk_bytes <= self.reserved_bytes, f"{num_bytes:,} bytes of {self.reserved_bytes:,}"
         before = len(self._handles)
+        if wanted > before and self._is_shrinking:
+            RECLAIMER.wait()
+            self._is_shrinking = False
         try:
             while len(self._handles) < wanted:
                 self._map_one()
         except OutOfMemory:
-            self._unmap_to(before)
+            self._unmap(self._take_from(before))
             raise
-        self._unmap_to(wanted)
+        if wanted < before:
+            self._is_shrinking = True
+            self._unmap_later(self._take_from(wanted))
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A view of the whole range; only what is committed may be touched. Must not outlive the arena."""
@@ -59,7 +108,7 @@ class CudaArena:
             before = len(self._handles)
             self.resize(max(self.committed_bytes, 1))  # torch asks the driver whose address it is
             self._view = torch.as_tensor(_Bytes(self._address, self.reserved_bytes), device=self._device)
-            self._unmap_to(before)
+            self._unmap(self._take_from(before))
         count = dtype.itemsize
         for size in shape:
             count *= size
@@ -68,12 +117,13 @@ class CudaArena:
     def close(self) -> None:
         if self._address:
             self._view = None
-            self._unmap_to(0)
-            _checked(driver.cuMemAddressFree(self._address, self.reserved_bytes))
-            self._address = 0
+            address, self._address = self._address, 0
+            self._unmap_later(self._take_from(0, address), address)
 
     def _map_one(self) -> None:
         code, handle = driver.cuMemCreate(self._chunk_bytes, self._property, 0)
+        if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY and RECLAIMER.wait():
+            code, handle = driver.cuMemCreate(self._chunk_bytes, self._property, 0)
         if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise OutOfMemory(f"the device has no {self._chunk_bytes:,} bytes left")
         _checked((code, handle))
@@ -82,11 +132,31 @@ class CudaArena:
         _checked(driver.cuMemSetAccess(at, self._chunk_bytes, [_access(self._device.index or 0)], 1))
         self._handles.append(handle)
 
-    def _unmap_to(self, count: int) -> None:
-        while len(self._handles) > count:
-            handle = self._handles.pop()
-            _checked(driver.cuMemUnmap(self._address + self.committed_bytes, self._chunk_bytes))
+    def _take_from(self, count: int, begin: int = 0) -> list[tuple[int, Any]]:
+        """The chunks behind the first few, which are no longer the arena's: addresses and handles, the last first."""
+        begin = begin or self._address
+        taken = [(begin + at * self._chunk_bytes, self._handles[at]) for at in range(count, len(self._handles))]
+        del self._handles[count:]
+        return taken[::-1]
+
+    def _unmap(self, chunks: list[tuple[int, Any]]) -> None:
+        for address, handle in chunks:
+            _checked(driver.cuMemUnmap(address, self._chunk_bytes))
             _checked(driver.cuMemRelease(handle))
+
+    def _unmap_later(self, chunks: list[tuple[int, Any]], freed: int = 0) -> None:
+        """And give the addresses from `freed` on back."""
+        events = self.in_use
+
+        def unmap() -> None:
+            torch.cuda.set_device(self._device)
+            for event in events:
+                event.synchronize()
+            self._unmap(chunks)
+            if freed:
+                _checked(driver.cuMemAddressFree(freed, self.reserved_bytes))
+
+        RECLAIMER.add(unmap)
 
 
 class _Bytes:

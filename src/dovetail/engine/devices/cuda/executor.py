@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,21 +19,21 @@ from dovetail.engine.devices.cuda.adapters import BoundAdapters, CudaAdapter
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.devices.cuda.attention import DecodeScratch
 from dovetail.engine.devices.cuda.batch import MixedAttention, build, only_greedy, stays_greedy
-from dovetail.engine.devices.cuda.graphs import CapturedSteps, ChunkSteps, DecodeSteps
+from dovetail.engine.devices.cuda.graphs import CapturedSteps, ChunkSteps, DecodeSteps, GraphMemory
 from dovetail.engine.devices.cuda.greedy import greedy
 from dovetail.engine.devices.cuda.model import CudaModel
+from dovetail.engine.devices.cuda.sampling import DeviceSampler, Reported
 from dovetail.engine.devices.cuda.weights import DeviceWeights, HostCopier
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import ExecutorConfig, max_blocks
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.prompt_reader import PIECE_TOKENS, PromptReader, reads_prompt
-from dovetail.engine.sampler import sample
-from dovetail.errors import ConfigError, DeviceLost, UnsupportedModel
+from dovetail.errors import ConfigError, DeviceLost, Unprocessable, UnsupportedModel
 from dovetail.modelspec import FP8, ModelSpec, activation_dtype
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
-from dovetail.types import SamplingParams
+from dovetail.types import SamplingParams, TokenLogprobs
 
 
 class SharedStreams:
@@ -45,6 +45,7 @@ class SharedStreams:
         self.stream = torch.cuda.Stream(device)
         self.adapter_stream = torch.cuda.Stream(device)
         self.copier = HostCopier(device)
+        self.graph_memory = GraphMemory(device)
 
     def check(self) -> None:
         """Whether the device still answers: after a fault every later call fails, whoever's it is."""
@@ -55,14 +56,34 @@ class SharedStreams:
             raise DeviceLost(f"the GPU {self.device.index} does not answer any longer: {reason}") from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Launched:
     sampled: list[TurnRow]
-    logits: Tensor | None  # [sampled, vocab]
-    tokens: Tensor | None  # on the host once `done`; None = they are drawn from the logits when collected
     done: torch.cuda.Event
     is_decode: bool  # by `DecodeSteps`
     is_typical: bool
+    tokens: Tensor | None = None  # on the host once `done`
+    logits: Tensor | None = None  # of rows that are still to be sampled: the host has to look at their texts first
+    failures: dict[int, str] = field(default_factory=dict)  # by place: what is wrong with a row's own request
+    reported: Reported | None = None  # log-probabilities
+
+    def outcome(self, grammars: Grammars) -> Outcome:
+        """Once it is done."""
+        assert self.tokens is not None
+        tokens = self.tokens.tolist()
+        pairs = list(zip(self.sampled, tokens, strict=True))
+        logprobs = self.reported.take(self.sampled, tokens) if self.reported is not None else {}
+        if not self.failures and not logprobs and not grammars.has_states:
+            return Outcome(tuple([_outcome(row, token) for row, token in pairs]))
+        rows = []
+        for at, (row, token) in enumerate(pairs):
+            outcome = _outcome(row, token)
+            if at in self.failures:
+                outcome = RowOutcome(row.sequence, token=0, error=self.failures[at], unprocessable=True)
+            elif outcome.error is None:
+                outcome = _judged(row, token, logprobs.get(at), grammars)
+            rows.append(outcome)
+        return Outcome(tuple(rows))
 
 
 def lacking_on_gpu(spec: ModelSpec) -> str | None:
@@ -104,14 +125,14 @@ class CudaExecutor:
         self._checkpoint: Checkpoint | None = checkpoint
         self._model: CudaModel | None = CudaModel(spec, self._weights, device.device)
         self.weight_bytes = self.copied_bytes = self._weights.num_bytes
-        self._cache = KVCache(
-            spec, dtype, config.block_size, self.max_blocks, arena=lambda size: CudaArena(size, device.device)
-        )
+        self._cache = KVCache(spec, dtype, config.block_size, self.max_blocks, arena=self._make_cache_arena)
         shape = self._model.layers[0].attention
         self._scratch = DecodeScratch(max_batch, shape, device.num_processors, device.device)
         longest = min(spec.context_length, self.max_blocks * config.block_size)
         width = -(-longest // config.block_size) + 1
-        self._steps = CapturedSteps(self._weights.has_arrived if self._model.is_capturable else lambda: False)
+        capturable = self._weights.has_arrived if self._model.is_capturable else lambda: False
+        self._steps = CapturedSteps(capturable, device.graph_memory)
+        self._used = torch.cuda.Event()  # the stream is past all that this model has asked of it
         self._adapters = BoundAdapters(dtype, device.device)
         cache = self._cache.addresses()
         self._decode = DecodeSteps(
@@ -119,12 +140,17 @@ class CudaExecutor:
         )
         self._chunk = ChunkSteps(self._model, cache, self._steps, self._adapters, width)
         self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
+        self._sampler = DeviceSampler(spec.vocab_size, max_batch, device.device, self._grammars)
         self._reader = PromptReader()
         self._failed: list[RowOutcome] = []  # rows of the launched iteration that were not computed
         self._reading: list[TurnRow] = []  # rows of the launched iteration whose prompts are read when it is collected
         self._stays_greedy: dict[int, bool] = {}  # by sequence
         self._launched: deque[_Launched] = deque(maxlen=2)  # not collected; the second follows the first
         self.was_typical = True
+
+    def _make_cache_arena(self, size: int) -> CudaArena:
+        self._cache_arena = CudaArena(size, self._device.device)
+        return self._cache_arena
 
     @property
     def kv_committed_bytes(self) -> int:
@@ -158,25 +184,59 @@ class CudaExecutor:
             if not turn.rows:
                 return
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
-            is_decode = self._is_decode(turn.rows)
-            sampled, logits, best = self._forward(turn)
-            tokens = best if self._all_stay_greedy(sampled) or only_greedy(sampled) else None
-            self._note(sampled, logits, tokens, is_decode=is_decode)
+            self._launch(list(turn.rows))
 
     def launch_next(self, turn: Turn) -> bool:
         """Queue the iteration that follows the launched one: its rows are some of that one's, and their tokens what
-        that one is about to choose, which the host need not know. False where the host has to choose them."""
+        that one is about to choose, which the host need not know. Where it has to (a grammar), it is computed as far as
+        its logits, and sampled when the next one is launched or this one is collected."""
         if len(self._launched) != 1 or self._reading or self._failed:
             return False
         before = self._launched[0]
-        places = {row.sequence: at for at, row in enumerate(before.sampled)}
-        if before.tokens is None or not before.is_decode or not self._all_stay_greedy(turn.rows):
+        if not before.is_decode:
             return False
+        places = {row.sequence: at for at, row in enumerate(before.sampled)}
         rows = list(turn.rows)
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
-            logits, best = self._decode.run(rows, [places[row.sequence] for row in rows])
-            self._note(rows, logits, best, is_decode=True)
+            self._sample_late(before)
+            self._launch(rows, [places[row.sequence] for row in rows])
         return True
+
+    def _launch(self, rows: list[TurnRow], previous: Sequence[int] = ()) -> None:
+        is_decode = self._is_decode(rows)
+        sampled = [row for row in rows if row.samples]
+        launched = _Launched(sampled, torch.cuda.Event(), is_decode, is_typical=True)
+        if self._all_stay_greedy(sampled) or (not previous and only_greedy(sampled)):
+            launched.sampled, _, launched.tokens = self._forward(rows, previous)
+        else:
+            self._sampler.admit(sampled)
+            launched.sampled, logits = self._forward_to_logits(rows, previous)
+            # Of those that follow each other by graphs the texts are not known yet.
+            if is_decode and self._sampler.needs_text(sampled):
+                launched.logits = logits
+            else:
+                self._sample(launched, logits)
+        self._note(launched)
+
+    def _sample(self, launched: _Launched, logits: Tensor) -> None:
+        rows = launched.sampled
+        if launched.is_decode:
+            launched.tokens, launched.failures = self._decode.sample(rows, logits, self._sampler)
+            launched.reported = self._sampler.report(rows, logits, self._decode.chosen)
+            return
+        chosen, launched.failures = self._sampler.choose_first(rows, logits)
+        launched.reported = self._sampler.report(rows, logits, chosen)
+        launched.tokens = torch.empty(len(rows), dtype=torch.int32, pin_memory=True).copy_(chosen, non_blocking=True)
+
+    def _sample_late(self, launched: _Launched) -> None:
+        """What was computed as far as its logits, now that the texts before it are known."""
+        if launched.logits is not None:
+            if not self._steps.is_last_user():  # another model's iteration came between, in the same memory
+                launched.logits = self._decode.logits(launched.sampled)
+            self._sample(launched, launched.logits)
+            launched.logits = None
+            launched.done.record()
+            self._used = launched.done
 
     def _all_stay_greedy(self, rows: Sequence[TurnRow]) -> bool:
         known = self._stays_greedy
@@ -188,10 +248,10 @@ class CudaExecutor:
                 return False
         return True
 
-    def _note(self, sampled: list[TurnRow], logits: Tensor | None, tokens: Tensor | None, *, is_decode: bool) -> None:
-        is_typical = self._steps.take_known() and self._checkpoint is None
-        launched = _Launched(sampled, logits, tokens, torch.cuda.Event(), is_decode, is_typical)
+    def _note(self, launched: _Launched) -> None:
+        launched.is_typical = self._steps.take_known() and self._checkpoint is None
         launched.done.record()
+        self._used = launched.done
         self._launched.append(launched)
 
     def discard(self) -> None:
@@ -200,6 +260,8 @@ class CudaExecutor:
         launched, self._launched = self._launched, deque(maxlen=2)
         self._reading, self._failed = [], []
         self._device.check()
+        if len(launched) == 2:  # the second has counted what the first chose
+            self._sampler.forget_counts(launched[1].sampled)
         for one in launched:
             one.done.synchronize()
         self._device.check()
@@ -222,24 +284,21 @@ class CudaExecutor:
 
     def _collect(self) -> Outcome:
         launched = self._launched.popleft()
+        if launched.logits is not None:
+            with torch.inference_mode(), torch.cuda.stream(self._device.stream):
+                self._sample_late(launched)
         launched.done.synchronize()
         self.was_typical = launched.is_typical
         self._let_go_of_source()
         if not launched.sampled:
             return Outcome(())
-        if launched.tokens is not None:
-            pairs = zip(launched.sampled, launched.tokens.tolist(), strict=True)
-            return Outcome(tuple(_greedy_outcome(row, token) for row, token in pairs))
-        assert launched.logits is not None
-        with torch.inference_mode(), torch.cuda.stream(self._device.stream):
-            return Outcome(tuple(sample(launched.logits.float(), launched.sampled, self._grammars)))
+        return launched.outcome(self._grammars)
 
     def logits(self, turn: Turn) -> dict[int, Tensor]:
         """The same iteration, but the logits of each sampling sequence instead of its token."""
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
-            sampled, logits, _ = self._forward(turn)
-            assert logits is not None
-            values = logits.float().cpu()
+            sampled, logits = self._forward_to_logits(list(turn.rows))
+            values = logits[: len(sampled)].float().cpu()
         return {row.sequence: values[at] for at, row in enumerate(sampled)}
 
     def warm_up(self, longest: int) -> None:
@@ -271,23 +330,29 @@ class CudaExecutor:
         assert not self._launched, "blocks move between iterations"
         with torch.inference_mode(), torch.cuda.stream(self._device.stream):
             self._cache.move(moves)
-        if num_blocks < self._cache.num_blocks:
-            self._device.stream.synchronize()  # what moved has been read
+            self._used = torch.cuda.Event()
+            self._used.record()
+        self._cache_arena.in_use = (self._used,)  # what moved has been read
         self._cache.resize(num_blocks)
 
     def forget(self, sequence: int) -> None:
         self._stays_greedy.pop(sequence, None)
+        self._sampler.forget(sequence)
         self._grammars.forget(sequence)
         self._reader.forget(sequence)
 
     def close(self) -> None:
-        self._device.stream.synchronize()
+        """Waits for nothing but its own iterations and copies: memory goes back in the background."""
+        self._used.synchronize()
         self._launched.clear()
         self._steps.close()
         del self._decode, self._chunk, self._scratch
         self._model = None
+        if self._checkpoint is not None:
+            self._weights.wait()
+            self._checkpoint.close()
+            self._checkpoint = None
         self._weights.close()
-        self._let_go_of_source()
         self._cache.close()
 
     def _let_go_of_source(self) -> None:
@@ -295,24 +360,37 @@ class CudaExecutor:
             self._checkpoint.close()
             self._checkpoint = None
 
-    def _forward(self, turn: Turn) -> tuple[list[TurnRow], Tensor | None, Tensor | None]:
+    def _forward(
+        self, rows: list[TurnRow], previous: Sequence[int] = ()
+    ) -> tuple[list[TurnRow], Tensor | None, Tensor | None]:
         """The rows that sample, their logits, and where the largest of each is, on the host when the stream is."""
-        assert self._model is not None, "the executor is closed"
-        rows = list(turn.rows)
         if self._is_decode(rows):
-            return rows, *self._decode.run(rows)
+            return rows, *self._decode.run(rows, previous)
+        sampled, logits, best = self._forward_prompts(rows)
+        if not sampled:
+            return [], None, None
+        return sampled, logits, (greedy(logits) if best is None else best).to("cpu", non_blocking=True)
+
+    def _forward_to_logits(self, rows: list[TurnRow], previous: Sequence[int] = ()) -> tuple[list[TurnRow], Tensor]:
+        """Logits [at least sampled, vocab]."""
+        if self._is_decode(rows):
+            return rows, self._decode.logits(rows, previous)
+        sampled, logits, _ = self._forward_prompts(rows)
+        return sampled, logits
+
+    def _forward_prompts(self, rows: list[TurnRow]) -> tuple[list[TurnRow], Tensor, Tensor | None]:
+        """Not the rows' own order; tokens only from graphs, which have found the largest logits anyway."""
+        assert self._model is not None, "the executor is closed"
         if self._chunk.can_run(rows):
             sampled = [row for row in rows if row.samples]
             logits, best = self._chunk.run([*sampled, *(row for row in rows if not row.samples)])
-            return (sampled, logits[: len(sampled)], best[: len(sampled)]) if sampled else ([], None, None)
+            return sampled, logits[: len(sampled)], best[: len(sampled)]
         self._steps.note(f"mixed {sum(row.count for row in rows).bit_length()}")
-        batch = build(turn, self._cache.block_size, self.spec.head_dim, self._device.device)
+        batch = build(Turn(tuple(rows)), self._cache.block_size, self.spec.head_dim, self._device.device)
         attend = MixedAttention(batch, self._scratch, self._device.num_processors)
         inputs = (batch.tokens, batch.positions, batch.slots, self._cache.addresses(), batch.sampled_at)
         logits = self._model.forward(*inputs, attend, self._adapters.of(batch.rows))
-        if not batch.sampled:
-            return [], None, None
-        return batch.sampled, logits, greedy(logits).to("cpu", non_blocking=True)
+        return batch.sampled, logits, None
 
     def _is_decode(self, rows: Sequence[TurnRow]) -> bool:
         return len(rows) <= self._decode.max_batch and all(row.count == 1 and row.samples for row in rows)
@@ -329,7 +407,18 @@ def gpu_dtype(name: str, stored: str) -> str:
     return name
 
 
-def _greedy_outcome(row: TurnRow, token: int) -> RowOutcome:
+def _judged(row: TurnRow, token: int, logprobs: TokenLogprobs | None, grammars: Grammars) -> RowOutcome:
+    """With what its grammar says of the token."""
+    ends = False
+    if row.sampling.grammar is not None and grammars.follows(row.sequence):
+        try:
+            ends = grammars.is_complete_after(row, token)
+        except Unprocessable as error:
+            return RowOutcome(row.sequence, token=0, error=str(error), unprocessable=True)
+    return RowOutcome(row.sequence, token, logprobs, ends)
+
+
+def _outcome(row: TurnRow, token: int) -> RowOutcome:
     if token < 0:
         return RowOutcome(row.sequence, token=0, error="the model computed a value that is not a number")
     return RowOutcome(row.sequence, token)

@@ -32,6 +32,7 @@ from dovetail.engine.devices.cuda.attention import (
 )
 from dovetail.engine.devices.cuda.greedy import fill_in, greedy
 from dovetail.engine.devices.cuda.model import CudaModel
+from dovetail.engine.devices.cuda.sampling import DeviceSampler
 from dovetail.sched.turn import TurnRow
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -44,20 +45,48 @@ AnyArray = Any  # a tensor, or an array of the host's
 Outputs = tuple[Tensor, Tensor]  # logits [rows, vocab] and greedy tokens [rows], on the device
 
 
-class CapturedSteps:
-    """Graphs of one executor, by name; they share their memory, since only one runs at a time."""
+class GraphMemory:
+    """What the graphs of a device's models compute in. It is the same memory for all, since only one runs at a time:
+    what a graph leaves is overwritten by the next one, of whatever model. A model that goes leaves its part to others.
+    """
 
-    def __init__(self, capturable: Callable[[], bool]) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.pool: Any = None  # torch's handle
+        self.last_user: object = None  # whose graph ran last
+        self._device = device
+        self._keeps: torch.cuda.CUDAGraph | None = None  # a graph of nothing, for which torch keeps the pool
+
+    def open(self) -> Any:
+        if self._keeps is None:
+            graph, one = torch.cuda.CUDAGraph(), torch.zeros(1, device=self._device).add_(1)
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                one.add_(1)
+            finally:
+                graph.capture_end()
+            self._keeps, self.pool = graph, graph.pool()
+        return self.pool
+
+
+class CapturedSteps:
+    """Graphs of one executor, by name."""
+
+    def __init__(self, capturable: Callable[[], bool], memory: GraphMemory) -> None:
+        self._memory = memory
         self._capturable = capturable
         self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._seen: set[str] = set()
-        self._pool: Any = None  # torch's handle of it
         self._is_known = True  # no step since `take_known` was the first of its name, or was captured
 
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def is_last_user(self) -> bool:
+        """What its last graph left is there still."""
+        return self._memory.last_user is self
+
     def run(self, name: str, step: Callable[[], Outputs]) -> Outputs:
+        self._memory.last_user = self
         if name not in self._graphs:
             if self.note(name) or not self._capturable():
                 return step()
@@ -66,6 +95,10 @@ class CapturedSteps:
         graph, outputs = self._graphs[name]
         graph.replay()
         return outputs
+
+    def has(self, name: str) -> bool:
+        """It is a graph, whose outputs are where they were the last time."""
+        return name in self._graphs
 
     def note(self, name: str) -> bool:
         """A step of that name runs kernel by kernel. Returns whether it is the first, which may compile them."""
@@ -87,15 +120,15 @@ class CapturedSteps:
         graph = torch.cuda.CUDAGraph()
         gc.disable()  # freeing another model's memory in the midst of it would spoil the capture
         try:
+            pool = self._memory.open()
             # Other threads load models meanwhile: only this one's calls belong to the graph.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 outputs = step()
             finally:
                 graph.capture_end()
         finally:
             gc.enable()
-        self._pool = graph.pool()
         return graph, outputs
 
 
@@ -125,6 +158,7 @@ class DecodeSteps:
         self._chosen = torch.zeros(max_batch, dtype=torch.int32, device=device)  # greedy tokens of the last run
         self._best = torch.zeros(2, max_batch, dtype=torch.int32, pin_memory=True)  # of the last two, for the host
         self._turn = 0  # which of them
+        self._ran = ""  # the name of the last run's step
         self._host_table = torch.zeros(max_batch, table_width, dtype=torch.int32, pin_memory=True)
         self._table = torch.zeros(max_batch, table_width, dtype=torch.int32, device=device)
         self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * max_batch  # lists of blocks, as last copied
@@ -137,6 +171,40 @@ class DecodeSteps:
         """Logits, valid until the next run, and greedy tokens, on the host when the stream is there and valid until the
         next but one. `previous`: the place of each row's sequence in the last run, whose token it goes on with, where
         the host does not know that token yet."""
+        logits, chosen = self._run(rows, previous, greedily=True)
+        return logits[: len(rows)], self._to_host(chosen[: len(rows)])
+
+    def logits(self, rows: Sequence[TurnRow], previous: Sequence[int] = ()) -> Tensor:
+        """[bucket, vocab], valid until the next run; `sample` or nothing comes next."""
+        return self._run(rows, previous, greedily=False)[0]
+
+    def sample(self, rows: Sequence[TurnRow], logits: Tensor, sampler: DeviceSampler) -> tuple[Tensor, dict[int, str]]:
+        """Tokens for the rows of the last run, as `run` returns them, and what is wrong with a row's own request."""
+        bucket, name = len(logits), self._ran
+
+        def step(choose: Callable[[], None]) -> Outputs:
+            choose()
+            return logits, self._chosen
+
+        def by_graph(choose: Callable[[], None]) -> None:
+            if self._steps.has(name):  # else the logits will be elsewhere the next time
+                self._steps.run(f"choose after {name}", lambda: step(choose))
+            else:
+                choose()
+
+        failures = sampler.choose(rows, logits, self._chosen[:bucket], self._inputs[0], by_graph)
+        return self._to_host(self._chosen[: len(rows)]), failures
+
+    @property
+    def chosen(self) -> Tensor:
+        """Of the last run, on the device."""
+        return self._chosen
+
+    def _to_host(self, chosen: Tensor) -> Tensor:
+        self._turn ^= 1
+        return self._best[self._turn, : len(chosen)].copy_(chosen, non_blocking=True)
+
+    def _run(self, rows: Sequence[TurnRow], previous: Sequence[int], *, greedily: bool) -> Outputs:
         bucket = next(size for size in self.buckets if size >= len(rows))
         self._taken.synchronize()
         self._fill(rows, bucket, previous)
@@ -144,12 +212,10 @@ class DecodeSteps:
         self._fill_table(rows)
         shape = self._adapters.fill(rows, bucket, bucket)
         self._taken.record()
-        logits, chosen = self._steps.run(_name(f"decode {bucket}", shape), lambda: self._step(bucket, shape))
-        self._turn ^= 1
-        best = self._best[self._turn, : len(rows)]
-        return logits[: len(rows)], best.copy_(chosen[: len(rows)], non_blocking=True)
+        self._ran = _name(f"decode {bucket}{'' if greedily else ' to logits'}", shape)
+        return self._steps.run(self._ran, lambda: self._step(bucket, shape, greedily))
 
-    def _step(self, bucket: int, adapters: AdaptedShape) -> Outputs:
+    def _step(self, bucket: int, adapters: AdaptedShape, greedily: bool) -> Outputs:
         fill_in(self._inputs[0, :bucket], self._chosen)
         tokens, positions, slots, lengths = self._inputs[:, :bucket]
 
@@ -162,7 +228,7 @@ class DecodeSteps:
 
         adapted = self._adapters.rows(bucket, adapters)
         logits = self._model.forward(tokens, positions, slots, self._cache, None, attend, adapted)
-        return logits, greedy(logits, out=self._chosen[:bucket])
+        return logits, greedy(logits, out=self._chosen[:bucket]) if greedily else self._chosen[:bucket]
 
     def _fill(self, rows: Sequence[TurnRow], bucket: int, previous: Sequence[int]) -> None:
         page = self._cache.shape[3]

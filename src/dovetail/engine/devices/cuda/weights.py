@@ -167,7 +167,8 @@ class DeviceWeights:
         self.num_bytes = self._plan(checkpoint)
         self._arena = CudaArena(self.num_bytes, device)
         self._bytes: Tensor | None = None
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[torch.cuda.Event] = []  # of the layers; none once all have arrived
+        self._is_here = False
         with ExitStack() as undo:
             undo.callback(self.close)
             self._arena.resize(self.num_bytes)
@@ -215,15 +216,29 @@ class DeviceWeights:
 
     def has_arrived(self) -> bool:
         """All of it is on the device: nobody reads the host's memory any longer."""
-        if self._events and self._events[-1].query():
-            self._events = []
-        return not self._events
+        if len(self._events) > self.spec.num_layers and self._events[-1].query():
+            self._events, self._is_here = [], True
+        return self._is_here
 
-    def close(self) -> None:
-        self._copier.stream.synchronize()
+    def close(self, *events: torch.cuda.Event) -> None:
+        """The memory goes back when the device is past these and has copied what this model has queued; copies of
+        others are not waited for."""
+        if self._bytes is not None:
+            self._arena.in_use = (*events, self._copied())
         self._events = []
         self._bytes = None
         self._arena.close()
+
+    def wait(self) -> None:
+        """Until all of it has arrived."""
+        self._copied().synchronize()
+
+    def _copied(self) -> torch.cuda.Event:
+        if self._is_here or len(self._events) > self.spec.num_layers:
+            return self._events[-1] if self._events else torch.cuda.Event()
+        event = torch.cuda.Event()  # loading has ended early
+        event.record(self._copier.stream)
+        return event
 
     def _plan(self, checkpoint: Checkpoint) -> int:
         """Returns the bytes that all of it takes."""
