@@ -14,12 +14,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CHECKS = Path(__file__).resolve().parent / "client_checks"
+SCRIPTED = CHECKS.parent / "scripted_server.py"
 AREAS = ("chat", "stream", "tools", "structured output", "embeddings")
 MODEL = "smollm2-135m-instruct"
 
@@ -28,6 +29,7 @@ MODEL = "smollm2-135m-instruct"
 class Client:
     script: str  # in CHECKS; its ending says what runs it
     packages: tuple[str, ...]
+    is_agent: bool = False  # asks the model that follows a script
 
 
 CLIENTS = {
@@ -41,6 +43,9 @@ CLIENTS = {
     ),
     "Vercel AI SDK": Client("ai_sdk_checks.mjs", ("ai", "@ai-sdk/openai-compatible", "zod")),
     "ollama": Client("ollama_checks.py", ("ollama",)),
+    "anthropic (Python)": Client("anthropic_checks.py", ("anthropic",)),
+    "Codex": Client("codex_checks.mjs", ("@openai/codex",), is_agent=True),
+    "Claude Code": Client("claude_code_checks.mjs", ("@anthropic-ai/claude-code",), is_agent=True),
     "guidellm": Client("guidellm_checks.py", ("guidellm",)),
 }
 
@@ -54,11 +59,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every check with its outcome to this file")
     options = parser.parse_args()
     folders = {name: prepare(CLIENTS[name], options.environments / slug(name)) for name in options.only}
-    with server(options.url, options.model) as url:
-        found = {
-            name: try_client(CLIENTS[name], folder, {"DOVETAIL_URL": url, "DOVETAIL_MODEL": options.model})
-            for name, folder in folders.items()
-        }
+    agents = [name for name in options.only if CLIENTS[name].is_agent]
+    with ExitStack() as servers:
+        environment = {"DOVETAIL_MODEL": options.model}
+        if len(agents) < len(options.only):
+            environment["DOVETAIL_URL"] = servers.enter_context(server(options.url, options.model))
+        if agents:
+            environment["DOVETAIL_SCRIPTED_URL"] = servers.enter_context(scripted_server(options.environments))
+        found = {name: try_client(CLIENTS[name], folder, environment) for name, folder in folders.items()}
     print_table(found)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
@@ -99,11 +107,23 @@ def server(url: str | None, model: str) -> Iterator[str]:
         process.wait(60)
 
 
+@contextmanager
+def scripted_server(folder: Path) -> Iterator[str]:
+    command = [sys.executable, str(SCRIPTED), str(folder / "scripted")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
 def try_client(client: Client, folder: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
     """What its script says, a record per line."""
     script = CHECKS / client.script
     if script.suffix == ".mjs":  # modules are looked for beside the file
-        for name in (script.name, "common.mjs"):
+        for name in (script.name, "common.mjs", "agents.mjs"):
             (folder / name).write_text((CHECKS / name).read_text())
         command = ["node", script.name]
     else:

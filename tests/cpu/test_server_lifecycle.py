@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -79,6 +80,16 @@ def test_a_second_signal_ends_a_draining_server_at_once(tiny_folder: Callable[[s
         server.terminate()
         server.wait()
         assert time.monotonic() - started < 15
+        client.close()
+
+
+def test_an_interrupted_server_says_what_it_waits_for(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    with running_server(tiny_folder("llama"), "--threads", "1", log=tmp_path / "log") as server:
+        client, _ = open_stream(server)
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: "for 32 answers to end; a second Ctrl-C" in (tmp_path / "log").read_text())
+        server.process.send_signal(signal.SIGINT)
+        server.wait()
         client.close()
 
 

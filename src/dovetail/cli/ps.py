@@ -28,10 +28,10 @@ def ps(
 
     Example: dovetail ps --all --url http://127.0.0.1:8000
     """
-    status = ask(url, "/api/ps", timeout_s=5)
+    status = ask(url, "/api/ps", timeout_s=_TIMEOUT_S)
     status.pop("models", None)  # for clients of another server
     if show_all:
-        status["models"] = ask(url, "/api/models", timeout_s=5)["data"]
+        status["models"] = ask(url, "/api/models", timeout_s=_TIMEOUT_S)["data"]
     if as_json:
         print_json(status)
     else:
@@ -43,6 +43,10 @@ def ask(url: str, path: str, *, timeout_s: float, method: str = "GET", body: dic
     address = url.rstrip("/") + path
     try:
         response = httpx.request(method, address, json=body, headers=key_header(url), timeout=timeout_s)
+    except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+        raise DovetailError(
+            f"{url} took the request and did not answer within {timeout_s:g} s: the server is busy; ask again"
+        ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DovetailError(f"no server at {url}: {error or type(error).__name__}") from error
     if not response.is_success:
@@ -66,6 +70,7 @@ def error_message(response: httpx.Response) -> str:
         return response.text[:200]
 
 
+_TIMEOUT_S = 30.0  # a server whose cores are all at work answers late
 _HEADINGS = ("NODE", "STATE", "MEMORY", "MODEL", "TYPE", "RUN", "WAIT", "KV", "IN TIME", "TTFT", "TPOT")
 _PIPE_WIDTH = 200  # columns where nobody looks: whoever reads a pipe wants whole names
 
@@ -82,13 +87,15 @@ def _print_table(status: dict[str, Any]) -> None:
         models = node["models"] or [None]
         for model in models:
             table.add_row(node["name"], node["state"], memory, *_model_cells(model))
-    for model in status.get("models", ()):
-        if model["node"] is None:
-            table.add_row(
-                "", model["state"], "", model["name"] + _pull_note(model["pull"]), "", "", "", "", *_figures(model)
-            )
+    not_there = [model for model in status.get("models", ()) if model["node"] is None]
+    for model in not_there:
+        name = model["name"] + _pull_note(model["pull"])
+        table.add_row("", model["state"], "", name, "", "", "", "", *_figures(model))
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     console.print(table)
+    for model in not_there:
+        if model["pull"] is not None and model["pull"]["error"]:
+            console.print(f"{model['name']} could not be pulled: {model['pull']['error']}", markup=False)
     if status["draining"]:
         console.print("The server is shutting down.")
 
@@ -110,10 +117,9 @@ def _figures(model: dict[str, Any]) -> list[str]:
 
 
 def _pull_note(pull: dict[str, Any] | None) -> str:
-    if pull is None:
+    """What failed is told of below the table, in a line of its own."""
+    if pull is None or pull["error"]:
         return ""
-    if pull["error"]:
-        return f" ({pull['error']})"
     return f" ({pull['stage'] or pull['state']}{_share(pull['done_bytes'], pull['total_bytes'])})"
 
 

@@ -94,7 +94,8 @@ def _path(name: str) -> str:
 
 
 def _follow(url: str, name: str, *, shown: bool) -> Any:
-    """Until the model has come. An interrupt ends the looking, not the pull."""
+    """Until the model has come. An interrupt ends the looking, not the pull. What cannot be pulled is offered no
+    longer."""
     with progress_bar(enabled=shown) as progress:
         while True:
             state = ask(url, _path(name), timeout_s=30)
@@ -102,6 +103,7 @@ def _follow(url: str, name: str, *, shown: bool) -> Any:
             if pull is None:
                 return state
             if pull["error"] is not None:
+                ask(url, _path(name), timeout_s=30, method="DELETE")
                 raise SourceError(f"{name} could not be pulled: {pull['error']}")
             if progress is not None and pull["stage"]:
                 progress(pull["stage"], pull["done_bytes"], pull["total_bytes"])

@@ -9,6 +9,7 @@ from typing import Any
 from dovetail.errors import InvalidRequest, Unprocessable
 from dovetail.gateway.api import GenerationBody
 from dovetail.gateway.grammar_trials import grammar_trials
+from dovetail.gateway.tools.grammar import closed_schema
 from dovetail.types import Grammar, ModelCard
 
 Constraint = tuple[str, Grammar]  # the parameter that set it, and what it is
@@ -66,7 +67,13 @@ def _structured(body: GenerationBody) -> list[Constraint]:
 
 
 def _json_schema(schema: dict[str, Any] | bool | str) -> Grammar:
-    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+    """Objects have the properties that they name and no others, unless the schema says so: a small model that may
+    invent keys does, until its limit."""
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) and len(schema) <= _MAX_GRAMMAR_CHARS else schema
+        return Grammar("json_schema", parsed if isinstance(parsed, str) else json.dumps(closed_schema(parsed)))
+    except (ValueError, RecursionError):  # the trial says what is wrong with it
+        return Grammar("json_schema", schema if isinstance(schema, str) else "{")
 
 
 def _choice(choices: Sequence[str]) -> Grammar:

@@ -7,6 +7,7 @@ import asyncio
 import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -89,6 +90,14 @@ class HttpServer(uvicorn.Server):
             self._drain.cancel()
             return
         self._service.is_draining = True
+        if self._service.unfinished:
+            count, limit_s = self._service.unfinished, self._admin.settings.drain_timeout_s
+            answers = "1 answer" if count == 1 else f"{count} answers"
+            print(
+                f"waiting up to {limit_s:g} s for {answers} to end; a second Ctrl-C or SIGTERM ends them now",
+                file=sys.stderr,
+                flush=True,
+            )
         self._drain = asyncio.create_task(self._exit_when_idle())
 
     def _on_hangup(self) -> None:

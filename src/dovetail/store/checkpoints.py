@@ -71,7 +71,12 @@ def read_any_card(path: Path, name: str) -> ModelCard:
 
 
 def is_gguf(path: Path) -> bool:
-    return path.is_file() and path.suffix == ".gguf"
+    if not path.is_file():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    with path.open("rb") as file:  # stores of others name files by their digests
+        return file.read(4) == b"GGUF"
 
 
 def _describe_hf_folder(path: Path, name: str) -> ModelCard:
