@@ -10,10 +10,9 @@ from sim_builders import make_node, make_work, serve_memory
 from test_sim_tiers import set_load
 
 from dovetail.messages import ToWorker
-from dovetail.node.events import Evicted
 from dovetail.node.instance import Instance
 from dovetail.node.node import Node
-from dovetail.node.protocol import Accepted, Check, Propose, Withdraw
+from dovetail.node.protocol import Accepted, Check, Evicted, Propose, Withdraw
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.memory import Ledger
 from dovetail.types import ServiceClass
@@ -80,7 +79,7 @@ def test_only_requests_that_hold_blocks_are_evicted_for_want_of_memory() -> None
     instance = node.instances[number]
     cut(node, instance, instance.used_blocks())
     node.pools.make_room(instance, 1.0)
-    evicted = [one.work.id for one in node.outbox if isinstance(one, Evicted)]
+    evicted = [one.request.id for one in node.outbox if isinstance(one, Evicted)]
     assert evicted == [2], "the prompt that has not begun holds nothing, and was evicted first"
 
 
@@ -90,7 +89,7 @@ def test_a_prompt_that_fits_nowhere_goes_alone() -> None:
     (prompt,) = [one for one in instance.waiting if one.id == 1]
     cut(node, instance, instance.used_blocks() + 2)
     node.pools.make_room(instance, 1.0, prompt)
-    evicted = [one.work.id for one in node.outbox if isinstance(one, Evicted)]
+    evicted = [one.request.id for one in node.outbox if isinstance(one, Evicted)]
     assert evicted == [1]
 
 

@@ -10,21 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import make_hosting, make_node, make_work, serve_memory
 
-from dovetail.node.events import (
-    Evicted,
-    Finished,
-    FirstToken,
-    HandedOver,
-    InstanceGone,
-    Overcommitted,
-    SetTimer,
-    StartLoad,
-    StartResize,
-    StartUnload,
-)
+from dovetail.node.events import FirstToken, SetTimer, StartLoad, StartResize, StartUnload
 from dovetail.node.instance import State
 from dovetail.node.node import Node
 from dovetail.node.outlook import demand_of
+from dovetail.node.protocol import Evicted, Finished, HandedOver, InstanceGone, Overcommitted
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Admission, Knobs, TurnOrder
@@ -182,7 +172,7 @@ def test_an_iteration_gives_every_running_request_one_token() -> None:
     assert works[1].produced == 3
     said = serve_memory(node, 0.3)
     assert [type(one) for one in said].count(FirstToken) == 3
-    assert any(isinstance(one, Finished) and one.work is works[1] for one in said)
+    assert any(isinstance(one, Finished) and one.request.id == works[1].id for one in said)
     check_node(node)
 
 
@@ -270,7 +260,7 @@ def test_preempting_hands_back_every_request_with_its_tokens() -> None:
     take_turn(node, 0.1)
     node.preempt(instance, "preempted")
     evicted = [said for said in node.outbox if isinstance(said, Evicted)]
-    assert [one.work for one in evicted] == [work]
+    assert [one.request.id for one in evicted] == [work.id]
     assert work.produced == 2
     serve_memory(node, 0.2)
     assert not node.instances
@@ -306,7 +296,7 @@ def test_when_the_pool_runs_short_and_cannot_grow_the_longest_headroom_is_evicte
         if evicted:
             break
     assert evicted
-    assert evicted[0].work is relaxed
+    assert evicted[0].request.id == relaxed.id
     assert evicted[0].reason == "kv_short"
 
 
@@ -349,8 +339,8 @@ def test_a_node_whose_contexts_have_outgrown_the_pace_says_who_is_furthest_ahead
         node.turn_done(now, [])
         told = [one for one in serve_memory(node, now) if isinstance(one, Overcommitted)]
     assert 0.25 < node.instances[instance].decode_s() < 0.3
-    assert told[0].work is works[-1]
-    assert told[0].produced == node.instances[instance].produced(works[-1])
+    assert told[0].request.id == works[-1].id
+    assert told[0].request.produced == node.instances[instance].produced(works[-1])
 
 
 def test_a_pool_that_runs_short_borrows_from_neighbours_before_anybody_is_evicted() -> None:
@@ -404,7 +394,7 @@ def test_a_prefill_instance_hands_over_after_the_first_token() -> None:
     serve_memory(node, 0.0)
     take_turn(node, 0.0)
     handed = [said for said in serve_memory(node, 0.0) if isinstance(said, HandedOver)]
-    assert [one.work for one in handed] == [work]
+    assert [one.request.id for one in handed] == [work.id]
     assert handed[0].kv_bytes == work.known_tokens * 512 * 1024
 
 

@@ -22,6 +22,7 @@ from dovetail.node.node import Node
 from dovetail.node.protocol import (
     Answer,
     Check,
+    Finished,
     Notice,
     Offer,
     Order,
@@ -34,14 +35,13 @@ from dovetail.node.protocol import (
 )
 from dovetail.node.protocol import Refused as Refuses
 from dovetail.node.runtime import NodeRuntime
-from dovetail.node.speech import Output as NodeOutput
 from dovetail.node.work import RequestRecord, Work
 from dovetail.policy.headroom import Refusal, SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
 
 # What a driver carries out or is told, with the node that it is about; of a refused request there is none.
-Output = NodeOutput | Refused | Warmed
+Output = events.Output | Refused | Warmed
 
 
 class LocalNode:
@@ -297,7 +297,7 @@ class LocalCluster:
                 output = node.outbox.popleft()
                 if isinstance(output, events.SetTimer):
                     self._at(output.at_s, node.timer, output.instance, output.epoch)
-                elif isinstance(output, events.FirstToken | events.Finished):
+                elif isinstance(output, events.FirstToken | Finished):
                     self._deliver(handle, self._tell, handle, output, now=now)
                 else:
                     self.outbox.append((node, output))
@@ -306,10 +306,11 @@ class LocalCluster:
         if node.is_touched:
             self.touched[node.name] = node
 
-    def _tell(self, handle: LocalNode, output: events.FirstToken | events.Finished, now: float) -> None:
+    def _tell(self, handle: LocalNode, output: events.FirstToken | Finished, now: float) -> None:
         """What a node says of a request that it does not have, as far as anybody knows, is nobody's: it was taken for
         silent and has accepted after all."""
-        if self.runtime.places.get(output.work.id, (None,))[0] is handle:
+        request = output.request.id if isinstance(output, Finished) else output.work.id
+        if self.runtime.places.get(request, (None,))[0] is handle:
             self.outbox.append((handle.runtime, output))
 
     def _notice(self, handle: LocalNode, notice: Notice, now: float) -> None:

@@ -149,16 +149,11 @@ def check(node: Node, question: protocol.Check, now: float) -> protocol.Answer:
 
 
 def find_victims(node: Node, question: protocol.FindVictims, now: float) -> protocol.Victims:
-    found = node.victims_for(question.instance, Work.of(question.request), now)
-    victims = [
-        protocol.Victim(one.instance, tuple(work.record() for work in one.works), one.headroom_s) for one in found
-    ]
-    return protocol.Victims(tuple(victims))
+    return protocol.Victims(tuple(node.victims_for(question.instance, Work.of(question.request), now)))
 
 
 def find_pausable(node: Node, question: protocol.FindPausable, now: float) -> protocol.Pausables:
-    found = node.pausable_for(Work.of(question.request), now)
-    return protocol.Pausables(tuple(protocol.Pausable(*one) for one in found))
+    return protocol.Pausables(tuple(node.pausable_for(Work.of(question.request), now)))
 
 
 def find_guests(node: Node, question: protocol.FindGuests) -> protocol.Guests:

@@ -1,4 +1,7 @@
-"""What a node says: commands to its devices, and notices to whoever placed work on it. Plain records."""
+"""What a node tells its driver: commands to its device, and what becomes of requests there. Plain records.
+
+What its controller hears of it is in `protocol`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.node.batch import tokens_of
+from dovetail.node.protocol import Finished, InstanceGone, Notice
 from dovetail.node.shares import Share
 from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
@@ -71,23 +75,6 @@ class Computed(NamedTuple):
 AS_ASKED = Computed()
 
 
-class Victim(NamedTuple):
-    """An instance that could give way, and the work that would need another place."""
-
-    instance: int
-    works: tuple[Work, ...]
-    headroom_s: float  # until the first of them needs a token
-
-
-class Pausable(NamedTuple):
-    """An instance that could be swapped out for a while."""
-
-    instance: int
-    headroom_s: float  # until the first of its requests needs a token
-    batch: int
-    weight_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class StartLoad:
     """Bring the weights onto the device. Answer with `load_done` or `load_failed`."""
@@ -149,50 +136,6 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The work has all its tokens and has left."""
-
-    work: Work
-    instance: int
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """The work has left unfinished and needs another place. Its tokens so far are counted in it."""
-
-    work: Work
-    instance: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class HandedOver:
-    """A prefill instance has made the first token; the rest belongs on a decode instance."""
-
-    work: Work
-    instance: int
-    kv_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Overcommitted:
-    """Contexts have grown: an iteration of every instance takes longer than the strictest pace. This work is furthest
-    ahead; somebody else had better go on with it."""
-
-    work: Work  # on the instance still; its tokens so far are not counted in it
-    instance: int
-    produced: int
-
-
-@dataclass(frozen=True, slots=True)
-class CaughtUp:
-    """L4: the known tokens of a held work are computed here."""
-
-    work: Work
-    instance: int
-
-
-@dataclass(frozen=True, slots=True)
 class Resumed:
     """L4: a held work runs from now on, without a prefill."""
 
@@ -200,38 +143,8 @@ class Resumed:
     instance: int
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceReady:
-    instance: int
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceClosed:
-    """It takes no more work; its memory will come back."""
-
-    instance: int
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceGone:
-    """Its memory and its slot are free."""
-
-    instance: int
-    model: str
-
-
 Command = StartLoad | StartUnload | StartResize | SetTimer
-Notice = (
-    FirstToken
-    | Finished
-    | Evicted
-    | HandedOver
-    | Overcommitted
-    | CaughtUp
-    | Resumed
-    | InstanceReady
-    | InstanceClosed
-    | InstanceGone
-)
+# What a node's driver carries out or records.
+Output = Command | Enter | Leave | Resumed | FirstToken | Finished | InstanceGone
+# What a node says: to its driver, to its controller (the records of `protocol`), or to both.
+Said = Command | Resumed | FirstToken | Notice

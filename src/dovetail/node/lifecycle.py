@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dovetail.node.admission import Admitter, Grant
-from dovetail.node.events import (
-    Command,
-    Evicted,
-    Finished,
-    HandedOver,
-    InstanceClosed,
-    InstanceGone,
-    InstanceReady,
-    Notice,
-    Resumed,
-    SetTimer,
-)
+from dovetail.node.events import Resumed, Said, SetTimer
 from dovetail.node.instance import Instance, State
 from dovetail.node.pools import Pools
+from dovetail.node.protocol import Evicted, Finished, HandedOver, InstanceClosed, InstanceGone, InstanceReady
 from dovetail.node.residency import Residency
 from dovetail.node.turns import Turns
 from dovetail.node.work import Phase, RequestRecord, Work
@@ -37,7 +27,7 @@ class Lifecycle:
         residency: Residency,
         admit: Admitter,
         turns: Turns,
-        outbox: list[Command | Notice],
+        outbox: list[Said],
         first_instance: int,
     ) -> None:
         self.pools = Pools(instances, residency, admit, outbox, self)
@@ -159,19 +149,20 @@ class Lifecycle:
         for work in finished:
             self._admit.timing.answered(instance.model, work.produced)
             self._admit.timing.held(work.input_tokens + work.produced)
-            self._outbox.append(Finished(work, instance.id))
+            self._outbox.append(Finished(work.record(), instance.id))
         self.after_leaving(instance, now)
 
     def hand_over(self, instance: Instance, work: Work, now: float) -> None:
         """A prefill instance lets go of a request that has its first token."""
         instance.remove(work)
-        self._outbox.append(HandedOver(work, instance.id, work.known_tokens * instance.hosting.kv_bytes_per_token))
+        kv_bytes = work.known_tokens * instance.hosting.kv_bytes_per_token
+        self._outbox.append(HandedOver(work.record(), instance.id, kv_bytes))
         self.after_leaving(instance, now)
 
     def evict(self, instance: Instance, work: Work, reason: str) -> None:
         instance.remove(work)
         work.moves += 1
-        self._outbox.append(Evicted(work, instance.id, reason))
+        self._outbox.append(Evicted(work.record(), instance.id, reason, work.hold))
         self._turns.update(instance)
 
     def close(self, instance: Instance) -> None:

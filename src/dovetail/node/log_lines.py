@@ -6,28 +6,29 @@ from typing import Any
 
 from dovetail import logschema
 from dovetail.eventlog import EventLog
-from dovetail.node import events
+from dovetail.node import events, protocol
 
 # Events of a request on an instance, and of an instance, which are written alike.
 _OF_REQUEST = {
     events.Enter: logschema.ENTER,
     events.Leave: logschema.LEAVE,
-    events.CaughtUp: logschema.CAUGHT_UP,
     events.Resumed: logschema.RESUMED,
 }
 _OF_INSTANCE = {
     events.StartUnload: logschema.UNLOAD,
-    events.InstanceReady: logschema.INSTANCE_READY,
-    events.InstanceClosed: logschema.INSTANCE_CLOSED,
-    events.InstanceGone: logschema.INSTANCE_GONE,
+    protocol.InstanceReady: logschema.INSTANCE_READY,
+    protocol.InstanceClosed: logschema.INSTANCE_CLOSED,
+    protocol.InstanceGone: logschema.INSTANCE_GONE,
 }
 
 
 def note_event(log: EventLog, node: str, said: Any, now: float) -> None:
     """Of `Finished` and `SetTimer` there is no line: the controller writes ends."""
-    if isinstance(said, events.Enter | events.Leave | events.CaughtUp | events.Resumed):
+    if isinstance(said, events.Enter | events.Leave | events.Resumed):
         log.write(now, _OF_REQUEST[type(said)], node=node, request=said.work.id, instance=said.instance)
-    elif isinstance(said, events.StartUnload | events.InstanceReady | events.InstanceClosed | events.InstanceGone):
+    elif isinstance(
+        said, events.StartUnload | protocol.InstanceReady | protocol.InstanceClosed | protocol.InstanceGone
+    ):
         log.write(now, _OF_INSTANCE[type(said)], node=node, instance=said.instance, model=said.model)
     elif isinstance(said, events.StartLoad):
         facts: dict[str, Any] = {"num_bytes": said.num_bytes, "due_s": said.due_s}
@@ -42,15 +43,17 @@ def note_event(log: EventLog, node: str, said: Any, now: float) -> None:
 def _note_notice(log: EventLog, node: str, said: Any, now: float) -> None:
     if isinstance(said, events.FirstToken):
         log.write(now, logschema.FIRST_TOKEN, request=said.work.id, node=node)
-    elif isinstance(said, events.Evicted):
-        place = {"request": said.work.id, "instance": said.instance}
+    elif isinstance(said, protocol.CaughtUp):
+        log.write(now, logschema.CAUGHT_UP, node=node, request=said.request, instance=said.instance)
+    elif isinstance(said, protocol.Evicted):
+        place = {"request": said.request.id, "instance": said.instance}
         log.write(now, logschema.EVICTED, node=node, **place, reason=said.reason)
-    elif isinstance(said, events.HandedOver):
-        place = {"request": said.work.id, "instance": said.instance}
+    elif isinstance(said, protocol.HandedOver):
+        place = {"request": said.request.id, "instance": said.instance}
         log.write(now, logschema.HANDED_OVER, node=node, **place, kv_bytes=said.kv_bytes)
-    elif isinstance(said, events.Overcommitted):
-        place = {"request": said.work.id, "instance": said.instance}
-        log.write(now, logschema.OVERCOMMITTED, node=node, **place, produced=said.produced)
+    elif isinstance(said, protocol.Overcommitted):
+        place = {"request": said.request.id, "instance": said.instance}
+        log.write(now, logschema.OVERCOMMITTED, node=node, **place, produced=said.request.produced)
 
 
 def note_turn(log: EventLog, node: str, turn: events.Turn, now: float) -> None:

@@ -9,20 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dovetail.node.admission import KEEP, Admitter, Grant
-from dovetail.node.events import (
-    CaughtUp,
-    Command,
-    FirstToken,
-    Notice,
-    Pausable,
-    SetTimer,
-    Turn,
-    Victim,
-)
+from dovetail.node.events import FirstToken, Said, SetTimer, Turn
 from dovetail.node.instance import Instance, State
 from dovetail.node.lifecycle import Lifecycle
 from dovetail.node.outlook import movable
 from dovetail.node.pools import LOOK_AROUND_TURNS
+from dovetail.node.protocol import CaughtUp, Pausable, Victim
 from dovetail.node.residency import Residency
 from dovetail.node.shares import advance
 from dovetail.node.turns import Turns
@@ -52,7 +44,7 @@ class Node:
         self.knobs = knobs
         self.up = True
         self.instances: dict[int, Instance] = {}
-        self.outbox: list[Command | Notice] = []
+        self.outbox: list[Said] = []
         self.outputs = OutputMean()
         resizes = transfer or _resizes_of(kind, knobs)
         self.residency = Residency(memory_bytes, self.instances, self.outbox, self._update, resizes)
@@ -150,7 +142,7 @@ class Node:
         if instance is None or not self.up:
             return []
         found = self.admit.victims(instance, work, self._free_at_s(now))
-        return [Victim(one.id, movable(one), one.deadline_s - now) for one in found]
+        return [Victim(one.id, tuple(work.record() for work in movable(one)), one.deadline_s - now) for one in found]
 
     def pausable_for(self, work: Work, now: float) -> list[Pausable]:
         """Instances that could be swapped out to start one for the work."""
@@ -290,7 +282,7 @@ class Node:
         if work.hold:
             instance.hold(work)
             self.turns.caught_up(instance, work, now)
-            self.outbox.append(CaughtUp(work, instance.id))
+            self.outbox.append(CaughtUp(work.id, work.hold, work.produced, instance.id))
             return False
         self._prefilled(instance, work, now)
         return True

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from dovetail.node.admission import Admitter
-from dovetail.node.events import Command, Notice, Overcommitted
+from dovetail.node.events import Said
 from dovetail.node.instance import Instance
+from dovetail.node.protocol import Overcommitted
 from dovetail.node.residency import Residency
 from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
@@ -38,7 +39,7 @@ class Pools:
         instances: dict[int, Instance],
         residency: Residency,
         admit: Admitter,
-        outbox: list[Command | Notice],
+        outbox: list[Said],
         owner: Owner,
     ) -> None:
         self._instances = instances
@@ -132,7 +133,7 @@ class Pools:
                 return
         running = [(one.due_s(work), work, one) for one in found for work in one.running.values()]
         _, work, instance = max(running, key=lambda each: (each[0], each[1].id))
-        self._outbox.append(Overcommitted(work, instance.id, instance.produced(work)))
+        self._outbox.append(Overcommitted(work.as_of(instance.produced(work)).record(), instance.id))
 
     def _is_filling_up(self, instance: Instance) -> bool:
         """Within the time that somebody else needs to get ready for one of its answers."""

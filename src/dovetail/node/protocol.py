@@ -222,6 +222,7 @@ class CaughtUp(msgspec.Struct, frozen=True, gc=False, tag="caught_up"):
     request: int
     hold: int
     produced: int
+    instance: int = -1
 
 
 class InstanceOpened(msgspec.Struct, frozen=True, gc=False, tag="instance_opened"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from dovetail.node.events import Command, Notice, StartLoad, StartResize, StartUnload
+from dovetail.node.events import Command, Said, StartLoad, StartResize, StartUnload
 from dovetail.node.instance import Instance, PendingOp, State
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import TransferModel
@@ -23,7 +23,7 @@ class Residency:
         self,
         capacity_bytes: int,
         instances: dict[int, Instance],
-        outbox: list[Command | Notice],
+        outbox: list[Said],
         changed: Callable[[Instance], None],
         transfer: TransferModel,
     ) -> None:

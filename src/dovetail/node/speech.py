@@ -15,24 +15,10 @@ from dovetail.node.node import Node
 from dovetail.node.work import Work
 from dovetail.profiles.files import hosting_values
 
-# What a driver carries out or is told.
-Output = (
-    events.StartLoad
-    | events.StartUnload
-    | events.StartResize
-    | events.SetTimer
-    | events.Enter
-    | events.Leave
-    | events.Resumed
-    | events.FirstToken
-    | events.Finished
-    | events.InstanceGone
-)
-
 
 class Speech:
     def __init__(self, node: Node, log: EventLog | None) -> None:
-        self.outbox: deque[Output] = deque()
+        self.outbox: deque[events.Output] = deque()
         self.mailbox: deque[protocol.Notice] = deque()
         self.places: dict[int, tuple[int, Work]] = {}  # by request: its instance
         self.load_asked_s: dict[int, float] = {}  # by instance: since when its weights are awaited
@@ -86,61 +72,40 @@ class Speech:
         while said:
             self._hear(said.pop(0), now)
 
-    def _hear(self, said: events.Command | events.Notice, now: float) -> None:
+    def _hear(self, said: events.Said, now: float) -> None:
         if isinstance(said, events.SetTimer):
             self.outbox.append(said)
         elif isinstance(said, events.StartLoad):
             self.load_asked_s[said.instance] = now
             self._note(said, now)
             self.outbox.append(said)
-        elif isinstance(said, events.StartResize):
+        elif isinstance(said, events.StartResize | events.FirstToken | events.Resumed):
             self._note(said, now)
             self.outbox.append(said)
         elif isinstance(said, events.StartUnload):
             self._loaded.discard(said.instance)
             self._tell(said, now)
-        elif isinstance(said, events.FirstToken):
-            self._note(said, now)
-            self.outbox.append(said)
-        elif isinstance(said, events.Finished):
-            del self.places[said.work.id]
-            self.outbox.append(said)
-            self.mailbox.append(protocol.Finished(said.work.record(), said.instance))
         else:
-            self._note(said, now)
             self._notice(said, now)
 
-    def _notice(self, said: events.Notice, now: float) -> None:
-        if isinstance(said, events.Evicted):
-            self._part(said.work, said.instance, now)
-            self.mailbox.append(protocol.Evicted(said.work.record(), said.instance, said.reason, said.work.hold))
-        elif isinstance(said, events.Overcommitted):
-            record = said.work.as_of(said.produced).record()
-            self.mailbox.append(protocol.Overcommitted(record, said.instance))
-        elif isinstance(said, events.CaughtUp):
-            self.mailbox.append(protocol.CaughtUp(said.work.id, said.work.hold, said.work.produced))
-        elif isinstance(said, events.Resumed):
+    def _notice(self, said: protocol.Notice, now: float) -> None:
+        if isinstance(said, protocol.Finished):
+            del self.places[said.request.id]
             self.outbox.append(said)
-        elif isinstance(said, events.HandedOver):
-            self._part(said.work, said.instance, now)
-            self.mailbox.append(protocol.HandedOver(said.work.record(), said.instance, said.kv_bytes))
-        elif isinstance(said, events.InstanceReady):
-            self.mailbox.append(protocol.InstanceReady(said.instance, said.model))
-        elif isinstance(said, events.InstanceClosed):
-            self.mailbox.append(protocol.InstanceClosed(said.instance, said.model))
-        elif isinstance(said, events.InstanceGone):
+        else:
+            self._note(said, now)
+        if isinstance(said, protocol.Evicted | protocol.HandedOver):
+            instance, work = self.places.pop(said.request.id)
+            self.leave(work, instance, now)
+        elif isinstance(said, protocol.InstanceGone):
             self.outbox.append(said)
-            self.mailbox.append(protocol.InstanceGone(said.instance, said.model))
-
-    def _part(self, work: Work, instance: int, now: float) -> None:
-        del self.places[work.id]
-        self.leave(work, instance, now)
+        self.mailbox.append(said)
 
     def _tell(self, output: events.Enter | events.Leave | events.StartUnload, now: float) -> None:
         if self._log is not None and self._log.is_detailed:
             self._note(output, now)
         self.outbox.append(output)
 
-    def _note(self, said: Output | events.Notice, now: float) -> None:
+    def _note(self, said: events.Output | protocol.Notice, now: float) -> None:
         if self._log is not None:
             note_event(self._log, self._node.name, said, now)

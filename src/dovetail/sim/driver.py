@@ -16,9 +16,9 @@ from dovetail.cluster.decisions import Refused
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.local import LocalCluster, Output
 from dovetail.eventlog import EventLog
-from dovetail.node import events
+from dovetail.node import events, protocol
 from dovetail.node.runtime import NodeRuntime
-from dovetail.node.work import Work
+from dovetail.node.work import RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
@@ -295,16 +295,16 @@ class Simulation:
             record.first_token_s = now
             record.grace_s = said.grace_s
             record.on_gpu = device.node.kind is DeviceKind.GPU
-        elif isinstance(said, events.Finished):
-            self._end(said.work, Fate.FINISHED, "", now)
-        elif isinstance(said, events.InstanceGone):
+        elif isinstance(said, protocol.Finished):
+            self._end(said.request, Fate.FINISHED, "", now)
+        elif isinstance(said, protocol.InstanceGone):
             device.forget(said.instance)
 
     def _refuse(self, refused: Refused, now: float) -> None:
         unserved = Fate.REJECTED if refused.reason in ("hardware", "too_large") else Fate.DROPPED
         self._end(refused.work, unserved if refused.work.produced == 0 else Fate.FAILED, refused.reason, now)
 
-    def _end(self, work: Work, fate: Fate, reason: str, now: float) -> None:
+    def _end(self, work: Work | RequestRecord, fate: Fate, reason: str, now: float) -> None:
         record = self.records[work.id]
         assert record.fate is None, f"request {work.id} ended twice: {record.fate}, then {fate}"
         record.fate = fate

@@ -21,7 +21,9 @@ from dovetail.node.protocol import (
     Answer,
     CatchUp,
     Evicted,
+    Finished,
     HandedOver,
+    InstanceGone,
     Notice,
     Order,
     Propose,
@@ -30,7 +32,6 @@ from dovetail.node.protocol import (
     Withdraw,
 )
 from dovetail.node.runtime import NodeRuntime
-from dovetail.node.speech import Output
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.pulse import Pulse
@@ -270,7 +271,7 @@ class NodeDriver:
         while self._leaving:
             self._forget(self._leaving.pop())
 
-    def _carry_out_one(self, said: Output) -> None:
+    def _carry_out_one(self, said: events.Output) -> None:
         if isinstance(said, events.Enter):
             state = self.states[said.work.id]
             state.instance = said.instance
@@ -291,9 +292,9 @@ class NodeDriver:
             self.home.unload_ended(said.instance, self._clock())
         elif isinstance(said, events.StartResize):
             self._resize(said)
-        elif isinstance(said, events.Finished):
-            self._forget(said.work.id)
-        elif isinstance(said, events.InstanceGone):
+        elif isinstance(said, Finished):
+            self._forget(said.request.id)
+        elif isinstance(said, InstanceGone):
             self._sizes.pop(said.instance, None)
             if not self.instances_of(said.model):
                 self.report.gone.append(said.model)
