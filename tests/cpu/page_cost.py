@@ -2,11 +2,12 @@
 
     python tests/cpu/page_cost.py [SECONDS]
 
-Serves a tiny model of random weights; prints medians of 20 visits, and for each view the share of a core that the
-gateway and all of the browser's processes used together over so many seconds (three times; a multiple of 6, which is
-how often an idle page asks): while the server is idle, and while a stream runs. What the gateway spends on the stream
-varies more than the page costs, so at last the page's questions about the stream are asked again and again without it:
-what one takes, as often as the page asks.
+Prints what the files weigh that a first visit to the chat takes, plain and as they are sent. Serves a tiny model of
+random weights; prints medians of 20 visits, and for each view the share of a core that the gateway and all of the
+browser's processes used together over so many seconds (three times; a multiple of 6, which is how often an idle page
+asks): while the server is idle, and while a stream runs. What the gateway spends on the stream varies more than the
+page costs, so at last the page's questions about the stream are asked again and again without it: what one takes, as
+often as the page asks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from browser import Page, find_browser, running_browser  # noqa: E402
 from server_fixture import Server, running_server  # noqa: E402
 from tiny import save_tiny  # noqa: E402
 
+VIEWS = ("chat", "models", "turns", "api", "connect")
 VISITS = 20
 SETTLING_S = 15.0  # what a browser does after its start is not the page's
 ROUNDS = 3
@@ -48,6 +50,8 @@ def main(seconds: float) -> None:
         save_tiny("llama", root / "llama")
         with running_server(root / "llama") as server, running_browser(browser, root / "profile") as running:
             page = running.page(server.url + "/")
+            page.wait("document.querySelector('#model')?.options.length === 1")
+            tell(first_visit=weights(page))
             gateway = psutil.Process(server.process.pid)
             pages = [one for one in psutil.Process().children(recursive=True) if "chrom" in one.name()]
             time.sleep(SETTLING_S)
@@ -60,11 +64,22 @@ def main(seconds: float) -> None:
             tell(first_paint_ms={"median": statistics.median(paints), "longest": max(paints)})
 
 
+def weights(page: Page) -> dict[str, int]:
+    """Bytes of the page's own files; what it asks of the API is not among them."""
+    files = "performance.getEntriesByType('resource').filter(({ name }) => name.includes('/ui/'))"
+    entries = f"[...performance.getEntriesByType('navigation'), ...{files}]"
+    sums = {
+        field: f"{entries}.reduce((sum, one) => sum + one.{field}, 0)" for field in ("decodedBodySize", "transferSize")
+    }
+    found = {field: int(page.js(expression)) for field, expression in sums.items()}
+    return {"files": int(page.js(f"{entries}.length"))} | found
+
+
 def measure_views(
     page: Page, gateway: psutil.Process, pages: list[psutil.Process], seconds: float, *, stream: bool
 ) -> None:
     """In turns, and the median of each: now and then a browser tidies up, for tenths of a second, whatever it shows."""
-    rounds: dict[str, list[tuple[float, float]]] = {view: [] for view in ("chat", "models", "turns")}
+    rounds: dict[str, list[tuple[float, float]]] = {view: [] for view in VIEWS}
     for _ in range(ROUNDS):
         for view, shares in rounds.items():
             page.js(f"location.hash = '{view}'")

@@ -148,7 +148,7 @@ def test_settings_are_sent_and_a_wrong_one_is_named(page: Page) -> None:
     page.js("document.querySelector('#set-max_tokens').value = '3'")
     page.js("document.querySelector('#set-temperature').value = '0'")
     press(page, "Save")
-    assert page.js("document.querySelector('dialog')") is None
+    page.wait("!document.querySelector('dialog')")
     ask(page, "hello")
     answered(page, 1)
     kept = chat_of(page)
@@ -161,6 +161,7 @@ def test_settings_are_sent_and_a_wrong_one_is_named(page: Page) -> None:
     )
     press(page, "Defaults")
     press(page, "Save")
+    page.wait("!document.querySelector('dialog')")
 
 
 @contextmanager
@@ -514,3 +515,46 @@ def test_the_api_is_documented_from_its_own_document(page: Page, server: Server)
     page.goto(server.url + "/docs")
     page.wait("document.querySelectorAll('details').length > 15")
     assert "POST /v1/chat/completions" in page.js("document.body.innerText")
+
+
+def test_an_answer_that_a_reload_cuts_off_is_kept_as_far_as_it_came(page: Page, server: Server) -> None:
+    page.goto(server.url + "/")
+    page.wait("document.querySelector('#model')?.options.length === 2")
+    new_chat(page)
+    page.js(HOLD)
+    ask(page, "hello")
+    page.wait("!!window.held")
+    push(page, "data: " + json.dumps({"choices": [{"delta": {"content": "as far as"}}]}))
+    reload(page)
+    page.wait("document.querySelectorAll('.said').length === 2")
+    assert page.js("document.querySelector('.assistant .text').textContent") == "as far as"
+    assert "interrupted" in page.js("document.querySelector('.assistant .note').textContent")
+
+
+def test_a_server_with_keys_is_asked_with_the_visitors_own(
+    tiny_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "dovetail.yaml"
+    config.write_text(f"""
+models: {{llama: {{source: {tiny_folder("llama")}}}}}
+auth: {{keys: [{{name: operator, key: sk-operator, admin: true}}]}}
+nodes: [{{kv_cache: 4MiB, threads: 1}}]
+""")
+    assert BROWSER is not None
+    with running_server("--config", config) as keyed, running_browser(BROWSER, tmp_path / "profile") as browser:
+        page = browser.page(keyed.url + "/")
+        page.wait("document.querySelector('#problem')?.textContent.includes('asks for a key')")
+        page.js("document.querySelector('#key').value = 'sk-operator'")
+        page.js("document.querySelector('#key').dispatchEvent(new Event('change'))")
+        page.wait("document.querySelector('#model')?.options.length === 1 && document.querySelector('#problem').hidden")
+        entries(page, "connect")
+        assert "YOUR_KEY" in page.js("document.querySelector('#connect code').textContent")
+        assert "sk-operator" not in page.js("document.querySelector('#connect').textContent")
+        monkeypatch.setenv("DOVETAIL_API_KEY", "sk-operator")
+        address = run_command("open", "models", "--url", keyed.url).stdout.strip()
+        assert "sk-operator" not in address
+        other = browser.page(address)
+        other.wait("document.querySelectorAll('#table tr').length === 1")
+        assert other.js("sessionStorage.getItem('key')") == "sk-operator"
+        again = browser.page(address)
+        again.wait("document.querySelector('#problem')?.textContent.includes('asks for a key')")

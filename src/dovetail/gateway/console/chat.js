@@ -12,6 +12,9 @@ const OPEN = "chat"; // in sessionStorage: the conversation of this tab
 const NEAR = 60; // pixels from the end, within which the view follows an answer
 const TALLEST = 240; // pixels of the input
 
+// On a phone Enter is the only way to break a line, and focus brings up half a screen of keys.
+const hasKeyboard = () => !matchMedia("(pointer: coarse)").matches;
+
 export const create = (section) => new ChatView(section);
 
 class ChatView {
@@ -53,7 +56,7 @@ class ChatView {
     });
     this.prompt.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.stop();
-      const breaksLine = event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches;
+      const breaksLine = event.shiftKey || event.isComposing || !hasKeyboard();
       if (event.key !== "Enter" || breaksLine) return;
       event.preventDefault();
       if (!this.running.has(this.chat.id)) this.say();
@@ -66,7 +69,7 @@ class ChatView {
   }
 
   async show() {
-    if (!matchMedia("(pointer: coarse)").matches) this.prompt.focus();
+    if (hasKeyboard()) this.prompt.focus();
     try {
       await this.picker.refresh();
     } finally {
@@ -234,7 +237,7 @@ class ChatView {
     if (this.chat.messages.length) return;
     const has_models = this.picker.models.length > 0;
     const hint = has_models || !this.picker.asked
-      ? "Conversations stay in this browser. Enter sends, Shift+Enter breaks the line."
+      ? `Conversations stay in this browser.${hasKeyboard() ? " Enter sends, Shift+Enter breaks the line." : ""}`
       : el("span", {}, "There is no model here yet. ", el("a", { href: "#models" }, "Add one"));
     this.list.before(el("div.empty", { id: "empty" }, el("h2", {}, "What would you like to know?"), el("p.hint", {}, hint)));
   }
