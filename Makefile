@@ -43,9 +43,15 @@ install-locked:
 	$(BIN)/python -m pip check
 	@touch $(STAMP)
 
-# The digests of constraints.txt, after a change to it.
+# The digests of constraints.txt, after a change to it, by uv in an environment of its own. Which build of torch is wanted
+# depends on the machine, and Ray is for `make cluster` alone: neither is in the lock.
+LOCK := pip compile --quiet --no-deps --universal --generate-hashes --no-annotate --custom-compile-command 'make lock' \
+  --no-emit-package torch --no-emit-package ray
 lock:
-	$(PYTHON) tools/lock.py
+	test -x build/lock/bin/uv || { $(PYTHON) -m venv build/lock && \
+	  build/lock/bin/python -m pip install --quiet uv==0.13.8; }
+	UV_DEFAULT_INDEX="$$($(PYTHON) -m pip config get global.index-url 2> /dev/null)" \
+	  build/lock/bin/uv $(LOCK) --output-file requirements.lock constraints.txt
 
 # The documentation as a site in dist/site, by mkdocs in an environment of its own. A link that leads nowhere fails.
 docs:
@@ -152,7 +158,7 @@ partitioned: install
 # Which platforms show the thesis's frontiers for both networks: 960 drawn ones, some ten minutes.
 PLATFORMS ?= 960
 frontiers: install
-	$(BIN)/python tests/pure/sample_platforms.py $(PLATFORMS) 12
+	$(BIN)/python -m dovetail_bench.thesis_platforms $(PLATFORMS) 12
 
 # A million inputs for each reader of strangers' files, the request bodies, and the engine under AddressSanitizer. Goes on
 # where it was interrupted; FUZZ_SECONDS bounds all of it. See tests/fuzz/fuzz.py.

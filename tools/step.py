@@ -1,6 +1,6 @@
 """Runs one step of an installation with a line for what it is at, and all that it said if it fails.
 
-    step.py "2/3 packages" COMMAND [ARGUMENT ...]
+step.py "2/3 packages" COMMAND [ARGUMENT ...]
 """
 
 from __future__ import annotations

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from dovetail import guidance
 from dovetail.types import Grammar
+
+logger = logging.getLogger("dovetail.grammars")
 
 
 class TokenizerKey(msgspec.Struct, frozen=True):
@@ -27,8 +30,10 @@ def load_tokenizer(key: TokenizerKey) -> Any:
     from llguidance import LLTokenizer
 
     with _rust():
-        with suppress(guidance.Unsupported):
+        try:
             return guidance.Tokenizer(key.file, key.vocab_size, key.eos_token_ids)
+        except guidance.Unsupported as error:
+            logger.warning("%s is read by llguidance's Python class, which stops other threads: %s", key.file, error)
         return LLTokenizer(key.file, n_vocab=key.vocab_size, eos_token=list(key.eos_token_ids) or None)
 
 

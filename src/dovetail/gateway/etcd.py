@@ -1,6 +1,9 @@
 """As much of etcd v3 as a state needs, over its JSON gateway: keys, transactions, leases, a password, TLS.
 
 Knows nothing of who leads. Passwords are in no message and no log.
+
+Written here because the clients for Python that are maintained bring gRPC and protobuf, and the one most used (etcd3)
+has had no release since 2018; the JSON gateway is part of every etcd, and httpx is here anyway.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A thread with a loop of its own. Who has not signed a request with the cluster's token learns nothing, not even what is
 there. A digest is looked up, never made into a path from what was sent; bytes go from the file, or from the host pool
 where they are in memory already, to the socket, a slice at a time.
+
+One form of request is all that there is, so that no HTTP library reads what strangers send before they have signed; and
+a file goes out by `sendfile`, memory of the pool without a copy, neither of which uvicorn does.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 and what it says (final, and commentary to nobody).
 
     <|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
+
+The library `openai-harmony` reads token ids of its own vocabulary, which it downloads; here text arrives in pieces, of
+whatever tokenizer the model came with.
 """  # noqa: E501
 
 from __future__ import annotations
