@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from dovetail.machine import has_fast_bf16, kept_dtype
+from dovetail.machine import kept_dtype, read_cpu
 from dovetail_bench import engine_child
 from dovetail_bench.engine_figures import OURS
 from dovetail_bench.llama_cpp import set_up_engine
@@ -73,14 +73,14 @@ class Contender(msgspec.Struct, frozen=True):
 def label(precision: str) -> str:
     """What a class is called. Without bf16 instructions engines choose between float16, bf16 and float32."""
     if precision == "16":
-        return "bf16" if has_fast_bf16() else "16/32-bit"
+        return "bf16" if read_cpu().has_fast_bf16 else "16/32-bit"
     return f"{precision}-bit"
 
 
 def contenders() -> dict[str, Contender]:
-    wide = "bf16" if has_fast_bf16() else "f32"
-    widened = 1.0 if has_fast_bf16() else 2.0
-    half = "bf16" if has_fast_bf16() else "f16"
+    wide = "bf16" if read_cpu().has_fast_bf16 else "f32"
+    widened = 1.0 if read_cpu().has_fast_bf16 else 2.0
+    half = "bf16" if read_cpu().has_fast_bf16 else "f16"
     quantised = {"8": "q8_0", "4": "q4_0"}
     found = (
         Contender(
@@ -115,7 +115,7 @@ def contenders() -> dict[str, Contender]:
             _in_environment("openvino-genai"),
             "LLMPipeline on GGUF, latency hint, attention its own choice, precision too (float32 without bf16)",
             # Its own choice on ARM is float16, for which it finds no matrix product on some processors.
-            {} if has_fast_bf16() else {"INFERENCE_PRECISION_HINT": "f32"},
+            {} if read_cpu().has_fast_bf16 else {"INFERENCE_PRECISION_HINT": "f32"},
             2 * widened,  # while it loads
         ),
         Contender(

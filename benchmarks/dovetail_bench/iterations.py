@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
+import numpy as np
 import torch
 
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
-from dovetail.layouts import pack
+from dovetail.layouts import packer
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.sched.turn import Turn, TurnRow
@@ -60,7 +61,7 @@ class RandomCheckpoint:
         count = math.prod(shape)
         some = torch.randn(min(count, 1 << 20)) * shape[-1] ** -0.5
         values = some.repeat(-(-count // len(some)))[:count].reshape(shape)
-        return HostTensor(dtype, shape, pack(layout, dtype, values.numpy()).data, layout)
+        return HostTensor(dtype, shape, _packed(layout, dtype, values).data, layout)
 
     def pieces(self, name: str) -> Sequence[HostTensor]:
         return [self._tensors[name]]
@@ -148,3 +149,8 @@ def _cell(
     median, spread = statistics.median(taken), max(taken) - min(taken)
     share = None if least_s is None else least_s / median
     return Cell(model, level, stored, metric, size, median * 1e3, spread * 1e3, share, native)
+
+
+def _packed(layout: str, dtype: str, values: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    making = packer(layout, dtype, tuple(values.shape))
+    return np.concatenate([*making.rows(values.numpy().reshape(-1, values.shape[-1])), *making.finish()])

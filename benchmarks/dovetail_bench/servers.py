@@ -21,7 +21,7 @@ import msgspec
 import yaml
 
 from dovetail.errors import DovetailError
-from dovetail.machine import has_fast_bf16, preferred_dtype
+from dovetail.machine import preferred_dtype, read_cpu
 from dovetail.types import ModelCard
 from dovetail_bench.engine_models import REAL, EngineModels
 from dovetail_bench.engine_peers import PEERS, vllm_environment
@@ -89,7 +89,7 @@ def budget_bytes(models: Sequence[FleetModel], share: float) -> int:
     sizes = []
     for model in models:
         dtype = model.card.dtype or preferred_dtype()
-        dtype = "f32" if dtype == "bf16" and not has_fast_bf16() else dtype  # of the cache
+        dtype = "f32" if dtype == "bf16" and not read_cpu().has_fast_bf16 else dtype  # of the cache
         sizes.append(model.card.size_bytes + KV_TOKENS * model.card.spec.kv_bytes_per_token(dtype))
     return max(int(sum(sizes) * share), int(max(sizes) * 1.25))
 
@@ -213,7 +213,7 @@ def vllm_server(models: Sequence[FleetModel], settings: Settings, report: Report
     folder = made.hf(REAL, report)
     shutil.copyfile(most_popular.card.tokenizer_file, folder / "tokenizer.json")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    dtype = "bfloat16" if has_fast_bf16() else "float32"
+    dtype = "bfloat16" if read_cpu().has_fast_bf16 else "float32"
     port = free_port()
     options = {
         "--served-model-name": most_popular.name,

@@ -99,13 +99,6 @@ def packer(layout: str, dtype: str, shape: tuple[int, ...]) -> Packer:
     return _CellPacker(coding_of(layout, shape[-1]), math.prod(shape[:-1]))
 
 
-def pack(layout: str, dtype: str, values: Float32) -> Array:
-    """All bytes of a tensor at once."""
-    making = packer(layout, dtype, values.shape)
-    parts = [*making.rows(values.reshape(-1, values.shape[-1])), *making.finish()]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-
-
 def pack_codes(layout: str, shape: tuple[int, ...], quantised: Quantised) -> Array:
     """The same of codes and scales, which stay as they are."""
     making = packer(layout, "f32", shape)

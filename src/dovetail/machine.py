@@ -62,10 +62,6 @@ class Cpu(msgspec.Struct, frozen=True):
         return "amx_bf16" in self.features
 
     @property
-    def has_avx512(self) -> bool:
-        return "avx512f" in self.features
-
-    @property
     def has_fast_bf16(self) -> bool:
         """bfloat16 matrices are multiplied by instructions of their own; elsewhere they are many times slower than
         float32, not faster."""
@@ -89,14 +85,6 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
     except OSError:
         text = ""
     return Cpu(platform_model(text), platform.machine(), _features(text), usable_cores())
-
-
-def has_fast_bf16() -> bool:
-    return read_cpu().has_fast_bf16
-
-
-def has_amx() -> bool:
-    return read_cpu().has_amx
 
 
 def preferred_dtype() -> str:

@@ -14,8 +14,6 @@ from dovetail.engine.dtypes import compute_dtype
 from dovetail.errors import ConfigError
 from dovetail.machine import (
     Cpu,
-    has_amx,
-    has_fast_bf16,
     memory_bytes,
     parse_gpu_list,
     preferred_dtype,
@@ -57,9 +55,8 @@ def test_a_machine_without_cpuinfo_is_still_described(tmp_path: Path) -> None:
 
 
 def test_the_answers_about_this_machine_agree() -> None:
-    assert has_fast_bf16() == read_cpu().has_fast_bf16
-    assert has_amx() <= has_fast_bf16()
-    fastest = "bf16" if has_fast_bf16() else "f16" if read_cpu().has_fast_f16 else "f32"
+    assert read_cpu().has_amx <= read_cpu().has_fast_bf16
+    fastest = "bf16" if read_cpu().has_fast_bf16 else "f16" if read_cpu().has_fast_f16 else "f32"
     assert preferred_dtype() == fastest
     total, available = memory_bytes()
     assert total >= available > 0
@@ -119,7 +116,9 @@ def test_a_forced_level_is_taken_or_named_as_impossible() -> None:
 
 def test_float16_is_computed_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOVETAIL_KERNELS", "torch")
-    assert compute_dtype("auto", "f16") == ("bf16" if has_fast_bf16() else "f32"), "torch's own would take minutes"
+    assert compute_dtype("auto", "f16") == ("bf16" if read_cpu().has_fast_bf16 else "f32"), (
+        "torch's own would take minutes"
+    )
 
 
 LISTED = """GPU 0: NVIDIA H200 (UUID: GPU-0b9ee7b9-0f4e-5d84-a2a4-7ad8a9a7b1d0)

@@ -14,7 +14,7 @@ from drive import Engine, make_request
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.errors import SourceError
 from dovetail.layouts import unpack
-from dovetail.machine import has_fast_bf16
+from dovetail.machine import read_cpu
 from dovetail.node.ports import HostTensor
 from dovetail.store import open_checkpoint
 from dovetail.store.sources import fetch
@@ -126,7 +126,8 @@ def reference(gguf: Path, prompts: list[list[int]]) -> Reference:
         pytest.param(
             "bf16",
             marks=pytest.mark.skipif(
-                not has_fast_bf16(), reason="this CPU has no bf16 matrix instructions: a token takes half a second"
+                not read_cpu().has_fast_bf16,
+                reason="this CPU has no bf16 matrix instructions: a token takes half a second",
             ),
         ),
     ],

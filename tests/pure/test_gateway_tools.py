@@ -22,9 +22,9 @@ from dovetail.gateway.constraints import constraint_of
 from dovetail.gateway.ollama.request import OllamaChat
 from dovetail.gateway.reading import Parts, Reader
 from dovetail.gateway.reasoning import ThinkingReader, ThinkMarks
+from dovetail.gateway.tools import formats
 from dovetail.gateway.tools.formats import (
     BARS,
-    FORMATS,
     HARMONY,
     HERMES,
     LLAMA3_JSON,
@@ -39,6 +39,8 @@ from dovetail.gateway.tools.harmony import MARKS, HarmonyReader
 from dovetail.gateway.tools.prompt import told_in_system, told_in_user, tools_as_text, without_tool_roles
 from dovetail.gateway.tools.readers import CallReader
 from dovetail.gateway.tools.schema import NamedTool, Tool, Wanted, wanted_tools
+
+FORMATS = {value.name: value for value in vars(formats).values() if isinstance(value, ToolFormat)}
 
 WEATHER = {"city": "Berlin", "days": 3}
 TIME = {"zone": "UTC"}

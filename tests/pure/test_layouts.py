@@ -17,7 +17,6 @@ from dovetail.layouts import (
     bfloat16_bits,
     coding_of,
     narrow,
-    pack,
     pack_codes,
     packed_bytes,
     packer,
@@ -33,6 +32,13 @@ SHAPES = st.one_of(
     st.tuples(st.integers(1, 70), st.integers(1, 70)),
     st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 40)),
 )
+
+
+def pack(layout: str, dtype: str, values: Any) -> Any:
+    """All bytes of a tensor at once."""
+    making = packer(layout, dtype, values.shape)
+    parts = [*making.rows(values.reshape(-1, values.shape[-1])), *making.finish()]
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
 
 
 def random_values(shape: tuple[int, ...], seed: int) -> Any:

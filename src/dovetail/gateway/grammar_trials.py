@@ -44,11 +44,6 @@ class GrammarTrials:
         """Of the process, if there is one."""
         return self._confined.pid
 
-    @property
-    def num_known(self) -> int:
-        """Grammars whose verdict is remembered."""
-        return len(self._known)
-
     async def problem(self, card: ModelCard, grammar: Grammar) -> str:
         """Why it cannot be followed; empty where nothing speaks against it. Raises Overloaded where that could not be
         found out now."""

@@ -79,7 +79,6 @@ ALIBABA_FC = Platform(
     start_s=1.5,
     load_bytes_per_s=500e6,
 )
-PLATFORMS = {ALIBABA_FC.name: ALIBABA_FC}
 POINTS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)  # vCPUs that curves are fitted to
 BATCHES = (1, 2)
 

@@ -17,7 +17,7 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.presets import LOCALITY, RANDOM, SERVERLESSLLM, SHEPHERD
 from dovetail.profiles.hardware import PRESETS, Shape, hosting_of
-from dovetail.profiles.storage import GB, SLLM_CLUSTER, SLLM_SERVER, Storage, Tier
+from dovetail.profiles.storage import GB, SLLM_CLUSTER, Storage, Tier
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise
 from dovetail.sim.metrics import Fate, mean, percentile
@@ -79,7 +79,6 @@ RAY = replace(
     is_pipelined=False,
 )
 RAY_CACHE = replace(RAY, name="ray+cache", disk_bytes=int(160 * GB), disk_bytes_per_s=3.3 * GB)
-KSERVE = replace(RAY, name="kserve", network_bytes_per_s=SLLM_SERVER.network_bytes_per_s)
 SYSTEMS = {
     system.name: system
     for system in (

@@ -76,10 +76,6 @@ class Ticket:
         return self._lease
 
     @property
-    def is_admitted(self) -> bool:
-        return self._admitted.is_set()
-
-    @property
     def arrived_bytes(self) -> int:
         """How much of it is in memory, from the front."""
         return 0 if self._lease is None else self._lease.arrived_bytes

@@ -57,10 +57,6 @@ class PartitionFile:
     def origin(self) -> str:
         return str(self.path)
 
-    @property
-    def is_direct(self) -> bool:
-        return self._direct is not None
-
     def read_into(self, lease: Lease, begin: int, end: int) -> None:
         """Bytes begin..end of the file, to where they belong in the lease."""
         lease.populate(begin, end)

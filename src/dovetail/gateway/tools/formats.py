@@ -91,8 +91,6 @@ HARMONY = ToolFormat(  # gpt-oss; read by a reader of its own, because thoughts 
     marks=harmony.MARKS,
 )
 
-FORMATS = {format.name: format for format in (HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, BARS, HARMONY)}
-
 
 def format_in(template: str) -> ToolFormat | None:
     """The form that a chat template tells its model to use; None if it names none that is known."""

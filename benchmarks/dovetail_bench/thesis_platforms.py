@@ -1,4 +1,6 @@
-"""Which platforms give WRN50-5 three regions by SLO and WRN50-4 two: `sample_platforms.py [COUNT] [SEED]`.
+"""Which platforms give WRN50-5 three regions by SLO and WRN50-4 two, as published.
+
+`python -m dovetail_bench.thesis_platforms [COUNT] [SEED]`
 
 The thesis publishes no coefficients. Platforms are drawn from wide ranges, and what those that show its frontiers have
 in common is what must have been true of its platform.
