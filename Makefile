@@ -10,7 +10,7 @@ STEP   := $(PYTHON) tools/step.py
 
 .PHONY: install install-locked wheel lock docs sbom serve check test slow check-all lint sanitize levels soak crowd \
   tenants limited partitioned \
-  frontiers cluster etcd storm fuzz clean
+  frontiers cluster etcd storm golden fuzz clean
 
 install: $(STAMP)
 
@@ -118,6 +118,11 @@ storm: install
 	$(BIN)/dovetail sim storm --first 100000 --seeds $(STORM_SEEDS)
 	$(BIN)/python tests/pure/migration_deaths.py
 
+# The detailed logs of presets, fault storms and server storms, by digest: a refactoring changes none. The digests are
+# those of x86-64 with glibc. `make golden KEEP=DIR` keeps the logs, WRITE=--write accepts them.
+golden: install
+	$(BIN)/python tests/pure/golden_logs.py $(WRITE) $(if $(KEEP),--keep $(KEEP))
+
 # The native kernels and the barrier of their threads under AddressSanitizer and ThreadSanitizer, the barrier also without,
 # for millions of rounds; needs CMake and a C++ compiler only.
 sanitize:
@@ -174,7 +179,7 @@ fuzz: install
 	  --json build/fuzz/summary.json
 
 # Everything that can be tried on this machine: half an hour and more.
-check-all: test slow sanitize levels soak crowd tenants limited partitioned storm etcd
+check-all: test slow sanitize levels soak crowd tenants limited partitioned storm golden etcd
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

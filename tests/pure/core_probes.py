@@ -1,0 +1,369 @@
+"""Probes of the control core: what a rebuild of it is measured by. `python tests/pure/core_probes.py PROBE`:
+
+containers   dicts, sets, lists and heaps that hold requests while answers run, in a gateway and in a worker
+remains      containers of the core that are larger at the end of a storm than at its beginning
+lines        lines of cluster, node and policy that the server's pure tests execute and fault storms do not
+switches     reads of policy switches (`knobs.X`) in node, cluster and worker
+calls        pairs of files that call each other in both directions
+names        public names of the control rooms that stand for more than one thing
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import gc
+import sys
+import tempfile
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dovetail.policy.knobs import Knobs
+from dovetail.sim.driver import Simulation
+from dovetail.sim.storm import VIOLATIONS, build_server_storm, build_storm, check, run_one
+
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parents[1] / "src" / "dovetail"
+CORE = ("cluster", "node", "policy")
+ROOMS = (*CORE, "worker", "sched", "gateway")
+CONTAINERS = (dict, set, frozenset, list, deque)
+RECORDS = ("Work", "RequestRecord", "Choice", "Request", "RequestState", "Sequence", "GenerationTask", "Run")
+FIRST_ID = 7_000_000_000  # of requests: like no other number in the process
+STORMS = 30
+
+Place = tuple[str, str]  # class, attribute
+
+
+# Containers
+
+
+def objects_of(rooms: tuple[str, ...]) -> Iterator[Any]:
+    """Every object of a class of these rooms that the collector knows."""
+    modules = tuple(f"dovetail.{room}." for room in rooms)
+    for one in gc.get_objects():
+        if str(type(one).__module__).startswith(modules) and not isinstance(one, type):
+            yield one
+
+
+def attributes_of(one: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(one, "__dict__", {}).items()
+    for base in type(one).__mro__:
+        for name in getattr(base, "__slots__", ()):
+            if hasattr(one, name):
+                yield name, getattr(one, name)
+
+
+def is_request(value: Any, names: set[str]) -> bool:
+    if isinstance(value, tuple):
+        return any(is_request(one, names) for one in value)
+    if isinstance(value, int):
+        return value >= FIRST_ID
+    if isinstance(value, str):
+        return value in names
+    return type(value).__name__ in RECORDS and type(value).__module__.startswith("dovetail.")
+
+
+def holds_requests(container: Any, names: set[str], depth: int = 2) -> bool:
+    """By key, by element, or in a container that it has as a value."""
+    values = [*container, *container.values()] if isinstance(container, dict) else list(container)
+    if any(is_request(one, names) for one in values):
+        return True
+    inner = [one for one in values if isinstance(one, CONTAINERS)]
+    return depth > 1 and any(holds_requests(one, names, depth - 1) for one in inner)
+
+
+Found = dict[Place, set[Place]]  # by place: the places that had the same container
+
+
+def look(rooms: tuple[str, ...], names: set[str], found: Found) -> None:
+    """Note the containers that hold requests now."""
+    owners: dict[int, set[Place]] = defaultdict(set)
+    for one in objects_of(rooms):
+        for name, value in attributes_of(one):
+            if isinstance(value, CONTAINERS) and holds_requests(value, names):
+                owners[id(value)].add((type(one).__name__, name))
+    for places in owners.values():
+        for place in places:
+            found.setdefault(place, set()).update(places)
+
+
+def tell(process: str, found: Found) -> None:
+    distinct = {frozenset(places) for places in found.values()}
+    print(f"{process}: {len(distinct)} containers hold requests while answers run")
+    for places in sorted(sorted(one) for one in distinct):
+        print("  " + " = ".join(f"{owner}.{name}" for owner, name in places))
+
+
+def crowd_on_one_node(found: Callable[[], None]) -> None:
+    """More requests than fit, of every kind, to four models on one node."""
+    from test_runtime_parity import Worker, crowd
+
+    worker = Worker(crowd())
+    worker.link.dispatcher.runtime.next_id = FIRST_ID
+    take_turn, count = worker.link.take_turn, iter(range(10**9))
+
+    def watched() -> bool:
+        if not next(count) % 20:
+            found()
+        return take_turn()
+
+    worker.link.take_turn = watched  # type: ignore[method-assign]
+    worker.run()
+
+
+def answers_that_move(found: Callable[[], None]) -> None:
+    """Three answers on two nodes, one of which goes on at the other."""
+    from fleet_builders import Fleet
+
+    fleet = Fleet()
+    fleet.dispatcher.runtime.next_id = FIRST_ID
+    for number in range(3):
+        fleet.submit(f"request-{number}", prompt=60, tokens=90)
+    for count in range(600):
+        if count == 200 and "request-0" not in fleet.ended:
+            fleet.migrate("request-0")
+        if steps := fleet.steps():
+            fleet.do(steps[count % len(steps)])
+        else:
+            fleet.advance()
+        if not count % 10:
+            found()
+
+
+async def _listen(found: Callable[[], None], names: set[str]) -> None:
+    """Four answers of a service."""
+    from gateway_builders import make_card, running_service
+    from test_gateway_service import make_job
+
+    with tempfile.TemporaryDirectory() as folder:
+        async with running_service(Path(folder), make_card(Path(folder))) as service:
+            service.cluster.dispatcher.runtime.next_id = FIRST_ID
+
+            async def listen(number: int) -> None:
+                job = await make_job(service, f"question {number}", max_tokens=40)
+                names.add(job.request.id if hasattr(job, "request") else job.id)
+                async with aclosing(service.run(job)) as deltas:
+                    async for _ in deltas:
+                        found()
+
+            await asyncio.gather(*[listen(number) for number in range(4)])
+
+
+def probe_containers() -> int:
+    sys.path.insert(0, str(TESTS))
+    worker: Found = {}
+    gateway: Found = {}
+    names = {f"r{number}" for number in range(100)} | {f"request-{number}" for number in range(3)}
+
+    def both() -> None:
+        look(("node", "worker", "sched"), names, worker)
+        look(("cluster",), names, gateway)
+
+    crowd_on_one_node(both)
+    answers_that_move(both)
+    gc.collect()
+    asyncio.run(_listen(lambda: look(("gateway", "cluster"), names, gateway), names))
+    tell("worker", worker)
+    tell("gateway", gateway)
+    return 0
+
+
+def sizes(simulation: Simulation) -> Counter[Place]:
+    """Of what hangs on this simulation's controller and nodes."""
+    found: Counter[Place] = Counter()
+    seen, left = set[int](), [simulation.cluster]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        values = [value for _, value in attributes_of(one)]
+        if str(type(one).__module__).startswith(("dovetail.cluster", "dovetail.node", "dovetail.policy.memory")):
+            for name, value in attributes_of(one):
+                if isinstance(value, CONTAINERS):
+                    found[type(one).__name__, name] += len(value)
+        if isinstance(one, (*CONTAINERS, tuple)):
+            values = [*one, *one.values()] if isinstance(one, dict) else list(one)
+        left += [value for value in values if isinstance(value, (*CONTAINERS, tuple)) or hasattr(value, "__module__")]
+    return found
+
+
+def probe_remains() -> int:
+    """What is learnt (lengths, durations) remains by design; what is kept by request or instance is a leak."""
+    grown: Counter[Place] = Counter()
+    for seed in range(STORMS):
+        for build in (build_storm, build_server_storm):
+            simulation = build(seed)
+            before = sizes(simulation)
+            simulation.on_sample = lambda now, simulation=simulation: check(simulation, now)  # type: ignore[misc]
+            try:
+                simulation.run()
+            except VIOLATIONS as error:
+                print(f"{build.__name__}({seed}): {type(error).__name__}: {error}")
+                continue
+            after = sizes(simulation)
+            grown.update(place for place in after if after[place] > before[place])
+    for (owner, name), count in grown.most_common():
+        print(f"  {owner}.{name}: larger after {count} of {2 * STORMS} storms")
+    return 0
+
+
+# Lines
+
+
+def probe_lines() -> int:
+    import coverage
+    import pytest
+
+    def executed(run: Callable[[], object]) -> dict[str, set[int]]:
+        traced = coverage.Coverage(data_file=None, source=[str(SOURCE / room) for room in CORE], config_file=False)
+        traced.start()
+        run()
+        traced.stop()
+        data = traced.get_data()
+        return {str(Path(file).relative_to(SOURCE)): set(data.lines(file) or ()) for file in data.measured_files()}
+
+    def storms() -> None:
+        for seed in range(STORMS):
+            for of_server in (False, True):
+                try:
+                    run_one(seed, of_server=of_server)
+                except VIOLATIONS as error:
+                    print(f"storm {seed}: {error}")
+
+    in_storms = executed(storms)
+    kinds = ("gateway_service", "gateway_recovery", "gateway_hosted", "worker_driver", "runtime_findings")
+    kinds += ("runtime_parity", "cluster_migration", "cluster_eviction")
+    files = [str(path) for kind in kinds for path in sorted(TESTS.glob(f"test_{kind}.py"))]
+    in_tests = executed(lambda: pytest.main(["-q", "-p", "no:cacheprovider", *files]))
+    total = 0
+    for file in sorted(in_tests):
+        only = sorted(in_tests[file] - in_storms.get(file, set()))
+        total += len(only)
+        if only:
+            print(f"  {file}: {len(only)} lines: {_ranges(only)}")
+    print(f"{total} lines of {', '.join(CORE)} that the server's tests execute and {2 * STORMS} storms do not")
+    return 0
+
+
+def _ranges(lines: list[int]) -> str:
+    found: list[list[int]] = []
+    for line in lines:
+        if found and line == found[-1][1] + 1:
+            found[-1][1] = line
+        else:
+            found.append([line, line])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+# What the source says
+
+
+def trees(rooms: tuple[str, ...]) -> Iterator[tuple[str, ast.Module]]:
+    for room in rooms:
+        for path in sorted((SOURCE / room).rglob("*.py")):
+            yield str(path.relative_to(SOURCE)), ast.parse(path.read_text())
+
+
+def probe_switches() -> int:
+    switches = {one.name for one in fields(Knobs)}
+    reads: Counter[str] = Counter()
+    for file, tree in trees(("node", "cluster", "worker")):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in switches and _is_knobs(node.value):
+                reads[file] += 1
+    for file, count in reads.most_common():
+        print(f"  {file}: {count}")
+    print(f"{reads.total()} reads of {len(switches)} switches in node, cluster and worker")
+    return 0
+
+
+def _is_knobs(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name.lstrip("_") == "knobs"
+
+
+def probe_names() -> int:
+    places: dict[str, list[str]] = defaultdict(list)
+    for file, tree in trees(ROOMS):
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                places[node.name].append(file)
+    double = {name: files for name, files in places.items() if len(files) > 1}
+    for name, files in sorted(double.items()):
+        print(f"  {name}: {', '.join(files)}")
+    classes = sum(name[0].isupper() for name in double)
+    print(f"{len(double)} public names of {', '.join(ROOMS)} with two meanings, {classes} of them of classes")
+    return 0
+
+
+# Calls
+
+
+class Calls:
+    """Which file calls which, while it is installed."""
+
+    def __init__(self) -> None:
+        self.pairs: Counter[tuple[str, str]] = Counter()
+        self._names: dict[str, str | None] = {}
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_back is not None:
+            callee, caller = self._name(frame), self._name(frame.f_back)
+            if callee and caller and callee != caller:
+                self.pairs[caller, callee] += 1
+
+    def _name(self, frame: FrameType) -> str | None:
+        file = frame.f_code.co_filename
+        if file not in self._names:
+            inside = file.startswith(str(SOURCE))
+            name = str(Path(file).relative_to(SOURCE)) if inside else ""
+            self._names[file] = name if name.startswith(ROOMS) else None
+        return self._names[file]
+
+
+def probe_calls() -> int:
+    """A chat, a cold load, an eviction and a worker's death: in a gateway on a fake worker, in a node's driver behind
+    the dispatcher, and in storms. A generator that is resumed counts as called."""
+    import pytest
+
+    sys.path.insert(0, str(TESTS))
+    from test_runtime_parity import Worker, crowd
+
+    with Calls() as calls:
+        Worker(crowd()).run()
+        for seed in range(6):
+            run_one(seed, of_server=True)
+        files = [str(TESTS / f"test_gateway_{kind}.py") for kind in ("service", "recovery")]
+        pytest.main(["-q", "-p", "no:cacheprovider", *files])
+    found = sorted({tuple(sorted(pair)) for pair in calls.pairs if pair[::-1] in calls.pairs})
+    for first, second in found:
+        print(f"  {first} <-> {second}")
+    print(f"{len(found)} pairs of files call each other in both directions")
+    return 0
+
+
+PROBES = {name.removeprefix("probe_"): probe for name, probe in list(globals().items()) if name.startswith("probe_")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("probe", choices=PROBES)
+    return PROBES[parser.parse_args().probe]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
