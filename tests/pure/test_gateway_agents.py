@@ -12,10 +12,11 @@ import pytest
 from gateway_builders import make_card
 from test_gateway_http import KEYS, check_error, on_app
 
-from dovetail.errors import InvalidRequest
+from dovetail.errors import InvalidRequest, ResponseNotFound
 from dovetail.gateway.reading import CallDelta, Parts
 from dovetail.gateway.responses.builder import OutputBuilder
-from dovetail.gateway.responses.request import ResponsesRequest, chat_of
+from dovetail.gateway.responses.conversations import MAX_ITEMS, Conversations
+from dovetail.gateway.responses.request import Item, ResponsesRequest, chat_of
 from dovetail.gateway.responses.tools import ToolSet
 from dovetail.gateway.service import Service
 from dovetail.types import ModelCard
@@ -198,3 +199,28 @@ def test_a_compacted_conversation_goes_on(tmp_path: Path) -> None:
         check_error(await client.post("/v1/responses/compact", json={"model": "fake"}), 400, "input")
 
     on_app(tmp_path, test)
+
+
+def said(text: str) -> Item:
+    return Item(role="user", content=text)
+
+
+def test_conversations_are_bounded_by_number_by_bytes_and_by_items() -> None:
+    kept = Conversations(max_conversations=2, max_bytes=20_000)
+    first, second = (kept.create("a", [said("x")], {}) for _ in range(2))
+    kept.extend(first, [said("y")])  # which makes the other one the oldest
+    kept.create("a", [], {})
+    assert kept.get(first.id, "a") is first
+    with pytest.raises(ResponseNotFound):
+        kept.get(second.id, "a")
+    kept.create("a", [said("z" * 19_900)], {})
+    with pytest.raises(ResponseNotFound):
+        kept.get(first.id, "a")
+    long = kept.create("a", [], {})
+    kept.go_on(long, [said("first")], [said(str(number)) for number in range(MAX_ITEMS)])
+    assert [item["content"] for item in long.items[:1]] == ["0"]
+    with pytest.raises(InvalidRequest, match="at most"):
+        kept.extend(long, [said("more")])
+    kept.go_on(long, [], [said("last")])
+    assert (len(long.items), long.items[-1]["content"]) == (MAX_ITEMS, "last")
+    assert long.size_bytes == sum(len(str(item)) for item in long.items)

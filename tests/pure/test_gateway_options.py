@@ -55,7 +55,9 @@ def test_harmless_options_nulls_and_neutral_values_are_accepted(tmp_path: Path) 
     on_app(tmp_path, test)
 
 
-def test_what_gateways_send_along_is_accepted_and_named_in_the_answer(tmp_path: Path) -> None:
+def test_what_gateways_send_along_is_accepted_and_named_in_the_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sent: dict[str, Any] = {
         "cache_control": {"type": "ephemeral"},
         "usage": {"include": True},
@@ -74,7 +76,10 @@ def test_what_gateways_send_along_is_accepted_and_named_in_the_answer(tmp_path: 
                 assert not any("warnings" in chunk for chunk in rest)
         assert "warnings" not in (await client.post("/v1/chat/completions", json=CHAT)).json()
 
+    caplog.set_level("INFO", "dovetail.requests")
     on_app(tmp_path, test)
+    lines = [record.getMessage() for record in caplog.records if "verbosity changes nothing" in record.getMessage()]
+    assert len(lines) == 4  # one of each request
 
 
 def test_thoughts_are_switched_by_any_name_that_clients_have_for_it(tmp_path: Path) -> None:

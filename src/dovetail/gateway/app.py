@@ -37,6 +37,7 @@ from dovetail.gateway.node_routes import make_node_router
 from dovetail.gateway.ollama.endpoints import make_ollama_router
 from dovetail.gateway.origins import OriginGate
 from dovetail.gateway.problems import problem_response
+from dovetail.gateway.responses.conversations import NewConversation, NewItems, NewMetadata
 from dovetail.gateway.responses.endpoints import make_responses_router
 from dovetail.gateway.responses.request import CompactRequest, ResponsesRequest
 from dovetail.gateway.routes import make_router
@@ -58,6 +59,9 @@ _BODIES: tuple[type[Any], ...] = (
     ScoreRequest,
     ResponsesRequest,
     CompactRequest,
+    NewConversation,
+    NewItems,
+    NewMetadata,
     MessagesRequest,
     CountTokensRequest,
     AddModel,

@@ -33,6 +33,14 @@ def responses(answer: type[BaseModel], errors: Sequence[int] = ()) -> Responses:
     }
 
 
+def documented(errors: Sequence[int], error: type[BaseModel] = ErrorBody, *, streams: bool = False) -> Responses:
+    """Of an answer whose fields are another API's: JSON, or events."""
+    answer: dict[str, Any] = {"description": "OK"}
+    if streams:
+        answer["content"] = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
+    return {200: answer, **{status: {"model": error, "description": "error"} for status in errors}}
+
+
 async def read_body(kind: type[Body], request: Request) -> Body:
     """The body as a record. Not `request.body()`, which would be kept for as long as the answer takes."""
     _check_media_type(request.headers.get("content-type", ""))

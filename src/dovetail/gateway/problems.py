@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
@@ -14,6 +15,18 @@ from starlette.types import Scope
 from dovetail.errors import RequestError
 from dovetail.gateway.keys import is_of_ollama
 from dovetail.gateway.replies import ErrorBody, ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str | None
+
 
 Api = Literal["openai", "anthropic", "ollama"]
 
@@ -43,8 +56,8 @@ def anthropic_problem(error: RequestError, request_id: str = "") -> bytes:
     kind = _ANTHROPIC_KINDS.get(error.status, error.kind)
     named = error.param is not None and error.param not in error.message
     message = f"{error.param}: {error.message}" if named else error.message
-    body = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id or None}
-    return json.dumps(body, ensure_ascii=False).encode()
+    detail = AnthropicErrorDetail(type=kind, message=message)
+    return AnthropicErrorBody(type="error", error=detail, request_id=request_id or None).model_dump_json().encode()
 
 
 def ollama_problem(error: RequestError, request_id: str = "") -> bytes:

@@ -13,11 +13,14 @@ from dovetail.gateway.anthropic.answer import MessageShape
 from dovetail.gateway.anthropic.request import CountTokensRequest, MessagesRequest, chat_of
 from dovetail.gateway.asked import asked_chat
 from dovetail.gateway.chat_prompt import chat_prompt
-from dovetail.gateway.endpoint import read_body, request_body
+from dovetail.gateway.endpoint import documented, read_body, request_body
 from dovetail.gateway.models import ServedModel
+from dovetail.gateway.problems import AnthropicErrorBody
 from dovetail.gateway.respond import until_disconnect
 from dovetail.gateway.service import Service
 from dovetail.gateway.shaped import ShapedResponse
+
+_ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
 
 
 def make_anthropic_router(service: Service) -> APIRouter:
@@ -28,7 +31,8 @@ def make_anthropic_router(service: Service) -> APIRouter:
         ("/v1/messages/count_tokens", endpoints.count, CountTokensRequest),
     ):
         extra = {"requestBody": request_body(body)}
-        router.add_api_route(path, handler, methods=["POST"], openapi_extra=extra)
+        answers = documented(_ERRORS, AnthropicErrorBody, streams=body is MessagesRequest)
+        router.add_api_route(path, handler, methods=["POST"], openapi_extra=extra, responses=answers)
     return router
 
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from dovetail.errors import InvalidRequest, ResponseNotFound
 from dovetail.gateway.api import FAIL_FAST, StrictBody
-from dovetail.gateway.endpoint import read_body
+from dovetail.gateway.endpoint import documented, read_body, request_body
 from dovetail.gateway.responses.request import Item, messages_of
 
 MAX_CONVERSATIONS = 1024
@@ -86,9 +86,14 @@ class Conversations:
         return added
 
     def go_on(self, conversation: Conversation, asked: Sequence[Item], said: Sequence[Item]) -> None:
-        """After an answer, unless it was deleted meanwhile."""
-        if conversation.id in self._kept:
-            self.extend(conversation, [*asked, *said])
+        """After an answer, unless it was deleted meanwhile. What is too much goes from the beginning."""
+        if conversation.id not in self._kept:
+            return
+        new = [*asked, *said][-MAX_ITEMS:]
+        dropped = conversation.items[: max(len(conversation.items) + len(new) - MAX_ITEMS, 0)]
+        del conversation.items[: len(dropped)]
+        self._resize(conversation, -sum(len(str(item)) for item in dropped))
+        self.extend(conversation, new)
 
     def drop_item(self, conversation: Conversation, item_id: str) -> None:
         kept = [item for item in conversation.items if item["id"] != item_id]
@@ -115,16 +120,18 @@ def make_conversations_router(conversations: Conversations) -> APIRouter:
     endpoints = ConversationEndpoints(conversations)
     router = APIRouter()
     one = "/v1/conversations/{conversation_id}"
-    for path, method, handler in (
-        ("/v1/conversations", "POST", endpoints.create),
-        (one, "GET", endpoints.show),
-        (one, "POST", endpoints.change),
-        (one, "DELETE", endpoints.delete),
-        (f"{one}/items", "GET", endpoints.list_items),
-        (f"{one}/items", "POST", endpoints.add_items),
-        (f"{one}/items/{{item_id}}", "DELETE", endpoints.delete_item),
+    for path, method, handler, body in (
+        ("/v1/conversations", "POST", endpoints.create, NewConversation),
+        (one, "GET", endpoints.show, None),
+        (one, "POST", endpoints.change, NewMetadata),
+        (one, "DELETE", endpoints.delete, None),
+        (f"{one}/items", "GET", endpoints.list_items, None),
+        (f"{one}/items", "POST", endpoints.add_items, NewItems),
+        (f"{one}/items/{{item_id}}", "DELETE", endpoints.delete_item, None),
     ):
-        router.add_api_route(path, handler, methods=[method])
+        extra = {"requestBody": request_body(body)} if body is not None else None
+        answers = documented((400, 401, 404, 413, 415, 429))
+        router.add_api_route(path, handler, methods=[method], openapi_extra=extra, responses=answers)
     return router
 
 

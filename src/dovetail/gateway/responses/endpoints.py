@@ -19,7 +19,7 @@ from dovetail.errors import InvalidRequest, RequestError, ResponseNotFound
 from dovetail.gateway.answers import TokenNames, UsageCount
 from dovetail.gateway.api import Message
 from dovetail.gateway.asked import asked_chat
-from dovetail.gateway.endpoint import json_response, read_body, request_body, responses
+from dovetail.gateway.endpoint import documented, json_response, read_body, request_body, responses
 from dovetail.gateway.replies import Usage
 from dovetail.gateway.respond import INLINE_REPORTS, EventStream, Taken, accounted, origin_of, until_disconnect
 from dovetail.gateway.responses.background import BackgroundResponses
@@ -85,7 +85,9 @@ def make_responses_router(service: Service) -> APIRouter:
     items = responses(InputItems, (401, 404))
     router.add_api_route(f"{one}/input_items", endpoints.list_items, methods=["GET"], responses=items)
     compact = {"requestBody": request_body(CompactRequest)}
-    router.add_api_route("/v1/responses/compact", endpoints.compact, methods=["POST"], openapi_extra=compact)
+    shorter = documented(_ERRORS)
+    path = "/v1/responses/compact"
+    router.add_api_route(path, endpoints.compact, methods=["POST"], openapi_extra=compact, responses=shorter)
     router.include_router(make_conversations_router(conversations))
     return router
 
