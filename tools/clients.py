@@ -46,6 +46,8 @@ CLIENTS = {
     "anthropic (Python)": Client("anthropic_checks.py", ("anthropic",)),
     "Codex": Client("codex_checks.mjs", ("@openai/codex",), is_agent=True),
     "Claude Code": Client("claude_code_checks.mjs", ("@anthropic-ai/claude-code",), is_agent=True),
+    "opencode": Client("opencode_checks.mjs", ("opencode-ai",), is_agent=True),
+    "qwen-code": Client("qwen_code_checks.mjs", ("@qwen-code/qwen-code",), is_agent=True),
     "guidellm": Client("guidellm_checks.py", ("guidellm",)),
 }
 
