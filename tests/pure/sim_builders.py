@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.cluster.request import RequestState
 from dovetail.node.events import StartLoad, StartResize, StartUnload, Turn
 from dovetail.node.node import Node
 from dovetail.node.protocol import Notice
 from dovetail.node.runtime import NodeRuntime
-from dovetail.node.work import Work
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
@@ -77,8 +77,8 @@ def make_work(
     arrival_s: float = 0.0,
     ttft_s: float = 1.0,
     tpot_s: float = 0.25,
-) -> Work:
-    return Work(id, model, input_tokens, arrival_s, ttft_s, tpot_s)
+) -> RequestState:
+    return RequestState(id, model, input_tokens, arrival_s, ttft_s, tpot_s)
 
 
 def serve_memory(node: Node, now: float) -> list[object]:

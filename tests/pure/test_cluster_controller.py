@@ -11,7 +11,7 @@ from sim_builders import make_hosting, make_node, make_work, serve_all
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Decision, How, Moving, Placed, Queued, Refused
 from dovetail.cluster.local import LocalNode
-from dovetail.cluster.placer import Search
+from dovetail.cluster.request import Search
 from dovetail.cluster.seeker import MAX_RETURNS
 from dovetail.cluster.starting import MAX_CANDIDATES
 from dovetail.node.node import Node
@@ -185,6 +185,7 @@ def test_newcomers_are_not_brought_to_a_node_that_owes_memory_to_an_answer() -> 
     assert isinstance(placed, Placed)
     evicted = make_work(1, "a", 1500, ttft_s=5.0)
     evicted.produced = 100
+    controller.works[evicted.id] = evicted
     controller.evicted(handle_of(controller), placed.instance, evicted, "kv_short", 0.0)
     assert isinstance(said(controller)[-1], Queued)
     assert isinstance(submit(controller, make_work(2, "a", 20, ttft_s=5.0)), Queued), "there would be room for it"
@@ -213,7 +214,8 @@ def test_a_lost_node_sends_its_requests_elsewhere() -> None:
     assert isinstance(placed, Placed)
     lost = placed.node
     assert isinstance(lost, LocalNode)
-    controller.lost(lost, lost.runtime.fail(), 0.5)
+    lost.runtime.fail()
+    controller.lost(lost, [placed.work], 0.5)
     again = said(controller)[-1]
     assert isinstance(again, Placed)
     assert again.node is not lost

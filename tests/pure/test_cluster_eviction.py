@@ -15,7 +15,6 @@ from dovetail.node.node import Node
 from dovetail.node.protocol import Accepted, Check, Evicted, Propose, Withdraw
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.memory import Ledger
-from dovetail.types import ServiceClass
 
 KNOBS = Knobs(floor_tokens=0, watermark=0.0, free_resize=True, lengths_by_model=True, slots_limited=False)
 
@@ -164,12 +163,3 @@ def test_nobody_moves_for_a_start_unless_everybody_can() -> None:
     assert fleet.dispatcher.runtime.displacements.abandoned >= 1
     assert fleet.migrations.completed == 0, "one of the two moved in vain"
     fleet.check_end()
-
-
-def test_best_effort_that_was_handed_over_and_cancelled_is_forgotten() -> None:
-    rig = Rig("a")
-    rig.submit("r", service_class=ServiceClass.BEST_EFFORT)
-    (work,) = rig.link.dispatcher.runtime.works.values()
-    rig.controller._travelling.add(work.id)
-    rig.abort("r")
-    assert not rig.controller._travelling

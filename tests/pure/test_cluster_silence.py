@@ -117,14 +117,14 @@ def test_what_a_node_lets_go_after_it_was_given_up_is_taken_in() -> None:
     record = runtime.works[0].record()
     controller._at(1.0)
     search = controller._search(runtime.works[0])
-    controller.seeking.clear()  # it stands for a newcomer's: the one that is let go has its place
+    runtime.works[0].search = None  # it stands for a newcomer's: the one that is let go has its place
     controller.decisions.begin(controller._make_way_on(node, search))  # type: ignore[arg-type]
     first = next(one for one in wire.sent[silent] if isinstance(one, Ask) and one.number > 0)
     controller.decisions.now_s = 1.0 + ANSWER_S
     controller.decisions.expire()
     wire.dispatcher.received(silent, Reply(first.number, TookBack(record, 7, 0.1, 0.1)), 3.0)
     assert 0 not in runtime.places
-    assert 0 in controller.moving
+    assert runtime.works[0].is_moving
 
 
 def test_storms_have_nodes_that_fall_silent() -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dovetail.cli.sim import app
 from dovetail.cluster.asking import Asking
 from dovetail.cluster.decisions import Displace
-from dovetail.cluster.placer import Search
+from dovetail.cluster.request import Search
 from dovetail.cluster.starting import _displace
 from dovetail.policy.placement import Hosting
 from dovetail.profiles.storage import SLLM_CLUSTER, Storage, Tier

@@ -16,11 +16,11 @@ import msgspec
 from dovetail.cluster.asking import Asking
 from dovetail.cluster.decisions import Moving
 from dovetail.cluster.handle import NodeHandle
-from dovetail.cluster.placer import Search
+from dovetail.cluster.request import RequestState, Search
 from dovetail.cluster.seeker import TOO_LATE, Seeker
 from dovetail.cluster.waiting import CHANGED_S
 from dovetail.node import protocol
-from dovetail.node.work import Phase, RequestRecord, Work
+from dovetail.node.work import Phase, RequestRecord
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import is_hopeless
@@ -35,7 +35,6 @@ class Controller(Seeker):
         self._kv_bytes_per_s = kv_bytes_per_s
         self._resume_after_s = float("-inf")  # idle devices do not bring swapped-out work back before
         self._look_s = float("-inf")  # with swapped-out work: when to look again whether a device is idle
-        self._travelling: set[int] = set()  # handed over; they have not asked for a decode place yet
 
     def at(self, now: float) -> None:
         """What somebody else begins through this one happens now."""
@@ -43,26 +42,31 @@ class Controller(Seeker):
 
     # Requests
 
-    def submit(self, works: Sequence[Work], now: float) -> None:
+    def submit(self, works: Sequence[RequestState], now: float) -> None:
         """The choices of a new request. The first is placed at once or queued, the others follow it."""
         self._at(now)
         leader = works[0]
+        self.works.update((work.id, work) for work in works)
         self._by_memory.called(leader.model, now)
         if self.knobs.disaggregate and leader.phase is Phase.ANY:
             for work in works:
                 work.phase = Phase.PREFILL
         if len(works) > 1:
-            self.followers[leader.id] = list(works[1:])
+            leader.followers = tuple(works[1:])
         self._seek(leader)
 
-    def seek_again(self, work: Work) -> None:
+    def seek_again(self, work: RequestState) -> None:
         """It has lost its place."""
         self._seek(work)
 
     def prefilled(self, leader: int, grace_s: float, now: float) -> None:
         """Its prompt is computed: choices of the same request find it there."""
         self._at(now)
-        for follower in self.followers.pop(leader, ()):
+        first = self.works.get(leader)
+        if first is None:
+            return
+        followers, first.followers = first.followers, ()
+        for follower in followers:
             if not follower.produced:
                 follower.give_grace(grace_s)  # it waited for the same cold start
             self._seek(follower)
@@ -71,29 +75,25 @@ class Controller(Seeker):
         """Nobody wants these any more. Followers of one that goes alone do not go with it."""
         self._at(now)
         ids = set(ids)
-        for leader, followers in list(self.followers.items()):
-            kept = [work for work in followers if work.id not in ids]
-            if leader in ids:
-                del self.followers[leader]
-                if kept:
-                    self.submit(kept, now)
-            else:
-                self.followers[leader] = kept
+        for leader in [work for work in self.works.values() if work.followers]:
+            kept = tuple(work for work in leader.followers if work.id not in ids)
+            leader.followers = () if leader.id in ids else kept
+            if leader.id in ids and kept:
+                self.submit(kept, now)
         for id in ids:
             self._lengths.ended(id)
-            self._forget(id)
+            if id in self.works:
+                self._forget(self.works[id])
 
-    def _forget(self, work_id: int) -> None:
-        self._owed.pop(work_id, None)
-        self.short_at.pop(work_id, None)
-        self.displacing.pop(work_id, None)
-        self.early.pop(work_id, None)
-        self._travelling.discard(work_id)
-        search = self.seeking.pop(work_id, None)
-        if search is not None:
-            search.is_over = True
-        elif self.room.leave(work_id) is None and self.moving.pop(work_id, None) is None:
-            self.parked.take(work_id)
+    def _forget(self, work: RequestState) -> None:
+        self._settle_debt(work)
+        work.waits_for_room_s = 0.0
+        if work.search is not None:
+            work.search.is_over = True
+            work.search = None
+        elif self.room.leave(work.id) is None and not work.is_moving:
+            self.parked.take(work.id)
+        work.is_moving = False
 
     def warm(self, model: str, now: float) -> None:
         """Have an instance of the model before anybody asks for it."""
@@ -105,11 +105,12 @@ class Controller(Seeker):
 
     @property
     def num_queued(self) -> int:
-        return len(self.room) + len(self.moving) + len(self.seeking)
+        return len(self.room) + sum(one.is_moving or one.search is not None for one in self.works.values())
 
-    def queued(self) -> list[Work]:
+    def queued(self) -> list[RequestState]:
         """Those who ask for a place, in the order in which they may."""
-        return sorted([*self.room, *(search.work for search in self.seeking.values())], key=self.room.order)
+        seeking = [one for one in self.works.values() if one.search is not None]
+        return sorted([*self.room, *seeking], key=self.room.order)
 
     # Time
 
@@ -142,17 +143,16 @@ class Controller(Seeker):
             self._give_up(work, search)
         while self._timed and self._timed[0][0] <= now:
             self._retry(heappop(self._timed)[1])
-        for work in self.room.begin_pass(now, self.seeking):
+        for work in self.room.begin_pass(now):
             self.room.leave(work.id)
             self._seek_again(work)
         self.use_idle(now)
 
     def _retry(self, work_id: int) -> None:
-        work = self.moving.pop(work_id, None) or self.parked.take(work_id)
-        if work is None:
+        work = self.works.get(work_id)
+        if work is None or not (work.is_moving or self.parked.take(work_id)):
             return
-        has_arrived = work_id in self._travelling
-        self._travelling.discard(work_id)
+        has_arrived, work.is_moving, work.has_arrived = work.has_arrived, False, False
         if not has_arrived and is_hopeless(work.due_s, self._now):  # what has just come over is tried first
             self._give_up(work, Search(work))
         else:
@@ -181,7 +181,7 @@ class Controller(Seeker):
         late = [one for one in self.room if one.ttft_s < EARLY_LIMIT_S and node.offer_of(one.model) is not None]
         self._take_late([one for one in late if TOO_LATE & self._reasons(one) == FIRST_LATE], in_advance=True)
 
-    def _take_late(self, late: Sequence[Work], *, in_advance: bool = False) -> None:
+    def _take_late(self, late: Sequence[RequestState], *, in_advance: bool = False) -> None:
         """The most urgent of these gets later deadlines before its own have passed, if it may."""
         late = [one for one in late if one.is_lenient]
         if late:
@@ -189,11 +189,11 @@ class Controller(Seeker):
             search = self.room.refusals[work.id]
             self.room.leave(work.id)
             if in_advance:
-                self.early.setdefault(work.id, work.due_s)
+                work.early_due_s = work.due_s if work.early_due_s is None else work.early_due_s
             self._extend(work, search.prefill_s, None if in_advance else search.decode_s)
             self._seek(work)
 
-    def _reasons(self, work: Work) -> AbstractSet[str]:
+    def _reasons(self, work: RequestState) -> AbstractSet[str]:
         """Why it got no place when it last asked."""
         return self.room.refusals[work.id].refusals.keys()
 
@@ -203,12 +203,11 @@ class Controller(Seeker):
         self._at(now)
         self.decisions.answered(number, answer)
 
-    def finished(self, node: NodeHandle, instance: int, work: Work, now: float) -> None:
+    def finished(self, node: NodeHandle, instance: int, work: RequestState, now: float) -> None:
         self.ends.note(now)
         self._outputs.add(work.produced)
         self._lengths.add(work.model, work.produced)
         self._by_memory.ended(work.model, work.produced)
-        self.short_at.pop(work.id, None)
         self._lengths.ended(work.id)
         self.left(node, instance)
 
@@ -234,7 +233,7 @@ class Controller(Seeker):
         if self.parked and is_gone:
             self._resume()
 
-    def lost(self, node: NodeHandle, works: Sequence[Work], now: float) -> None:
+    def lost(self, node: NodeHandle, works: Sequence[RequestState], now: float) -> None:
         """The node is gone; its unfinished requests start over elsewhere, with the tokens they have. The next one is as
         urgent as a first one."""
         self._at(now)
@@ -249,20 +248,20 @@ class Controller(Seeker):
                 work.first_due_s = min(work.first_due_s, now + work.ttft_s - work.tpot_s * work.produced)
             self._seek(work)
 
-    def evicted(self, node: NodeHandle, instance: int, work: Work, reason: str, now: float) -> None:
+    def evicted(self, node: NodeHandle, instance: int, work: RequestState, reason: str, now: float) -> None:
         self._at(now)
         self.placer.left(node, instance)
         self._lengths.runs(work.model, work.id, work.produced)
         if reason == "kv_short" and self.knobs.finish_begun and work.produced:
-            self._owed[work.id] = node.name
+            self._owe(work, node.name)
         work.cached = False
         if reason == "paused":
             self._park(work)
             self.outbox.append(Moving(work, self._back_s(work), reason))
-        elif reason == "kv_short" and self.short_at.get(work.id) == work.produced:
+        elif reason == "kv_short" and work.short_at == work.produced:
             self._move(work, now + self.knobs.retry_s, reason)  # it got no token there either: nowhere does it fit now
         elif reason == "kv_short":  # at once it would only come back to where it did not fit
-            self.short_at[work.id] = work.produced
+            work.short_at = work.produced
             self._seek(work, avoided=node.name)
         else:
             self._seek(work)
@@ -273,12 +272,12 @@ class Controller(Seeker):
         if not self.knobs.disaggregate and not self.knobs.live_moves:
             self.decisions.begin(self._relieve(node, record))
 
-    def handed_over(self, node: NodeHandle, instance: int, work: Work, kv_bytes: int, now: float) -> None:
+    def handed_over(self, node: NodeHandle, instance: int, work: RequestState, kv_bytes: int, now: float) -> None:
         self._at(now)
         self.placer.left(node, instance)
         travel_s = kv_bytes / self._kv_bytes_per_s
         work.phase = Phase.DECODE
         work.cached = True
         work.give_grace(travel_s)
-        self._travelling.add(work.id)
+        work.has_arrived = True
         self._move(work, now + travel_s, "handover")

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from dovetail.cluster.handle import NodeHandle
-from dovetail.node.work import Work
+from dovetail.cluster.request import RequestState
 
 
 class How(StrEnum):
@@ -21,7 +21,7 @@ class How(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    work: Work
+    work: RequestState
     node: NodeHandle
     instance: int
     how: How
@@ -31,7 +31,7 @@ class Placed:
 class Queued:
     """No place now; it tries again when something has changed, and every so often."""
 
-    work: Work
+    work: RequestState
     refusals: dict[str, int]  # how often each reason was given
 
 
@@ -39,7 +39,7 @@ class Queued:
 class Extended:
     """Its targets cannot be kept and it is served late: its next token is due then."""
 
-    work: Work
+    work: RequestState
     due_s: float
 
 
@@ -47,7 +47,7 @@ class Extended:
 class Refused:
     """It has left: its token was due while it was without a place, or nothing can ever serve it."""
 
-    work: Work
+    work: RequestState
     reason: str  # "deadline", "hardware" or "too_large"
     refusals: dict[str, int]  # when it last asked
     retry_after_s: float | None = None  # when it is worth asking again; None = never
@@ -57,7 +57,7 @@ class Refused:
 class Moving:
     """It is between places until then (its KV blocks travel, or it is swapped out)."""
 
-    work: Work
+    work: RequestState
     retry_at_s: float
     reason: str
 
@@ -66,7 +66,7 @@ class Moving:
 class Migrated:
     """L4: it goes on there, where its tokens were recomputed while the source went on."""
 
-    work: Work
+    work: RequestState
     node: NodeHandle
     instance: int
     source: str
@@ -86,7 +86,7 @@ class DisplacedInstance(NamedTuple):
 class Displace:
     """L7: it waits until these have left a node, where it then starts sooner than anywhere else."""
 
-    work: Work
+    work: RequestState
     node: NodeHandle
     start_s: float  # until its weights should be there, everything included
     moves: tuple[DisplacedInstance, ...]

@@ -100,8 +100,8 @@ class Displacements:
 
     def _is_wanted(self, plan: Displace) -> bool:
         """Whoever they make way for has not found a place by itself, and has not ended or given up waiting for them."""
-        id, controller = plan.work.id, self._controller
-        return id in controller.displacing and (id in controller.room or id in controller.seeking)
+        work = plan.work
+        return bool(work.waits_for_room_s) and (work.id in self._controller.room or work.search is not None)
 
     def _there(self, plan: Displace, instance: int) -> list[int]:
         """Requests on an instance that makes way."""

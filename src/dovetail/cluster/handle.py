@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from dovetail.node.protocol import Answer, Offer, Order, Question, StartRoom
+from dovetail.node.work import Phase
 from dovetail.policy.placement import DeviceKind
 
 
@@ -54,3 +56,15 @@ class NodeHandle(Protocol):
 
     def fell_silent(self, now: float) -> None:
         """A question was not answered in time. Until it speaks again, or for a while, it answers SILENT by itself."""
+
+
+@dataclass(slots=True, eq=False)
+class InstanceView:
+    """What the controller believes about an instance."""
+
+    node: NodeHandle
+    id: int
+    model: str
+    phase: Phase
+    batch: int
+    on_cpu: bool

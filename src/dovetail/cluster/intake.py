@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dovetail.node.work import Work
+from dovetail.cluster.request import RequestState
 from dovetail.policy.headroom import SloRule
 
 # Best effort: far enough to let everyone with targets go first, near enough that nobody waits forever.
@@ -33,7 +33,7 @@ class Submission:
         return not self.is_best_effort and (self.ttft_s is not None or self.tpot_s is not None)
 
 
-def works_of(submission: Submission, first_id: int, now: float, rule: SloRule, slo_scale: float) -> list[Work]:
+def works_of(submission: Submission, first_id: int, now: float, rule: SloRule, slo_scale: float) -> list[RequestState]:
     """One for each open choice, in order."""
     return [
         _work_of(submission, first_id + index, first_id, produced, now, rule, slo_scale)
@@ -43,14 +43,14 @@ def works_of(submission: Submission, first_id: int, now: float, rule: SloRule, s
 
 def _work_of(
     submission: Submission, id: int, group: int, produced: int, now: float, rule: SloRule, slo_scale: float
-) -> Work:
+) -> RequestState:
     ttft_s, tpot_s = submission.ttft_s, submission.tpot_s
     if submission.is_best_effort:
         ttft_s, tpot_s = BEST_EFFORT_TTFT_S, BEST_EFFORT_TPOT_S
     else:
         ttft_s = slo_scale * (rule.ttft_s(submission.input_tokens + produced) if ttft_s is None else ttft_s)
         tpot_s = slo_scale * (rule.tpot_s if tpot_s is None else tpot_s)
-    work = Work(id, submission.model, submission.input_tokens, submission.arrival_s, ttft_s, tpot_s, slo_scale)
+    work = RequestState(id, submission.model, submission.input_tokens, submission.arrival_s, ttft_s, tpot_s, slo_scale)
     work.group = group
     work.adapter = submission.adapter
     work.is_strict = submission.is_strict

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from dovetail.cluster.placer import Placer
+from dovetail.cluster.request import RequestState
 from dovetail.cluster.waiting import urgency
-from dovetail.node.work import Work
 from dovetail.policy.calls import CallRates
 from dovetail.policy.lengths import Likeness
 
@@ -36,13 +36,13 @@ class MemoryOrder:
         """One place is as good as another to whoever gets it."""
         return self._likeness.is_seen
 
-    def of(self, work: Work) -> tuple[bool, float, float, int]:
+    def of(self, work: RequestState) -> tuple[bool, float, float, int]:
         """The smallest asks first: who is in the middle of a text, by deadline; then who takes least."""
         if work.produced or not self.are_alike:
             return urgency(work)
         return True, self._tokens(work), work.due_s, work.id
 
-    def _tokens(self, work: Work) -> float:
+    def _tokens(self, work: RequestState) -> float:
         """What it would take, in tokens of its model."""
         own = work.input_tokens + work.mean_tokens
         if self._placer.num_open(work.model):

@@ -70,7 +70,6 @@ class Migrations:
         self._places = places
         self._by_request: dict[int, Migration] = {}
         self._numbers = count(1)
-        self._brought: dict[int, int] = {}  # by request: the migration that it has its place by
         self.completed = 0
         self.abandoned = 0
 
@@ -232,7 +231,7 @@ class Migrations:
         work.take(record)
         self._send_tokens(migration, record, is_last=True)
         del self._by_request[migration.id]
-        self._brought[migration.id] = migration.number
+        work.brought_by = migration.number
         migration.is_over = True
         self.completed += 1
         controller.outbox.append(
@@ -251,11 +250,13 @@ class Migrations:
 
     def was_handed_over(self, request: int, hold: int) -> bool:
         """The copy was given up when the request was on its way to it: what is said of the one is said of the other."""
-        return self._brought.get(request) == hold
+        work = self._controller.works.get(request)
+        return work is not None and work.brought_by == hold
 
     def over(self, request: int) -> None:
         """The request has ended, or nobody wants it any more, or its source is gone: there is nothing to move."""
-        self._brought.pop(request, None)
+        if (work := self._controller.works.get(request)) is not None:
+            work.brought_by = 0
         migration = self._by_request.get(request)
         if migration is not None:
             self._end(migration)

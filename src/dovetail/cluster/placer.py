@@ -7,20 +7,21 @@ is `controller`'s.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from dovetail.cluster.asking import Ask, Asking
 from dovetail.cluster.decisions import Displace, How, Placed, Warmed
-from dovetail.cluster.handle import NodeHandle
+from dovetail.cluster.handle import InstanceView, NodeHandle
+from dovetail.cluster.request import Search
 from dovetail.cluster.starting import MAX_LOOKS, StartOrder, start, start_or_make_way
 from dovetail.node import protocol
 from dovetail.node.protocol import Accepted, Pausable, Refused, Victim
 from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.consolidate import rank_instances
-from dovetail.policy.headroom import INFINITY, Refusal
+from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind
@@ -35,63 +36,13 @@ MAX_VICTIMS = 2  # neighbours considered for giving way
 MENDABLE = {Refusal.MEMORY, Refusal.DECODE_OVERCOMMITTED}
 
 
+@dataclass(slots=True)
+class Checks:
+    num_checked: int = 0  # nodes asked whether they would take what gives way
+
+
 class Unwanted(Exception):
     """The request was cancelled while a node was asked for it."""
-
-
-@dataclass(slots=True, eq=False)
-class Search:
-    """One request that looks for a place, and what it has heard so far."""
-
-    work: Work
-    avoided: Collection[str] = ()  # nodes that owe what they have to others
-    refusals: Counter[str] = field(default_factory=Counter)  # how often each reason was given
-    crowded: list[InstanceView] = field(default_factory=list)  # that would take it if neighbours went, perhaps
-    prefill_s: float = INFINITY  # what the fastest of those who refused would need, otherwise empty
-    decode_s: float = INFINITY
-    could_serve: bool = False  # one of them would keep the targets, undisturbed
-    is_over: bool = False  # nobody wants the request any more
-    num_checked: int = 0  # nodes asked whether they would take what gives way
-    last_refusal: Refusal | None = None
-    are_alike: bool = False  # models answer at like length
-    reclaims: bool = False  # idle instances may go for it
-    is_full: bool = False  # no device is free, where models have devices to themselves
-    _record: RequestRecord | None = None
-
-    @property
-    def record(self) -> RequestRecord:
-        if self._record is None:
-            self._record = self.work.record()
-        return self._record
-
-    @property
-    def until_s(self) -> float:
-        """Who asked for targets is refused within them, answers or not."""
-        return self.work.due_s if self.work.is_strict and not self.work.produced else INFINITY
-
-    def changed(self) -> None:
-        """The request has got other deadlines."""
-        self._record = None
-
-    def note(self, refused: Refused) -> None:
-        self.refusals[refused.reason] += 1
-        self.last_refusal = refused.reason
-        if refused.prefill_s is not None:
-            self.prefill_s = min(self.prefill_s, refused.prefill_s)
-            self.decode_s = min(self.decode_s, refused.decode_s)
-            self.could_serve |= refused.could_serve
-
-
-@dataclass(slots=True, eq=False)
-class InstanceView:
-    """What the controller believes about an instance."""
-
-    node: NodeHandle
-    id: int
-    model: str
-    phase: Phase
-    batch: int
-    on_cpu: bool
 
 
 def is_overcommitted(node: NodeHandle, request: RequestRecord) -> bool:
@@ -292,13 +243,13 @@ class Placer:
 
     def has_other_place(self, request: RequestRecord, source: NodeHandle) -> Asking[bool]:
         """Somebody else would go on with it in time."""
-        place = yield from self._other_place(request, {source.name}, Search(Work.of(request)))
+        place = yield from self._other_place(request, {source.name}, Checks())
         return place is not None
 
     def prepare(self, request: RequestRecord, source: NodeHandle) -> Asking[NodeHandle | None]:
         """Nobody else would go on with it in time because weights have to be read first: let somebody read them."""
         late = msgspec.structs.replace(request, last_token_s=None)
-        node = yield from self._other_place(late, {source.name}, Search(Work.of(request)))
+        node = yield from self._other_place(late, {source.name}, Checks())
         if node is None or any(view.node is node for view in self._by_model[request.model]):
             return None
         answer = yield Ask(node, protocol.Warm(request.model))
@@ -334,7 +285,9 @@ class Placer:
                 return False
         return True
 
-    def _other_place(self, request: RequestRecord, taken: set[str], search: Search) -> Asking[NodeHandle | None]:
+    def _other_place(
+        self, request: RequestRecord, taken: set[str], search: Checks | Search
+    ) -> Asking[NodeHandle | None]:
         """A node that would take it and is not taken; it is taken then."""
         found: list[tuple[NodeHandle, int | None]] = []
         found += [(view.node, view.id) for view in self._by_model[request.model][:MAX_INSTANCES]]
@@ -346,7 +299,7 @@ class Placer:
         return None
 
     def _would_take(
-        self, node: NodeHandle, request: RequestRecord, instance: int | None, search: Search
+        self, node: NodeHandle, request: RequestRecord, instance: int | None, search: Checks | Search
     ) -> Asking[bool]:
         search.num_checked += 1
         if search.num_checked > MAX_MOVES:

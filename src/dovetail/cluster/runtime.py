@@ -19,9 +19,10 @@ from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.intake import Submission, works_of
 from dovetail.cluster.log_lines import note_arrival, note_decision, note_end
 from dovetail.cluster.migration import Migrations
+from dovetail.cluster.request import RequestState
 from dovetail.eventlog import EventLog
 from dovetail.node import protocol
-from dovetail.node.work import Phase, RequestRecord, Work
+from dovetail.node.work import Phase, RequestRecord
 from dovetail.policy.headroom import SloRule
 from dovetail.policy.knobs import Knobs
 
@@ -37,14 +38,13 @@ class Runtime:
         self.migrations = Migrations(self.controller, self.places)
         self.displacements = Displacements(self.controller, self.migrations, self.places)
         self.drains: dict[str, Drain] = {}  # by node
-        self._prompting: set[int] = set()  # requests that got a place and whose prompts have not been computed since
         self._rule = rule or SloRule()
         self._log = log
         self.on_placed: Callable[[int, float], None] = lambda id, now: None  # whoever tells how long requests waited
         self.next_id = 0  # of the first choice of the next request
 
     @property
-    def works(self) -> dict[int, Work]:
+    def works(self) -> dict[int, RequestState]:
         """Unfinished."""
         return self.controller.works
 
@@ -98,10 +98,9 @@ class Runtime:
             self._end(work, fate, reason, now)
         self._settle(now)
 
-    def _end(self, work: Work, fate: str, reason: str, now: float) -> None:
+    def _end(self, work: RequestState, fate: str, reason: str, now: float) -> None:
         del self.works[work.id]
         self.places.pop(work.id, None)
-        self._prompting.discard(work.id)
         if self._log is not None:
             note_end(self._log, work, fate, reason, now)
 
@@ -131,7 +130,8 @@ class Runtime:
             self.migrations.caught_up(node, notice)
         elif isinstance(notice, protocol.Prefilled):
             controller.prefilled(notice.request, notice.grace_s, now)
-            self._prompting.discard(notice.request)
+            if (work := self.works.get(notice.request)) is not None:
+                work.is_prompting = False
             self._take_late(now)
         elif isinstance(notice, protocol.InstanceOpened):
             controller.placer.add_instance(node, notice.instance, notice.model, Phase.ANY, batch=0)
@@ -257,7 +257,7 @@ class Runtime:
         """Prompts that will be late have the time between answers that no other prompt wants."""
         if not self.controller.room or not self.knobs.extend_deadlines or not self.knobs.smooth_answers:
             return
-        busy = {self.places[id][0].name for id in self._prompting & self.places.keys()}
+        busy = {node.name for id, (node, _) in self.places.items() if self.works[id].is_prompting}
         for node in self.controller.placer.nodes:
             if node.up and node.name not in busy and not node.is_draining:
                 self.controller.lacks_prompts(node, now)
@@ -291,10 +291,9 @@ class Runtime:
             note_decision(self._log, decision, now)
         if isinstance(decision, Placed | Migrated):
             self.places[decision.work.id] = decision.node, decision.instance
-            self._prompting.add(decision.work.id)
+            decision.work.is_prompting = isinstance(decision, Placed)  # else its prompt is computed there
             self.on_placed(decision.work.id, now)
             if isinstance(decision, Migrated):
-                self._prompting.discard(decision.work.id)  # where it goes on its prompt is computed
                 self.controller.prefilled(decision.work.id, 0.0, now)
         elif isinstance(decision, Displace):
             self.displacements.begin(decision)

@@ -4,6 +4,7 @@ how swapped-out work comes back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from heapq import heappush
 from typing import NamedTuple
@@ -14,11 +15,12 @@ from dovetail.cluster.asking import Ask, Asking, Decisions
 from dovetail.cluster.decisions import Decision, Displace, Extended, Moving, Placed, Queued, Refused
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.memory_order import MemoryOrder
-from dovetail.cluster.placer import MAX_INSTANCES, Placer, Search, Unwanted
+from dovetail.cluster.placer import MAX_INSTANCES, Placer, Unwanted
+from dovetail.cluster.request import RequestState, Search
 from dovetail.cluster.swapped import SwappedOut
 from dovetail.cluster.waiting import Ends, WaitingRoom, urgency
 from dovetail.node import protocol
-from dovetail.node.work import RequestRecord, Work
+from dovetail.node.work import RequestRecord
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs, WaitOrder
 from dovetail.policy.lengths import AnswerLengths
@@ -47,20 +49,14 @@ class Prepared(NamedTuple):
 class Seeker:
     def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs) -> None:
         self.knobs = knobs
-        self.works: dict[int, Work] = {}  # everyone who has not ended, with or without a place
+        self.works: dict[int, RequestState] = {}  # every request that has not ended, with or without a place
         self.placer = Placer(nodes, knobs)
         self.decisions = Decisions(self._let_go)
         self.outbox: list[Decision] = []
-        self.seeking: dict[int, Search] = {}  # a node was asked and has not answered yet
-        self.moving: dict[int, Work] = {}  # between places, until a time of their own
-        self.displacing: dict[int, float] = {}  # by request: others make way for it (L7); it waits until then
-        self.early: dict[int, float] = {}  # by request that got later deadlines in advance: when it was due
         self.parked = SwappedOut()
-        self.followers: dict[int, list[Work]] = {}  # by leader: choices that wait until the prompt is computed once
         self._timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
         self.ends = Ends()
-        self._owed: dict[int, str] = {}  # by answer that was evicted for want of memory: the node, until it has a place
-        self.short_at: dict[int, int] = {}  # by answer that was evicted so: the tokens that it had
+        self._owing: Counter[str] = Counter()  # by node: answers that it evicted for want of memory
         self._prepared: dict[str, Prepared] = {}  # by model
         self._outputs = OutputMean()
         self._lengths = AnswerLengths()
@@ -84,29 +80,39 @@ class Seeker:
 
     # Placing, extending, refusing
 
-    def _seek(self, work: Work, avoided: str | None = None) -> None:
+    def _seek(self, work: RequestState, avoided: str | None = None) -> None:
         self.decisions.begin(self._place(self._search(work, avoided)))
 
-    def _seek_again(self, work: Work) -> None:
+    def _seek_again(self, work: RequestState) -> None:
         """Those who wait ask in order: whoever comes first may have the place of an idle instance."""
         search = self._search(work)
         search.reclaims = self.knobs.reclaim_alike and search.are_alike
         self.decisions.begin(self._place(search))
 
-    def _search(self, work: Work, avoided: str | None = None) -> Search:
+    def _search(self, work: RequestState, avoided: str | None = None) -> Search:
         """A request without tokens avoids nodes that owe memory to an evicted answer."""
         work.mean_tokens = self._lengths.mean_known(work.model, self._outputs.value)
-        owing = {avoided} if avoided else set() if work.produced else set(self._owed.values())
-        search = self.seeking[work.id] = Search(work, owing, are_alike=self._by_memory.are_alike)
+        owing = {avoided} if avoided else set() if work.produced else set(self._owing)
+        search = work.search = Search(work, owing, are_alike=self._by_memory.are_alike)
         return search
 
     def _place_found(self, placed: Placed) -> None:
         """The request has a place: nobody owes it one any more."""
-        id = placed.work.id
-        self._owed.pop(id, None)
-        self.displacing.pop(id, None)
-        self.early.pop(id, None)
+        self._settle_debt(placed.work)
+        placed.work.waits_for_room_s, placed.work.early_due_s = 0.0, None
         self.outbox.append(placed)
+
+    def _owe(self, work: RequestState, node: str) -> None:
+        self._settle_debt(work)
+        work.owed_by = node
+        self._owing[node] += 1
+
+    def _settle_debt(self, work: RequestState) -> None:
+        if work.owed_by:
+            self._owing[work.owed_by] -= 1
+            if not self._owing[work.owed_by]:
+                del self._owing[work.owed_by]
+            work.owed_by = ""
 
     def _place(self, search: Search) -> Asking[None]:
         work = search.work
@@ -114,10 +120,10 @@ class Seeker:
         for is_extended in (False, True):
             demand = 1 + self.room.by_model[work.model]
             try:
-                if self._now < self.displacing.get(work.id, 0.0):
+                if self._now < work.waits_for_room_s:
                     placed = yield from self.placer.join(search)
                 else:
-                    self.displacing.pop(work.id, None)
+                    work.waits_for_room_s = 0.0
                     placed = yield from self.placer.seek(search, demand=demand, num_parked=self.parked.num_models)
             except Unwanted:
                 return
@@ -127,10 +133,8 @@ class Seeker:
             if placed is not None or not is_beyond or is_extended or not self._may_extend(work):
                 break
             self._extend(work, search.prefill_s, search.decode_s)
-            search = self.seeking[work.id] = Search(
-                work, search.avoided, are_alike=search.are_alike, reclaims=search.reclaims
-            )
-        del self.seeking[work.id]
+            search = work.search = Search(work, search.avoided, are_alike=search.are_alike, reclaims=search.reclaims)
+        work.search = None
         if isinstance(placed, Displace):
             self._wait_for(placed, search)
         elif placed is not None:
@@ -141,26 +145,26 @@ class Seeker:
         elif Refusal.SILENT in search.refusals and self._now > search.until_s:
             self._refuse(work, "deadline", search)  # its time went by while it waited for answers
         else:
-            self.room.enter(work, search, self._now, self.early.get(work.id))
+            self.room.enter(work, search, self._now, work.early_due_s)
             self.outbox.append(Queued(work, dict(search.refusals)))
 
     def _wait_for(self, plan: Displace, search: Search) -> None:
         """L7: others make way for it, and it starts in their place."""
         self.room.enter(plan.work, search, self._now)
         self.placer.leaving |= plan.instances
-        self.displacing[plan.work.id] = self._now + max(DISPLACE_S, DISPLACE_FACTOR * plan.start_s)
+        plan.work.waits_for_room_s = self._now + max(DISPLACE_S, DISPLACE_FACTOR * plan.start_s)
         self.outbox.append(plan)
 
-    def displaced(self, work: Work, *, is_free: bool) -> None:
+    def displaced(self, work: RequestState, *, is_free: bool) -> None:
         """Those who made way for it are gone, or cannot go."""
-        self.displacing.pop(work.id, None)
+        work.waits_for_room_s = 0.0
         if not is_free:
             self.room.changed()
         elif work.id in self.room:
             self.room.leave(work.id)
             self._seek(work)
 
-    def is_too_large(self, work: Work) -> bool:
+    def is_too_large(self, work: RequestState) -> bool:
         """No node could hold it, had it the node to itself. Of a model that nobody offers that is not known."""
         is_offered = False
         for node in self.placer.nodes:
@@ -171,14 +175,14 @@ class Seeker:
                 is_offered = True
         return is_offered
 
-    def _may_extend(self, work: Work) -> bool:
+    def _may_extend(self, work: RequestState) -> bool:
         if self.knobs.extend_deadlines:
             return work.is_lenient
         return self.knobs.finish_begun and work.produced > 0
 
-    def _give_up(self, work: Work, search: Search) -> None:
+    def _give_up(self, work: RequestState, search: Search) -> None:
         """Its token was due while it had no place; `search` is the last one."""
-        self.early.pop(work.id, None)
+        work.early_due_s = None
         if self.is_too_large(work):
             self._refuse(work, "too_large", search)  # whoever had room for it has gone, or the first node came after it
         elif self._may_extend(work) and any(node.offer_of(work.model) is not None for node in self.placer.nodes):
@@ -203,7 +207,7 @@ class Seeker:
             return
         if search.is_over:
             return
-        del self.seeking[work.id]
+        work.search = None
         if placed is not None:
             self._place_found(placed)
         else:
@@ -236,28 +240,26 @@ class Seeker:
         """A long answer waits until it finds a place again. Of one that seeks it already, the node was taken for silent
         and had accepted it after all."""
         work = self.works.get(record.id)
-        if work is not None and work.id not in self.seeking and work.id not in self.room:  # else: or was cancelled
+        if work is not None and work.search is None and work.id not in self.room:  # else: or was cancelled
             self.left(node, answer.instance)
             work.take(record)
             self._extend(work, answer.prefill_s, answer.decode_s)
             self._move(work, self._now + self.knobs.retry_s, "gives_way")
 
-    def _extend(self, work: Work, prefill_s: float, decode_s: float | None) -> None:
+    def _extend(self, work: RequestState, prefill_s: float, decode_s: float | None) -> None:
         """The fastest device needs so long for its prefill and a decode, if that is known; None: its pace stays."""
         prefill_s = 0.0 if prefill_s == INFINITY else prefill_s
         work.extend_deadline(self._now, prefill_s, 0.0 if decode_s == INFINITY else decode_s)
         self.outbox.append(Extended(work, work.due_s))
 
-    def _refuse(self, work: Work, reason: str, search: Search) -> None:
+    def _refuse(self, work: RequestState, reason: str, search: Search) -> None:
         """With the choices that would have followed it."""
         is_never = reason == "too_large" or (reason == "hardware" and not search.could_serve)
         retry_after_s = None if is_never else self.ends.retry_after_s(len(self.room), self._now)
-        self._owed.pop(work.id, None)
-        self.short_at.pop(work.id, None)
-        self.displacing.pop(work.id, None)
-        self.early.pop(work.id, None)
+        self._settle_debt(work)
         self._lengths.ended(work.id)
-        for one in (work, *self.followers.pop(work.id, ())):
+        followers, work.followers = work.followers, ()
+        for one in (work, *followers):
             self.outbox.append(Refused(one, reason, dict(search.refusals), retry_after_s))
 
     # Moving
@@ -274,7 +276,7 @@ class Seeker:
         if not isinstance(answer, protocol.TookBack) or answer.request is None:
             return
         work = self.works.get(record.id)
-        if work is not None and work.id not in self.seeking:  # else it was cancelled meanwhile, or lost
+        if work is not None and work.search is None:  # else it was cancelled meanwhile, or lost
             self.left(node, answer.instance)
             work.take(answer.request)
             self.outbox.append(Moving(work, self._now, "overcommitted"))
@@ -291,18 +293,18 @@ class Seeker:
         if node is not None:
             self._prepared[record.model] = Prepared(node, source, record, again_s)
 
-    def _move(self, work: Work, retry_at_s: float, reason: str) -> None:
-        self.moving[work.id] = work
+    def _move(self, work: RequestState, retry_at_s: float, reason: str) -> None:
+        work.is_moving = True
         heappush(self._timed, (retry_at_s, work.id))
         self.outbox.append(Moving(work, retry_at_s, reason))
 
     # Paused work
 
-    def _back_s(self, work: Work) -> float:
+    def _back_s(self, work: RequestState) -> float:
         """When swapped-out work insists on coming back."""
         return max(self._now, work.due_s - self.knobs.pause_lead_s)
 
-    def _park(self, work: Work) -> None:
+    def _park(self, work: RequestState) -> None:
         self.parked.add(work)
         heappush(self._timed, (self._back_s(work), work.id))
 
@@ -321,7 +323,7 @@ class Seeker:
         if not any(other.due_s < work.due_s for other in self.room):
             self._begin_return(work, is_first=True)
 
-    def _begin_return(self, work: Work, *, is_first: bool) -> None:
+    def _begin_return(self, work: RequestState, *, is_first: bool) -> None:
         self.parked.take(work.id)
         self.decisions.begin(self._return(self._search(work), is_first=is_first))
 
@@ -334,7 +336,7 @@ class Seeker:
             return
         if search.is_over:
             return
-        del self.seeking[work.id]
+        work.search = None
         if placed is None:
             self._park(work)
             return

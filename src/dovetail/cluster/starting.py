@@ -14,6 +14,7 @@ import msgspec
 from dovetail.cluster.asking import Ask, Asking
 from dovetail.cluster.decisions import Displace, DisplacedInstance, How, Placed
 from dovetail.cluster.handle import NodeHandle
+from dovetail.cluster.request import Search
 from dovetail.node import protocol
 from dovetail.node.work import RequestRecord
 from dovetail.policy.displace import Destination, Guest, Move, migration_s, who_moves_where
@@ -23,7 +24,7 @@ from dovetail.policy.placement import rank_nodes
 from dovetail.policy.startup import STEP_S, rank_by_start, start_s
 
 if TYPE_CHECKING:
-    from dovetail.cluster.placer import Placer, Search
+    from dovetail.cluster.placer import Placer
 
 # Bounds on what one decision looks at, so that its time does not grow with the cluster.
 MAX_LOOKS = 32  # nodes looked at, by what is known of them

@@ -1,13 +1,13 @@
-"""Work that was swapped out with headroom to spare, by model."""
+"""RequestState that was swapped out with headroom to spare, by model."""
 
 from __future__ import annotations
 
-from dovetail.node.work import Work
+from dovetail.cluster.request import RequestState
 
 
 class SwappedOut:
     def __init__(self) -> None:
-        self._by_model: dict[str, dict[int, Work]] = {}
+        self._by_model: dict[str, dict[int, RequestState]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_model)
@@ -16,10 +16,10 @@ class SwappedOut:
     def num_models(self) -> int:
         return len(self._by_model)
 
-    def add(self, work: Work) -> None:
+    def add(self, work: RequestState) -> None:
         self._by_model.setdefault(work.model, {})[work.id] = work
 
-    def take(self, work_id: int) -> Work | None:
+    def take(self, work_id: int) -> RequestState | None:
         for model, works in self._by_model.items():
             work = works.pop(work_id, None)
             if work is not None:
@@ -28,14 +28,14 @@ class SwappedOut:
                 return work
         return None
 
-    def of(self, model: str) -> list[Work]:
+    def of(self, model: str) -> list[RequestState]:
         """The most urgent first."""
         return sorted(self._by_model.get(model, {}).values(), key=_urgency)
 
-    def first(self) -> Work:
+    def first(self) -> RequestState:
         """The most urgent of all."""
         return min((work for works in self._by_model.values() for work in works.values()), key=_urgency)
 
 
-def _urgency(work: Work) -> tuple[float, int]:
+def _urgency(work: RequestState) -> tuple[float, int]:
     return (work.due_s, work.id)

@@ -1,4 +1,4 @@
-"""Work without a place: who asks again and when. Soon after something changed, else after a while.
+"""RequestState without a place: who asks again and when. Soon after something changed, else after a while.
 
 What becomes of them is the controller's.
 """
@@ -6,11 +6,11 @@ What becomes of them is the controller's.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from dovetail.node.work import Work
+from dovetail.cluster.request import RequestState
 
 # A decision takes a fraction of a millisecond, an iteration many: they look this often.
 CHANGED_S = 0.02
@@ -44,10 +44,10 @@ class Ends:
 Why = TypeVar("Why")
 
 
-Order = Callable[[Work], tuple[bool, float, float, int]]
+Order = Callable[[RequestState], tuple[bool, float, float, int]]
 
 
-def urgency(work: Work) -> tuple[bool, float, float, int]:
+def urgency(work: RequestState) -> tuple[bool, float, float, int]:
     """The smallest asks first: who is in the middle of a text, then whose token is due first."""
     return not work.produced, 0.0, work.due_s, work.id
 
@@ -59,7 +59,7 @@ class WaitingRoom(Generic[Why]):
         self.by_model: Counter[str] = Counter()
         self._retry_s = retry_s
         self._on_change = on_change
-        self._works: dict[int, Work] = {}
+        self._works: dict[int, RequestState] = {}
         self._expiry_s: dict[int, float] = {}  # by request
         self._expiries: list[tuple[float, int]] = []  # heap; what is not in `_expiry_s` is stale
         self._has_changed = False  # somebody left or memory came free since they last asked
@@ -69,13 +69,13 @@ class WaitingRoom(Generic[Why]):
     def __contains__(self, id: int) -> bool:
         return id in self._works
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[RequestState]:
         return iter(self._works.values())
 
     def __len__(self) -> int:
         return len(self._works)
 
-    def enter(self, work: Work, refusals: Why, now: float, due_s: float | None = None) -> None:
+    def enter(self, work: RequestState, refusals: Why, now: float, due_s: float | None = None) -> None:
         """It has just asked in vain; `due_s` is when it expires, if not when its next token is due."""
         if not self._works:
             self._last_pass_s = self._last_full_s = now
@@ -87,7 +87,7 @@ class WaitingRoom(Generic[Why]):
         self._expiry_s[work.id] = expiry_s  # one that came late may ask once more
         heappush(self._expiries, (expiry_s, work.id))
 
-    def leave(self, id: int) -> Work | None:
+    def leave(self, id: int) -> RequestState | None:
         work = self._works.pop(id, None)
         if work is not None:
             del self.refusals[id]
@@ -112,9 +112,9 @@ class WaitingRoom(Generic[Why]):
         full_s = self._last_full_s + self._retry_s
         return min(self._last_pass_s + CHANGED_S, full_s) if self._has_changed else full_s
 
-    def expired(self, now: float) -> list[Work]:
+    def expired(self, now: float) -> list[RequestState]:
         """Everyone whose token was due before now, in order."""
-        found: dict[int, Work] = {}  # one that asked several times is several times in the heap
+        found: dict[int, RequestState] = {}  # one that asked several times is several times in the heap
         self._drop_stale()
         while self._expiries and self._expiries[0][0] <= now:
             id = heappop(self._expiries)[1]
@@ -127,9 +127,9 @@ class WaitingRoom(Generic[Why]):
         while heap and expiry_s.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
 
-    def begin_pass(self, now: float, asking: Container[int] = ()) -> Iterator[Work]:
+    def begin_pass(self, now: float) -> Iterator[RequestState]:
         """Those who may ask now, in order; the caller lets each leave, and enter again if it got no place.
-        Nobody, if it is not time. Those in `asking` wait for an answer, which is taken for a refusal until it comes."""
+        Nobody, if it is not time. One whose search waits for an answer counts as refused until that comes."""
         if not self._works or now < self._next_pass_s():
             return
         limit = MAX_FAILURES_CHANGED
@@ -141,6 +141,6 @@ class WaitingRoom(Generic[Why]):
             if work.id not in self._works or failures[work.model] >= MAX_FAILURES_OF_MODEL:
                 continue  # it went with another's end, or others of its model asked in vain
             yield work
-            failures[work.model] += work.id in self._works or work.id in asking
+            failures[work.model] += work.id in self._works or work.search is not None
             if failures.total() >= limit:
                 return

@@ -10,10 +10,10 @@ from random import Random
 from typing import Any
 
 from dovetail.cluster.controller import Controller
+from dovetail.cluster.request import RequestState
 from dovetail.machine import spare_collector
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
-from dovetail.node.work import Work
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
@@ -50,7 +50,7 @@ class TimedController(Controller):
     admission_times_s: list[float]
     queues: list[int]  # who waited when a request came
 
-    def submit(self, works: Sequence[Work], now: float) -> None:
+    def submit(self, works: Sequence[RequestState], now: float) -> None:
         self.queues.append(len(self.room))
         started = time.thread_time()
         super().submit(works, now)
@@ -116,7 +116,7 @@ def measure_placement(servers: int, seed: int = 0) -> dict[str, Any]:
     times_s, queues = [], []
     submit = controller.submit
 
-    def timed(works: Sequence[Work], now: float) -> None:
+    def timed(works: Sequence[RequestState], now: float) -> None:
         queues.append(len(controller.room))
         started = time.thread_time()
         submit(works, now)

@@ -178,8 +178,7 @@ def check_end(simulation: Simulation) -> None:
     assert not len(simulation.cluster.runtime.migrations), "requests are still moving"
     assert not len(simulation.cluster.runtime.displacements), "somebody still makes way"
     assert not controller.placer.leaving, "instances are still kept from others"
-    assert not controller.displacing, "somebody still waits for others to make way"
-    assert not controller.short_at, "requests that have ended are remembered as short of memory"
+    assert not controller._owing, "a node still owes memory to somebody"
     assert not simulation.cluster.runtime.works, "the runtime still knows requests"
     for device in simulation.devices:
         ledger = device.node.residency.ledger

@@ -1,0 +1,94 @@
+"""A request between its arrival and its end as the controller has it: one record for each choice, which says where it
+is and what is known of it; and the search for its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from dovetail.cluster.handle import InstanceView
+from dovetail.node.protocol import Refused
+from dovetail.node.work import RequestRecord, Work
+from dovetail.policy.headroom import INFINITY, Refusal
+
+
+class RequestState(Work):
+    __slots__ = (
+        "brought_by",
+        "early_due_s",
+        "followers",
+        "has_arrived",
+        "is_moving",
+        "is_prompting",
+        "owed_by",
+        "search",
+        "short_at",
+        "waits_for_room_s",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        model: str,
+        input_tokens: int,
+        arrival_s: float,
+        ttft_s: float,
+        tpot_s: float,
+        slo_scale: float = 1.0,
+    ) -> None:
+        super().__init__(id, model, input_tokens, arrival_s, ttft_s, tpot_s, slo_scale)
+        self.search: Search | None = None  # a node was asked to take it and has not answered yet
+        self.followers: tuple[RequestState, ...] = ()  # choices that wait until this one has computed the prompt
+        self.is_prompting = False  # it has a place, and its prompt has not been computed since it got that
+        self.is_moving = False  # it is between places until a time of its own
+        self.has_arrived = False  # its KV blocks were handed over; it has not asked for a decode place yet
+        self.brought_by = 0  # the migration that it has its place by
+        self.waits_for_room_s = 0.0  # others make way for it (L7) until then
+        self.early_due_s: float | None = None  # when it was due before it got later deadlines in advance
+        self.owed_by = ""  # the node that evicted it for want of memory, until it has a place
+        self.short_at: int | None = None  # tokens that it had when it was evicted for want of memory
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """One request that looks for a place, and what it has heard so far."""
+
+    work: RequestState
+    avoided: Collection[str] = ()  # nodes that owe what they have to others
+    refusals: Counter[str] = field(default_factory=Counter)  # how often each reason was given
+    crowded: list[InstanceView] = field(default_factory=list)  # that would take it if neighbours went, perhaps
+    prefill_s: float = INFINITY  # what the fastest of those who refused would need, otherwise empty
+    decode_s: float = INFINITY
+    could_serve: bool = False  # one of them would keep the targets, undisturbed
+    is_over: bool = False  # nobody wants the request any more
+    num_checked: int = 0  # nodes asked whether they would take what gives way
+    last_refusal: Refusal | None = None
+    are_alike: bool = False  # models answer at like length
+    reclaims: bool = False  # idle instances may go for it
+    is_full: bool = False  # no device is free, where models have devices to themselves
+    _record: RequestRecord | None = None
+
+    @property
+    def record(self) -> RequestRecord:
+        if self._record is None:
+            self._record = self.work.record()
+        return self._record
+
+    @property
+    def until_s(self) -> float:
+        """A request that asked for targets is refused within them, answers or not."""
+        return self.work.due_s if self.work.is_strict and not self.work.produced else INFINITY
+
+    def changed(self) -> None:
+        """The request has got other deadlines."""
+        self._record = None
+
+    def note(self, refused: Refused) -> None:
+        self.refusals[refused.reason] += 1
+        self.last_refusal = refused.reason
+        if refused.prefill_s is not None:
+            self.prefill_s = min(self.prefill_s, refused.prefill_s)
+            self.decode_s = min(self.decode_s, refused.decode_s)
+            self.could_serve |= refused.could_serve
