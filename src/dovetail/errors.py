@@ -20,6 +20,7 @@ DovetailError
 │   │   └── WorkerLost           500  the worker died; what is left of the request can be served by another
 │   └── Overloaded               503  no capacity now, or draining; says when to come back
 ├── ConfigError                  a configuration value is wrong; names the key
+│   └── Unusable                 this machine cannot do what a setting asks of a node: no retry mends it
 ├── CheckpointError              model files cannot be used; names the file
 │   ├── UnsupportedModel         the architecture or a feature of it is not known here
 │   └── DamagedCheckpoint        truncated, missing or inconsistent files
@@ -144,6 +145,10 @@ class Overloaded(RequestError):
 
 
 class ConfigError(DovetailError):
+    pass
+
+
+class Unusable(ConfigError):
     pass
 
 

@@ -16,7 +16,12 @@ _HEADER = 24  # three words: beats, milliseconds that the iteration is expected 
 _BEATS, _EXPECTED_MS, _NUM_BYTES = range(3)
 # Of what an iteration is expected to take: estimates are wrong, and cores are shared.
 HANG_FACTOR = 4.0
+UNUSABLE_CODE = 78  # a worker ends with it where no retry mends what is wrong, and leaves the reason beside its pulse
 LOOK_S = 0.5  # how often a worker's pulse is felt
+
+
+def reason_file(pulse_file: Path) -> Path:
+    return pulse_file.with_name(f"{pulse_file.name}.reason")
 
 
 class Pulse:

@@ -109,6 +109,7 @@ class LeaderWatcher:
 
     def __init__(self) -> None:
         self.starts = 0
+        self.unusable: str | None = None
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pid: int | None = None
         self.retry_after_s: float | None = None

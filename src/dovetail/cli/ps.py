@@ -96,6 +96,9 @@ def _print_table(status: dict[str, Any]) -> None:
     for model in not_there:
         if model["pull"] is not None and model["pull"]["error"]:
             console.print(f"{model['name']} could not be pulled: {model['pull']['error']}", markup=False)
+    for node in status["nodes"]:
+        if node.get("problem"):
+            console.print(f"{node['name']} failed: {node['problem']}", soft_wrap=True, highlight=False)
     if status["draining"]:
         console.print("The server is shutting down.")
 

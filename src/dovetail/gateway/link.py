@@ -42,6 +42,7 @@ from dovetail.messages import (
     encode,
 )
 from dovetail.node.protocol import NodeView
+from dovetail.pulse import UNUSABLE_CODE
 from dovetail.types import TokenEvent
 
 logger = logging.getLogger("dovetail.gateway")
@@ -148,6 +149,7 @@ class Watcher(Protocol):
     """Whoever keeps a worker running, on this machine or on another (`supervisor`, `remote_workers`)."""
 
     starts: int
+    unusable: str | None  # why it is not started again: what no retry mends
     greeted: asyncio.Future[None]
 
     @property
@@ -269,20 +271,27 @@ class Link:
         """Some worker is up or on its way."""
         if not self.supervisors:
             raise Overloaded("no node has joined yet", code="no_node", retry_after_s=5.0)
-        pauses = [supervisor.retry_after_s for supervisor in self.supervisors.values()]
+        usable = [supervisor for supervisor in self.supervisors.values() if supervisor.unusable is None]
+        if not usable:
+            raise Overloaded("no node can serve: all have failed", code="no_node", retry_after_s=60.0)
+        pauses = [supervisor.retry_after_s for supervisor in usable]
         if all(pause_s is not None for pause_s in pauses):
             soonest = min(pause_s or 0.0 for pause_s in pauses)
             raise Overloaded("the worker failed and is about to be restarted", retry_after_s=soonest)
 
     def is_up(self) -> bool:
-        return all(node.hello is not None for node in self.nodes.values())
+        """Every node is, but for those that have failed for good."""
+        usable = [node for node in self.nodes.values() if self.supervisors[node.name].unusable is None]
+        return all(node.hello is not None for node in usable) and (bool(usable) or not self.nodes)
 
     def pid_of(self, node: NodeLink) -> int | None:
         return self.supervisors[node.name].pid
 
-    def state_of(self, node: NodeLink) -> Literal["starting", "up", "down"]:
+    def state_of(self, node: NodeLink) -> Literal["starting", "up", "down", "failed"]:
         if node.hello is not None:
             return "up"
+        if self.supervisors[node.name].unusable is not None:
+            return "failed"
         return "starting" if self.supervisors[node.name].retry_after_s is None else "down"
 
     def send(self, node: str, message: ToWorker) -> None:
@@ -381,7 +390,8 @@ class Link:
 
     def on_exit(self, name: str, end: WorkerExit) -> None:
         during = f" while it computed {len(end.suspects)} requests" if end.suspects else ""
-        logger.error("worker %s %s%s", name, end.reason, during)
+        if end.code != UNUSABLE_CODE:  # whose supervisor has the reason
+            logger.error("worker %s %s%s", name, end.reason, during)
         self.nodes[name].reset()
         lost = WorkerLost(f"the worker '{name}' {end.reason}", end.suspects)
         for observer in self.exit_observers:

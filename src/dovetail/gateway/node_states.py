@@ -14,7 +14,8 @@ from dovetail.gateway.link import NodeLink
 class NodeState(BaseModel):
     name: str
     device: str
-    state: Literal["starting", "up", "down", "draining", "drained"]
+    state: Literal["starting", "up", "down", "failed", "draining", "drained"]
+    problem: str | None = Field(default=None, description="of a failed one: why it is not started again")
     pid: int | None
     unfinished: int = Field(description="requests that it is answering")
     moving_away: int = Field(description="of them, those that another node recomputes in order to go on with them")
@@ -51,7 +52,7 @@ def find_node(cluster: Cluster, name: str) -> NodeLink:
 def _node_state(cluster: Cluster, node: NodeLink) -> NodeState:
     runtime, handle = cluster.dispatcher.runtime, cluster.dispatcher.nodes[node.name]
     places = [place for place, _ in runtime.places.values() if place is handle]
-    state: Literal["starting", "up", "down", "draining", "drained"] = cluster.link.state_of(node)
+    state: Literal["starting", "up", "down", "failed", "draining", "drained"] = cluster.link.state_of(node)
     drain = runtime.drains.get(node.name)
     if drain is not None and state == "up":
         state = "drained" if drain.is_done else "draining"
@@ -59,6 +60,7 @@ def _node_state(cluster: Cluster, node: NodeLink) -> NodeState:
         name=node.name,
         device=node.hello.device if node.hello else node.config.device,
         state=state,
+        problem=cluster.link.supervisors[node.name].unusable,
         pid=cluster.link.pid_of(node),
         unfinished=len(places),
         moving_away=len(runtime.migrations.of_source(handle)),

@@ -148,6 +148,7 @@ class RemoteWorker:
         on_exit: Callable[[str, WorkerExit], None],
     ) -> None:
         self.starts = 0
+        self.unusable: str | None = None  # another machine's worker says so in its own log
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.name = config.name
         self._config = config

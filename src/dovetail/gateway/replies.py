@@ -257,7 +257,8 @@ class ModelStatus(BaseModel):
 class NodeStatus(BaseModel):
     name: str
     device: str
-    state: Literal["starting", "up", "down"]
+    state: Literal["starting", "up", "down", "failed"]
+    problem: str | None = None  # of a failed one: why it is not started again
     pid: int | None
     starts: int
     import_s: float | None

@@ -191,6 +191,8 @@ class Endpoints:
             status = "starting"
         elif self._service.trouble() is not None:
             status = "not leading"
+        elif (why := self._service.why_unservable()) is not None:
+            status = why
         elif not self._service.link.is_up():
             status = "a worker is down"
         is_admin = request.state.caller.is_admin

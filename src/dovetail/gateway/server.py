@@ -4,10 +4,10 @@ SIGHUP has the configuration read again."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,6 +18,8 @@ from starlette.types import ASGIApp
 from dovetail.config import ServerConfig
 from dovetail.gateway.admin import Admin
 from dovetail.gateway.protocol import ConnectionLimits, Connections, LimitedHttp
+
+logger = logging.getLogger("dovetail.gateway")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT_S = 5  # for connections, once their streams have ended
@@ -90,14 +92,13 @@ class HttpServer(uvicorn.Server):
             self._drain.cancel()
             return
         self._service.is_draining = True
-        if self._service.unfinished:
-            count, limit_s = self._service.unfinished, self._admin.settings.drain_timeout_s
-            answers = "1 answer" if count == 1 else f"{count} answers"
-            print(
-                f"waiting up to {limit_s:g} s for {answers} to end; a second Ctrl-C or SIGTERM ends them now",
-                file=sys.stderr,
-                flush=True,
-            )
+        count, limit_s = self._service.unfinished, self._admin.settings.drain_timeout_s
+        answers = "1 answer" if count == 1 else f"{count} answers"
+        logger.info(
+            "shutting down: waiting up to %g s for %s to end; a second Ctrl-C or SIGTERM ends them now",
+            limit_s,
+            answers,
+        )
         self._drain = asyncio.create_task(self._exit_when_idle())
 
     def _on_hangup(self) -> None:
@@ -115,9 +116,14 @@ class HttpServer(uvicorn.Server):
             await self._admin.reload_and_log()
 
     async def _exit_when_idle(self) -> None:
+        running = self._service.unfinished
         try:
             async with asyncio.timeout(self._admin.settings.drain_timeout_s):
                 await self._service.wait_until_idle()
         except TimeoutError:
             self.force_exit = True
+        finally:
+            cut = self._service.unfinished
+            level = logging.WARNING if cut else logging.INFO
+            logger.log(level, "drained: %d of %d answers finished, %d were cut", max(running - cut, 0), running, cut)
         self.should_exit = True

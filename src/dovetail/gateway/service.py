@@ -7,6 +7,7 @@ worker dies goes on, from the tokens that it has, on another worker or on the on
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
@@ -14,7 +15,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
-from dovetail.errors import EngineFailed, InvalidRequest, Overloaded, QuotaExceeded, RequestError, WorkerLost
+from dovetail.errors import (
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    QuotaExceeded,
+    RequestError,
+    Unusable,
+    WorkerLost,
+)
 from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.draft_models import DraftModels
 from dovetail.gateway.grammar_trials import grammar_trials
@@ -30,6 +39,8 @@ from dovetail.gateway.translate import Job
 from dovetail.gateway.waits import Standing
 from dovetail.messages import Load
 from dovetail.types import ModelCard, Slo, Speculation
+
+logger = logging.getLogger("dovetail.gateway")
 
 
 @dataclass(frozen=True)
@@ -77,11 +88,23 @@ class Service:
         if (why := self.trouble()) is not None:
             raise Overloaded(why, code="not_leading", retry_after_s=2)
 
+    def why_unservable(self) -> str | None:
+        """None where a node serves, or may soon."""
+        states = {node.name: self.link.state_of(node) for node in self.link.nodes.values()}
+        usable = [name for name, state in states.items() if state != "failed"]
+        if states and not usable:
+            return "no node can serve: all have failed"
+        if usable and self.cluster.dispatcher.runtime.drains.keys() >= set(usable):
+            return "no node can serve: all are drained; resume one, or let another join"
+        return None
+
     def check_admission(self, count: int = 1, key: str = "", max_unfinished: int | None = None) -> None:
         """Before any work is spent on a request of so many answers."""
         if self.is_draining:
             raise Overloaded("the server is shutting down", code="draining", retry_after_s=5)
         self.check_leading()
+        if (why := self.why_unservable()) is not None:
+            raise Overloaded(why, code="no_node", retry_after_s=5)
         limit = self.limits.max_queue
         if count > limit:  # however long the client waits
             raise InvalidRequest(f"{count} answers are more than this server queues ({limit})", param="prompt")
@@ -129,11 +152,19 @@ class Service:
     async def start(self, preload: Iterable[str] = ()) -> None:
         """Returns when the workers are up and these models loaded; raises what the first that fails raises."""
         await asyncio.to_thread(nursery.warm)
-        await asyncio.gather(
-            self.preload(preload), *(s.greeted for s in self.link.supervisors.values()), grammar_trials.warm()
-        )
+        await asyncio.gather(self._greeted(), self.preload(preload), grammar_trials.warm())
         self.is_ready = True
         templates.warm()
+
+    async def _greeted(self) -> None:
+        """Raises what ends the server: nodes that cannot be used here are left out where others can."""
+        ended = [supervisor.greeted for supervisor in self.link.supervisors.values()]
+        await asyncio.gather(*ended, return_exceptions=True)
+        problems = [error for one in ended if (error := one.exception()) is not None]
+        if problems and (len(problems) == len(ended) or not all(isinstance(one, Unusable) for one in problems)):
+            raise problems[0]
+        for problem in problems:
+            logger.error("%s; it is not started again, the others serve", problem)
 
     async def preload(self, names: Iterable[str]) -> None:
         models = [self.models.get(name) for name in names]

@@ -48,6 +48,7 @@ def _node_status(service: Service, node: NodeLink) -> NodeStatus:
         name=node.name,
         device=node.hello.device if node.hello else node.config.device,
         state=link.state_of(node),
+        problem=supervisor.unusable,
         pid=supervisor.pid,
         starts=supervisor.starts,
         import_s=node.hello.import_s if node.hello else None,

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.config import NodeConfig
-from dovetail.errors import EngineFailed
+from dovetail.errors import EngineFailed, Unusable
 from dovetail.gateway.adopted import AdoptedProcess, WorkerRecords
 from dovetail.machine import major_faults
 from dovetail.messages import Hello
-from dovetail.pulse import LOOK_S, HangWatch, Pulse
+from dovetail.pulse import LOOK_S, UNUSABLE_CODE, HangWatch, Pulse, reason_file
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -119,6 +119,7 @@ class Supervisor:
         # The first worker's Hello, or how it ended instead: a server whose workers never came up does not start.
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.starts = 0
+        self.unusable: str | None = None  # why it is not started again
         self.failures = 0  # ends in a row before a worker was stable
 
     @property
@@ -173,7 +174,11 @@ class Supervisor:
         while True:
             started = loop.time()
             end = await self._run_once()
+            if end.code == UNUSABLE_CODE:
+                self._give_up()
             self._on_exit(self._name, end)
+            if self.unusable is not None:
+                return
             if not self.greeted.done():
                 self.greeted.set_exception(EngineFailed(f"the worker '{self._name}' {end.reason} before it was ready"))
             self.failures = 0 if loop.time() - started > STABLE_S else self.failures + 1
@@ -182,6 +187,18 @@ class Supervisor:
                 self._resume_at = loop.time() + pause_s
                 await asyncio.sleep(pause_s)
                 self._resume_at = None
+
+    def _give_up(self) -> None:
+        """No retry mends what is wrong."""
+        try:
+            reason = reason_file(self._pulse_file).read_text()
+        except OSError:
+            reason = "its worker cannot be used; the log says why"
+        self.unusable = " ".join(reason.split())
+        if self.greeted.done():
+            logger.error("node %s: %s; it is not started again", self._name, self.unusable)
+        else:
+            self.greeted.set_exception(Unusable(f"node {self._name}: {self.unusable}"))
 
     async def _run_once(self) -> WorkerExit:
         self.starts += 1

@@ -10,9 +10,11 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from dovetail.errors import ConfigError, DeviceLost, OutOfMemory
 from dovetail.machine import usable_cores
+from dovetail.pulse import UNUSABLE_CODE, reason_file
 
 
 def _die_with_parent() -> None:
@@ -86,9 +88,20 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     try:
         Worker(WorkerConfig(**vars(arguments))).run()
-    except (ConfigError, DeviceLost, OutOfMemory) as error:  # nothing to be done about it in this process
+    except ConfigError as error:
+        _end_unusable(arguments.node, arguments.pulse, str(error))
+    except (DeviceLost, OutOfMemory) as error:  # nothing to be done about it in this process
         logging.getLogger("dovetail.worker").error("%s: %s", arguments.node, error)
         os._exit(1)  # a library that lost its device may never come to an end
+
+
+def _end_unusable(node: str, pulse: str, reason: str) -> None:
+    """Started again, it would end again: whoever started this process is told, and says it once."""
+    try:
+        reason_file(Path(pulse)).write_text(reason)
+    except OSError:
+        logging.getLogger("dovetail.worker").error("%s: %s", node, reason)
+    os._exit(UNUSABLE_CODE)
 
 
 if __name__ == "__main__":
