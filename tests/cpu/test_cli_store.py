@@ -65,6 +65,8 @@ def test_verify_names_damage_and_exits_with_1(run: Run, home: Path) -> None:
     assert str(blob) in damaged.stdout
     assert "chunk 0" in damaged.stdout
     assert "embed.weight" in damaged.stdout
+    source = json.loads(run("show", "two", "--json").stdout)["source"]
+    assert f"two: `dovetail pull {source} --name two --force` fetches it anew" in damaged.stdout
     report = json.loads(run("store", "verify", "--json").stdout)
     assert report["damage"][0]["models"] == ["one", "two"]
     assert run("store", "verify", "nope").stderr.startswith("error: model 'nope' not found")

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
-from dovetail.store import Catalogue
+from dovetail.store import Catalogue, describe
 from dovetail.store.adapters import PeftFolder
 from dovetail.store.arrays import as_array
 from dovetail.store.format import partition_files
@@ -145,3 +145,8 @@ def test_a_pipe_instead_of_a_file_is_an_error_and_not_waited_for(tmp_path: Path,
     os.mkfifo(folder / name)
     with pytest.raises(CheckpointError):
         PeftFolder(folder)
+
+
+def test_an_adapter_that_is_given_for_a_model_is_told_where_it_belongs(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"a LoRA adapter, not a model; name it under models\.BASE\.adapters"):
+        describe(write_adapter(tmp_path / "a"), "tuned")

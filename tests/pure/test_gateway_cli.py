@@ -154,3 +154,13 @@ def test_a_key_comes_from_a_file_or_the_environment_and_stays_there_no_longer(
         serve._api_key(None, file)
     with pytest.raises(ConfigError, match="--api-key-file"):
         serve._api_key(None, tmp_path / "missing")
+
+
+def test_the_example_that_serve_prints_suits_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, changes, path in (
+        ("talker", {}, "/v1/chat/completions"),
+        ("writer", {"chat_template": None}, "/v1/completions"),
+    ):
+        card = make_card(tmp_path, name, **changes)
+        serve._announce("http://127.0.0.1:8000", [name], card, has_keys=False, as_json=False)
+        assert f"curl http://127.0.0.1:8000{path} -H" in capsys.readouterr().out

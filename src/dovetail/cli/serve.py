@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dovetail.gateway.recovery import Recovery
     from dovetail.store.place import Place
     from dovetail.store.pool import HostPool
+    from dovetail.types import ModelCard
 
 PROMPT = "Please name the capital of Germany."  # no token of the answer hangs on a near tie, in any precision
 HOST_SHARE = 0.75  # of the machine's memory, for weights and KV of all CPU nodes together
@@ -411,7 +412,8 @@ async def _serve_http(
             settle_down()
             if recovery is not None:
                 admin.load_again(recovery.ready_before)
-            _announce(address, offer.names, has_keys=bool(plan.config.auth.keys), as_json=plan.as_json)
+            first = next(iter(offer.catalogue.cards()), None)
+            _announce(address, offer.names, first, has_keys=bool(plan.config.auth.keys), as_json=plan.as_json)
             await serving
     finally:
         remove_token(port)
@@ -464,16 +466,27 @@ def _make_admin(
     return admin
 
 
-def _announce(address: str, names: Sequence[str], *, has_keys: bool, as_json: bool) -> None:
+def _example(card: ModelCard | None) -> tuple[str, dict[str, Any]]:
+    """What a model of this kind can be asked. Greedy and bounded: a small model at the API's default temperature may
+    ramble to the end of its context."""
+    bounds = {"temperature": 0, "max_tokens": 64}
+    if card is not None and card.spec.encoder is not None:
+        return "embeddings", {"input": PROMPT}
+    if card is not None and card.chat_template is None:
+        return "completions", {"prompt": PROMPT, **bounds}
+    return "chat/completions", {"messages": [{"role": "user", "content": PROMPT}], **bounds}
+
+
+def _announce(address: str, names: Sequence[str], card: ModelCard | None, *, has_keys: bool, as_json: bool) -> None:
+    """`card`: of the first of them, where it is here."""
     seconds = process_age_s()
     if as_json:
         print(json.dumps({"url": address, "models": names, "seconds": round(seconds, 3)}), flush=True)
         return
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     print(f"Serving {listed or 'no model yet (dovetail pull)'} at {address} (ready after {seconds:.1f} s). Try:\n")
-    # Greedy and bounded: a small model at the API's default temperature may ramble to the end of its context.
-    message = {"role": "user", "content": PROMPT}
-    body = {"model": names[0] if names else "MODEL", "messages": [message], "temperature": 0, "max_tokens": 64}
+    path, body = _example(card)
+    body = {"model": names[0] if names else "MODEL", **body}
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_keys else ""
-    command = f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    command = f"curl {address}/v1/{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
     print(f"  {command}\n", flush=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +76,7 @@ def verify_store(
     if as_json:
         print_json(found)
     else:
-        _print_verified(found)
+        _print_verified(found, {entry.name: entry.source for entry in catalogue.entries()} if found.damage else {})
     if found.damage:
         raise typer.Exit(1)
 
@@ -216,11 +218,14 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
     print_table(("NAME", "KIND", "TYPE", "FILES", "SIZE", "SHARED", "TIER", "USED", "STATE"), shown)
 
 
-def _print_verified(found: Verified) -> None:
+def _print_verified(found: Verified, sources: Mapping[str, str]) -> None:
     for damage in found.damage:
         where = "" if damage.chunk is None else f" [{', '.join(damage.tensors) or 'between tensors'}]"
         text = damage.reason if damage.reason.startswith(damage.file) else f"{damage.file}: {damage.reason}"
         typer.echo(f"damaged: {', '.join(damage.models)}: {text}{where}")
+    for name in sorted({name for damage in found.damage for name in damage.models}):
+        source = sources.get(name) or "SOURCE"  # a manifest that cannot be read names none
+        typer.echo(f"{name}: `dovetail pull {shlex.quote(source)} --name {name} --force` fetches it anew")
     for name in found.unchecked:
         typer.echo(f"{name}: of the first form, which has no checksums; pull it again to convert it")
     sound = "" if found.damage else ", all sound"

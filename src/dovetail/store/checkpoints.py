@@ -7,8 +7,9 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from dovetail.errors import DamagedCheckpoint, UnsupportedModel
+from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
 from dovetail.node.ports import Checkpoint
+from dovetail.store.adapters import is_adapter_folder
 from dovetail.store.format import StoredModel, is_stored, read_card
 from dovetail.store.hf_folder import is_hf_folder, open_hf_folder
 from dovetail.store.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
@@ -104,7 +105,12 @@ def _existing(path: str | Path) -> Path:
     return path
 
 
-def _not_a_model(path: Path) -> DamagedCheckpoint:
+def _not_a_model(path: Path) -> CheckpointError:
+    if is_adapter_folder(path):
+        return UnsupportedModel(
+            f"{path}: a LoRA adapter, not a model; name it under models.BASE.adapters in the file, or send it to "
+            'POST /v1/load_lora_adapter ({"lora_name": …, "lora_path": …, "base_model_name": …})'
+        )
     if path.is_dir():
         return DamagedCheckpoint(f"{path}: config.json is missing; this is not a model folder")
     return DamagedCheckpoint(f"{path}: neither a model folder nor a .gguf file")
