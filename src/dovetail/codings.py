@@ -202,7 +202,7 @@ def _nearest_8(grouped: Float32) -> tuple[Codes, Array]:
 
 def _nearest_4(grouped: Float32) -> tuple[Codes, Array]:
     """As llama.cpp makes q4_0: the largest number has code -8, ties go up. A scale of the smallest squared error was no
-    better (docs/kernels.md)."""
+    better (docs/design/kernels.md)."""
     at = np.abs(np.nan_to_num(grouped)).argmax(axis=2)[:, :, None]
     scales = np.take_along_axis(grouped, at, axis=2)[:, :, 0] / np.float32(-8)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

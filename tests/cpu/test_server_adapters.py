@@ -23,7 +23,7 @@ from dovetail.store import Catalogue
 
 pytestmark = pytest.mark.skipif(len(levels()) == 1, reason="the native kernels were not built")
 ADMIN, USER = ({"authorization": f"Bearer sk-{who}"} for who in ("boss", "user"))
-DOCS = Path(__file__).parents[2] / "docs" / "adapters.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "adapters.md"
 PROMPT = "adapters of one model are computed together"
 
 

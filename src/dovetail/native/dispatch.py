@@ -11,9 +11,9 @@ avx512vnni  x86-64 with its VNNI too
 avx512bf16  x86-64 with its bf16 too
 amx         x86-64 with AMX tiles
 
-All but the first are one compiled module that computes a whole iteration in one call (see docs/kernels.md). Where it
-was not built, where the processor has none of them or computes wrongly in all of them (kernel_self_test), or where
-DOVETAIL_KERNELS says so, the torch level serves.
+All but the first are one compiled module that computes a whole iteration in one call (see docs/design/kernels.md).
+Where it was not built, where the processor has none of them or computes wrongly in all of them (kernel_self_test), or
+where DOVETAIL_KERNELS says so, the torch level serves.
 """
 
 from __future__ import annotations

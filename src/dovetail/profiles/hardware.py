@@ -40,7 +40,7 @@ PRESETS = {
     for hardware in (
         GPU,
         replace(GPU, name="h100-80g", flops=989e12, bandwidth=3.35e12, load_gib_per_s=25.0),
-        # From our own engine on that card (docs/gpu.md), where the others have the paper's: peaks as measured.
+        # From our own engine on that card (docs/design/gpu.md), where the others have the paper's: peaks as measured.
         Hardware("h200-141g", DeviceKind.GPU, 790e12, 4.24e12, 139.0, 48.0, 0.74, 1.0, 0.82, 0.00057, 0.000006),
         replace(GPU, name="gh200-96g", flops=989e12, bandwidth=4.0e12, memory_gib=94.0, load_gib_per_s=380.0),
         *(

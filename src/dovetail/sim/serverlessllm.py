@@ -1,6 +1,7 @@
 """ServerlessLLM's evaluation of schedulers and whole systems (Fig 8–12) simulated beside the paper's numbers (L9).
 
-Its test beds, its models, its loads; what the paper leaves open is assumed here and listed in docs/cluster.md.
+Its test beds, its models, its loads; what the paper leaves open is assumed here and listed in
+docs/reference/cluster.md.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _share(cut: Cut, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[tup
 def _kept_as(spec: ModelSpec, name: str, dtype: str, layout: str) -> tuple[str, str]:
     """Norms stay in float32: they are small, and Gemma's are 1 plus something that 16 bits would lose. Only matrices
     that multiply are packed, the embedding where it is the head as well: a router decides by small differences. Heads
-    have 8 bits at least: with 4 the outputs lose more than the bytes are worth (docs/kernels.md)."""
+    have 8 bits at least: with 4 the outputs lose more than the bytes are worth (docs/design/kernels.md)."""
     if "norm." in name or "sinks." in name:
         return "f32", "plain"
     if name == "lm_head.weight" or (name == "embed.weight" and spec.tied_embeddings):

@@ -1,5 +1,5 @@
 """The checkpoint format: partition files of raw bytes, found by their content, and the manifest that says what they
-hold (L1). Reads and checks; writing is `store.convert`. The specification is docs/checkpoint-format.md.
+hold (L1). Reads and checks; writing is `store.convert`. The specification is docs/reference/checkpoint-format.md.
 
     <root>/blobs/<aa>/<digest>       a partition: one file per device, read-only, tensors in order of use
     <root>/models/<name>/            a model or an adapter

@@ -1,7 +1,7 @@
 """Products of few rows with a weight matrix, in Triton: bound by reading the weights once, which is all they do.
 
 Larger batches are the vendor library's (torch). Which one multiplies what, and in tiles of what size, is chosen by what
-was measured on an H200 (docs/gpu.md).
+was measured on an H200 (docs/design/gpu.md).
 """
 
 # mypy: ignore-errors
