@@ -44,6 +44,7 @@ CLIENTS = {
     "Vercel AI SDK": Client("ai_sdk_checks.mjs", ("ai", "@ai-sdk/openai-compatible", "zod")),
     "ollama": Client("ollama_checks.py", ("ollama",)),
     "anthropic (Python)": Client("anthropic_checks.py", ("anthropic",)),
+    "anthropic (npm)": Client("anthropic_checks.mjs", ("@anthropic-ai/sdk",)),
     "Codex": Client("codex_checks.mjs", ("@openai/codex",), is_agent=True),
     "Claude Code": Client("claude_code_checks.mjs", ("@anthropic-ai/claude-code",), is_agent=True),
     "opencode": Client("opencode_checks.mjs", ("opencode-ai",), is_agent=True),

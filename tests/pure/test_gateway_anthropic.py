@@ -271,3 +271,26 @@ def test_a_model_without_a_template_is_an_error_in_words(tmp_path: Path) -> None
         check_error(response, 400, "invalid_request_error", "no chat template")
 
     on_app(tmp_path, test, make_card(tmp_path / "plain", "plain", chat_template=None))
+
+
+def test_thoughts_are_blocks_of_their_own_that_can_be_sent_back(tmp_path: Path) -> None:
+    """The fake model says what its prompt says, here after an opening mark that the template has written."""
+    template = "{{ messages[0].content }}{% if false %}</think>{% endif %}<think>"
+    spoken = "hm</think>yes"
+    asked = {"model": "thinks", "messages": [user(text(spoken))], "max_tokens": len(spoken)}
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        whole = (await client.post("/v1/messages", json=ASKED | asked)).json()
+        thought, answer = whole["content"]
+        assert (thought["type"], thought["thinking"], answer) == ("thinking", "hm", text("yes"))
+        assert thought["signature"]
+        events = sse(await client.post("/v1/messages", json=ASKED | asked | {"stream": True}))
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        kinds = list(dict.fromkeys(delta["type"] for delta in deltas))
+        assert kinds == ["thinking_delta", "signature_delta", "text_delta"]
+        hidden = ASKED | asked | {"thinking": {"type": "adaptive", "display": "omitted"}}
+        assert (await client.post("/v1/messages", json=hidden)).json()["content"] == [text("yes")]
+        back = [*asked["messages"], {"role": "assistant", "content": whole["content"]}, user(text("go on"))]
+        assert (await client.post("/v1/messages", json=ASKED | asked | {"messages": back})).status_code == 200
+
+    on_app(tmp_path, test, make_card(tmp_path / "thinks", "thinks", chat_template=template, eos_token_ids=()))
