@@ -252,3 +252,12 @@ def expect(kind: type[CheckpointError], path: Path, text: str) -> None:
     assert text in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_known_by_its_first_bytes_where_its_name_says_nothing(tmp_path: Path) -> None:
+    save_tiny_gguf("llama", tmp_path / "m.gguf")
+    named = (tmp_path / "m.gguf").rename(tmp_path / "sha256-abc")  # as other stores call it
+    assert open_checkpoint(named).spec.num_layers > 0
+    (tmp_path / "sha256-def").write_bytes(b"no weights")
+    with pytest.raises(CheckpointError):
+        open_checkpoint(tmp_path / "sha256-def")
