@@ -73,10 +73,16 @@ class Decisions:
         """One that comes twice, or after its node was given up, is passed over."""
         waiting = self._waiting.pop(number, None)
         node = self._given_up.pop(number, None)
+        if self._given_up:
+            self._forget_lost(number, node if waiting is None else waiting.ask.node)
         if waiting is not None:
             self._resume(waiting.decision, answer)
         elif node is not None and isinstance(answer, TookBack):
             self._took_back(node, answer)
+
+    def _forget_lost(self, number: int, node: NodeHandle | None) -> None:
+        """A node answers in the order in which it was asked: what it has not answered by now was lost on the way."""
+        self._given_up = {asked: one for asked, one in self._given_up.items() if one is not node or asked > number}
 
     def lost(self, node: NodeHandle) -> None:
         """Nothing comes from there any more."""
@@ -88,6 +94,8 @@ class Decisions:
     # Time
 
     def next_expiry_s(self) -> float | None:
+        if not self._waiting:
+            self._expiries.clear()
         while self._expiries and self._expiries[0][1] not in self._waiting:
             heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None

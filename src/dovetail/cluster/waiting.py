@@ -95,6 +95,8 @@ class WaitingRoom(Generic[Why]):
             self.by_model[work.model] -= 1
             if not self.by_model[work.model]:
                 del self.by_model[work.model]
+            if not self._works:
+                self._expiries.clear()
         return work
 
     def changed(self) -> None:
