@@ -36,6 +36,7 @@ def test_every_command_and_option_is_one_that_the_command_line_has() -> None:
     lines = []
     for page in PAGES:
         lines += [line for block in BLOCK.findall(page.read_text()) for line in block.splitlines()]
+        lines += re.findall(r"`(dovetail bench [^`|]+)`", page.read_text())  # what made a figure, within a sentence
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("dovetail ")]
     assert len(commands) > 30
     for words in commands:
@@ -50,6 +51,10 @@ def check(words: list[str]) -> None:
     if isinstance(command, TyperGroup):
         command = command.commands.get(words[1]) or command.commands["file"]  # `plan FILE`
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    given = {word.partition("=")[0] for word in words}
+    for parameter in command.params if len(words) > 2 else []:  # a command's bare name stands for all of its uses
+        if parameter.required and parameter.opts[0].startswith("-"):
+            assert given & set(parameter.opts), f"{' '.join(words)}: without {parameter.opts[0]}, which has to be there"
     for word in words:
         if word.startswith("-"):
             assert word.partition("=")[0] in options, f"{' '.join(words)}: no option {word}"
