@@ -300,3 +300,9 @@ def test_what_cannot_be_pulled_is_offered_no_longer(monkeypatch: pytest.MonkeyPa
     with pytest.raises(SourceError, match="no such model"):
         remote.add("x", "hf:org/none")
     assert asked[-1] == ("DELETE", "/api/models/x")
+
+
+def test_a_file_that_is_not_there_is_an_error_of_one_line() -> None:
+    command = [sys.executable, "-m", "dovetail", "sim", "explain", "/nowhere/node.jsonl", "3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: /nowhere/node.jsonl: No such file or directory\n")

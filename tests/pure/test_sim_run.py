@@ -420,3 +420,16 @@ def test_dovetail_meets_more_than_slinfer_where_models_are_large_and_many() -> N
     paper = run(Setup(CONVERSATION, PROFILE, policy("slinfer"), shape="llama-2-13b", limit_s=400))
     assert ours.met() > paper.met()
     assert ours.met_without_grace() > paper.met_without_grace()
+
+
+def test_an_explained_run_writes_its_log_and_one_json_object(files: tuple[Path, Path], tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    options = ["run", "--trace", str(files[0]), "--profile", str(files[1]), "--shape", "tiny"]
+    options += ["--cpu-nodes", "1", "--gpu-nodes", "2", "--json", "--event-log", str(log), "--explain"]
+    result = CliRunner().invoke(app, [*options, "3"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["explained"][0].startswith("request 3: model")
+    assert any(json.loads(line).get("request") == 2 for line in log.read_text().splitlines())
+    missing = CliRunner().invoke(app, [*options, "100000"])
+    assert isinstance(missing.exception, ConfigError)
+    assert str(missing.exception).startswith("no request 100000: the run has 0 to ")

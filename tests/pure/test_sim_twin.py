@@ -64,7 +64,8 @@ def test_a_request_of_a_real_log_is_explained(log: Path) -> None:
     text = explain_log(log, 0)
     assert "started a new instance on node" in text
     assert "first token" in text
-    assert "no request 99" in explain_log(log, 99)
+    with pytest.raises(ConfigError, match=r"no request 99; the last is \d+"):
+        explain_log(log, 99)
 
 
 def test_a_log_that_cannot_be_read_is_named_with_its_line(log: Path, tmp_path: Path) -> None:

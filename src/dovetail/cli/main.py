@@ -78,6 +78,8 @@ def main() -> None:
         _fail(str(error), debug)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error), debug)
     except Exception as error:
         _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", debug)
 

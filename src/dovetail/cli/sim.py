@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -161,28 +161,26 @@ def run(
         layout=_layout(context, config),
         config=config,
     )
-    result = _run(setup, event_log, request, quiet=as_json)
+    result, story = _run(setup, event_log, request, quiet=as_json)
     if report is not None:
         write_report(report, [result])
     if as_json:
-        typer.echo(json.dumps(result.summary()))
-    elif request is None:
+        typer.echo(json.dumps(result.summary() | ({} if story is None else {"explained": story.splitlines()})))
+    elif story is not None:
+        typer.echo(story)
+    else:
         console.print(_summary_table([("", result)]))
 
 
-def _run(setup: Setup, event_log: Path | None, request: int | None, quiet: bool) -> Result:
-    if request is not None:
-        explainer = Explainer(request)
-        simulation = build(setup, explainer)
-        result = simulate(simulation, quiet, setup.knobs.name)
-        typer.echo(explain(explainer, result))
-        return result
-    if event_log is None:
-        return simulate(build(setup), quiet, setup.knobs.name)
-    with event_log.open("w", encoding="utf-8") as file:
-        log = EventLog(file)
-        log.header(**replaying.settings_of(setup))
-        return simulate(build(setup, log), quiet, setup.knobs.name)
+def _run(setup: Setup, event_log: Path | None, request: int | None, quiet: bool) -> tuple[Result, str | None]:
+    """What came of it, and the story of the request that was asked for."""
+    with nullcontext() if event_log is None else event_log.open("w", encoding="utf-8") as file:
+        explainer = None if request is None else Explainer(request, file)
+        log = explainer or (None if file is None else EventLog(file))
+        if file is not None and log is not None:
+            log.header(**replaying.settings_of(setup))
+        result = simulate(build(setup, log), quiet, setup.knobs.name)
+        return result, None if explainer is None else explain(explainer, result)
 
 
 @app.command()

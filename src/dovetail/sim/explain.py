@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from dovetail.errors import ConfigError
 from dovetail.eventlog import EventLog
 from dovetail.policy.reasons import REASONS
 from dovetail.sim.metrics import Fate, Result
@@ -20,21 +21,25 @@ HOW = {
 
 
 class Explainer(EventLog):
-    """An event log that keeps the events of one request only."""
+    """An event log that keeps the events of one request, beside writing all of them where there is a file."""
 
-    def __init__(self, request: int) -> None:
-        super().__init__(io.StringIO())
+    def __init__(self, request: int, file: TextIO | None = None) -> None:
+        super().__init__(file or io.StringIO())
         self.request = request
         self.events: list[dict[str, Any]] = []
+        self._is_written = file is not None
 
     def put(self, line: dict[str, Any]) -> None:
         if line.get("request") == self.request:
             self.events.append(line)
+        if self._is_written:
+            super().put(line)
 
 
 def explain(explainer: Explainer, result: Result) -> str:
+    """Raises ConfigError for a request that the run does not have."""
     if not 0 <= explainer.request < len(result.records):
-        return f"no request {explainer.request}: the run has 0 to {len(result.records) - 1}"
+        raise ConfigError(f"no request {explainer.request}: the run has 0 to {len(result.records) - 1}")
     record = result.records[explainer.request]
     start = record.arrival_s
     lines = [
@@ -47,11 +52,14 @@ def explain(explainer: Explainer, result: Result) -> str:
 
 
 def explain_log(path: Path, request: int) -> str:
-    """The same from a stored log, of a simulation or of a real node."""
+    """The same from a stored log, of a simulation or of a real node. Raises ConfigError, OSError."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     events = [event for event in lines if event.get("request") == request]
     if not events:
-        return f"{path}: no request {request}"
+        last = max((event["request"] for event in lines if isinstance(event.get("request"), int)), default=None)
+        raise ConfigError(
+            f"{path}: no request {request}; " + ("none at all" if last is None else f"the last is {last}")
+        )
     start = events[0].get("at", events[0]["t"])
     return "\n".join(f"{event['t'] - start:+9.3f} s  {_sentence(event, start)}" for event in events)
 
