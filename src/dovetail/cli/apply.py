@@ -82,7 +82,7 @@ def check_changes(changes: Sequence[RateChange], apps: Iterable[str]) -> None:
 
 
 async def _run(plan: FunctionPlan, port: int, load: Load, window: float, threshold: float) -> dict[str, Any] | None:
-    from dovetail.plan.drive import drive, report, sample_image
+    from dovetail.plan.drive import drive, report, sample_inputs
     from dovetail.plan.runtime import PlanRuntime
 
     runtime = PlanRuntime.on_this_machine(plan, window, threshold)
@@ -93,7 +93,7 @@ async def _run(plan: FunctionPlan, port: int, load: Load, window: float, thresho
     driven: Driven | None = None
     try:
         if load.duration_s:
-            driven = await drive(runtime, load, sample_image(load.seed))
+            driven = await drive(runtime, load, sample_inputs(runtime, load.seed))
         else:
             await _listen(runtime, port)
     finally:

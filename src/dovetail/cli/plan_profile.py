@@ -24,13 +24,16 @@ _STAGE = re.compile(r"(\d+)-(\d+)(?:x(\d+))?")
 
 
 def profile(
-    model: Annotated[str, typer.Argument(help="wrn50-K.")],
+    model: Annotated[str, typer.Argument(help="A .onnx file, or wrn50-K.")],
     vcpus: Annotated[str, typer.Option(help="Sizes that are fitted.")] = "0.5,0.75,1,1.2,1.6,2",
     held_out: Annotated[str, typer.Option(help="Sizes that the fit is judged by.")] = "0.6,0.9,1.4,1.8",
     batches: Annotated[str, typer.Option(help="Batch sizes on a CPU.")] = "1",
     runs: Annotated[int, typer.Option(help="Rounds over all sizes.", min=1)] = 5,
     template: Annotated[
         list[str] | None, typer.Option(help="Stages as FIRST-ENDxWORKERS, such as 0-9x2,9-18; again for more.")
+    ] = None,
+    stages: Annotated[
+        list[int] | None, typer.Option(help="Also cut into so many stages, even by weights; again for more.", min=2)
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N: then the GPU's part alone is measured.")] = "cpu",
     gpu_batches: Annotated[str, typer.Option(help="Batch sizes that are fitted on a GPU.")] = GPU_FITTED,
@@ -46,14 +49,15 @@ def profile(
 
     Run it while nothing else does. Errors are of sizes that were not fitted.
 
-    Example: dovetail plan profile wrn50-4 --template 0-14,14-15,15-18 --out wrn50-4.yaml; on a GPU, dovetail plan
+    Example: dovetail plan profile resnet50.onnx --stages 2 --stages 3 --out resnet50.yaml; on a GPU, dovetail plan
     profile wrn50-4 --device cuda:0 --runs 100 --seconds 60
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from dovetail.plan.assumed import chain_named
+    from dovetail.plan.assumed import even_stages, open_chain
     from dovetail.plan.function_profile import read_function_profile, write_function_profile
+    from dovetail.plan.onnx_graph import is_onnx
     from dovetail.plan.profiling import GpuSweep, Sweep, profile_cpu, profile_gpu
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -64,10 +68,14 @@ def profile(
             progress.update(task, description=f"{model}: {what}")
 
         if device == "cpu":
-            stages = tuple(_stages(text, len(chain_named(model).layers)) for text in template or ())
+            chain = open_chain(model)
+            templates = [_stages(text, len(chain.layers)) for text in template or ()]
+            templates += [even_stages(chain, count) for count in stages or ()]
             sizes = (_numbers(vcpus, "--vcpus"), _numbers(held_out, "--held-out"), _whole(batches, "--batches"))
-            found, errors = asyncio.run(profile_cpu(model, Sweep(*sizes, runs, stages), show))
+            found, errors = asyncio.run(profile_cpu(chain, Sweep(*sizes, runs, tuple(templates)), show))
         else:
+            if is_onnx(model):
+                raise ConfigError(f"{model}: functions of ONNX files run on CPUs; leave out --device")
             known = read_function_profile(base or model)
             if known.model != model:
                 raise ConfigError(f"--base {base}: a profile of {known.model}, not of {model}")

@@ -7,8 +7,10 @@ from pathlib import Path
 from pydantic import Field
 
 from dovetail.config import Duration
+from dovetail.errors import ConfigError
 from dovetail.plan.batching import App
-from dovetail.plan.function_profile import FunctionProfile, read_function_profile
+from dovetail.plan.function_profile import FunctionProfile, OnnxFile, read_function_profile
+from dovetail.plan.onnx_graph import digest_of
 from dovetail.plan.prices import PriceSheet, Section, parse_section, read_sheet, read_yaml
 
 
@@ -20,6 +22,7 @@ class AppSection(Section):
 
 class ModelSection(Section):
     profile: str  # a name of the package, or a file beside this one
+    onnx: str | None = None  # the model itself, where it lies elsewhere than when it was profiled
 
 
 class AppsFile(Section):
@@ -47,7 +50,19 @@ def read_apps(path: Path, prices: str | None = None) -> Inputs:
     names = {app.model: file.models[app.model].profile if app.model in file.models else app.model for app in
              file.apps.values()}  # fmt: skip
     profiles = {model: read_function_profile(beside(path, name)) for model, name in names.items()}
+    for model, section in file.models.items():
+        if section.onnx is not None and model in profiles:
+            profiles[model] = _with_file(profiles[model], path.parent / section.onnx, f"models.{model}.onnx")
+    profiles = {model: profile.model_copy(update={"model": model}) for model, profile in profiles.items()}
     return Inputs(file=file, sheet=read_sheet(beside(path, prices or file.prices)), profiles=profiles)
+
+
+def _with_file(profile: FunctionProfile, file: Path, key: str) -> FunctionProfile:
+    if profile.onnx is None:
+        raise ConfigError(f"{key}: its profile was not measured with an ONNX file; `dovetail plan profile {file}` does")
+    if digest_of(file) != profile.onnx.sha256:
+        raise ConfigError(f"{key}: {file} is not the file that was profiled; run `dovetail plan profile {file}` again")
+    return profile.model_copy(update={"onnx": OnnxFile(file=str(file.resolve()), sha256=profile.onnx.sha256)})
 
 
 def beside(path: Path, name: str) -> str:

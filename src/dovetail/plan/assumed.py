@@ -7,10 +7,12 @@ of one worker each, which are slower but need the least memory.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from dovetail.errors import ConfigError
 from dovetail.plan.chains import Chain, wide_resnet50
 from dovetail.plan.function_profile import FunctionProfile
+from dovetail.plan.onnx_graph import digest_of, is_onnx, read_chain
 from dovetail.plan.platforms import Platform, profile_of
 from dovetail.plan.prices import PriceSheet
 from dovetail.plan.templates import Partitioner, Template, even_cuts
@@ -27,10 +29,30 @@ def chain_named(name: str) -> Chain:
     return wide_resnet50(int(found[1]))
 
 
+def open_chain(model: str) -> Chain:
+    """A network of the package, or an ONNX file."""
+    if not is_onnx(model):
+        return chain_named(model)
+    path = Path(model).expanduser().resolve()
+    return read_chain(path, digest_of(path))
+
+
+def even_stages(chain: Chain, count: int) -> tuple[tuple[int, int, int], ...]:
+    """Of one worker each, cut by weights."""
+    cuts = even_cuts([float(layer.weight_bytes) for layer in chain.layers], count)
+    return tuple((first, end, 1) for first, end in cuts)
+
+
+def chain_of(profile: FunctionProfile) -> Chain:
+    """The model that a profile was measured with."""
+    if profile.onnx is None:
+        return chain_named(profile.model)
+    return read_chain(Path(profile.onnx.file), profile.onnx.sha256)
+
+
 def assumed_profile(chain: Chain, platform: Platform, sheet: PriceSheet) -> FunctionProfile:
     best = Partitioner(chain, platform, sheet, REFERENCE_VCPUS).best()
-    weights = [layer.weight_bytes for layer in chain.layers]
-    even = [[(first, end, 1) for first, end in even_cuts(weights, stages)] for stages in EVEN_STAGES]
+    even = [even_stages(chain, stages) for stages in EVEN_STAGES]
     return profile_of(chain, platform, [stages_of(best), *even])
 
 

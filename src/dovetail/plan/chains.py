@@ -36,6 +36,10 @@ class Layer:
 class Chain:
     name: str
     layers: tuple[Layer, ...]
+    input_shape: tuple[int, ...] = (3, IMAGE, IMAGE)  # of one request
+    file: str = ""  # that the layers are from (ONNX)
+    digest: str = ""  # of that file
+    any_batch: bool = True  # else one request at a time
 
     @property
     def flops(self) -> float:

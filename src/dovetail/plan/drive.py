@@ -13,7 +13,6 @@ import numpy as np
 
 from dovetail.errors import RequestError
 from dovetail.plan.billing import Totals
-from dovetail.plan.chains import IMAGE
 from dovetail.plan.instances import Array
 from dovetail.plan.runtime import PlanRuntime
 from dovetail.sim.metrics import percentile
@@ -61,16 +60,20 @@ class Driven:
     changed_s: tuple[float, ...] = ()
 
 
-def sample_image(seed: int) -> Array:
-    return np.random.default_rng(seed).standard_normal((1, 3, IMAGE, IMAGE), dtype=np.float32)
+def sample_inputs(runtime: PlanRuntime, seed: int) -> dict[str, Array]:
+    """Random ones, by application."""
+    chance = np.random.default_rng(seed)
+    shapes = runtime.input_shapes()
+    return {app: chance.standard_normal((1, *shape), dtype=np.float32) for app, shape in shapes.items()}
 
 
-async def drive(runtime: PlanRuntime, load: Load, payload: Array) -> Driven:
+async def drive(runtime: PlanRuntime, load: Load, payloads: Mapping[str, Array]) -> Driven:
     """Returns when every request has its answer."""
     began_s = asyncio.get_running_loop().time()
     driven = Driven(began_s=began_s, changed_s=tuple(began_s + change.at_s for change in load.changes))
     senders = [
-        _send(runtime, name, load.arrivals(name, app.rate), payload, driven) for name, app in runtime.apps.items()
+        _send(runtime, name, load.arrivals(name, app.rate), payloads[name], driven)
+        for name, app in runtime.apps.items()
     ]
     await asyncio.gather(*senders, *(_kill(runtime, at_s, driven) for at_s in load.kills_s))
     return driven

@@ -1,6 +1,8 @@
-"""The HTTP face of a plan that runs: POST a float32 image to /apps/NAME, GET /status."""
+"""The HTTP face of a plan that runs: POST a model's input (float32) to /apps/NAME, GET /status."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from starlette.applications import Starlette
@@ -9,28 +11,26 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dovetail.errors import InvalidRequest, ModelNotFound, RequestError
-from dovetail.plan.chains import IMAGE
 from dovetail.plan.drive import Driven, report
 from dovetail.plan.runtime import PlanRuntime
 
-_BYTES = 3 * IMAGE * IMAGE * 4
-
 
 def make_app(runtime: PlanRuntime) -> Starlette:
-    driven = Driven()
+    driven, shapes = Driven(), runtime.input_shapes()
 
     async def ask(request: Request) -> Response:
         app = request.path_params["app"]
         if app not in runtime.apps:
             raise ModelNotFound(f"no application {app!r}; there are {', '.join(runtime.apps)}", param="app")
         body = await request.body()
-        if len(body) != _BYTES:
-            raise InvalidRequest(
-                f"expected a float32 image of 3 × {IMAGE} × {IMAGE}, {_BYTES:,} bytes; got {len(body):,}"
-            )
+        shape = shapes[app]
+        size = 4 * math.prod(shape)
+        if len(body) != size:
+            wanted = " × ".join(map(str, shape))
+            raise InvalidRequest(f"expected one input of float32, {wanted}: {size:,} bytes; got {len(body):,}")
         driven.sent += 1
         try:
-            answered = await runtime.submit(app, np.frombuffer(body, np.float32).reshape(1, 3, IMAGE, IMAGE))
+            answered = await runtime.submit(app, np.frombuffer(body, np.float32).reshape(1, *shape))
         except RequestError:
             driven.failed += 1
             raise

@@ -34,7 +34,7 @@ def main() -> None:
     except DovetailError as error:
         send(connection, Answer(error=str(error)))
         return
-    send(connection, Answer(memory_bytes=_peak_bytes(), hardware=_hardware(spec.device)))
+    send(connection, Answer(memory_bytes=peak_bytes(), hardware=_hardware(spec.device)))
     while True:
         try:
             call, payload = receive(connection, Call)
@@ -45,6 +45,10 @@ def main() -> None:
 
 
 def open_computed(spec: Spec) -> Computed:
+    if spec.model.endswith(".onnx"):
+        from dovetail.plan.onnx_stage import OnnxStage
+
+        return OnnxStage(spec)
     import_torch_for_worker()
     import torch
 
@@ -85,7 +89,7 @@ class NetworkStage:
             output = run_share(self._layers, self._chain, self._spec.first, share, x)
         output = output.cpu().contiguous()
         seconds = time.perf_counter() - started
-        return Answer(seconds, tuple(output.shape), _peak_bytes(self._spec.device)), _bytes_of(output)
+        return Answer(seconds, tuple(output.shape), peak_bytes(self._spec.device)), _bytes_of(output)
 
 
 def _bytes_of(tensor: Any) -> memoryview:
@@ -109,7 +113,7 @@ def _hardware(device: str) -> str:
     return "" if device == "cpu" else torch.cuda.get_device_name(device)
 
 
-def _peak_bytes(device: str = "cpu") -> int:
+def peak_bytes(device: str = "cpu") -> int:
     """Of this program alone: what getrusage says has the process in it that started it."""
     if device != "cpu":
         import torch

@@ -94,9 +94,15 @@ class Beside(Section):
     p99: float = Field(default=1.0, gt=0)
 
 
+class OnnxFile(Section):
+    file: str  # absolute
+    sha256: str
+
+
 class FunctionProfile(Section):
     model: str
     source: str  # measured where, or assumed from what
+    onnx: OnnxFile | None = None  # what the model is, where it is not a network of the package
     memory_gb: float = Field(gt=0)  # of the whole model in one function
     vcpus: tuple[float, float]  # least and most that were profiled: an exponential says nothing beyond them
     cpu: dict[int, CurveSection] = Field(min_length=1)

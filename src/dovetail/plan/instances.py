@@ -66,7 +66,11 @@ class Instance:
     async def start(cls, chain: Chain, sizes: Sequence[StageSize], device: str = "cpu") -> Instance:
         """All functions side by side."""
         wanted = [size for size in sizes for _ in range(size.workers)]
-        specs = [Spec(chain.name, size.first, size.end, threads_of(size.vcpus), device) for size in wanted]
+        files = [_model_of(chain, size) for size in wanted]
+        specs = [
+            Spec(file, size.first, size.end, threads_of(size.vcpus), device)
+            for file, size in zip(files, wanted, strict=True)
+        ]
         starting = (FunctionProcess.start(spec, size.vcpus) for spec, size in zip(specs, wanted, strict=True))
         started = await asyncio.gather(*starting, return_exceptions=True)
         functions = [function for function in started if isinstance(function, FunctionProcess)]
@@ -140,6 +144,15 @@ async def _call(function: FunctionProcess, size: StageSize, worker: int, x: Arra
     if answer.error:
         raise EngineFailed(answer.error)
     return answer.seconds, np.frombuffer(output, dtype=np.float32).reshape(answer.shape)
+
+
+def _model_of(chain: Chain, size: StageSize) -> str:
+    """What a function process is told to open."""
+    if not chain.file:
+        return chain.name
+    from dovetail.plan.onnx_graph import stage_file
+
+    return str(stage_file(chain, size.first, size.end))
 
 
 def _shares(chain: Chain, size: StageSize) -> list[RowShare] | list[None]:

@@ -15,9 +15,10 @@ from typing import Literal
 
 import numpy as np
 
+from dovetail.errors import ConfigError
 from dovetail.machine import read_cpu, usable_cores
 from dovetail.plan.assumed import chain_named
-from dovetail.plan.chains import IMAGE, Chain
+from dovetail.plan.chains import Chain
 from dovetail.plan.fits import (
     Point,
     fit_exponential,
@@ -32,6 +33,7 @@ from dovetail.plan.function_profile import (
     CurveSection,
     FunctionProfile,
     GpuSection,
+    OnnxFile,
     PartitionSection,
     StageSection,
     StepSection,
@@ -75,8 +77,9 @@ class Error:
 Runs = dict[tuple[int, float], list[InstanceRun]]  # by batch and vCPUs
 
 
-async def profile_cpu(model: str, sweep: Sweep, show: Show) -> tuple[FunctionProfile, list[Error]]:
-    chain = chain_named(model)
+async def profile_cpu(chain: Chain, sweep: Sweep, show: Show) -> tuple[FunctionProfile, list[Error]]:
+    if not chain.any_batch and sweep.batches != (1,):
+        raise ConfigError(f"{chain.file}: made for one request at a time; export it with a batch of any size")
     show("one function")
     whole, memory_gb, start_s = await _measure(chain, [(0, len(chain.layers), 1)], sweep, show)
     curves = {batch: fit_curve(_points(whole, batch, sweep.vcpus)) for batch in sweep.batches}
@@ -92,7 +95,8 @@ async def profile_cpu(model: str, sweep: Sweep, show: Show) -> tuple[FunctionPro
     show("beside others")
     beside = await _measure_beside(chain, sweep, whole, show)
     profile = FunctionProfile(
-        model=model,
+        model=chain.name,
+        onnx=OnnxFile(file=chain.file, sha256=chain.digest) if chain.file else None,
         source=f"measured on {read_cpu().model}, {sweep.runs} runs of each size; the 99th percentile is the slowest",
         memory_gb=memory_gb[0],
         vcpus=(min(sweep.sizes), max(sweep.sizes)),
@@ -115,9 +119,9 @@ async def _measure_beside(chain: Chain, sweep: Sweep, alone: Runs, show: Show) -
     try:
         for _ in range(count):
             instances.append(await Instance.start(chain, sizes))
-            await instances[-1].run(_images(batch))
+            await instances[-1].run(_images(chain, batch))
         show(f"{count} functions of {vcpus:g} vCPUs")
-        runs = await asyncio.gather(*(_runs_of(instance, batch, sweep.runs) for instance in instances))
+        runs = await asyncio.gather(*(_runs_of(chain, instance, batch, sweep.runs) for instance in instances))
     finally:
         await asyncio.gather(*(instance.close() for instance in instances))
     together = [seconds for own in runs for seconds in own]
@@ -126,9 +130,9 @@ async def _measure_beside(chain: Chain, sweep: Sweep, alone: Runs, show: Show) -
     return Beside(mean=max(mean, 1.0), p99=max(percentile_99(together) / percentile_99(apart), 1.0))
 
 
-async def _runs_of(instance: Instance, batch: int, count: int) -> list[float]:
+async def _runs_of(chain: Chain, instance: Instance, batch: int, count: int) -> list[float]:
     """Two more than are told of: while others begin or have ended, it has more room than it should."""
-    taken = [(await instance.run(_images(batch))).stages[0].workers_s[0] for _ in range(count + 2)]
+    taken = [(await instance.run(_images(chain, batch))).stages[0].workers_s[0] for _ in range(count + 2)]
     return taken[1:-1]
 
 
@@ -151,7 +155,7 @@ async def profile_gpu(
     chain = chain_named(profile.model)
     instance = await Instance.start(chain, [StageSize(0, len(chain.layers), 1, GPU_VCPUS)], device)
     try:
-        seconds = await _measure_gpu(instance, sweep, lambda what: show(f"{device}, {what}"))
+        seconds = await _measure_gpu(chain, instance, sweep, lambda what: show(f"{device}, {what}"))
         function, start_s = instance.functions[0], instance.start_s
     finally:
         await instance.close()
@@ -172,9 +176,9 @@ async def profile_gpu(
     ]
 
 
-async def _measure_gpu(instance: Instance, sweep: GpuSweep, show: Show) -> dict[int, list[float]]:
+async def _measure_gpu(chain: Chain, instance: Instance, sweep: GpuSweep, show: Show) -> dict[int, list[float]]:
     seconds: dict[int, list[float]] = {batch: [] for batch in sweep.sizes}
-    images = {batch: _images(batch) for batch in seconds}
+    images = {batch: _images(chain, batch) for batch in seconds}
     for number in range(GPU_WARM_ROUNDS):  # kernels are chosen in the first run of each size, then clocks rise
         for batch in seconds:
             show(f"warm-up {number + 1} of {GPU_WARM_ROUNDS}: batch {batch}")
@@ -208,8 +212,8 @@ def _gpu_error(
     return Error(what, mape(predicted, points), mape(lambda b: kappa1 * predicted(b) + kappa2, tails), found)
 
 
-def _images(batch: int) -> Array:
-    return np.random.default_rng(batch).standard_normal((batch, 3, IMAGE, IMAGE), dtype=np.float32)
+def _images(chain: Chain, batch: int) -> Array:
+    return np.random.default_rng(batch).standard_normal((batch, *chain.input_shape), dtype=np.float32)
 
 
 async def _measure(
@@ -221,12 +225,12 @@ async def _measure(
     runs: Runs = {(batch, vcpus): [] for batch in sweep.batches for vcpus in sweep.sizes}
     try:
         for batch in sweep.batches:  # memory is taken in the first run of each size
-            await instance.run(_images(batch))
+            await instance.run(_images(chain, batch))
         for number in range(sweep.runs):
             for (batch, vcpus), taken in runs.items():
                 show(f"round {number + 1} of {sweep.runs}: batch {batch} on {vcpus:g} vCPUs")
                 instance.resize(vcpus)
-                taken.append(await instance.run(_images(batch)))
+                taken.append(await instance.run(_images(chain, batch)))
                 await asyncio.sleep(0.05)  # let a quota that was overdrawn recover
         firsts, memory = instance.functions, []
         for size in sizes:

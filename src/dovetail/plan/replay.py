@@ -169,6 +169,6 @@ async def _replay(
 ) -> Replayed:
     runtime = PlanRuntime(plan, window_s, threshold, VirtualFunctions(load.seed, cores), cores)
     await runtime.start()
-    driven = await drive(runtime, load, _NOTHING)
+    driven = await drive(runtime, load, dict.fromkeys(runtime.apps, _NOTHING))
     await runtime.close()
     return Replayed(Totals(tuple(runtime.accounts())), report(runtime, driven))

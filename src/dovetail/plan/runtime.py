@@ -16,10 +16,10 @@ import numpy as np
 
 from dovetail.errors import ConfigError, EngineFailed, Overloaded
 from dovetail.machine import usable_cores
-from dovetail.plan.assumed import chain_named
+from dovetail.plan.assumed import chain_of
 from dovetail.plan.batching import App
 from dovetail.plan.billing import Account
-from dovetail.plan.chains import IMAGE, Chain
+from dovetail.plan.chains import Chain
 from dovetail.plan.drift import RateWatch
 from dovetail.plan.frames import FunctionDied
 from dovetail.plan.group_runtime import Answered, Functions, GroupRuntime
@@ -36,10 +36,10 @@ class ProcessFunctions:
     """Functions as processes of this machine."""
 
     async def start(self, plan: FunctionPlan, group: PlannedGroup, is_ahead: bool) -> Instance:
-        chain = chain_named(group.model)
+        chain = chain_of(plan.profiles[group.model])
         instance = await Instance.start(chain, sizes_of(group, plan, chain))
         if is_ahead:  # a first run takes memory and chooses kernels
-            await instance.run(np.zeros((1, 3, IMAGE, IMAGE), np.float32))
+            await instance.run(np.zeros((1, *chain.input_shape), np.float32))
         return instance
 
 
@@ -111,6 +111,11 @@ class PlanRuntime:
     @property
     def apps(self) -> dict[str, App]:
         return {app.name: app for group in self.plan.groups for app in group.applications()}
+
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of one request, by application."""
+        chains = {model: chain_of(profile) for model, profile in self.plan.profiles.items()}
+        return {app: chains[group.model].input_shape for group in self.plan.groups for app in group.apps}
 
     def groups(self) -> list[GroupRuntime]:
         return list({id(group): group for group in self._groups.values()}.values())
@@ -186,7 +191,7 @@ def check_runnable(plan: FunctionPlan) -> None:
     for group in plan.groups:
         if group.mode is Mode.GPU:
             raise ConfigError(f"groups.{group.name}: GPU functions are not run here; plan with a sheet without GPUs")
-        chain_named(group.model)
+        chain_of(plan.profiles[group.model])
     busy = sum(_busy_vcpus(group) for group in plan.groups)
     if busy > usable_cores():
         raise ConfigError(f"the plan keeps {busy:.1f} vCPUs busy in the mean, and this machine has {usable_cores()}")
