@@ -41,7 +41,10 @@ def main() -> None:
         except (FunctionDied, ConnectionResetError):
             return
         answer, output = computed.run(call, payload)
-        send(connection, answer, output)
+        try:
+            send(connection, answer, output)
+        except ConnectionError:  # nobody waits any more: a stage of the same instance has died
+            return
 
 
 def open_computed(spec: Spec) -> Computed:
