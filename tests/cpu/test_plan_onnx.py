@@ -12,7 +12,7 @@ import pytest
 from onnx_models import save_residual
 from server_fixture import run_command
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, EngineFailed
 from dovetail.plan.assumed import even_stages, open_chain
 from dovetail.plan.chains import Chain
 from dovetail.plan.endpoint import make_app
@@ -122,6 +122,20 @@ def test_a_model_is_profiled_planned_and_applied_over_http(model: Path, tmp_path
     np.testing.assert_allclose(found, whole_model(model, images(1))[0], rtol=1e-5, atol=1e-5)
     assert wrong.status_code == 400
     assert "3 × 16 × 16: 3,072 bytes; got 3" in wrong.json()["error"]["message"]
+
+
+def test_an_input_that_the_model_cannot_take_fails_and_the_function_lives_on(model: Path) -> None:
+    async def computed() -> Any:
+        chain = open_chain(str(model))
+        instance = await Instance.start(chain, [StageSize(0, len(chain.layers), 1, 1.0)])
+        try:
+            with pytest.raises(EngineFailed, match=r"residual\.onnx: .*Got invalid dimensions"):
+                await instance.run(np.zeros((1, 2, 16, 16), np.float32))
+            return (await instance.run(images(1))).output
+        finally:
+            await instance.close()
+
+    np.testing.assert_allclose(asyncio.run(computed()), whole_model(model, images(1)), rtol=1e-5, atol=1e-5)
 
 
 def test_another_file_than_the_one_that_was_profiled_is_refused(model: Path, tmp_path: Path) -> None:

@@ -5,18 +5,16 @@ Started as `python -m dovetail.plan.function FD`. Ends when the socket does.
 
 from __future__ import annotations
 
-import re
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import Any, Protocol
 
 from dovetail.engine.torch_import import import_torch_for_worker
 from dovetail.errors import DovetailError, EngineFailed
 from dovetail.plan.frames import Answer, Call, FunctionDied, Spec, receive, send
+from dovetail.plan.resident import KIB, peak_bytes
 
-KIB = 1024
 GPU_CONTEXT_BYTES = 512 * KIB * KIB  # of a process beside its tensors, about
 
 
@@ -92,7 +90,7 @@ class NetworkStage:
             output = run_share(self._layers, self._chain, self._spec.first, share, x)
         output = output.cpu().contiguous()
         seconds = time.perf_counter() - started
-        return Answer(seconds, tuple(output.shape), peak_bytes(self._spec.device)), _bytes_of(output)
+        return Answer(seconds, tuple(output.shape), _peak_bytes(self._spec.device)), _bytes_of(output)
 
 
 def _bytes_of(tensor: Any) -> memoryview:
@@ -116,14 +114,12 @@ def _hardware(device: str) -> str:
     return "" if device == "cpu" else torch.cuda.get_device_name(device)
 
 
-def peak_bytes(device: str = "cpu") -> int:
-    """Of this program alone: what getrusage says has the process in it that started it."""
-    if device != "cpu":
-        import torch
+def _peak_bytes(device: str) -> int:
+    if device == "cpu":
+        return peak_bytes()
+    import torch
 
-        return torch.cuda.max_memory_reserved(device) + GPU_CONTEXT_BYTES
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * KIB if found is not None else 0
+    return torch.cuda.max_memory_reserved(device) + GPU_CONTEXT_BYTES
 
 
 if __name__ == "__main__":

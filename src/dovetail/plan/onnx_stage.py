@@ -9,7 +9,7 @@ import numpy as np
 
 from dovetail.errors import EngineFailed
 from dovetail.plan.frames import Answer, Call, Spec
-from dovetail.plan.function import peak_bytes
+from dovetail.plan.resident import peak_bytes
 
 
 class OnnxStage:
@@ -28,7 +28,7 @@ class OnnxStage:
         started = time.perf_counter()
         try:
             output = self._compute(x)
-        except Exception as error:  # onnxruntime has a class for each status, and no common one
+        except _failures() as error:
             return Answer(error=f"{self._spec.model}: {error}"), memoryview(b"")
         seconds = time.perf_counter() - started
         return Answer(seconds, tuple(output.shape), peak_bytes()), output.data.cast("B")
@@ -48,5 +48,13 @@ class OnnxStage:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # a quota counts every turn
         try:
             return onnxruntime.InferenceSession(self._spec.model, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # as above
+        except _failures() as error:
             raise EngineFailed(f"{self._spec.model}: {error}") from error
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """onnxruntime has a class for each status, and no common one."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    names = ("Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NoSuchFile", "NotImplemented", "EPFail")
+    return (state.RuntimeException, *(getattr(state, name) for name in names))
