@@ -84,11 +84,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_what_the_system_refuses_to_read_is_named_with_the_offset(tmp_path: Path) -> None:
-    size = tmp_path.stat().st_size
+    path = tmp_path / "sound"
+    path.write_bytes(bytes(4096))
     with make_pool(8) as pool:
-        lease = pool.reserve("a", size)
-        file = PartitionFile(tmp_path, size, "off")
+        lease = pool.reserve("a", 4096)
+        file = PartitionFile(path, 4096, "off")
+        folder = os.open(tmp_path, os.O_RDONLY)
+        os.dup2(folder, file._buffered)  # as a disk that fails: the file could be opened and cannot be read
+        os.close(folder)
         with pytest.raises(CheckpointError, match="reading at byte 0: Is a directory"):
-            file.read_into(lease, 0, size)
+            file.read_into(lease, 0, 4096)
         file.close()
         lease.close()
