@@ -32,8 +32,8 @@ from dovetail.engine.devices.cuda.logit_rows import (
     last_of_row,
     parameter,
     rank_key,
+    rank_order,
     shaped,
-    sum_over_row,
     value_of_key,
     weight_of,
 )
@@ -308,17 +308,16 @@ def _keep_candidates(
     x = shaped(logits, parameters, row, rows, tl.where(here, number, vocab), vocab, stride)
     key = tl.where(here, rank_key(x), -2147483647)
     weight = tl.where(here, weight_of(x, largest, sharpness), 0)
-    if top_k > 0:
-        last, cut = last_among(key, number, here.to(tl.int64), goal, low, tl.maximum(high, low + 1))
-        kept = (key > last) | ((key == last) & (number <= cut))
-        weight = tl.where(kept, weight, 0)
-        share = enough_for(tl.sum(weight, axis=0), parameters, row, rows)
-        if share <= tl.sum(weight, axis=0):
-            last, cut = last_among(key, number, weight, share, last - 1, high)
-    else:
-        last, cut = last_among(key, number, weight, goal - above, low, high)
-    kept = (key > last) | ((key == last) & (number <= cut))
-    weight = tl.where(kept, weight, 0)
+    by_rank = top_k > 0
+    last, cut = low, tl.full((), 2147483647, tl.int64)
+    measure, goal = tl.where(by_rank, here.to(tl.int64), weight), tl.where(by_rank, goal, goal - above)
+    for stage in range(2):  # by rank, then by weight of what that has kept
+        if goal > 0:
+            last, cut = last_among(key, number, measure, goal, low, tl.maximum(high, low + 1))
+            weight = tl.where((key > last) | ((key == last) & (number <= cut)), weight, 0)
+            total = tl.sum(weight, axis=0)
+            measure, goal = weight, enough_for(total, parameters, row, rows)
+            goal = tl.where(by_rank & (stage == 0) & (goal <= total), goal, 0)
     index = tl.load(state + 5 * rows + row)
     by_chunk = tl.load(sums + (row.to(tl.int64) * num_chunks + chunks) * 8 + index, mask=chunks < num_chunks, other=0)
     by_chunk = by_chunk * tl.where(index > 0, 1, 0)
@@ -341,39 +340,21 @@ def _keep_of_row(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same where candidates are too many, by reading the whole row again and again."""
-    low, high = tl.load(state + 6 * rows + row), tl.load(state + 2 * rows + row)
-    goal, top_k = tl.load(state + 3 * rows + row), tl.load(parameters + 2 * rows + row)
-    if top_k == 0:
-        low = tl.load(state + rows + row)
-    last, cut = tl.full((), -4294967296, tl.int64), tl.full((), 2147483647, tl.int64)
-    if top_k > 0:
-        last, cut = last_of_row(
-            logits, parameters, row, rows, vocab, stride, num_chunks, largest, sharpness, goal, low,
-            tl.maximum(high, low + 1), True, last, cut, CHUNK,
-        )  # fmt: skip
-        nothing = tl.full((), -4294967296, tl.int64)
-        total = sum_over_row(
-            logits, parameters, row, rows, vocab, stride, num_chunks, largest, sharpness, nothing, cut,
-            False, False, last, cut, CHUNK,
-        )  # fmt: skip
-        goal, low, high = enough_for(total, parameters, row, rows), last - 1, rank_key(largest).to(tl.int64)
-        goal = tl.where(goal <= total, goal, 0)
-    if goal > 0:
-        last, cut = last_of_row(
-            logits, parameters, row, rows, vocab, stride, num_chunks, largest, sharpness, goal, low, high,
-            False, last, cut, CHUNK,
-        )  # fmt: skip
+    top_k = tl.load(parameters + 2 * rows + row)
+    cut = last_of_row(
+        logits, parameters, row, rows, vocab, stride, num_chunks, largest, sharpness, top_k,
+        tl.load(state + 6 * rows + row), CHUNK,
+    )  # fmt: skip
     chunks = tl.arange(0, BLOCK)
     by_chunk = tl.zeros([BLOCK], tl.int64)
     for chunk in range(0, num_chunks):
         columns = chunk * CHUNK + tl.arange(0, CHUNK)
         x = shaped(logits, parameters, row, rows, columns, vocab, stride)
-        key = rank_key(x).to(tl.int64)
-        kept = (key > last) | ((key == last) & (columns <= cut))
+        kept = rank_order(rank_key(x), columns) >= cut
         own = tl.sum(tl.where(kept, weight_of(x, largest, sharpness), 0), axis=0)
         by_chunk += tl.where(chunks == chunk, own, 0)
     chunk, left = _fall(by_chunk, parameters, row, rows, num_chunks, BLOCK)
-    return last, cut, chunk, left
+    return cut >> 32, 4294967295 - (cut & 4294967295), chunk, left
 
 
 @triton.jit

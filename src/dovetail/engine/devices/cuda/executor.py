@@ -140,13 +140,14 @@ class CudaExecutor:
         )
         self._chunk = ChunkSteps(self._model, cache, self._steps, self._adapters, width)
         self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
-        self._sampler = DeviceSampler(spec.vocab_size, max_batch, device.device, self._grammars)
+        self._sampler = DeviceSampler(spec.vocab_size, max_batch, device.device, self._grammars, dtype)
         self._reader = PromptReader()
         self._failed: list[RowOutcome] = []  # rows of the launched iteration that were not computed
         self._reading: list[TurnRow] = []  # rows of the launched iteration whose prompts are read when it is collected
         self._stays_greedy: dict[int, bool] = {}  # by sequence
         self._launched: deque[_Launched] = deque(maxlen=2)  # not collected; the second follows the first
         self.was_typical = True
+        self._sampler.compile()
 
     def _make_cache_arena(self, size: int) -> CudaArena:
         self._cache_arena = CudaArena(size, self._device.device)
@@ -306,15 +307,16 @@ class CudaExecutor:
         size = self._cache.block_size
         blocks = list(range(-(-longest // size)))
         tokens = [0] * longest
-        sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+        greedy, drawn = (SamplingParams(max_tokens=1, seed=0, temperature=value) for value in (0.0, 1.0))
 
-        def row(index: int, start: int, count: int) -> TurnRow:
+        def row(index: int, start: int, count: int, sampling: SamplingParams = greedy) -> TurnRow:
             return TurnRow(index, tokens[: start + count], start, count, blocks, longest, sampling, samples=True)
 
         self.run(Turn((row(0, 0, longest),)))
         self.run(Turn((row(0, longest - 1, 1), row(1, 0, longest))))
         for batch in self._decode.buckets:
             self.run(Turn(tuple(row(index, longest - 1, 1) for index in range(batch))))
+        self.run(Turn((row(batch, longest - 1, 1, drawn),)))
 
     def add_adapter(self, key: str, adapter: PackedAdapter | None, problem: str = "") -> None:
         """From now on rows may name it; it stays its owner's, who closes it when it was removed here. Without one,

@@ -115,52 +115,46 @@ def last_among(key, number, measure, goal, low, high):
 
 
 @triton.jit
-def sum_over_row(
-    logits, parameters, row, rows, vocab, stride, num_chunks, largest, sharpness, key, number, by_rank, ties_only,
-    top_key, top_number, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Of the whole row: what is ranked before (key, number), by weight or by count; of weights only what is not after
-    (top_key, top_number)."""
-    total = tl.zeros((), tl.int64)
-    for chunk in range(0, num_chunks):
-        columns = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = shaped(logits, parameters, row, rows, columns, vocab, stride)
-        each, at = rank_key(x).to(tl.int64), columns.to(tl.int64)
-        valid = x > float("-inf")
-        kept = valid & ((each > top_key) | ((each == top_key) & (at <= top_number)))
-        measure = tl.where(by_rank, valid.to(tl.int64), tl.where(kept, weight_of(x, largest, sharpness), 0))
-        before = tl.where(ties_only, (each == key) & (at <= number), each > key)
-        total += tl.sum(tl.where(before, measure, 0), axis=0)
-    return total
+def rank_order(key, number):
+    """Integers in the order of the ranks, the first the largest: by key, and of equal keys by number."""
+    return key.to(tl.int64) * 4294967296 + (4294967295 - number.to(tl.int64))
 
 
 @triton.jit
 def last_of_row(
-    logits, parameters, row, rows, vocab, stride, num_chunks, largest, sharpness, goal, low, high, by_rank,
-    top_key, top_number, CHUNK: tl.constexpr,
+    logits, parameters, row, rows, vocab, stride, num_chunks, largest, sharpness, goal, low, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """As `_last_among`, of the whole row, which is read once for every step."""
-    anything = tl.full((), 2147483647, tl.int64)
-    while high - low > 1:
-        middle = (low + high) >> 1
-        below = sum_over_row(
-            logits, parameters, row, rows, vocab, stride, num_chunks, largest, sharpness, middle, anything, by_rank,
-            False, top_key, top_number, CHUNK,
-        ) < goal  # fmt: skip
-        high = tl.where(below, middle, high)
-        low = tl.where(below, low, middle)
-    before = sum_over_row(
-        logits, parameters, row, rows, vocab, stride, num_chunks, largest, sharpness, high, anything, by_rank,
-        False, top_key, top_number, CHUNK,
-    )  # fmt: skip
-    first, last = tl.full((), -1, tl.int64), anything
-    while last - first > 1:
-        middle = (first + last) >> 1
-        ties = sum_over_row(
-            logits, parameters, row, rows, vocab, stride, num_chunks, largest, sharpness, high, middle, by_rank,
-            True, top_key, top_number, CHUNK,
-        )  # fmt: skip
-        enough = before + ties >= goal
-        last = tl.where(enough, middle, last)
-        first = tl.where(enough, first, middle)
-    return high, last
+    """The rank order of the last token that top-k (whose goal is given) and top-p keep, of all whose keys are above
+    `low`. The row is read once for each of some fifty steps."""
+    anything = tl.full((), -9223372036854775807, tl.int64)
+    cut = anything
+    for stage in range(2):  # by rank, then by weight of what that has kept
+        if stage == 1:
+            goal = tl.zeros((), tl.int64)  # not known before the sum of all
+        bottom, top = (
+            rank_order(low, tl.full((), 4294967295, tl.int64)),
+            rank_order(rank_key(largest), tl.zeros((), tl.int64)),
+        )
+        while ((stage == 1) | (goal > 0)) & (top > bottom + 1):
+            middle = tl.where((stage == 1) & (goal == 0), anything, (bottom >> 1) + (top >> 1) + (bottom & top & 1))
+            total = tl.zeros((), tl.int64)
+            for chunk in range(0, num_chunks):
+                columns = chunk * CHUNK + tl.arange(0, CHUNK)
+                x = shaped(logits, parameters, row, rows, columns, vocab, stride)
+                order = rank_order(rank_key(x), columns)
+                weight = weight_of(x, largest, sharpness)
+                measure = tl.where(x > float("-inf"), 1, 0).to(tl.int64)
+                if stage == 1:
+                    measure = tl.where(order >= cut, weight, 0)
+                total += tl.sum(tl.where(order > middle, measure, 0), axis=0)
+            if (stage == 1) & (goal == 0):
+                goal = enough_for(total, parameters, row, rows)
+                if goal > total:  # top-p keeps all
+                    top = bottom
+            else:
+                below = total < goal
+                top = tl.where(below, middle, top)
+                bottom = tl.where(below, bottom, middle)
+        if (top > bottom) & ((stage == 1) | (goal > 0)):
+            cut = top
+    return cut

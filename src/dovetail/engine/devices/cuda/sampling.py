@@ -26,6 +26,7 @@ from dovetail.sched.turn import TurnRow
 from dovetail.types import SamplingParams, TokenLogprob, TokenLogprobs
 
 _SLAB_ROWS = 16
+_COMPILED: set[tuple[int, torch.dtype]] = set()  # vocabularies and types of this process
 _REPORTED_ROWS = 32  # whose log-probabilities are computed at the same time
 
 RunStep = Callable[[Callable[[], None]], None]  # kernel by kernel, or as a graph
@@ -97,7 +98,15 @@ class Reported:
 class DeviceSampler:
     """Of one executor; all calls from the thread of its iterations, on their stream."""
 
-    def __init__(self, vocab: int, max_batch: int, device: torch.device, grammars: Grammars) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        max_batch: int,
+        device: torch.device,
+        grammars: Grammars,
+        dtype: torch.dtype = torch.bfloat16,  # of the logits
+    ) -> None:
+        self._dtype = dtype
         self._vocab, self._max_batch, self._device, self._grammars = vocab, max_batch, device, grammars
         self._words = -(-vocab // 32)
         self._known: dict[int, _Known] = {}  # by sequence
@@ -115,6 +124,20 @@ class DeviceSampler:
         fixed = sum(0 if one is None else one.numel() * one.element_size() for one in (self._parameters, self._masks))
         scratch = 0 if self._scratch is None else self._scratch.num_bytes
         return fixed + scratch + self._counts.num_bytes + self._biases.num_bytes
+
+    def compile(self) -> None:
+        """What the first request that draws would wait for, once in a process for each size of vocabulary and type; by
+        the thread that loads, on a stream of its own."""
+        if not self._is_cuda or (self._vocab, self._dtype) in _COMPILED:
+            return
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            logits = torch.zeros(1, self._vocab, dtype=self._dtype, device=self._device)
+            parameters = torch.zeros(PARAMETERS, self._max_batch, dtype=torch.int64, device=self._device)
+            chosen = torch.zeros(1, dtype=torch.int32, device=self._device)
+            choose(logits, parameters, chosen, Scratch(self._max_batch, self._vocab, self._device), chosen)
+            kernels.scatter(torch.full_like(parameters[0, :1], chosen.data_ptr()), chosen)
+            torch.cuda.current_stream().synchronize()
+        _COMPILED.add((self._vocab, self._dtype))
 
     def admit(self, rows: Sequence[TurnRow]) -> None:
         """Sequences that are about to be sampled; known until they are forgotten."""
