@@ -13,7 +13,7 @@ import pytest
 from gateway_builders import eventually, make_admin, running_service
 
 from dovetail.config import Config
-from dovetail.errors import ResponseNotFound
+from dovetail.errors import Overloaded, ResponseNotFound
 from dovetail.gateway.admin import Admin
 from dovetail.gateway.app import make_app
 from dovetail.gateway.responses.endpoints import ResponsesResponse
@@ -177,3 +177,27 @@ def test_running_responses_hold_no_more_than_their_share(tmp_path: Path, monkeyp
             assert (await client.delete(f"/v1/responses/{one.json()['id']}", headers=header)).status_code == 200
 
     on_server(tmp_path, test, KEYS)
+
+
+def test_a_background_response_is_kept_though_too_many_answers_are_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail.gateway.responses.endpoints.INLINE_REPORTS", -1)
+    monkeypatch.setattr("dovetail.gateway.responses.endpoints._WRITE_RETRY_S", 0.01)
+
+    async def test(client: httpx.AsyncClient, admin: Admin) -> None:
+        lane, refusals = admin.service.models.lanes.write, iter(range(2))
+        run = lane.run
+
+        async def full(work: Callable[[], Any]) -> Any:
+            if next(refusals, None) is not None:
+                raise Overloaded("too many texts are waiting to be read", code="texts_full")
+            return await run(work)
+
+        monkeypatch.setattr(lane, "run", full)
+        asked = (await respond(client, background=True)).json()
+        await eventually(lambda: admin.service.unfinished == 0)
+        shown = await client.get(f"/v1/responses/{asked['id']}")
+        assert (shown.status_code, shown.json()["status"]) in [(200, "completed"), (200, "incomplete")], shown.text
+
+    on_server(tmp_path, test)

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dovetail.errors import InvalidRequest, RequestError, ResponseNotFound
+from dovetail.errors import InvalidRequest, Overloaded, RequestError, ResponseNotFound
 from dovetail.gateway.answers import TokenNames, UsageCount
 from dovetail.gateway.api import Message
 from dovetail.gateway.asked import asked_chat
@@ -64,6 +64,7 @@ from dovetail.gateway.waits import HeldStream, headers_of
 from dovetail.gateway.writing import json_pieces
 from dovetail.types import FinishReason
 
+_WRITE_RETRY_S = 0.5  # of a response in the background, while too many others are being written
 _ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
 
 
@@ -256,8 +257,14 @@ class ResponsesResponse(Response):
         """As JSON; by a thread, where there are so many log-probabilities that the loop would stand still."""
         if num_reports <= INLINE_REPORTS:
             return to_json(value, by_alias=False)
-        pieces = json_pieces(value, exclude_unset=False)
-        return await self._service.models.lanes.write.run(lambda: b"".join(pieces))
+        while True:
+            try:
+                pieces = json_pieces(value, exclude_unset=False)
+                return await self._service.models.lanes.write.run(partial(b"".join, pieces))
+            except Overloaded:
+                if not self._turn.body.background:
+                    raise
+                await asyncio.sleep(_WRITE_RETRY_S)  # nobody waits for it, and it must not be lost
 
     async def _send_events(self, taken: Taken, send: Send) -> None:
         """The status line waits for the first text, as that of a chat does."""
