@@ -54,7 +54,6 @@ def make_node(
     knobs: Knobs | None = None,
     name: str | None = None,
     hosting: Hosting | None = None,
-    has_matrix_unit: bool = True,
     first_instance: int = 0,
 ) -> Node:
     on_cpu = kind is DeviceKind.CPU
@@ -65,7 +64,6 @@ def make_node(
         int(memory_gib * GIB),
         dict.fromkeys(models, shared),
         knobs or Knobs(),
-        has_matrix_unit=has_matrix_unit,
         first_instance=first_instance,
     )
 

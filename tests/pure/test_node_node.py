@@ -197,7 +197,6 @@ def test_a_node_refuses_for_want_of_memory_slots_or_time() -> None:
     busy = make_node(kind=DeviceKind.CPU, hosting=make_hosting(in_place=True, decode_s=0.15))
     start(busy, make_work(0, "a", ttft_s=9.0))
     assert busy.start(make_work(1, "b", ttft_s=9.0), 0.0) is Refusal.DECODE_OVERCOMMITTED
-    assert make_node(has_matrix_unit=False).start(make_work(), 0.0) is Refusal.HARDWARE
     assert make_node().start(make_work(model="unknown"), 0.0) is Refusal.HARDWARE
 
 

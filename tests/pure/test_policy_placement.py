@@ -36,14 +36,10 @@ def test_cpu_nodes_come_first_then_nodes_in_use_then_the_fullest() -> None:
 
 def test_a_device_that_breaks_the_slo_even_alone_is_excluded() -> None:
     slow = make_hosting(decode_s=0.3)
-    assert not can_ever_serve(slow, 512, 1.0, 0.25, has_matrix_unit=True)
+    assert not can_ever_serve(slow, 512, 1.0, 0.25)
     fast = make_hosting(decode_s=0.1, prefill_s_per_k=1.0)
-    assert can_ever_serve(fast, 512, 1.0, 0.25, has_matrix_unit=True)
-    assert not can_ever_serve(fast, 4096, 1.0, 0.25, has_matrix_unit=True)
-
-
-def test_cpus_without_matrix_units_never_serve() -> None:
-    assert not can_ever_serve(make_hosting(), 10, 8.0, 0.25, has_matrix_unit=False)
+    assert can_ever_serve(fast, 512, 1.0, 0.25)
+    assert not can_ever_serve(fast, 4096, 1.0, 0.25)
 
 
 def test_new_requests_go_to_the_largest_batch_on_cpu_first() -> None:

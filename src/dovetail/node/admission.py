@@ -40,7 +40,6 @@ class Admitter:
         residency: Residency,
         instances: dict[int, Instance],
         outputs: OutputMean,
-        has_matrix_unit: bool,
     ) -> None:
         self.kind = kind
         self.hostings = hostings
@@ -53,7 +52,6 @@ class Admitter:
         self._residency = residency
         self._instances = instances
         self._outputs = outputs
-        self._has_matrix_unit = has_matrix_unit
 
     def join(self, instance: Instance, work: Work, free_at_s: float, *, ignore_memory: bool = False) -> Grant | Refusal:
         if instance.state is State.CLOSING or instance.phase is not work.phase:
@@ -81,7 +79,7 @@ class Admitter:
             return refusal
         if self.knobs.admission is Admission.CONCURRENCY:
             return self._share(hosting)
-        if not can_ever_serve(hosting, work.known_tokens, work.ttft_s, work.tpot_s, self._has_matrix_unit):
+        if not can_ever_serve(hosting, work.known_tokens, work.ttft_s, work.tpot_s):
             return Refusal.HARDWARE
         if self.knobs.count_loads and not hosting.weights_in_place and self._is_link_late(hosting, work, free_at_s):
             return Refusal.LINK

@@ -35,7 +35,6 @@ class Node:
         hostings: Mapping[str, Hosting],
         knobs: Knobs,
         *,
-        has_matrix_unit: bool = True,
         first_instance: int = 0,
         transfer: TransferModel | None = None,
     ) -> None:
@@ -48,7 +47,7 @@ class Node:
         self.outputs = OutputMean()
         resizes = transfer or _resizes_of(kind, knobs)
         self.residency = Residency(memory_bytes, self.instances, self.outbox, self._update, resizes)
-        self.admit = Admitter(kind, hostings, knobs, self.residency, self.instances, self.outputs, has_matrix_unit)
+        self.admit = Admitter(kind, hostings, knobs, self.residency, self.instances, self.outputs)
         throttle = knobs.shares if knobs.shares > 1 and kind is DeviceKind.GPU else 0
         self.turns = Turns(self.admit.rule, throttle)
         self.lives = Lifecycle(self.instances, self.residency, self.admit, self.turns, self.outbox, first_instance)

@@ -1,7 +1,8 @@
 """Where a model may start, and in which order nodes are asked (S11); when a queued request is given up.
 
-Hardware checks come first: CPUs without matrix units never serve, and a device whose bare prefill or decode time breaks
-the SLO is passed over. Then bin packing: nodes in use before empty ones, the fullest first.
+The check of the hardware comes first: a device whose bare prefill or decode time breaks the SLO is passed over. The
+paper also passes over CPUs without matrix units; here the measured profile decides, on any processor. Then bin packing:
+nodes in use before empty ones, the fullest first.
 """
 
 from __future__ import annotations
@@ -53,10 +54,8 @@ class NodeLoad(Protocol):
 NodeT = TypeVar("NodeT", bound=NodeLoad)
 
 
-def can_ever_serve(hosting: Hosting, input_tokens: int, ttft_s: float, tpot_s: float, has_matrix_unit: bool) -> bool:
+def can_ever_serve(hosting: Hosting, input_tokens: int, ttft_s: float, tpot_s: float) -> bool:
     """S11: the profile check on an otherwise empty node."""
-    if not has_matrix_unit:
-        return False
     latency = hosting.latency
     return latency.prefill_s(input_tokens) <= ttft_s and latency.decode_s(1, input_tokens) <= tpot_s
 
