@@ -24,6 +24,8 @@ from dovetail.engine.sampler import sample
 from dovetail.layouts import coding_of, pack_codes, unpack
 from dovetail.modelspec import ModelSpec, RopeSpec
 from dovetail.native import torch_ops
+from dovetail.sched.turn import TurnRow
+from dovetail.types import SamplingParams
 
 TOKENS, WIDTH, PAGE = 5, 72, 16
 CPU = torch.device("cpu")
@@ -261,6 +263,19 @@ def check_choose(vocab: int, seed: int) -> None:
     assert chosen.tolist()[len(rows) :] == [-7, -7]
 
 
+def check_returned_sequence() -> None:
+    """One that was forgotten and comes again, as after a preemption, has its parameters and counts anew."""
+    vocab, grammars = 300, Grammars(Path("none"), 300, ())
+    sampler, logits = DeviceSampler(vocab, 2, CPU, grammars), torch.randn(1, vocab)
+    for seed in range(4):
+        sampling = SamplingParams(9, seed, temperature=2.0, presence_penalty=0.1 + seed)
+        row = TurnRow(0, [1, 2, 3, 4 + seed], 3, 1, [0], 2, sampling, samples=True)
+        sampler.admit([row])
+        wanted = sample(logits.clone(), [row], grammars)[0].token
+        assert sampler.choose_first([row], logits)[0].tolist() == [wanted], "as the first time"
+        sampler.forget(0)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     check_norms()
@@ -282,5 +297,6 @@ if __name__ == "__main__":
     check_adapters(72, 4, 2, (3, 16, 40))
     check_adapters(1024, 2, 1, (8, 1))
     check_greedy()
+    check_returned_sequence()
     for seed in range(2):
         check_choose(4200, seed)

@@ -112,7 +112,7 @@ class DeviceSampler:
         self._known: dict[int, _Known] = {}  # by sequence
         self._columns = np.zeros((PARAMETERS, max_batch), np.int64)
         self._mixed = np.zeros(max_batch, np.uint64)
-        self._owners: list[int | None] = [None] * max_batch  # of the columns: sequences, None = a neutral one
+        self._owners: list[_Known | None] = [None] * max_batch  # of the columns; None = a neutral one
         self._counts = _Slabs(vocab, torch.int16, device)
         self._biases = _Slabs(vocab, torch.float32, device)
         self._parameters: Tensor | None = None
@@ -249,14 +249,14 @@ class DeviceSampler:
         failures: dict[int, str] = {}
         for at in range(len(rows), count):
             if owners[at] is not None:
-                self._own(at, None, None)
+                self._own(at, None)
         for at, row in enumerate(rows):
             known = self._known.get(row.sequence)
             if known is None:  # it has ended meanwhile
-                self._own(at, None, None)
+                self._own(at, None)
                 continue
-            if owners[at] != row.sequence:
-                self._own(at, row.sequence, known)
+            if owners[at] is not known:  # a sequence may have been forgotten and come again
+                self._own(at, known)
             if known.counts is not None:
                 columns[kernels.COUNTED, at] = self._count(known, row, from_inputs, fresh)
             if known.mask is not None:
@@ -274,8 +274,8 @@ class DeviceSampler:
             self._fill_masks(masks, num)
         return failures
 
-    def _own(self, at: int, sequence: int | None, known: _Known | None) -> None:
-        self._owners[at] = sequence
+    def _own(self, at: int, known: _Known | None) -> None:
+        self._owners[at] = known
         self._columns[:, at] = 0 if known is None else known.column
         self._mixed[at] = 0 if known is None else known.mixed_seed
 
