@@ -311,7 +311,7 @@ class Fleet:
             assert id in self.cancelled or said == whole, f"{id} ended as {self.ended[id]} with {len(said)} tokens"
         assert not len(self.migrations)
         assert not len(self.dispatcher.runtime.displacements)
-        assert not self.dispatcher.runtime.controller.placer.leaving
+        assert not self.dispatcher.runtime.controller.seeker.placer.leaving
         assert not self.dispatcher.runtime.works
         for peer in self.peers.values():
             assert not peer.driver.states, f"{peer.name} still has {list(peer.driver.states)}"

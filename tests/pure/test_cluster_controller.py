@@ -29,18 +29,18 @@ def make_cluster(*nodes: Node, knobs: Knobs | None = None) -> Controller:
 
 
 def handle_of(controller: Controller, index: int = 0) -> LocalNode:
-    handle = controller.placer.nodes[index]
+    handle = controller.seeker.placer.nodes[index]
     assert isinstance(handle, LocalNode)
     return handle
 
 
 def said(controller: Controller) -> list[Decision]:
-    decisions, controller.outbox = controller.outbox, []
+    decisions, controller.seeker.outbox = controller.seeker.outbox, []
     return decisions
 
 
 def submit(controller: Controller, work: Work, now: float = 0.0) -> Decision:
-    controller.works[work.id] = work
+    controller.seeker.works[work.id] = work
     controller.submit([work], now)
     return said(controller)[-1]
 
@@ -104,7 +104,7 @@ def test_who_came_before_any_node_is_told_when_only_nodes_without_room_for_it_ha
     submit(controller, make_work(0, "a", ttft_s=1.0))
     small = LocalNode(NodeRuntime(make_node(memory_gib=1)))
     assert small.offer_of("a") is not None
-    controller.placer.add_node(small)
+    controller.seeker.placer.add_node(small)
     controller.changed()
     controller.wake(1.001)
     refused = said(controller)[-1]
@@ -122,13 +122,13 @@ def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> 
     submit(controller, make_work(2, "b", 300, ttft_s=5.0))
     source = handle_of(controller)
     serve_all(source.runtime, 0.0)
-    controller.placer.nodes.append(LocalNode(NodeRuntime(other)))
+    controller.seeker.placer.nodes.append(LocalNode(NodeRuntime(other)))
     placed = submit(controller, make_work(3, "a", 1500, ttft_s=5.0))
     assert isinstance(placed, Placed)
     assert (placed.node.name, placed.how) == ("tight", How.PREEMPT)
     (evicted,) = [one for one in source.runtime.mailbox if isinstance(one, Evicted)]
     assert evicted.request.id == 2
-    controller.evicted(source, evicted.instance, controller.works[2], evicted.reason, 0.1)
+    controller.evicted(source, evicted.instance, controller.seeker.works[2], evicted.reason, 0.1)
     moved = said(controller)[-1]
     assert isinstance(moved, Placed)
     assert moved.node.name == "other"
@@ -146,7 +146,7 @@ def test_a_neighbour_gives_way_only_if_each_of_its_requests_has_a_node_of_its_ow
         submit(controller, make_work(index, "b", 300, ttft_s=5.0))
     runtime = handle_of(controller).runtime
     serve_all(runtime, 0.0)
-    controller.placer.nodes.append(LocalNode(NodeRuntime(small)))
+    controller.seeker.placer.nodes.append(LocalNode(NodeRuntime(small)))
     assert isinstance(submit(controller, make_work(5, "a", 1500, ttft_s=5.0)), Queued)
     assert not [one for one in runtime.mailbox if isinstance(one, Evicted)]
 
@@ -185,7 +185,7 @@ def test_newcomers_are_not_brought_to_a_node_that_owes_memory_to_an_answer() -> 
     assert isinstance(placed, Placed)
     evicted = make_work(1, "a", 1500, ttft_s=5.0)
     evicted.produced = 100
-    controller.works[evicted.id] = evicted
+    controller.seeker.works[evicted.id] = evicted
     controller.evicted(handle_of(controller), placed.instance, evicted, "kv_short", 0.0)
     assert isinstance(said(controller)[-1], Queued)
     assert isinstance(submit(controller, make_work(2, "a", 20, ttft_s=5.0)), Queued), "there would be room for it"
@@ -283,14 +283,16 @@ def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
     assert placed.how is How.PAUSE
     (evicted,) = [one for one in serve_all(handle.runtime, 0.0) if isinstance(one, Evicted)]
     controller.evicted(handle, evicted.instance, ahead, evicted.reason, 0.0)
-    assert controller.parked.of("a") == [ahead]
+    assert controller.seeker.parked.of("a") == [ahead]
     assert any(isinstance(one, Moving) and one.reason == "paused" for one in said(controller))
 
 
 def submit_to(controller: Controller, index: int) -> None:
     """Start an instance on this node."""
     search = Search(make_work(index))
-    controller.decisions.begin(controller.placer.start_on(handle_of(controller, index), search, How.START))  # type: ignore[arg-type]
+    controller.seeker.decisions.begin(
+        controller.seeker.placer.start_on(handle_of(controller, index), search, How.START)
+    )  # type: ignore[arg-type]
 
 
 def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_their_model_is_placed() -> None:
@@ -303,20 +305,20 @@ def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_thei
         node.join = lambda *call, join=join: asked.append(1) or join(*call)  # type: ignore[method-assign]
     late = {number: make_work(number, ttft_s=-1.0) for number in range(100, 120)}
     for work in late.values():
-        controller.parked.add(work)
+        controller.seeker.parked.add(work)
     for index in range(len(nodes)):
         serve_all(handle_of(controller, index).runtime, 0.0)
-    controller._at(5.0)
-    controller._reunite("a")
+    controller.seeker.at(5.0)
+    controller.seeker._reunite("a")
     assert 0 < len(asked) <= MAX_RETURNS
-    assert controller.parked.of("a") == list(late.values())
+    assert controller.seeker.parked.of("a") == list(late.values())
 
 
 def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:
     controller = make_cluster(*[make_node(name=f"gpu-{index}") for index in range(200)])
     record = make_work().record()
-    assert len(controller.placer.window(record)) <= MAX_CANDIDATES
-    seen = {node.name for _ in range(200) for node in controller.placer.window(record)}
+    assert len(controller.seeker.placer.window(record)) <= MAX_CANDIDATES
+    seen = {node.name for _ in range(200) for node in controller.seeker.placer.window(record)}
     assert len(seen) == 200
 
 
@@ -325,11 +327,11 @@ def test_in_a_large_cluster_nodes_that_seem_full_are_not_asked() -> None:
     controller = make_cluster(*nodes)
     for node in nodes[:38]:
         assert isinstance(node.start(make_work(model="b"), 0.0), int)
-    window = controller.placer.window(make_work(1).record())
+    window = controller.seeker.placer.window(make_work(1).record())
     assert {node.name for node in window} == {"gpu-38", "gpu-39"}
     for node in nodes[38:]:
         node.start(make_work(model="b"), 0.0)
-    assert controller.placer.window(make_work(1).record()), "somebody says why there is no place"
+    assert controller.seeker.placer.window(make_work(1).record()), "somebody says why there is no place"
 
 
 def test_what_was_evicted_for_want_of_memory_does_not_come_back_at_once() -> None:
@@ -430,8 +432,8 @@ def test_weights_are_weighed_by_what_a_node_that_reads_them_offers() -> None:
     cpu, gpu = make_node(kind=DeviceKind.CPU, name="cpu"), make_node(name="gpu")
     hosting = gpu.admit.hostings["a"]
     tokens = hosting.weight_bytes / hosting.kv_bytes_per_token
-    assert make_cluster(cpu, gpu).placer.weights_tokens("a") == tokens
-    assert make_cluster(cpu).placer.weights_tokens("a") == 0.0
+    assert make_cluster(cpu, gpu).seeker.placer.weights_tokens("a") == tokens
+    assert make_cluster(cpu).seeker.placer.weights_tokens("a") == 0.0
 
 
 def test_by_memory_is_by_deadline_while_nobody_knows_whether_models_answer_alike() -> None:
@@ -453,7 +455,7 @@ def idle_cluster(knobs: Knobs) -> Controller:
     source = handle_of(controller)
     serve_all(source.runtime, 0.0)
     source.runtime.withdraw(0, 0.0)
-    controller.left(source, 0)
+    controller.seeker.left(source, 0)
     assert isinstance(submit(controller, make_work(1, "b", ttft_s=9.0)), Queued)
     return controller
 

@@ -43,7 +43,7 @@ def make_paused() -> Rig:
     for number in range(8):
         rig.submit(f"crowd{number}", "b", prompt=60, tokens=30)
     for _ in range(400):
-        if rig.controller.parked:
+        if rig.controller.seeker.parked:
             return rig
         if rig.commands:
             rig.finish_load()
@@ -204,7 +204,7 @@ def test_a_prompt_that_will_be_late_is_begun_at_once_where_nothing_but_answers_i
     assert len(instance.waiting) == 1, "one at a time"
     assert instance.waiting[0].tpot_s == pytest.approx(0.25, rel=0.1), "its pace can be kept"
     step_until(rig, 1, "late1")
-    assert not any(one.early_due_s for one in rig.controller.works.values())
+    assert not any(one.early_due_s for one in rig.controller.seeker.works.values())
     rig.run(limit=60_000)
     assert rig.tokens("late1") == expected("late1", 600, 2)
     assert rig.tokens("stream") == expected("stream", 10, 3000)
@@ -240,14 +240,16 @@ def test_who_is_refused_is_told_when_it_is_worth_asking_again() -> None:
     for number in range(40):
         rig.submit(f"waits{number}", "b", prompt=30, tokens=50)
     for _ in range(3000):
-        if len(controller.ends._ends_s) == 16 and len(controller.room) > 10:
+        if len(controller.seeker.ends._ends_s) == 16 and len(controller.seeker.room) > 10:
             break
         if rig.commands:
             rig.finish_load()
         rig.step()
 
     def emptied_s() -> float:
-        return min(len(controller.room) * (rig.clock.now - controller.ends._ends_s[0]) / 16, MAX_RETRY_AFTER_S)
+        return min(
+            len(controller.seeker.room) * (rig.clock.now - controller.seeker.ends._ends_s[0]) / 16, MAX_RETRY_AFTER_S
+        )
 
     before_s = emptied_s()
     rig.submit("strict", "b", prompt=20, tokens=5, ttft_s=0.5, tpot_s=0.03)

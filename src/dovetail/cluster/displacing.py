@@ -7,18 +7,16 @@ everything as it was. A node that is lost, or a request that nobody wants any mo
 
 from __future__ import annotations
 
-from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Displace
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.migration import Migrations
+from dovetail.cluster.seeker import Seeker
 from dovetail.node import protocol
 
 
 class Displacements:
-    def __init__(
-        self, controller: Controller, migrations: Migrations, places: dict[int, tuple[NodeHandle, int]]
-    ) -> None:
-        self._controller = controller
+    def __init__(self, seeker: Seeker, migrations: Migrations, places: dict[int, tuple[NodeHandle, int]]) -> None:
+        self._seeker = seeker
         self._migrations = migrations
         self._places = places
         self._by_request: dict[int, _Displacement] = {}  # by whom they make way for
@@ -38,7 +36,7 @@ class Displacements:
 
     def _begin_moves(self, displacement: _Displacement) -> None:
         """Of all requests that are there, those included that were accepted after the plan was made."""
-        plan, placer = displacement.plan, self._controller.placer
+        plan, placer = displacement.plan, self._seeker.placer
         for move in plan.moves:
             wanted = placer.node_of(move.destination) if move.destination is not None else None
             for request in self._there(plan, move.instance) if wanted is not None else ():
@@ -52,7 +50,7 @@ class Displacements:
         if before is not None:
             self.abandoned += bool(before.left)
             self._migrations.cancel(one for one in before.moved if self._migrations.is_gated(one))
-            self._controller.placer.leaving -= before.plan.instances - plan.instances
+            self._seeker.placer.leaving -= before.plan.instances - plan.instances
 
     def step(self) -> None:
         """Something has happened: whoever has nobody left closes."""
@@ -76,12 +74,12 @@ class Displacements:
             there = self._there(plan, move.instance)
             if key in displacement.closed or (there and move.destination is not None):
                 continue
-            if self._controller.decisions.is_proposed(plan.node, move.instance):
+            if self._seeker.decisions.is_proposed(plan.node, move.instance):
                 continue  # somebody may be accepted there yet
             displacement.closed.add(key)
             self.evicted += len(there)
-            plan.node.order(protocol.Preempt(move.instance, "makes_way"), self._controller.decisions.now_s)
-            self._controller.placer.forget(plan.node, move.instance)
+            plan.node.order(protocol.Preempt(move.instance, "makes_way"), self._seeker.decisions.now_s)
+            self._seeker.placer.forget(plan.node, move.instance)
 
     def _is_stuck(self, displacement: _Displacement) -> bool:
         """Somebody there cannot move."""
@@ -101,7 +99,7 @@ class Displacements:
     def _is_wanted(self, plan: Displace) -> bool:
         """Whoever they make way for has not found a place by itself, and has not ended or given up waiting for them."""
         work = plan.work
-        return bool(work.waits_for_room_s) and (work.id in self._controller.room or work.search is not None)
+        return bool(work.waits_for_room_s) and (work.id in self._seeker.room or work.search is not None)
 
     def _there(self, plan: Displace, instance: int) -> list[int]:
         """Requests on an instance that makes way."""
@@ -126,8 +124,8 @@ class Displacements:
         del self._by_request[plan.work.id]
         self.abandoned += bool(displacement.left)
         self._migrations.cancel(one for one in displacement.moved if self._migrations.is_gated(one))
-        self._controller.placer.leaving -= plan.instances
-        self._controller.displaced(plan.work, is_free=not displacement.left)
+        self._seeker.placer.leaving -= plan.instances
+        self._seeker.displaced(plan.work, is_free=not displacement.left)
 
 
 class _Displacement:

@@ -20,9 +20,9 @@ from itertools import count
 import msgspec
 
 from dovetail.cluster.asking import Ask, Asking
-from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Migrated, Moving
 from dovetail.cluster.handle import NodeHandle
+from dovetail.cluster.seeker import Seeker
 from dovetail.node import protocol
 from dovetail.node.work import Phase, RequestRecord
 from dovetail.policy.headroom import INFINITY
@@ -63,10 +63,10 @@ class Migration:
 
 
 class Migrations:
-    def __init__(self, controller: Controller, places: dict[int, tuple[NodeHandle, int]]) -> None:
+    def __init__(self, seeker: Seeker, places: dict[int, tuple[NodeHandle, int]]) -> None:
         # Tokens that a request with a place has; None = all of them.
-        self.progress: Callable[[int], int | None] = lambda id: controller.works[id].produced
-        self._controller = controller
+        self.progress: Callable[[int], int | None] = lambda id: seeker.works[id].produced
+        self._seeker = seeker
         self._places = places
         self._by_request: dict[int, Migration] = {}
         self._numbers = count(1)
@@ -95,7 +95,7 @@ class Migrations:
         source = self._places[request][0]
         migration = Migration(next(self._numbers), request, source, reason, wanted, is_gated=is_gated)
         self._by_request[request] = migration
-        self._controller.decisions.begin(self._choose(migration))
+        self._seeker.decisions.begin(self._choose(migration))
         return True
 
     def is_accepted(self, request: int) -> bool:
@@ -118,8 +118,8 @@ class Migrations:
 
     def _choose(self, migration: Migration) -> Asking[None]:
         """Ask one after another to hold a copy."""
-        known = self._controller.works[migration.id].record()
-        for node, instance in self._controller.placer.places_for(known, migration.source, migration.wanted)[:MAX_ASKED]:
+        known = self._seeker.works[migration.id].record()
+        for node, instance in self._seeker.placer.places_for(known, migration.source, migration.wanted)[:MAX_ASKED]:
             record = self._record(migration)
             if record is None:
                 break
@@ -127,13 +127,13 @@ class Migrations:
             answer = yield Ask(node, protocol.Propose(record, instance, migration.number))
             if migration.is_over:
                 if isinstance(answer, protocol.Accepted):
-                    node.order(protocol.Withdraw(migration.id, migration.number), self._controller.decisions.now_s)
+                    node.order(protocol.Withdraw(migration.id, migration.number), self._seeker.decisions.now_s)
                 return
             if isinstance(answer, protocol.Accepted):
                 migration.instance, migration.step = answer.instance, Step.COMPUTING
                 offer = node.offer_of(record.model)
                 self._begin_round(migration, LOADS * offer.load_s if offer is not None else 0.0)
-                self._controller.placer.joined(node, answer.instance, record)
+                self._seeker.placer.joined(node, answer.instance, record)
                 return
         migration.destination = None
         self._end(migration)
@@ -143,13 +143,13 @@ class Migrations:
         produced = self.progress(migration.id)
         if produced is None:
             return None
-        record = self._controller.works[migration.id].record()
+        record = self._seeker.works[migration.id].record()
         return msgspec.structs.replace(record, produced=produced, has_kv=False, phase=Phase.ANY)
 
     # Rounds
 
     def _begin_round(self, migration: Migration, load_s: float = 0.0) -> None:
-        migration.until_s = self._controller.decisions.now_s + ROUND_S + load_s
+        migration.until_s = self._seeker.decisions.now_s + ROUND_S + load_s
 
     def next_expiry_s(self) -> float | None:
         """When `expire` has something to do."""
@@ -186,7 +186,7 @@ class Migrations:
         migration.rounds, migration.gap = migration.rounds + 1, gap
         if gap <= SMALL_GAP or not is_shrinking or migration.rounds == MAX_ROUNDS:
             migration.step = Step.RELEASING
-            self._controller.decisions.begin(self._release(migration))
+            self._seeker.decisions.begin(self._release(migration))
         else:
             self._begin_round(migration)
             self._send_tokens(migration, record)
@@ -195,7 +195,7 @@ class Migrations:
         assert migration.destination is not None
         assert record.produced >= migration.known, "tokens do not disappear"
         order = protocol.CatchUp(record, migration.number, migration.known, is_last)
-        migration.destination.order(order, self._controller.decisions.now_s)
+        migration.destination.order(order, self._seeker.decisions.now_s)
         migration.known = record.produced
 
     # The end
@@ -214,19 +214,19 @@ class Migrations:
         migration = self._by_request.get(record.id)
         if migration is None:
             return False
-        controller = self._controller
-        work = controller.works[record.id]
+        seeker = self._seeker
+        work = seeker.works[record.id]
         was_asked = migration.step is Step.RELEASING
         if migration.step is Step.CHOOSING or migration.destination is None:
             self._end(migration)
             if not was_asked:
                 return False
-            controller.left(source, instance)
+            seeker.left(source, instance)
             work.take(record)
-            controller.outbox.append(Moving(work, controller.decisions.now_s, migration.reason))
-            controller.seek_again(work)
+            seeker.outbox.append(Moving(work, seeker.decisions.now_s, migration.reason))
+            seeker.seek(work)
             return True
-        controller.left(source, instance)
+        seeker.left(source, instance)
         gap = record.produced - migration.known
         work.take(record)
         self._send_tokens(migration, record, is_last=True)
@@ -234,7 +234,7 @@ class Migrations:
         work.brought_by = migration.number
         migration.is_over = True
         self.completed += 1
-        controller.outbox.append(
+        seeker.outbox.append(
             Migrated(
                 work,
                 migration.destination,
@@ -250,12 +250,12 @@ class Migrations:
 
     def was_handed_over(self, request: int, hold: int) -> bool:
         """The copy was given up when the request was on its way to it: what is said of the one is said of the other."""
-        work = self._controller.works.get(request)
+        work = self._seeker.works.get(request)
         return work is not None and work.brought_by == hold
 
     def over(self, request: int) -> None:
         """The request has ended, or nobody wants it any more, or its source is gone: there is nothing to move."""
-        if (work := self._controller.works.get(request)) is not None:
+        if (work := self._seeker.works.get(request)) is not None:
             work.brought_by = 0
         migration = self._by_request.get(request)
         if migration is not None:
@@ -278,7 +278,7 @@ class Migrations:
     def _copy_lost(self, migration: Migration) -> None:
         """The source goes on; one that was asked to let go may have done so."""
         assert migration.destination is not None
-        self._controller.placer.left(migration.destination, migration.instance)
+        self._seeker.placer.left(migration.destination, migration.instance)
         migration.destination = None
         if migration.step is not Step.RELEASING:
             self._end(migration)
@@ -290,8 +290,8 @@ class Migrations:
         self.abandoned += 1
         node = migration.destination
         if node is not None and migration.step is not Step.CHOOSING:
-            node.order(protocol.Withdraw(migration.id, migration.number), self._controller.decisions.now_s)
-            self._controller.placer.left(node, migration.instance)
+            node.order(protocol.Withdraw(migration.id, migration.number), self._seeker.decisions.now_s)
+            self._seeker.placer.left(node, migration.instance)
 
     def cancel(self, requests: Iterable[int]) -> None:
         for request in requests:

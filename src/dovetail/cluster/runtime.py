@@ -35,8 +35,9 @@ class Runtime:
         self.controller = Controller(nodes, knobs)
         self.outbox: deque[Refused | Warmed] = deque()
         self.places: dict[int, tuple[NodeHandle, int]] = {}  # by request: node and instance
-        self.migrations = Migrations(self.controller, self.places)
-        self.displacements = Displacements(self.controller, self.migrations, self.places)
+        self.seeker = self.controller.seeker
+        self.migrations = Migrations(self.seeker, self.places)
+        self.displacements = Displacements(self.seeker, self.migrations, self.places)
         self.drains: dict[str, Drain] = {}  # by node
         self._rule = rule or SloRule()
         self._log = log
@@ -46,7 +47,7 @@ class Runtime:
     @property
     def works(self) -> dict[int, RequestState]:
         """Unfinished."""
-        return self.controller.works
+        return self.seeker.works
 
     @property
     def progress(self) -> Callable[[int], int | None]:
@@ -67,7 +68,7 @@ class Runtime:
             self.works[work.id] = work
             if self._log is not None:
                 note_arrival(self._log, submission, work, now)
-        if self.controller.is_too_large(works[0]):
+        if self.seeker.is_too_large(works[0]):
             for work in works:
                 self._decide(Refused(work, "too_large", {}), now)
         else:
@@ -80,13 +81,13 @@ class Runtime:
 
     def room_for(self, model: str) -> int | None:
         """Tokens that one request of the model may have on the largest node; None if nobody offers it."""
-        offers = (node.offer_of(model) for node in self.controller.placer.nodes)
+        offers = (node.offer_of(model) for node in self.seeker.placer.nodes)
         return max((offer.room_tokens for offer in offers if offer is not None), default=None)
 
     def cancel(self, ids: Iterable[int], now: float, fate: str = "aborted", reason: str = "") -> None:
         """Free what these hold. Nothing more is said of them."""
         works = [self.works[id] for id in ids if id in self.works]
-        self.controller.at(now)
+        self.seeker.at(now)
         self.migrations.cancel([work.id for work in works])
         self.controller.cancel([work.id for work in works], now)
         for work in works:
@@ -94,7 +95,7 @@ class Runtime:
             if place is not None:
                 node, instance = place
                 node.order(protocol.Withdraw(work.id), now)
-                self.controller.left(node, instance)
+                self.seeker.left(node, instance)
             self._end(work, fate, reason, now)
         self._settle(now)
 
@@ -126,7 +127,7 @@ class Runtime:
                 if self.knobs.live_moves and not self.migrations.of_source(node):
                     self.migrate(notice.request.id, "overcommitted", now)
         elif isinstance(notice, protocol.CaughtUp):
-            controller.at(now)
+            self.seeker.at(now)
             self.migrations.caught_up(node, notice)
         elif isinstance(notice, protocol.Prefilled):
             controller.prefilled(notice.request, notice.grace_s, now)
@@ -134,21 +135,21 @@ class Runtime:
                 work.is_prompting = False
             self._take_late(now)
         elif isinstance(notice, protocol.InstanceOpened):
-            controller.placer.add_instance(node, notice.instance, notice.model, Phase.ANY, batch=0)
+            self.seeker.placer.add_instance(node, notice.instance, notice.model, Phase.ANY, batch=0)
             controller.changed()
         elif isinstance(notice, protocol.InstanceReady):
             controller.ready(node, notice.model, now)
         elif isinstance(notice, protocol.Offered):
-            controller.placer.offered(node, notice.model, notice.offer)
+            self.seeker.placer.offered(node, notice.model, notice.offer)
             controller.changed()
         elif isinstance(notice, protocol.InstanceClosed | protocol.InstanceGone):
             is_gone = isinstance(notice, protocol.InstanceGone)
             if is_gone:
-                controller.at(now)
+                self.seeker.at(now)
                 self.displacements.gone(node, notice.instance)
             controller.closed(node, notice.instance, now, is_gone=is_gone)
         elif isinstance(notice, protocol.NodeView):
-            controller.placer.saw(node, notice)
+            self.seeker.placer.saw(node, notice)
         elif isinstance(notice, protocol.Idle) and notice.is_idle:
             controller.idle(now)
         self._settle(now)
@@ -159,14 +160,14 @@ class Runtime:
         """A request has left a node. One that was cancelled meanwhile has left already."""
         hold = notice.hold if isinstance(notice, protocol.Evicted) else 0
         if hold and not self.migrations.was_handed_over(notice.request.id, hold):
-            self.controller.at(now)
+            self.seeker.at(now)
             self.migrations.given_up(node, notice.request.id, hold)
             return
         work = self.works.get(notice.request.id)
         if work is None or self.places.get(work.id, (None,))[0] is not node:
             return
         del self.places[work.id]
-        self.controller.at(now)
+        self.seeker.at(now)
         record = work.record() if hold else notice.request  # of a copy, the source's last word counts
         if record.produced < work.produced:  # it was handed over with more than it had come to there
             record = msgspec.structs.replace(record, produced=work.produced)
@@ -183,13 +184,13 @@ class Runtime:
             self.controller.handed_over(node, notice.instance, work, notice.kv_bytes, now)
 
     def add(self, node: NodeHandle) -> None:
-        self.controller.placer.add_node(node)
+        self.seeker.placer.add_node(node)
 
     def remove(self, node: NodeHandle) -> None:
         """One that is lost; nothing has a place there."""
         assert not any(place is node for place, _ in self.places.values()), f"{node.name} still has requests"
         self.drains.pop(node.name, None)
-        self.controller.placer.remove_node(node)
+        self.seeker.placer.remove_node(node)
 
     def joined(self) -> None:
         """A node has come or come back: there may be a place now."""
@@ -198,7 +199,7 @@ class Runtime:
 
     def lost(self, node: NodeHandle, now: float, records: Mapping[int, RequestRecord] | None = None) -> None:
         """It was noticed that the node is gone. `records` say how far its requests had come, where that is known."""
-        self.controller.at(now)
+        self.seeker.at(now)
         self.migrations.lost(node)
         self.displacements.lost(node)
         ids = [id for id, (place, _) in self.places.items() if place is node]
@@ -215,7 +216,7 @@ class Runtime:
         """Have the request go on elsewhere, unbroken, if somebody takes it. False: there is nothing to move."""
         if id not in self.places or self.knobs.disaggregate:
             return False
-        self.controller.at(now)
+        self.seeker.at(now)
         if not self.migrations.begin(id, reason):
             return False
         self._settle(now)
@@ -223,7 +224,7 @@ class Runtime:
 
     def stay(self, id: int, now: float) -> None:
         """The request has all its tokens: it moves no more."""
-        self.controller.at(now)
+        self.seeker.at(now)
         self.migrations.over(id)
 
     def drain(self, node: NodeHandle, now: float) -> None:
@@ -255,10 +256,10 @@ class Runtime:
 
     def _take_late(self, now: float) -> None:
         """Prompts that will be late have the time between answers that no other prompt wants."""
-        if not self.controller.room or not self.knobs.extend_deadlines or not self.knobs.smooth_answers:
+        if not self.seeker.room or not self.knobs.extend_deadlines or not self.knobs.smooth_answers:
             return
         busy = {node.name for id, (node, _) in self.places.items() if self.works[id].is_prompting}
-        for node in self.controller.placer.nodes:
+        for node in self.seeker.placer.nodes:
             if node.up and node.name not in busy and not node.is_draining:
                 self.controller.lacks_prompts(node, now)
         self._settle(now)
@@ -269,16 +270,16 @@ class Runtime:
         """Decisions first: who moves where is looked at when everybody is where it was decided."""
         is_settled = False
         while not is_settled:
-            while self.controller.outbox:
-                decisions, self.controller.outbox = self.controller.outbox, []
+            while self.seeker.outbox:
+                decisions, self.seeker.outbox = self.seeker.outbox, []
                 for decision in decisions:
                     self._decide(decision, now)
             if self.drains or self.displacements:
                 self._step_moves(now)
-            is_settled = not self.controller.outbox
+            is_settled = not self.seeker.outbox
 
     def _step_moves(self, now: float) -> None:
-        self.controller.at(now)
+        self.seeker.at(now)
         for drain in self.drains.values():
             drain.step(now)
         self.displacements.step()

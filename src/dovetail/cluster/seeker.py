@@ -54,23 +54,23 @@ class Seeker:
         self.decisions = Decisions(self._let_go)
         self.outbox: list[Decision] = []
         self.parked = SwappedOut()
-        self._timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
+        self.timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
         self.ends = Ends()
         self._owing: Counter[str] = Counter()  # by node: answers that it evicted for want of memory
-        self._prepared: dict[str, Prepared] = {}  # by model
-        self._outputs = OutputMean()
-        self._lengths = AnswerLengths()
-        self._by_memory = MemoryOrder(self.placer)
-        order = self._by_memory.of if knobs.waits is WaitOrder.MEMORY else urgency
+        self.prepared: dict[str, Prepared] = {}  # by model
+        self.outputs = OutputMean()
+        self.lengths = AnswerLengths()
+        self.by_memory = MemoryOrder(self.placer)
+        order = self.by_memory.of if knobs.waits is WaitOrder.MEMORY else urgency
         self.room: WaitingRoom[Search] = WaitingRoom(knobs.retry_s, on_change=knobs.retry_on_change, order=order)
-        self._by_memory.waiting = self.room.by_model
+        self.by_memory.waiting = self.room.by_model
 
-    def _at(self, now: float) -> None:
+    def at(self, now: float) -> None:
         """Everything that follows happens now."""
         self.decisions.now_s = self.placer.now_s = now
 
     @property
-    def _now(self) -> float:
+    def now_s(self) -> float:
         return self.decisions.now_s
 
     def left(self, node: NodeHandle, instance: int) -> None:
@@ -80,10 +80,10 @@ class Seeker:
 
     # Placing, extending, refusing
 
-    def _seek(self, work: RequestState, avoided: str | None = None) -> None:
+    def seek(self, work: RequestState, avoided: str | None = None) -> None:
         self.decisions.begin(self._place(self._search(work, avoided)))
 
-    def _seek_again(self, work: RequestState) -> None:
+    def seek_in_order(self, work: RequestState) -> None:
         """Those who wait ask in order: whoever comes first may have the place of an idle instance."""
         search = self._search(work)
         search.reclaims = self.knobs.reclaim_alike and search.are_alike
@@ -91,23 +91,23 @@ class Seeker:
 
     def _search(self, work: RequestState, avoided: str | None = None) -> Search:
         """A request without tokens avoids nodes that owe memory to an evicted answer."""
-        work.mean_tokens = self._lengths.mean_known(work.model, self._outputs.value)
+        work.mean_tokens = self.lengths.mean_known(work.model, self.outputs.value)
         owing = {avoided} if avoided else set() if work.produced else set(self._owing)
-        search = work.search = Search(work, owing, are_alike=self._by_memory.are_alike)
+        search = work.search = Search(work, owing, are_alike=self.by_memory.are_alike)
         return search
 
     def _place_found(self, placed: Placed) -> None:
         """The request has a place: nobody owes it one any more."""
-        self._settle_debt(placed.work)
+        self.settle_debt(placed.work)
         placed.work.waits_for_room_s, placed.work.early_due_s = 0.0, None
         self.outbox.append(placed)
 
-    def _owe(self, work: RequestState, node: str) -> None:
-        self._settle_debt(work)
+    def owe(self, work: RequestState, node: str) -> None:
+        self.settle_debt(work)
         work.owed_by = node
         self._owing[node] += 1
 
-    def _settle_debt(self, work: RequestState) -> None:
+    def settle_debt(self, work: RequestState) -> None:
         if work.owed_by:
             self._owing[work.owed_by] -= 1
             if not self._owing[work.owed_by]:
@@ -120,7 +120,7 @@ class Seeker:
         for is_extended in (False, True):
             demand = 1 + self.room.by_model[work.model]
             try:
-                if self._now < work.waits_for_room_s:
+                if self.now_s < work.waits_for_room_s:
                     placed = yield from self.placer.join(search)
                 else:
                     work.waits_for_room_s = 0.0
@@ -132,7 +132,7 @@ class Seeker:
             is_beyond = Refusal.HARDWARE in search.refusals  # waiting will not make the device faster
             if placed is not None or not is_beyond or is_extended or not self._may_extend(work):
                 break
-            self._extend(work, search.prefill_s, search.decode_s)
+            self.extend(work, search.prefill_s, search.decode_s)
             search = work.search = Search(work, search.avoided, are_alike=search.are_alike, reclaims=search.reclaims)
         work.search = None
         if isinstance(placed, Displace):
@@ -142,17 +142,17 @@ class Seeker:
             self._reunite(work.model)
         elif is_beyond and len(search.refusals) == 1:
             self._refuse(work, "hardware", search)
-        elif Refusal.SILENT in search.refusals and self._now > search.until_s:
+        elif Refusal.SILENT in search.refusals and self.now_s > search.until_s:
             self._refuse(work, "deadline", search)  # its time went by while it waited for answers
         else:
-            self.room.enter(work, search, self._now, work.early_due_s)
+            self.room.enter(work, search, self.now_s, work.early_due_s)
             self.outbox.append(Queued(work, dict(search.refusals)))
 
     def _wait_for(self, plan: Displace, search: Search) -> None:
         """L7: others make way for it, and it starts in their place."""
-        self.room.enter(plan.work, search, self._now)
+        self.room.enter(plan.work, search, self.now_s)
         self.placer.leaving |= plan.instances
-        plan.work.waits_for_room_s = self._now + max(DISPLACE_S, DISPLACE_FACTOR * plan.start_s)
+        plan.work.waits_for_room_s = self.now_s + max(DISPLACE_S, DISPLACE_FACTOR * plan.start_s)
         self.outbox.append(plan)
 
     def displaced(self, work: RequestState, *, is_free: bool) -> None:
@@ -162,7 +162,7 @@ class Seeker:
             self.room.changed()
         elif work.id in self.room:
             self.room.leave(work.id)
-            self._seek(work)
+            self.seek(work)
 
     def is_too_large(self, work: RequestState) -> bool:
         """No node could hold it, had it the node to itself. Of a model that nobody offers that is not known."""
@@ -180,15 +180,15 @@ class Seeker:
             return work.is_lenient
         return self.knobs.finish_begun and work.produced > 0
 
-    def _give_up(self, work: RequestState, search: Search) -> None:
+    def give_up(self, work: RequestState, search: Search) -> None:
         """Its token was due while it had no place; `search` is the last one."""
         work.early_due_s = None
         if self.is_too_large(work):
             self._refuse(work, "too_large", search)  # whoever had room for it has gone, or the first node came after it
         elif self._may_extend(work) and any(node.offer_of(work.model) is not None for node in self.placer.nodes):
-            self._extend(work, search.prefill_s, search.decode_s)
+            self.extend(work, search.prefill_s, search.decode_s)
             if work.produced or work.id != work.group or not SCARCE & search.refusals.keys():
-                self._seek(work)
+                self.seek(work)
             else:
                 self.decisions.begin(self._make_way(self._search(work)))
         else:
@@ -211,7 +211,7 @@ class Seeker:
         if placed is not None:
             self._place_found(placed)
         else:
-            self._seek(work)
+            self.seek(work)
 
     def _make_way_on(self, node: NodeHandle, search: Search) -> Asking[Placed | None]:
         eased = yield Ask(node, protocol.Ease(search.record))
@@ -243,31 +243,31 @@ class Seeker:
         if work is not None and work.search is None and work.id not in self.room:  # else: or was cancelled
             self.left(node, answer.instance)
             work.take(record)
-            self._extend(work, answer.prefill_s, answer.decode_s)
-            self._move(work, self._now + self.knobs.retry_s, "gives_way")
+            self.extend(work, answer.prefill_s, answer.decode_s)
+            self.move(work, self.now_s + self.knobs.retry_s, "gives_way")
 
-    def _extend(self, work: RequestState, prefill_s: float, decode_s: float | None) -> None:
+    def extend(self, work: RequestState, prefill_s: float, decode_s: float | None) -> None:
         """The fastest device needs so long for its prefill and a decode, if that is known; None: its pace stays."""
         prefill_s = 0.0 if prefill_s == INFINITY else prefill_s
-        work.extend_deadline(self._now, prefill_s, 0.0 if decode_s == INFINITY else decode_s)
+        work.extend_deadline(self.now_s, prefill_s, 0.0 if decode_s == INFINITY else decode_s)
         self.outbox.append(Extended(work, work.due_s))
 
     def _refuse(self, work: RequestState, reason: str, search: Search) -> None:
         """With the choices that would have followed it."""
         is_never = reason == "too_large" or (reason == "hardware" and not search.could_serve)
-        retry_after_s = None if is_never else self.ends.retry_after_s(len(self.room), self._now)
-        self._settle_debt(work)
-        self._lengths.ended(work.id)
+        retry_after_s = None if is_never else self.ends.retry_after_s(len(self.room), self.now_s)
+        self.settle_debt(work)
+        self.lengths.ended(work.id)
         followers, work.followers = work.followers, ()
         for one in (work, *followers):
             self.outbox.append(Refused(one, reason, dict(search.refusals), retry_after_s))
 
     # Moving
 
-    def _relieve(self, node: NodeHandle, record: RequestRecord) -> Asking[None]:
+    def relieve(self, node: NodeHandle, record: RequestRecord) -> Asking[None]:
         """Move the work, if somebody else would go on with it in time. Where that takes a cold start, it is begun, and
         the work is moved when its node asks again."""
-        mean_tokens = self._lengths.mean_known(record.model, self._outputs.value)
+        mean_tokens = self.lengths.mean_known(record.model, self.outputs.value)
         record = msgspec.structs.replace(record, mean_tokens=mean_tokens)
         if not (yield from self.placer.has_other_place(record, node)):
             yield from self._prepare(node, record)
@@ -279,34 +279,34 @@ class Seeker:
         if work is not None and work.search is None:  # else it was cancelled meanwhile, or lost
             self.left(node, answer.instance)
             work.take(answer.request)
-            self.outbox.append(Moving(work, self._now, "overcommitted"))
-            self._seek(work, avoided=node.name)
+            self.outbox.append(Moving(work, self.now_s, "overcommitted"))
+            self.seek(work, avoided=node.name)
 
     def _prepare(self, source: NodeHandle, record: RequestRecord) -> Asking[None]:
         """A cold start for work that nobody else would go on with in time; it is moved when that is done."""
-        before = self._prepared.get(record.model)
-        if before is not None and self._now < before.again_s:
+        before = self.prepared.get(record.model)
+        if before is not None and self.now_s < before.again_s:
             return
-        again_s = self._now + PREPARE_AGAIN_S
-        self._prepared[record.model] = Prepared(None, source, record, again_s)
+        again_s = self.now_s + PREPARE_AGAIN_S
+        self.prepared[record.model] = Prepared(None, source, record, again_s)
         node = yield from self.placer.prepare(record, source)
         if node is not None:
-            self._prepared[record.model] = Prepared(node, source, record, again_s)
+            self.prepared[record.model] = Prepared(node, source, record, again_s)
 
-    def _move(self, work: RequestState, retry_at_s: float, reason: str) -> None:
+    def move(self, work: RequestState, retry_at_s: float, reason: str) -> None:
         work.is_moving = True
-        heappush(self._timed, (retry_at_s, work.id))
+        heappush(self.timed, (retry_at_s, work.id))
         self.outbox.append(Moving(work, retry_at_s, reason))
 
     # Paused work
 
-    def _back_s(self, work: RequestState) -> float:
+    def back_s(self, work: RequestState) -> float:
         """When swapped-out work insists on coming back."""
-        return max(self._now, work.due_s - self.knobs.pause_lead_s)
+        return max(self.now_s, work.due_s - self.knobs.pause_lead_s)
 
-    def _park(self, work: RequestState) -> None:
+    def park(self, work: RequestState) -> None:
         self.parked.add(work)
-        heappush(self._timed, (self._back_s(work), work.id))
+        heappush(self.timed, (self.back_s(work), work.id))
 
     def _reunite(self, model: str) -> None:
         """An instance of the model takes work again: those swapped out come back to it."""
@@ -317,7 +317,7 @@ class Seeker:
                 break  # the others come with the next one, or when they are due
             self._begin_return(work, is_first=False)
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         """Memory is free: the swapped-out model that is due first comes back, unless someone waits more urgently."""
         work = self.parked.first()
         if not any(other.due_s < work.due_s for other in self.room):
@@ -338,7 +338,7 @@ class Seeker:
             return
         work.search = None
         if placed is None:
-            self._park(work)
+            self.park(work)
             return
         self._place_found(placed)
         if is_first:

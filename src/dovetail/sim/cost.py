@@ -9,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dovetail.cluster.controller import Controller
 from dovetail.cluster.request import RequestState
 from dovetail.machine import spare_collector
 from dovetail.node.events import Turn
@@ -46,15 +45,21 @@ class TimedNode(Node):
         return turn
 
 
-class TimedController(Controller):
-    admission_times_s: list[float]
-    queues: list[int]  # who waited when a request came
+def time_submissions(simulation: Simulation) -> tuple[list[float], list[int]]:
+    """Seconds of each request's admission, and how many were queued when it came; filled while it runs."""
+    controller = simulation.cluster.runtime.controller
+    times_s: list[float] = []
+    queues: list[int] = []
+    submit = controller.submit
 
-    def submit(self, works: Sequence[RequestState], now: float) -> None:
-        self.queues.append(len(self.room))
+    def timed(works: Sequence[RequestState], now: float) -> None:
+        queues.append(len(controller.seeker.room))
         started = time.thread_time()
-        super().submit(works, now)
-        self.admission_times_s.append(time.thread_time() - started)
+        submit(works, now)
+        times_s.append(time.thread_time() - started)
+
+    controller.submit = timed  # type: ignore[method-assign]
+    return times_s, queues
 
 
 def measure_decisions(
@@ -70,16 +75,14 @@ def measure_decisions(
         assert isinstance(device.node, TimedNode)
         device.node.turn_times_s = turn_times_s
     simulation = Simulation(devices, DOVETAIL, arrivals)
-    controller = TimedController(list(simulation.cluster.handles.values()), DOVETAIL)
-    controller.admission_times_s, controller.queues = [], []
-    simulation.cluster.runtime.controller = controller
+    times_s, queues = time_submissions(simulation)
     run_as_served(simulation)
-    admissions = sorted(controller.admission_times_s)
+    admissions = sorted(times_s)
     turns = sorted(turn_times_s)
     return {
         "nodes": nodes,
         "requests": requests,
-        "queued_mean": round(sum(controller.queues) / len(controller.queues), 1),
+        "queued_mean": round(sum(queues) / len(queues), 1),
         "admission_p50_us": round(1e6 * percentile(admissions, 0.50), 1),
         "admission_p99_us": round(1e6 * percentile(admissions, 0.99), 1),
         "turn_p50_us": round(1e6 * percentile(turns, 0.50), 2),
@@ -112,17 +115,7 @@ def measure_placement(servers: int, seed: int = 0) -> dict[str, Any]:
     devices = make_devices([group], arrivals, knobs, Noise(Random(seed), 0.05))
     simulation = Simulation(devices, knobs, arrivals)
     simulation.keep_samples = False
-    controller = simulation.cluster.runtime.controller
-    times_s, queues = [], []
-    submit = controller.submit
-
-    def timed(works: Sequence[RequestState], now: float) -> None:
-        queues.append(len(controller.room))
-        started = time.thread_time()
-        submit(works, now)
-        times_s.append(time.thread_time() - started)
-
-    controller.submit = timed  # type: ignore[method-assign]
+    times_s, queues = time_submissions(simulation)
     run_as_served(simulation)
     ranked = sorted(times_s)
     runtime = simulation.cluster.runtime

@@ -174,11 +174,11 @@ def check_end(simulation: Simulation) -> None:
     assert simulation.open == 0, f"{simulation.open} requests counted as open"
     controller = simulation.cluster.runtime.controller
     assert not controller.num_queued, "the controller still queues requests"
-    assert not controller.parked, "the controller still has swapped-out requests"
+    assert not controller.seeker.parked, "the controller still has swapped-out requests"
     assert not len(simulation.cluster.runtime.migrations), "requests are still moving"
     assert not len(simulation.cluster.runtime.displacements), "somebody still makes way"
-    assert not controller.placer.leaving, "instances are still kept from others"
-    assert not controller._owing, "a node still owes memory to somebody"
+    assert not controller.seeker.placer.leaving, "instances are still kept from others"
+    assert not controller.seeker._owing, "a node still owes memory to somebody"
     assert not simulation.cluster.runtime.works, "the runtime still knows requests"
     for device in simulation.devices:
         ledger = device.node.residency.ledger
