@@ -31,9 +31,78 @@ DovetailError
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 
 class DovetailError(Exception):
     """Root of the tree. The message is one line that a user can act on."""
+
+
+class OverloadCode(NamedTuple):
+    """Why a request is not served now, and what its caller or the operator can do. The reference has the same table."""
+
+    cause: str
+    remedy: str
+
+
+# By the code of a 503 or a 429: every refusal that is worth another try has one of these.
+OVERLOAD_CODES = {
+    "overloaded": OverloadCode(
+        "No node can keep the targets of the request, or has memory for it; the message names each node's reason.",
+        "Try again after `Retry-After`, ask for later targets or `service_tier: flex`, or add a node.",
+    ),
+    "queue_full": OverloadCode(
+        "`max_queue` answers are unfinished, or the key has its share, or conversations wait for their template.",
+        "Try again after `Retry-After`, send fewer at once, or raise `server.max_queue`.",
+    ),
+    "background_full": OverloadCode(
+        "Background responses hold the memory that stored responses may take.",
+        "Try again when some have ended, or send the request without `background`.",
+    ),
+    "bodies_full": OverloadCode(
+        "The bodies that are being received take `max_body_memory`.", "Try again, or raise `server.max_body_memory`."
+    ),
+    "texts_full": OverloadCode("Too many long texts wait to be tokenised.", "Try again, or send shorter texts."),
+    "grammars_waiting": OverloadCode(
+        "Too many new grammars wait to be checked.", "Try again; a known grammar does not wait."
+    ),
+    "grammar_check_timeout": OverloadCode(
+        "The machine was too busy to check the grammar in time; nothing is known of the grammar.", "Try again."
+    ),
+    "template_timeout": OverloadCode("The machine was too busy to render the conversation in time.", "Try again."),
+    "model_pulling": OverloadCode(
+        "The model is being downloaded or converted; the message says how far.",
+        "Try again; `dovetail ps` shows progress.",
+    ),
+    "model_changing": OverloadCode(
+        "The gateway that leads has another version of the model.", "Try again when both have read the configuration."
+    ),
+    "no_node": OverloadCode(
+        "No worker has joined yet, or every node is drained or has failed.",
+        "`dovetail nodes` and `dovetail ps` say why; undrain or mend a node.",
+    ),
+    "no_worker": OverloadCode(
+        "The last worker ended and none has come up for 30 s.", "See `dovetail logs` for why it ended."
+    ),
+    "worker_restarting": OverloadCode(
+        "The worker of the request ended and was not back within `resume_timeout`, or it is given a pause.",
+        "Try again after `Retry-After`; see `dovetail logs` if it happens again.",
+    ),
+    "not_leading": OverloadCode("Another gateway leads, or nobody can write to etcd.", "Use the gateway that leads."),
+    "state": OverloadCode(
+        "The change is in force and could not be written to the durable state yet.", "Look at the disk or at etcd."
+    ),
+    "draining": OverloadCode(
+        "The server is shutting down; running answers finish.", "Try another gateway, or again later."
+    ),
+    "rate_limit_exceeded": OverloadCode(
+        "The key has used its requests or tokens of this minute.", "Wait for `Retry-After`, or raise the key's quota."
+    ),
+    "concurrency_limit_exceeded": OverloadCode(
+        "The key has `max_unfinished` unfinished answers.", "Wait for one to end, or raise the key's quota."
+    ),
+    "too_many_guesses": OverloadCode("Too many unknown keys came from this address.", "Wait, then send a valid key."),
+}
 
 
 class RequestError(DovetailError):
@@ -126,6 +195,10 @@ class QuotaExceeded(RequestError):
     status = 429
     kind = "rate_limit_error"
 
+    def __init__(self, message: str, *, code: str, retry_after_s: float | None = None) -> None:
+        assert code in OVERLOAD_CODES, f"the code {code} has no cause and no remedy"
+        super().__init__(message, code=code, retry_after_s=retry_after_s)
+
 
 class EngineFailed(RequestError):
     status = 500
@@ -142,6 +215,10 @@ class WorkerLost(EngineFailed):
 class Overloaded(RequestError):
     status = 503
     kind = "overloaded_error"
+
+    def __init__(self, message: str, *, code: str, retry_after_s: float | None = None) -> None:
+        assert code in OVERLOAD_CODES, f"the code {code} has no cause and no remedy"
+        super().__init__(message, code=code, retry_after_s=retry_after_s)
 
 
 class ConfigError(DovetailError):

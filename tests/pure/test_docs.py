@@ -11,6 +11,9 @@ import typer
 from typer.core import TyperGroup
 
 from dovetail.cli.main import COMMANDS, build_app
+from dovetail.errors import OVERLOAD_CODES
+from dovetail.policy.headroom import Refusal
+from dovetail.policy.reasons import REASONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -58,3 +61,14 @@ def check(words: list[str]) -> None:
     for word in words:
         if word.startswith("-"):
             assert word.partition("=")[0] in options, f"{' '.join(words)}: no option {word}"
+
+
+def test_the_reference_says_of_every_refusal_what_caused_it_and_what_to_do() -> None:
+    page = (ROOT / "docs" / "reference" / "serving.md").read_text()
+    section = page[page.index("## Why a request was refused") : page.index("## Several nodes")]
+    rows = [f"| `{code}` | {why.cause} | {why.remedy} |" for code, why in OVERLOAD_CODES.items()]
+    rows += [f"| {reason.words} | {reason.remedy} |" for reason in REASONS.values()]
+    found = [line for line in section.splitlines() if line.startswith("|") and "---" not in line]
+    assert found == ["| code | cause | what to do |", *rows[: len(OVERLOAD_CODES)], *found[len(OVERLOAD_CODES) + 1 :]]
+    assert found[len(OVERLOAD_CODES) + 1 :] == ["| reason | what changes it |", *rows[len(OVERLOAD_CODES) :]]
+    assert set(REASONS) == {reason.value for reason in Refusal}

@@ -261,7 +261,7 @@ class Front:
         try:
             model = self._service.models.get(name)
             if model.card != load.card:
-                raise Overloaded(f"'{name}' is another model at the leading gateway")
+                raise Overloaded(f"'{name}' is another model at the leading gateway", code="model_changing")
             await self._service.hosted(model)
         except RequestError as error:
             self._send(LoadFailed(name, error.message))

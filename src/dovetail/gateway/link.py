@@ -277,7 +277,8 @@ class Link:
         pauses = [supervisor.retry_after_s for supervisor in usable]
         if all(pause_s is not None for pause_s in pauses):
             soonest = min(pause_s or 0.0 for pause_s in pauses)
-            raise Overloaded("the worker failed and is about to be restarted", retry_after_s=soonest)
+            what = "the worker failed and is about to be restarted"
+            raise Overloaded(what, code="worker_restarting", retry_after_s=soonest)
 
     def is_up(self) -> bool:
         """Every node is, but for those that have failed for good."""

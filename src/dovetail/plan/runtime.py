@@ -103,7 +103,7 @@ class PlanRuntime:
 
     async def submit(self, app: str, payload: Array) -> Answered:
         if self._is_draining:
-            raise Overloaded("the plan is ending", retry_after_s=60)
+            raise Overloaded("the plan is ending", code="draining", retry_after_s=60)
         if self._watch is not None:
             self._watch.observe(app, _now())
         return await self._groups[app].submit(app, payload)

@@ -69,7 +69,10 @@ def _sentence(event: dict[str, Any], start: float) -> str:
     if kind == "placed":
         return f"{HOW[event['how']]} on {event['node']} (instance {event['instance']})"
     if kind == "queued":
-        reasons = [f"{REASONS.get(name, name)} ({count}×)" for name, count in sorted(event["refusals"].items())]
+        reasons = [
+            f"{REASONS[name].words if name in REASONS else name} ({count}×)"
+            for name, count in sorted(event["refusals"].items())
+        ]
         return "no place: " + ("; ".join(reasons) or "no candidate")
     if kind == "extended":
         return f"cannot be in time and is served late: its next token is due at {event['due_s'] - start:+.3f} s"
