@@ -242,8 +242,10 @@ def test_no_damage_to_a_header_leads_to_anything_but_a_model_or_an_error_of_ours
 def test_what_is_not_a_gguf_says_so(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"PK\3\4 something else")
     expect(DamagedCheckpoint, tmp_path / "m.gguf", "not a GGUF file")
-    (tmp_path / "m.bin").write_bytes(b"GGUF")
+    (tmp_path / "m.bin").write_bytes(b"PK")
     expect(DamagedCheckpoint, tmp_path / "m.bin", "neither a model folder nor a .gguf file")
+    (tmp_path / "sha256-1").write_bytes(b"GGUF")  # by its first bytes, whatever its name
+    expect(DamagedCheckpoint, tmp_path / "sha256-1", "truncated")
 
 
 def expect(kind: type[CheckpointError], path: Path, text: str) -> None:
