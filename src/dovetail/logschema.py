@@ -137,6 +137,7 @@ ENDS = {
     "finished": Event("finished", "it has its last token", _END),
     "refused": Event("refused", "it was given up", _END),
     "aborted": Event("aborted", "its client has gone", _END),
+    "failed": Event("failed", "its worker has gone; what is left of it arrives as another request", _END),
 }
 
 # Nodes

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from driver_builders import Rig
 from sim_builders import make_node
 from test_runtime_parity import Worker, crowd
 
@@ -93,12 +94,16 @@ SERVER = (1, 3, 11)
 
 
 def rest() -> list[Line]:
-    """What no storm has: a node that is told a model, and a client that goes away."""
+    """What no storm has: a node that is told a model, and a client that goes away; and of a server, whose dispatcher
+    submits anew, a worker that dies under a request."""
     file = io.StringIO()
     cluster = LocalCluster([make_node()], SLINFER, log=EventLog(file))
     cluster.nodes[0].offer("a", 0.0)
     cluster.cancel(cluster.submit(Submission("a", 100, 0.0), 0.0), 1.0)
-    return lines_of(file.getvalue())
+    rig = Rig("a", log=EventLog(file))
+    rig.submit("r")
+    assert rig.link.dispatcher.lost("node", rig.clock.now) == {"r"}
+    return [line for line in lines_of(file.getvalue()) if "event" in line]
 
 
 def test_every_line_of_detailed_logs_is_an_event_of_the_schema_and_every_event_occurs() -> None:
