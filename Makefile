@@ -14,8 +14,9 @@ STEP   := $(PYTHON) tools/step.py
 
 install: $(STAMP)
 
-# torch goes first and pinned, so that no dependency can pull another build of it.
-$(STAMP): pyproject.toml benchmarks/pyproject.toml constraints.txt $(wildcard native/*)
+# torch goes first and pinned, so that no dependency can pull another build of it. An editable install lists its packages,
+# so it is renewed when there is a new one.
+$(STAMP): pyproject.toml benchmarks/pyproject.toml constraints.txt $(wildcard native/*) $(shell find src -name __init__.py)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(STEP) "1/2 torch" $(BIN)/python -m pip install --constraint constraints.txt torch
 	@$(STEP) "2/2 packages and native kernels" $(BIN)/python -m pip install --verbose --constraint constraints.txt \

@@ -59,7 +59,7 @@ BROAD_EXCEPT_ALLOWED = {
     "worker/fetching.py",
     "cli/main.py",
     "gateway/app.py",
-    "gateway/foreign.py",
+    "gateway/text/foreign.py",
     "grammars.py",
     "dovetail_bench/peer_child.py",
     "dovetail_bench/engine_child.py",
@@ -68,10 +68,10 @@ BROAD_EXCEPT_ALLOWED = {
 UNUSED = {
     "dovetail.engine.encoder.EncoderExecutor.wrap_native": "the benches time native code through it",
     "dovetail.engine.executor.CpuExecutor.wrap_native": "the benches time native code through it",
-    "dovetail.gateway.log_ring.LogRing.emit": "logging calls it",
-    "dovetail.gateway.protocol.LimitedHttp.send_400_response": "uvicorn calls it",
+    "dovetail.gateway.admin.log_ring.LogRing.emit": "logging calls it",
+    "dovetail.gateway.http.protocol.LimitedHttp.send_400_response": "uvicorn calls it",
     "dovetail.gateway.server.HttpServer.capture_signals": "uvicorn calls it",
-    "dovetail.gateway.standby.StandbyServer.capture_signals": "uvicorn calls it",
+    "dovetail.gateway.workers.standby.StandbyServer.capture_signals": "uvicorn calls it",
     "dovetail.plan.assumed.assumed_profile": "the shipped profiles are what it gives, which a test holds",
     # The control core, which is under reconstruction.
     "dovetail.logschema.EVENTS": "the log's records are held against it",
@@ -171,7 +171,7 @@ def test_the_gateway_reads_no_tokenizer_in_its_own_process() -> None:
     """`tokenizers` keeps the interpreter to itself for as long as it reads a file, with every stream."""
     users = {path.name for path in (SOURCE / "gateway").rglob("*.py") if "from tokenizers import" in path.read_text()}
     assert users == {"tokenizer_child.py", "token_table.py"}
-    assert (SOURCE / "gateway" / "token_table.py").read_text().count("Tokenizer.from_") == 1  # of a decoder
+    assert (SOURCE / "gateway" / "text" / "token_table.py").read_text().count("Tokenizer.from_") == 1  # of a decoder
 
 
 def test_every_unit_has_a_rank() -> None:

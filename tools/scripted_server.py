@@ -102,12 +102,12 @@ async def serve(folder: Path) -> None:
     from dovetail.cli.serve import settle_down
     from dovetail.config import Config, ModelConfig, NodeConfig
     from dovetail.gateway.app import make_app
-    from dovetail.gateway.link import Link
-    from dovetail.gateway.listen import base_url, listen
+    from dovetail.gateway.http.listen import base_url, listen
     from dovetail.gateway.metrics import Metrics
     from dovetail.gateway.models import FixedCatalogue, Models
     from dovetail.gateway.server import HttpServer
     from dovetail.gateway.service import Limits, Service
+    from dovetail.gateway.workers.link import Link
 
     config = Config()
     card = make_card(folder, MODEL)

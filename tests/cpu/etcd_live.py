@@ -21,7 +21,7 @@ from etcd_fixture import Etcd, free_port, running_etcd
 from server_fixture import COMMAND, Server, eventually, running_server
 from test_server_restart import begin_streams, kill, metric, nodes, post, text
 
-from dovetail.gateway.etcd import EtcdClient, parse_address
+from dovetail.gateway.workers.etcd import EtcdClient, parse_address
 
 LEASE_S = 3
 CONFIG = """

@@ -20,8 +20,8 @@ from dovetail.cli.serve import LocalWeights, Plan, listen_for, run_loop, serve_p
 from dovetail.cluster.durable import Durable
 from dovetail.cluster.ray_backend import Member, WorkerEnd
 from dovetail.config import Config, load_config
-from dovetail.gateway.link import Link
-from dovetail.gateway.remote_workers import Membership, WeightSources, WireKeys
+from dovetail.gateway.workers.link import Link
+from dovetail.gateway.workers.remote_workers import Membership, WeightSources, WireKeys
 from dovetail.machine import HOME_VARIABLE
 from dovetail.messages import KEYS_VARIABLE, STORE_LIMIT_VARIABLE, weights_token
 from dovetail.store.weight_server import WeightServer

@@ -10,7 +10,7 @@ import torch
 from tiny import CONTEXT, save_tiny
 from transformers import AutoModelForCausalLM
 
-from dovetail.gateway.beam_search import BeamPlan, BeamSearch
+from dovetail.gateway.http.beam_search import BeamPlan, BeamSearch
 from dovetail.types import FinishReason, TokenLogprob, TokenLogprobs
 
 PROMPT = (72, 101, 108, 108, 111)

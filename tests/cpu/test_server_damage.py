@@ -69,8 +69,8 @@ def test_damage_is_found_when_it_is_loaded_if_that_is_wanted(source: Path, tmp_p
 def test_small_files_are_always_checked(source: Path, tmp_path: Path, file: str) -> None:
     from dovetail.config import ModelConfig
     from dovetail.errors import EngineFailed
-    from dovetail.gateway.lanes import TextLanes
     from dovetail.gateway.models import ServedModel
+    from dovetail.gateway.text.lanes import TextLanes
 
     model = stored(source, tmp_path / "store")
     assert ServedModel(read_card(model.path, "m"), ModelConfig(source="m"), TextLanes()).words

@@ -23,7 +23,7 @@ from server_fixture import Server, eventually, run_command, running_server
 from sse import event_data
 
 from dovetail.config import Config
-from dovetail.gateway.listen import check_exposure
+from dovetail.gateway.http.listen import check_exposure
 
 
 @pytest.fixture(scope="module")

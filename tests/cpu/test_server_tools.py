@@ -16,7 +16,7 @@ from server_fixture import Server, running_server
 from tiny import CHAT_TEMPLATE, save_tiny
 from tokenizers import AddedToken, Tokenizer
 
-from dovetail.gateway.tools.harmony import MARKS
+from dovetail.gateway.text.tools.harmony import MARKS
 
 CITY = {
     "type": "object",

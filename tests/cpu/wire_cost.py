@@ -16,8 +16,8 @@ from pathlib import Path
 import zmq
 
 from dovetail import messages
-from dovetail.gateway.link import router_socket
-from dovetail.gateway.remote_workers import WireKeys
+from dovetail.gateway.workers.link import router_socket
+from dovetail.gateway.workers.remote_workers import WireKeys
 from dovetail.types import TokenEvent
 from dovetail.worker.afar import apply_keys, take_keys
 

@@ -252,10 +252,10 @@ class TokenizerFile(Target):
         """What its process does with it, and the gateway with what came of that; here in one."""
         import msgspec
 
-        from dovetail.gateway.detokenizer import Vocabulary
-        from dovetail.gateway.foreign import tokenizer_call
-        from dovetail.gateway.token_table import TokenTable
-        from dovetail.gateway.tokenizer_child import DecodeTokens, EncodeTexts, answer_to, open_tokenizer
+        from dovetail.gateway.text.detokenizer import Vocabulary
+        from dovetail.gateway.text.foreign import tokenizer_call
+        from dovetail.gateway.text.token_table import TokenTable
+        from dovetail.gateway.text.tokenizer_child import DecodeTokens, EncodeTexts, answer_to, open_tokenizer
 
         with tokenizer_call("it cannot be read"):
             tokenizer = open_tokenizer(data)
@@ -289,8 +289,8 @@ class Bodies(Target):
         from gateway_builders import make_card
 
         from dovetail.config import ModelConfig
-        from dovetail.gateway.lanes import TextLanes
         from dovetail.gateway.models import ServedModel
+        from dovetail.gateway.text.lanes import TextLanes
 
         super().load()
         self.loop = asyncio.new_event_loop()
@@ -301,7 +301,8 @@ class Bodies(Target):
         return changed_bytes(draw, data) if draw.random() < 0.3 else as_json(changed_value(draw, data))
 
     def use(self, data: bytes) -> None:
-        from dovetail.gateway import api, translate
+        from dovetail.gateway.http import api
+        from dovetail.gateway.text import translate
         from dovetail.types import Slo
 
         if b'"messages"' in data:

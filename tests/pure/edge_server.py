@@ -69,7 +69,7 @@ async def _serve(folder: Path, file: Path) -> None:
     from dovetail.cli.serve import settle_down
     from dovetail.config import load_config
     from dovetail.gateway.app import make_app
-    from dovetail.gateway.listen import base_url, listen
+    from dovetail.gateway.http.listen import base_url, listen
     from dovetail.gateway.server import HttpServer
     from dovetail.gateway.service import Limits
 

@@ -15,12 +15,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from dovetail.config import Config, ModelConfig, NodeConfig
 from dovetail.errors import ModelNotFound, SourceError, UnsupportedModel
-from dovetail.gateway.admin import Admin, ConfigFile
-from dovetail.gateway.link import Link
+from dovetail.gateway.admin.admin import Admin, ConfigFile
+from dovetail.gateway.admin.settings import Settings
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.service import Limits, Service
-from dovetail.gateway.settings import Settings
+from dovetail.gateway.workers.link import Link
 from dovetail.modelspec import ModelSpec
 from dovetail.types import AdapterRef, ModelCard
 

@@ -14,8 +14,8 @@ from dovetail import messages
 from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd, import_ray
 from dovetail.config import NodeConfig
 from dovetail.errors import ConfigError, Overloaded
-from dovetail.gateway.link import Link
-from dovetail.gateway.remote_workers import Membership, WireKeys
+from dovetail.gateway.workers.link import Link
+from dovetail.gateway.workers.remote_workers import Membership, WireKeys
 from dovetail.worker.afar import apply_keys, clock_offset_s, take_keys
 
 
@@ -77,7 +77,7 @@ async def eventually(condition: Any) -> None:
 
 
 def test_machines_come_go_and_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dovetail.gateway.remote_workers.LOOK_S", 0.01)
+    monkeypatch.setattr("dovetail.gateway.workers.remote_workers.LOOK_S", 0.01)
 
     async def run() -> None:
         link, keys, members = Link(()), WireKeys(), FakeMembers()

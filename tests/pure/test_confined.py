@@ -19,11 +19,11 @@ from gateway_builders import make_card
 
 from dovetail.confined import Bounds, Confined, Lane
 from dovetail.errors import InvalidRequest, Overloaded
-from dovetail.gateway.chat import TemplateFacts, TemplateText
 from dovetail.gateway.clients import current_client
-from dovetail.gateway.grammar_trials import BOUNDS as TRIAL_BOUNDS
-from dovetail.gateway.grammar_trials import GrammarTrials
-from dovetail.gateway.templates import Templates
+from dovetail.gateway.text.chat import TemplateFacts, TemplateText
+from dovetail.gateway.text.grammar_trials import BOUNDS as TRIAL_BOUNDS
+from dovetail.gateway.text.grammar_trials import GrammarTrials
+from dovetail.gateway.text.templates import Templates
 from dovetail.types import Grammar
 
 BOUNDS = Bounds(cpu_s=0.2, wall_s=20.0, memory_bytes=256 << 20, kept_bytes=16 << 20)
@@ -139,7 +139,7 @@ def test_one_client_has_half_of_the_places(tmp_path: Path) -> None:
 
 
 def test_what_gives_way_does_so_before_its_first_call() -> None:
-    confined = Confined("dovetail.gateway.chat_child", dataclasses.replace(BOUNDS, niceness=7))
+    confined = Confined("dovetail.gateway.text.chat_child", dataclasses.replace(BOUNDS, niceness=7))
     confined.start()
     try:
         assert psutil.Process(confined.pid).nice() >= 7
@@ -149,7 +149,7 @@ def test_what_gives_way_does_so_before_its_first_call() -> None:
 
 def test_a_child_is_in_our_session_where_its_niceness_counts_and_in_a_group_of_its_own() -> None:
     """Linux divides a core among sessions first (sched_autogroup): in one of its own, a nice child takes half of it."""
-    confined = Confined("dovetail.gateway.chat_child", BOUNDS)
+    confined = Confined("dovetail.gateway.text.chat_child", BOUNDS)
     confined.start()
     try:
         assert confined.pid is not None

@@ -10,7 +10,7 @@ import httpx
 from gateway_builders import make_admin, running_service
 from test_gateway_admin import FakeFile, ask, on_admin
 
-from dovetail.gateway.admin import Admin
+from dovetail.gateway.admin.admin import Admin
 
 
 async def load_adapter(client: httpx.AsyncClient, name: str, path: str, **more: Any) -> httpx.Response:

@@ -26,7 +26,7 @@ from tokenizers import normalizers
 
 from dovetail.config import Config, parse_config
 from dovetail.errors import ConfigError, ModelNotFound
-from dovetail.gateway.admin import Admin
+from dovetail.gateway.admin.admin import Admin
 from dovetail.gateway.app import make_app
 from dovetail.gateway.models import FixedCatalogue, NamedAdapter, Offer
 from dovetail.types import AdapterRef, ModelCard

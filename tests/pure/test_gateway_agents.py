@@ -13,12 +13,12 @@ from gateway_builders import make_card
 from test_gateway_http import KEYS, check_error, on_app
 
 from dovetail.errors import InvalidRequest, ResponseNotFound
-from dovetail.gateway.reading import CallDelta, Parts
-from dovetail.gateway.responses.builder import OutputBuilder
-from dovetail.gateway.responses.conversations import MAX_ITEMS, Conversations
-from dovetail.gateway.responses.request import Item, ResponsesRequest, chat_of
-from dovetail.gateway.responses.tools import ToolSet
+from dovetail.gateway.http.responses.builder import OutputBuilder
+from dovetail.gateway.http.responses.conversations import MAX_ITEMS, Conversations
+from dovetail.gateway.http.responses.request import Item, ResponsesRequest, chat_of
+from dovetail.gateway.http.responses.tools import ToolSet
 from dovetail.gateway.service import Service
+from dovetail.gateway.text.reading import CallDelta, Parts
 from dovetail.types import ModelCard
 
 

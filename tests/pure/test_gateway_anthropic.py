@@ -13,10 +13,10 @@ from gateway_builders import byte_level_tokenizer, make_card
 from test_gateway_http import CHAT, KEYS, on_app
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.anthropic.answer import Blocks
-from dovetail.gateway.anthropic.request import MessagesRequest, chat_of
-from dovetail.gateway.reading import CallDelta, Parts
+from dovetail.gateway.http.anthropic.answer import Blocks
+from dovetail.gateway.http.anthropic.request import MessagesRequest, chat_of
 from dovetail.gateway.service import Service
+from dovetail.gateway.text.reading import CallDelta, Parts
 
 ASKED: dict[str, Any] = {"model": "fake", "messages": CHAT["messages"], "max_tokens": 6, "temperature": 0}
 TOOL: dict[str, Any] = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {}}}

@@ -8,9 +8,9 @@ import pytest
 from gateway_builders import make_card
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.api import Message
-from dovetail.gateway.chat import ChatTemplate, TemplateFacts
-from dovetail.gateway.chat_prompt import template_messages
+from dovetail.gateway.http.api import Message
+from dovetail.gateway.text.chat import ChatTemplate, TemplateFacts
+from dovetail.gateway.text.chat_prompt import template_messages
 
 HELLO = [{"role": "user", "content": "hello"}]
 

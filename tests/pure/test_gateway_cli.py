@@ -15,7 +15,7 @@ from gateway_builders import make_card
 from dovetail.cli import chat, offer, serve
 from dovetail.config import Config, ModelConfig
 from dovetail.errors import ConfigError, ModelNotFound, RequestError
-from dovetail.gateway.listen import base_url, listen
+from dovetail.gateway.http.listen import base_url, listen
 
 
 def test_clearing_a_conversation_keeps_its_system_message() -> None:

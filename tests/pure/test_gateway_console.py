@@ -11,9 +11,9 @@ from test_gateway_http import KEYS, TEXT, check_error, on_app
 
 from dovetail.config import AuthConfig, KeyConfig
 from dovetail.gateway import console
+from dovetail.gateway.admin.turn_history import WINDOW_S, TurnWatch
 from dovetail.gateway.console.handover import LIFETIME_S, Handover
 from dovetail.gateway.service import Service
-from dovetail.gateway.turn_history import WINDOW_S, TurnWatch
 from dovetail.messages import InstanceStats, Stats, TurnSpan
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from dovetail.gateway.detokenizer import Vocabulary
-from dovetail.gateway.token_table import TokenTable
+from dovetail.gateway.text.detokenizer import Vocabulary
+from dovetail.gateway.text.token_table import TokenTable
 
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_FALLBACK = byte_fallback_tokenizer()

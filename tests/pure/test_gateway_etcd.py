@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from dovetail.cluster.durable import Durable, SqliteDurable
 from dovetail.config import Config
 from dovetail.errors import ConfigError, Overloaded
-from dovetail.gateway import etcd_state
-from dovetail.gateway.adopted import WorkerRecords
-from dovetail.gateway.etcd import EtcdClient, EtcdUnreachable, parse_address
-from dovetail.gateway.etcd_state import Deposed, EtcdDurable, Leadership
-from dovetail.gateway.remote_workers import WireKeys
+from dovetail.gateway.workers import etcd_state
+from dovetail.gateway.workers.adopted import WorkerRecords
+from dovetail.gateway.workers.etcd import EtcdClient, EtcdUnreachable, parse_address
+from dovetail.gateway.workers.etcd_state import Deposed, EtcdDurable, Leadership
+from dovetail.gateway.workers.remote_workers import WireKeys
 
 NUMBERS = itertools.count()  # for prefixes that nobody had before
 

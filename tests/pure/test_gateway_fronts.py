@@ -19,11 +19,11 @@ from dovetail.cli.front import Leader
 from dovetail.cli.serve import LocalWeights
 from dovetail.config import ModelConfig
 from dovetail.errors import EngineFailed, ModelNotFound
-from dovetail.gateway.fronts import LEADER, Fronts
-from dovetail.gateway.link import Link
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.service import Limits, Service
+from dovetail.gateway.workers.fronts import LEADER, Fronts
+from dovetail.gateway.workers.link import Link
 from dovetail.store.place import Place
 
 

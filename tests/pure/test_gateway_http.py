@@ -18,14 +18,14 @@ from sse import event_data
 
 from dovetail.config import AuthConfig, Config, KeyConfig, ServerConfig
 from dovetail.errors import EngineFailed
-from dovetail.gateway import respond
-from dovetail.gateway.answers import ReplyOptions
-from dovetail.gateway.api import CompletionRequest
 from dovetail.gateway.app import make_app
+from dovetail.gateway.http import respond
+from dovetail.gateway.http.answers import ReplyOptions
+from dovetail.gateway.http.api import CompletionRequest
+from dovetail.gateway.http.text_reply import TextReply
 from dovetail.gateway.service import Service
 from dovetail.gateway.slo import SloWatch
-from dovetail.gateway.text_reply import TextReply
-from dovetail.gateway.translate import completion_job
+from dovetail.gateway.text.translate import completion_job
 from dovetail.types import ModelCard, Request, SamplingParams, Slo
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dovetail.gateway.lanes import ThreadLane
+from dovetail.gateway.text.lanes import ThreadLane
 
 
 def test_an_answer_does_not_wait_for_the_pause_after_it_but_the_next_work_does() -> None:

@@ -12,10 +12,10 @@ from gateway_builders import byte_level_tokenizer, make_card
 from test_gateway_http import CHAT, TEXT, check_error, events, on_app
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.infill import infill_prompt
 from dovetail.gateway.service import Service
-from dovetail.gateway.token_table import TokenTable
-from dovetail.gateway.translate import completion_job
+from dovetail.gateway.text.infill import infill_prompt
+from dovetail.gateway.text.token_table import TokenTable
+from dovetail.gateway.text.translate import completion_job
 from dovetail.types import Slo
 
 UNSUPPORTED: list[dict[str, Any]] = [
@@ -129,7 +129,7 @@ def test_a_chat_gets_what_is_left_of_the_context_and_a_completion_is_told(tmp_pa
 def test_words_and_tokens_that_are_barred_reach_the_worker_as_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dovetail.gateway.api import CompletionRequest
+    from dovetail.gateway.http.api import CompletionRequest
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         model = service.models.get("fake")
@@ -380,7 +380,7 @@ def test_what_a_beam_search_cannot_do_is_a_400_that_names_it(tmp_path: Path) -> 
 
 
 def test_chosen_tokens_are_told_of_instead_of_the_likeliest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dovetail.gateway.api import CompletionRequest
+    from dovetail.gateway.http.api import CompletionRequest
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         body = CompletionRequest(**TEXT | {"logprobs": 0, "logprob_token_ids": [5, 7, 5]})

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.gateway.private_folder import PrivateFolder
+from dovetail.gateway.workers.private_folder import PrivateFolder
 
 LEFT = """
-import os, dovetail.gateway.private_folder as module
+import os, dovetail.gateway.workers.private_folder as module
 module._MAX_CHARS = 4096
 print(module.PrivateFolder().path, flush=True)
 os.kill(os.getpid(), 9)
@@ -24,7 +24,7 @@ def test_the_folder_of_a_gateway_that_was_killed_goes_with_the_next_one(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("dovetail.gateway.private_folder._MAX_CHARS", 4096)
+    monkeypatch.setattr("dovetail.gateway.workers.private_folder._MAX_CHARS", 4096)
     alive = PrivateFolder()
     abandoned = Path(subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True).stdout.strip())
     assert abandoned.parent == tmp_path

@@ -15,10 +15,10 @@ from test_gateway_service import collect
 
 from dovetail.cluster.durable import SqliteDurable
 from dovetail.config import ModelConfig, NodeConfig
-from dovetail.gateway.admin import Admin
-from dovetail.gateway.adopted import WorkerRecords
-from dovetail.gateway.recovery import Changes, Recovery
-from dovetail.gateway.supervisor import Supervisor
+from dovetail.gateway.admin.admin import Admin
+from dovetail.gateway.workers.adopted import WorkerRecords
+from dovetail.gateway.workers.recovery import Changes, Recovery
+from dovetail.gateway.workers.supervisor import Supervisor
 from dovetail.messages import Hello
 from dovetail.pulse import Pulse
 
@@ -74,7 +74,7 @@ def test_changes_of_models_hold_in_the_next_server_as_far_as_they_can(tmp_path: 
 def test_what_was_ready_before_is_loaded_when_the_first_machine_has_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dovetail.gateway.recovery.JOIN_S", 0.01)
+    monkeypatch.setattr("dovetail.gateway.workers.recovery.JOIN_S", 0.01)
 
     async def run() -> None:
         async with running_service(tmp_path) as service:

@@ -14,11 +14,11 @@ from gateway_builders import eventually, make_admin, running_service
 
 from dovetail.config import Config
 from dovetail.errors import Overloaded, ResponseNotFound
-from dovetail.gateway.admin import Admin
+from dovetail.gateway.admin.admin import Admin
 from dovetail.gateway.app import make_app
-from dovetail.gateway.responses.endpoints import ResponsesResponse
-from dovetail.gateway.responses.items import ResponseRecord
-from dovetail.gateway.responses.store import ResponseStore, StoredResponse
+from dovetail.gateway.http.responses.endpoints import ResponsesResponse
+from dovetail.gateway.http.responses.items import ResponseRecord
+from dovetail.gateway.http.responses.store import ResponseStore, StoredResponse
 
 Test = Callable[[httpx.AsyncClient, Admin], Awaitable[None]]
 KEYS = {"auth": {"keys": [{"name": name, "key": f"sk-{name}"} for name in ("a", "b")]}}
@@ -110,7 +110,7 @@ def fill(shape: str, size: int) -> dict[str, Any]:
 @pytest.mark.parametrize("shape", ["field", "deep field", "part", "reasoning", "metadata"])
 def test_every_byte_that_is_kept_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
     store = ResponseStore(max_bytes=250_000)
-    monkeypatch.setattr("dovetail.gateway.responses.endpoints.ResponseStore", lambda: store)
+    monkeypatch.setattr("dovetail.gateway.http.responses.endpoints.ResponseStore", lambda: store)
 
     async def test(client: httpx.AsyncClient, admin: Admin) -> None:
         mine = (await respond(client, "b")).json()["id"]
@@ -128,7 +128,7 @@ def test_every_byte_that_is_kept_is_counted(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_response_that_has_ended_is_not_cancelled_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ResponseStore()
-    monkeypatch.setattr("dovetail.gateway.responses.endpoints.ResponseStore", lambda: store)
+    monkeypatch.setattr("dovetail.gateway.http.responses.endpoints.ResponseStore", lambda: store)
     opened = hold_ends(monkeypatch)
 
     async def test(client: httpx.AsyncClient, admin: Admin) -> None:
@@ -163,7 +163,9 @@ def test_what_cannot_be_admitted_is_refused_when_it_is_asked(tmp_path: Path, mon
 
 
 def test_running_responses_hold_no_more_than_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dovetail.gateway.responses.background.BackgroundResponses.__init__.__defaults__", (250_000,))
+    monkeypatch.setattr(
+        "dovetail.gateway.http.responses.background.BackgroundResponses.__init__.__defaults__", (250_000,)
+    )
     opened = hold_ends(monkeypatch)
 
     async def test(client: httpx.AsyncClient, admin: Admin) -> None:
@@ -182,8 +184,8 @@ def test_running_responses_hold_no_more_than_their_share(tmp_path: Path, monkeyp
 def test_a_background_response_is_kept_though_too_many_answers_are_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dovetail.gateway.responses.endpoints.INLINE_REPORTS", -1)
-    monkeypatch.setattr("dovetail.gateway.responses.endpoints._WRITE_RETRY_S", 0.01)
+    monkeypatch.setattr("dovetail.gateway.http.responses.endpoints.INLINE_REPORTS", -1)
+    monkeypatch.setattr("dovetail.gateway.http.responses.endpoints._WRITE_RETRY_S", 0.01)
 
     async def test(client: httpx.AsyncClient, admin: Admin) -> None:
         lane, refusals = admin.service.models.lanes.write, iter(range(2))

@@ -18,13 +18,14 @@ from gateway_builders import END, eventually, make_card, running_service
 from starlette.requests import Request
 
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
-from dovetail.gateway import asked, patience
-from dovetail.gateway.api import CompletionRequest
+from dovetail.gateway.admin.status import server_status
+from dovetail.gateway.http import asked
+from dovetail.gateway.http.api import CompletionRequest
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.run import Delta, Origin
 from dovetail.gateway.service import Limits, Service
-from dovetail.gateway.status import server_status
-from dovetail.gateway.translate import Job, completion_job
+from dovetail.gateway.text.translate import Job, completion_job
+from dovetail.gateway.workers import patience
 from dovetail.messages import Load
 from dovetail.types import FinishReason, ModelCard, Slo
 

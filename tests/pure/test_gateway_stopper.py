@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.gateway.stopper import Stopper
+from dovetail.gateway.text.stopper import Stopper
 
 TEXT = st.text("ab\n", max_size=30)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=4)

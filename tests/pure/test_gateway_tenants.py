@@ -14,7 +14,7 @@ from edge_server import Edge, running_edge
 
 from dovetail.config import Config, KeyConfig
 from dovetail.errors import InvalidRequest, QuotaExceeded
-from dovetail.gateway.accounts import Account, Window
+from dovetail.gateway.http.accounts import Account, Window
 
 TEXT = {"model": "fake", "prompt": "hi ", "max_tokens": 2}
 KEYS: list[dict[str, Any]] = [

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import InvalidRequest
-from dovetail.gateway.api import ChatRequest
-from dovetail.gateway.constraints import constraint_of
-from dovetail.gateway.ollama.request import OllamaChat
-from dovetail.gateway.reading import Parts, Reader
-from dovetail.gateway.reasoning import ThinkingReader, ThinkMarks
-from dovetail.gateway.tools import formats
-from dovetail.gateway.tools.formats import (
+from dovetail.gateway.http.api import ChatRequest
+from dovetail.gateway.http.ollama.request import OllamaChat
+from dovetail.gateway.text.constraints import constraint_of
+from dovetail.gateway.text.reading import Parts, Reader
+from dovetail.gateway.text.reasoning import ThinkingReader, ThinkMarks
+from dovetail.gateway.text.tools import formats
+from dovetail.gateway.text.tools.formats import (
     BARS,
     HARMONY,
     HERMES,
@@ -34,11 +34,11 @@ from dovetail.gateway.tools.formats import (
     ToolFormat,
     format_in,
 )
-from dovetail.gateway.tools.grammar import CallGrammar, closed_schema
-from dovetail.gateway.tools.harmony import MARKS, HarmonyReader
-from dovetail.gateway.tools.prompt import told_in_system, told_in_user, tools_as_text, without_tool_roles
-from dovetail.gateway.tools.readers import CallReader
-from dovetail.gateway.tools.schema import NamedTool, Tool, Wanted, wanted_tools
+from dovetail.gateway.text.tools.grammar import CallGrammar, closed_schema
+from dovetail.gateway.text.tools.harmony import MARKS, HarmonyReader
+from dovetail.gateway.text.tools.prompt import told_in_system, told_in_user, tools_as_text, without_tool_roles
+from dovetail.gateway.text.tools.readers import CallReader
+from dovetail.gateway.text.tools.schema import NamedTool, Tool, Wanted, wanted_tools
 
 FORMATS = {value.name: value for value in vars(formats).values() if isinstance(value, ToolFormat)}
 

@@ -15,9 +15,9 @@ from gateway_builders import make_card
 from test_gateway_http import TEXT, on_app
 
 from dovetail.errors import EngineFailed
-from dovetail.gateway import waits
+from dovetail.gateway.http import waits
+from dovetail.gateway.http.waits import Standing
 from dovetail.gateway.service import Service
-from dovetail.gateway.waits import Standing
 
 STREAM = TEXT | {"stream": True, "stream_options": {"include_usage": True}}
 HEADERS = ("x-dovetail-queue-ms", "x-dovetail-load-ms", "x-dovetail-first-token-ms")

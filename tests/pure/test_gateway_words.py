@@ -21,11 +21,11 @@ from gateway_builders import byte_fallback_tokenizer, byte_level_tokenizer, word
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram, WordLevel
 
-from dovetail.gateway import tokenizer_process
-from dovetail.gateway.token_table import TokenTable
-from dovetail.gateway.tokenizer_child import framed
-from dovetail.gateway.tokenizer_process import Nursery, TokenizerLost, nursery
-from dovetail.gateway.words import Words, words_of
+from dovetail.gateway.text import tokenizer_process
+from dovetail.gateway.text.token_table import TokenTable
+from dovetail.gateway.text.tokenizer_child import framed
+from dovetail.gateway.text.tokenizer_process import Nursery, TokenizerLost, nursery
+from dovetail.gateway.text.words import Words, words_of
 
 TEXTS = [
     "",
@@ -258,8 +258,8 @@ def test_the_process_that_forks_is_replaced_when_it_has_ended(words: Words, tmp_
 def test_no_process_outlives_a_gateway_that_is_killed(tmp_path: Path) -> None:
     path = saved(tmp_path, byte_level_tokenizer())
     code = (
-        "import sys, time; from pathlib import Path; from dovetail.gateway.words import words_of\n"
-        "from dovetail.gateway.tokenizer_process import nursery\n"
+        "import sys, time; from pathlib import Path; from dovetail.gateway.text.words import words_of\n"
+        "from dovetail.gateway.text.tokenizer_process import nursery\n"
         "words = words_of(Path(sys.argv[1])); print(words.pid, nursery.pid, flush=True); time.sleep(60)"
     )
     gateway = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)

@@ -15,10 +15,10 @@ import pytest
 from sse import event_data
 from test_gateway_http import TEXT, check_error, on_app
 
-from dovetail.gateway import embeddings, scoring
-from dovetail.gateway.embeddings import EmbeddingRequest
-from dovetail.gateway.replies import CachedTokens as Cached
-from dovetail.gateway.replies import (
+from dovetail.gateway.http import embeddings, scoring
+from dovetail.gateway.http.embeddings import EmbeddingRequest
+from dovetail.gateway.http.replies import CachedTokens as Cached
+from dovetail.gateway.http.replies import (
     ChatLogprobs,
     CompletionDetails,
     PromptLogprob,
@@ -27,12 +27,12 @@ from dovetail.gateway.replies import (
     TokenEntry,
     Usage,
 )
-from dovetail.gateway.responses import endpoints
-from dovetail.gateway.scoring import RerankRequest
+from dovetail.gateway.http.responses import endpoints
+from dovetail.gateway.http.scoring import RerankRequest
+from dovetail.gateway.http.text_reply import TextReply
+from dovetail.gateway.http.writing import json_pieces
 from dovetail.gateway.service import Service
-from dovetail.gateway.text_reply import TextReply
-from dovetail.gateway.translate import MAX_PROMPT_REPORTS
-from dovetail.gateway.writing import json_pieces
+from dovetail.gateway.text.translate import MAX_PROMPT_REPORTS
 
 
 def make_answer(num_tokens: int) -> TextCompletion:

@@ -210,8 +210,8 @@ class LocalChat:
 
     async def open(self, bar: WaitBar) -> None:
         from dovetail.cli.offer import make_offer
-        from dovetail.gateway.link import Link
-        from dovetail.gateway.supervisor import worker_command
+        from dovetail.gateway.workers.link import Link
+        from dovetail.gateway.workers.supervisor import worker_command
 
         self._link = Link(self._config.nodes, worker_command("--profiles", str(self._config.store.profiles)))
         self._link.start()
@@ -239,8 +239,8 @@ class LocalChat:
             bar.show(state if loading is None else state | msgspec.structs.asdict(loading))
 
     async def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]:
-        from dovetail.gateway.api import ChatRequest, parse_body
-        from dovetail.gateway.translate import chat_job
+        from dovetail.gateway.http.api import ChatRequest, parse_body
+        from dovetail.gateway.text.translate import chat_job
         from dovetail.types import Slo
 
         assert self._service is not None

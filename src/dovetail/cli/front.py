@@ -26,8 +26,8 @@ from dovetail.config import Config, NodeConfig, load_config
 
 if TYPE_CHECKING:
     from dovetail.cluster.durable import Durable
-    from dovetail.gateway.fronts import Registration
-    from dovetail.gateway.link import Link
+    from dovetail.gateway.workers.fronts import Registration
+    from dovetail.gateway.workers.link import Link
     from dovetail.messages import Hello
 
 LEADER_TIMEOUT_S = 60.0  # for which a stream waits while there is no leading gateway
@@ -78,8 +78,8 @@ class Leader:
         self._registration: Registration | None = None
 
     def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
-        from dovetail.gateway.fronts import Registration
-        from dovetail.gateway.link import router_socket
+        from dovetail.gateway.workers.fronts import Registration
+        from dovetail.gateway.workers.link import router_socket
 
         registration = self._registration = Registration(self._folder)
 
@@ -92,7 +92,7 @@ class Leader:
         self._link = link
 
     def start(self, is_drained: Callable[[str], bool]) -> None:
-        from dovetail.gateway.fronts import LEADER
+        from dovetail.gateway.workers.fronts import LEADER
 
         assert self._link is not None
         assert self._registration is not None

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import socket
 
     from dovetail.cluster.durable import Durable
-    from dovetail.gateway.admin import Admin
-    from dovetail.gateway.link import Link
+    from dovetail.gateway.admin.admin import Admin
     from dovetail.gateway.models import Offer
-    from dovetail.gateway.recovery import Recovery
+    from dovetail.gateway.workers.link import Link
+    from dovetail.gateway.workers.recovery import Recovery
     from dovetail.store.place import Place
     from dovetail.store.pool import HostPool
     from dovetail.types import ModelCard
@@ -133,7 +133,7 @@ def serve(
 
 
 def listen_for(config: Config) -> socket.socket:
-    from dovetail.gateway.listen import check_exposure, is_loopback, listen
+    from dovetail.gateway.http.listen import check_exposure, is_loopback, listen
 
     check_exposure(config.server.host, config)
     if not config.auth.keys and not is_loopback(config.server.host):
@@ -278,10 +278,10 @@ class OtherMachines(Protocol):
 
 
 async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines | None = None) -> None:
-    from dovetail.gateway.fronts import Fronts
-    from dovetail.gateway.link import Link
-    from dovetail.gateway.recovery import Recovery
-    from dovetail.gateway.supervisor import worker_command
+    from dovetail.gateway.workers.fronts import Fronts
+    from dovetail.gateway.workers.link import Link
+    from dovetail.gateway.workers.recovery import Recovery
+    from dovetail.gateway.workers.supervisor import worker_command
 
     task = asyncio.current_task()
     assert task is not None
@@ -337,7 +337,7 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
 def _make_pool(store: StoreConfig, durable: Durable | None) -> HostPool | None:
     """Host memory for models between uses. It is this process's and the workers', and gone when they are: workers that
     are there from before have it still."""
-    from dovetail.gateway.adopted import WorkerRecords
+    from dovetail.gateway.workers.adopted import WorkerRecords
     from dovetail.store.pool import CHUNK_BYTES, HostPool, pool_bytes
 
     size = pool_bytes(store.host_pool)
@@ -392,7 +392,7 @@ async def _serve_http(
     recovery: Recovery | None,
 ) -> None:
     from dovetail.gateway.app import make_app
-    from dovetail.gateway.listen import base_url
+    from dovetail.gateway.http.listen import base_url
     from dovetail.gateway.server import HttpServer, has_terminal
     from dovetail.local_token import remove_token
 
@@ -447,12 +447,12 @@ def _make_admin(
     plan: Plan, link: Link, offer: Offer, pool: HostPool | None, durable: Durable | None, *, serves_early: bool
 ) -> Admin:
     from dovetail.cli.offer import ConfigFile, LocalStore
-    from dovetail.gateway.admin import Admin
+    from dovetail.gateway.admin.admin import Admin
+    from dovetail.gateway.admin.settings import Settings
     from dovetail.gateway.metrics import Metrics
     from dovetail.gateway.models import Models
-    from dovetail.gateway.recovery import Changes
     from dovetail.gateway.service import Limits, Service
-    from dovetail.gateway.settings import Settings
+    from dovetail.gateway.workers.recovery import Changes
 
     models = Models(offer.catalogue, offer.configs, offer.adapters)
     service = Service(link, models, Metrics(), Limits.of(plan.config.server))

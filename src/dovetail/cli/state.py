@@ -44,8 +44,8 @@ def hide_secret(state: str | None) -> str | None:
 
 def state_folder(state: str, config: Config) -> Path:
     """Of this machine: where gateways of one state find local workers and fronts."""
-    from dovetail.gateway.etcd import is_etcd, parse_address
-    from dovetail.gateway.etcd_state import machine_id
+    from dovetail.gateway.workers.etcd import is_etcd, parse_address
+    from dovetail.gateway.workers.etcd_state import machine_id
 
     if not is_etcd(state):
         return Path(state)
@@ -56,10 +56,10 @@ def state_folder(state: str, config: Config) -> Path:
 async def open_state(config: Config, listener: socket.socket, *, as_json: bool) -> Durable | None:
     """With etcd it returns when this gateway leads."""
     from dovetail.cluster.durable import SqliteDurable
-    from dovetail.gateway.etcd import is_etcd, parse_address
-    from dovetail.gateway.etcd_state import EtcdDurable
-    from dovetail.gateway.listen import base_url
-    from dovetail.gateway.standby import wait_to_lead
+    from dovetail.gateway.http.listen import base_url
+    from dovetail.gateway.workers.etcd import is_etcd, parse_address
+    from dovetail.gateway.workers.etcd_state import EtcdDurable
+    from dovetail.gateway.workers.standby import wait_to_lead
 
     state = config.server.state
     if state is None:

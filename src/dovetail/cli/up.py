@@ -39,8 +39,8 @@ from dovetail.messages import STORE_LIMIT_VARIABLE
 if TYPE_CHECKING:
     from dovetail.cluster.durable import Durable
     from dovetail.cluster.ray_backend import RayNodes
-    from dovetail.gateway.link import Link
-    from dovetail.gateway.remote_workers import Membership
+    from dovetail.gateway.workers.link import Link
+    from dovetail.gateway.workers.remote_workers import Membership
     from dovetail.store.weight_server import WeightServer
 
 logger = logging.getLogger("dovetail.gateway")
@@ -157,7 +157,7 @@ class RayCluster:
             self._head = None
 
     def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
-        from dovetail.gateway.remote_workers import Membership, WeightSources, WireKeys, listen_as_before
+        from dovetail.gateway.workers.remote_workers import Membership, WeightSources, WireKeys, listen_as_before
         from dovetail.messages import weights_token
         from dovetail.store.weight_server import WeightServer
 

@@ -1,5 +1,5 @@
 """What a server keeps, so that one that is started after it finds what it left (L8): one interface, and a small SQLite
-file behind it. `gateway.etcd_state` keeps the same for several gateways.
+file behind it. `gateway.workers.etcd_state` keeps the same for several gateways.
 
 Facts by kind and name, written as they come about: which workers run, which models were assigned to them and confirmed,
 which nodes are emptied, the keys of the wire. Nodes are right where they say otherwise. One server at a time has it.

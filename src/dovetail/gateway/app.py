@@ -21,30 +21,37 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dovetail
 from dovetail.errors import EngineFailed, InvalidRequest, RequestError
-from dovetail.gateway.adapter_routes import LoadAdapter, UnloadAdapter, make_adapter_router
-from dovetail.gateway.admin import Admin
-from dovetail.gateway.admin_api import AddModel, ChangeModel
-from dovetail.gateway.admin_routes import make_admin_router
-from dovetail.gateway.anthropic.endpoints import make_anthropic_router
-from dovetail.gateway.anthropic.request import CountTokensRequest, MessagesRequest
-from dovetail.gateway.api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from dovetail.gateway.admin.adapter_routes import LoadAdapter, UnloadAdapter, make_adapter_router
+from dovetail.gateway.admin.admin import Admin
+from dovetail.gateway.admin.api import AddModel, ChangeModel
+from dovetail.gateway.admin.log_ring import LogRing
+from dovetail.gateway.admin.node_routes import make_node_router
+from dovetail.gateway.admin.routes import make_admin_router
+from dovetail.gateway.admin.turn_history import TurnWatch
 from dovetail.gateway.console import make_console_router
-from dovetail.gateway.embeddings import EmbeddingRequest, make_embedding_router
-from dovetail.gateway.log_ring import LogRing
-from dovetail.gateway.logs import AuditLog, JsonLines, access_record, is_administration, is_generation, request_line
-from dovetail.gateway.middleware import Auth, BodyLimit, BodyMemory, RequestIds
-from dovetail.gateway.node_routes import make_node_router
-from dovetail.gateway.ollama.endpoints import make_ollama_router
-from dovetail.gateway.origins import OriginGate
-from dovetail.gateway.problems import problem_response
-from dovetail.gateway.responses.conversations import NewConversation, NewItems, NewMetadata
-from dovetail.gateway.responses.endpoints import make_responses_router
-from dovetail.gateway.responses.request import CompactRequest, ResponsesRequest
-from dovetail.gateway.routes import make_router
-from dovetail.gateway.scoring import RerankRequest, ScoreRequest, make_scoring_router
+from dovetail.gateway.http.anthropic.endpoints import make_anthropic_router
+from dovetail.gateway.http.anthropic.request import CountTokensRequest, MessagesRequest
+from dovetail.gateway.http.api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from dovetail.gateway.http.embeddings import EmbeddingRequest, make_embedding_router
+from dovetail.gateway.http.logs import (
+    AuditLog,
+    JsonLines,
+    access_record,
+    is_administration,
+    is_generation,
+    request_line,
+)
+from dovetail.gateway.http.middleware import Auth, BodyLimit, BodyMemory, RequestIds
+from dovetail.gateway.http.ollama.endpoints import make_ollama_router
+from dovetail.gateway.http.origins import OriginGate
+from dovetail.gateway.http.problems import problem_response
+from dovetail.gateway.http.responses.conversations import NewConversation, NewItems, NewMetadata
+from dovetail.gateway.http.responses.endpoints import make_responses_router
+from dovetail.gateway.http.responses.request import CompactRequest, ResponsesRequest
+from dovetail.gateway.http.routes import make_router
+from dovetail.gateway.http.scoring import RerankRequest, ScoreRequest, make_scoring_router
+from dovetail.gateway.http.waits import HEADERS as WAIT_HEADERS
 from dovetail.gateway.tracing import TracedRequests, Tracing
-from dovetail.gateway.turn_history import TurnWatch
-from dovetail.gateway.waits import HEADERS as WAIT_HEADERS
 
 logger = logging.getLogger("dovetail.gateway")
 requests = logging.getLogger("dovetail.requests")

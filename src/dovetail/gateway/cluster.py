@@ -16,8 +16,8 @@ from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed, RequestError, WorkerLost
 from dovetail.eventlog import open_logs
 from dovetail.gateway.hosted import HostedModel
-from dovetail.gateway.link import Arrival, Inbox, Link, NodeLink
-from dovetail.gateway.patience import Patience, Positions
+from dovetail.gateway.workers.link import Arrival, Inbox, Link, NodeLink
+from dovetail.gateway.workers.patience import Patience, Positions
 from dovetail.messages import Hello, Load, Loaded, LoadFailed, Reclaimed, Reply, Said, ToGateway, Tokens, Unload
 from dovetail.node.protocol import Offered
 from dovetail.policy.placement import DeviceKind

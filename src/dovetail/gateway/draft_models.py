@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 
 from dovetail.errors import InvalidRequest, RequestError
-from dovetail.gateway.foreign import tokenizer_call
 from dovetail.gateway.models import Models, ServedModel
-from dovetail.gateway.words import words_of
+from dovetail.gateway.text.foreign import tokenizer_call
+from dovetail.gateway.text.words import words_of
 from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")

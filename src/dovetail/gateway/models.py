@@ -15,12 +15,12 @@ from typing import Never, Protocol, TypeVar
 
 from dovetail.config import ModelConfig
 from dovetail.errors import CheckpointError, EngineFailed, InvalidRequest, ModelNotFound, Overloaded
-from dovetail.gateway.chat import TemplateFacts
-from dovetail.gateway.detokenizer import Vocabulary
-from dovetail.gateway.foreign import tokenizer_call
-from dovetail.gateway.lanes import TextLanes
-from dovetail.gateway.pulls import Pull
-from dovetail.gateway.words import QUICK_SIZE, Words, text_size, words_of
+from dovetail.gateway.admin.pulls import Pull
+from dovetail.gateway.text.chat import TemplateFacts
+from dovetail.gateway.text.detokenizer import Vocabulary
+from dovetail.gateway.text.foreign import tokenizer_call
+from dovetail.gateway.text.lanes import TextLanes
+from dovetail.gateway.text.words import QUICK_SIZE, Words, text_size, words_of
 from dovetail.types import AdapterRef, ModelCard
 
 Result = TypeVar("Result")

@@ -15,12 +15,12 @@ import msgspec
 from dovetail.errors import EngineFailed, Overloaded, RequestError, Unprocessable
 from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.hosted import HostedModel
-from dovetail.gateway.link import Arrival, Inbox
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.slo import Outcome, SloWatch
-from dovetail.gateway.stopper import Stopper
+from dovetail.gateway.text.stopper import Stopper
+from dovetail.gateway.text.translate import Job
 from dovetail.gateway.tracing import RequestTrace
-from dovetail.gateway.translate import Job
+from dovetail.gateway.workers.link import Arrival, Inbox
 from dovetail.types import ISOLATED_TOKENS, FinishReason, Request, TokenEvent, TokenLogprobs
 
 

@@ -16,8 +16,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from dovetail.config import ServerConfig
-from dovetail.gateway.admin import Admin
-from dovetail.gateway.protocol import ConnectionLimits, Connections, LimitedHttp
+from dovetail.gateway.admin.admin import Admin
+from dovetail.gateway.http.protocol import ConnectionLimits, Connections, LimitedHttp
 
 logger = logging.getLogger("dovetail.gateway")
 

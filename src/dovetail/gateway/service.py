@@ -26,17 +26,17 @@ from dovetail.errors import (
 )
 from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.draft_models import DraftModels
-from dovetail.gateway.grammar_trials import grammar_trials
 from dovetail.gateway.hosted import HostedModel
-from dovetail.gateway.link import Link
+from dovetail.gateway.http.waits import Standing
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import Models, ServedModel
-from dovetail.gateway.patience import HOPELESS_S
 from dovetail.gateway.run import Delta, Origin, Run
-from dovetail.gateway.templates import templates
-from dovetail.gateway.tokenizer_process import nursery
-from dovetail.gateway.translate import Job
-from dovetail.gateway.waits import Standing
+from dovetail.gateway.text.grammar_trials import grammar_trials
+from dovetail.gateway.text.templates import templates
+from dovetail.gateway.text.tokenizer_process import nursery
+from dovetail.gateway.text.translate import Job
+from dovetail.gateway.workers.link import Link
+from dovetail.gateway.workers.patience import HOPELESS_S
 from dovetail.messages import Load
 from dovetail.types import ModelCard, Slo, Speculation
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-    from dovetail.gateway.answers import UsageCount
+    from dovetail.gateway.http.answers import UsageCount
     from dovetail.gateway.run import Waits
-    from dovetail.gateway.translate import Job
+    from dovetail.gateway.text.translate import Job
 
 INSTALL = "server.traces needs OpenTelemetry's SDK: pip install 'dovetail[otel]'"
 EXPORT_TIMEOUT_S = 2  # a collector that does not answer delays nobody, nor the server's end

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from dovetail.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from dovetail.gateway.admin.turn_history import MAX_CELLS, TurnHistory, TurnShares, TurnWatch
 from dovetail.gateway.console.files import PageFiles
 from dovetail.gateway.console.handover import Handover
-from dovetail.gateway.endpoint import json_response, read_body, responses
-from dovetail.gateway.turn_history import MAX_CELLS, TurnHistory, TurnShares, TurnWatch
+from dovetail.gateway.http.endpoint import json_response, read_body, responses
 
 PAGES = {"/": "index.html", "/ui": "index.html", "/docs": "docs.html"}
 

@@ -1,0 +1,1 @@
+"""Administration: models that come and go, keys, settings, pulls, and the state that `/api` shows."""

@@ -1,0 +1,70 @@
+"""What `/api/nodes` says of each node: whether it is up, what it serves, whether it is being emptied."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from dovetail.errors import NodeNotFound
+from dovetail.gateway.cluster import Cluster
+from dovetail.gateway.workers.link import NodeLink
+
+
+class NodeState(BaseModel):
+    name: str
+    device: str
+    state: Literal["starting", "up", "down", "failed", "draining", "drained"]
+    problem: str | None = Field(default=None, description="of a failed one: why it is not started again")
+    pid: int | None
+    unfinished: int = Field(description="requests that it is answering")
+    moving_away: int = Field(description="of them, those that another node recomputes in order to go on with them")
+    memory_bytes: int = Field(description="for weights and KV pools")
+    free_bytes: int
+    models: list[str] = Field(description="that have an instance there")
+
+
+class NodeStates(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[NodeState]
+    migrations: int = Field(description="requests that went on elsewhere, unbroken, since the server started")
+    migrations_abandoned: int = Field(description="that came to nothing: the request had ended, or nobody took it")
+
+
+def node_states(cluster: Cluster) -> NodeStates:
+    migrations = cluster.dispatcher.runtime.migrations
+    data = [_node_state(cluster, node) for node in cluster.link.nodes.values()]
+    return NodeStates(data=data, migrations=migrations.completed, migrations_abandoned=migrations.abandoned)
+
+
+def node_state(cluster: Cluster, name: str) -> NodeState:
+    return _node_state(cluster, find_node(cluster, name))
+
+
+def find_node(cluster: Cluster, name: str) -> NodeLink:
+    node = cluster.link.nodes.get(name)
+    if node is None:
+        known = ", ".join(cluster.link.nodes)
+        raise NodeNotFound(f"there is no node '{name}'; there are: {known}", code="node_not_found", param="name")
+    return node
+
+
+def _node_state(cluster: Cluster, node: NodeLink) -> NodeState:
+    runtime, handle = cluster.dispatcher.runtime, cluster.dispatcher.nodes[node.name]
+    places = [place for place, _ in runtime.places.values() if place is handle]
+    state: Literal["starting", "up", "down", "failed", "draining", "drained"] = cluster.link.state_of(node)
+    drain = runtime.drains.get(node.name)
+    if drain is not None and state == "up":
+        state = "drained" if drain.is_done else "draining"
+    return NodeState(
+        name=node.name,
+        device=node.hello.device if node.hello else node.config.device,
+        state=state,
+        problem=cluster.link.supervisors[node.name].unusable,
+        pid=cluster.link.pid_of(node),
+        unfinished=len(places),
+        moving_away=len(runtime.migrations.of_source(handle)),
+        memory_bytes=handle.memory_bytes,
+        free_bytes=handle.view.free_bytes if handle.view is not None else handle.memory_bytes,
+        models=list(node.instances),
+    )

@@ -1,0 +1,46 @@
+"""The job of a body, whichever API it came by: with the request's targets and this server's limits. Whoever has no
+place for so many answers is told before any text is rendered or tokenised."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from dovetail.errors import Overloaded, QuotaExceeded
+from dovetail.gateway.http.api import ChatRequest, CompletionRequest
+from dovetail.gateway.http.respond import origin_of
+from dovetail.gateway.http.targets import targets_of
+from dovetail.gateway.models import ServedModel
+from dovetail.gateway.service import Service
+from dovetail.gateway.text.translate import Job, chat_job, completion_job
+
+REFUSED_S = 0.1  # a refusal comes after this: who asks again at once keeps no core busy with it
+
+
+async def asked_chat(
+    service: Service, request: Request, body: ChatRequest, model: ServedModel, *, warnings: Sequence[str] = ()
+) -> Job:
+    """`warnings`: of what was asked for in another API's words and is not in the body."""
+    await _check_places(service, request, body.num_choices)
+    context, default = service.context_limit(model), service.default_max_tokens(model)
+    targets = targets_of(request, model)
+    job = await chat_job(body, model, uuid.uuid4().hex, context, targets, default_tokens=default)
+    return dataclasses.replace(job, warnings=(*warnings, *job.warnings))
+
+
+async def asked_completion(service: Service, request: Request, body: CompletionRequest, model: ServedModel) -> Job:
+    await _check_places(service, request, body.num_prompts * body.num_choices)
+    return await completion_job(body, model, uuid.uuid4().hex, service.context_limit(model), targets_of(request, model))
+
+
+async def _check_places(service: Service, request: Request, count: int) -> None:
+    origin = origin_of(request.scope)
+    try:
+        service.check_admission(count, origin.key, origin.max_unfinished)
+    except (Overloaded, QuotaExceeded):
+        await asyncio.sleep(REFUSED_S)
+        raise

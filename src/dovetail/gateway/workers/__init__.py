@@ -1,0 +1,1 @@
+"""Worker processes: links, supervision, other machines, standby gateways, recovery."""
