@@ -21,8 +21,7 @@ from dovetail.modelspec import ModelSpec
 from dovetail.sched.turn import Turn
 from dovetail.sim.trace import Arrival
 from dovetail.store import Catalogue, open_checkpoint
-from dovetail.store.adapter_parts import open_adapter, places_of
-from dovetail.store.format import (
+from dovetail.store.format.manifest import (
     MANIFEST,
     Partition,
     blob_path,
@@ -34,6 +33,7 @@ from dovetail.store.format import (
     read_manifest,
     store_root,
 )
+from dovetail.store.hf.adapter_parts import open_adapter, places_of
 from dovetail.types import ModelCard
 from dovetail_bench.fleet import STEP, FleetModel, Report, check_distinct
 from dovetail_bench.many import Outcome, Step, run_one

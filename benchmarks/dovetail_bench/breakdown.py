@@ -26,8 +26,8 @@ from typing import Protocol
 
 import msgspec
 
-from dovetail.store import staging
-from dovetail.store.format import read_manifest
+from dovetail.store.format.manifest import read_manifest
+from dovetail.store.loading import staging
 from dovetail_bench.contenders import Load, SampleFiles, State
 
 CHUNK_BYTES = 16 * 2**20

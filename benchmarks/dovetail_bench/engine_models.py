@@ -17,9 +17,9 @@ from dovetail.errors import ConfigError
 from dovetail.machine import kept_dtype
 from dovetail.modelspec import ModelSpec
 from dovetail.store import Catalogue
-from dovetail.store.format import StoredModel, read_card
-from dovetail.store.hf_names import hf_pieces
-from dovetail.store.sources import fetch
+from dovetail.store.format.manifest import StoredModel, read_card
+from dovetail.store.hf.names import hf_pieces
+from dovetail.store.sources.fetch import fetch
 from dovetail_bench.fleet import DEMO, write_random
 from dovetail_bench.safetensors_writer import write_safetensors
 from dovetail_bench.shapes import SHAPES, TINY

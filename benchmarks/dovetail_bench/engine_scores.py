@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dovetail.store.format import TOKENIZER
+from dovetail.store.format.manifest import TOKENIZER
 from dovetail_bench.engine_models import EngineModels
 from dovetail_bench.peers import PeerProcess
 

@@ -17,7 +17,7 @@ import msgspec
 
 from dovetail.errors import ConfigError
 from dovetail.machine import memory_bytes, read_cpu
-from dovetail.store.format import read_card
+from dovetail.store.format.manifest import read_card
 from dovetail_bench.engine_figures import OURS, Cell, Metric, Row, agreement, fold, shifted
 from dovetail_bench.engine_models import EngineModels
 from dovetail_bench.engine_peers import (

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from dovetail.errors import DovetailError
 from dovetail.modelspec import ModelSpec
 from dovetail.store.catalogue import Catalogue
-from dovetail.store.format import partition_files
-from dovetail.store.sources import fetch
+from dovetail.store.format.manifest import partition_files
+from dovetail.store.sources.fetch import fetch
 from dovetail.types import ModelCard
 from dovetail_bench.load import Prompts
 from dovetail_bench.shapes import SHAPES

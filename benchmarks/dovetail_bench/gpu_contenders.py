@@ -20,8 +20,8 @@ from dovetail.engine.devices import Device
 from dovetail.engine.devices.opening import open_device
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.engine.gpu_load import PinnedRange
-from dovetail.store.loader import LoaderConfig
-from dovetail.store.pool import HostPool
+from dovetail.store.host_pool.pool import HostPool
+from dovetail.store.loading.loader import LoaderConfig
 from dovetail.worker.shelf import Shelf
 from dovetail_bench.breakdown import StepContender, steps, touched_memory
 from dovetail_bench.contenders import Contender, Load, SampleFiles, State

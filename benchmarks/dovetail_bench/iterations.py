@@ -20,7 +20,7 @@ from dovetail.layouts import packer
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.sched.turn import Turn, TurnRow
-from dovetail.store.arrange import arrange
+from dovetail.store.format.arrange import arrange
 from dovetail.types import SamplingParams
 from dovetail_bench.roofline import measure_roofline, timed
 from dovetail_bench.roofline_figures import least_seconds

@@ -17,7 +17,7 @@ import msgspec
 
 from dovetail.local_token import token_for
 from dovetail.sim.trace import Arrival
-from dovetail.store.page_cache import cached_fraction
+from dovetail.store.loading.page_cache import cached_fraction
 from dovetail_bench import page_cache
 from dovetail_bench.fleet import FleetModel, prompts_for
 from dovetail_bench.load import Answer, Load, first_token_s, request_body

@@ -26,13 +26,13 @@ from dovetail.machine import preferred_dtype
 from dovetail.modelspec import DTYPE_BYTES, ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.sched.turn import Turn, TurnRow
-from dovetail.store.arrange import arrange
 from dovetail.store.convert import Conversion
-from dovetail.store.format import FORMAT, VERSION, Manifest
-from dovetail.store.loader import Loader
+from dovetail.store.format.arrange import arrange
+from dovetail.store.format.manifest import FORMAT, VERSION, Manifest
+from dovetail.store.host_pool.pool import CHUNK_BYTES, HostPool
+from dovetail.store.loading.loader import Loader
+from dovetail.store.loading.pooled import open_pooled
 from dovetail.store.place import Place
-from dovetail.store.pool import CHUNK_BYTES, HostPool
-from dovetail.store.pooled import open_pooled
 from dovetail.store.publish import publish
 from dovetail.types import SamplingParams
 from dovetail_bench import shapes

@@ -18,7 +18,7 @@ import numpy as np
 
 from dovetail.errors import OutOfMemory
 from dovetail.store import Catalogue
-from dovetail.store.format import StoredTensors, partition_files
+from dovetail.store.format.manifest import StoredTensors, partition_files
 from dovetail_bench import peer_child
 from dovetail_bench.contenders import SampleFiles
 from dovetail_bench.peer_child import SAMPLE_BYTES, sample_starts

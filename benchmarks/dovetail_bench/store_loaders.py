@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dovetail.store.loader import Loader, LoaderConfig
-from dovetail.store.pool import CHUNK_BYTES, HostPool
-from dovetail.store.pooled import open_pooled, open_pooled_adapter
+from dovetail.store.host_pool.pool import CHUNK_BYTES, HostPool
+from dovetail.store.loading.loader import Loader, LoaderConfig
+from dovetail.store.loading.pooled import open_pooled, open_pooled_adapter
 from dovetail_bench.contenders import Load, SampleFiles, State
 from dovetail_bench.sample_checkpoints import stored_checksum
 

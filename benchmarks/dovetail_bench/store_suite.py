@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from dovetail.errors import ConfigError
-from dovetail.store.loader import Loader, LoaderConfig
+from dovetail.store.loading.loader import Loader, LoaderConfig
 from dovetail_bench import fio
 from dovetail_bench.breakdown import HostTarget, StepContender, steps, touched_memory
 from dovetail_bench.contenders import CPU_LOADERS, CUDA_LOADERS, Contender, SampleFiles, start_peer

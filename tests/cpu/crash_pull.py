@@ -15,7 +15,7 @@ from typing import Any
 
 from dovetail.store import Catalogue
 from dovetail.store.collect import collect
-from dovetail.store.format import read_manifest
+from dovetail.store.format.manifest import read_manifest
 from dovetail.store.verify import verify
 
 real_rename = Path.rename

@@ -24,7 +24,7 @@ from dovetail.gateway.workers.link import Link
 from dovetail.gateway.workers.remote_workers import Membership, WeightSources, WireKeys
 from dovetail.machine import HOME_VARIABLE
 from dovetail.messages import KEYS_VARIABLE, STORE_LIMIT_VARIABLE, weights_token
-from dovetail.store.weight_server import WeightServer
+from dovetail.store.sources.weight_server import WeightServer
 
 
 class Forwarder:

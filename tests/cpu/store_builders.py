@@ -11,8 +11,8 @@ import numpy as np
 
 from dovetail.node.ports import Checkpoint
 from dovetail.store import Catalogue
-from dovetail.store.arrays import to_float32
-from dovetail.store.format import MANIFEST, StoredModel, checksum_of, partition_files
+from dovetail.store.format.arrays import to_float32
+from dovetail.store.format.manifest import MANIFEST, StoredModel, checksum_of, partition_files
 
 
 def stored(source: Path, root: Path, name: str = "m", **options: Any) -> StoredModel:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dovetail.store import Catalogue
-from dovetail.store.adapter_parts import open_adapter, places_of
 from dovetail.store.checking import check_weights
-from dovetail.store.format import read_manifest
+from dovetail.store.format.manifest import read_manifest
+from dovetail.store.hf.adapter_parts import open_adapter, places_of
 from dovetail_bench.adapters import make_adapters, make_copies
 
 pytestmark = pytest.mark.slow  # whole contests of processes

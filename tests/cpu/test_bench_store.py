@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.store.page_cache import cached_fraction
+from dovetail.store.loading.page_cache import cached_fraction
 from dovetail_bench import fio, page_cache
 from dovetail_bench.contenders import Load, SampleFiles, State
 from dovetail_bench.peers import PeerFailed

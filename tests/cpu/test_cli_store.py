@@ -14,7 +14,7 @@ from store_builders import flip_bit
 from test_store_adapters import write_adapter
 
 from dovetail.store import Catalogue
-from dovetail.store.format import partition_files
+from dovetail.store.format.manifest import partition_files
 
 TinyFolder = Callable[[str], Path]
 Run = Callable[..., subprocess.CompletedProcess[str]]

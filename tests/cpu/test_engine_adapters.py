@@ -19,7 +19,7 @@ from dovetail.errors import UnsupportedModel
 from dovetail.native import levels
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.store import open_checkpoint
-from dovetail.store.adapter_parts import open_adapter
+from dovetail.store.hf.adapter_parts import open_adapter
 from dovetail.types import AdapterRef
 
 TinyFolder = Callable[[str], Path]

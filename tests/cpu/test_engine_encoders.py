@@ -26,7 +26,7 @@ from dovetail.sched.blocks import BlockPool
 from dovetail.sched.fcfs import FcfsScheduler
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.store import Catalogue, open_checkpoint
-from dovetail.store.format import MANIFEST
+from dovetail.store.format.manifest import MANIFEST
 from dovetail.types import TokenEvent
 
 TinyFolder = Callable[[str], Path]

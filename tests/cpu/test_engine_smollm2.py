@@ -17,7 +17,7 @@ from dovetail.layouts import unpack
 from dovetail.machine import read_cpu
 from dovetail.node.ports import HostTensor
 from dovetail.store import open_checkpoint
-from dovetail.store.sources import fetch
+from dovetail.store.sources.fetch import fetch
 
 # By how much logits may be apart for rounding to explain which is the largest, as a share of their root mean square.
 # Measured noise: of sums in float16 0.0051 (KL 4e-5), of operands in bf16 0.0046 (emulated), and 0.0068 in one prompt,

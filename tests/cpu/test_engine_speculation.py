@@ -321,7 +321,7 @@ def test_an_answer_with_an_adapter_is_drafted_for_by_the_bare_model(layers: dict
     from tiny_adapters import save_adapter
 
     from dovetail.engine.adapters import read_matrices
-    from dovetail.store.adapter_parts import open_adapter
+    from dovetail.store.hf.adapter_parts import open_adapter
 
     pair = Pair(layers["itself"], layers["itself"], mode="always")
     if pair.model.level == "torch":

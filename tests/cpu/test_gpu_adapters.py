@@ -27,7 +27,7 @@ from dovetail.engine.devices.cuda.adapter_image import (
 from dovetail.errors import UnsupportedModel
 from dovetail.modelspec import ModelSpec
 from dovetail.store import open_checkpoint
-from dovetail.store.adapter_parts import open_adapter
+from dovetail.store.hf.adapter_parts import open_adapter
 
 ADDRESS = 1 << 40
 LLAMA = ModelSpec("llama", 100, 8, 2, 2, 1, 4, 16, 64)

@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.modelspec import ModelSpec
 from dovetail.native import levels
-from dovetail.store.format import read_card
+from dovetail.store.format.manifest import read_card
 from dovetail_bench.mapped_start import write_model
 from dovetail_bench.served_memory import measure, peak_bytes, read_held
 

@@ -18,7 +18,7 @@ from store_builders import stored
 
 from dovetail.cli.ps import key_header
 from dovetail.store import Catalogue
-from dovetail.store.format import StoredModel, is_arriving
+from dovetail.store.format.manifest import StoredModel, is_arriving
 
 URL = "s3://serving/v1/models/big"
 CONFIG = """

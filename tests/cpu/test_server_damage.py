@@ -12,7 +12,7 @@ from store_builders import flip_bit, stored, writable_blob
 
 from dovetail.errors import DamagedCheckpoint
 from dovetail.store.checking import check_pieces
-from dovetail.store.format import TEMPLATE, TOKENIZER, read_card
+from dovetail.store.format.manifest import TEMPLATE, TOKENIZER, read_card
 
 CONFIG = """
 models: {{m: {{source: m}}}}

@@ -16,7 +16,7 @@ from server_fixture import Server, eventually
 from tokenizers import Tokenizer
 
 from dovetail.store import Catalogue
-from dovetail.store.format import partition_files
+from dovetail.store.format.manifest import partition_files
 
 HOME = Path("/proc/self/cwd/store")  # each process has its own
 MODELS = {"llama": "llama", "qwen3": "qwen3", "lost": "llama"}

@@ -17,7 +17,7 @@ from store_builders import sealed, stored
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.errors import DamagedCheckpoint, DovetailError
 from dovetail.sched.turn import Turn
-from dovetail.store.format import MANIFEST, StoredModel, parse_manifest
+from dovetail.store.format.manifest import MANIFEST, StoredModel, parse_manifest
 
 TinyFolder = Callable[[str], Path]
 BAD: list[tuple[str, str, Any]] = [

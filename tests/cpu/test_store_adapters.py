@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
 from dovetail.store import Catalogue, describe
-from dovetail.store.adapters import PeftFolder
-from dovetail.store.arrays import as_array
-from dovetail.store.format import partition_files
+from dovetail.store.format.arrays import as_array
+from dovetail.store.format.manifest import partition_files
+from dovetail.store.hf.adapters import PeftFolder
 
 TinyFolder = Callable[[str], Path]
 CONFIG: dict[str, Any] = {

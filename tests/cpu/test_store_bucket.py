@@ -19,13 +19,14 @@ from server_fixture import eventually
 from store_builders import flat, stored
 
 from dovetail.errors import DamagedCheckpoint, SourceError
-from dovetail.store import Catalogue, blob_download, bucket_model
-from dovetail.store.bucket_model import EarlyServing, upload_model
+from dovetail.store import Catalogue
 from dovetail.store.collect import collect
-from dovetail.store.format import ARRIVING, StoredModel, is_arriving, is_stored, partition_files
-from dovetail.store.loader import Loader, LoaderConfig
-from dovetail.store.object_store import Patience
-from dovetail.store.pool import HostPool
+from dovetail.store.format.manifest import ARRIVING, StoredModel, is_arriving, is_stored, partition_files
+from dovetail.store.host_pool.pool import HostPool
+from dovetail.store.loading.loader import Loader, LoaderConfig
+from dovetail.store.sources import blob_download, bucket_model
+from dovetail.store.sources.bucket_model import EarlyServing, upload_model
+from dovetail.store.sources.object_store import Patience
 from dovetail.types import ModelCard
 from dovetail.worker.shelf import Shelf
 

@@ -20,7 +20,7 @@ from dovetail.engine.devices.cpu import CpuDevice
 from dovetail.errors import CheckpointError, InvalidRequest, ModelNotFound, SourceError
 from dovetail.machine import default_root, preferred_dtype
 from dovetail.store import Catalogue, open_checkpoint
-from dovetail.store.format import partition_files
+from dovetail.store.format.manifest import partition_files
 from dovetail.store.place import source_key
 from dovetail.store.watched import WatchedCatalogue
 from dovetail.worker.hosting import Profiles

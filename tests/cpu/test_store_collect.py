@@ -11,7 +11,7 @@ from store_builders import flip_bit, stored, writable_blob
 
 from dovetail.store import Catalogue
 from dovetail.store.collect import collect, set_pinned, use_of
-from dovetail.store.format import partition_files
+from dovetail.store.format.manifest import partition_files
 from dovetail.store.place import Place, source_key
 from dovetail.store.verify import verify
 
@@ -155,7 +155,7 @@ def test_a_limit_removes_the_least_recently_used_first(three: Path) -> None:
 
 
 def test_pinned_and_open_models_stay_whatever_the_limit(three: Path) -> None:
-    from dovetail.store.format import StoredModel
+    from dovetail.store.format.manifest import StoredModel
 
     place = Place(three)
     set_pinned(place, three / "models" / "old", True)
@@ -178,7 +178,7 @@ def test_pinned_and_open_models_stay_whatever_the_limit(three: Path) -> None:
 def test_a_model_in_a_pool_is_in_use_while_a_view_of_it_lives(three: Path) -> None:
     import numpy as np
 
-    from dovetail.store.format import StoredModel
+    from dovetail.store.format.manifest import StoredModel
 
     folder, place = three / "models" / "old", Place(three)
     ((path, _),) = partition_files(folder)

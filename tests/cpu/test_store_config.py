@@ -11,9 +11,9 @@ from tiny import TINY_CONFIGS
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import ModelSpec
-from dovetail.store.arrange import arrange
-from dovetail.store.hf_config import spec_from_config
-from dovetail.store.hf_defaults import DEFAULTS
+from dovetail.store.format.arrange import arrange
+from dovetail.store.hf.config import spec_from_config
+from dovetail.store.hf.defaults import DEFAULTS
 
 LLAMA3_SCALING = {
     "factor": 8.0,

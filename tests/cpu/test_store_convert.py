@@ -20,9 +20,9 @@ from tiny import save_tiny_tokenizer
 
 from dovetail.errors import SourceError
 from dovetail.store import Catalogue, open_checkpoint
-from dovetail.store.arrays import as_array
 from dovetail.store.collect import collect
-from dovetail.store.format import StoredModel
+from dovetail.store.format.arrays import as_array
+from dovetail.store.format.manifest import StoredModel
 from dovetail.store.verify import verify
 
 TinyFolder = Callable[[str], Path]
@@ -94,7 +94,7 @@ MEASURED_PULL = """
 import sys
 from dovetail.store import Catalogue
 from dovetail.store.convert import Conversion
-import dovetail.store.gguf_file
+import dovetail.store.gguf.file
 root, source, dtype, layout = sys.argv[1:]
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024

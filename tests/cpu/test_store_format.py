@@ -18,9 +18,16 @@ from dovetail.layouts import bfloat16_bits
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import HostTensor
 from dovetail.store import Catalogue, open_checkpoint, pull
-from dovetail.store.arrays import as_array, convert, from_array, to_float32
 from dovetail.store.checkpoints import ModelFiles
-from dovetail.store.format import CHUNK_BYTES, PAGE_BYTES, StoredModel, partition_files, read_card, read_manifest
+from dovetail.store.format.arrays import as_array, convert, from_array, to_float32
+from dovetail.store.format.manifest import (
+    CHUNK_BYTES,
+    PAGE_BYTES,
+    StoredModel,
+    partition_files,
+    read_card,
+    read_manifest,
+)
 from dovetail.store.publish import recover
 
 TinyFolder = Callable[[str], Path]
@@ -89,7 +96,7 @@ def test_tensors_can_be_views_of_memory_that_somebody_else_filled(tiny_folder: T
 
 
 def test_chunks_cover_the_file_and_the_digest_follows_from_them(tmp_path: Path) -> None:
-    from dovetail.store.partition_writer import PartitionWriter
+    from dovetail.store.format.partition_writer import PartitionWriter
 
     data = np.random.default_rng(0).integers(0, 256, CHUNK_BYTES + 3 * PAGE_BYTES, dtype=np.uint8)
     writer = PartitionWriter(tmp_path / "whole")

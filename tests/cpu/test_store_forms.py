@@ -23,8 +23,8 @@ from dovetail.layouts import BY_ROWS, CELLS, Quantised, coding_of, pack_codes, u
 from dovetail.native import levels
 from dovetail.node.ports import HostTensor
 from dovetail.store import Catalogue, open_checkpoint
-from dovetail.store.arrange import bounds
 from dovetail.store.catalogue import _has_form
+from dovetail.store.format.arrange import bounds
 from dovetail.store.pull import Form, Pull
 
 TinyFolder = Callable[[str], Path]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from store_builders import sealed, stored
 
 from dovetail.errors import CheckpointError
-from dovetail.store.format import MANIFEST, StoredModel, parse_manifest
+from dovetail.store.format.manifest import MANIFEST, StoredModel, parse_manifest
 
 TinyFolder = Callable[[str], Path]
 NUMBERS = st.one_of(

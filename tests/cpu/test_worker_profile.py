@@ -16,8 +16,8 @@ from dovetail.errors import ConfigError
 from dovetail.native.dispatch import levels
 from dovetail.profiles.live import LiveLatency
 from dovetail.store import Catalogue, describe
-from dovetail.store.format import partition_files
-from dovetail.store.pool import HostPool
+from dovetail.store.format.manifest import partition_files
+from dovetail.store.host_pool.pool import HostPool
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import InstanceConfig, build_runner
 from dovetail.worker.profiling import Profiler

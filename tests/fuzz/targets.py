@@ -78,7 +78,7 @@ class Gguf(Target):
             self.save_seed(kind.name, path.read_bytes())
 
     def use(self, data: bytes) -> None:
-        from dovetail.store.gguf_file import GgufFile
+        from dovetail.store.gguf.file import GgufFile
 
         file = GgufFile(self.as_file(data, "model.gguf"))
         for name, _ in file.spec.tensors():
@@ -165,7 +165,7 @@ class Safetensors(Target):
         return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
     def use(self, data: bytes) -> None:
-        from dovetail.store.safetensors_file import SafetensorsFile
+        from dovetail.store.hf.safetensors_file import SafetensorsFile
 
         file = SafetensorsFile(self.as_file(data, "model.safetensors"))
         try:
@@ -205,7 +205,7 @@ class Settings(Target):
     def use(self, data: bytes) -> None:
         from dovetail.config import load_config
         from dovetail.store.files import read_json
-        from dovetail.store.hf_config import spec_from_config
+        from dovetail.store.hf.config import spec_from_config
 
         path = self.as_file(data[4:], "config")
         if data.startswith(b"yaml"):
@@ -397,7 +397,7 @@ class ManifestAndEngine(Target):
 
         from dovetail.engine.executor import CpuExecutor, ExecutorConfig
         from dovetail.sched.turn import Turn
-        from dovetail.store.format import StoredModel, parse_manifest
+        from dovetail.store.format.manifest import StoredModel, parse_manifest
 
         manifest = parse_manifest(data, "manifest.json")
         blob = self.blobs.get(json.dumps(json.loads(data).get("partitions")))

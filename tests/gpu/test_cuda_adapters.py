@@ -23,7 +23,7 @@ from dovetail.engine.executor import CpuExecutor, ExecutorConfig
 from dovetail.modelspec import FP8, ModelSpec
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.store import Catalogue, open_checkpoint
-from dovetail.store.adapter_parts import open_adapter
+from dovetail.store.hf.adapter_parts import open_adapter
 from dovetail.types import AdapterRef
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.store.lease import Lease
-from dovetail.store.loader import PartitionSource
-from dovetail.store.pool import HostPool
-from dovetail.store.reader import PartitionFile
+from dovetail.store.host_pool.lease import Lease
+from dovetail.store.host_pool.pool import HostPool
+from dovetail.store.loading.loader import PartitionSource
+from dovetail.store.loading.reader import PartitionFile
 
 CHUNK = 16 << 10
 

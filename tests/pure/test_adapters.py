@@ -23,7 +23,7 @@ from dovetail.sched.fcfs import FcfsScheduler
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.sequence import sequences_of
 from dovetail.sched.turn import Outcome, RowOutcome
-from dovetail.store.adapter_parts import adapted_places
+from dovetail.store.hf.adapter_parts import adapted_places
 from dovetail.types import AdapterRef, Request, SamplingParams
 
 A, B = AdapterRef("a", "/a", "1"), AdapterRef("b", "/b", "1")

@@ -13,10 +13,10 @@ import pytest
 from pool_builders import CHUNK, content, counted_reads, eventually, make_pool, python_process, write_partition
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, DovetailError, OutOfMemory
-from dovetail.store.lease import Lease
-from dovetail.store.loader import Loader, LoaderConfig, PartitionSource, Place
-from dovetail.store.pool import HostPool
-from dovetail.store.transfer import Tier, Transfer
+from dovetail.store.host_pool.lease import Lease
+from dovetail.store.host_pool.pool import HostPool
+from dovetail.store.loading.loader import Loader, LoaderConfig, PartitionSource, Place
+from dovetail.store.loading.transfer import Tier, Transfer
 
 CONFIG = LoaderConfig(readers=3, range_bytes=CHUNK)
 
@@ -261,8 +261,8 @@ from contextlib import ExitStack
 from pathlib import Path
 sys.path.insert(0, ".")
 from pool_builders import content
-from dovetail.store.loader import Loader, LoaderConfig, PartitionSource
-from dovetail.store.pool import HostPool
+from dovetail.store.loading.loader import Loader, LoaderConfig, PartitionSource
+from dovetail.store.host_pool.pool import HostPool
 
 pool = HostPool(int(sys.argv[1]))
 folder, seed, chunk = Path(sys.argv[2]), int(sys.argv[3]), pool.chunk_bytes
@@ -326,9 +326,9 @@ def test_64_loads_at_once_in_one_process(tmp_path: Path) -> None:
 
 STOPS_IN_THE_MIDDLE = """
 import sys, threading
-from dovetail.store.pool import HostPool
-from dovetail.store.reader import PartitionFile
-from dovetail.store.transfer import Tier, Transfer
+from dovetail.store.host_pool.pool import HostPool
+from dovetail.store.loading.reader import PartitionFile
+from dovetail.store.loading.transfer import Tier, Transfer
 from pathlib import Path
 
 class Stuck(PartitionFile):
@@ -372,8 +372,8 @@ KEEPS_LOADING = """
 import os, random, sys, threading
 from pathlib import Path
 from pool_builders import content
-from dovetail.store.loader import Loader, LoaderConfig, PartitionSource
-from dovetail.store.pool import HostPool
+from dovetail.store.loading.loader import Loader, LoaderConfig, PartitionSource
+from dovetail.store.host_pool.pool import HostPool
 
 pool = HostPool(int(sys.argv[1]))
 loader = Loader(pool, LoaderConfig(readers=2, range_bytes=pool.chunk_bytes))
@@ -436,7 +436,7 @@ def test_processes_that_are_killed_while_they_load_spoil_nothing(tmp_path: Path)
 def test_threads_leave_when_there_is_nothing_to_read_and_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dovetail.store.transfer.IDLE_S", 0.05)
+    monkeypatch.setattr("dovetail.store.loading.transfer.IDLE_S", 0.05)
 
     def readers() -> int:
         return sum(thread.name.startswith("disk-reader") for thread in threading.enumerate())

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pool_builders import CHUNK, content, fill, make_pool, python_process
 
 from dovetail.errors import DamagedCheckpoint, OutOfMemory
-from dovetail.store.lease import Arrival, Lease, enumerate_runs
-from dovetail.store.pool import HostPool
-from dovetail.store.pool_table import Process, Table, TableSlots
+from dovetail.store.host_pool.lease import Arrival, Lease, enumerate_runs
+from dovetail.store.host_pool.pool import HostPool
+from dovetail.store.host_pool.table import Process, Table, TableSlots
 
 
 def load(pool: HostPool, key: str, size_bytes: int) -> Lease:
@@ -82,7 +82,7 @@ def test_a_view_cannot_be_written() -> None:
 def test_a_write_past_the_view_faults() -> None:
     code = """
 import ctypes, sys
-from dovetail.store.pool import HostPool
+from dovetail.store.host_pool.pool import HostPool
 view = HostPool(int(sys.argv[1])).reserve("a", 100).view()
 print("mapped", flush=True)
 ctypes.memset(ctypes.addressof(view.obj), 1, 1)
@@ -203,7 +203,7 @@ def test_a_waiter_shares_the_load_as_it_arrives() -> None:
 def test_a_waiter_takes_over_where_a_killed_loader_stopped() -> None:
     code = """
 import sys
-from dovetail.store.pool import HostPool
+from dovetail.store.host_pool.pool import HostPool
 lease = HostPool(int(sys.argv[1])).reserve("a", 40_000)
 lease.advance(20_000)
 print("half", flush=True)
@@ -226,7 +226,7 @@ sys.stdin.read()
 def test_the_pins_of_a_killed_process_go_with_it() -> None:
     code = """
 import sys
-from dovetail.store.pool import HostPool
+from dovetail.store.host_pool.pool import HostPool
 pool = HostPool(int(sys.argv[1]))
 views = [pool.reserve("a", 100).view(), pool.reserve("half", 100).view()]
 print("held", flush=True)

@@ -10,8 +10,8 @@ import pytest
 from pool_builders import CHUNK, content, make_pool, write_partition
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint
-from dovetail.store.reader import ALIGNMENT, DirectIo, PartitionFile
-from dovetail.store.staging import SLICE_BYTES, Staging
+from dovetail.store.loading.reader import ALIGNMENT, DirectIo, PartitionFile
+from dovetail.store.loading.staging import SLICE_BYTES, Staging
 
 REFUSES_DIRECT_IO = Path("/sys/kernel/btf/vmlinux")  # a real file of a file system without direct I/O
 

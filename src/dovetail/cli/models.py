@@ -154,8 +154,8 @@ def _catalogue(root: Path | None) -> Catalogue:
 
 def cached_fraction(catalogue: Catalogue, entry: Entry) -> float:
     """How much of its weights the page cache holds."""
-    from dovetail.store.format import blob_path
-    from dovetail.store.page_cache import cached_fraction as cached
+    from dovetail.store.format.manifest import blob_path
+    from dovetail.store.loading.page_cache import cached_fraction as cached
 
     if entry.manifest is None:
         return 0.0

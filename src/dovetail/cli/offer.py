@@ -17,17 +17,17 @@ from dovetail.errors import ConfigError, DovetailError, InvalidRequest, ModelNot
 from dovetail.gateway.draft_models import draft_problem
 from dovetail.gateway.models import FixedCatalogue, NamedAdapter, Offer
 from dovetail.store import Catalogue, describe
-from dovetail.store.adapter_parts import declared_base, describe_adapter
-from dovetail.store.adapters import CONFIG as ADAPTER_CONFIG
-from dovetail.store.bucket_model import is_model_address
 from dovetail.store.checking import Finding, check_pieces, quarantine
 from dovetail.store.collect import collect
-from dovetail.store.format import is_stored, read_manifest
-from dovetail.store.object_store import is_object_address
-from dovetail.store.pool import HostPool
-from dovetail.store.pooled import pooled_keys
+from dovetail.store.format.manifest import is_stored, read_manifest
+from dovetail.store.hf.adapter_parts import declared_base, describe_adapter
+from dovetail.store.hf.adapters import CONFIG as ADAPTER_CONFIG
+from dovetail.store.host_pool.pool import HostPool
+from dovetail.store.loading.pooled import pooled_keys
 from dovetail.store.pull_process import PullBounds, pull_in_process
-from dovetail.store.sources import default_name, full_source, is_remote
+from dovetail.store.sources.bucket_model import is_model_address
+from dovetail.store.sources.fetch import default_name, full_source, is_remote
+from dovetail.store.sources.object_store import is_object_address
 from dovetail.store.watched import WatchedCatalogue
 from dovetail.types import AdapterRef, ModelCard
 

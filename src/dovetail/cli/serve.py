@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dovetail.gateway.models import Offer
     from dovetail.gateway.workers.link import Link
     from dovetail.gateway.workers.recovery import Recovery
+    from dovetail.store.host_pool.pool import HostPool
     from dovetail.store.place import Place
-    from dovetail.store.pool import HostPool
     from dovetail.types import ModelCard
 
 PROMPT = "Please name the capital of Germany."  # no token of the answer hangs on a near tie, in any precision
@@ -338,7 +338,7 @@ def _make_pool(store: StoreConfig, durable: Durable | None) -> HostPool | None:
     """Host memory for models between uses. It is this process's and the workers', and gone when they are: workers that
     are there from before have it still."""
     from dovetail.gateway.workers.adopted import WorkerRecords
-    from dovetail.store.pool import CHUNK_BYTES, HostPool, pool_bytes
+    from dovetail.store.host_pool.pool import CHUNK_BYTES, HostPool, pool_bytes
 
     size = pool_bytes(store.host_pool)
     if size < CHUNK_BYTES:

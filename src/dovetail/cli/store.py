@@ -142,8 +142,8 @@ def upload(
     Example: dovetail store upload smollm2-135m-instruct s3://models/v1
     """
     from dovetail.errors import SourceError
-    from dovetail.store.bucket_model import upload_model
-    from dovetail.store.object_store import is_object_address
+    from dovetail.store.sources.bucket_model import upload_model
+    from dovetail.store.sources.object_store import is_object_address
 
     if not is_object_address(url):
         raise SourceError(f"{url}: expected an address as s3://bucket/prefix")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dovetail.cluster.ray_backend import RayNodes
     from dovetail.gateway.workers.link import Link
     from dovetail.gateway.workers.remote_workers import Membership
-    from dovetail.store.weight_server import WeightServer
+    from dovetail.store.sources.weight_server import WeightServer
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -159,7 +159,7 @@ class RayCluster:
     def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
         from dovetail.gateway.workers.remote_workers import Membership, WeightSources, WireKeys, listen_as_before
         from dovetail.messages import weights_token
-        from dovetail.store.weight_server import WeightServer
+        from dovetail.store.sources.weight_server import WeightServer
 
         assert durable is not None
         keys = WireKeys.kept(durable)

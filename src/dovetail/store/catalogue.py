@@ -1,6 +1,6 @@
 """The models and adapters that were pulled: finds, adds, removes. Serves nothing.
 
-Where they lie is `store.place`, what a folder holds `store.format`, how one is made `store.pull`.
+Where they lie is `store.place`, what a folder holds `store.format.manifest`, how one is made `store.pull`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Literal, NamedTuple
 from dovetail.errors import CheckpointError, ModelNotFound, SourceError, UnsupportedModel
 from dovetail.layouts import LAYOUTS, OUTDATED
 from dovetail.machine import default_root
-from dovetail.store.adapters import StoredAdapter
-from dovetail.store.bucket_model import EarlyServing, has_form_of_store
 from dovetail.store.checkpoints import read_any_card
 from dovetail.store.convert import JOURNAL_BYTES
-from dovetail.store.format import MANIFEST, Manifest, is_stored, read_arriving_card, read_manifest
+from dovetail.store.format.manifest import MANIFEST, Manifest, is_stored, read_arriving_card, read_manifest
+from dovetail.store.format.version_one import is_version_one
+from dovetail.store.hf.adapters import StoredAdapter
 from dovetail.store.place import STORE_LOCK, Place
 from dovetail.store.publish import is_interrupted, recover, recover_all, withdraw
 from dovetail.store.pull import AUTO, Form, Pull
-from dovetail.store.sources import EXAMPLE_SOURCE, Fetched, Progress, full_source, is_remote
-from dovetail.store.version_one import is_version_one
+from dovetail.store.sources.bucket_model import EarlyServing, has_form_of_store
+from dovetail.store.sources.fetch import EXAMPLE_SOURCE, Fetched, Progress, full_source, is_remote
 from dovetail.types import ModelCard
 
 DTYPES = ("f32", "bf16", "f16")

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint
 from dovetail.store.files import read_bytes
-from dovetail.store.format import Manifest, Partition, blob_path, open_blob, read_manifest, store_root
+from dovetail.store.format.manifest import Manifest, Partition, blob_path, open_blob, read_manifest, store_root
+from dovetail.store.loading.reader import cached_share
 from dovetail.store.place import STORE_LOCK, Place
-from dovetail.store.reader import cached_share
 
 QUARANTINE = "quarantine"
 

@@ -9,11 +9,11 @@ import msgspec
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, UnsupportedModel
 from dovetail.node.ports import Checkpoint
-from dovetail.store.adapters import is_adapter_folder
-from dovetail.store.format import StoredModel, is_stored, read_card
-from dovetail.store.hf_folder import is_hf_folder, open_hf_folder
-from dovetail.store.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
-from dovetail.store.version_one import VersionOneFolder, is_version_one, read_old_card
+from dovetail.store.format.manifest import StoredModel, is_stored, read_card
+from dovetail.store.format.tokenizer_files import TokenFields, find_tokenizer, read_token_fields
+from dovetail.store.format.version_one import VersionOneFolder, is_version_one, read_old_card
+from dovetail.store.hf.adapters import is_adapter_folder
+from dovetail.store.hf.folder import is_hf_folder, open_hf_folder
 from dovetail.types import ModelCard
 
 
@@ -48,7 +48,7 @@ def open_checkpoint(path: str | Path) -> ModelFiles:
     if is_hf_folder(path):
         return open_hf_folder(path)
     if is_gguf(path):
-        from dovetail.store.gguf_file import GgufFile  # its package is slow to import; serving does not need it
+        from dovetail.store.gguf.file import GgufFile  # its package is slow to import; serving does not need it
 
         return GgufFile(path)
     raise _not_a_model(path)

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from dovetail.errors import CheckpointError
-from dovetail.store.format import (
+from dovetail.store.format.manifest import (
     ARRIVING,
     MANIFEST,
     PINNED,
@@ -31,9 +31,9 @@ from dovetail.store.format import (
     is_stored,
     read_manifest,
 )
+from dovetail.store.format.version_one import OLD_FILES, WEIGHTS, is_version_one
 from dovetail.store.place import STORE_LOCK, Place, source_key
 from dovetail.store.publish import recover_all, references, withdraw_locked
-from dovetail.store.version_one import OLD_FILES, WEIGHTS, is_version_one
 
 Kind = Literal["blob", "staging", "old form", "model"]
 

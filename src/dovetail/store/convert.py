@@ -21,10 +21,10 @@ from dovetail.codings import CODINGS, FORMS, Array, Quantised
 from dovetail.errors import DamagedCheckpoint, UnsupportedModel
 from dovetail.layouts import BY_ROWS, NUMPY, Packer, coding_of, packer, unpack, unpack_codes
 from dovetail.node.ports import HostTensor
-from dovetail.store.arrange import Arrangement, Cut, Tensor, bounds
 from dovetail.store.files import write_file
-from dovetail.store.format import Partition, TensorEntry
-from dovetail.store.partition_writer import PartitionWriter
+from dovetail.store.format.arrange import Arrangement, Cut, Tensor, bounds
+from dovetail.store.format.manifest import Partition, TensorEntry
+from dovetail.store.format.partition_writer import PartitionWriter
 
 SLAB_BYTES = 16 * 2**20  # of float32
 JOURNAL_BYTES = 256 * 2**20  # written between two entries of the journal: what an interruption can cost

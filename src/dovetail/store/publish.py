@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dovetail.errors import CheckpointError
 from dovetail.store.files import sync_folder, write_file
-from dovetail.store.format import (
+from dovetail.store.format.manifest import (
     MANIFEST,
     PINNED,
     Manifest,

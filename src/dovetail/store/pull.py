@@ -12,16 +12,16 @@ import msgspec
 from dovetail.errors import CheckpointError, SourceError, UnsupportedModel
 from dovetail.layouts import GGUF, LAYOUTS, NUMPY
 from dovetail.machine import kept_dtype, preferred_dtype
-from dovetail.store.adapters import PeftFolder, is_adapter_folder
-from dovetail.store.arrange import Arrangement, arrange
-from dovetail.store.bucket_model import BucketModel, EarlyServing, ModelDownload, find_model
 from dovetail.store.checkpoints import CodedFiles, ModelFiles, open_checkpoint
 from dovetail.store.convert import JOURNAL_BYTES, Conversion, Source
 from dovetail.store.files import check_room, remove_empty
-from dovetail.store.format import FORMAT, TEMPLATE, TOKENIZER, VERSION, Manifest, Partition
+from dovetail.store.format.arrange import Arrangement, arrange
+from dovetail.store.format.manifest import FORMAT, TEMPLATE, TOKENIZER, VERSION, Manifest, Partition
+from dovetail.store.hf.adapters import PeftFolder, is_adapter_folder
 from dovetail.store.place import Place, source_key
 from dovetail.store.publish import digests_of, publish
-from dovetail.store.sources import Fetched, Progress, default_name, fetch, files_identity
+from dovetail.store.sources.bucket_model import BucketModel, EarlyServing, ModelDownload, find_model
+from dovetail.store.sources.fetch import Fetched, Progress, default_name, fetch, files_identity
 
 Written = list[tuple[Path, Partition]]
 

@@ -20,7 +20,7 @@ from dovetail.errors import DovetailError
 from dovetail.types import ModelCard
 
 if TYPE_CHECKING:
-    from dovetail.store.bucket_model import EarlyServing
+    from dovetail.store.sources.bucket_model import EarlyServing
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -87,8 +87,8 @@ def main() -> None:
 
 
 def _early(order: Order, on_servable: Callable[[str], None]) -> EarlyServing | None:
-    from dovetail.store.bucket_model import EarlyServing
-    from dovetail.store.pool import HostPool
+    from dovetail.store.host_pool.pool import HostPool
+    from dovetail.store.sources.bucket_model import EarlyServing
 
     return EarlyServing(HostPool(order.pool), on_servable) if order.pool >= 0 else None
 

@@ -21,9 +21,9 @@ import msgspec
 from dovetail import errors
 from dovetail.confined import give_way
 from dovetail.errors import DovetailError, SourceError
-from dovetail.store.blob_download import WAITING
 from dovetail.store.pull_child import Done, Failed, Line, Order, Servable, Step
-from dovetail.store.sources import Progress
+from dovetail.store.sources.blob_download import WAITING
+from dovetail.store.sources.fetch import Progress
 from dovetail.types import ModelCard
 
 _LOOK_S = 0.2  # how often whoever waits is asked whether it still does

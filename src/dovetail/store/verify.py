@@ -14,7 +14,15 @@ import msgspec
 
 from dovetail.errors import CheckpointError
 from dovetail.store.files import read_bytes
-from dovetail.store.format import Manifest, Partition, blob_path, is_stored, open_blob, read_manifest, store_root
+from dovetail.store.format.manifest import (
+    Manifest,
+    Partition,
+    blob_path,
+    is_stored,
+    open_blob,
+    read_manifest,
+    store_root,
+)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dovetail.errors import CheckpointError, ModelNotFound
 from dovetail.store.catalogue import Catalogue
-from dovetail.store.format import MANIFEST
+from dovetail.store.format.manifest import MANIFEST
 from dovetail.types import ModelCard
 
 _MAX_GUESSED_CHARS = 64  # of a name for which similar ones are looked up

@@ -25,7 +25,7 @@ from dovetail.engine.adapters import AdapterMatrices, PackedAdapter, read_matric
 from dovetail.errors import DovetailError, OutOfMemory
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import AdapterWeights
-from dovetail.store.adapter_parts import open_adapter
+from dovetail.store.hf.adapter_parts import open_adapter
 from dovetail.types import AdapterRef, ModelCard
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.runner import ModelRunner

@@ -1,5 +1,5 @@
 """Models that download while they are asked for: waits until their weights are in the host pool, beside the thread that
-loads, which goes on with other models meanwhile. Another process brings the bytes (`store.bucket_model`).
+loads, which goes on with other models meanwhile. Another process brings the bytes (`store.sources.bucket_model`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dovetail import messages
 from dovetail.errors import DovetailError
 from dovetail.node.events import StartLoad
-from dovetail.store.format import (
+from dovetail.store.format.manifest import (
     ARRIVING,
     MANIFEST,
     Partition,
@@ -24,7 +24,7 @@ from dovetail.store.format import (
     read_manifest,
     store_root,
 )
-from dovetail.store.pool import HostPool
+from dovetail.store.host_pool.pool import HostPool
 from dovetail.types import ModelCard
 from dovetail.worker.fetching import Fetched
 

@@ -20,11 +20,11 @@ from dovetail import messages
 from dovetail.errors import DovetailError
 from dovetail.machine import default_root
 from dovetail.node.events import StartLoad
-from dovetail.store.format import TOKENIZER, is_stored, read_manifest
-from dovetail.store.neighbour import Neighbour
-from dovetail.store.neighbour_fetch import FetchCancelled, ModelFetch, Wanted
+from dovetail.store.format.manifest import TOKENIZER, is_stored, read_manifest
 from dovetail.store.place import Place
-from dovetail.store.weight_server import WeightServer, address_towards
+from dovetail.store.sources.neighbour import Neighbour
+from dovetail.store.sources.neighbour_fetch import FetchCancelled, ModelFetch, Wanted
+from dovetail.store.sources.weight_server import WeightServer, address_towards
 from dovetail.types import ModelCard
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.due_queue import DueQueue

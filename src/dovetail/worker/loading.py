@@ -25,7 +25,7 @@ from dovetail.node.ports import Checkpoint
 from dovetail.policy.startup import LoadTimes
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
-from dovetail.store.loader import Ticket
+from dovetail.store.loading.loader import Ticket
 from dovetail.types import ModelCard, Speculation
 from dovetail.worker.draft_model import DraftModel
 from dovetail.worker.due_queue import DueQueue
@@ -284,7 +284,7 @@ def _draft_model(config: InstanceConfig, device: Device, shelf: Shelf | None, on
 def _open(config: InstanceConfig, card: ModelCard, shelf: Shelf | None, on_place: OnPlace) -> tuple[Checkpoint, Tier]:
     from dovetail.store import open_checkpoint
     from dovetail.store.checking import check_weights
-    from dovetail.store.format import is_stored, read_manifest
+    from dovetail.store.format.manifest import is_stored, read_manifest
 
     if shelf is not None:
         return shelf.open(card.path, on_place)

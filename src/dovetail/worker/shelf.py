@@ -13,9 +13,8 @@ from dovetail.node.events import StartLoad
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
 from dovetail.store import open_checkpoint
-from dovetail.store.adapter_parts import ModelAdapter, open_adapter
 from dovetail.store.checking import check_weights
-from dovetail.store.format import (
+from dovetail.store.format.manifest import (
     ARRIVING,
     Manifest,
     StoredModel,
@@ -24,10 +23,11 @@ from dovetail.store.format import (
     partition_files,
     read_manifest,
 )
-from dovetail.store.loader import Loader, LoaderConfig, Ticket
-from dovetail.store.pool import HostPool
-from dovetail.store.pooled import open_pooled, open_pooled_adapter, pooled_keys
-from dovetail.store.reader import cached_share
+from dovetail.store.hf.adapter_parts import ModelAdapter, open_adapter
+from dovetail.store.host_pool.pool import HostPool
+from dovetail.store.loading.loader import Loader, LoaderConfig, Ticket
+from dovetail.store.loading.pooled import open_pooled, open_pooled_adapter, pooled_keys
+from dovetail.store.loading.reader import cached_share
 from dovetail.worker.arriving import Arrivals
 from dovetail.worker.fetching import Fetched
 

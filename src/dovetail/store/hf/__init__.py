@@ -1,0 +1,1 @@
+"""Reads Hugging Face folders, and the LoRA adapters of PEFT. Never unpickles anything."""

@@ -1,0 +1,1 @@
+"""Weights in memory that all processes of a server share (L3)."""

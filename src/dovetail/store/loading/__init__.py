@@ -1,0 +1,1 @@
+"""From disk into the host pool: the loading queue, its threads, direct reads (L3)."""

@@ -1,0 +1,1 @@
+"""Where models come from: indexes, buckets, and neighbours of a cluster."""
