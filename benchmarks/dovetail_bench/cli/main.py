@@ -14,8 +14,10 @@ from dovetail.cli.output import human_bytes, print_json
 from dovetail.modelspec import KvKind
 from dovetail_bench.cli.abuse import abuse
 from dovetail_bench.cli.adapters import adapters
+from dovetail_bench.cli.bucket import bucket
 from dovetail_bench.cli.engines import engines
 from dovetail_bench.cli.many import many
+from dovetail_bench.cli.register import record, report
 from dovetail_bench.cli.sampling import sampling
 from dovetail_bench.cli.speculation import speculation
 from dovetail_bench.cli.store import store
@@ -36,6 +38,9 @@ app.command("abuse")(abuse)
 app.command("speculation")(speculation)
 app.command("sampling")(sampling)
 app.command("store")(store)
+app.command("bucket")(bucket)
+app.command("record")(record)
+app.command("report")(report)
 
 
 @app.callback()

@@ -14,8 +14,9 @@ from rich import box
 from rich.table import Table
 
 from dovetail.errors import ConfigError
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.knobs import Knobs, Shadow
 from dovetail.policy.presets import DOVETAIL, IMPROVEMENTS, SLINFER, SLLM_CS, policy
+from dovetail.policy.real import real_knobs
 from dovetail.sim.layout import Layout, ModelSection, NodeSection
 from dovetail.sim.metrics import Result
 from dovetail.sim.setup import Setup
@@ -235,6 +236,26 @@ def _workloads(base: Setup) -> Runs:
                 yield cell, replace(setup, models=None) if layout else setup
 
 
+# SLINFER as published (S4 as a closed form), with admission that plays the node's turns, and what a server runs for
+# requests that bring targets: a late one is given up, as SLINFER gives up all of its own.
+COMPOSITIONS = {
+    "published": replace(SLINFER, shadow=Shadow.CLOSED, paced_from_first_token=False),
+    "played": SLINFER,
+    "served": real_knobs("dovetail", extend_deadlines=False),
+}
+
+
+def _compositions(base: Setup) -> Runs:
+    """The generated workloads at 7B and 13B, where not all policies meet everything."""
+    for workload, kind, file in WORKLOADS:
+        path: Any = base.trace.parent / file
+        for size in ("7B", "13B"):
+            for name, knobs in COMPOSITIONS.items():
+                changes: dict[str, Any] = {kind: path}
+                setup = replace(base, knobs=knobs, shape=SHAPES[size], varied=True, **changes)
+                yield Cell((workload, size, name), "tuned on" if workload in TUNED_ON else ""), setup
+
+
 def _silence(base: Setup) -> Runs:
     """What a bound on silence within answers costs, and what swapping out brings where there is none."""
     for size in ("7B", "13B"):
@@ -258,6 +279,7 @@ SWEEPS = {
     "burstgpt": Sweep("BurstGPT (Fig 27)", ("requests/s", "policy"), _burstgpt),
     "mixed": Sweep("Mixed sizes (Fig 26)", ("3B:7B:13B:34B", "policy"), _mixed),
     "workloads": Sweep("Generated workloads", ("workload", "size", "policy"), _workloads),
+    "compositions": Sweep("Published, played and served", ("workload", "size", "policy"), _compositions),
     "silence": Sweep("Attainment against the longest silence", ("size", "longest silence"), _silence),
     "pd": Sweep("Prefill–decode disaggregation (Table III)", ("policy", "models"), _disaggregation),
 }

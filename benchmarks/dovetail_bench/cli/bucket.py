@@ -1,0 +1,34 @@
+"""`bench bucket`: a model in an S3 bucket behind a slow line, served while it downloads."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail.cli.output import print_json, print_table
+
+
+def bucket(
+    limit: Annotated[float, typer.Option(help="Megabytes per second of the bucket's line.", min=1)] = 50.0,
+    folder: Annotated[Path | None, typer.Option(help="For the model.  [default: $DOVETAIL_HOME/bench/bucket]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Serve a random model of 0.5 billion parameters from a local S3 server while it downloads.
+
+    Needs the packages of the tests (moto). Example: dovetail bench bucket --limit 50
+    """
+    from dovetail.machine import default_root
+    from dovetail_bench.bucket import measure
+    from dovetail_bench.register import ENTRIES
+
+    place = folder or default_root() / "bench" / "bucket"
+    place.mkdir(parents=True, exist_ok=True)
+    found = measure(place, limit, partial(typer.echo, err=True))
+    if as_json:
+        print_json(found)
+        return
+    heading, *rows = ENTRIES["bucket"].rows({name: getattr(found, name) for name in found.__struct_fields__})
+    print_table(heading, rows)
