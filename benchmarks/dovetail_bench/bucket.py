@@ -1,13 +1,13 @@
 """A model in a bucket behind a slow line, served while it downloads: when what is there, and whether the text is right.
 
-The bucket is moto's S3 server on loopback; a proxy before it hands out answers at a limited rate, all connections
-together. The model has random weights.
+The bucket is a folder on loopback that answers as S3 does, at a limited rate; the tests have the same against a whole
+S3 server. The model has random weights.
 """
 
 from __future__ import annotations
 
-import http.client
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import httpx
 import msgspec
@@ -35,6 +37,7 @@ ENVIRONMENT = {
 PIECE_BYTES = 256 * 1024
 WAIT_S = 600.0
 PREFIX = "s3://bench/v1"
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
 class BucketRun(msgspec.Struct, frozen=True):
@@ -51,31 +54,30 @@ class BucketRun(msgspec.Struct, frozen=True):
 
 
 def measure(folder: Path, limit_mb_per_s: float, report: Callable[[str], None]) -> BucketRun:
-    """Makes the model in `folder` unless it is there, uploads it, and serves it through the slow line."""
+    """Makes the model in `folder` unless it is there, and serves it through the slow line."""
     report("making a random model")
     model = Fleet(folder).make(0, shapes=1)[0]
     size = sum(path.stat().st_size for path in model.blobs)
-    with tempfile.TemporaryDirectory(dir=folder) as place, _s3_server() as endpoint:
-        report("uploading")
-        _command(endpoint, "store", "upload", model.name, PREFIX, "--store", str(folder / "store"))
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        report("asking a server that has it on disk")
         expected = _text_of(Path(place), folder / "store", model.name)
         report(f"serving {size / 1e9:.2f} GB at {limit_mb_per_s:g} MB/s")
-        with SlowProxy(endpoint, limit_mb_per_s) as proxy:
-            return _served(Path(place), proxy, model.name, size, limit_mb_per_s, expected)
+        with SlowBucket(folder / "store", limit_mb_per_s) as bucket:
+            return _served(Path(place), bucket, model.name, size, limit_mb_per_s, expected)
 
 
-def _served(folder: Path, proxy: SlowProxy, name: str, size: int, limit: float, expected: str) -> BucketRun:
+def _served(folder: Path, bucket: SlowBucket, name: str, size: int, limit: float, expected: str) -> BucketRun:
     root = folder / "empty"
     began = time.monotonic()
-    with _server(folder, root, f"{PREFIX}/models/{name}", proxy.endpoint) as url:
+    with _server(folder, root, f"{PREFIX}/models/{name}", bucket.endpoint) as url:
         listening = time.monotonic()
         _until(lambda: name in _get(f"{url}/v1/models"))
         offered = time.monotonic()
         first, text = _ask(url, name)
-        in_memory = _until(lambda: proxy.bytes_sent >= size and proxy.last_byte_at)
+        in_memory = _until(lambda: bucket.bytes_sent >= size and bucket.last_byte_at)
         manifest = root / "models" / name / "manifest.json"
         _until(manifest.exists)
-        on_disk = manifest.stat().st_mtime - proxy.wall_offset
+        on_disk = manifest.stat().st_mtime - bucket.wall_offset
     return BucketRun(
         weight_bytes=size,
         limit_mb_per_s=limit,
@@ -88,24 +90,29 @@ def _served(folder: Path, proxy: SlowProxy, name: str, size: int, limit: float, 
     )
 
 
-class SlowProxy:
-    """Passes requests on; bodies of blobs leave it at so many megabytes a second, all connections together."""
+class SlowBucket:
+    """A store's folder as the bucket `bench`, below v1/: whole objects and ranges of them, as S3 gives them out.
 
-    def __init__(self, endpoint: str, limit_mb_per_s: float) -> None:
-        self.bytes_sent = 0
+    Weights leave it at so many megabytes a second, all connections together.
+    """
+
+    def __init__(self, root: Path, limit_mb_per_s: float) -> None:
+        self.bytes_sent = 0  # of weights
         self.last_byte_at = 0.0
         self.wall_offset = time.time() - time.monotonic()
+        self._root = root
         self._free_at, self._rate = time.monotonic(), limit_mb_per_s * 1e6
         self._lock = threading.Lock()
-        proxy, target = self, endpoint.removeprefix("http://")
+        bucket = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def handle_any(self) -> None:
-                proxy._answer(self, target)
+            def do_GET(self) -> None:
+                bucket._answer(self)
 
-            do_GET = do_HEAD = handle_any  # noqa: N815
+            def do_HEAD(self) -> None:
+                bucket._answer(self)
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -114,7 +121,7 @@ class SlowProxy:
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def __enter__(self) -> SlowProxy:
+    def __enter__(self) -> SlowBucket:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
@@ -122,22 +129,34 @@ class SlowProxy:
         self._server.shutdown()
         self._server.server_close()
 
-    def _answer(self, handler: BaseHTTPRequestHandler, target: str) -> None:
-        connection = http.client.HTTPConnection(target, timeout=60)
-        try:
-            connection.request(handler.command, handler.path, headers=dict(handler.headers))
-            reply = connection.getresponse()
-            handler.send_response(reply.status)
-            for key, value in reply.getheaders():
-                if key.lower() not in ("connection", "transfer-encoding", "server", "date"):
-                    handler.send_header(key, value)
-            handler.end_headers()
-            while piece := reply.read(PIECE_BYTES):
-                if "/blobs/" in handler.path:
+    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+        key = urlsplit(handler.path).path.removeprefix("/bench/v1/")
+        path = self._root / unquote(key)
+        if not path.is_file():
+            handler.send_error(404)
+            return
+        size = path.stat().st_size
+        asked = _RANGE.fullmatch(handler.headers["Range"] or "")
+        begin, end = (int(asked[1]), min(int(asked[2]) + 1, size)) if asked else (0, size)
+        handler.send_response(206 if asked else 200)
+        handler.send_header("Content-Length", str(end - begin))
+        handler.send_header("ETag", f'"{size}"')
+        handler.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
+        if asked:
+            handler.send_header("Content-Range", f"bytes {begin}-{end - 1}/{size}")
+        handler.end_headers()
+        if handler.command == "GET":
+            self._send(handler, path, begin, end, is_slow=key.startswith("blobs/"))
+
+    def _send(self, handler: BaseHTTPRequestHandler, path: Path, begin: int, end: int, *, is_slow: bool) -> None:
+        with path.open("rb") as file:
+            file.seek(begin)
+            while begin < end:
+                piece = file.read(min(PIECE_BYTES, end - begin))
+                if is_slow:
                     self._take(len(piece))
                 handler.wfile.write(piece)
-        finally:
-            connection.close()
+                begin += len(piece)
 
     def _take(self, count: int) -> None:
         """Waits until the line has carried so many more bytes."""
@@ -150,31 +169,8 @@ class SlowProxy:
             self.last_byte_at = time.monotonic()
 
 
-@contextmanager
-def _s3_server() -> Iterator[str]:
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    keys = {"aws_access_key_id": "bench", "aws_secret_access_key": "bench"}
-    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **keys).create_bucket(Bucket="bench")
-    try:
-        yield endpoint
-    finally:
-        server.stop()
-
-
 def _environment(endpoint: str) -> dict[str, str]:
     return dict(os.environ) | ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}
-
-
-def _command(endpoint: str, *words: str) -> None:
-    done = subprocess.run([*OURS, *words], env=_environment(endpoint), capture_output=True, text=True)
-    if done.returncode:
-        raise DovetailError(f"dovetail {' '.join(words)}: {done.stderr.strip()}")
 
 
 @contextmanager

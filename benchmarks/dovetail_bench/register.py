@@ -62,7 +62,7 @@ def _composition(row: Mapping[str, Any]) -> str:
 def _bucket(found: Mapping[str, Any]) -> Rows:
     names = {
         "weight_bytes": "weights",
-        "limit_mb_per_s": "limit of the S3 server",
+        "limit_mb_per_s": "the bucket passes",
         "listening_s": "server listens after",
         "offered_s": "model can be asked for after",
         "in_memory_s": "last byte in memory after",
