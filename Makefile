@@ -10,7 +10,7 @@ STEP   := $(PYTHON) tools/step.py
 
 .PHONY: install install-locked wheel lock docs sbom serve check test slow check-all lint sanitize levels soak crowd \
   tenants limited partitioned \
-  frontiers cluster etcd storm golden fuzz clean
+  reference frontiers cluster etcd storm golden fuzz clean
 
 install: $(STAMP)
 
@@ -60,6 +60,10 @@ docs:
 	  build/docs/bin/python -m pip install --quiet mkdocs==1.6.1 mkdocs-material==9.8.1; }
 	build/docs/bin/mkdocs build --quiet --strict --site-dir dist/site
 	@echo dist/site/index.html
+
+# The reference pages that come from code: command line, configuration, metrics.
+reference: install
+	$(BIN)/python tools/reference.py
 
 # What is installed, as a CycloneDX bill of materials, by CycloneDX's own tool in an environment of its own.
 sbom: install

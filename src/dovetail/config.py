@@ -127,8 +127,8 @@ class _Section(BaseModel):
 class SloConfig(_Section):
     """Targets in seconds; what is left out follows the default rule min(max(0.5, input/512), 8) and 0.25 (S1)."""
 
-    ttft: Duration | None = None
-    tpot: Duration | None = None
+    ttft: Duration | None = None  # time to the first token
+    tpot: Duration | None = None  # time for each further token
 
 
 class SpeculativeConfig(_Section):
@@ -155,26 +155,27 @@ Speculative = Annotated[
 
 
 class ModelConfig(_Section):
-    source: str
-    slo: SloConfig = SloConfig()
+    source: str  # a name in the store, or a source as for `pull`
+    slo: SloConfig = SloConfig()  # targets of requests that bring none
+    # ls = latency-sensitive, be = best effort
     service_class: ServiceClass = Field(default=ServiceClass.LATENCY_SENSITIVE, alias="class")
-    keep_alive: Duration = 600.0  # 0 = at once, negative = never
-    preload: bool = False
-    dtype: str = "auto"
+    keep_alive: Duration = 600.0  # seconds without requests after which it leaves; 0 = at once, negative = never
+    preload: bool = False  # load it when the server starts, not at its first request
+    dtype: str = "auto"  # of the weights that are kept: auto (what this machine multiplies fastest), bf16, f16, f32
     kv: KvKind = "auto"  # keys and values: in the type that is computed in, or int8
     layout: Literal["auto", "plain", "int8", "int4", "gguf"] = "auto"  # when pulled; auto = GGUF's blocks as they are
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # further names, under which clients may ask for it
     adapters: dict[str, str] = {}  # LoRA adapters, each a model of this name: a PEFT folder, or one that was pulled
     # Of its embeddings: the last token's state, the mean of all, or (encoders) the first's; None = the model's own,
     # which for decoders is the last.
     pooling: Literal["last", "mean", "cls"] | None = None
     default_max_tokens: int | None = Field(default=None, ge=1)  # None = the server's
-    speculative: Speculative = SpeculativeConfig(mode="off")
+    speculative: Speculative = SpeculativeConfig(mode="off")  # drafts
 
 
 class ServerConfig(_Section):
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = Field(default=8000, ge=0, le=65535)  # 0 = any free one
     max_queue: int = Field(default=512, ge=1)  # unfinished requests in the whole server; more are answered 503
     # What clients may hold of the gateway's memory and descriptors before anything is answered.
     max_body_bytes: Size = 2 * 1024 * 1024  # of one request
@@ -205,7 +206,7 @@ class ServerConfig(_Section):
 
 
 class NodeConfig(_Section):
-    name: str = Field(default="cpu-0", min_length=1, max_length=64)
+    name: str = Field(default="cpu-0", min_length=1, max_length=64)  # as `ps`, logs and metrics show it
     # cpu, cuda:N, or the driver's name of a GPU or of a slice of one (`nvidia-smi -L`)
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?|(GPU|MIG)-[0-9A-Za-z/-]+)$")
     threads: int = Field(default=0, ge=0)  # 0 = every core
@@ -219,7 +220,7 @@ class NodeConfig(_Section):
     max_batch: int = Field(default=0, ge=0)  # sequences in one iteration; 0 = 64, on a GPU 256
     max_turn_tokens: int = Field(default=0, ge=0)  # tokens in one iteration, a prefill's chunk; 0 = 512, on a GPU 8192
     max_adapters: int = Field(default=0, ge=0)  # LoRA adapters in one iteration; 0 = any number
-    block_size: int = Field(default=16, ge=1)
+    block_size: int = Field(default=16, ge=1)  # tokens in a block of the KV cache
     # A worker that does nothing for this long, and four times what its iteration should take, is killed; 0 = never.
     hang_timeout: Duration = Field(default=30.0, ge=0)
 
@@ -250,8 +251,8 @@ def _not_empty(key: SecretStr) -> SecretStr:
 
 
 class KeyConfig(_Section):
-    name: str = Field(min_length=1, max_length=128)
-    key: Annotated[SecretStr, AfterValidator(_not_empty)]
+    name: str = Field(min_length=1, max_length=128)  # as logs show it; a quota belongs to it
+    key: Annotated[SecretStr, AfterValidator(_not_empty)]  # what clients send as bearer token
     # More are answered 429. Each prompt counts as often as it is answered (n).
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)  # of prompts and answers

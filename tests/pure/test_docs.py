@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from dovetail.policy.headroom import Refusal
 from dovetail.policy.reasons import REASONS
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tools"))
+import reference  # noqa: E402
+
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#([^)\s]+))?\)")
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -33,6 +37,11 @@ def test_links_lead_to_a_file_and_a_heading_that_are_there(page: Path) -> None:
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", reference.MAKERS)
+def test_reference_pages_are_what_the_code_gives(name: str) -> None:
+    assert (ROOT / "docs" / "reference" / name).read_text() == reference.MAKERS[name](), "run make reference"
 
 
 def test_every_command_and_option_is_one_that_the_command_line_has() -> None:
