@@ -29,6 +29,8 @@ SECTIONS: dict[str, tuple[str, type[BaseModel]]] = {
     "server": ("HTTP, limits, logs, survival", config.ServerConfig),
     "nodes": ("a list: one entry for each device", config.NodeConfig),
     "store": ("models on disk and in host memory", config.StoreConfig),
+    "mcp": ("tools of MCP servers, called for models", config.McpConfig),
+    "mcp.servers.NAME": ("a server of tools, by the name that requests use", config.McpServerConfig),
     "auth.keys": ("a list: one entry for each key; none = open to this machine", config.KeyConfig),
 }  # fmt: skip
 FIELD = re.compile(r"^    (\w+): ([^#]*?)(?:  # (.*))?$")

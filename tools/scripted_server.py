@@ -1,16 +1,18 @@
 """A real server with a model that follows a script, for agents: their loop of calls and results is what is tried, and a
 small model's wit is none of it.
 
-    python tools/scripted_server.py FOLDER
+    python tools/scripted_server.py FOLDER [--config FILE]
 
 Prints its address and serves until SIGTERM. The model is asked to mend `calc.py` and answers with two calls of
-whichever tool for commands it is offered (mend the file, run its test), and after their results with a sentence.
+whichever tool for commands it is offered (mend the file, run its test), and after their results with a sentence. Asked
+to "Call NAME with {…}." it does so, as often as it is asked, and then says what the last call came to.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +33,8 @@ MODEL = "scripted"
 CONTEXT = 1 << 19
 COMMANDS = ("sed -i 's/a - b/a + b/' calc.py", "python3 test_calc.py")
 DONE = "Mended: the test passes."
+WHOLE_FILES = "*file listing*"  # aider's name for a file that is written anew, in its instructions
+ORDER = re.compile(r"Call (\S+) with (\{.*?\})\.")
 # Tools for commands, by agent: name, parameter, and what else is required.
 SHELLS = (
     ("exec_command", "cmd", {}),
@@ -44,6 +48,13 @@ SHELLS = (
 def answer_to(prompt: str) -> str:
     """What the model says after this prompt."""
     step = prompt.count("<tool_response>")
+    if orders := ORDER.findall(prompt):
+        if step < len(orders):
+            name, arguments = orders[step]
+            return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        return "It said: " + prompt.rpartition("<tool_response>")[2].partition("</tool_response>")[0].strip()
+    if WHOLE_FILES in prompt and "return a - b" in prompt:
+        return f"{DONE}\n\ncalc.py\n```\ndef add(a, b):\n    return a + b\n```\n"
     shell = next((shell for shell in SHELLS if f'"name": "{shell[0]}"' in prompt), None)
     if shell is None or step >= len(COMMANDS) or "calc.py" not in prompt:
         return DONE
@@ -98,9 +109,9 @@ class ScriptedWorker(FakeWorker):
         return tokens
 
 
-async def serve(folder: Path) -> None:
+async def serve(folder: Path, file: Path | None) -> None:
     from dovetail.cli.serve import settle_down
-    from dovetail.config import Config, ModelConfig, NodeConfig
+    from dovetail.config import Config, ModelConfig, NodeConfig, load_config
     from dovetail.gateway.app import make_app
     from dovetail.gateway.http.listen import base_url, listen
     from dovetail.gateway.metrics import Metrics
@@ -109,11 +120,11 @@ async def serve(folder: Path) -> None:
     from dovetail.gateway.service import Limits, Service
     from dovetail.gateway.workers.link import Link
 
-    config = Config()
+    config = load_config(file) if file is not None else Config()
     card = make_card(folder, MODEL)
     card = msgspec.structs.replace(card, spec=msgspec.structs.replace(card.spec, context_length=CONTEXT))
     link = Link([NodeConfig()], [sys.executable, str(Path(__file__).resolve())])
-    models = Models(FixedCatalogue([card]), {MODEL: ModelConfig(source="", keep_alive=-1)})
+    models = Models(FixedCatalogue([card]), {MODEL: config.models.get(MODEL, ModelConfig(source="", keep_alive=-1))})
     service = Service(link, models, Metrics(), Limits.of(config.server))
     link.start()
     try:
@@ -137,9 +148,11 @@ def main() -> None:
         return
     from dovetail.cli.serve import run_loop
 
-    folder = Path(rest[0])
-    folder.mkdir(parents=True, exist_ok=True)
-    run_loop(serve(folder))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--config", type=Path, help="a dovetail.yaml: keys, limits, MCP servers, the model's aliases")
+    options = parser.parse_args(rest)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    run_loop(serve(options.folder, options.config))
 
 
 if __name__ == "__main__":

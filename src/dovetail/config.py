@@ -25,6 +25,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     ValidationInfo,
+    model_validator,
 )
 
 from dovetail.errors import ConfigError
@@ -285,6 +286,46 @@ def _distinct_names(models: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
     return models
 
 
+_MCP_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")
+
+
+class McpServerConfig(_Section):
+    """A server of tools that models may call through this one: a command on this machine, or an address."""
+
+    command: tuple[str, ...] = ()  # started with the first call; speaks over its standard input and output
+    env: dict[str, SecretStr] = {}  # beside PATH, HOME and the like; nothing else of this server's is passed on
+    url: str | None = Field(default=None, pattern=r"^https?://")  # streamable HTTP
+    headers: dict[str, SecretStr] = {}
+    tools: tuple[str, ...] = Field(min_length=1)  # those that may be called; "*" = all that the server has
+    keys: tuple[str, ...] | None = None  # names of API keys that may use it; None = all
+    timeout: Duration = Field(default=30.0, gt=0, le=600)  # of one call
+    max_result: Size = Field(default=64 * 1024, ge=256)  # of what a call says; the rest is cut off
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> McpServerConfig:
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("give either command or url")
+        if self.url is None and self.headers:
+            raise ValueError("headers are sent to a url; a command has env")
+        if self.url is not None and self.env:
+            raise ValueError("env is a command's; a url has headers")
+        return self
+
+
+def _named_mcp_servers(servers: dict[str, McpServerConfig]) -> dict[str, McpServerConfig]:
+    for name in servers:
+        if not _MCP_NAME.match(name):
+            raise ValueError(f"the MCP server {name!r} needs a name of at most 32 letters, digits, '_' and '-'")
+    return servers
+
+
+class McpConfig(_Section):
+    """Model Context Protocol: tools that the server itself calls for `/v1/responses` and its page."""
+
+    servers: Annotated[dict[str, McpServerConfig], AfterValidator(_named_mcp_servers)] = {}  # none = off
+    max_calls: int = Field(default=16, ge=1, le=256)  # of one response; `max_tool_calls` of a request may say less
+
+
 class AuthConfig(_Section):
     keys: Annotated[tuple[KeyConfig, ...], AfterValidator(_distinct_keys)] = ()  # none = open
 
@@ -295,6 +336,16 @@ class Config(_Section):
     nodes: Annotated[tuple[NodeConfig, ...], AfterValidator(_distinct_nodes)] = (NodeConfig(),)
     store: StoreConfig = StoreConfig()
     auth: AuthConfig = AuthConfig()
+    mcp: McpConfig = McpConfig()
+
+    @model_validator(mode="after")
+    def _check_mcp_keys(self) -> Config:
+        known = {key.name for key in self.auth.keys}
+        for name, server in self.mcp.servers.items():
+            unknown = [key for key in server.keys or () if key not in known]
+            if unknown:
+                raise ValueError(f"mcp.servers.{name}.keys: {unknown[0]!r} is no name in auth.keys")
+        return self
 
 
 def load_config(path: Path) -> Config:

@@ -88,6 +88,13 @@ class Confined:
         with self._lock:
             self._stop()
 
+    def end(self) -> None:
+        """At once, also in the middle of a call, which raises Exceeded. The next call starts another child."""
+        child = self._child
+        if child is not None:
+            child.kill()
+            child.wait()
+
     @property
     def pid(self) -> int | None:
         return self._child.pid if self._child is not None else None
@@ -244,9 +251,15 @@ def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exceeded) -> None:
         answer.set_result(outcome)
 
 
-def serve(handle: Callable[[bytes], bytes], prepare: Callable[[bytes], None] | None = None) -> None:
+def serve(
+    handle: Callable[[bytes], bytes],
+    prepare: Callable[[bytes], None] | None = None,
+    *,
+    starts_others: bool = False,
+) -> None:
     """The child's side: answer until the parent is gone. A MemoryError of `handle` ends the child, as other excess.
     `prepare` reads what a request needs beside itself (files of the server); its processor time is not the request's.
+    `starts_others`: programs that are not bound as it is; they may lift its limits for themselves.
     """
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a terminal may stop whoever prints from behind
     descriptor, cpu_s, memory_bytes, kept_bytes = (float(text) for text in sys.argv[1:5])
@@ -254,7 +267,9 @@ def serve(handle: Callable[[bytes], bytes], prepare: Callable[[bytes], None] | N
     base, calls = _address_bytes(), 0
     with suppress(ValueError, OSError):  # a system without such a limit has the one on time
         if base:
-            resource.setrlimit(resource.RLIMIT_AS, (base + int(memory_bytes),) * 2)
+            most = base + int(memory_bytes)
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1] if starts_others else most
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     while True:
         try:

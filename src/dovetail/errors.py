@@ -70,6 +70,10 @@ OVERLOAD_CODES = {
         "The machine was too busy to check the grammar in time; nothing is known of the grammar.", "Try again."
     ),
     "template_timeout": OverloadCode("The machine was too busy to render the conversation in time.", "Try again."),
+    "mcp_unavailable": OverloadCode(
+        "An MCP server whose tools the request wants did not list them.",
+        "See the message; mend the server or `mcp.servers` in `dovetail.yaml`, or leave its tools out.",
+    ),
     "model_pulling": OverloadCode(
         "The model is being downloaded or converted; the message says how far.",
         "Try again; `dovetail ps` shows progress.",

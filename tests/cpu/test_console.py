@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian: chromium)")
 
 WIDTHS = {1440: 900, 390: 844}
+MCP_SERVER = Path(__file__).parents[1] / "pure" / "mcp_server.py"
+SCRIPTED = Path(__file__).parents[2] / "tools" / "scripted_server.py"
 VIEWS = ("chat", "models", "turns", "api", "connect")
 
 
@@ -558,3 +561,34 @@ nodes: [{{kv_cache: 4MiB, threads: 1}}]
         assert other.js("sessionStorage.getItem('key')") == "sk-operator"
         again = browser.page(address)
         again.wait("document.querySelector('#problem')?.textContent.includes('asks for a key')")
+
+
+def test_tools_of_an_mcp_server_are_chosen_called_and_shown(tmp_path: Path) -> None:
+    """On a server whose model follows a script, because one of 135M parameters calls nothing by itself."""
+    pytest.importorskip("mcp", reason="the package mcp is not installed (extra: mcp)")
+    assert BROWSER is not None
+    notes = {"command": [sys.executable, str(MCP_SERVER)], "tools": ["keep"]}
+    (tmp_path / "dovetail.yaml").write_text(json.dumps({"mcp": {"servers": {"notes": notes}}}))
+    command = [sys.executable, str(SCRIPTED), str(tmp_path), "--config", str(tmp_path / "dovetail.yaml")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with running_browser(BROWSER, tmp_path / "profile") as browser:
+            page = browser.page(url, 390)
+            page.wait("document.querySelector('#model')?.options.length === 1")
+            page.wait("performance.getEntriesByType('resource').some(({name}) => name.endsWith('/v1/mcp/servers'))")
+            press(page, "Settings")
+            shows(page, ".tools-of input")
+            page.js("document.querySelector('.tools-of input').click()")
+            press(page, "Save")
+            ask(page, 'Call notes.keep with {"text": "milk"}.', "scripted")
+            answered(page, 1)
+            assert page.js("document.querySelector('.call summary').textContent") == "notes: keep was called"
+            assert "the last: milk" in page.js("document.querySelector('.call').textContent")
+            assert "It said: 1 kept" in page.js("document.querySelector('.assistant .text').textContent")
+            assert chat_of(page)["messages"][1]["calls"][0]["output"] == "1 kept, the last: milk"
+            assert page.js("document.documentElement.scrollWidth") <= 390
+    finally:
+        process.terminate()
+        process.wait(60)

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from page_modules import NODE, call, call_many, needs_node
 
+from dovetail.gateway.http.responses.request import ResponsesRequest
+
 pytestmark = needs_node
 
 OPEN = {"url": "http://127.0.0.1:8000", "model": "smollm2-135m-instruct", "context": 2048, "hasKeys": False}
@@ -53,6 +55,51 @@ def test_questions_without_an_answer_are_sent_as_one() -> None:
     ]  # fmt: skip
     assert len(call("request.js", "chatRequest", chat, 1, "m")["messages"]) == 1
     assert chat["messages"][0]["content"] == "one"
+
+
+def test_a_conversation_with_tools_is_sent_with_the_calls_that_were_made() -> None:
+    call_made = {"id": "m", "server": "notes", "name": "keep", "args": "{}", "output": "kept", "error": None}
+    chat = said(("user", "one"), ("user", "two"), ("assistant", "done"), ("user", "more"), system="Be brief.")
+    chat |= {"tools": ["notes"], "sampling": {"max_tokens": 9, "frequency_penalty": 1, "thinks": False, "top_k": 3}}
+    chat["messages"][2]["calls"] = [call_made]
+    body = call("tools.js", "toolRequest", chat, 4, "m", {})
+    assert body["input"] == [
+        {"role": "user", "content": "one\n\ntwo"},
+        {"type": "mcp_call", "id": "m", "server_label": "notes", "name": "keep", "arguments": "{}", "output": "kept",
+         "error": None},
+        {"role": "assistant", "content": "done"},
+        {"role": "user", "content": "more"},
+    ]  # fmt: skip
+    assert (body["instructions"], body["max_output_tokens"], body["top_k"]) == ("Be brief.", 9, 3)
+    assert body["tools"] == [{"type": "mcp", "server_label": "notes", "require_approval": "never"}]
+    assert ResponsesRequest.model_validate_json(json.dumps(body)).warnings() == ()
+
+
+def test_events_of_both_apis_are_read_alike() -> None:
+    item = {"type": "mcp_call", "id": "m", "server_label": "notes", "name": "keep", "arguments": "{}"}
+    error = {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": "no"}]}
+    events: list[Any] = [
+        {"choices": [{"delta": {"content": "a", "reasoning_content": "b"}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"completion_tokens": 3}},
+        {"type": "response.output_text.delta", "delta": "a"},
+        {"type": "response.reasoning_text.delta", "delta": "b"},
+        {"type": "response.output_item.added", "item": item | {"status": "in_progress"}},
+        {
+            "type": "response.output_item.done",
+            "item": item | {"status": "failed", "error": error},
+        },
+        {"type": "response.completed", "response": {"usage": {"output_tokens": 3}}},
+        {"type": "response.failed", "response": {"error": {"message": "gone"}}},
+    ]
+    news = call_many("tools.js", "newsOf", [[event] for event in events])
+    assert [{key: value for key, value in one.items() if value is not None} for one in news[:4]] == [
+        {"text": "a", "thought": "b", "finish": "stop"}, {"tokens": 3}, {"text": "a"}, {"thought": "b"},
+    ]  # fmt: skip
+    assert (news[4]["call"]["server"], news[4]["call"]["isOver"]) == ("notes", False)
+    assert (news[5]["call"]["error"], news[5]["call"]["isOver"]) == ("no", True)
+    assert (news[6], news[7]["error"]["message"]) == ({"finish": "stop", "tokens": 3}, "gone")
+    calls = call("tools.js", "withCall", [news[4]["call"]], news[5]["call"])
+    assert calls == [news[5]["call"]]
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,10 @@ def serve(
 
 def listen_for(config: Config) -> socket.socket:
     from dovetail.gateway.http.listen import check_exposure, is_loopback, listen
+    from dovetail.gateway.mcp.servers import check_mcp
 
     check_exposure(config.server.host, config)
+    check_mcp(config)
     if not config.auth.keys and not is_loopback(config.server.host):
         logger.warning("no API keys: everyone who reaches %s may use this server", config.server.host)
     return listen(config.server.host, config.server.port)

@@ -51,6 +51,7 @@ from dovetail.gateway.http.responses.request import CompactRequest, ResponsesReq
 from dovetail.gateway.http.routes import make_router
 from dovetail.gateway.http.scoring import RerankRequest, ScoreRequest, make_scoring_router
 from dovetail.gateway.http.waits import HEADERS as WAIT_HEADERS
+from dovetail.gateway.mcp.servers import McpServers
 from dovetail.gateway.tracing import TracedRequests, Tracing
 
 logger = logging.getLogger("dovetail.gateway")
@@ -85,7 +86,9 @@ def make_app(admin: Admin) -> ASGIApp:
     app.include_router(make_router(service, settings))
     app.include_router(make_embedding_router(service))
     app.include_router(make_scoring_router(service))
-    app.include_router(make_responses_router(service))
+    servers = McpServers(lambda: settings.config.mcp)
+    service.link.close_observers.append(servers.close)
+    app.include_router(make_responses_router(service, servers))
     app.include_router(make_anthropic_router(service))
     app.include_router(make_ollama_router(service))
     turns = TurnWatch()

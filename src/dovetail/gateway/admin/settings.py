@@ -12,6 +12,7 @@ from dovetail.config import Config
 from dovetail.gateway.admin.keys import Keys
 from dovetail.gateway.http.listen import check_exposure
 from dovetail.gateway.http.origins import OriginRules
+from dovetail.gateway.mcp.servers import check_mcp
 
 # Sockets and processes are made of these once.
 _FIXED_SERVER: tuple[str, ...] = ("host", "port", "max_connections", "header_timeout", "allowed_origins")
@@ -44,6 +45,7 @@ class Settings:
     def check(self, config: Config) -> None:
         """Raises ConfigError for what this server must not become: open to everyone by a file without keys."""
         check_exposure(self.config.server.host, config)
+        check_mcp(config)
 
     def accept(self, config: Config) -> None:
         self.needs_restart = tuple(key for key in _FIXED if _value(config, key) != _value(self.config, key))

@@ -4,9 +4,10 @@ import { $, button, el, icon } from "./dom.js";
 import { Message } from "./message.js";
 import { Picker } from "./picker.js";
 import { chatRequest, noteOf } from "./request.js";
-import { events, problem, problemText } from "./server.js";
+import { ask, events, problem, problemText, ServerError } from "./server.js";
 import { openSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
+import { newsOf, toolRequest, withCall } from "./tools.js";
 
 const OPEN = "chat"; // in sessionStorage: the conversation of this tab
 const NEAR = 60; // pixels from the end, within which the view follows an answer
@@ -19,6 +20,7 @@ export const create = (section) => new ChatView(section);
 
 class ChatView {
   constructor(section) {
+    this.servers = []; // of MCP
     this.running = new Map(); // by conversation: {chat, message, controller}
     this.picker = new Picker((model) => this.keep({ model }));
     this.picker.select.id = "model";
@@ -71,11 +73,17 @@ class ChatView {
   async show() {
     if (hasKeyboard()) this.prompt.focus();
     try {
-      await this.picker.refresh();
+      await Promise.all([this.picker.refresh(), this.refreshServers()]);
     } finally {
       this.picker.choose(this.chat.model);
       this.drawEmpty();
     }
+  }
+
+  // Of tools that may be called. Without them the chat is as good.
+  async refreshServers() {
+    const { data } = await ask("GET", "/v1/mcp/servers").catch(() => ({ data: [] }));
+    this.servers = data.map(({ name }) => name);
   }
 
   // A conversation on the screen; one whose answer is still coming goes on.
@@ -140,7 +148,8 @@ class ChatView {
     const { chat } = this;
     const model = this.picker.value;
     const record = { role: "assistant", content: "", model };
-    const request = chatRequest(chat, chat.messages.length, model, this.picker.recommended(model));
+    const make = chat.tools?.length ? toolRequest : chatRequest;
+    const request = make(chat, chat.messages.length, model, this.picker.recommended(model));
     chat.messages.push(record);
     const message = new Message(record, this.actionsOf(record));
     const running = { chat, message, controller: new AbortController() };
@@ -165,15 +174,18 @@ class ChatView {
     try {
       if (!request.model) throw new Error("No model is chosen: add one under Models.");
       const onWait = (standing) => this.follows(() => message.waitsFor(standing));
-      for await (const event of events("/v1/chat/completions", request, controller.signal, onWait)) {
-        times.tokens = event.usage?.completion_tokens ?? times.tokens;
-        const { delta = {}, finish_reason } = event.choices[0] || {};
-        times.finish = finish_reason || times.finish;
-        if (delta.reasoning_content) record.thought = (record.thought || "") + delta.reasoning_content;
-        if (delta.content) record.content += delta.content;
-        if (!delta.content && !delta.reasoning_content) continue;
+      const path = request.input ? "/v1/responses" : "/v1/chat/completions";
+      for await (const event of events(path, request, controller.signal, onWait)) {
+        const { text, thought, call, finish, tokens, error } = newsOf(event);
+        if (error) throw new ServerError(error.message, 200, error.code);
+        times.tokens = tokens ?? times.tokens;
+        times.finish = finish || times.finish;
+        if (thought) record.thought = (record.thought || "") + thought;
+        if (call) record.calls = withCall(record.calls, call);
+        if (text) record.content += text;
+        if (!text && !thought && !call) continue;
         times.first ??= performance.now();
-        delta.content ? message.speaks() : message.thinks();
+        text ? message.speaks() : call ? message.calls(call) : message.thinks();
         message.changed(() => this.follows());
       }
     } catch (error) {
@@ -200,7 +212,7 @@ class ChatView {
 
   settings() {
     const recommended = this.picker.recommended(this.picker.value);
-    openSettings(this.chat, recommended, (chosen) => this.keep(chosen));
+    openSettings(this.chat, recommended, this.servers, (chosen) => this.keep(chosen));
   }
 
   keep(changes) {

@@ -4,11 +4,11 @@ const PREFIX = "dovetail.chat.";
 const LAST_SETTINGS = "dovetail.settings";
 const MAX_TITLE = 60;
 
-// {id, title, updated, model, system, sampling, messages: [{role, content, thought?, note?, error?, model?}]}
+// {id, title, updated, model, system, sampling, tools, messages: [{role, content, thought?, calls?, note?, error?, model?}]}
 export function newChat() {
   const before = read(LAST_SETTINGS) || {};
   const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
-  return { id, title: "", updated: 0, model: before.model || "", system: before.system || "", sampling: before.sampling || {}, messages: [] };
+  return { id, title: "", updated: 0, model: before.model || "", system: before.system || "", sampling: before.sampling || {}, tools: before.tools || [], messages: [] };
 }
 
 export function allChats() {
@@ -24,8 +24,8 @@ export function saveChat(chat) {
   write(PREFIX + chat.id, chat, chat.id);
 }
 
-export function rememberSettings({ model, system, sampling }) {
-  write(LAST_SETTINGS, { model, system, sampling }, null);
+export function rememberSettings({ model, system, sampling, tools }) {
+  write(LAST_SETTINGS, { model, system, sampling, tools }, null);
 }
 
 export function removeChat(id) {

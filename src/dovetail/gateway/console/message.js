@@ -33,6 +33,7 @@ export class Message {
     if (this.record.role === "user") this.body.textContent = this.record.content;
     else {
       this.drawThought();
+      this.drawCalls();
       this.text ??= this.body.appendChild(el("div.text"));
       renderMarkdown(this.text, this.record.content);
     }
@@ -48,6 +49,27 @@ export class Message {
     }
     this.thought.firstChild.textContent = this.isLive && !content ? "Thoughts so far" : "Thoughts";
     renderMarkdown(this.thought.lastChild, thought);
+  }
+
+  // Tools that were called for it, each with what it came to.
+  drawCalls() {
+    const { calls } = this.record;
+    if (!calls?.length) return;
+    if (!this.called) {
+      this.called = el("div.calls");
+      this.text ? this.text.before(this.called) : this.body.append(this.called);
+    }
+    const shown = JSON.stringify(calls);
+    if (this.shownCalls === shown) return; // what is open stays open
+    this.shownCalls = shown;
+    this.called.replaceChildren(...calls.map(callNode));
+  }
+
+  calls({ server, name, isOver }) {
+    if (!this.wait) return;
+    this.standing = isOver ? "Going on" : `Calling ${server}: ${name}`;
+    this.bar.hidden = true;
+    this.tick();
   }
 
   // While it is on its way: what it waits for, how far that is, and for how long.
@@ -140,4 +162,15 @@ export class Message {
     this.foot.replaceChildren(el("div.tools", {}, button("Send", send, null, { className: "main" }), button("Cancel", close)));
     field.focus();
   }
+}
+
+function callNode({ server, name, args, output, error, isOver }) {
+  const state = !isOver ? "is being called" : error === null ? "was called" : "failed";
+  return el(
+    "details.thought.call",
+    {},
+    el("summary", {}, `${server}: ${name} ${state}`),
+    el("pre", {}, args || "{}"),
+    el(error === null ? "pre" : "pre.error", {}, error ?? output ?? ""),
+  );
 }

@@ -81,8 +81,9 @@ export async function* events(path, body, signal, onWait) {
   const response = await send("POST", path, JSON.stringify(body), signal).then(checked);
   for await (const lines of blocks(response)) {
     if (lines.startsWith(MARK)) onWait(JSON.parse(lines.slice(MARK.length)));
-    if (!lines.startsWith("data: ") || lines === "data: [DONE]") continue;
-    const event = JSON.parse(lines.slice(6));
+    const data = lines.split("\n").find((line) => line.startsWith("data: "))?.slice(6);
+    if (!data || data === "[DONE]") continue;
+    const event = JSON.parse(data);
     if (event.error) throw new ServerError(event.error.message, 200, event.error.code);
     yield event;
   }

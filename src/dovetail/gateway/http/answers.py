@@ -93,6 +93,10 @@ class UsageCount:
         self._proposed = self._accepted = 0
         self.waits: Waits | None = None  # where only the usage can still tell
 
+    def add_prompt(self, num_tokens: int) -> None:
+        """Of one more round of the same answer."""
+        self._prompt += num_tokens
+
     def add(self, delta: Delta) -> None:
         self._completion += len(delta.tokens)
         self._cached += delta.cached_tokens

@@ -26,6 +26,13 @@ async def asked_chat(
 ) -> Job:
     """`warnings`: of what was asked for in another API's words and is not in the body."""
     await _check_places(service, request, body.num_choices)
+    return await further_chat(service, request, body, model, warnings=warnings)
+
+
+async def further_chat(
+    service: Service, request: Request, body: ChatRequest, model: ServedModel, *, warnings: Sequence[str] = ()
+) -> Job:
+    """Of a request that has its place."""
     context, default = service.context_limit(model), service.default_max_tokens(model)
     targets = targets_of(request, model)
     job = await chat_job(body, model, uuid.uuid4().hex, context, targets, default_tokens=default)

@@ -7,6 +7,7 @@ loaded a 500 for streams too; what fails later is an error event that ends the s
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -57,6 +58,12 @@ class Taken:
     origin: Origin
     usage: UsageCount  # what it says is added here
 
+    def next_round(self, job: Job) -> Taken:
+        """The same request with another prompt, which counts too."""
+        self.usage.add_prompt(job.num_prompt_tokens)
+        origin = dataclasses.replace(self.origin, arrived_s=time.monotonic(), trace=None)
+        return dataclasses.replace(self, job=with_tenant(job, origin.key), origin=origin)
+
 
 def origin_of(scope: Scope) -> Origin:
     """When and from whom a request came in."""
@@ -93,7 +100,8 @@ def accounted(scope: Scope, job: Job) -> Iterator[Taken]:
         if job.warnings:
             state["usage"]["warnings"] = list(job.warnings)
         if account is not None:
-            account.add_tokens(said.completion_tokens, time.monotonic())
+            later = said.prompt_tokens - job.num_prompt_tokens  # of rounds after the first
+            account.add_tokens(later + said.completion_tokens, time.monotonic())
 
 
 class GenerationResponse(Response):

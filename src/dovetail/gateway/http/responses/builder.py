@@ -11,7 +11,11 @@ from dovetail.gateway.http.chat_reply import new_call_id
 from dovetail.gateway.http.replies import TokenEntry
 from dovetail.gateway.http.responses.items import (
     CustomToolCall,
+    ErrorText,
     FunctionCall,
+    McpCall,
+    McpError,
+    McpListTools,
     OutputItem,
     OutputMessage,
     OutputText,
@@ -32,6 +36,7 @@ class OutputBuilder:
         self.items: list[OutputItem] = []
         self._open: OutputItem | None = None
         self._call = -1  # index of the open call
+        self._to_do: list[McpCall] = []  # calls that are whole and wait to be made
 
     def feed(self, parts: Parts, logprobs: list[TokenEntry]) -> Iterator[Event]:
         if parts.reasoning:
@@ -46,6 +51,11 @@ class OutputBuilder:
         item, self._open = self._open, None
         if item is None:
             return
+        if isinstance(item, McpCall) and status == "completed":
+            self._to_do.append(item)
+            yield {"type": "response.mcp_call_arguments.done", **self._where(item), "arguments": item.arguments}
+            return
+        assert not isinstance(item, McpListTools)
         item.status = status
         where = self._where(item)
         if isinstance(item, FunctionCall):
@@ -69,13 +79,36 @@ class OutputBuilder:
                 "logprobs": part.logprobs,
             }
             yield {"type": "response.content_part.done", **where, "part": part}
-        else:
+        elif isinstance(item, Reasoning):
             yield {"type": "response.reasoning_text.done", **where, "content_index": 0, "text": item.content[0].text}
-        yield {
-            "type": "response.output_item.done",
-            "output_index": self.items.index(item),
-            "item": item,
-        }
+        yield self._done(item)
+
+    def list_tools(self, item: McpListTools) -> Iterator[Event]:
+        yield from self._begin(item)
+        for state in ("in_progress", "completed"):
+            yield {"type": f"response.mcp_list_tools.{state}", **self._where(item)}
+        self._open = None
+        yield self._done(item)
+
+    def take_calls(self) -> list[McpCall]:
+        """Those that are to be made before the answer goes on, which is then another round of the model's."""
+        calls, self._to_do, self._call = self._to_do, [], -1
+        return calls
+
+    @property
+    def waits_for_client(self) -> bool:
+        """The model has asked for something that the client has to do."""
+        return any(isinstance(item, FunctionCall | CustomToolCall) for item in self.items)
+
+    def made(self, call: McpCall, text: str, *, is_error: bool) -> Iterator[Event]:
+        """What came of a call."""
+        call.status = "failed" if is_error else "completed"
+        if is_error:
+            call.error = McpError(content=[ErrorText(text=text)])
+        else:
+            call.output = text
+        yield {"type": f"response.mcp_call.{call.status}", **self._where(call)}
+        yield self._done(call)
 
     def _add_reasoning(self, text: str) -> Iterator[Event]:
         if not isinstance(self._open, Reasoning):
@@ -108,18 +141,19 @@ class OutputBuilder:
         if isinstance(item, CustomToolCall):  # a text within JSON: told of when it is whole
             item.input += call.arguments
             return
-        assert isinstance(item, FunctionCall)
+        assert isinstance(item, FunctionCall | McpCall)
         item.arguments += call.arguments
         if call.arguments:
-            yield {
-                "type": "response.function_call_arguments.delta", **self._where(item), "delta": call.arguments
-            }  # fmt: skip
+            kind = "mcp_call" if isinstance(item, McpCall) else "function_call"
+            yield {"type": f"response.{kind}_arguments.delta", **self._where(item), "delta": call.arguments}
 
-    def _new_call(self, name: str) -> FunctionCall | CustomToolCall:
+    def _new_call(self, name: str) -> FunctionCall | CustomToolCall | McpCall:
         known, call_id = self._tools.known.get(name), f"call_{new_call_id()}"
         if known is None:
             return FunctionCall(id=_id("fc"), call_id=call_id, name=name)
         own, namespace = known.tool.name or name, known.namespace
+        if known.is_mcp:
+            return McpCall(id=_id("mcp"), server_label=namespace or "", name=own)
         if known.is_custom:
             return CustomToolCall(id=_id("ctc"), call_id=call_id, name=own, namespace=namespace)
         return FunctionCall(id=_id("fc"), call_id=call_id, name=own, namespace=namespace)
@@ -130,9 +164,17 @@ class OutputBuilder:
         self.items.append(item)
         shown = item.model_dump() | ({"content": []} if isinstance(item, Reasoning) else {})
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}
+        if isinstance(item, McpCall):
+            yield {"type": "response.mcp_call.in_progress", **self._where(item)}
 
     def _where(self, item: OutputItem) -> Event:
-        return {"item_id": item.id, "output_index": self.items.index(item)}
+        return {"item_id": item.id, "output_index": self._index(item)}
+
+    def _done(self, item: OutputItem) -> Event:
+        return {"type": "response.output_item.done", "output_index": self._index(item), "item": item}
+
+    def _index(self, item: OutputItem) -> int:
+        return next(at for at, one in enumerate(self.items) if one is item)
 
 
 def _id(kind: str) -> str:

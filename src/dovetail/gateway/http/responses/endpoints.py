@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from dovetail.errors import InvalidRequest, Overloaded, RequestError, ResponseNotFound
 from dovetail.gateway.http.answers import TokenNames, UsageCount
 from dovetail.gateway.http.api import Message
-from dovetail.gateway.http.asked import asked_chat
+from dovetail.gateway.http.asked import asked_chat, further_chat
 from dovetail.gateway.http.endpoint import documented, json_response, read_body, request_body, responses
 from dovetail.gateway.http.replies import Usage
 from dovetail.gateway.http.respond import INLINE_REPORTS, EventStream, Taken, accounted, origin_of, until_disconnect
@@ -30,6 +31,7 @@ from dovetail.gateway.http.responses.items import (
     IncompleteDetails,
     InputDetails,
     InputItems,
+    McpListTools,
     OutputDetails,
     OutputItem,
     OutputMessage,
@@ -48,6 +50,7 @@ from dovetail.gateway.http.responses.request import (
     compaction_chat,
     messages_of,
 )
+from dovetail.gateway.http.responses.rounds import ToolRounds, offered
 from dovetail.gateway.http.responses.store import (
     ResponseStore,
     StoredResponse,
@@ -56,9 +59,11 @@ from dovetail.gateway.http.responses.store import (
     encode_items,
     encode_messages,
 )
+from dovetail.gateway.http.responses.tools import ResponsesTool
 from dovetail.gateway.http.shaped import ShapedResponse
 from dovetail.gateway.http.waits import HeldStream, headers_of
 from dovetail.gateway.http.writing import json_pieces
+from dovetail.gateway.mcp.servers import McpServers
 from dovetail.gateway.run import Delta, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.translate import Job
@@ -68,9 +73,9 @@ _WRITE_RETRY_S = 0.5  # of a response in the background, while too many others a
 _ERRORS = (400, 401, 404, 413, 415, 422, 429, 500, 503)
 
 
-def make_responses_router(service: Service) -> APIRouter:
+def make_responses_router(service: Service, servers: McpServers) -> APIRouter:
     conversations = Conversations()
-    endpoints = ResponsesEndpoints(service, ResponseStore(), conversations)
+    endpoints = ResponsesEndpoints(service, ResponseStore(), conversations, servers)
     router = APIRouter()
     answers = responses(ResponseRecord, _ERRORS)
     answers[200]["content"] = {"text/event-stream": {}}
@@ -89,8 +94,21 @@ def make_responses_router(service: Service) -> APIRouter:
     shorter = documented(_ERRORS)
     path = "/v1/responses/compact"
     router.add_api_route(path, endpoints.compact, methods=["POST"], openapi_extra=compact, responses=shorter)
+    servers_named = responses(McpServerList, (401,))
+    router.add_api_route("/v1/mcp/servers", endpoints.list_servers, methods=["GET"], responses=servers_named)
     router.include_router(make_conversations_router(conversations))
     return router
+
+
+class McpServerName(BaseModel):
+    name: str
+
+
+class McpServerList(BaseModel):
+    """MCP servers whose tools the caller may have called: `{"type": "mcp", "server_label": NAME}` in `tools`."""
+
+    object: Literal["list"] = "list"
+    data: list[McpServerName]
 
 
 @dataclass(frozen=True)
@@ -104,6 +122,7 @@ class _Turn:
     owner: str
     created: int
     grow: Callable[[Sequence[Item]], object] | None = None  # of the conversation that goes on with this, by its output
+    rounds: ToolRounds | None = None  # where the server calls tools itself
 
     @property
     def id(self) -> str:
@@ -111,8 +130,11 @@ class _Turn:
 
 
 class ResponsesEndpoints:
-    def __init__(self, service: Service, store: ResponseStore, conversations: Conversations) -> None:
+    def __init__(
+        self, service: Service, store: ResponseStore, conversations: Conversations, servers: McpServers
+    ) -> None:
         self._service = service
+        self._servers = servers
         self._store = store
         self._conversations = conversations
         self._background = BackgroundResponses()
@@ -128,10 +150,15 @@ class ResponsesEndpoints:
         else:
             before = self._before(body.previous_response_id, owner)
         model = await self._service.models.choose(body.model)
-        job = await asked_chat(self._service, request, chat_of(body, before), model, warnings=body.warnings())
+        offer = await offered(body, self._servers, owner)
+        body = offer.body
+        warnings = (*offer.warnings, *body.warnings())
+        job = await asked_chat(self._service, request, chat_of(body, before), model, warnings=warnings)
+        make_job = partial(further_chat, self._service, request, model=model)
+        rounds = ToolRounds(self._servers, body, before, make_job) if offer.has_mcp else None
         items, said = encode_items(body.items), encode_messages([*before, *messages_of(body.items)])
         grow = partial(self._conversations.go_on, conversation, body.items) if conversation is not None else None
-        turn = _Turn(body.model_copy(update={"input": ""}), items, said, job, owner, int(time.time()), grow)
+        turn = _Turn(body.model_copy(update={"input": ""}), items, said, job, owner, int(time.time()), grow, rounds)
         response = ResponsesResponse(self._service, self._store, turn)
         return self._start(turn, response, request.scope) if body.background else response
 
@@ -156,6 +183,11 @@ class ResponsesEndpoints:
         job = await asked_chat(self._service, request, compaction_chat(body, before), model)
         kept = [item.model_dump(exclude_none=True) for item in body.items if item.role == "user"]
         return ShapedResponse(self._service, job, CompactionShape(job.id, kept), stream=False)
+
+    async def list_servers(self, request: Request) -> Response:
+        """MCP servers that this key may use."""
+        names = self._servers.names_for(_owner(request))
+        return json_response(McpServerList(data=[McpServerName(name=name) for name in names]))
 
     def _before(self, previous: str | None, owner: str) -> tuple[Message, ...]:
         if previous is None:
@@ -291,6 +323,42 @@ class ResponsesResponse(Response):
     async def _events(
         self, taken: Taken, held: HeldStream | None = None, *, has_places: bool = False
     ) -> AsyncGenerator[Event, None]:
+        rounds = self._turn.rounds
+        if rounds is None:
+            async for event in self._round(taken, held, has_places=has_places):
+                yield event
+            return
+        with nullcontext() if has_places else self._service.places(taken.job.num_answers, taken.origin):
+            async for event in self._all_rounds(rounds, taken, held):
+                yield event
+
+    async def _all_rounds(
+        self, rounds: ToolRounds, taken: Taken, held: HeldStream | None
+    ) -> AsyncGenerator[Event, None]:
+        """Until the model asks for no more of what is done here, or for something that the client has to do."""
+        opening = rounds.listed(self._turn.body, self._builder)  # told of when there is something to begin with
+        while True:
+            async with aclosing(self._round(taken, held, has_places=True)) as events:
+                async for event in events:
+                    while opening:
+                        yield opening.pop(0)
+                    yield event
+            held = None  # the stream has begun
+            for event in self._builder.close(self._status):
+                yield event
+            calls, is_waiting = self._builder.take_calls(), self._builder.waits_for_client
+            async with aclosing(rounds.made(calls, self._builder)) as made:
+                async for event in made:
+                    yield event
+            if not calls or is_waiting:
+                return
+            job = await rounds.next_job(self._builder.items, calls, self._usage.total().completion_tokens)
+            if job is None:
+                self._finish = FinishReason.LENGTH
+                return
+            taken = taken.next_round(job)
+
+    async def _round(self, taken: Taken, held: HeldStream | None, *, has_places: bool) -> AsyncGenerator[Event, None]:
         reader = taken.job.make_reader()
         run = self._service.run(taken.job, taken.origin, has_places=has_places)
         async with aclosing(held.over(run) if held is not None else run) as deltas:
@@ -324,7 +392,9 @@ class ResponsesResponse(Response):
         """The response as JSON, remembered unless the client does not want it."""
         text = await self._written(record, self._num_reports)
         turn = self._turn
-        said = [Item.model_validate(_plain_item(item)) for item in self._builder.items]
+        said = [
+            Item.model_validate(_plain_item(item)) for item in self._builder.items if not isinstance(item, McpListTools)
+        ]
         if turn.grow is not None:
             turn.grow(said)
         if record.store:
@@ -358,7 +428,7 @@ class ResponsesResponse(Response):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_output_tokens=body.max_output_tokens,
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+            tools=[_shown_tool(tool) for tool in body.tools or ()],
             tool_choice=_plain(body.tool_choice),
             text={"format": _plain(body.text.format) if body.text and body.text.format else {"type": "text"}},
             truncation=body.truncation or "disabled",
@@ -372,6 +442,11 @@ class ResponsesResponse(Response):
 
 def _plain_item(item: OutputItem) -> dict[str, Any]:
     return item.model_dump(exclude={"content": {"__all__": {"logprobs"}}} if isinstance(item, OutputMessage) else None)
+
+
+def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
+    """As it was sent; what an MCP server has is an item of the output."""
+    return tool.model_dump(exclude_none=True, exclude={"tools"} if tool.type == "mcp" else None)
 
 
 def _plain(value: Any) -> Any:

@@ -46,6 +46,44 @@ class CustomToolCall(BaseModel):
     status: Status = "in_progress"
 
 
+class McpTool(BaseModel):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(default_factory=dict)
+
+
+class McpListTools(BaseModel):
+    """What an MCP server offers to the model."""
+
+    id: str
+    type: Literal["mcp_list_tools"] = "mcp_list_tools"
+    server_label: str
+    tools: list[McpTool] = Field(default_factory=list)
+
+
+class ErrorText(BaseModel):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class McpError(BaseModel):
+    type: Literal["mcp_tool_execution_error"] = "mcp_tool_execution_error"
+    content: list[ErrorText]
+
+
+class McpCall(BaseModel):
+    """A call that this server makes itself."""
+
+    id: str
+    type: Literal["mcp_call"] = "mcp_call"
+    server_label: str
+    name: str
+    arguments: str = ""
+    output: str | None = None
+    error: McpError | None = None
+    status: Status = "in_progress"
+
+
 class ReasoningText(BaseModel):
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str = ""
@@ -59,7 +97,7 @@ class Reasoning(BaseModel):
     status: Status = "in_progress"
 
 
-OutputItem = OutputMessage | FunctionCall | CustomToolCall | Reasoning
+OutputItem = OutputMessage | FunctionCall | CustomToolCall | McpListTools | McpCall | Reasoning
 
 
 class InputDetails(BaseModel):

@@ -21,7 +21,7 @@ _SILENT = HARMLESS | {"client_metadata", "include_obfuscation"}
 _HOSTED_ITEMS = frozenset(
     {
         "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "computer_call",
-        "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
+        "computer_call_output", "mcp_approval_request", "mcp_approval_response",
         "tool_search_call", "tool_search_output", "context_compaction",
     }
 )  # fmt: skip
@@ -57,6 +57,9 @@ class Item(BaseModel):
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = Field(default=None, description="of a call of a custom tool")
+    id: str | None = None
+    server_label: str | None = Field(default=None, description="of a call that an MCP server answered")
+    error: Any = None
     encrypted_content: str | None = Field(default=None, description="of a compaction: what it came to")
     output: str | list[dict[str, Any]] | None = None
 
@@ -126,6 +129,11 @@ class ResponsesRequest(StrictBody):
     def tool_set(self) -> ToolSet:
         return ToolSet.of(self.tools)
 
+    def changed(self, **changes: Any) -> ResponsesRequest:
+        copy = self.model_copy(update=changes)
+        copy.__dict__.pop("tool_set", None)  # of the tools that it had
+        return copy
+
     def warnings(self) -> tuple[str, ...]:
         """What was asked for and is not done."""
         extra = {key for key, value in (self.model_extra or {}).items() if value and key not in _SILENT}
@@ -174,10 +182,10 @@ def compaction_chat(body: CompactRequest, before: Sequence[Message]) -> ChatRequ
     )
 
 
-def chat_of(body: ResponsesRequest, before: Sequence[Message]) -> ChatRequest:
-    """The chat that answers it, after what was said `before`."""
+def chat_of(body: ResponsesRequest, before: Sequence[Message], after: Sequence[Item] = ()) -> ChatRequest:
+    """The chat that answers it, after what was said `before`; `after`: what the answer has so far."""
     instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
-    messages = _one_system([*instructions, *before, *messages_of(body.items)])
+    messages = _one_system([*instructions, *before, *messages_of([*body.items, *after])])
     if not messages:
         raise InvalidRequest("nothing in it is there to be answered", param="input")
     return ChatRequest(
@@ -242,15 +250,31 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
         elif kind in ("function_call_output", "custom_tool_call_output"):
             output = _text(item.output, f"input[{at}].output")
             messages.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
+        elif kind == "mcp_call":
+            call = {"name": qualified(item.name or "", item.server_label), "arguments": item.arguments or "{}"}
+            _assistant(messages).setdefault("tool_calls", []).append(
+                {"id": item.id or "", "type": "function", "function": call}
+            )
+            output = _text(item.output, f"input[{at}].output") or _error_text(item.error)
+            messages.append({"role": "tool", "content": output, "tool_call_id": item.id})
         elif kind == "compaction":
             messages.append({"role": "user", "content": summary_of(item.encrypted_content, f"input[{at}]")})
-        elif kind in _HOSTED_ITEMS or (kind == "reasoning" and not _thoughts(item)):
+        elif kind in _HOSTED_ITEMS or kind == "mcp_list_tools" or (kind == "reasoning" and not _thoughts(item)):
             continue
         elif kind == "reasoning":
             messages.append({"role": "assistant", "content": None, "reasoning_content": _thoughts(item)})
         else:
             raise InvalidRequest(f"items of type '{kind[:40]}' are not supported", param=f"input[{at}].type")
     return [Message(**message) for message in _merged(messages)]
+
+
+def _error_text(error: Any) -> str:
+    """Of a call of a tool: as its content has it, or as whoever called it put it."""
+    if isinstance(error, dict):
+        content = error.get("content", error.get("message"))
+        parts = content if isinstance(content, list) else [content]
+        return "\n".join(str(part.get("text", "") if isinstance(part, dict) else part or "") for part in parts)
+    return str(error or "")
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:

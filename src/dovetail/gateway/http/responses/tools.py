@@ -1,6 +1,8 @@
-"""Tools of `/v1/responses`: functions, those in namespaces, custom ones, and what runs elsewhere and is left out.
+"""Tools of `/v1/responses`: functions, those in namespaces, custom ones, those of MCP servers, and what runs elsewhere
+and is left out.
 
-A model sees functions only: one in a namespace has a name of both, a custom tool is a function of one text.
+A model sees functions only: one in a namespace or of an MCP server has a name of both, a custom tool is a function of
+one text.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.http.api import StrictBody
@@ -35,6 +37,10 @@ class CustomFormat(StrictBody):
     definition: str | None = None
 
 
+class AllowedMcp(StrictBody):
+    tool_names: list[str] | None = None
+
+
 class ResponsesTool(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -45,6 +51,15 @@ class ResponsesTool(BaseModel):
     strict: bool | None = None
     format: CustomFormat | None = None
     tools: list[ResponsesTool] | None = None
+    # Of type mcp: a server of the configuration. Its tools are filled in when they are known.
+    server_label: str | None = Field(default=None, max_length=64)
+    allowed_tools: list[str] | AllowedMcp | None = None
+    require_approval: Any = Field(default=None, description="never; who may call what is the configuration's to say")
+
+    @property
+    def allowed_names(self) -> list[str] | None:
+        """Of an MCP server; None = all that there are."""
+        return self.allowed_tools.tool_names if isinstance(self.allowed_tools, AllowedMcp) else self.allowed_tools
 
 
 class ToolChoiceItem(StrictBody):
@@ -62,6 +77,7 @@ class Known:
 
     tool: ResponsesTool
     namespace: str | None = None
+    is_mcp: bool = False  # the namespace is the server's name, and the call is done here
 
     @property
     def is_custom(self) -> bool:
@@ -82,7 +98,7 @@ class ToolSet:
         found: dict[str, Known] = {}
         warnings = []
         for at, tool in enumerate(tools or ()):
-            if tool.type not in ("function", "custom", "namespace"):
+            if tool.type not in ("function", "custom", "namespace", "mcp"):
                 warnings.append(f"tools[{at}]: '{tool.type[:40]}' is not run here and was left out")
             for known in _known(tool, f"tools[{at}]"):
                 if known.name in found:
@@ -140,6 +156,9 @@ def _known(tool: ResponsesTool, where: str) -> Iterator[Known]:
                 raise InvalidRequest("a namespace has no namespaces in it", param=f"{where}.tools[{at}]")
             for known in _known(inner, f"{where}.tools[{at}]"):
                 yield Known(known.tool, tool.name)
+    elif tool.type == "mcp":
+        for inner in tool.tools or ():
+            yield Known(inner, tool.server_label, is_mcp=True)
     elif tool.type in ("function", "custom"):
         if tool.name is None:
             raise InvalidRequest(f"a {tool.type} tool needs a name", param=f"{where}.name")

@@ -1,0 +1,1 @@
+"""Tools of MCP servers that the operator has configured: listed and called for a model, in helpers with bounds."""
