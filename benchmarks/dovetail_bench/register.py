@@ -44,7 +44,13 @@ def _compositions(found: Sequence[Mapping[str, Any]]) -> Rows:
     """A row for each size, a column for each policy."""
     names = list(dict.fromkeys(row["labels"][2] for row in found))
     rows = [
-        ["size", "requests", *(f"{name}: met, late, broken, silence p99" for name in names), "served over published"]
+        [
+            "size",
+            "requests",
+            *(f"{name}: met, late, broken, silence p99" for name in names),
+            "served over published",
+            "over played",
+        ]
     ]
     for size in dict.fromkeys(row["labels"][1] for row in found):
         cells = {row["labels"][2]: row for row in found if row["labels"][1] == size}
@@ -89,6 +95,11 @@ ENTRIES = {
     )
     for workload in ("gsm8k", "cnn", "servegen", "arxiv")
 }
+ENTRIES["thesis"] = Entry(
+    "dovetail bench thesis --json",
+    ("src/dovetail/plan",),
+    lambda found: [["constant", "times", "WRN50-5, by rising SLO", "WRN50-4"], *(list(row.values()) for row in found)],
+)
 ENTRIES["bucket"] = Entry(
     "dovetail bench bucket --json", ("src/dovetail/store", "src/dovetail/worker", "src/dovetail/gateway"), _bucket
 )
@@ -102,6 +113,7 @@ def record(name: str, data: Path | None = None) -> Path:
     changed = _git("status", "--porcelain", "--", *entry.measures).strip()
     if changed:
         raise ConfigError(f"{name}: commit first, since a table names the commit of its code: {changed}")
+    commit = _git("rev-parse", "--short", "HEAD").strip()
     words = [_found(word, data) for word in shlex.split(entry.command)[1:]]
     done = subprocess.run([sys.executable, "-m", "dovetail", *words], stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -110,7 +122,7 @@ def record(name: str, data: Path | None = None) -> Path:
     kept = {
         "name": name,
         "command": entry.command,
-        "commit": _git("rev-parse", "--short", "HEAD").strip(),
+        "commit": commit,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "machine": f"{cpu.cores} cores of {cpu.model} ({cpu.architecture})",
         "versions": {"python": sys.version.split()[0]} | _versions(),

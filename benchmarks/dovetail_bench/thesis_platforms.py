@@ -1,9 +1,11 @@
-"""Which platforms give WRN50-5 three regions by SLO and WRN50-4 two, as published.
+"""The thesis's frontiers reproduced: which platforms give WRN50-5 three regions by SLO and WRN50-4 two, as published.
 
-`python -m dovetail_bench.thesis_platforms [COUNT] [SEED]`
+`python -m dovetail_bench.thesis_platforms [COUNT] [SEED]` draws platforms; `dovetail bench thesis` changes each
+constant of the shipped one by half.
 
-The thesis publishes no coefficients. Platforms are drawn from wide ranges, and what those that show its frontiers have
-in common is what must have been true of its platform.
+The thesis publishes no coefficients, so those of the shipped platform are fitted to its frontiers. Platforms are drawn
+from ranges that contain it, and what those that show the frontiers have in common is what must have been true of the
+thesis's platform.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.plan.assumed import assumed_profile, chain_named
@@ -25,26 +28,47 @@ from dovetail.plan.provision import Provisioner
 RATE = 0.05
 SLOS = spaced(0.05, 20, 60)
 SHEET = read_sheet("alibaba-fc")
+RANGES: dict[str, tuple[float, float]] = {  # of drawn platforms, least and most
+    "vcpu_flops": (22e9, 50e9),
+    "parallel_share": (0.86, 0.98),
+    "weight_copies": (1.0, 2.5),
+    "runtime_gb": (0.2, 0.5),
+    "call_s": (0.01, 0.04),
+    "pass_bytes_per_s": (30e6, 500e6),
+    "gpu_flops": (1.8e12, 8e12),
+    "gpu_call_s": (0.01, 0.07),
+    "tail": (1.05, 1.2),
+    "gpu_tail": (1.05, 1.25),
+}
+SPREAD = ("vcpu_flops", "pass_bytes_per_s", "gpu_flops")  # drawn by their logarithm
+FURTHER = ("start_s", "load_bytes_per_s")  # changed by half, too; neither matters without cold starts
 CHAINS = {width: chain_named(f"wrn50-{width}") for width in (4, 5)}
 
 
 def draw(random: Random) -> Platform:
-    def between(low: float, high: float) -> float:
-        return math.exp(random.uniform(math.log(low), math.log(high)))
+    def between(name: str, low: float, high: float) -> float:
+        return math.exp(random.uniform(math.log(low), math.log(high))) if name in SPREAD else random.uniform(low, high)
 
-    return replace(
-        ALIBABA_FC,
-        vcpu_flops=between(22e9, 50e9),
-        parallel_share=random.uniform(0.86, 0.98),
-        weight_copies=random.choice([1.0, 1.5, 2.0, 2.5]),
-        runtime_gb=random.choice([0.2, 0.3, 0.4, 0.5]),
-        call_s=random.choice([0.01, 0.015, 0.02, 0.03, 0.04]),
-        pass_bytes_per_s=random.choice([100e6, 200e6, 300e6, 500e6]),
-        gpu_flops=between(1.8e12, 8e12),
-        gpu_call_s=random.uniform(0.01, 0.07),
-        tail=random.uniform(1.05, 1.2),
-        gpu_tail=random.uniform(1.05, 1.25),
-    )
+    drawn = {name: between(name, *bounds) for name, bounds in RANGES.items()}
+    return replace(ALIBABA_FC, **drawn)  # type: ignore[arg-type]
+
+
+def sensitivity() -> Iterator[dict[str, Any]]:
+    """The regions by SLO of both networks as shipped, and with each constant half and half as large again."""
+    yield _told("as shipped", "", ALIBABA_FC)
+    for name in (*RANGES, *FURTHER):
+        value = getattr(ALIBABA_FC, name)
+        for factor in (0.5, 1.5):
+            changed = factor * value
+            if name == "parallel_share":
+                changed = min(changed, 1.0)
+            elif name in ("tail", "gpu_tail"):
+                changed = 1 + factor * (value - 1)  # what the 99th percentile has beyond the mean
+            yield _told(name, f"{factor:g}", replace(ALIBABA_FC, **{name: changed}))
+
+
+def _told(constant: str, factor: str, platform: Platform) -> dict[str, Any]:
+    return {"constant": constant, "factor": factor} | {f"wrn50-{width}": modes(platform, width) for width in (5, 4)}
 
 
 def modes(platform: Platform, width: int) -> str:

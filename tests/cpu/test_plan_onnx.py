@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from dovetail.plan.runtime import PlanRuntime, check_runnable
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+import onnx_network  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +81,28 @@ def test_stages_in_processes_compute_what_the_whole_model_does(model: Path, stag
     one, three, again = asyncio.run(computed())
     for found, count in ((one, 1), (three, 3), (again, 3)):
         np.testing.assert_allclose(found, whole_model(model, images(count)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "squeezenet"])
+def test_real_networks_in_three_stages_compute_what_the_whole_does(name: str, tmp_path: Path) -> None:
+    """Of ONNX's own test models, with random weights; squeezenet's blocks join by concatenation."""
+    path = tmp_path / f"{name}.onnx"
+    onnx.save_model(onnx_network.with_random_weights(name), str(path))
+    image = np.random.default_rng(1).standard_normal((1, 3, 224, 224), dtype=np.float32)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (whole,) = session.run(None, {session.get_inputs()[0].name: image})
+
+    async def computed() -> Any:
+        chain = open_chain(str(path))
+        stages = [StageSize(first, end, 1, 1.0) for first, end, _ in even_stages(chain, 3)]
+        instance = await Instance.start(chain, stages)
+        try:
+            return (await instance.run(image)).output
+        finally:
+            await instance.close()
+
+    np.testing.assert_allclose(asyncio.run(computed()), whole, rtol=1e-4, atol=1e-6)
+    assert whole.max() > 1.5 * whole.min()
 
 
 def test_a_stage_has_only_its_own_weights(model: Path) -> None:

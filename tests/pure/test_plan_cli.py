@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 
 from dovetail.cli.main import build_app
 from dovetail.errors import ConfigError
+from dovetail.plan.options import Mode
+from dovetail.plan.plan_file import read_plan
+from dovetail.plan.runtime import provisioners_for
 
 APPS = """
 prices: alibaba-fc
@@ -65,9 +68,19 @@ def test_the_machine_readable_plan_has_every_group(tmp_path: Path) -> None:
     assert exact["cost_per_hour"] <= plan["compared"][0]["cost_per_hour"] * (1 + 1e-6)
 
 
+def test_a_file_says_in_which_modes_functions_may_run_and_so_does_its_plan(tmp_path: Path) -> None:
+    (tmp_path / "apps.yaml").write_text(APPS.replace("slo: 500ms", "slo: 9s") + "modes: [partitioned]\n")
+    run(str(tmp_path / "apps.yaml"), "--out", str(tmp_path / "plan.yaml"))
+    plan = read_plan(tmp_path / "plan.yaml")
+    assert {group.mode for group in plan.groups} == {Mode.PARTITIONED}
+    assert {provisioner.modes for provisioner in provisioners_for(plan).values()} == {(Mode.PARTITIONED,)}
+
+
 def test_frontiers_and_templates_are_shown() -> None:
     regions = json.loads(run("frontier", "wrn50-5", "--no-cold-starts", "--json"))
-    assert [region["mode"] for region in regions["slo_s"]] == ["gpu", "cpu", "partitioned"]
+    assert {region["mode"] for region in regions["slo_s"]} <= {"gpu", "cpu", "partitioned"}
+    ends = [region["end"] for region in regions["slo_s"]]
+    assert ends == sorted(ends)
     templates = json.loads(run("templates", "wrn50-4", "--json"))
     assert all(row["cheaper"] > 0 for row in templates["sweep"])
 
@@ -77,6 +90,7 @@ def test_frontiers_and_templates_are_shown() -> None:
     [
         (APPS.replace("rate: 2.0", "rate: 0"), r"apps\.search\.rate"),
         (APPS.replace("prices: alibaba-fc", "prices: alibaba-fc\nreserve: -1"), "reserve"),
+        (APPS.replace("prices: alibaba-fc", "prices: alibaba-fc\nmodes: [tpu]"), "modes"),
         (APPS.replace("slo: 6s", "slo: soon"), r"apps\.tags\.slo: expected a duration"),
         (APPS.replace("model: wrn50-4", "model: wrn51"), "no function profile 'wrn51'"),
         (APPS.replace("alibaba-fc", "gcp"), "no sheet 'gcp'"),

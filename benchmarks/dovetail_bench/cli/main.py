@@ -21,6 +21,7 @@ from dovetail_bench.cli.register import record, report
 from dovetail_bench.cli.sampling import sampling
 from dovetail_bench.cli.speculation import speculation
 from dovetail_bench.cli.store import store
+from dovetail_bench.cli.thesis import thesis
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +40,7 @@ app.command("speculation")(speculation)
 app.command("sampling")(sampling)
 app.command("store")(store)
 app.command("bucket")(bucket)
+app.command("thesis")(thesis)
 app.command("record")(record)
 app.command("report")(report)
 
@@ -276,7 +278,7 @@ def fronts(
     store: Annotated[str, typer.Option(help="Folder of the store.  [default: the usual one]", show_default=False)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Streams through one gateway and through two: tokens a second, and what a token costs each process.
+    """Compare one gateway with two: tokens per second, and processor time per token in each process.
 
     Example: dovetail bench fronts smollm2-135m-instruct --streams 64
     """

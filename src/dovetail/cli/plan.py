@@ -86,7 +86,7 @@ def _plan_apps(
     begun = time.perf_counter()
     options = inputs.file
     provisioners = provisioners_of(
-        inputs.profiles, inputs.sheet, cold_starts=options.cold_starts, reserve=options.reserve
+        inputs.profiles, inputs.sheet, options.modes, cold_starts=options.cold_starts, reserve=options.reserve
     )
     priced = time.perf_counter()
     groups = plan_groups(options.applications(), provisioners)

@@ -11,6 +11,7 @@ from dovetail.errors import ConfigError
 from dovetail.plan.batching import App
 from dovetail.plan.function_profile import FunctionProfile, OnnxFile, read_function_profile
 from dovetail.plan.onnx_graph import digest_of
+from dovetail.plan.options import ALL_MODES, Mode
 from dovetail.plan.prices import PriceSheet, Section, parse_section, read_sheet, read_yaml
 
 
@@ -30,6 +31,7 @@ class AppsFile(Section):
     cold_starts: bool = True  # whether functions that fall idle are started again, and waited for
     # The share by which a run on CPUs may be longer than its profiled 99th percentile; None = as the profile measured.
     reserve: float | None = Field(default=None, ge=0)
+    modes: tuple[Mode, ...] = Field(default=ALL_MODES, min_length=1)  # that functions may run in
     models: dict[str, ModelSection] = Field(default_factory=dict)
     apps: dict[str, AppSection] = Field(min_length=1)
 

@@ -13,7 +13,7 @@ from dovetail.errors import ConfigError
 from dovetail.plan.batching import App
 from dovetail.plan.function_profile import FunctionProfile
 from dovetail.plan.grouping import Group
-from dovetail.plan.options import Mode
+from dovetail.plan.options import ALL_MODES, Mode
 from dovetail.plan.prices import PriceSheet, Section, parse_section, read_yaml
 from dovetail.plan.provision import Provisioner
 
@@ -59,6 +59,7 @@ class FunctionPlan(Section):
     prices: PriceSheet
     cold_starts: bool
     reserve: float | None = Field(default=None, ge=0)  # as in the file of applications
+    modes: tuple[Mode, ...] = ALL_MODES
     profiles: dict[str, FunctionProfile]  # by model: what the plan was made with
     groups: tuple[PlannedGroup, ...] = Field(min_length=1)
 
@@ -78,7 +79,12 @@ def make_plan(groups: Sequence[Group], provisioners: Mapping[str, Provisioner]) 
     first = next(iter(provisioners.values()))
     profiles = {model: provisioner.profile for model, provisioner in provisioners.items()}
     return FunctionPlan(
-        prices=first.sheet, cold_starts=first.cold_starts, reserve=first.reserve, profiles=profiles, groups=planned
+        prices=first.sheet,
+        cold_starts=first.cold_starts,
+        reserve=first.reserve,
+        modes=first.modes,
+        profiles=profiles,
+        groups=planned,
     )
 
 

@@ -58,6 +58,7 @@ class Provisioner:
     ) -> None:
         self.profile = profile
         self.sheet = sheet
+        self.modes = tuple(modes)
         self.cold_starts = cold_starts
         self.reserve = reserve
         tables = build_tables(profile, sheet, profile.reserve if reserve is None else reserve)

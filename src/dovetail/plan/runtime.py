@@ -175,7 +175,7 @@ class PlanRuntime:
 def provisioners_for(plan: FunctionPlan) -> dict[str, Provisioner]:
     used = {group.model for group in plan.groups}
     return {
-        model: Provisioner(profile, plan.prices, cold_starts=plan.cold_starts, reserve=plan.reserve)
+        model: Provisioner(profile, plan.prices, plan.modes, plan.cold_starts, plan.reserve)
         for model, profile in plan.profiles.items()
         if model in used
     }

@@ -1,5 +1,5 @@
-"""Models that this machine lacks come from its neighbours, one at a time and the most urgent first, before they are
-loaded; what it has itself it gives to them. Only workers that joined from another machine do either.
+"""Fetches missing models from other machines before they are loaded, one at a time, most urgent first, and serves this
+machine's models to the others. Only workers that joined from another machine do either.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Current(NamedTuple):
 
 
 class Fetcher:
-    """`fetch` hands in, `on_end` is called from its thread for every command."""
+    """`fetch` queues a command; `on_end` is called once for each, from the fetcher's thread."""
 
     def __init__(
         self, root: Path, token: bytes, limit_bytes: int | None, on_end: Callable[[StartLoad, Fetched], None]
@@ -90,8 +90,11 @@ class Fetcher:
         return messages.Loading(current.command.model, current.fetch.done_bytes, current.card.size_bytes)
 
     def drop_unwanted(self, num_waiting: Callable[[StartLoad], int | None]) -> None:
-        """`num_waiting`: requests of the instance that is fetched for; None = the instance itself is gone. One that
-        nobody waits for is fetched if it was asked for by name; one that everybody left is not."""
+        """Cancels the current fetch if no request needs it any more.
+
+        `num_waiting` counts the requests of the instance that the model is fetched for; None: the instance is closed.
+        A fetch without requests goes on if it was ordered by name; it is cancelled if its requests have all ended.
+        """
         current = self._current
         if current is None:
             return
