@@ -171,7 +171,7 @@ def _block(found: re.Match[str]) -> str:
     heading, *rows = entry.rows(kept["result"])
     table = [heading, ["---"] * len(heading), *rows]
     lines = ["| " + " | ".join(row) + " |" for row in table]
-    return "\n".join([f"<!-- table {name} -->", line, "", *lines, "<!-- /table -->"])
+    return "\n".join([f"<!-- table {name} -->", "", line, "", *lines, "", "<!-- /table -->"])
 
 
 def ages() -> list[tuple[str, str, str, int]]:
