@@ -3,7 +3,8 @@
 cold   disk → host pool → GPU: tensors are copied while others are read
 warm   host pool → GPU; chunks of the pool are registered with the device at their first use, before the rounds
 
-A load is what a worker does for a model (`worker.shelf`, then the device's executor): it ends when the model can run.
+A load is what a worker does for a model (`worker.weight_cache`, then the device's executor): it ends when the model can
+run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dovetail.engine.executor import ExecutorConfig
 from dovetail.engine.gpu_load import PinnedRange
 from dovetail.store.host_pool.pool import HostPool
 from dovetail.store.loading.loader import LoaderConfig
-from dovetail.worker.shelf import Shelf
+from dovetail.worker.weight_cache import WeightCache
 from dovetail_bench.breakdown import StepContender, steps, touched_memory
 from dovetail_bench.contenders import Contender, Load, SampleFiles, State
 from dovetail_bench.store_bench import PINNED_COPY
@@ -37,9 +38,9 @@ def gpu_contenders(sample: SampleFiles, stack: ExitStack) -> list[Contender]:
     pool = pool_for(sample.blobs)
     stack.callback(pool.close)
     config = LoaderConfig()
-    shelf = Shelf.attach(pool.file, config.direct_io, config.readers, device)
-    stack.callback(shelf.close)
-    return [ToDevice(shelf, pool, device), PinnedCopy(sample)]
+    weight_cache = WeightCache.attach(pool.file, config.direct_io, config.readers, device)
+    stack.callback(weight_cache.close)
+    return [ToDevice(weight_cache, pool, device), PinnedCopy(sample)]
 
 
 def gpu_breakdown(sample: SampleFiles, stack: ExitStack) -> list[Contender]:
@@ -59,8 +60,8 @@ class ToDevice:
     states: tuple[State, ...] = ("cold", "warm")
     reads_store = True
 
-    def __init__(self, shelf: Shelf, pool: HostPool, device: Device) -> None:
-        self._shelf = shelf
+    def __init__(self, weight_cache: WeightCache, pool: HostPool, device: Device) -> None:
+        self._weight_cache = weight_cache
         self._pool = pool
         self._device = device
 
@@ -78,7 +79,7 @@ class ToDevice:
     def load(self, sample: SampleFiles) -> Load:
         torch.cuda.synchronize()
         started = time.perf_counter()
-        checkpoint, _ = self._shelf.open(str(sample.stored))
+        checkpoint, _ = self._weight_cache.open(str(sample.stored))
         executor = self._device.executor(checkpoint, ExecutorConfig(kv_bytes=_KV_BYTES))
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started

@@ -28,7 +28,7 @@ from dovetail.store.sources import blob_download, bucket_model
 from dovetail.store.sources.bucket_model import EarlyServing, upload_model
 from dovetail.store.sources.object_store import Patience
 from dovetail.types import ModelCard
-from dovetail.worker.shelf import Shelf
+from dovetail.worker.weight_cache import WeightCache
 
 CHUNK = 1 << 20
 URL = "s3://warehouse/v1/models/big"
@@ -122,7 +122,7 @@ def test_a_model_is_in_the_pool_and_usable_before_it_is_on_disk(
     proxy: FaultyProxy, original: StoredModel, pool: HostPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalogue, loader = Catalogue(tmp_path), Loader(pool, LoaderConfig(readers=2))
-    shelf, disk = Shelf(pool, loader, for_copies=False), HeldDisk(monkeypatch)
+    weight_cache, disk = WeightCache(pool, loader, for_copies=False), HeldDisk(monkeypatch)
     folder = tmp_path / "models" / "big"
     cards: list[ModelCard] = []
 
@@ -133,7 +133,7 @@ def test_a_model_is_in_the_pool_and_usable_before_it_is_on_disk(
     with ThreadPoolExecutor(1) as thread:
         pulled = thread.submit(lambda: catalogue.pull(URL, early=EarlyServing(pool, on_servable)))
         eventually(lambda: bool(cards) and original.manifest.partitions[0].digest in pool.stats().ready_keys)
-        checkpoint, tier = shelf.open(cards[0].path)
+        checkpoint, tier = weight_cache.open(cards[0].path)
         assert tier == "host"
         assert isinstance(checkpoint, StoredModel)
         check(checkpoint, original)

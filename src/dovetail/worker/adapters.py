@@ -29,7 +29,7 @@ from dovetail.store.hf.adapter_parts import open_adapter
 from dovetail.types import AdapterRef, ModelCard
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.runner import ModelRunner
-from dovetail.worker.shelf import Shelf
+from dovetail.worker.weight_cache import WeightCache
 
 log = logging.getLogger("dovetail.worker")
 
@@ -72,10 +72,12 @@ class _Entry:
 class AdapterRack:
     """Of the worker's own thread, but for the reading; `wake` is called from that for every adapter that was read."""
 
-    def __init__(self, driver: NodeDriver, device: Packs, shelf: Shelf | None, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, driver: NodeDriver, device: Packs, weight_cache: WeightCache | None, wake: Callable[[], None]
+    ) -> None:
         self._driver = driver
         self._device = device
-        self._shelf = shelf
+        self._weight_cache = weight_cache
         self._wake = wake
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by key, the least recently used first
         self._waiting: dict[str, set[int]] = {}  # requests, by the adapter that is being read for them
@@ -222,4 +224,4 @@ class AdapterRack:
 
     def _open(self, order: _Order) -> AdapterWeights:
         path, spec = Path(order.ref.path), order.card.spec
-        return open_adapter(path, spec) if self._shelf is None else self._shelf.open_adapter(path, spec)
+        return open_adapter(path, spec) if self._weight_cache is None else self._weight_cache.open_adapter(path, spec)

@@ -31,8 +31,8 @@ from dovetail.worker.draft_model import DraftModel
 from dovetail.worker.due_queue import DueQueue
 from dovetail.worker.fetching import Fetched, Fetcher
 from dovetail.worker.runner import ModelRunner
-from dovetail.worker.shelf import Shelf, Tier
 from dovetail.worker.speculation import Speculator
+from dovetail.worker.weight_cache import Tier, WeightCache
 
 if TYPE_CHECKING:
     from dovetail.engine.executor import ExecutorConfig
@@ -110,7 +110,7 @@ class LoaderThread:
         config_of: Callable[[str], InstanceConfig | None],
         wake: Callable[[], None],
         device: Device,
-        shelf: Shelf | None = None,
+        weight_cache: WeightCache | None = None,
         grammars: GrammarLibrary | None = None,
     ) -> None:
         self._grammars = grammars
@@ -121,10 +121,10 @@ class LoaderThread:
         self._config_of = config_of
         self._wake = wake
         self._device = device
-        self._shelf = shelf
+        self._weight_cache = weight_cache
         self._orders: DueQueue[tuple[StartLoad, Fetched | None]] = DueQueue()  # with what had to be fetched first
         self._current: _Current | None = None
-        self._arrivals = shelf.arrivals(self.fetched) if shelf is not None else None
+        self._arrivals = weight_cache.arrivals(self.fetched) if weight_cache is not None else None
         self._thread = threading.Thread(target=self._run, daemon=True, name="loader")
 
     def start(self) -> None:
@@ -178,9 +178,9 @@ class LoaderThread:
             tier = "neighbour"
         elif self._arriving(config):
             tier = "remote"
-        elif self._shelf is not None:
+        elif self._weight_cache is not None:
             with suppress(DovetailError, OSError):  # what is wrong with them the load itself will say
-                tier = self._shelf.tier_of(card.path)
+                tier = self._weight_cache.tier_of(card.path)
         return self.times.expected_s(card.name, tier, config.size_bytes)
 
     def _arriving(self, config: InstanceConfig) -> list[ModelCard]:
@@ -206,7 +206,7 @@ class LoaderThread:
             return LoadResult(command.instance, name, None, None, "the model was unloaded")
         self._current = _Current(config)
         try:
-            runner, loaded = build_runner(config, self._device, self._shelf, self._grammars, self._watch)
+            runner, loaded = build_runner(config, self._device, self._weight_cache, self._grammars, self._watch)
         except DovetailError as error:
             return LoadResult(command.instance, name, None, None, str(error))
         except Exception as error:  # whatever a checkpoint can do wrong, the worker lives on
@@ -236,13 +236,13 @@ def _with_fetch(loaded: messages.Loaded, fetched: Fetched) -> messages.Loaded:
 def build_runner(
     config: InstanceConfig,
     device: Device,
-    shelf: Shelf | None = None,
+    weight_cache: WeightCache | None = None,
     grammars: GrammarLibrary | None = None,
     on_place: OnPlace = lambda _: None,
 ) -> tuple[ModelRunner, messages.Loaded]:
     card = config.card
     started = time.monotonic()
-    checkpoint, tier = _open(config, card, shelf, on_place)
+    checkpoint, tier = _open(config, card, weight_cache, on_place)
     opened = time.monotonic()
     context = checkpoint.spec.context_length
     executor = device.executor(checkpoint, _executor_config(config, card, config.dtype, config.kv_bytes, grammars))
@@ -250,7 +250,7 @@ def build_runner(
     limits = SchedulerConfig(context, config.max_batch, config.max_turn_tokens, config.max_tokens, whole)
     # A device that begins with an iteration before it has seen the last one's tokens cannot propose what follows them.
     speculates = config.speculation.mode != "off" and not executor.is_pipelined and not whole
-    draft = _draft_model(config, device, shelf, on_place) if speculates else None
+    draft = _draft_model(config, device, weight_cache, on_place) if speculates else None
     speculator = Speculator(config.speculation, draft) if speculates else None
     runner = ModelRunner(card, executor, limits, config.block_size, config.max_adapters, speculator)
     return runner, messages.Loaded(
@@ -264,13 +264,15 @@ def build_runner(
     )
 
 
-def _draft_model(config: InstanceConfig, device: Device, shelf: Shelf | None, on_place: OnPlace) -> DraftModel | None:
+def _draft_model(
+    config: InstanceConfig, device: Device, weight_cache: WeightCache | None, on_place: OnPlace
+) -> DraftModel | None:
     """None also where it cannot be loaded: nobody needs a draft."""
     draft = config.draft
     if draft is None:
         return None
     try:
-        checkpoint, _ = _open(config, draft.card, shelf, on_place)
+        checkpoint, _ = _open(config, draft.card, weight_cache, on_place)
         executor = device.executor(
             checkpoint, _executor_config(config, draft.card, draft.dtype, draft.kv_bytes, grammars=None)
         )
@@ -281,13 +283,15 @@ def _draft_model(config: InstanceConfig, device: Device, shelf: Shelf | None, on
     return DraftModel(executor, draft.latency, spec.context_length, (spec.vocab_size, config.card.spec.vocab_size))
 
 
-def _open(config: InstanceConfig, card: ModelCard, shelf: Shelf | None, on_place: OnPlace) -> tuple[Checkpoint, Tier]:
+def _open(
+    config: InstanceConfig, card: ModelCard, weight_cache: WeightCache | None, on_place: OnPlace
+) -> tuple[Checkpoint, Tier]:
     from dovetail.store import open_checkpoint
     from dovetail.store.checking import check_weights
     from dovetail.store.format.manifest import is_stored, read_manifest
 
-    if shelf is not None:
-        return shelf.open(card.path, on_place)
+    if weight_cache is not None:
+        return weight_cache.open(card.path, on_place)
     if config.verify and is_stored(Path(card.path)):
         check_weights(Path(card.path), read_manifest(Path(card.path)))
     return open_checkpoint(card.path), "disk"

@@ -35,7 +35,7 @@ from dovetail.worker.instances import hosting_of, instance_config
 from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
 from dovetail.worker.rejoin import ReadyModels, wait_for_gateway, withdraw_all
 from dovetail.worker.runner import ModelRunner
-from dovetail.worker.shelf import Shelf
+from dovetail.worker.weight_cache import WeightCache
 from dovetail.worker.wire import Wire, take_in
 
 log = logging.getLogger("dovetail.worker")
@@ -84,13 +84,13 @@ class Worker:
         self._pulse = Pulse(Path(config.pulse) if config.pulse else None)
         self._instance_configs: dict[str, InstanceConfig] = {}
         self._device = open_device(config.device, config.threads)
-        self._shelf = _attach_shelf(config, self._device)
+        self._weight_cache = _attach_weight_cache(config, self._device)
         self._grammars = GrammarThread(lambda: self._grammar_waker.send(_GRAMMAR))
         self._loader = LoaderThread(
             self._instance_configs.get,
             lambda: self._waker.send(b""),
             self._device,
-            self._shelf,
+            self._weight_cache,
             self._grammars.library,
         )
         self._loader.start()
@@ -121,7 +121,7 @@ class Worker:
             on_adapter=lambda runner, key: self._adapters.bind(runner, key),
         )
         self._adapters = AdapterRack(
-            self._driver, self._device, self._shelf, lambda: self._adapter_waker.send(_ADAPTER)
+            self._driver, self._device, self._weight_cache, lambda: self._adapter_waker.send(_ADAPTER)
         )
         self._ready = ReadyModels()
         self._moved: set[str] = set()  # models whose weights are elsewhere than when a load was last estimated
@@ -210,17 +210,17 @@ class Worker:
             self._stats_due = now + STATS_S if is_busy else INFINITY
         if now >= self._pressure_due:
             self._pressure_due = now + STATS_S
-            _watch_host(self._driver, self._adapters, self._shelf)
-            if self._shelf is not None and self._config.host_keep_alive >= 0:
-                self._shelf.trim(self._config.host_keep_alive)
+            _watch_host(self._driver, self._adapters, self._weight_cache)
+            if self._weight_cache is not None and self._config.host_keep_alive >= 0:
+                self._weight_cache.trim(self._config.host_keep_alive)
         if self._is_orphan():
             log.warning("the gateway is gone, leaving")
             self._running = False
 
     def _fit_pool(self, free_bytes: int) -> None:
         """One ledger for weights, KV and the host pool: models between uses have what is left of it."""
-        if self._shelf is not None:
-            self._shelf.fit(free_bytes)
+        if self._weight_cache is not None:
+            self._weight_cache.fit(free_bytes)
 
     # Messages
 
@@ -361,30 +361,30 @@ class Worker:
         for runner in self._driver.runners.values():
             runner.close()
         self._adapters.close()
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._weight_cache is not None:
+            self._weight_cache.close()
         if self._log is not None:
             self._log.close()
         self._wire.close()
 
 
-def _watch_host(driver: NodeDriver, adapters: AdapterRack, shelf: Shelf | None) -> None:
+def _watch_host(driver: NodeDriver, adapters: AdapterRack, weight_cache: WeightCache | None) -> None:
     """The pool gives way before a model that is ready does."""
     total, available = memory_bytes()
     if available >= total * LOW_MEMORY_SHARE:
         return
     dropped = adapters.drop_idle()
-    dropped += shelf.drop_unused() if shelf is not None else 0
+    dropped += weight_cache.drop_unused() if weight_cache is not None else 0
     closed = 0 if dropped else driver.relieve()
     left, given = available >> 20, dropped >> 20
     log.warning("the host has %d MB left; %d MB of the pool dropped, %d idle models closed", left, given, closed)
 
 
-def _attach_shelf(config: WorkerConfig, device: Device) -> Shelf | None:
+def _attach_weight_cache(config: WorkerConfig, device: Device) -> WeightCache | None:
     verify = config.verify == "load"
     if config.pool < 0:
         return None
-    return Shelf.attach(config.pool, config.direct_io, config.readers, device, verify=verify)
+    return WeightCache.attach(config.pool, config.direct_io, config.readers, device, verify=verify)
 
 
 def _tend_idle(runner: ModelRunner, now: float, release_s: float) -> bool:

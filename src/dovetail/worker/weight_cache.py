@@ -36,7 +36,7 @@ CACHED = 0.98  # of a file in the page cache: the rest is read as it is touched
 ROOM_WAIT_S = 1.0  # models in use may leave the pool meanwhile; the queue itself needs a moment too
 
 
-class Shelf:
+class WeightCache:
     def __init__(self, pool: HostPool, loader: Loader, for_copies: bool, verify: bool = False) -> None:
         """`for_copies`: a device copies out of the pool, so that everything goes through it, and may begin to while the
         rest is still read. `verify`: what comes from the disk is compared with its checksums."""
@@ -46,7 +46,9 @@ class Shelf:
         self._for_copies = for_copies
 
     @classmethod
-    def attach(cls, descriptor: int, direct_io: str, readers: int, device: Device, *, verify: bool = False) -> Shelf:
+    def attach(
+        cls, descriptor: int, direct_io: str, readers: int, device: Device, *, verify: bool = False
+    ) -> WeightCache:
         pool = HostPool(descriptor)
         copies = device.kind is not DeviceKind.CPU
         if copies:
