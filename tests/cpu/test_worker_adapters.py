@@ -23,13 +23,13 @@ from dovetail.policy.real import real_knobs
 from dovetail.sched.sequence import sequences_of
 from dovetail.store import describe
 from dovetail.types import AdapterRef, ModelCard, Request, SamplingParams
-from dovetail.worker.adapters import AdapterRack, Packs
+from dovetail.worker.adapters import AdapterCache, Packs
 from dovetail.worker.driver import NodeDriver, RequestState
 
 BYTES = 4 * 3 * 4 * (2 * (48 + 48) + 2 * (48 + 16) + 3 * (48 + 88))  # rank 4, three layers, float32
 
 
-class Rack:
+class Rig:
     """One in a node with room for `room` adapters, whose reads are waited for."""
 
     def __init__(self, folder: Path, base: Path, room: float, device: Packs | None = None) -> None:
@@ -37,7 +37,7 @@ class Rack:
         loads: Any = None  # nothing is loaded here
         self.driver = NodeDriver("n", DeviceKind.CPU, int(room * BYTES), real_knobs("dovetail"), loads, lambda: 0.0)
         self.woken: queue.Queue[None] = queue.Queue()
-        self.rack = AdapterRack(self.driver, device or CpuDevice(1), None, lambda: self.woken.put(None))
+        self.cache = AdapterCache(self.driver, device or CpuDevice(1), None, lambda: self.woken.put(None))
         self.refs = {}
         for seed, name in enumerate("abc"):
             self.refs[name] = AdapterRef(name, str(save_adapter(folder / name, base, seed=seed)), "1")
@@ -58,18 +58,18 @@ class Rack:
 
     def awaits(self, ask: Ask) -> bool:
         assert ask.request is not None
-        return self.rack.awaits(ask.number, ask.request.adapter, self.card, "f32")
+        return self.cache.awaits(ask.number, ask.request.adapter, self.card, "f32")
 
     def take(self) -> list[tuple[int, bool]]:
         """Once it is read, and placed unless there is no room."""
         while True:
             self.woken.get(timeout=30)
-            answers = self.rack.take()
+            answers = self.cache.take()
             if answers:
                 return answers
 
     def is_there(self, name: str) -> bool:
-        return self.refs[name].key in self.rack._entries
+        return self.refs[name].key in self.cache._entries
 
     def use(self, ask: Ask) -> None:
         """The request is here from now on."""
@@ -83,50 +83,50 @@ class Rack:
 
 
 @pytest.fixture
-def make_rack(tiny_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[float], Rack]:
-    return lambda room: Rack(tmp_path, tiny_folder("llama"), room)
+def make_rig(tiny_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[float], Rig]:
+    return lambda room: Rig(tmp_path, tiny_folder("llama"), room)
 
 
-def test_an_adapter_is_read_once_for_all_who_wait_and_counted_until_it_goes(make_rack: Callable[[float], Rack]) -> None:
-    rack = make_rack(10)
-    first, second = rack.ask("a"), rack.ask("a")
-    assert rack.read(first, second) == [True, True]
-    assert rack.planned == rack.rack.num_bytes == BYTES
-    assert not rack.awaits(rack.ask("a"))
-    rack.use(first)
-    rack.rack.doom(rack.refs["a"].key)
-    assert rack.is_there("a")  # a request still names it
-    rack.driver.states.clear()
-    rack.rack.tend()
-    assert not rack.is_there("a")
-    assert rack.planned == 0
+def test_an_adapter_is_read_once_for_all_who_wait_and_counted_until_it_goes(make_rig: Callable[[float], Rig]) -> None:
+    rig = make_rig(10)
+    first, second = rig.ask("a"), rig.ask("a")
+    assert rig.read(first, second) == [True, True]
+    assert rig.planned == rig.cache.num_bytes == BYTES
+    assert not rig.awaits(rig.ask("a"))
+    rig.use(first)
+    rig.cache.doom(rig.refs["a"].key)
+    assert rig.is_there("a")  # a request still names it
+    rig.driver.states.clear()
+    rig.cache.tend()
+    assert not rig.is_there("a")
+    assert rig.planned == 0
 
 
-def test_idle_adapters_give_way_and_those_in_use_do_not(make_rack: Callable[[float], Rack]) -> None:
-    rack = make_rack(2.5)
-    used = rack.ask("a")
-    assert rack.read(used) == [True]
-    rack.use(used)
-    assert rack.read(rack.ask("b")) == [True]
-    last = rack.ask("c")
-    assert rack.read(last) == [True]
-    assert [rack.is_there(name) for name in "abc"] == [True, False, True]
-    rack.use(last)
-    assert rack.read(rack.ask("b")) == [False]
-    assert rack.planned == 2 * BYTES
+def test_idle_adapters_give_way_and_those_in_use_do_not(make_rig: Callable[[float], Rig]) -> None:
+    rig = make_rig(2.5)
+    used = rig.ask("a")
+    assert rig.read(used) == [True]
+    rig.use(used)
+    assert rig.read(rig.ask("b")) == [True]
+    last = rig.ask("c")
+    assert rig.read(last) == [True]
+    assert [rig.is_there(name) for name in "abc"] == [True, False, True]
+    rig.use(last)
+    assert rig.read(rig.ask("b")) == [False]
+    assert rig.planned == 2 * BYTES
 
 
-def test_what_cannot_be_read_takes_no_memory_and_is_tried_again_later(make_rack: Callable[[float], Rack]) -> None:
-    rack = make_rack(10)
-    path = Path(rack.refs["a"].path) / "adapter_model.safetensors"
+def test_what_cannot_be_read_takes_no_memory_and_is_tried_again_later(make_rig: Callable[[float], Rig]) -> None:
+    rig = make_rig(10)
+    path = Path(rig.refs["a"].path) / "adapter_model.safetensors"
     weights = path.read_bytes()
     path.write_bytes(weights[:-100])
-    assert rack.read(rack.ask("a")) == [True]  # its requests fail with what is wrong
-    assert rack.planned == 0
-    rack.rack.tend()
+    assert rig.read(rig.ask("a")) == [True]  # its requests fail with what is wrong
+    assert rig.planned == 0
+    rig.cache.tend()
     path.write_bytes(weights)
-    assert rack.read(rack.ask("a")) == [True]
-    assert rack.planned == BYTES
+    assert rig.read(rig.ask("a")) == [True]
+    assert rig.planned == BYTES
 
 
 class Card(PackedAdapter):
@@ -158,16 +158,16 @@ def test_a_devices_memory_is_counted_before_it_is_taken_and_given_back_before_it
     is_full: bool, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     card = Card(is_full=is_full)
-    rack = Rack(tmp_path, tiny_folder("llama"), 4.0, card)
-    card.planned = lambda: rack.planned
-    assert rack.read(rack.ask("a")) == [not is_full]
-    rack.rack.doom(rack.refs["a"].key)
+    rig = Rig(tmp_path, tiny_folder("llama"), 4.0, card)
+    card.planned = lambda: rig.planned
+    assert rig.read(rig.ask("a")) == [not is_full]
+    rig.cache.doom(rig.refs["a"].key)
     assert card.steps == [("packed", 0), ("placed", 3 * BYTES), ("closed", 3 * BYTES)]
-    assert rack.planned == 0
+    assert rig.planned == 0
     card.is_full = False
-    assert rack.read(rack.ask("b")) == [True]
-    used = rack.ask("b")
-    rack.use(used)
-    assert rack.read(rack.ask("c")) == [False], "twice three do not fit into four"
+    assert rig.read(rig.ask("b")) == [True]
+    used = rig.ask("b")
+    rig.use(used)
+    assert rig.read(rig.ask("c")) == [False], "twice three do not fit into four"
     assert card.steps[3:] == [("packed", 0), ("placed", 3 * BYTES), ("packed", 3 * BYTES), ("closed", 3 * BYTES)]
-    assert rack.planned == 3 * BYTES
+    assert rig.planned == 3 * BYTES

@@ -69,7 +69,7 @@ class _Entry:
             self.packed = None
 
 
-class AdapterRack:
+class AdapterCache:
     """Of the worker's own thread, but for the reading; `wake` is called from that for every adapter that was read."""
 
     def __init__(

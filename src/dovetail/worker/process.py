@@ -25,7 +25,7 @@ from dovetail.node.protocol import Propose
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
-from dovetail.worker.adapters import AdapterRack
+from dovetail.worker.adapters import AdapterCache
 from dovetail.worker.afar import take_keys
 from dovetail.worker.driver import NodeDriver, is_shared
 from dovetail.worker.fetching import Sharing
@@ -120,7 +120,7 @@ class Worker:
             on_launch=self._tell,
             on_adapter=lambda runner, key: self._adapters.bind(runner, key),
         )
-        self._adapters = AdapterRack(
+        self._adapters = AdapterCache(
             self._driver, self._device, self._weight_cache, lambda: self._adapter_waker.send(_ADAPTER)
         )
         self._ready = ReadyModels()
@@ -368,7 +368,7 @@ class Worker:
         self._wire.close()
 
 
-def _watch_host(driver: NodeDriver, adapters: AdapterRack, weight_cache: WeightCache | None) -> None:
+def _watch_host(driver: NodeDriver, adapters: AdapterCache, weight_cache: WeightCache | None) -> None:
     """The pool gives way before a model that is ready does."""
     total, available = memory_bytes()
     if available >= total * LOW_MEMORY_SHARE:
