@@ -19,7 +19,7 @@ from dovetail import messages
 from dovetail.gateway.workers.link import router_socket
 from dovetail.gateway.workers.remote_workers import WireKeys
 from dovetail.types import TokenEvent
-from dovetail.worker.afar import apply_keys, take_keys
+from dovetail.worker.remote_link import apply_keys, take_keys
 
 ROUNDS = 3  # of both ways in turn; the cheapest of each counts, others share the machine
 

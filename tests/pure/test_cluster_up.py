@@ -16,7 +16,7 @@ from dovetail.config import NodeConfig
 from dovetail.errors import ConfigError, Overloaded
 from dovetail.gateway.workers.link import Link
 from dovetail.gateway.workers.remote_workers import Membership, WireKeys
-from dovetail.worker.afar import apply_keys, clock_offset_s, take_keys
+from dovetail.worker.remote_link import apply_keys, clock_offset_s, take_keys
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from dovetail.policy.headroom import INFINITY
 from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
 from dovetail.worker.adapters import AdapterCache
-from dovetail.worker.afar import take_keys
 from dovetail.worker.driver import NodeDriver, is_shared
 from dovetail.worker.fetching import Sharing
 from dovetail.worker.grammar_thread import GrammarThread
@@ -34,6 +33,7 @@ from dovetail.worker.hosting import Profiles
 from dovetail.worker.instances import hosting_of, instance_config
 from dovetail.worker.loading import InstanceConfig, LoaderThread, LoadResult
 from dovetail.worker.rejoin import ReadyModels, wait_for_gateway, withdraw_all
+from dovetail.worker.remote_link import take_keys
 from dovetail.worker.runner import ModelRunner
 from dovetail.worker.weight_cache import WeightCache
 from dovetail.worker.wire import Wire, take_in

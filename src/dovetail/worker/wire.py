@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dovetail import messages
-from dovetail.worker.afar import apply_keys, clock_offset_s
+from dovetail.worker.remote_link import apply_keys, clock_offset_s
 
 FIRST_TIMEOUT_S = 30.0  # for the gateway that has started this process
 CLOCK_TIMEOUT_S = 2.0  # a gateway that does not know this node yet does not answer
