@@ -9,8 +9,8 @@ import pytest
 from drive import Engine, make_executor, make_request
 from tried import tried
 
-from dovetail.engine.breath import Breath
 from dovetail.engine.executor import CpuExecutor
+from dovetail.engine.preemption import PreemptionPoint
 from dovetail.native import levels
 from dovetail.types import Request, TokenEvent
 
@@ -48,16 +48,16 @@ def test_the_bytes_are_the_same_with_another_models_iterations_in_between(
 
     def let_in() -> None:
         if len(inner) < 12:
-            executor.breath, kept = None, executor.breath  # as a runner has it
+            executor.preemption, kept = None, executor.preemption  # as a runner has it
             inner.append(events_of(other))
-            executor.breath = kept
+            executor.preemption = kept
 
-    executor.breath = breath = Breath(0.0, let_in)
+    executor.preemption = preemption = PreemptionPoint(0.0, let_in)
     assert events_of(executor) == whole
     assert len(inner) == 12
     assert all(events == alone for events in inner)
-    assert breath.away_s > 0.0
-    executor.breath = None
+    assert preemption.away_s > 0.0
+    executor.preemption = None
     assert events_of(executor) == whole
 
 
@@ -71,15 +71,15 @@ def test_an_iteration_that_was_given_up_in_the_middle_leaves_nothing_behind(
     def fail() -> None:
         raise KeyboardInterrupt
 
-    executor.breath = Breath(0.0, fail)
+    executor.preemption = PreemptionPoint(0.0, fail)
     with pytest.raises(KeyboardInterrupt):
         events_of(executor)
-    executor.breath = None
+    executor.preemption = None
     assert events_of(executor) == whole
 
 
 def test_torchs_level_does_not_stop(tiny_folder: TinyFolder) -> None:
     executor = make_executor(tiny_folder("llama"), level="torch")
     whole = events_of(executor)
-    executor.breath = Breath(0.0, lambda: pytest.fail("it stopped"))
+    executor.preemption = PreemptionPoint(0.0, lambda: pytest.fail("it stopped"))
     assert events_of(executor) == whole

@@ -11,7 +11,7 @@ from sim_builders import make_latency
 from dovetail import messages
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.dispatch import Dispatcher
-from dovetail.engine.breath import Breath
+from dovetail.engine.preemption import PreemptionPoint
 from dovetail.eventlog import EventLog
 from dovetail.modelspec import ModelSpec
 from dovetail.node.events import StartLoad
@@ -49,7 +49,7 @@ class CheckedExecutor:
     weight_bytes = WEIGHT_BYTES
     copied_bytes = 0
     was_typical = True
-    breath: Breath | None = None
+    preemption: PreemptionPoint | None = None
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class CheckedExecutor:
 
     def _spend(self, left_s: float) -> None:
         """The clock goes on, and others are let in as often as they shall be."""
-        while self.breath is not None and self.breath.every_s < left_s:
-            self.clock.now += self.breath.every_s
-            left_s -= self.breath.every_s
-            self.breath.take()
+        while self.preemption is not None and self.preemption.every_s < left_s:
+            self.clock.now += self.preemption.every_s
+            left_s -= self.preemption.every_s
+            self.preemption.preempt()
         self.clock.now += left_s
 
     def _compute(self, turn: Turn, chosen: dict[int, int]) -> tuple[Outcome, float]:

@@ -15,12 +15,12 @@ import msgspec
 import torch
 
 from dovetail.engine.adapters import AdapterMatrices, PackedAdapter
-from dovetail.engine.breath import Breath
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
 from dovetail.engine.model import DecoderModel
 from dovetail.engine.native_model import READABLE_LAYOUTS, NativeCall, NativeModel, can_run, readable_types
+from dovetail.engine.preemption import PreemptionPoint
 from dovetail.engine.prompt_reader import PromptReader, reads_prompt
 from dovetail.engine.runner import TorchModel
 from dovetail.engine.sampler import sample
@@ -131,7 +131,7 @@ class CpuExecutor(OnCallersCores):
             outcomes = self._sample(rest) if rest.rows else []
             assert self._model is not None, "the executor is closed"
             for row in reading:
-                outcome = self._reader.run(row, self._model, self._cache, self._grammars, self.breath)
+                outcome = self._reader.run(row, self._model, self._cache, self._grammars, self.preemption)
                 outcomes += [] if outcome is None else [outcome]
             return Outcome(tuple(outcomes))
 
@@ -174,13 +174,13 @@ class CpuExecutor(OnCallersCores):
         self._cache.resize(num_blocks)
 
     @property
-    def breath(self) -> Breath | None:
-        return self._model.breath if isinstance(self._model, NativeModel) else None
+    def preemption(self) -> PreemptionPoint | None:
+        return self._model.preemption if isinstance(self._model, NativeModel) else None
 
-    @breath.setter
-    def breath(self, breath: Breath | None) -> None:
+    @preemption.setter
+    def preemption(self, preemption: PreemptionPoint | None) -> None:
         if isinstance(self._model, NativeModel):  # torch's level does not stop
-            self._model.breath = breath
+            self._model.preemption = preemption
 
     def wrap_native(self, wrap: Callable[[NativeCall], NativeCall]) -> bool:
         """For who measures: from now on native calls go through what `wrap` makes of them. False = there are none."""

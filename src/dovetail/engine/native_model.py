@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dovetail.codings import CODINGS
 from dovetail.engine.adapters import AdapterMatrices
-from dovetail.engine.breath import Breath
 from dovetail.engine.kv_cache import KVCache
+from dovetail.engine.preemption import PreemptionPoint
 from dovetail.engine.prompt_reader import PIECE_TOKENS, single_tokens
 from dovetail.engine.rope import Rope
 from dovetail.engine.weights import Weights
@@ -66,7 +66,7 @@ class NativeModel:
         except ValueError as error:  # which says what does not fit what
             raise UnsupportedModel(f"the kernels cannot compute this model: {error}") from error
         self.call: NativeCall = self._model.forward  # of every iteration; who measures puts something around it
-        self.breath: Breath | None = None  # of an iteration that may stop
+        self.preemption: PreemptionPoint | None = None  # of an iteration that may stop
         self._adapters: dict[str, int] = {}  # by key: the number by which the kernels know it
         self._next_adapter = 0
 
@@ -133,14 +133,14 @@ class NativeModel:
         return found
 
     def _compute(self, call: NativeCall, *arguments: Any, **options: Any) -> None:
-        breath = self.breath
-        if breath is None:
+        preemption = self.preemption
+        if preemption is None:
             call(*arguments, **options)
             return
-        is_done = call(*arguments, seconds=breath.every_s, **options)
+        is_done = call(*arguments, seconds=preemption.every_s, **options)
         while not is_done:
-            breath.take()
-            is_done = self._model.resume(breath.every_s)
+            preemption.preempt()
+            is_done = self._model.resume(preemption.every_s)
 
     def _adapters_of(self, rows: tuple[TurnRow, ...]) -> dict[str, Any]:
         """An argument only where some row has an adapter."""

@@ -15,9 +15,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dovetail.engine.breath import Breath
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
+from dovetail.engine.preemption import PreemptionPoint
 from dovetail.engine.sampler import sample
 from dovetail.sched.turn import RowOutcome, TurnRow
 from dovetail.types import TokenLogprob, TokenLogprobs
@@ -62,12 +62,17 @@ class PromptReader:
         self._read: dict[int, _Read] = {}
 
     def run(
-        self, row: TurnRow, model: ReadableModel, cache: KVCache, grammars: Grammars, breath: Breath | None = None
+        self,
+        row: TurnRow,
+        model: ReadableModel,
+        cache: KVCache,
+        grammars: Grammars,
+        preemption: PreemptionPoint | None = None,
     ) -> RowOutcome | None:
         """None while more of the prompt is to come."""
         if row.sampling.pooling is not None:
             return self._embed(row, model.states(row, cache))
-        return self._score(row, model.all_logits(row, cache), grammars, breath)
+        return self._score(row, model.all_logits(row, cache), grammars, preemption)
 
     def forget(self, sequence: int) -> None:
         self._read.pop(sequence, None)
@@ -95,17 +100,17 @@ class PromptReader:
         return RowOutcome(row.sequence, token=0, embedding=pooled.cpu().contiguous().numpy().tobytes())
 
     def _score(
-        self, row: TurnRow, pieces: Iterator[Tensor], grammars: Grammars, breath: Breath | None
+        self, row: TurnRow, pieces: Iterator[Tensor], grammars: Grammars, preemption: PreemptionPoint | None
     ) -> RowOutcome | None:
         read, position = self._state(row), row.start
         last: Tensor | None = None
-        for logits in chain.from_iterable(piece.split(FEW_TOKENS if breath else PIECE_TOKENS) for piece in pieces):
+        for logits in chain.from_iterable(piece.split(FEW_TOKENS if preemption else PIECE_TOKENS) for piece in pieces):
             following = row.tokens[position + 1 : position + 1 + len(logits)]
             read.logprobs += _logprobs_of(logits[: len(following)], following, row.sampling.prompt_logprobs or 0)
             position += len(logits)
             last = logits
-            if breath is not None:
-                breath.take_if_due()
+            if preemption is not None:
+                preemption.preempt_if_due()
         assert position == row.end
         if not row.samples:
             return None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from dovetail.engine.breath import Breath
+from dovetail.engine.preemption import PreemptionPoint
 from dovetail.node import events
 from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.headroom import INFINITY
@@ -97,13 +97,13 @@ class TurnComputer:
     ) -> list[int]:
         """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
         names = [sequence.request_id for sequence in batch]
-        breath = Breath(self._slice_s, lambda: self._let_in(names)) if self._slice_s != INFINITY else None
+        preemption = PreemptionPoint(self._slice_s, lambda: self._let_in(names)) if self._slice_s != INFINITY else None
         self._pulse.begin(names, self._expected_s)
         completed = runner.iterate(
-            batch, self._on_launch, quotas=quotas, drafts=drafts.tokens, goes_on=goes_on, breath=breath
+            batch, self._on_launch, quotas=quotas, drafts=drafts.tokens, goes_on=goes_on, preemption=preemption
         )
         self._pulse.end()
-        assert breath is None or not self._is_broken, "what went wrong between two layers was told before"
+        assert preemption is None or not self._is_broken, "what went wrong between two layers was told before"
         return self._deliver(runner.card.name, completed.events, self._extra)
 
     def _let_in(self, halted: list[str]) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from dovetail import messages
 from dovetail.engine.adapters import PackedAdapter
-from dovetail.engine.breath import Breath
-from dovetail.engine.devices import Adaptable, Breathing, DeviceExecutor
+from dovetail.engine.devices import Adaptable, DeviceExecutor, Preemptible
+from dovetail.engine.preemption import PreemptionPoint
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.drafts import NO_DRAFTS
 from dovetail.sched.scheduler import NO_QUOTAS, Completed, Scheduler, SchedulerConfig
@@ -92,13 +92,13 @@ class ModelRunner:
         quotas: Mapping[int, int] = NO_QUOTAS,
         drafts: Mapping[int, Several[int]] = NO_DRAFTS,
         goes_on: bool = False,
-        breath: Breath | None = None,
+        preemption: PreemptionPoint | None = None,
     ) -> Completed:
         """One iteration of exactly these sequences, of which those with a quota compute no more than that. Ends that
         came of it are the caller's to report. Drafts are those that `propose` made. `meanwhile` is called when it has
         been launched: a device that computes by itself does so beside it. `goes_on`: the same sequences are likely to
         be next; a device that can begins with them before this iteration is looked at, and what it did is dropped if
-        others are. `breath`: it may stop for that, if its executor can."""
+        others are. `preemption`: it may stop for that, if its executor can."""
         self.was_typical = True
         turn = self._resume(sequences) or self.scheduler.turn_of(sequences, quotas, drafts)
         self.rows = {row.sequence: row for row in turn.rows} if turn is not None and quotas else {}
@@ -114,14 +114,14 @@ class ModelRunner:
             if goes_on and self.executor.is_pipelined:
                 self._launch_next()
             meanwhile()
-            outcome = self._collect(breath)
+            outcome = self._collect(preemption)
             self.was_typical = self.executor.was_typical
         except Exception as error:  # one model's fault must not end the others
             log.error("%s: iteration failed\n%s", self.card.name, traceback.format_exc())
             self._discard()
             return self._forget(self.scheduler.fail_turn(f"the iteration failed: {type(error).__name__}"))
         self._collected_s = time.monotonic()
-        seconds = self._collected_s - started - (breath.away_s if breath is not None else 0.0)
+        seconds = self._collected_s - started - (preemption.away_s if preemption is not None else 0.0)
         num_tokens = turn.num_tokens
         self.meter.turns += 1
         self.meter.tokens += num_tokens
@@ -132,15 +132,15 @@ class ModelRunner:
             self.speculator.observe(turn, outcome)
         return self._forget(self.scheduler.complete(outcome))
 
-    def _collect(self, breath: Breath | None) -> Outcome:
+    def _collect(self, preemption: PreemptionPoint | None) -> Outcome:
         executor = self.executor
-        if breath is None or not isinstance(executor, Breathing):
+        if preemption is None or not isinstance(executor, Preemptible):
             return executor.collect()
-        executor.breath = breath
+        executor.preemption = preemption
         try:
             return executor.collect()
         finally:
-            executor.breath = None
+            executor.preemption = None
 
     def _launch_next(self) -> None:
         following = self.scheduler.turn_after()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from dovetail.engine.breath import Breath
+from dovetail.engine.preemption import PreemptionPoint
 from dovetail.modelspec import ModelSpec
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.placement import DeviceKind
@@ -73,10 +73,10 @@ class Adaptable(Protocol):
 
 
 @runtime_checkable
-class Breathing(Protocol):
+class Preemptible(Protocol):
     """An executor that can stop between two layers."""
 
-    breath: Breath | None  # of the iterations that are collected; None = they do not stop
+    preemption: PreemptionPoint | None  # of the iterations that are collected; None = they do not stop
 
 
 class Device(Protocol):
