@@ -23,7 +23,7 @@ from dovetail.errors import (
     ModelNotFound,
     RequestError,
 )
-from dovetail.gateway.admin.adapter_desk import AdapterDesk, AdapterStore, no_change_of
+from dovetail.gateway.admin.adapter_registry import AdapterRegistry, AdapterStore, no_change_of
 from dovetail.gateway.admin.arrivals import Arrivals, until_settled
 from dovetail.gateway.admin.pulls import Puller, Pulls
 from dovetail.gateway.admin.residency import Residency
@@ -84,7 +84,7 @@ class Admin:
         self._store = store
         self._file = file
         self._changing = asyncio.Lock()  # one change at a time: each looks before it acts
-        self._adapters = AdapterDesk(service, store, self._check_free)
+        self._adapters = AdapterRegistry(service, store, self._check_free)
         self._residency = Residency(service, preload)
         self._arrivals = Arrivals(self.pulls, service, self._begin_serving, self._residency.spawn)
         self._verification: Verification | None = None

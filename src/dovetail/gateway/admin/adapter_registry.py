@@ -28,7 +28,7 @@ class AdapterStore(Protocol):
         """What its author says it is for."""
 
 
-class AdapterDesk:
+class AdapterRegistry:
     """One change at a time: whoever calls holds the lock of the server's administration."""
 
     def __init__(self, service: Service, store: AdapterStore, check_free: Callable[[Iterable[str]], None]) -> None:
