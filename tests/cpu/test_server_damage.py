@@ -73,7 +73,7 @@ def test_small_files_are_always_checked(source: Path, tmp_path: Path, file: str)
     from dovetail.gateway.text.lanes import TextLanes
 
     model = stored(source, tmp_path / "store")
-    assert ServedModel(read_card(model.path, "m"), ModelConfig(source="m"), TextLanes()).words
+    assert ServedModel(read_card(model.path, "m"), ModelConfig(source="m"), TextLanes()).tokenizer
     flip_bit(model.path / file, 20)
     with pytest.raises((DamagedCheckpoint, EngineFailed), match="checksum"):
-        assert ServedModel(read_card(model.path, "m"), ModelConfig(source="m"), TextLanes()).words
+        assert ServedModel(read_card(model.path, "m"), ModelConfig(source="m"), TextLanes()).tokenizer

@@ -289,9 +289,9 @@ def test_the_tokenizer_of_a_model_that_has_left_goes_with_its_weights(tmp_path: 
     async def test(client: httpx.AsyncClient, admin: Admin) -> None:
         assert (await ask(client, "fake")).status_code == 200
         fake = vars(admin.service.models.get("fake"))
-        assert "words" in fake
+        assert "tokenizer" in fake
         assert (await client.post("/api/models/fake/unload")).status_code == 200
-        await eventually(lambda: "words" not in fake)
+        await eventually(lambda: "tokenizer" not in fake)
         assert (await ask(client, "fake")).status_code == 200
 
     on_admin(tmp_path, test, {"store": {"host_keep_alive": "50ms"}})

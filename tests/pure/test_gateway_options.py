@@ -138,7 +138,7 @@ def test_words_and_tokens_that_are_barred_reach_the_worker_as_tokens(
         (request,) = (await completion_job(body, model, "id", 512, Slo())).requests
         sampling = request.sampling
         assert sampling.allowed_token_ids == (5, 9)
-        texts = {model.words.table.decode(word, skip_special_tokens=True) for word in sampling.bad_words}
+        texts = {model.tokenizer.table.decode(word, skip_special_tokens=True) for word in sampling.bad_words}
         assert texts == {"hi", " hi"}
         for change, param in (
             ({"allowed_token_ids": [300]}, "allowed_token_ids"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from dovetail.errors import InvalidRequest, RequestError
 from dovetail.gateway.models import Models, ServedModel
 from dovetail.gateway.text.foreign import tokenizer_call
-from dovetail.gateway.text.words import words_of
+from dovetail.gateway.text.tokenizer_bundle import open_tokenizer
 from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")
@@ -39,7 +39,7 @@ def draft_problem(card: ModelCard, draft: ModelCard) -> str:
 def _vocabulary(file: str, digest: str) -> bytes:
     """Of the file with that digest: the same for those whose tokens mean the same."""
     with tokenizer_call(f"{file} cannot be read"):
-        return words_of(Path(file), digest).table.digest
+        return open_tokenizer(Path(file), digest).table.digest
 
 
 class DraftModels:

@@ -1,4 +1,4 @@
-"""The models on offer: their cards, and per model the words and the chat template, each made once.
+"""The models on offer: their cards, and per model the tokenizer and the chat template, each made once.
 
 Where cards come from is the catalogue's matter, which is handed in; where weights are loaded is the link's.
 """
@@ -20,7 +20,7 @@ from dovetail.gateway.text.chat import TemplateFacts
 from dovetail.gateway.text.detokenizer import Vocabulary
 from dovetail.gateway.text.foreign import tokenizer_call
 from dovetail.gateway.text.lanes import TextLanes
-from dovetail.gateway.text.words import QUICK_SIZE, Words, text_size, words_of
+from dovetail.gateway.text.tokenizer_bundle import QUICK_SIZE, TokenizerBundle, open_tokenizer, text_size
 from dovetail.types import AdapterRef, ModelCard
 
 Result = TypeVar("Result")
@@ -82,7 +82,7 @@ class ServedModel:
         self.card = card
         self.config = config
         self.lanes = lanes
-        self.adapter = adapter  # on top of `base`, whose card and words these are
+        self.adapter = adapter  # on top of `base`, whose card and tokenizer these are
         self._base = base
 
     @property
@@ -100,15 +100,15 @@ class ServedModel:
         return None if self.adapter is None else self.adapter.ref
 
     @cached_property
-    def words(self) -> Words:
+    def tokenizer(self) -> TokenizerBundle:
         if self._base is not None:
-            return self._base.words
+            return self._base.tokenizer
         with tokenizer_call(f"the tokenizer of '{self.name}' cannot be read"):
-            return words_of(Path(self.card.tokenizer_file), self.card.tokenizer_digest)
+            return open_tokenizer(Path(self.card.tokenizer_file), self.card.tokenizer_digest)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        return self.words.vocabulary
+        return self.tokenizer.vocabulary
 
     @cached_property
     def template(self) -> TemplateFacts:
@@ -123,8 +123,8 @@ class ServedModel:
 
     async def prepare(self) -> None:
         """Read the tokenizer without stopping the event loop."""
-        if "words" not in self.__dict__:
-            await asyncio.to_thread(lambda: self.words)
+        if "tokenizer" not in self.__dict__:
+            await asyncio.to_thread(lambda: self.tokenizer)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return (await self._encode([text], add_special_tokens))[0]
@@ -135,7 +135,7 @@ class ServedModel:
 
     async def encode_pair(self, first: str, second: str) -> list[int]:
         """Two texts that are read together, with the tokens that the model expects around and between them."""
-        return await self._ask(len(first) + len(second), lambda: self.words.encode_pair(first, second))
+        return await self._ask(len(first) + len(second), lambda: self.tokenizer.encode_pair(first, second))
 
     async def encode_all(self, texts: Sequence[str], *, as_prompts: bool) -> list[list[int]]:
         """Of many texts, in one piece of work, however short each is."""
@@ -149,14 +149,16 @@ class ServedModel:
     @cached_property
     def _bos(self) -> int | None:
         wanted = self.card.bos_token if self.card.add_bos else None
-        return self.words.table.token_to_id(wanted) if wanted else None
+        return self.tokenizer.table.token_to_id(wanted) if wanted else None
 
     async def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return await self._ask(len(tokens), lambda: self.words.decode(tokens, skip_special_tokens=skip_special_tokens))
+        return await self._ask(
+            len(tokens), lambda: self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        )
 
     async def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         def work() -> Awaitable[list[list[int]]]:
-            return self.words.encode(texts, add_special_tokens=add_special_tokens)
+            return self.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
 
         return await self._ask(text_size(texts), work)
 
@@ -248,13 +250,13 @@ class Models:
         served.config = config
         return served
 
-    def forget_words(self, name: str) -> bool:
+    def forget_tokenizer(self, name: str) -> bool:
         """Until somebody asks for the model, or an adapter of it, again. False if it had none."""
         for served in self._served.values():
             if served.adapter is not None and served.host == name:
-                served.__dict__.pop("words", None)
+                served.__dict__.pop("tokenizer", None)
         served_model = self._served.get(name)
-        return served_model is not None and served_model.__dict__.pop("words", None) is not None
+        return served_model is not None and served_model.__dict__.pop("tokenizer", None) is not None
 
     def all(self) -> list[ServedModel]:
         """Those that can be asked for."""

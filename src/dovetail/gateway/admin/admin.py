@@ -319,7 +319,7 @@ class Admin:
             asyncio.get_running_loop().call_later(keep_s, self._forget_words, message.model)
 
     def _forget_words(self, name: str) -> None:
-        if not self.service.cluster.is_in_use(name) and self._models.forget_words(name):
+        if not self.service.cluster.is_in_use(name) and self._models.forget_tokenizer(name):
             release_memory()
 
     def _known(self, name: str) -> str:

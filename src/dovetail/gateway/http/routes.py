@@ -142,7 +142,7 @@ class Endpoints:
         else:
             tokens = await _tokenize_text(body, model)
         _meter(request, len(tokens))
-        context, to_text = model.card.spec.context_length, model.words.table.id_to_token
+        context, to_text = model.card.spec.context_length, model.tokenizer.table.id_to_token
 
         def encode() -> bytes:  # as a `Tokenized`, which would look at each token first
             strings = [to_text(token) or "" for token in tokens] if body.return_token_strs else None
@@ -236,7 +236,7 @@ def _echo(body: ChatRequest) -> str:
 
 
 def _tokenizer_info(model: ServedModel) -> TokenizerInfo:
-    card, table = model.card, model.words.table
+    card, table = model.card, model.tokenizer.table
     info = TokenizerInfo(
         tokenizer_class=table.kind,
         vocab_size=table.vocab_size,

@@ -105,7 +105,7 @@ async def _thinking_limit(
 
 def _special(model: ServedModel, text: str) -> int | None:
     """The token of a text that is one special token."""
-    token = model.words.table.token_to_id(text)
+    token = model.tokenizer.table.token_to_id(text)
     return token if token is not None and token in model.vocabulary.special_ids else None
 
 

@@ -39,7 +39,7 @@ async def chat_prompt(body: ChatRequest, model: ServedModel) -> ChatPrompt:
 def check_text_fits(text: str, model: ServedModel, param: str) -> None:
     """Refuse what cannot fit before spending seconds on tokenising it."""
     limit = model.card.spec.context_length
-    if len(text) > limit * model.words.table.max_token_chars:
+    if len(text) > limit * model.tokenizer.table.max_token_chars:
         raise ContextTooLong(
             f"this model's context is {limit} tokens; the prompt has {len(text)} characters, more than that can hold",
             param=param,

@@ -121,7 +121,7 @@ async def _completion_prompt(body: CompletionRequest, item: str | list[int], mod
     check_text_fits(body.suffix, model, "suffix")
     before = item if isinstance(item, list) else await model.encode(item, add_special_tokens=False)
     after = await model.encode(body.suffix, add_special_tokens=False)
-    return infill_prompt(model.words.table, before, after, model.name)
+    return infill_prompt(model.tokenizer.table, before, after, model.name)
 
 
 async def _encoded(body: CompletionRequest, text: str, model: ServedModel) -> list[int]:

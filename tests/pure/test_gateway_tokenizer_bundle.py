@@ -23,9 +23,9 @@ from tokenizers.models import BPE, Unigram, WordLevel
 
 from dovetail.gateway.text import tokenizer_process
 from dovetail.gateway.text.token_table import TokenTable
+from dovetail.gateway.text.tokenizer_bundle import TokenizerBundle, open_tokenizer
 from dovetail.gateway.text.tokenizer_child import framed
 from dovetail.gateway.text.tokenizer_process import Nursery, TokenizerLost, nursery
-from dovetail.gateway.text.words import Words, words_of
 
 TEXTS = [
     "",
@@ -87,23 +87,23 @@ def test_a_process_encodes_and_the_table_decodes_as_the_library_does(
     make: Callable[[], Tokenizer], tmp_path: Path
 ) -> None:
     tokenizer = make()
-    words = words_of(saved(tmp_path, tokenizer))
+    bundle = open_tokenizer(saved(tmp_path, tokenizer))
     tokenizer.no_truncation()
 
     async def test() -> None:
         for special in (True, False):
             wanted = [tokenizer.encode(text, add_special_tokens=special).ids for text in TEXTS]
-            assert await words.encode(TEXTS, add_special_tokens=special) == wanted
+            assert await bundle.encode(TEXTS, add_special_tokens=special) == wanted
             for text, ids in zip(TEXTS, wanted, strict=True):
-                assert await words.encode([text], add_special_tokens=special) == [ids]
-                assert await words.decode(ids, skip_special_tokens=special) == tokenizer.decode(
+                assert await bundle.encode([text], add_special_tokens=special) == [ids]
+                assert await bundle.decode(ids, skip_special_tokens=special) == tokenizer.decode(
                     ids, skip_special_tokens=special
                 )
-        pair = await words.encode_pair("the", "an anna")
+        pair = await bundle.encode_pair("the", "an anna")
         assert pair == tokenizer.encode("the", "an anna").ids
 
     asyncio.run(test())
-    assert words.pid != os.getpid()
+    assert bundle.pid != os.getpid()
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -138,11 +138,11 @@ def test_a_tokenizer_of_nothing_has_tokens_of_one_character() -> None:
 
 def test_models_with_the_same_file_share_their_words_while_they_live(tmp_path: Path) -> None:
     path = saved(tmp_path, byte_level_tokenizer())
-    first = words_of(path)
-    assert words_of(path) is first
-    assert words_of(saved(tmp_path, byte_level_tokenizer(), "\n")) is not first
+    first = open_tokenizer(path)
+    assert open_tokenizer(path) is first
+    assert open_tokenizer(saved(tmp_path, byte_level_tokenizer(), "\n")) is not first
     with pytest.raises(ValueError, match="checksum"):
-        words_of(path, "00" * 32)
+        open_tokenizer(path, "00" * 32)
     kept, process = weakref.ref(first), psutil.Process(first.pid)
     asyncio.run(first.encode(["a"], add_special_tokens=False))
     del first
@@ -164,7 +164,7 @@ def test_a_damaged_file_is_refused_and_leaves_no_process(damage: str, tmp_path: 
         path.write_text('{"version": "1.0"}')
     before = forks()
     with pytest.raises(ValueError, match=r"."):
-        words_of(path)
+        open_tokenizer(path)
     gc.collect()
     wait_until(lambda: forks() <= before)
 
@@ -189,34 +189,34 @@ def stop(pid: int) -> None:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> Words:
-    return words_of(saved(tmp_path, byte_level_tokenizer()))
+def bundle(tmp_path: Path) -> TokenizerBundle:
+    return open_tokenizer(saved(tmp_path, byte_level_tokenizer()))
 
 
-def test_a_process_that_ends_is_replaced_and_its_calls_are_answered(words: Words) -> None:
+def test_a_process_that_ends_is_replaced_and_its_calls_are_answered(bundle: TokenizerBundle) -> None:
     async def test() -> None:
-        wanted = await words.encode(["hello"], add_special_tokens=False)
-        first = words.pid
+        wanted = await bundle.encode(["hello"], add_special_tokens=False)
+        first = bundle.pid
         stop(first)
-        calls = [asyncio.create_task(words.encode(["hello"], add_special_tokens=False)) for _ in range(20)]
+        calls = [asyncio.create_task(bundle.encode(["hello"], add_special_tokens=False)) for _ in range(20)]
         await asyncio.sleep(0.02)
         os.kill(first, signal.SIGKILL)
         assert await asyncio.gather(*calls) == [wanted] * 20
-        assert words.pid != first
+        assert bundle.pid != first
 
     asyncio.run(test())
 
 
 def test_a_process_that_hangs_is_killed_and_only_the_call_that_it_was_at_is_refused(
-    words: Words, monkeypatch: pytest.MonkeyPatch
+    bundle: TokenizerBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
-        wanted = await words.encode(["hello"], add_special_tokens=False)
-        first = psutil.Process(words.pid)
+        wanted = await bundle.encode(["hello"], add_special_tokens=False)
+        first = psutil.Process(bundle.pid)
         stop(first.pid)
         with monkeypatch.context() as patched:  # for the first call alone: the next process may take its time
             patched.setattr(tokenizer_process, "WAIT_S", 0.3)
-            calls = [asyncio.create_task(words.encode(["hello"], add_special_tokens=False)) for _ in range(3)]
+            calls = [asyncio.create_task(bundle.encode(["hello"], add_special_tokens=False)) for _ in range(3)]
             await asyncio.sleep(0)
         found = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(found[0], TokenizerLost)
@@ -228,39 +228,40 @@ def test_a_process_that_hangs_is_killed_and_only_the_call_that_it_was_at_is_refu
         asyncio.run(test())
 
 
-def test_a_call_that_ends_two_processes_is_refused(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_ends_two_processes_is_refused(bundle: TokenizerBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        call = asyncio.create_task(words.encode(["hello " * 20_000], add_special_tokens=False))
+        call = asyncio.create_task(bundle.encode(["hello " * 20_000], add_special_tokens=False))
         ended = set()
         while not call.done():
-            if words.pid not in ended:
-                ended.add(words.pid)
-                stop(words.pid)  # before it can answer
+            if bundle.pid not in ended:
+                ended.add(bundle.pid)
+                stop(bundle.pid)  # before it can answer
                 await asyncio.sleep(0.05)
-                os.kill(words.pid, signal.SIGKILL)
+                os.kill(bundle.pid, signal.SIGKILL)
             await asyncio.sleep(0.001)
         with pytest.raises(TokenizerLost, match="has ended"):
             await call
         assert len(ended) == 2
-        assert await words.encode(["a"], add_special_tokens=False)
+        assert await bundle.encode(["a"], add_special_tokens=False)
 
     asyncio.run(test())
 
 
-def test_the_process_that_forks_is_replaced_when_it_has_ended(words: Words, tmp_path: Path) -> None:
+def test_the_process_that_forks_is_replaced_when_it_has_ended(bundle: TokenizerBundle, tmp_path: Path) -> None:
     assert nursery.pid is not None
     os.kill(nursery.pid, signal.SIGKILL)
-    other = words_of(saved(tmp_path, byte_level_tokenizer(), "\n"))
+    other = open_tokenizer(saved(tmp_path, byte_level_tokenizer(), "\n"))
     assert asyncio.run(other.encode(["a"], add_special_tokens=False))
-    assert asyncio.run(words.encode(["a"], add_special_tokens=False))
+    assert asyncio.run(bundle.encode(["a"], add_special_tokens=False))
 
 
 def test_no_process_outlives_a_gateway_that_is_killed(tmp_path: Path) -> None:
     path = saved(tmp_path, byte_level_tokenizer())
     code = (
-        "import sys, time; from pathlib import Path; from dovetail.gateway.text.words import words_of\n"
+        "import sys, time; from pathlib import Path\n"
+        "from dovetail.gateway.text.tokenizer_bundle import open_tokenizer\n"
         "from dovetail.gateway.text.tokenizer_process import nursery\n"
-        "words = words_of(Path(sys.argv[1])); print(words.pid, nursery.pid, flush=True); time.sleep(60)"
+        "bundle = open_tokenizer(Path(sys.argv[1])); print(bundle.pid, nursery.pid, flush=True); time.sleep(60)"
     )
     gateway = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -284,28 +285,28 @@ def test_a_gateway_that_goes_while_a_file_is_read_leaves_nothing_behind(capfd: p
     assert capfd.readouterr().err == ""
 
 
-def test_a_cancelled_call_keeps_the_answers_of_the_others_in_their_order(words: Words) -> None:
+def test_a_cancelled_call_keeps_the_answers_of_the_others_in_their_order(bundle: TokenizerBundle) -> None:
     async def test() -> None:
-        calls = [asyncio.create_task(words.encode([letter], add_special_tokens=False)) for letter in "abcdef"]
+        calls = [asyncio.create_task(bundle.encode([letter], add_special_tokens=False)) for letter in "abcdef"]
         await asyncio.sleep(0)
         calls[2].cancel()
         found = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(found[2], asyncio.CancelledError)
-        ids = [words.table.token_to_id(letter) for letter in "abdef"]
+        ids = [bundle.table.token_to_id(letter) for letter in "abdef"]
         assert [answer for place, answer in enumerate(found) if place != 2] == [[[number]] for number in ids]
 
     asyncio.run(test())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")
-def test_long_texts_give_way_and_short_ones_do_not(words: Words) -> None:
+def test_long_texts_give_way_and_short_ones_do_not(bundle: TokenizerBundle) -> None:
     async def test() -> None:
         for size in (1, 10_000, 100_000):
-            await words.encode(["a" * size], add_special_tokens=False)
+            await bundle.encode(["a" * size], add_special_tokens=False)
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
     asyncio.run(test())
-    threads = [int(task.name) for task in Path(f"/proc/{words.pid}/task").iterdir()]
+    threads = [int(task.name) for task in Path(f"/proc/{bundle.pid}/task").iterdir()]
     found = sorted(os.getpriority(os.PRIO_PROCESS, thread) for thread in threads)
     assert found[-1] == min(before + 10, 19)
     assert set(found[:-1]) == {before}

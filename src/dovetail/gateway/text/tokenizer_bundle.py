@@ -37,7 +37,7 @@ def text_size(texts: Sequence[str]) -> int:
     return sum(map(len, texts)) + _TEXT_SIZE * (len(texts) - 1)
 
 
-class Words:
+class TokenizerBundle:
     def __init__(self, path: Path, file: bytes, digest: str) -> None:
         """`file`: what `path` has, of that digest. Blocks while it is read. Raises ValueError, TokenizerLost."""
         self._path = path
@@ -92,19 +92,20 @@ class Words:
                 self._process = TokenizerProcess(_read(self._path, self._digest)[0])
 
 
-_known: WeakValueDictionary[str, Words] = WeakValueDictionary()  # by digest; gone with the last model that uses it
+# By digest; gone with the last model that uses it.
+_known: WeakValueDictionary[str, TokenizerBundle] = WeakValueDictionary()
 _locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # likewise, while somebody opens it
 
 
-def words_of(path: Path, wanted_digest: str = "") -> Words:
+def open_tokenizer(path: Path, wanted_digest: str = "") -> TokenizerBundle:
     """Called from several threads. Raises OSError, ValueError, TokenizerLost."""
     file, digest = _read(path, wanted_digest)
     lock = threading.Lock()
     with _locks.setdefault(digest, lock):  # who comes second waits for the first rather than do the same
-        words = _known.get(digest)
-        if words is None:
-            words = _known[digest] = Words(path, file, digest)
-        return words
+        bundle = _known.get(digest)
+        if bundle is None:
+            bundle = _known[digest] = TokenizerBundle(path, file, digest)
+        return bundle
 
 
 def _read(path: Path, wanted_digest: str) -> tuple[bytes, str]:
