@@ -14,7 +14,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dovetail.gateway.figures import ModelFigures
+from dovetail.gateway.model_metrics import ModelMetrics
 from dovetail.gateway.slo import Outcome
 from dovetail.messages import InstanceStats, Loaded, Stats, ToGateway
 
@@ -66,7 +66,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._seen: dict[tuple[str, str], InstanceStats] = {}  # worker counters as of the last Stats
-        self._figures: dict[str, ModelFigures] = {}
+        self._by_model: dict[str, ModelMetrics] = {}
         self._define_gauges()
         self._define_counters()
         self._define_histograms()
@@ -130,18 +130,18 @@ class Metrics:
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    def figures_of(self, model: str) -> ModelFigures:
-        return self._figures.setdefault(model, ModelFigures())
+    def of_model(self, model: str) -> ModelMetrics:
+        return self._by_model.setdefault(model, ModelMetrics())
 
     def observe_ttft(self, model: str, seconds: float) -> None:
         self.ttft.labels(model).observe(seconds)
-        self.figures_of(model).add_ttft(seconds)
+        self.of_model(model).add_ttft(seconds)
 
     def observe_outcome(self, model: str, outcome: Outcome) -> None:
         self.slo.labels(model, outcome).inc()
-        figures = self.figures_of(model)
-        figures.outcomes[outcome] += 1
-        self.attainment.labels(model).set(figures.attainment or 0.0)
+        model_metrics = self.of_model(model)
+        model_metrics.outcomes[outcome] += 1
+        self.attainment.labels(model).set(model_metrics.attainment or 0.0)
 
     def observe_message(self, node: str, message: ToGateway) -> None:
         if isinstance(message, Stats):

@@ -240,7 +240,7 @@ class Run:
         self._metrics.success.labels(name, choice.finish.value).inc()
         self._metrics.request_generation.labels(name).observe(len(choice.tokens))
         if choice.tpot_s is not None:
-            self._metrics.figures_of(name).add_tpot(choice.tpot_s)
+            self._metrics.of_model(name).add_tpot(choice.tpot_s)
         assert self._cluster is not None
         if not by_worker:
             self._cluster.abort(*key)

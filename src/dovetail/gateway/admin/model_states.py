@@ -55,7 +55,7 @@ def _described(
     pull: PullState | None,
     in_host: bool,
 ) -> ModelState:
-    figures = service.metrics.figures_of(name)
+    model_metrics = service.metrics.of_model(name)
     state = ModelState(
         name=name,
         aliases=list(config.aliases),
@@ -68,10 +68,10 @@ def _described(
         preload=config.preload,
         default_max_tokens=config.default_max_tokens or service.limits.default_max_tokens,
         size_bytes=card.size_bytes if card is not None else 0,
-        requests=figures.num_requests,
-        attainment=figures.attainment,
-        ttft_p50_s=figures.ttft_p50_s,
-        tpot_p50_s=figures.tpot_p50_s,
+        requests=model_metrics.num_requests,
+        attainment=model_metrics.attainment,
+        ttft_p50_s=model_metrics.ttft_p50_s,
+        tpot_p50_s=model_metrics.tpot_p50_s,
         pull=pull,
     )
     if service.cluster.is_in_use(name):

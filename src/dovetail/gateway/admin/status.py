@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dovetail
-from dovetail.gateway.figures import ModelFigures
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.http.replies import LoadedModel, ModelStatus, NodeStatus, ServerStatus
+from dovetail.gateway.model_metrics import ModelMetrics
 from dovetail.gateway.service import Service
 from dovetail.gateway.workers.link import NodeLink
 from dovetail.messages import InstanceStats, Loaded, Loading, Stats
@@ -41,7 +41,7 @@ def _loaded(model: ModelStatus, *, on_gpu: bool) -> LoadedModel:
 
 
 def _node_status(service: Service, node: NodeLink) -> NodeStatus:
-    link, figures, hosted = service.link, service.metrics.figures_of, service.cluster.models
+    link, model_metrics, hosted = service.link, service.metrics.of_model, service.cluster.models
     supervisor = link.supervisors[node.name]
     stats = {item.model: item for item in node.stats.instances} if node.stats else {}
     status = NodeStatus(
@@ -54,7 +54,7 @@ def _node_status(service: Service, node: NodeLink) -> NodeStatus:
         import_s=node.hello.import_s if node.hello else None,
         resident_bytes=None,
         models=[
-            _model_status(name, loaded, hosted.get(name), stats.get(name), figures(name), node.loading.get(name))
+            _model_status(name, loaded, hosted.get(name), stats.get(name), model_metrics(name), node.loading.get(name))
             for name, loaded in node.instances.items()
         ],
     )
@@ -68,16 +68,16 @@ def _model_status(
     loaded: Loaded | None,
     hosted: HostedModel | None,
     stats: InstanceStats | None,
-    figures: ModelFigures,
+    model_metrics: ModelMetrics,
     loading: Loading | None,
 ) -> ModelStatus:
     status = ModelStatus(
         name=name,
         state="loaded" if loaded else "loading",
         unfinished=len(hosted.requests) if hosted is not None else 0,
-        attainment=figures.attainment,
-        ttft_p50_s=figures.ttft_p50_s,
-        tpot_p50_s=figures.tpot_p50_s,
+        attainment=model_metrics.attainment,
+        ttft_p50_s=model_metrics.ttft_p50_s,
+        tpot_p50_s=model_metrics.tpot_p50_s,
     )
     if loading is not None and loaded is None:
         status.arrived_bytes, status.total_bytes = loading.done_bytes, loading.total_bytes
@@ -91,7 +91,7 @@ def _model_status(
 
 
 def _take_over(stats: InstanceStats | Stats, status: ModelStatus | NodeStatus) -> None:
-    """The figures that both have under one name."""
+    """The numbers that both have under one name."""
     for field in stats.__struct_fields__:
         if field in type(status).model_fields:
             setattr(status, field, getattr(stats, field))

@@ -1,4 +1,4 @@
-"""What each model's requests got, in the few figures that a person asks for: attainment, median TTFT and TPOT.
+"""What each model's requests got, in the few metrics that a person asks for: attainment, median TTFT and TPOT.
 
 Histograms for dashboards are in `metrics`; this is for `dovetail ps` and `/api/models`.
 """
@@ -13,7 +13,7 @@ from dovetail.gateway.slo import Outcome
 WINDOW = 512  # latencies of the last requests, so that the median follows the load
 
 
-class ModelFigures:
+class ModelMetrics:
     """Outcomes since the server started, latencies of the last choices."""
 
     def __init__(self) -> None:
