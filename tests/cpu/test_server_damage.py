@@ -70,10 +70,10 @@ def test_small_files_are_always_checked(source: Path, tmp_path: Path, file: str)
     from dovetail.config import ModelConfig
     from dovetail.errors import EngineFailed
     from dovetail.gateway.models import ServedModel
-    from dovetail.gateway.text.lanes import TextLanes
+    from dovetail.gateway.text.fair_executor import TextExecutors
 
     model = stored(source, tmp_path / "store")
-    assert ServedModel(read_card(model.path, "m"), ModelConfig(source="m"), TextLanes()).tokenizer
+    assert ServedModel(read_card(model.path, "m"), ModelConfig(source="m"), TextExecutors()).tokenizer
     flip_bit(model.path / file, 20)
     with pytest.raises((DamagedCheckpoint, EngineFailed), match="checksum"):
-        assert ServedModel(read_card(model.path, "m"), ModelConfig(source="m"), TextLanes()).tokenizer
+        assert ServedModel(read_card(model.path, "m"), ModelConfig(source="m"), TextExecutors()).tokenizer

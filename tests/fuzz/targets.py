@@ -290,11 +290,11 @@ class Bodies(Target):
 
         from dovetail.config import ModelConfig
         from dovetail.gateway.models import ServedModel
-        from dovetail.gateway.text.lanes import TextLanes
+        from dovetail.gateway.text.fair_executor import TextExecutors
 
         super().load()
         self.loop = asyncio.new_event_loop()
-        self.model = ServedModel(make_card(self.work / "model"), ModelConfig(source=""), TextLanes())
+        self.model = ServedModel(make_card(self.work / "model"), ModelConfig(source=""), TextExecutors())
 
     def make(self, draw: random.Random) -> bytes:
         data = draw.choice(self.seeds)

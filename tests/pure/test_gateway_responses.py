@@ -188,15 +188,15 @@ def test_a_background_response_is_kept_though_too_many_answers_are_being_written
     monkeypatch.setattr("dovetail.gateway.http.responses.endpoints._WRITE_RETRY_S", 0.01)
 
     async def test(client: httpx.AsyncClient, admin: Admin) -> None:
-        lane, refusals = admin.service.models.lanes.write, iter(range(2))
-        run = lane.run
+        executor, refusals = admin.service.models.executors.write, iter(range(2))
+        run = executor.run
 
         async def full(work: Callable[[], Any]) -> Any:
             if next(refusals, None) is not None:
                 raise Overloaded("too many texts are waiting to be read", code="texts_full")
             return await run(work)
 
-        monkeypatch.setattr(lane, "run", full)
+        monkeypatch.setattr(executor, "run", full)
         asked = (await respond(client, background=True)).json()
         await eventually(lambda: admin.service.unfinished == 0)
         shown = await client.get(f"/v1/responses/{asked['id']}")

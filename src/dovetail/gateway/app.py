@@ -82,7 +82,7 @@ _BODIES: tuple[type[Any], ...] = (
 def make_app(admin: Admin) -> ASGIApp:
     service, settings = admin.service, admin.settings
     app = FastAPI(title="Dovetail", version=dovetail.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.settings, app.state.lanes = settings, service.models.lanes
+    app.state.settings, app.state.executors = settings, service.models.executors
     app.include_router(make_router(service, settings))
     app.include_router(make_embedding_router(service))
     app.include_router(make_scoring_router(service))

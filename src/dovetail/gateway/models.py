@@ -18,8 +18,8 @@ from dovetail.errors import CheckpointError, EngineFailed, InvalidRequest, Model
 from dovetail.gateway.admin.pulls import Pull
 from dovetail.gateway.text.chat import TemplateFacts
 from dovetail.gateway.text.detokenizer import Vocabulary
+from dovetail.gateway.text.fair_executor import TextExecutors
 from dovetail.gateway.text.foreign import tokenizer_call
-from dovetail.gateway.text.lanes import TextLanes
 from dovetail.gateway.text.tokenizer_bundle import QUICK_SIZE, TokenizerBundle, open_tokenizer, text_size
 from dovetail.types import AdapterRef, ModelCard
 
@@ -75,13 +75,13 @@ class ServedModel:
         self,
         card: ModelCard,
         config: ModelConfig,
-        lanes: TextLanes,
+        executors: TextExecutors,
         adapter: NamedAdapter | None = None,
         base: ServedModel | None = None,
     ) -> None:
         self.card = card
         self.config = config
-        self.lanes = lanes
+        self.executors = executors
         self.adapter = adapter  # on top of `base`, whose card and tokenizer these are
         self._base = base
 
@@ -169,7 +169,7 @@ class ServedModel:
             with tokenizer_call(f"the tokenizer of '{self.name}' failed"):
                 return await work()
 
-        return await (call() if size <= QUICK_SIZE else self.lanes.run(size, call))
+        return await (call() if size <= QUICK_SIZE else self.executors.run(size, call))
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Models:
         configs: Mapping[str, ModelConfig] | None = None,
         adapters: Iterable[NamedAdapter] = (),
     ) -> None:
-        self.lanes = TextLanes()
+        self.executors = TextExecutors()
         self._adapters = {adapter.name: adapter for adapter in adapters}
         self._catalogue = catalogue
         self._configs = dict(configs or {})
@@ -237,7 +237,7 @@ class Models:
         config = self.config_of(card.name, card)
         served = self._served.get(card.name)
         if served is None or served.card != card:  # pulled again since
-            served = self._served[card.name] = ServedModel(card, config, self.lanes)
+            served = self._served[card.name] = ServedModel(card, config, self.executors)
         served.config = config
         return served
 
@@ -246,7 +246,7 @@ class Models:
         config = base.config.model_copy(update={"aliases": (), "adapters": {}})
         served = self._served.get(adapter.name)
         if served is None or served.card != base.card or served.adapter != adapter:
-            served = self._served[adapter.name] = ServedModel(base.card, config, self.lanes, adapter, base)
+            served = self._served[adapter.name] = ServedModel(base.card, config, self.executors, adapter, base)
         served.config = config
         return served
 

@@ -60,7 +60,7 @@ class AdapterRegistry:
         if config.adapters:
             there = {adapter.name for adapter in self._models.adapters_of(card.name)}  # from before it was pulled again
             self._check_free(config.adapters.keys() - there)
-        model = ServedModel(card, config, self._models.lanes)
+        model = ServedModel(card, config, self._models.executors)
         found = [await self._find(name, source, model) for name, source in config.adapters.items()]
         return [replace(adapter, in_file=in_file) for adapter in found]
 

@@ -105,7 +105,7 @@ class Admin:
             except (DovetailError, OSError) as error:
                 raise InvalidRequest(f"source: {error}", param="source") from error
             if card is not None:
-                await check_tokenizer(ServedModel(card, config, self._models.lanes))
+                await check_tokenizer(ServedModel(card, config, self._models.executors))
             await asyncio.to_thread(self.service.drafts.check, name, card, config.speculative.draft)
             adapters = await self._adapters.check(card, config, in_file=False) if card is not None else []
             self._offer(name, config, card, in_file=False)

@@ -65,7 +65,7 @@ class Arrivals:
             await self._begin(name, entry)
 
     async def _check(self, card: ModelCard, entry: Entry) -> None:
-        await check_tokenizer(ServedModel(card, entry.config, self._service.models.lanes))
+        await check_tokenizer(ServedModel(card, entry.config, self._service.models.executors))
 
     def _give_up(self, name: str, entry: Entry, reason: str) -> None:
         """Whoever asked for it while it came waits for nothing."""

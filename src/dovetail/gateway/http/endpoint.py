@@ -44,7 +44,7 @@ def documented(errors: Sequence[int], error: type[BaseModel] = ErrorBody, *, str
 async def read_body(kind: type[Body], request: Request) -> Body:
     """The body as a record. Not `request.body()`, which would be kept for as long as the answer takes."""
     _check_media_type(request.headers.get("content-type", ""))
-    settings, lanes = request.app.state.settings, request.app.state.lanes
+    settings, executors = request.app.state.settings, request.app.state.executors
     timeout_s = settings.config.server.body_timeout
     try:
         async with asyncio.timeout(timeout_s):
@@ -53,8 +53,8 @@ async def read_body(kind: type[Body], request: Request) -> Body:
         raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s", code="timeout") from None
     if len(body) <= _INLINE_BYTES:
         return parse_body(kind, body)
-    lanes.note(len(body))
-    parsed: Body = await lanes.parse.run(lambda: parse_body(kind, body))
+    executors.note(len(body))
+    parsed: Body = await executors.parse.run(lambda: parse_body(kind, body))
     return parsed
 
 

@@ -154,7 +154,7 @@ class GenerationResponse(Response):
             record = make()
             return b"".join(json_pieces(record)) if isinstance(record, BaseModel) else record
 
-        return await self._service.models.lanes.write.run(work)
+        return await self._service.models.executors.write.run(work)
 
     async def _send_events(self, send: Send, origin: Origin, usage: UsageCount) -> None:
         stream = EventStream(send)

@@ -150,7 +150,7 @@ class Endpoints:
             return msgspec.json.encode(answer)
 
         long = len(tokens) > _INLINE_TOKENS
-        text = await self._service.models.lanes.parse.run(encode) if long else encode()
+        text = await self._service.models.executors.parse.run(encode) if long else encode()
         return Response(text, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:

@@ -49,7 +49,7 @@ def check_text_fits(text: str, model: ServedModel, param: str) -> None:
 async def _render(body: ChatRequest, model: ServedModel, wanted: Wanted | None) -> str:
     template = model.template
     if len(body.messages) > _MANY:
-        messages = await model.lanes.parse.run(lambda: template_messages(body.messages))
+        messages = await model.executors.parse.run(lambda: template_messages(body.messages))
     else:
         messages = template_messages(body.messages)
     if template.is_harmony:

@@ -14,7 +14,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from dovetail.gateway.text.detokenizer import Vocabulary
-from dovetail.gateway.text.lanes import SHORT_SIZE
+from dovetail.gateway.text.fair_executor import SHORT_SIZE
 from dovetail.gateway.text.token_table import TokenTable
 from dovetail.gateway.text.tokenizer_child import (
     LONG,

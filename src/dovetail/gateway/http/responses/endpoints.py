@@ -292,7 +292,7 @@ class ResponsesResponse(Response):
         while True:
             try:
                 pieces = json_pieces(value, exclude_unset=False)
-                return await self._service.models.lanes.write.run(partial(b"".join, pieces))
+                return await self._service.models.executors.write.run(partial(b"".join, pieces))
             except Overloaded:
                 if not self._turn.body.background:
                     raise

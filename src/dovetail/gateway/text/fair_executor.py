@@ -22,13 +22,13 @@ Result = TypeVar("Result")
 Start = Callable[[Callable[[], Any]], asyncio.Future[Any]]
 
 SHORT_SIZE = 64 * 1024  # characters of a text that is tokenised in a few hundredths of a second
-_MAX_WAITING = 256  # in one lane; one client alone may have half of them
+_MAX_WAITING = 256  # of one executor; one client alone may have half of them
 _TRIM_BYTES = 128 * 1024  # after work on so much, memory is given back to the system
 _TRIM_AFTER_S = 1.0
 _RESTS = 3.0  # a quarter of a core, whoever sends how much
 
 
-class Lane:
+class FairExecutor:
     """So many pieces of work at a time; `start` begins one. `rests`: work that holds the interpreter is followed by a
     pause so many times as long as it took, in which the event loop, and on a small machine the worker, come in. Nobody
     waits for the pause but whoever is next."""
@@ -95,7 +95,7 @@ class Lane:
             del self._waiting[client]
 
 
-class ThreadLane(Lane):
+class FairThreads(FairExecutor):
     """Work in threads of its own."""
 
     def __init__(self, name: str, num_threads: int, *, rests: float = 0.0) -> None:
@@ -109,7 +109,7 @@ class ThreadLane(Lane):
         return result
 
 
-class CallLane(Lane):
+class FairCalls(FairExecutor):
     """Calls of other processes, which are awaited here."""
 
     def __init__(self, num_at_once: int) -> None:
@@ -120,13 +120,13 @@ class CallLane(Lane):
         return result
 
 
-class TextLanes:
-    """The lanes of a gateway, and the memory that their work leaves behind."""
+class TextExecutors:
+    """The executors of a gateway, and the memory that their work leaves behind."""
 
     def __init__(self) -> None:
-        self.parse = ThreadLane("parse", 1, rests=_RESTS)
-        self.write = ThreadLane("write", 1, rests=_RESTS)  # of answers that are long
-        self._short, self._long = CallLane(2), CallLane(1)  # of tokenizers' processes
+        self.parse = FairThreads("parse", 1, rests=_RESTS)
+        self.write = FairThreads("write", 1, rests=_RESTS)  # of answers that are long
+        self._short, self._long = FairCalls(2), FairCalls(1)  # of tokenizers' processes
         self._trim: asyncio.TimerHandle | None = None
 
     async def run(self, size: int, call: Callable[[], Awaitable[Result]]) -> Result:
