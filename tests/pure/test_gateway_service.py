@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
 from dovetail.gateway.admin.status import server_status
-from dovetail.gateway.http import asked
+from dovetail.gateway.http import build_request
 from dovetail.gateway.http.api import CompletionRequest
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.run import Delta, Origin
@@ -345,14 +345,14 @@ def test_a_refusal_comes_after_a_pause_so_that_asking_again_and_again_costs_litt
         body = CompletionRequest(model="fake", prompt="ab", n=2)
         with service.places(1, Origin(0.0)):
             with pytest.raises(Overloaded):
-                await asked.asked_completion(service, request, body, model)
-            monkeypatch.setattr(asked, "REFUSED_S", 3600)
-            waiting = asyncio.create_task(asked.asked_completion(service, request, body, model))
+                await build_request.build_completion(service, request, body, model)
+            monkeypatch.setattr(build_request, "REFUSED_S", 3600)
+            waiting = asyncio.create_task(build_request.build_completion(service, request, body, model))
             for _ in range(10):
                 await asyncio.sleep(0)
             assert not waiting.done()
             waiting.cancel()
-        assert (await asked.asked_completion(service, request, body, model)).num_answers == 2
+        assert (await build_request.build_completion(service, request, body, model)).num_answers == 2
 
     on_service(tmp_path, test, limits=Limits(max_queue=2))
 

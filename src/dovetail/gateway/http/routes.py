@@ -24,8 +24,8 @@ from dovetail.gateway.http.api import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from dovetail.gateway.http.asked import asked_chat, asked_completion
 from dovetail.gateway.http.beam_search import run_beams
+from dovetail.gateway.http.build_request import build_chat, build_completion
 from dovetail.gateway.http.chat_reply import ChatReply
 from dovetail.gateway.http.echoes import echoes_of
 from dovetail.gateway.http.endpoint import Handler, Responses, json_response, read_body, request_body, responses
@@ -102,7 +102,7 @@ class Endpoints:
         self._service.check_admission()
         body = await read_body(ChatRequest, request)
         model = await self._service.models.choose(body.model)
-        job = await until_disconnect(request.receive, asked_chat(self._service, request, body, model))
+        job = await until_disconnect(request.receive, build_chat(self._service, request, body, model))
         reply = ChatReply(job, _now(), ReplyOptions.of(body), make_reader=job.make_reader, echo=_echo(body))
         return self._generation(body, job, reply)
 
@@ -111,7 +111,7 @@ class Endpoints:
         self._service.check_admission()
         body = await read_body(CompletionRequest, request)
         model = await self._service.models.choose(body.model)
-        job = await until_disconnect(request.receive, asked_completion(self._service, request, body, model))
+        job = await until_disconnect(request.receive, build_completion(self._service, request, body, model))
         form = TextForm(
             await echoes_of(body, job), body.is_prompt_only, body.num_kept, is_ranked=bool(body.use_beam_search)
         )

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from dovetail.gateway.http.anthropic.answer import MessageShape
 from dovetail.gateway.http.anthropic.request import CountTokensRequest, MessagesRequest, chat_of
-from dovetail.gateway.http.asked import asked_chat
+from dovetail.gateway.http.build_request import build_chat
 from dovetail.gateway.http.endpoint import documented, read_body, request_body
 from dovetail.gateway.http.problems import AnthropicErrorBody
 from dovetail.gateway.http.respond import until_disconnect
@@ -46,7 +46,7 @@ class AnthropicEndpoints:
         body = await read_body(MessagesRequest, request)
         model = await self._service.models.choose(body.model)
         chat = chat_of(body, thinks=_thinks(model))
-        asked = asked_chat(self._service, request, chat, model, warnings=body.warnings())
+        asked = build_chat(self._service, request, chat, model, warnings=body.warnings())
         job = await until_disconnect(request.receive, asked)
         shape = MessageShape(job, max_tokens=body.max_tokens)
         return ShapedResponse(self._service, job, shape, stream=bool(body.stream))

@@ -16,7 +16,7 @@ import dovetail
 from dovetail.errors import InvalidRequest
 from dovetail.gateway.admin.keys import OLLAMA_ABSENT
 from dovetail.gateway.http.api import ChatRequest
-from dovetail.gateway.http.asked import asked_chat, asked_completion
+from dovetail.gateway.http.build_request import build_chat, build_completion
 from dovetail.gateway.http.embeddings import EmbeddingRequest, VectorResponse, Vectors, pooled_job, prompts_of, unit
 from dovetail.gateway.http.endpoint import read_body
 from dovetail.gateway.http.ollama.answer import Kind, OllamaShape, ended
@@ -77,7 +77,7 @@ class OllamaEndpoints:
             job = await self._chat_job(request, body, ours)
         else:
             model = await self._service.models.choose(ours.model)
-            job = await asked_completion(self._service, request, ours, model)
+            job = await build_completion(self._service, request, ours, model)
         return self._answer(job, "generate", body)
 
     def _answer(self, job: Job, kind: Kind, body: OllamaBody) -> Response:
@@ -92,7 +92,7 @@ class OllamaEndpoints:
 
     async def _chat_job(self, request: Request, body: OllamaBody, chat: ChatRequest) -> Job:
         model = await self._service.models.choose(chat.model)
-        return await asked_chat(self._service, request, chat, model, warnings=body.warnings())
+        return await build_chat(self._service, request, chat, model, warnings=body.warnings())
 
     async def _load(self, kind: Kind, name: str) -> Response:
         """Nothing is asked: the model is to be there."""

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from dovetail.errors import InvalidRequest, Overloaded, RequestError, ResponseNotFound
 from dovetail.gateway.http.answers import TokenNames, UsageCount
 from dovetail.gateway.http.api import Message
-from dovetail.gateway.http.asked import asked_chat, further_chat
+from dovetail.gateway.http.build_request import build_chat, further_chat
 from dovetail.gateway.http.endpoint import documented, json_response, read_body, request_body, responses
 from dovetail.gateway.http.replies import Usage
 from dovetail.gateway.http.respond import INLINE_REPORTS, EventStream, Taken, accounted, origin_of, until_disconnect
@@ -153,7 +153,7 @@ class ResponsesEndpoints:
         offer = await offered(body, self._servers, owner)
         body = offer.body
         warnings = (*offer.warnings, *body.warnings())
-        job = await asked_chat(self._service, request, chat_of(body, before), model, warnings=warnings)
+        job = await build_chat(self._service, request, chat_of(body, before), model, warnings=warnings)
         make_job = partial(further_chat, self._service, request, model=model)
         rounds = ToolRounds(self._servers, body, before, make_job) if offer.has_mcp else None
         items, said = encode_items(body.items), encode_messages([*before, *messages_of(body.items)])
@@ -180,7 +180,7 @@ class ResponsesEndpoints:
         body = await read_body(CompactRequest, request)
         before = self._before(body.previous_response_id, _owner(request))
         model = await self._service.models.choose(body.model)
-        job = await asked_chat(self._service, request, compaction_chat(body, before), model)
+        job = await build_chat(self._service, request, compaction_chat(body, before), model)
         kept = [item.model_dump(exclude_none=True) for item in body.items if item.role == "user"]
         return ShapedResponse(self._service, job, CompactionShape(job.id, kept), stream=False)
 

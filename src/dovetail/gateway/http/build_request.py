@@ -1,5 +1,5 @@
-"""The job of a body, whichever API it came by: with the request's targets and this server's limits. Whoever has no
-place for so many answers is told before any text is rendered or tokenised."""
+"""The generation request of an HTTP body, for every API: with the targets of its headers and this server's limits. A
+request for more answers than fit is refused before any text is rendered or tokenised."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dovetail.gateway.text.translate import Job, chat_job, completion_job
 REFUSED_S = 0.1  # a refusal comes after this: who asks again at once keeps no core busy with it
 
 
-async def asked_chat(
+async def build_chat(
     service: Service, request: Request, body: ChatRequest, model: ServedModel, *, warnings: Sequence[str] = ()
 ) -> Job:
     """`warnings`: of what was asked for in another API's words and is not in the body."""
@@ -39,7 +39,7 @@ async def further_chat(
     return dataclasses.replace(job, warnings=(*warnings, *job.warnings))
 
 
-async def asked_completion(service: Service, request: Request, body: CompletionRequest, model: ServedModel) -> Job:
+async def build_completion(service: Service, request: Request, body: CompletionRequest, model: ServedModel) -> Job:
     await _check_places(service, request, body.num_prompts * body.num_choices)
     return await completion_job(body, model, uuid.uuid4().hex, service.context_limit(model), targets_of(request, model))
 
