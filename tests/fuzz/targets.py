@@ -307,9 +307,11 @@ class Bodies(Target):
 
         if b'"messages"' in data:
             chat = api.parse_body(api.ChatRequest, data)
-            job = translate.chat_job(chat, self.model, "id", 512, Slo(), default_tokens=64)
+            job = translate.translate_chat(chat, self.model, "id", 512, Slo(), default_tokens=64)
         else:
-            job = translate.completion_job(api.parse_body(api.CompletionRequest, data), self.model, "id", 512, Slo())
+            job = translate.translate_completion(
+                api.parse_body(api.CompletionRequest, data), self.model, "id", 512, Slo()
+            )
         self.loop.run_until_complete(job)
 
 

@@ -25,7 +25,7 @@ from dovetail.gateway.http.api import CompletionRequest
 from dovetail.gateway.http.text_reply import TextReply
 from dovetail.gateway.service import Service
 from dovetail.gateway.slo import SloWatch
-from dovetail.gateway.text.translate import completion_job
+from dovetail.gateway.text.translate import translate_completion
 from dovetail.types import ModelCard, Request, SamplingParams, Slo
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -268,7 +268,7 @@ def test_a_client_that_stops_reading_loses_its_place(tmp_path: Path, monkeypatch
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         model = service.models.get("fake")
         body = CompletionRequest(model="fake", prompt="a", max_tokens=100)
-        job = await completion_job(body, model, "job", 512, Slo())
+        job = await translate_completion(body, model, "job", 512, Slo())
         reply = TextReply(job, 0, ReplyOptions())
         response = respond.GenerationResponse(service, job, reply, stream=True, include_usage=False)
 

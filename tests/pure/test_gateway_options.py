@@ -15,7 +15,7 @@ from dovetail.errors import InvalidRequest
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.infill import infill_prompt
 from dovetail.gateway.text.token_table import TokenTable
-from dovetail.gateway.text.translate import completion_job
+from dovetail.gateway.text.translate import translate_completion
 from dovetail.types import Slo
 
 UNSUPPORTED: list[dict[str, Any]] = [
@@ -135,7 +135,7 @@ def test_words_and_tokens_that_are_barred_reach_the_worker_as_tokens(
         model = service.models.get("fake")
         await model.prepare()
         body = CompletionRequest(model="fake", prompt="a", bad_words=["hi"], allowed_token_ids=[5, 5, 9])
-        (request,) = (await completion_job(body, model, "id", 512, Slo())).requests
+        (request,) = (await translate_completion(body, model, "id", 512, Slo())).requests
         sampling = request.sampling
         assert sampling.allowed_token_ids == (5, 9)
         texts = {model.tokenizer.table.decode(word, skip_special_tokens=True) for word in sampling.bad_words}
@@ -384,7 +384,7 @@ def test_chosen_tokens_are_told_of_instead_of_the_likeliest(tmp_path: Path, monk
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         body = CompletionRequest(**TEXT | {"logprobs": 0, "logprob_token_ids": [5, 7, 5]})
-        job = await completion_job(body, service.models.get("fake"), "j", 512, Slo())
+        job = await translate_completion(body, service.models.get("fake"), "j", 512, Slo())
         assert job.requests[0].sampling.logprob_token_ids == (5, 7)
         for change in ({"logprob_token_ids": [1]}, {"logprobs": 0, "logprob_token_ids": [300]}):
             check_error(await client.post("/v1/completions", json=TEXT | change), 400, "logprob_token_ids")

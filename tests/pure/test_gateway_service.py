@@ -24,7 +24,7 @@ from dovetail.gateway.http.api import CompletionRequest
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.run import Delta, Origin
 from dovetail.gateway.service import Limits, Service
-from dovetail.gateway.text.translate import Job, completion_job
+from dovetail.gateway.text.translate import GenerationRequest, translate_completion
 from dovetail.gateway.workers import patience
 from dovetail.messages import Load
 from dovetail.types import FinishReason, ModelCard, Slo
@@ -32,10 +32,10 @@ from dovetail.types import FinishReason, ModelCard, Slo
 counter = iter(range(10**9))
 
 
-async def make_job(service: Service, prompt: Any, **options: Any) -> Job:
+async def make_job(service: Service, prompt: Any, **options: Any) -> GenerationRequest:
     body = CompletionRequest(**({"model": "fake", "prompt": prompt, "max_tokens": 8} | options))
     model = service.models.get(body.model)
-    return await completion_job(body, model, f"job-{next(counter)}", service.context_limit(model), Slo())
+    return await translate_completion(body, model, f"job-{next(counter)}", service.context_limit(model), Slo())
 
 
 async def collect(service: Service, prompt: Any, **options: Any) -> dict[int, list[Delta]]:

@@ -240,7 +240,7 @@ class LocalChat:
 
     async def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]:
         from dovetail.gateway.http.api import ChatRequest, parse_body
-        from dovetail.gateway.text.translate import chat_job
+        from dovetail.gateway.text.translate import translate_chat
         from dovetail.types import Slo
 
         assert self._service is not None
@@ -248,7 +248,7 @@ class LocalChat:
         asked = _calmed(conversation.body(self._model), self._is_calm)
         body = parse_body(ChatRequest, json.dumps(asked).encode())
         model = service.models.get(self._model)
-        job = await chat_job(
+        job = await translate_chat(
             body,
             model,
             uuid.uuid4().hex,

@@ -18,7 +18,7 @@ from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.slo import Outcome, SloWatch
 from dovetail.gateway.text.stopper import Stopper
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.gateway.tracing import RequestTrace
 from dovetail.gateway.workers.link import Arrival, Inbox
 from dovetail.types import ISOLATED_TOKENS, FinishReason, Request, TokenEvent, TokenLogprobs
@@ -72,7 +72,7 @@ class Origin:
 class Run:
     """A job from its submission to its end, on one node after another if workers die under it."""
 
-    def __init__(self, job: Job, metrics: Metrics, origin: Origin) -> None:
+    def __init__(self, job: GenerationRequest, metrics: Metrics, origin: Origin) -> None:
         self.job = job
         self._cluster: Cluster | None = None
         self.resumptions = 0  # after deaths that this job may be to blame for
@@ -251,7 +251,7 @@ class Run:
 class _Choice:
     """The text of one choice: tokens in, what may be shown out."""
 
-    def __init__(self, index: int, job: Job, request: Request) -> None:
+    def __init__(self, index: int, job: GenerationRequest, request: Request) -> None:
         self.index = index
         self.order = index // request.num_choices
         self.tokens: list[int] = []
@@ -324,7 +324,7 @@ class _Choice:
             self.finish = self._delta.finish = finish
 
 
-def spoken(index: int, job: Job, request: Request, events: Sequence[TokenEvent]) -> Delta:
+def spoken(index: int, job: GenerationRequest, request: Request, events: Sequence[TokenEvent]) -> Delta:
     """All of a choice that has ended, in one."""
     choice = _Choice(index, job, request)
     for event in events:

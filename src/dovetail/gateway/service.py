@@ -34,7 +34,7 @@ from dovetail.gateway.run import Delta, Origin, Run
 from dovetail.gateway.text.grammar_trials import grammar_trials
 from dovetail.gateway.text.templates import templates
 from dovetail.gateway.text.tokenizer_process import nursery
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.gateway.workers.link import Link
 from dovetail.gateway.workers.patience import HOPELESS_S
 from dovetail.messages import Load
@@ -176,7 +176,7 @@ class Service:
         await asyncio.gather(model.prepare(), asyncio.shield(hosted.ready))
 
     async def run(
-        self, job: Job, origin: Origin | None = None, *, has_places: bool = False
+        self, job: GenerationRequest, origin: Origin | None = None, *, has_places: bool = False
     ) -> AsyncGenerator[Delta, None]:
         """Text as it comes. Close the generator (`contextlib.aclosing`) to abort."""
         origin = origin or Origin(time.monotonic())
@@ -209,7 +209,7 @@ class Service:
         finally:
             self._end(count, origin.key)
 
-    def standing(self, job: Job) -> Standing | None:
+    def standing(self, job: GenerationRequest) -> Standing | None:
         """What a job that has not spoken waits for. None while a refusal may still come, which has a status line of
         its own: of targets that were asked for that is until there is a place."""
         request = job.requests[0]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dovetail.gateway.http.answers import UsageCount
     from dovetail.gateway.run import Waits
-    from dovetail.gateway.text.translate import Job
+    from dovetail.gateway.text.translate import GenerationRequest
 
 INSTALL = "server.traces needs OpenTelemetry's SDK: pip install 'dovetail[otel]'"
 EXPORT_TIMEOUT_S = 2  # a collector that does not answer delays nobody, nor the server's end
@@ -107,7 +107,7 @@ class RequestTrace:
         self._context = set_span_in_context(span)
         self._spoke_s: float | None = None
 
-    def watch(self, job: Job) -> None:
+    def watch(self, job: GenerationRequest) -> None:
         self._span.set_attribute("gen_ai.request.model", job.model.name)
         for request in job.requests:
             self._tracing.watch(request.id, self._context)
@@ -120,7 +120,7 @@ class RequestTrace:
             self._tracing.add("load", self._context, placed_s, placed_s + waits.load)
         self._tracing.add("first token", self._context, min(placed_s + waits.load, self._spoke_s), self._spoke_s)
 
-    def unwatch(self, job: Job, usage: UsageCount) -> None:
+    def unwatch(self, job: GenerationRequest, usage: UsageCount) -> None:
         total = usage.total()
         self._span.set_attribute("gen_ai.usage.input_tokens", total.prompt_tokens)
         self._span.set_attribute("gen_ai.usage.output_tokens", total.completion_tokens)

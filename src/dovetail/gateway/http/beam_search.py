@@ -17,7 +17,7 @@ import msgspec
 from dovetail.gateway.http.api import ChatRequest, CompletionRequest
 from dovetail.gateway.run import Delta, Origin, Waits, spoken
 from dovetail.gateway.service import Service
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob, TokenLogprobs
 
 
@@ -99,7 +99,7 @@ class BeamSearch:
 
 
 async def run_beams(
-    service: Service, body: ChatRequest | CompletionRequest, job: Job, origin: Origin
+    service: Service, body: ChatRequest | CompletionRequest, job: GenerationRequest, origin: Origin
 ) -> AsyncGenerator[Delta, None]:
     """One delta per choice when all are known, the best of each prompt first. Close the generator to abort."""
     searches = [BeamSearch(_plan(body, request)) for request in job.requests]
@@ -107,7 +107,7 @@ async def run_beams(
     with service.places(job.num_answers, origin):
         step = 0
         while any(search.live for search in searches):
-            answers = await _answers(service, _step_job(job, searches, step), origin)
+            answers = await _answers(service, _step_request(job, searches, step), origin)
             for order, search in enumerate(searches):
                 own, answers = answers[: len(search.live)], answers[len(search.live) :]
                 if step == 0:
@@ -131,7 +131,7 @@ def _plan(body: ChatRequest | CompletionRequest, request: Request) -> BeamPlan:
     )
 
 
-def _step_job(job: Job, searches: Sequence[BeamSearch], step: int) -> Job:
+def _step_request(job: GenerationRequest, searches: Sequence[BeamSearch], step: int) -> GenerationRequest:
     """A request for the next token of every live beam, in order of prompts."""
     requests = [
         msgspec.structs.replace(
@@ -153,7 +153,7 @@ def _step_job(job: Job, searches: Sequence[BeamSearch], step: int) -> Job:
     return dataclasses.replace(job, requests=tuple(requests))
 
 
-async def _answers(service: Service, job: Job, origin: Origin) -> list[Delta]:
+async def _answers(service: Service, job: GenerationRequest, origin: Origin) -> list[Delta]:
     found: dict[int, Delta] = {}
     waits: Waits | None = None
     async with aclosing(service.run(job, origin, has_places=True)) as deltas:
@@ -164,7 +164,7 @@ async def _answers(service: Service, job: Job, origin: Origin) -> list[Delta]:
     return [found[index] for index in range(len(job.requests))]
 
 
-def _texts(job: Job, order: int, search: BeamSearch, first: Delta) -> list[Delta]:
+def _texts(job: GenerationRequest, order: int, search: BeamSearch, first: Delta) -> list[Delta]:
     request = job.requests[order]
     wanted = request.sampling.logprobs
     texts = []

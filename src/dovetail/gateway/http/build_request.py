@@ -16,14 +16,14 @@ from dovetail.gateway.http.respond import origin_of
 from dovetail.gateway.http.targets import targets_of
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.service import Service
-from dovetail.gateway.text.translate import Job, chat_job, completion_job
+from dovetail.gateway.text.translate import GenerationRequest, translate_chat, translate_completion
 
 REFUSED_S = 0.1  # a refusal comes after this: who asks again at once keeps no core busy with it
 
 
 async def build_chat(
     service: Service, request: Request, body: ChatRequest, model: ServedModel, *, warnings: Sequence[str] = ()
-) -> Job:
+) -> GenerationRequest:
     """`warnings`: of what was asked for in another API's words and is not in the body."""
     await _check_places(service, request, body.num_choices)
     return await further_chat(service, request, body, model, warnings=warnings)
@@ -31,17 +31,21 @@ async def build_chat(
 
 async def further_chat(
     service: Service, request: Request, body: ChatRequest, model: ServedModel, *, warnings: Sequence[str] = ()
-) -> Job:
+) -> GenerationRequest:
     """Of a request that has its place."""
     context, default = service.context_limit(model), service.default_max_tokens(model)
     targets = targets_of(request, model)
-    job = await chat_job(body, model, uuid.uuid4().hex, context, targets, default_tokens=default)
+    job = await translate_chat(body, model, uuid.uuid4().hex, context, targets, default_tokens=default)
     return dataclasses.replace(job, warnings=(*warnings, *job.warnings))
 
 
-async def build_completion(service: Service, request: Request, body: CompletionRequest, model: ServedModel) -> Job:
+async def build_completion(
+    service: Service, request: Request, body: CompletionRequest, model: ServedModel
+) -> GenerationRequest:
     await _check_places(service, request, body.num_prompts * body.num_choices)
-    return await completion_job(body, model, uuid.uuid4().hex, service.context_limit(model), targets_of(request, model))
+    return await translate_completion(
+        body, model, uuid.uuid4().hex, service.context_limit(model), targets_of(request, model)
+    )
 
 
 async def _check_places(service: Service, request: Request, count: int) -> None:

@@ -23,7 +23,7 @@ from dovetail.gateway.http.replies import (
 )
 from dovetail.gateway.run import Delta
 from dovetail.gateway.text.reading import MakeReader, Parts, PlainReader, Reader
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason
 
 
@@ -49,7 +49,7 @@ class ChatReply:
 
     def __init__(
         self,
-        job: Job,
+        job: GenerationRequest,
         created: int,
         options: ReplyOptions,
         *,

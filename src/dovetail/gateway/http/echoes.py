@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.gateway.http.api import CompletionRequest
 from dovetail.gateway.models import ServedModel
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Echo:
     num_unseen: int = 0  # tokens at the beginning that are no part of it, because the tokenizer put them there
 
 
-async def echoes_of(body: CompletionRequest, job: Job) -> list[Echo]:
+async def echoes_of(body: CompletionRequest, job: GenerationRequest) -> list[Echo]:
     """A text as it was sent, ids as all that they stand for, special ones too: the client has named them."""
     if not body.echo:
         return []

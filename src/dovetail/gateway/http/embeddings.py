@@ -30,7 +30,7 @@ from dovetail.gateway.models import ServedModel
 from dovetail.gateway.run import Origin
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.chat_prompt import chat_prompt, check_text_fits
-from dovetail.gateway.text.translate import Job, checked_tokens, token_limit
+from dovetail.gateway.text.translate import GenerationRequest, checked_tokens, token_limit
 from dovetail.types import Request as EngineRequest
 from dovetail.types import SamplingParams, ServiceClass, Slo
 
@@ -148,13 +148,13 @@ class EmbeddingEndpoints:
         size = model.card.spec.hidden_size
         if body.dimensions is not None and body.dimensions > size:
             raise InvalidRequest(f"dimensions: this model's vectors have {size}", param="dimensions")
-        job = await pooled_job(self._service, request, body, model, await prompts_of(body, model))
+        job = await pooled_request(self._service, request, body, model, await prompts_of(body, model))
         return VectorResponse(self._service, job, lambda vectors: _embeddings(body, job, vectors))
 
 
-async def pooled_job(
+async def pooled_request(
     service: Service, request: Request, body: PooledBody, model: ServedModel, prompts: Sequence[Sequence[int]]
-) -> Job:
+) -> GenerationRequest:
     slo: Slo = targets_of(request, model)
     context = service.context_limit(model)
     most = _longest_text(model, context)
@@ -179,7 +179,7 @@ async def pooled_job(
                 service_class=ServiceClass.BEST_EFFORT if body.is_best_effort else model.config.service_class,
             )
         )
-    return Job(job_id, model, tuple(requests))
+    return GenerationRequest(job_id, model, tuple(requests))
 
 
 async def prompts_of(body: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
@@ -239,7 +239,7 @@ class VectorResponse(Response):
     """Runs the job, a few prompts at a time, and answers with what becomes of its vectors, piece by piece: thousands of
     them are megabytes of numbers, which nobody else has to wait for."""
 
-    def __init__(self, service: Service, job: Job, pieces: Pieces, size: int | None = None) -> None:
+    def __init__(self, service: Service, job: GenerationRequest, pieces: Pieces, size: int | None = None) -> None:
         super().__init__()
         self._size = size or job.model.card.spec.hidden_size  # numbers of a vector
         self._service = service
@@ -256,7 +256,7 @@ class VectorResponse(Response):
             await asyncio.sleep(0)
         await send_piece(send, b"", more=False)
 
-    async def _vectors(self, job: Job, origin: Origin) -> Vectors:
+    async def _vectors(self, job: GenerationRequest, origin: Origin) -> Vectors:
         requests = job.requests
         found = np.empty((len(requests), self._size), dtype=np.float32)
         for first in range(0, len(requests), _BATCH):
@@ -274,7 +274,7 @@ def unit(vectors: Vectors) -> Vectors:
     return unit
 
 
-def _embeddings(body: EmbeddingRequest, job: Job, vectors: Vectors) -> Iterator[bytes]:
+def _embeddings(body: EmbeddingRequest, job: GenerationRequest, vectors: Vectors) -> Iterator[bytes]:
     """An EmbeddingList."""
     encoder = job.model.card.spec.encoder
     own = encoder is None or encoder.normalize
@@ -300,5 +300,5 @@ def _written(vector: Vectors, form: str | None) -> list[float] | str:
     return numbers
 
 
-def usage_of(job: Job) -> EmbeddingUsage:
+def usage_of(job: GenerationRequest) -> EmbeddingUsage:
     return EmbeddingUsage(prompt_tokens=job.num_prompt_tokens, total_tokens=job.num_prompt_tokens)

@@ -30,13 +30,13 @@ from dovetail.gateway.http.waits import HeldStream, headers_of
 from dovetail.gateway.http.writing import json_pieces
 from dovetail.gateway.run import Delta, Origin, Waits
 from dovetail.gateway.service import Service
-from dovetail.gateway.text.translate import Job, with_tenant
+from dovetail.gateway.text.translate import GenerationRequest, with_tenant
 from dovetail.gateway.tracing import RequestTrace
 
 Result = TypeVar("Result")
 
 Reply = ChatReply | TextReply
-RunJob = Callable[[Job, Origin], AsyncGenerator[Delta, None]]
+RunGeneration = Callable[[GenerationRequest, Origin], AsyncGenerator[Delta, None]]
 INLINE_REPORTS = 512  # log-probabilities that are written in a few milliseconds
 
 # A client that keeps its connection but stops reading holds a place in the queue; after this long it loses it.
@@ -54,11 +54,11 @@ EVENTS = [
 class Taken:
     """A job as its caller's."""
 
-    job: Job
+    job: GenerationRequest
     origin: Origin
     usage: UsageCount  # what it says is added here
 
-    def next_round(self, job: Job) -> Taken:
+    def next_round(self, job: GenerationRequest) -> Taken:
         """The same request with another prompt, which counts too."""
         self.usage.add_prompt(job.num_prompt_tokens)
         origin = dataclasses.replace(self.origin, arrived_s=time.monotonic(), trace=None)
@@ -79,7 +79,7 @@ def _account_of(scope: Scope) -> Account | None:
 
 
 @contextmanager
-def accounted(scope: Scope, job: Job) -> Iterator[Taken]:
+def accounted(scope: Scope, job: GenerationRequest) -> Iterator[Taken]:
     """While the job runs: charged to its caller before it does, and for what it has said however it ends."""
     state, origin, account = scope.get("state", {}), origin_of(scope), _account_of(scope)
     trace = origin.trace
@@ -108,7 +108,14 @@ class GenerationResponse(Response):
     """Runs the job when the server is ready to send."""
 
     def __init__(
-        self, service: Service, job: Job, reply: Reply, *, stream: bool, include_usage: bool, run: RunJob | None = None
+        self,
+        service: Service,
+        job: GenerationRequest,
+        reply: Reply,
+        *,
+        stream: bool,
+        include_usage: bool,
+        run: RunGeneration | None = None,
     ) -> None:
         """`run`: what makes the text of the job, unless the service does as it stands."""
         super().__init__()

@@ -48,7 +48,7 @@ from dovetail.gateway.metrics import CONTENT_TYPE
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.chat_prompt import chat_prompt
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 
 _INLINE_TOKENS = 4096  # written as JSON in a millisecond
 
@@ -117,7 +117,9 @@ class Endpoints:
         )
         return self._generation(body, job, TextReply(job, _now(), ReplyOptions.of(body), form))
 
-    def _generation(self, body: ChatRequest | CompletionRequest, job: Job, reply: ChatReply | TextReply) -> Response:
+    def _generation(
+        self, body: ChatRequest | CompletionRequest, job: GenerationRequest, reply: ChatReply | TextReply
+    ) -> Response:
         run = partial(run_beams, self._service, body) if body.use_beam_search else None
         return GenerationResponse(
             self._service, job, reply, stream=bool(body.stream), include_usage=body.includes_usage, run=run

@@ -23,7 +23,7 @@ from dovetail.gateway.http.embeddings import (
     VectorResponse,
     Vectors,
     encoded,
-    pooled_job,
+    pooled_request,
     scores_pairs,
     unit,
     usage_of,
@@ -32,10 +32,10 @@ from dovetail.gateway.http.endpoint import read_body, request_body, responses
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.chat_prompt import check_text_fits
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS // 2), FAIL_FAST]
-Write = Callable[[Job, Vectors], Iterator[bytes]]  # an answer, of the score of each pair
+Write = Callable[[GenerationRequest, Vectors], Iterator[bytes]]  # an answer, of the score of each pair
 
 
 class ScoringBody(PooledBody):
@@ -150,13 +150,13 @@ class ScoringEndpoints:
         self, request: Request, body: ScoringBody, model: ServedModel, pairs: Sequence[tuple[str, str]], write: Write
     ) -> Response:
         if scores_pairs(model):
-            job = await pooled_job(
+            job = await pooled_request(
                 self._service, request, body, model, [await _encoded_pair(*pair, body, model) for pair in pairs]
             )
             shown = _plain if body.use_activation is False else _sigmoid
             return VectorResponse(self._service, job, lambda scores: write(job, shown(scores[:, 0])), size=1)
         at = {text: index for index, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-        job = await pooled_job(
+        job = await pooled_request(
             self._service, request, body, model, [await encoded(text, body, model, "documents") for text in at]
         )
         places = [(at[query], at[text]) for query, text in pairs]
@@ -192,7 +192,7 @@ def _plain(scores: Vectors) -> Vectors:
     return scores
 
 
-def _ranked(body: RerankRequest, job: Job, scores: Vectors) -> Iterator[bytes]:
+def _ranked(body: RerankRequest, job: GenerationRequest, scores: Vectors) -> Iterator[bytes]:
     """A Reranked."""
     texts = body.texts
     order = np.argsort(-scores, kind="stable")[: body.top_n or None].tolist()
@@ -209,7 +209,7 @@ def _ranked(body: RerankRequest, job: Job, scores: Vectors) -> Iterator[bytes]:
     yield record.model_dump_json(by_alias=True).encode()
 
 
-def _listed(job: Job, scores: Vectors) -> Iterator[bytes]:
+def _listed(job: GenerationRequest, scores: Vectors) -> Iterator[bytes]:
     """A ScoreList."""
     data = [Score(index=index, score=float(score)) for index, score in enumerate(scores)]
     record = ScoreList(

@@ -22,7 +22,7 @@ from dovetail.gateway.http.waits import HeldStream, headers_of
 from dovetail.gateway.run import Delta, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.reading import Parts
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason
 
 
@@ -58,7 +58,7 @@ class AnswerShape(Protocol):
 class ShapedResponse(Response):
     """Runs the job when the server is ready to send."""
 
-    def __init__(self, service: Service, job: Job, shape: AnswerShape, *, stream: bool) -> None:
+    def __init__(self, service: Service, job: GenerationRequest, shape: AnswerShape, *, stream: bool) -> None:
         super().__init__()
         self._service = service
         self._job = job

@@ -19,7 +19,7 @@ from dovetail.gateway.http.answers import (
 from dovetail.gateway.http.echoes import Echo
 from dovetail.gateway.http.replies import TextChoice, TextCompletion, TextLogprobs, Usage
 from dovetail.gateway.run import Delta
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import TokenLogprobs
 
 
@@ -36,7 +36,9 @@ class TextForm:
 class TextReply:
     """Speaks plain completions for one job."""
 
-    def __init__(self, job: Job, created: int, options: ReplyOptions, form: TextForm | None = None) -> None:
+    def __init__(
+        self, job: GenerationRequest, created: int, options: ReplyOptions, form: TextForm | None = None
+    ) -> None:
         self._job = job
         self._created = created
         self._options = options

@@ -35,7 +35,7 @@ _MIN_TOP_P = 1e-6  # 0 is allowed and means the likeliest token alone
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationRequest:
     """One HTTP request: what the worker shall do, and how the text of it is cut."""
 
     id: str
@@ -57,7 +57,7 @@ class Job:
         return sum(request.num_choices for request in self.requests)
 
 
-def with_tenant(job: Job, tenant: str, *, traced: bool = False) -> Job:
+def with_tenant(job: GenerationRequest, tenant: str, *, traced: bool = False) -> GenerationRequest:
     """The job as one of this tenant: it finds prefixes of its own requests only, and of those with the same salt where
     a request names one. Without either all share."""
     requests = tuple(
@@ -73,12 +73,12 @@ def _salt(tenant: str, salt: str) -> str:
     return hashlib.sha256(json.dumps([tenant, salt]).encode()).hexdigest()[:32]
 
 
-async def chat_job(
+async def translate_chat(
     body: ChatRequest, model: ServedModel, job_id: str, context: int, slo: Slo, *, default_tokens: int
-) -> Job:
+) -> GenerationRequest:
     form = await chat_form(body, model)
     body, clamped = _clamped(body, len(form.prompts[0]), context)
-    job = await _job(body, model, job_id, form, context, slo, default_tokens=default_tokens)
+    job = await _generation_request(body, model, job_id, form, context, slo, default_tokens=default_tokens)
     return dataclasses.replace(job, warnings=(*job.warnings, *clamped))
 
 
@@ -95,9 +95,11 @@ def _clamped(body: ChatRequest, num_prompt: int, context: int) -> tuple[ChatRequ
     return body.model_copy(update={"max_completion_tokens": room}), (note,)
 
 
-async def completion_job(body: CompletionRequest, model: ServedModel, job_id: str, context: int, slo: Slo) -> Job:
+async def translate_completion(
+    body: CompletionRequest, model: ServedModel, job_id: str, context: int, slo: Slo
+) -> GenerationRequest:
     form = ChatForm(await completion_prompts(body, model), constraint_of(body))
-    return await _job(body, model, job_id, form, context, slo, default_tokens=DEFAULT_COMPLETION_TOKENS)
+    return await _generation_request(body, model, job_id, form, context, slo, default_tokens=DEFAULT_COMPLETION_TOKENS)
 
 
 async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
@@ -130,7 +132,7 @@ async def _encoded(body: CompletionRequest, text: str, model: ServedModel) -> li
     return await model.encode_prompt(text)
 
 
-async def _job(
+async def _generation_request(
     body: ChatRequest | CompletionRequest,
     model: ServedModel,
     job_id: str,
@@ -139,7 +141,7 @@ async def _job(
     slo: Slo,
     *,
     default_tokens: int,
-) -> Job:
+) -> GenerationRequest:
     prompts: Sequence[Sequence[int]] = form.prompts
     if len(prompts) * body.num_choices > _MAX_ANSWERS:
         raise InvalidRequest(f"prompts times n may not exceed {_MAX_ANSWERS}", param="n")
@@ -172,7 +174,7 @@ async def _job(
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     )
     skip_special = body.skip_special_tokens is not False
-    return Job(
+    return GenerationRequest(
         job_id,
         model,
         requests,

@@ -16,7 +16,7 @@ from dovetail.gateway.http.respond import EVENTS
 from dovetail.gateway.http.shaped import Ended
 from dovetail.gateway.run import Delta
 from dovetail.gateway.text.reading import CallDelta, Parts
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason
 
 Event = dict[str, Any]
@@ -94,7 +94,7 @@ class MessageShape:
 
     headers = EVENTS
 
-    def __init__(self, job: Job, *, max_tokens: int, new_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(self, job: GenerationRequest, *, max_tokens: int, new_id: Callable[[], str] = new_call_id) -> None:
         self._job = job
         self._max_tokens = max_tokens
         self._blocks = Blocks(new_id)

@@ -13,7 +13,7 @@ from dovetail.gateway.http.replies import Usage
 from dovetail.gateway.http.shaped import Ended
 from dovetail.gateway.run import Delta
 from dovetail.gateway.text.reading import Parts
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason
 
 Kind = Literal["chat", "generate"]
@@ -28,7 +28,7 @@ class OllamaShape:
 
     headers: list[tuple[bytes, bytes]] = [(b"content-type", b"application/x-ndjson")]  # noqa: RUF012
 
-    def __init__(self, job: Job, kind: Kind, *, with_logprobs: bool = False) -> None:
+    def __init__(self, job: GenerationRequest, kind: Kind, *, with_logprobs: bool = False) -> None:
         self._job = job
         self._kind = kind
         self._names = TokenNames(job.model.vocabulary, as_ids=False) if with_logprobs else None

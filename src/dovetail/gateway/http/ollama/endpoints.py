@@ -17,14 +17,14 @@ from dovetail.errors import InvalidRequest
 from dovetail.gateway.admin.keys import OLLAMA_ABSENT
 from dovetail.gateway.http.api import ChatRequest
 from dovetail.gateway.http.build_request import build_chat, build_completion
-from dovetail.gateway.http.embeddings import EmbeddingRequest, VectorResponse, Vectors, pooled_job, prompts_of, unit
+from dovetail.gateway.http.embeddings import EmbeddingRequest, VectorResponse, Vectors, pooled_request, prompts_of, unit
 from dovetail.gateway.http.endpoint import read_body
 from dovetail.gateway.http.ollama.answer import Kind, OllamaShape, ended
 from dovetail.gateway.http.ollama.request import OllamaBody, OllamaChat, OllamaEmbed, OllamaGenerate, OllamaShow
 from dovetail.gateway.http.shaped import ShapedResponse
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.service import Service
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import ModelCard
 
 _INSTEAD = {
@@ -63,7 +63,7 @@ class OllamaEndpoints:
         body = await read_body(OllamaChat, request)
         if not body.messages:
             return await self._load("chat", body.served_name)
-        job = await self._chat_job(request, body, body.as_chat())
+        job = await self._chat_request(request, body, body.as_chat())
         return self._answer(job, "chat", body)
 
     async def generate(self, request: Request) -> Response:
@@ -74,13 +74,13 @@ class OllamaEndpoints:
             return await self._load("generate", body.served_name)
         ours = body.as_ours()
         if isinstance(ours, ChatRequest):
-            job = await self._chat_job(request, body, ours)
+            job = await self._chat_request(request, body, ours)
         else:
             model = await self._service.models.choose(ours.model)
             job = await build_completion(self._service, request, ours, model)
         return self._answer(job, "generate", body)
 
-    def _answer(self, job: Job, kind: Kind, body: OllamaBody) -> Response:
+    def _answer(self, job: GenerationRequest, kind: Kind, body: OllamaBody) -> Response:
         shape = OllamaShape(job, kind, with_logprobs=bool(body.logprobs))
         return ShapedResponse(self._service, job, shape, stream=body.stream is not False)
 
@@ -90,7 +90,7 @@ class OllamaEndpoints:
         instead = _INSTEAD.get(path, "models are added with `dovetail add NAME SOURCE`")
         raise InvalidRequest(f"{path} is not possible here: {instead}", code="unsupported_path")
 
-    async def _chat_job(self, request: Request, body: OllamaBody, chat: ChatRequest) -> Job:
+    async def _chat_request(self, request: Request, body: OllamaBody, chat: ChatRequest) -> GenerationRequest:
         model = await self._service.models.choose(chat.model)
         return await build_chat(self._service, request, chat, model, warnings=body.warnings())
 
@@ -116,7 +116,7 @@ class OllamaEndpoints:
         texts = [body.prompt or ""] if is_one else body.input
         keep = None if body.truncate is False else -1
         asked = EmbeddingRequest(model=model.name, input=texts, truncate_prompt_tokens=keep)
-        job = await pooled_job(self._service, request, asked, model, await prompts_of(asked, model))
+        job = await pooled_request(self._service, request, asked, model, await prompts_of(asked, model))
         if is_one:  # the older path gives them as they come
             return VectorResponse(self._service, job, lambda found: iter([_json({"embedding": found[0].tolist()})]))
         return VectorResponse(self._service, job, lambda found: _vectors(body, job, found, began_s))
@@ -138,7 +138,7 @@ class OllamaEndpoints:
         return JSONResponse({"version": dovetail.__version__})
 
 
-def _vectors(body: OllamaEmbed, job: Job, found: Vectors, began_s: float) -> Iterator[bytes]:
+def _vectors(body: OllamaEmbed, job: GenerationRequest, found: Vectors, began_s: float) -> Iterator[bytes]:
     vectors = unit(found[:, : body.dimensions])
     duration = int((time.monotonic() - began_s) * 1e9)
     figures = {"total_duration": duration, "load_duration": 0, "prompt_eval_count": job.num_prompt_tokens}

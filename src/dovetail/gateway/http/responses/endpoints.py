@@ -66,7 +66,7 @@ from dovetail.gateway.http.writing import json_pieces
 from dovetail.gateway.mcp.servers import McpServers
 from dovetail.gateway.run import Delta, Waits
 from dovetail.gateway.service import Service
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason
 
 _WRITE_RETRY_S = 0.5  # of a response in the background, while too many others are being written
@@ -118,7 +118,7 @@ class _Turn:
     body: ResponsesRequest  # without its input, which is kept in fewer bytes
     items: bytes  # what it was asked with, as `input_items` answers it
     said: bytes  # messages before its own
-    job: Job
+    job: GenerationRequest
     owner: str
     created: int
     grow: Callable[[Sequence[Item]], object] | None = None  # of the conversation that goes on with this, by its output

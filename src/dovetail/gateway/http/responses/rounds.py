@@ -12,11 +12,11 @@ from dovetail.gateway.http.responses.items import McpCall, McpListTools, McpTool
 from dovetail.gateway.http.responses.request import Item, ResponsesRequest, chat_of
 from dovetail.gateway.http.responses.tools import ResponsesTool
 from dovetail.gateway.mcp.servers import McpServers
-from dovetail.gateway.text.translate import Job
+from dovetail.gateway.text.translate import GenerationRequest
 
 TOO_LONG = "[the result is too long for the context of this model]"
 
-MakeJob = Callable[[ChatRequest], Awaitable[Job]]
+MakeJob = Callable[[ChatRequest], Awaitable[GenerationRequest]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ class ToolRounds:
             for event in builder.made(call, text, is_error=is_error):
                 yield event
 
-    async def next_job(self, items: Sequence[OutputItem], calls: Sequence[McpCall], tokens_used: int) -> Job | None:
+    async def next_job(
+        self, items: Sequence[OutputItem], calls: Sequence[McpCall], tokens_used: int
+    ) -> GenerationRequest | None:
         """What the model goes on with; None where the answer may have no more tokens."""
         body = self._body
         changes: dict[str, object] = {"tool_choice": None if body.tool_choice != "none" else "none"}
