@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from dovetail.gateway.generation_task import Delta
 from dovetail.gateway.http.answers import ReplyOptions, UsageCount
 from dovetail.gateway.http.chat_reply import ChatReply
 from dovetail.gateway.http.text_reply import TextReply
 from dovetail.gateway.metrics import DurationsByModel
-from dovetail.gateway.run import Delta
 from dovetail.types import FinishReason
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=6), min_size=2, max_size=6)

@@ -19,10 +19,10 @@ from starlette.requests import Request
 
 from dovetail.errors import ContextTooLong, EngineFailed, InvalidRequest, ModelNotFound, Overloaded, Unprocessable
 from dovetail.gateway.admin.status import server_status
+from dovetail.gateway.generation_task import Delta, Origin
 from dovetail.gateway.http import build_request
 from dovetail.gateway.http.api import CompletionRequest
 from dovetail.gateway.models import FixedCatalogue, Models
-from dovetail.gateway.run import Delta, Origin
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.text.translate import GenerationRequest, translate_completion
 from dovetail.gateway.workers import patience

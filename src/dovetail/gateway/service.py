@@ -26,11 +26,11 @@ from dovetail.errors import (
 )
 from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.draft_models import DraftModels
+from dovetail.gateway.generation_task import Delta, GenerationTask, Origin
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.http.waits import Standing
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import Models, ServedModel
-from dovetail.gateway.run import Delta, Origin, Run
 from dovetail.gateway.text.grammar_trials import grammar_trials
 from dovetail.gateway.text.templates import templates
 from dovetail.gateway.text.tokenizer_process import nursery
@@ -181,23 +181,23 @@ class Service:
         """Text as it comes. Close the generator (`contextlib.aclosing`) to abort."""
         origin = origin or Origin(time.monotonic())
         with nullcontext() if has_places else self.places(job.num_answers, origin):
-            run = Run(job, self.metrics, origin)
+            task = GenerationTask(job, self.metrics, origin)
             try:
-                run.submit(self.cluster, await self.hosted(job.model))
-                while run.open:
+                task.submit(self.cluster, await self.hosted(job.model))
+                while task.open:
                     try:
-                        deltas = await run.next()
+                        deltas = await task.next()
                     except WorkerLost as lost:
-                        await self._resume(run, lost)
+                        await self._resume(task, lost)
                         continue
                     for delta in deltas:
                         yield delta
-                run.complete()
+                task.complete()
             except RequestError as error:
-                run.fail(error)
+                task.fail(error)
                 raise
             finally:
-                run.abort_rest()
+                task.abort_rest()
 
     @contextmanager
     def places(self, count: int, origin: Origin) -> Iterator[None]:
@@ -224,25 +224,25 @@ class Service:
         total = job.model.card.size_bytes
         return Standing("loading", done_bytes=loading.done_bytes if loading is not None else 0, total_bytes=total)
 
-    async def _resume(self, run: Run, lost: WorkerLost) -> None:
+    async def _resume(self, task: GenerationTask, lost: WorkerLost) -> None:
         """Submit the rest of a job. A client in the middle of a text waits no longer than the limit; one who has seen
         nothing yet is held as for any cold model, unless no worker comes up at all."""
-        deadline = asyncio.get_running_loop().time() + self._waits_s(run)
-        if run.is_guilty(lost.suspects):
+        deadline = asyncio.get_running_loop().time() + self._waits_s(task)
+        if task.is_guilty(lost.suspects):
             raise EngineFailed(f"{lost.message} twice on this request, the second time on it alone", code="worker_lost")
-        if not lost.is_cut and run.is_concerned(lost.suspects):
-            if run.resumptions == self.limits.max_resumptions:
-                again = f" again, after {run.resumptions} attempts to go on" if run.resumptions else ""
+        if not lost.is_cut and task.is_concerned(lost.suspects):
+            if task.resumptions == self.limits.max_resumptions:
+                again = f" again, after {task.resumptions} attempts to go on" if task.resumptions else ""
                 raise EngineFailed(f"{lost.message}{again}", code="worker_lost")
-            run.resumptions += 1
-        run.suspect(lost.suspects)
-        self.metrics.resumptions.labels(run.job.model.name).inc()
-        run.submit(self.cluster, await self._hosted_again(run, lost, deadline))
-        if run.has_tokens:
-            run.require_place(_until(deadline), self._too_late(run, lost))
+            task.resumptions += 1
+        task.suspect(lost.suspects)
+        self.metrics.resumptions.labels(task.job.model.name).inc()
+        task.submit(self.cluster, await self._hosted_again(task, lost, deadline))
+        if task.has_tokens:
+            task.require_place(_until(deadline), self._too_late(task, lost))
 
-    async def _hosted_again(self, run: Run, lost: WorkerLost, deadline: float) -> HostedModel:
-        model = run.job.model
+    async def _hosted_again(self, task: GenerationTask, lost: WorkerLost, deadline: float) -> HostedModel:
+        model = task.job.model
         while True:
             now = self.models.get(model.name)
             if now.card != model.card or now.adapter != model.adapter:
@@ -252,14 +252,14 @@ class Service:
                 return self.cluster.offer(self._load_of(model, model.card))
             except Overloaded as pause:  # the worker died several times and is given a pause
                 if _until(deadline) < (pause.retry_after_s or 0.0):
-                    raise self._too_late(run, lost) from pause
+                    raise self._too_late(task, lost) from pause
                 await asyncio.sleep(pause.retry_after_s or 0.0)
 
-    def _waits_s(self, run: Run) -> float:
-        return self.limits.resume_timeout_s if run.has_tokens else HOPELESS_S
+    def _waits_s(self, task: GenerationTask) -> float:
+        return self.limits.resume_timeout_s if task.has_tokens else HOPELESS_S
 
-    def _too_late(self, run: Run, lost: WorkerLost) -> Overloaded:
-        seconds = self._waits_s(run)
+    def _too_late(self, task: GenerationTask, lost: WorkerLost) -> Overloaded:
+        seconds = self._waits_s(task)
         message = f"{lost.message} and was not back within {seconds:g} s"
         return Overloaded(message, code="worker_restarting", retry_after_s=max(seconds, 1.0))
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
+    from dovetail.gateway.generation_task import Waits
     from dovetail.gateway.http.answers import UsageCount
-    from dovetail.gateway.run import Waits
     from dovetail.gateway.text.translate import GenerationRequest
 
 INSTALL = "server.traces needs OpenTelemetry's SDK: pip install 'dovetail[otel]'"

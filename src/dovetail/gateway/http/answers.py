@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 from pydantic import BaseModel
 
+from dovetail.gateway.generation_task import Delta, Waits, count_reports
 from dovetail.gateway.http.api import ChatRequest, CompletionRequest
 from dovetail.gateway.http.replies import (
     CachedTokens,
@@ -24,7 +25,6 @@ from dovetail.gateway.http.replies import (
     Usage,
 )
 from dovetail.gateway.http.waits import wait_times
-from dovetail.gateway.run import Delta, Waits, count_reports
 from dovetail.gateway.text.detokenizer import Vocabulary
 from dovetail.types import FinishReason, TokenLogprob, TokenLogprobs
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dovetail.gateway.generation_task import Delta, Origin, Waits, spoken
 from dovetail.gateway.http.api import ChatRequest, CompletionRequest
-from dovetail.gateway.run import Delta, Origin, Waits, spoken
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob, TokenLogprobs

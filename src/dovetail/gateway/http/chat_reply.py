@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from dovetail.gateway.generation_task import Delta
 from dovetail.gateway.http.answers import Answer, Frame, ReplyOptions, TokenNames, TokenReport, UsageCount, finish_of
 from dovetail.gateway.http.replies import (
     AssistantMessage,
@@ -21,7 +22,6 @@ from dovetail.gateway.http.replies import (
     ToolCallDelta,
     Usage,
 )
-from dovetail.gateway.run import Delta
 from dovetail.gateway.text.reading import MakeReader, Parts, PlainReader, Reader
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason

@@ -21,13 +21,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import InvalidRequest
+from dovetail.gateway.generation_task import Origin
 from dovetail.gateway.http.api import FAIL_FAST, ChatRequest, Message, ModelName, StrictBody, TokenId
 from dovetail.gateway.http.endpoint import read_body, request_body, responses
 from dovetail.gateway.http.options import check_options
 from dovetail.gateway.http.respond import accounted, send_piece, until_disconnect
 from dovetail.gateway.http.targets import targets_of
 from dovetail.gateway.models import ServedModel
-from dovetail.gateway.run import Origin
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.chat_prompt import chat_prompt, check_text_fits
 from dovetail.gateway.text.translate import GenerationRequest, checked_tokens, token_limit

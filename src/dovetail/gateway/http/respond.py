@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import RequestError
+from dovetail.gateway.generation_task import Delta, Origin, Waits
 from dovetail.gateway.http.accounts import Account
 from dovetail.gateway.http.answers import Answer, UsageCount
 from dovetail.gateway.http.chat_reply import ChatReply
@@ -28,7 +29,6 @@ from dovetail.gateway.http.problems import openai_problem
 from dovetail.gateway.http.text_reply import TextReply
 from dovetail.gateway.http.waits import HeldStream, headers_of
 from dovetail.gateway.http.writing import json_pieces
-from dovetail.gateway.run import Delta, Origin, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.translate import GenerationRequest, with_tenant
 from dovetail.gateway.tracing import RequestTrace

@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import RequestError
+from dovetail.gateway.generation_task import Delta, Waits
 from dovetail.gateway.http.replies import Usage
 from dovetail.gateway.http.respond import EVENTS, EventStream, Taken, accounted, until_disconnect
 from dovetail.gateway.http.waits import HeldStream, headers_of
-from dovetail.gateway.run import Delta, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.reading import Parts
 from dovetail.gateway.text.translate import GenerationRequest

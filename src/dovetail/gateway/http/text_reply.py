@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dovetail.gateway.generation_task import Delta
 from dovetail.gateway.http.answers import (
     Answer,
     Frame,
@@ -18,7 +19,6 @@ from dovetail.gateway.http.answers import (
 )
 from dovetail.gateway.http.echoes import Echo
 from dovetail.gateway.http.replies import TextChoice, TextCompletion, TextLogprobs, Usage
-from dovetail.gateway.run import Delta
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import TokenLogprobs
 

@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from dovetail.gateway.generation_task import Delta, Waits
 from dovetail.gateway.http.replies import WaitTimes
-from dovetail.gateway.run import Delta, Waits
 
 FIRST_S = 1.0  # a stream that waits longer says what for; its status line goes out with the first word
 EVERY_S = 0.5

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dovetail.errors import RequestError
+from dovetail.gateway.generation_task import Delta
 from dovetail.gateway.http.anthropic.request import CALL_PREFIX
 from dovetail.gateway.http.chat_reply import new_call_id
 from dovetail.gateway.http.problems import anthropic_problem
 from dovetail.gateway.http.replies import Usage
 from dovetail.gateway.http.respond import EVENTS
 from dovetail.gateway.http.shaped import Ended
-from dovetail.gateway.run import Delta
 from dovetail.gateway.text.reading import CallDelta, Parts
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason

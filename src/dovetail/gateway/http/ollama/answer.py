@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from dovetail.errors import RequestError
+from dovetail.gateway.generation_task import Delta
 from dovetail.gateway.http.answers import TokenNames
 from dovetail.gateway.http.problems import ollama_problem
 from dovetail.gateway.http.replies import Usage
 from dovetail.gateway.http.shaped import Ended
-from dovetail.gateway.run import Delta
 from dovetail.gateway.text.reading import Parts
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason

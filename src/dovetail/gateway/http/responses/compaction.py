@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dovetail.errors import InvalidRequest, RequestError
+from dovetail.gateway.generation_task import Delta
 from dovetail.gateway.http.replies import Usage
 from dovetail.gateway.http.respond import EVENTS
 from dovetail.gateway.http.shaped import Ended
-from dovetail.gateway.run import Delta
 from dovetail.gateway.text.reading import Parts
 
 ASK = (

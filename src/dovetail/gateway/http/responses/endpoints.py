@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import InvalidRequest, Overloaded, RequestError, ResponseNotFound
+from dovetail.gateway.generation_task import Delta, Waits
 from dovetail.gateway.http.answers import TokenNames, UsageCount
 from dovetail.gateway.http.api import Message
 from dovetail.gateway.http.build_request import build_chat, further_chat
@@ -64,7 +65,6 @@ from dovetail.gateway.http.shaped import ShapedResponse
 from dovetail.gateway.http.waits import HeldStream, headers_of
 from dovetail.gateway.http.writing import json_pieces
 from dovetail.gateway.mcp.servers import McpServers
-from dovetail.gateway.run import Delta, Waits
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.types import FinishReason

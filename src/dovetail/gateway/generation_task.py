@@ -69,7 +69,7 @@ class Origin:
     trace: RequestTrace | None = None
 
 
-class Run:
+class GenerationTask:
     """A job from its submission to its end, on one node after another if workers die under it."""
 
     def __init__(self, job: GenerationRequest, metrics: Metrics, origin: Origin) -> None:
