@@ -118,12 +118,12 @@ async def serve(folder: Path, file: Path | None) -> None:
     from dovetail.gateway.models import FixedCatalogue, Models
     from dovetail.gateway.server import HttpServer
     from dovetail.gateway.service import Limits, Service
-    from dovetail.gateway.workers.link import Link
+    from dovetail.gateway.workers.client import WorkerClient
 
     config = load_config(file) if file is not None else Config()
     card = make_card(folder, MODEL)
     card = msgspec.structs.replace(card, spec=msgspec.structs.replace(card.spec, context_length=CONTEXT))
-    link = Link([NodeConfig()], [sys.executable, str(Path(__file__).resolve())])
+    link = WorkerClient([NodeConfig()], [sys.executable, str(Path(__file__).resolve())])
     models = Models(FixedCatalogue([card]), {MODEL: config.models.get(MODEL, ModelConfig(source="", keep_alive=-1))})
     service = Service(link, models, Metrics(), Limits.of(config.server))
     link.start()

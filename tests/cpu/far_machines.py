@@ -20,7 +20,7 @@ from dovetail.cli.serve import LocalWeights, Plan, listen_for, run_loop, serve_p
 from dovetail.cluster.durable import Durable
 from dovetail.cluster.ray_backend import Member, WorkerEnd
 from dovetail.config import Config, load_config
-from dovetail.gateway.workers.link import Link
+from dovetail.gateway.workers.client import WorkerClient
 from dovetail.gateway.workers.remote_workers import Membership, WeightSources, WireKeys
 from dovetail.machine import HOME_VARIABLE
 from dovetail.messages import KEYS_VARIABLE, STORE_LIMIT_VARIABLE, weights_token
@@ -107,7 +107,9 @@ class FarMachines:
     def host(self, member: Member) -> Machine:
         return self._machines[member.id]
 
-    def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
+    def attach(
+        self, link: WorkerClient, options: Sequence[str], durable: Durable | None, weights: LocalWeights
+    ) -> None:
         keys = WireKeys()
         server = WeightServer(weights.place, weights_token(keys.for_workers), "127.0.0.1", pool=weights.pool)
         link.close_observers.append(server.close)

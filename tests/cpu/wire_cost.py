@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 
 from dovetail import messages
-from dovetail.gateway.workers.link import router_socket
+from dovetail.gateway.workers.client import router_socket
 from dovetail.gateway.workers.remote_workers import WireKeys
 from dovetail.types import TokenEvent
 from dovetail.worker.remote_link import apply_keys, take_keys

@@ -20,7 +20,7 @@ from dovetail.gateway.admin.settings import Settings
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.service import Limits, Service
-from dovetail.gateway.workers.link import Link
+from dovetail.gateway.workers.client import WorkerClient
 from dovetail.modelspec import ModelSpec
 from dovetail.types import AdapterRef, ModelCard
 
@@ -139,7 +139,7 @@ async def running_service(
 ) -> AsyncIterator[Service]:
     """`is_worker_first`: the worker is there before anybody in the gateway listens to it."""
     served = cards or (make_card(folder), make_card(folder, "broken"))
-    link = Link([NodeConfig(**config)], [sys.executable, str(Path(__file__).parent / "fake_worker.py")])
+    link = WorkerClient([NodeConfig(**config)], [sys.executable, str(Path(__file__).parent / "fake_worker.py")])
     configs = {card.name: ModelConfig(source="", keep_alive=keep_alive) for card in served}
     if is_worker_first:
         link.start()

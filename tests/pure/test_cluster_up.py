@@ -14,7 +14,7 @@ from dovetail import messages
 from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd, import_ray
 from dovetail.config import NodeConfig
 from dovetail.errors import ConfigError, Overloaded
-from dovetail.gateway.workers.link import Link
+from dovetail.gateway.workers.client import WorkerClient
 from dovetail.gateway.workers.remote_workers import Membership, WireKeys
 from dovetail.worker.remote_link import apply_keys, clock_offset_s, take_keys
 
@@ -80,7 +80,7 @@ def test_machines_come_go_and_are_named_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("dovetail.gateway.workers.remote_workers.LOOK_S", 0.01)
 
     async def run() -> None:
-        link, keys, members = Link(()), WireKeys(), FakeMembers()
+        link, keys, members = WorkerClient(()), WireKeys(), FakeMembers()
         told: list[str] = []
         link.join_observers.append(lambda name: told.append(f"+{name}"))
         link.leave_observers.append(lambda name: told.append(f"-{name}"))
@@ -119,7 +119,7 @@ def test_machines_come_go_and_are_named_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_only_who_has_the_keys_is_heard_and_learns_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        link, keys = Link(()), WireKeys()
+        link, keys = WorkerClient(()), WireKeys()
         link.close_observers.append(keys.close)
         port = link.listen(lambda context: keys.bind(context, "tcp://127.0.0.1:*"))
         link.start()

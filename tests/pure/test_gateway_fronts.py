@@ -22,8 +22,8 @@ from dovetail.errors import EngineFailed, ModelNotFound
 from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.service import Limits, Service
+from dovetail.gateway.workers.client import WorkerClient
 from dovetail.gateway.workers.fronts import LEADER, Fronts
-from dovetail.gateway.workers.link import Link
 from dovetail.store.place import Place
 
 
@@ -40,7 +40,7 @@ async def leading(folder: Path) -> AsyncIterator[Service]:
 
 @asynccontextmanager
 async def front_of(folder: Path) -> AsyncIterator[Service]:
-    leader, link = Leader(folder), Link(())
+    leader, link = Leader(folder), WorkerClient(())
     leader.attach(link, (), None, LocalWeights(Place(folder), None))
     cards = [make_card(folder), make_card(folder, "broken"), make_card(folder, "ours")]
     models = Models(FixedCatalogue(cards), {card.name: ModelConfig(source="") for card in cards})

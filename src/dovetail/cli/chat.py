@@ -210,10 +210,10 @@ class LocalChat:
 
     async def open(self, bar: WaitBar) -> None:
         from dovetail.cli.offer import make_offer
-        from dovetail.gateway.workers.link import Link
+        from dovetail.gateway.workers.client import WorkerClient
         from dovetail.gateway.workers.supervisor import worker_command
 
-        self._link = Link(self._config.nodes, worker_command("--profiles", str(self._config.store.profiles)))
+        self._link = WorkerClient(self._config.nodes, worker_command("--profiles", str(self._config.store.profiles)))
         self._link.start()
         offer = await asyncio.to_thread(make_offer, self._config, [self._model])
         from dovetail.gateway.metrics import Metrics

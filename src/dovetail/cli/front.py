@@ -26,8 +26,8 @@ from dovetail.config import Config, NodeConfig, load_config
 
 if TYPE_CHECKING:
     from dovetail.cluster.durable import Durable
+    from dovetail.gateway.workers.client import WorkerClient
     from dovetail.gateway.workers.fronts import Registration
-    from dovetail.gateway.workers.link import Link
     from dovetail.messages import Hello
 
 LEADER_TIMEOUT_S = 60.0  # for which a stream waits while there is no leading gateway
@@ -74,12 +74,14 @@ class Leader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.expanduser().absolute() / "fronts"
-        self._link: Link | None = None
+        self._link: WorkerClient | None = None
         self._registration: Registration | None = None
 
-    def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
+    def attach(
+        self, link: WorkerClient, options: Sequence[str], durable: Durable | None, weights: LocalWeights
+    ) -> None:
+        from dovetail.gateway.workers.client import router_socket
         from dovetail.gateway.workers.fronts import Registration
-        from dovetail.gateway.workers.link import router_socket
 
         registration = self._registration = Registration(self._folder)
 
@@ -105,7 +107,7 @@ class Leader:
 
 
 class LeaderWatcher:
-    """A `link.Watcher` of a process that somebody else starts and ends."""
+    """A `client.Watcher` of a process that somebody else starts and ends."""
 
     def __init__(self) -> None:
         self.starts = 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dovetail.cluster.durable import Durable
     from dovetail.gateway.admin.admin import Admin
     from dovetail.gateway.models import Offer
-    from dovetail.gateway.workers.link import Link
+    from dovetail.gateway.workers.client import WorkerClient
     from dovetail.gateway.workers.recovery import Recovery
     from dovetail.store.host_pool.pool import HostPool
     from dovetail.store.place import Place
@@ -271,7 +271,9 @@ class LocalWeights(NamedTuple):
 class OtherMachines(Protocol):
     """Whoever brings workers of other machines in (`cli.up`)."""
 
-    def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
+    def attach(
+        self, link: WorkerClient, options: Sequence[str], durable: Durable | None, weights: LocalWeights
+    ) -> None:
         """Before the link is started; `options` of every worker."""
 
     def start(self, is_drained: Callable[[str], bool]) -> None: ...
@@ -280,8 +282,8 @@ class OtherMachines(Protocol):
 
 
 async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines | None = None) -> None:
+    from dovetail.gateway.workers.client import WorkerClient
     from dovetail.gateway.workers.fronts import Fronts
-    from dovetail.gateway.workers.link import Link
     from dovetail.gateway.workers.recovery import Recovery
     from dovetail.gateway.workers.supervisor import worker_command
 
@@ -297,7 +299,7 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
         listener.close()
         raise SystemExit(0) from None
     pool = _make_pool(plan.config.store, durable)
-    link = Link(
+    link = WorkerClient(
         plan.config.nodes,
         worker_command(*_worker_options(plan.config, pool)),
         pass_fds=[pool.file] if pool is not None else [],
@@ -446,7 +448,7 @@ def _offer_token(admin: Admin, port: int) -> None:
 
 
 def _make_admin(
-    plan: Plan, link: Link, offer: Offer, pool: HostPool | None, durable: Durable | None, *, serves_early: bool
+    plan: Plan, link: WorkerClient, offer: Offer, pool: HostPool | None, durable: Durable | None, *, serves_early: bool
 ) -> Admin:
     from dovetail.cli.offer import ConfigFile, LocalStore
     from dovetail.gateway.admin.admin import Admin

@@ -39,7 +39,7 @@ from dovetail.messages import STORE_LIMIT_VARIABLE
 if TYPE_CHECKING:
     from dovetail.cluster.durable import Durable
     from dovetail.cluster.ray_backend import RayNodes
-    from dovetail.gateway.workers.link import Link
+    from dovetail.gateway.workers.client import WorkerClient
     from dovetail.gateway.workers.remote_workers import Membership
     from dovetail.store.sources.weight_server import WeightServer
 
@@ -156,7 +156,9 @@ class RayCluster:
             stop_ray(self._head)
             self._head = None
 
-    def attach(self, link: Link, options: Sequence[str], durable: Durable | None, weights: LocalWeights) -> None:
+    def attach(
+        self, link: WorkerClient, options: Sequence[str], durable: Durable | None, weights: LocalWeights
+    ) -> None:
         from dovetail.gateway.workers.remote_workers import Membership, WeightSources, WireKeys, listen_as_before
         from dovetail.messages import weights_token
         from dovetail.store.sources.weight_server import WeightServer

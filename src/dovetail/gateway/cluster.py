@@ -16,7 +16,7 @@ from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed, RequestError, WorkerLost
 from dovetail.eventlog import open_logs
 from dovetail.gateway.hosted import HostedModel
-from dovetail.gateway.workers.link import Arrival, Inbox, Link, NodeLink
+from dovetail.gateway.workers.client import Arrival, Inbox, WorkerClient, WorkerState
 from dovetail.gateway.workers.patience import Patience, Positions
 from dovetail.messages import Hello, Load, Loaded, LoadFailed, Reclaimed, Reply, Said, ToGateway, Tokens, Unload
 from dovetail.node.protocol import Offered
@@ -26,7 +26,7 @@ from dovetail.types import Request, TokenEvent
 
 
 class Cluster:
-    def __init__(self, link: Link, find: Callable[[str], Load | None] = lambda _: None) -> None:
+    def __init__(self, link: WorkerClient, find: Callable[[str], Load | None] = lambda _: None) -> None:
         configs = [node.config for node in link.nodes.values()]
         kinds = {one.name: _kind_of(one) for one in configs}
         self.link = link
@@ -156,7 +156,7 @@ class Cluster:
 
     # For whoever watches
 
-    def node_of(self, request_id: str) -> NodeLink | None:
+    def node_of(self, request_id: str) -> WorkerState | None:
         """Where it has its place."""
         name = self.dispatcher.place_of(request_id)
         return None if name is None else self.link.nodes[name]

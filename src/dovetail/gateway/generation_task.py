@@ -20,7 +20,7 @@ from dovetail.gateway.slo import Outcome, SloWatch
 from dovetail.gateway.text.stopper import Stopper
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.gateway.tracing import RequestTrace
-from dovetail.gateway.workers.link import Arrival, Inbox
+from dovetail.gateway.workers.client import Arrival, Inbox
 from dovetail.types import ISOLATED_TOKENS, FinishReason, Request, TokenEvent, TokenLogprobs
 
 

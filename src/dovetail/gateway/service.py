@@ -35,7 +35,7 @@ from dovetail.gateway.text.grammar_trials import grammar_trials
 from dovetail.gateway.text.templates import templates
 from dovetail.gateway.text.tokenizer_process import nursery
 from dovetail.gateway.text.translate import GenerationRequest
-from dovetail.gateway.workers.link import Link
+from dovetail.gateway.workers.client import WorkerClient
 from dovetail.gateway.workers.patience import HOPELESS_S
 from dovetail.messages import Load
 from dovetail.types import ModelCard, Slo, Speculation
@@ -60,7 +60,7 @@ class Limits:
 class Service:
     """Admission, submission, and the life of each job."""
 
-    def __init__(self, link: Link, models: Models, metrics: Metrics, limits: Limits) -> None:
+    def __init__(self, link: WorkerClient, models: Models, metrics: Metrics, limits: Limits) -> None:
         self.link = link
         self.models = models
         self.drafts = DraftModels(models)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from dovetail.errors import NodeNotFound
 from dovetail.gateway.cluster import Cluster
-from dovetail.gateway.workers.link import NodeLink
+from dovetail.gateway.workers.client import WorkerState
 
 
 class NodeState(BaseModel):
@@ -41,7 +41,7 @@ def node_state(cluster: Cluster, name: str) -> NodeState:
     return _node_state(cluster, find_node(cluster, name))
 
 
-def find_node(cluster: Cluster, name: str) -> NodeLink:
+def find_node(cluster: Cluster, name: str) -> WorkerState:
     node = cluster.link.nodes.get(name)
     if node is None:
         known = ", ".join(cluster.link.nodes)
@@ -49,7 +49,7 @@ def find_node(cluster: Cluster, name: str) -> NodeLink:
     return node
 
 
-def _node_state(cluster: Cluster, node: NodeLink) -> NodeState:
+def _node_state(cluster: Cluster, node: WorkerState) -> NodeState:
     runtime, handle = cluster.dispatcher.runtime, cluster.dispatcher.nodes[node.name]
     places = [place for place, _ in runtime.places.values() if place is handle]
     state: Literal["starting", "up", "down", "failed", "draining", "drained"] = cluster.link.state_of(node)

@@ -7,7 +7,7 @@ from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.http.replies import LoadedModel, ModelStatus, NodeStatus, ServerStatus
 from dovetail.gateway.model_metrics import ModelMetrics
 from dovetail.gateway.service import Service
-from dovetail.gateway.workers.link import NodeLink
+from dovetail.gateway.workers.client import WorkerState
 from dovetail.messages import InstanceStats, Loaded, Loading, Stats
 
 
@@ -40,7 +40,7 @@ def _loaded(model: ModelStatus, *, on_gpu: bool) -> LoadedModel:
     )
 
 
-def _node_status(service: Service, node: NodeLink) -> NodeStatus:
+def _node_status(service: Service, node: WorkerState) -> NodeStatus:
     link, model_metrics, hosted = service.link, service.metrics.of_model, service.cluster.models
     supervisor = link.supervisors[node.name]
     stats = {item.model: item for item in node.stats.instances} if node.stats else {}

@@ -19,7 +19,7 @@ import zmq
 
 from dovetail.errors import Overloaded, RequestError, WorkerLost
 from dovetail.gateway.service import Service
-from dovetail.gateway.workers.link import Arrival, Frames, Inbox
+from dovetail.gateway.workers.client import Arrival, Frames, Inbox
 from dovetail.messages import (
     Ask,
     Command,

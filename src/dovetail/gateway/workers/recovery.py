@@ -13,7 +13,7 @@ from dovetail.cluster.durable import Durable
 from dovetail.config import ModelConfig
 from dovetail.errors import WorkerLost
 from dovetail.gateway.cluster import Cluster
-from dovetail.gateway.workers.link import Link
+from dovetail.gateway.workers.client import WorkerClient
 from dovetail.messages import Hello, Loaded, LoadFailed, Reclaimed, Said, ToGateway, Unloaded
 from dovetail.node.protocol import NodeView
 
@@ -87,7 +87,7 @@ class Recovery:
             self._durable.drop(PLACEMENT, name)
 
 
-async def until_joined(link: Link) -> None:
+async def until_joined(link: WorkerClient) -> None:
     """Machines that outlived the last server join one after the other, each with its models."""
     if any(node.hello is not None for node in link.nodes.values()):
         return

@@ -19,7 +19,7 @@ from dovetail.cluster.durable import Durable
 from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd
 from dovetail.config import NodeConfig
 from dovetail.errors import WorkerLost
-from dovetail.gateway.workers.link import Link, router_socket
+from dovetail.gateway.workers.client import WorkerClient, router_socket
 from dovetail.gateway.workers.supervisor import STABLE_S, WorkerExit, pause_after, until_restart_s, worker_arguments
 from dovetail.messages import Hello, Neighbours, ToGateway
 
@@ -99,7 +99,7 @@ class WireKeys:
             self._authenticator = None
 
 
-def listen_as_before(link: Link, keys: WireKeys, host: str, durable: Durable) -> int:
+def listen_as_before(link: WorkerClient, keys: WireKeys, host: str, durable: Durable) -> int:
     """Where the last gateway did, so that its workers find this one, if nobody else is there; returns the port."""
     before = durable.get(WIRE, "port")
     try:
@@ -114,7 +114,7 @@ class WeightSources:
     """Tells every machine that joined where weights can be had: from a few others, each of which has others in front,
     and last from the head, which has everything."""
 
-    def __init__(self, link: Link, own: str) -> None:
+    def __init__(self, link: WorkerClient, own: str) -> None:
         self._link = link
         self._own = own  # host:port of the head
         link.observers.append(self._on_message)
@@ -136,7 +136,7 @@ class WeightSources:
 
 
 class RemoteWorker:
-    """A `link.Watcher`: keeps the worker of one machine running while the machine is there."""
+    """A `client.Watcher`: keeps the worker of one machine running while the machine is there."""
 
     def __init__(
         self,
@@ -227,7 +227,9 @@ class RemoteWorker:
 class Membership:
     """Machines come and go; each is a node of the link for as long as it is there."""
 
-    def __init__(self, members: Members, link: Link, keys: WireKeys, address: str, options: Sequence[str]) -> None:
+    def __init__(
+        self, members: Members, link: WorkerClient, keys: WireKeys, address: str, options: Sequence[str]
+    ) -> None:
         self.is_drained: Callable[[str], bool] = lambda name: False  # nothing is left on the node, and nothing comes
         self._members = members
         self._link = link

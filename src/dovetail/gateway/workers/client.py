@@ -86,7 +86,7 @@ class Inbox:
         return arrivals
 
 
-class NodeLink:
+class WorkerState:
     """One worker as the gateway sees it."""
 
     def __init__(self, config: NodeConfig) -> None:
@@ -170,7 +170,7 @@ class Watcher(Protocol):
 Observer = Callable[[str, ToGateway], None]
 
 
-class Link:
+class WorkerClient:
     """All nodes behind one socket."""
 
     def __init__(
@@ -193,7 +193,7 @@ class Link:
         self._address = f"ipc://{self._directory}/gateway.sock"
         self._context = zmq.Context()
         self._socket = router_socket(self._context)
-        self.nodes = {config.name: NodeLink(config) for config in nodes}
+        self.nodes = {config.name: WorkerState(config) for config in nodes}
         self.supervisors: dict[str, Watcher] = {
             config.name: Supervisor(
                 config, self._address, command, self.on_exit, self._directory, pass_fds, records, outlive_s
@@ -251,7 +251,7 @@ class Link:
     def add(self, config: NodeConfig, watcher: Watcher) -> None:
         """A machine has joined."""
         assert config.name not in self.nodes, f"node {config.name} is there already"
-        self.nodes[config.name] = NodeLink(config)
+        self.nodes[config.name] = WorkerState(config)
         self.supervisors[config.name] = watcher
         self._socket_of[config.name] = self._sockets["remote"]
         for observer in self.join_observers:
@@ -285,10 +285,10 @@ class Link:
         usable = [node for node in self.nodes.values() if self.supervisors[node.name].unusable is None]
         return all(node.hello is not None for node in usable) and (bool(usable) or not self.nodes)
 
-    def pid_of(self, node: NodeLink) -> int | None:
+    def pid_of(self, node: WorkerState) -> int | None:
         return self.supervisors[node.name].pid
 
-    def state_of(self, node: NodeLink) -> Literal["starting", "up", "down", "failed"]:
+    def state_of(self, node: WorkerState) -> Literal["starting", "up", "down", "failed"]:
         if node.hello is not None:
             return "up"
         if self.supervisors[node.name].unusable is not None:
@@ -342,7 +342,7 @@ class Link:
         else:
             self._dispatch(node, message)
 
-    def _dispatch(self, node: NodeLink, message: ToGateway) -> None:
+    def _dispatch(self, node: WorkerState, message: ToGateway) -> None:
         if isinstance(message, Hello):
             if not self.supervisors[node.name].expects(message):
                 return
@@ -376,7 +376,7 @@ class Link:
             self._doubted.add(name)
             self._loop.call_later(DOUBT_S, self._give_up, node, node.hello)
 
-    def _give_up(self, node: NodeLink, hello: Hello | None) -> None:
+    def _give_up(self, node: WorkerState, hello: Hello | None) -> None:
         self._doubted.discard(node.name)
         if hello is not None and node.hello is hello and self.nodes.get(node.name) is node:
             self._cut(node.name)
