@@ -230,10 +230,10 @@ class StoreConfig(_Section):
     path: Path | None = None  # default: $DOVETAIL_HOME, then ~/.cache/dovetail
     max_size: Size | None = None  # of all models on disk; those not served go, least recently used first; None = any
     host_pool: Size | None = None  # memory for models between uses; default: half of the machine's; 0 = map files
-    host_keep_alive: Duration = 600.0  # pool memory that nobody used for this long is given back; negative = never
+    host_keep_alive: Duration = 600.0  # pool memory unused for this long is given back; negative = never
     direct_io: Switch = "auto"  # auto = where the file system allows it and the cache is cold
     readers: int = Field(default=12, ge=1, le=256)  # threads that read the disk
-    # Damage of weights is looked for when they are loaded, or while nobody asks for anything, or never.
+    # When weights are compared with their checksums: when they are loaded, while the server is idle, or never.
     verify: Annotated[Literal["load", "background", "off"], BeforeValidator(_parse_off)] = "background"
     # A running server's pulls, each in a process of its own:
     pull_memory: Size = 4 * 1024**3  # at most for each, beside the files that it maps

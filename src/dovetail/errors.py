@@ -92,7 +92,7 @@ OVERLOAD_CODES = {
         "The worker of the request ended and was not back within `resume_timeout`, or it is given a pause.",
         "Try again after `Retry-After`; see `dovetail logs` if it happens again.",
     ),
-    "not_leading": OverloadCode("Another gateway leads, or nobody can write to etcd.", "Use the gateway that leads."),
+    "not_leading": OverloadCode("Another gateway leads, or etcd cannot be written.", "Use the gateway that leads."),
     "state": OverloadCode(
         "The change is in force and could not be written to the durable state yet.", "Look at the disk or at etcd."
     ),

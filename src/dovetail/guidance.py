@@ -1,5 +1,5 @@
 """llguidance by its C interface, whose calls leave the interpreter to other threads. The class of its Python package
-holds it while a tokenizer is read: 0.4 s for 49,152 tokens, in which a worker would give nobody a token.
+holds it while a tokenizer is read: 0.4 s for 49,152 tokens, in which a worker would produce no token.
 
 Text that a grammar forces may be spelt in any tokens here; the Python class allows the tokenizer's own only.
 """

@@ -296,7 +296,7 @@ def _unmap_code(smaps: str) -> None:
 
 
 def code_ranges(smaps: str) -> list[tuple[int, int]]:
-    """Where code of files is mapped that nobody has written to: to be dropped without loss."""
+    """Where unmodified code of files is mapped, which can be dropped without loss."""
     ranges: list[tuple[int, int]] = []
     for line in smaps.splitlines():
         if mapping := _MAPPING.match(line):

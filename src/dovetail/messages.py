@@ -47,7 +47,7 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
-    """Nobody may ask for this adapter any more: free it when the requests that name it are over."""
+    """The adapter is offered no longer: free it when the requests that name it have ended."""
 
     key: str
 
@@ -172,7 +172,7 @@ class InstanceStats(msgspec.Struct, frozen=True):
     waiting: int
     blocks_total: int
     blocks_used: int  # held by unfinished sequences
-    blocks_cached: int  # reusable prefixes that nobody holds
+    blocks_cached: int  # reusable prefixes that no sequence holds
     kv_committed_bytes: int
     preemptions: int
     prefix_queries: int  # prompt tokens looked up
@@ -192,7 +192,7 @@ class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
     started_s: float  # monotonic clock of the machine
     seconds: float
     tokens: int
-    traced: tuple[str, ...] = ()  # requests that took part and whose turns somebody wants to see
+    traced: tuple[str, ...] = ()  # requests in it whose turns are traced
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):

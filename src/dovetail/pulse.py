@@ -90,7 +90,7 @@ class Pulse:
 
 class HangWatch:
     """Whether a worker does nothing. One that reads its weights in from the disk page by page does something, and time
-    in which whoever looks did not run either is nobody's fault."""
+    in which the observer did not run either does not count."""
 
     def __init__(self, timeout_s: float, now: float) -> None:
         self._timeout_s = timeout_s  # 0 = it may do nothing for as long as it likes

@@ -107,7 +107,7 @@ class Leader:
 
 
 class LeaderWatcher:
-    """A `client.Watcher` of a process that somebody else starts and ends."""
+    """A `client.Watcher` of a process that another process starts and ends."""
 
     def __init__(self) -> None:
         self.starts = 0

@@ -25,7 +25,7 @@ _MODEL = """\
   {name}:
     source: {source}  # a folder, a .gguf, hf:org/name, pypi:package, s3://…, or a name from `dovetail list`
     # slo: {{ttft: 2s, tpot: 100ms}}  # targets for the first token and each further one
-    # class: be                     # best effort: no targets, served when nobody waits
+    # class: be                     # best effort: no targets, served after all other requests
     # keep_alive: 10m               # idle time before it leaves memory; 0 = at once, -1 = never
     # aliases: [default]            # other names for it
     # preload: true                 # loaded before the server says that it is ready
@@ -37,7 +37,7 @@ server:
   # max_queue: 512                # unfinished answers; more are a 503 with Retry-After
   # access_log: access.jsonl      # a JSON line per request, without prompts
 
-# Keys, which a server that listens beyond this machine should have. Without any, whoever reaches it may use it.
+# Keys, which a server that listens beyond this machine should have. Without keys, every client may use it.
 # auth:
 #   keys:
 #     - {name: team, key: "${env.TEAM_KEY}", tokens_per_minute: 200000}

@@ -45,7 +45,7 @@ def nodes(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 def leave(
     node: Annotated[str, typer.Argument(help="A name from `dovetail nodes`.")],
     wait: Annotated[bool, typer.Option(help="Return when nothing is left on it.")] = True,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait; answers that nobody else takes end there.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait; answers that no other node takes end then.")] = 600.0,
     undo: Annotated[bool, typer.Option("--undo", help="Take it into service again.")] = False,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,

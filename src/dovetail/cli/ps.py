@@ -72,7 +72,7 @@ def error_message(response: httpx.Response) -> str:
 
 _TIMEOUT_S = 30.0  # a server whose cores are all at work answers late
 _HEADINGS = ("NODE", "STATE", "MEMORY", "MODEL", "TYPE", "RUN", "WAIT", "KV", "IN TIME", "TTFT", "TPOT")
-_PIPE_WIDTH = 200  # columns where nobody looks: whoever reads a pipe wants whole names
+_PIPE_WIDTH = 200  # columns of output to a pipe: programs need whole names
 
 
 def _print_table(status: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ def add(
     ],
     ttft: Annotated[str | None, typer.Option(help="Target for the first token, as 2s or 500ms.")] = None,
     tpot: Annotated[str | None, typer.Option(help="Target for each further token, as 100ms.")] = None,
-    best_effort: Annotated[bool, typer.Option("--best-effort", help="No targets: served when nobody waits.")] = False,
+    best_effort: Annotated[bool, typer.Option("--best-effort", help="No targets; served after all others.")] = False,
     keep_alive: Annotated[
         str | None, typer.Option(help="How long it stays when idle; 0 = not at all, -1 = for ever.  [default: 10m]")
     ] = None,

@@ -139,7 +139,7 @@ def listen_for(config: Config) -> socket.socket:
     check_exposure(config.server.host, config)
     check_mcp(config)
     if not config.auth.keys and not is_loopback(config.server.host):
-        logger.warning("no API keys: everyone who reaches %s may use this server", config.server.host)
+        logger.warning("no API keys: every client that reaches %s may use this server", config.server.host)
     return listen(config.server.host, config.server.port)
 
 
@@ -254,7 +254,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 def _leave() -> Never:
-    """All is closed; what a thread is still busy with (somebody's text) must not keep the process."""
+    """All is closed; what a thread still computes must not keep the process."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -269,7 +269,7 @@ class LocalWeights(NamedTuple):
 
 
 class OtherMachines(Protocol):
-    """Whoever brings workers of other machines in (`cli.up`)."""
+    """What brings in workers of other machines (`cli.up`)."""
 
     def attach(
         self, link: WorkerClient, options: Sequence[str], durable: Durable | None, weights: LocalWeights
@@ -438,7 +438,7 @@ def settle_down() -> None:
 
 
 def _offer_token(admin: Admin, port: int) -> None:
-    """For whoever may read this user's files; it holds while there are no keys."""
+    """For clients that may read this user's files; it holds while there are no keys."""
     from dovetail.local_token import create_token, token_file
 
     try:

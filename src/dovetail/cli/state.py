@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dovetail.gateway")
 
-DEPOSED_CODE = 75  # "try again": whoever starts servers anew starts one that waits
+DEPOSED_CODE = 75  # "try again": a service manager restarts it, and it waits
 
 State = Annotated[
     str | None,

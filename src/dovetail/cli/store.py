@@ -91,7 +91,7 @@ def collect_garbage(
     store: Store = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what nobody needs: unused blobs, what interrupted pulls left, and models beyond a limit.
+    """Free disk space: remove unused blobs, what interrupted pulls left, and models beyond a limit.
 
     Pinned models, and those that a process has open, are never removed.
 

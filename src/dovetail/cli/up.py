@@ -98,7 +98,7 @@ def up(
 
 
 def _with_state(config: Config, port: int) -> Config:
-    """A head keeps its state even if nobody says where: the machines that joined outlive it."""
+    """A head keeps its state without --state, too: the machines that joined outlive it."""
     if config.server.state is not None:
         return config
     folder = config.store.profiles.parent / f"up-{port}"

@@ -19,7 +19,7 @@ def in_words(standing: Mapping[str, Any]) -> str:
 
 
 class WaitBar:
-    """Shows nothing where nobody looks: `enabled` is for a terminal."""
+    """Shows nothing without a terminal (`enabled`)."""
 
     def __init__(self, *, enabled: bool | None = None) -> None:
         self._enabled = sys.stderr.isatty() if enabled is None else enabled

@@ -70,5 +70,5 @@ def read_matrices(weights: AdapterWeights) -> AdapterMatrices:
 
 def _tensor(stored: HostTensor) -> Tensor:
     assert stored.layout == "plain"
-    assert stored.dtype in TORCH_DTYPES, "whoever opened it has looked"
+    assert stored.dtype in TORCH_DTYPES, "checked when it was opened"
     return torch.frombuffer(stored.data, dtype=TORCH_DTYPES[stored.dtype]).view(stored.shape)

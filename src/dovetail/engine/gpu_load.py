@@ -17,7 +17,7 @@ class PinnedRange:
         code = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
         if int(code) != 0:
             reason = torch.cuda.cudart().cudaGetErrorString(code)
-            with suppress(RuntimeError):  # CUDA tells the next one who asks, too: not somebody who has no part in it
+            with suppress(RuntimeError):  # reported here, so that CUDA does not report it to an unrelated call
                 torch.zeros(1, device="cuda")
             raise OutOfMemory(f"cannot pin {size_bytes:,} bytes of host memory for the GPU: {reason}")
         self._address = address

@@ -94,7 +94,7 @@ class Grammars:
         return state
 
     def _refuse(self, row: TurnRow) -> None:
-        """Everybody waited for this token. Nobody shall wait for another of this grammar."""
+        """A token of this grammar took too long: the grammar is given up, so that no iteration waits for it again."""
         assert row.sampling.grammar is not None
         self._library.refuse(self._key, row.sampling.grammar, TOO_SLOW)
         raise Unprocessable(f"grammar: {TOO_SLOW}")

@@ -38,6 +38,6 @@ class LatentAttention:
         return torch.cat((absorbed, self._ops.rotate(turning_q, *angles)), dim=-1), key, key
 
     def out(self, attended: Tensor) -> Tensor:
-        """Of sums [rows, heads·(rank + rope)], of which the part that turned is nobody's value."""
+        """Of sums [rows, heads·(rank + rope)], of which the rotated part belongs to no value."""
         latents = attended.view(len(attended), self._heads, -1)[:, :, : self._mla.rank]
         return self._out(torch.einsum("nhr,hvr->nhv", latents, self._v_up).flatten(1))

@@ -24,7 +24,7 @@ _SPIN_COUNT = "10000"
 def import_torch_for_worker() -> None:
     if "torch" in sys.modules:
         return
-    if "OMP_WAIT_POLICY" not in os.environ:  # whoever set it knows better
+    if "OMP_WAIT_POLICY" not in os.environ:  # set by the user: keep it
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     sys.modules[_SKIPPED] = ModuleType(_SKIPPED)
     try:

@@ -1,4 +1,4 @@
-"""A function process: layers of one model, computed for whoever holds the other end of its socket.
+"""A function process: layers of one model, computed for the process at the other end of its socket.
 
 Started as `python -m dovetail.plan.function FD`. Ends when the socket does.
 """
@@ -41,7 +41,7 @@ def main() -> None:
         answer, output = computed.run(call, payload)
         try:
             send(connection, answer, output)
-        except ConnectionError:  # nobody waits any more: a stage of the same instance has died
+        except ConnectionError:  # the caller is gone: another stage of the instance has died
             return
 
 

@@ -47,7 +47,7 @@ class Functions(Protocol):
     """Where functions are started: this machine, or nowhere."""
 
     async def start(self, plan: FunctionPlan, group: PlannedGroup, is_ahead: bool) -> RunningFunction:
-        """`is_ahead`: nobody waits for it yet, so its slow first run may be done before it counts as ready."""
+        """`is_ahead`: no request waits for it yet, so its slow first run may be done before it counts as ready."""
 
 
 @dataclass(frozen=True)

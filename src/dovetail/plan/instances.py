@@ -115,7 +115,7 @@ class Instance:
         return joined, run
 
     def resize(self, vcpus: float) -> None:
-        """Every worker, for whoever measures; the next run has as many threads."""
+        """Resizes every worker, for measurements; the next run has as many threads."""
         self._sizes = tuple(replace(size, vcpus=vcpus) for size in self._sizes)
         for function in self.functions:
             function.limit.resize(vcpus)
@@ -130,7 +130,7 @@ class Instance:
                 end.cancel()
 
     def kill(self) -> None:
-        """kill -9 of its first process, for whoever tries it out."""
+        """kill -9 of its first process, for `apply --kill`."""
         self.functions[0].kill()
 
     async def close(self) -> None:

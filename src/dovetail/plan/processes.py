@@ -13,7 +13,7 @@ from dovetail.plan.frames import Answer, Call, FunctionDied, Spec, read, write
 from dovetail.plan.limits import CpuLimit
 
 _STOP_S = 5.0
-# A start has a whole vCPU at least: at half of one it takes twice as long, and somebody may wait for it.
+# A start has a whole vCPU at least: at half of one it takes twice as long, and a request may wait for it.
 START_VCPUS = 1.0
 
 

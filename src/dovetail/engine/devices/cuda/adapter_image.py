@@ -148,7 +148,7 @@ def tile_room(needed: int, tokens: int, most: int) -> int:
 
 
 def fill_words(target: Any, tiles: Words, order: Words, num_tiles: int) -> None:
-    """Tiles, those that are left as tiles of nobody, then the order."""
+    """Tiles, then unused tiles, then the order."""
     assert len(tiles) <= num_tiles
     first = TILE_WORDS * num_tiles
     target[:first] = 0

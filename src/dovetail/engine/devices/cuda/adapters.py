@@ -78,7 +78,7 @@ class CudaAdapter:
 
     def close(self) -> None:
         self._image = self._bytes = None
-        read = torch.cuda.Event()  # by iterations that nobody collected
+        read = torch.cuda.Event()  # by iterations that are not collected yet
         read.record(self._streams.stream)
         self._arena.in_use = (read,)
         self._arena.close()

@@ -48,7 +48,7 @@ class SharedStreams:
         self.graph_memory = GraphMemory(device)
 
     def check(self) -> None:
-        """Whether the device still answers: after a fault every later call fails, whoever's it is."""
+        """Whether the device still answers: after a fault every later call fails, of every model."""
         try:
             self.stream.query()
         except RuntimeError as error:

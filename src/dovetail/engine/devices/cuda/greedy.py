@@ -54,7 +54,7 @@ def _fill_in_kernel(tokens, chosen, count, BLOCK: tl.constexpr):
 
 def fill_in(tokens: Tensor, chosen: Tensor) -> None:
     """Tokens that the host did not know: -1 - i stands for the i-th of those chosen before, in place. One that is not
-    a token (a row whose logits were no numbers) becomes 0: nobody reads what comes of it."""
+    a token (a row whose logits were no numbers) becomes 0, and its result is discarded."""
     _fill_in_kernel[(triton.cdiv(len(tokens), 256),)](tokens, chosen, len(tokens), BLOCK=256, num_warps=1)
 
 

@@ -46,7 +46,7 @@ def _one_row_kernel(
     at = weight + row.to(tl.int64)[:, None] * columns + column[None, :]
     upper = at + tl.cast(rows, tl.int64) * columns  # of the rows that go with these in a gated pair
     taken = inside if EVEN else inside & (column < columns)[None, :]
-    w = tl.load(at, mask=taken, other=0.0).to(tl.float32)  # weights wait for nobody
+    w = tl.load(at, mask=taken, other=0.0).to(tl.float32)  # weights depend on no earlier kernel
     u = w
     if GATED:
         u = tl.load(upper, mask=taken, other=0.0).to(tl.float32)

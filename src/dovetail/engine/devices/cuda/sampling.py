@@ -159,7 +159,7 @@ class DeviceSampler:
         return any(known.mask is not None and known.mask.needs_text for known in map(self._of, rows) if known)
 
     def forget_counts(self, rows: Sequence[TurnRow]) -> None:
-        """What was counted of these was chosen by an iteration that nobody collects."""
+        """Drops the counts of tokens that were chosen by an iteration whose result is discarded."""
         for known in map(self._of, rows):
             if known is not None:
                 known.counted = -1

@@ -215,7 +215,7 @@ class DeviceWeights:
             torch.cuda.current_stream().wait_event(self._events[layer])
 
     def has_arrived(self) -> bool:
-        """All of it is on the device: nobody reads the host's memory any longer."""
+        """All of it is on the device; host memory is no longer read."""
         if len(self._events) > self.spec.num_layers and self._events[-1].query():
             self._events, self._is_here = [], True
         return self._is_here
