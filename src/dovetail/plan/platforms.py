@@ -60,10 +60,9 @@ class Platform:
         return self.start_s + sum(layer.weight_bytes for layer in layers) / self.load_bytes_per_s
 
 
-# The thesis names the platform (Function Compute, A10, MXNet) and publishes none of its coefficients. These are chosen,
-# within what such hardware does, so that its frontiers come out for both networks. What all platforms have in common
-# that show them, `make frontiers` tells: a run of WRN50-4 on the GPU fits into one billed quantum, one of WRN50-5 does
-# not.
+# The thesis names the platform (Function Compute, A10, MXNet) and publishes none of its coefficients. These are fitted
+# to its frontiers, within what such hardware does. `dovetail bench thesis` changes each by half, and `make frontiers`
+# says what all platforms have in common that show the frontiers; docs/measurements/planner.md has both.
 ALIBABA_FC = Platform(
     name="alibaba-fc",
     vcpu_flops=27.5e9,  # float32 convolutions on one hyperthread of an AVX-512 Xeon: a quarter of its peak
