@@ -18,8 +18,7 @@ from dovetail.store import Catalogue
 from dovetail.store.collect import use_of
 from dovetail.store.format.manifest import StoredModel, partition_files
 from dovetail.store.host_pool.pool import HostPool
-from dovetail.store.loading.loader import Loader, LoaderConfig
-from dovetail.store.loading.loader import Place as Tier
+from dovetail.store.loading.loader import Loader, LoaderConfig, Tier
 from dovetail.store.loading.pooled import open_pooled, open_pooled_adapter
 from dovetail.store.loading.reader import PartitionFile
 from dovetail.store.place import Place
@@ -71,7 +70,7 @@ def test_the_second_start_reads_no_file(model: StoredModel, loader: Loader) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PartitionFile, "read_into", lambda *_: pytest.fail("read again"))
         again = open_pooled(model.path, loader)
-    assert [ticket.place for ticket in again.tickets] == [Tier.HOST]
+    assert [ticket.tier for ticket in again.tickets] == [Tier.HOST]
     again.close()
 
 

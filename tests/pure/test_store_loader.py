@@ -15,8 +15,8 @@ from pool_builders import CHUNK, content, counted_reads, eventually, make_pool, 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, DovetailError, OutOfMemory
 from dovetail.store.host_pool.lease import Lease
 from dovetail.store.host_pool.pool import HostPool
-from dovetail.store.loading.loader import Loader, LoaderConfig, PartitionSource, Place
-from dovetail.store.loading.transfer import Tier, Transfer
+from dovetail.store.loading.loader import Loader, LoaderConfig, PartitionSource, Tier
+from dovetail.store.loading.transfer import TierThreads, Transfer
 
 CONFIG = LoaderConfig(readers=3, range_bytes=CHUNK)
 
@@ -63,14 +63,14 @@ def test_a_load_comes_from_disk_once(tmp_path: Path) -> None:
     source = write_partition(tmp_path, "a", 3 * CHUNK + 7)
     with make_pool() as pool:
         loader = Loader(pool, CONFIG)
-        places = []
+        tiers = []
         for _ in range(2):
             with loader.load(source) as ticket:
                 assert ticket.wait()
                 assert bytes(ticket.lease.view()) == content("a", source.size_bytes)
-                places.append(ticket.place)
+                tiers.append(ticket.tier)
         loader.close()
-    assert places == [Place.DISK, Place.HOST]
+    assert tiers == [Tier.DISK, Tier.HOST]
 
 
 def test_ranges_come_from_the_front(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_ranges_come_from_the_front(tmp_path: Path) -> None:
 
 def test_the_first_layers_are_there_before_the_last() -> None:
     with make_pool() as pool:
-        tier, gated = Tier("reader", 3), GatedSource()
+        tier, gated = TierThreads("reader", 3), GatedSource()
         transfer = make_transfer(pool, "a", gated)
         waiter = pool.reserve("a", 4 * CHUNK)
         tier.submit(transfer)
@@ -107,7 +107,7 @@ def test_the_first_layers_are_there_before_the_last() -> None:
 
 def test_an_urgent_load_overtakes_at_the_next_range() -> None:
     with make_pool() as pool:
-        tier, gated = Tier("reader", 1), GatedSource()
+        tier, gated = TierThreads("reader", 1), GatedSource()
         slow, urgent = make_transfer(pool, "slow", gated), make_transfer(pool, "urgent", gated, priority=-1, chunks=2)
         tier.submit(slow)
         gated.wait_for(1)
@@ -123,7 +123,7 @@ def test_an_urgent_load_overtakes_at_the_next_range() -> None:
 def test_a_cancelled_load_ends_after_the_range_that_is_under_way() -> None:
     ended: list[DovetailError | None] = []
     with make_pool() as pool:
-        tier, gated = Tier("reader", 1), GatedSource()
+        tier, gated = TierThreads("reader", 1), GatedSource()
         lease = pool.reserve("a", 4 * CHUNK)
         transfer = Transfer(lease, gated, priority=0, range_bytes=CHUNK, on_end=ended.append)
         tier.submit(transfer)
@@ -328,7 +328,7 @@ STOPS_IN_THE_MIDDLE = """
 import sys, threading
 from dovetail.store.host_pool.pool import HostPool
 from dovetail.store.loading.reader import PartitionFile
-from dovetail.store.loading.transfer import Tier, Transfer
+from dovetail.store.loading.transfer import TierThreads, Transfer
 from pathlib import Path
 
 class Stuck(PartitionFile):
@@ -341,7 +341,7 @@ class Stuck(PartitionFile):
 size = int(sys.argv[3])
 pool = HostPool(int(sys.argv[1]))
 source = Stuck(Path(sys.argv[2]), size)
-Tier("reader", 1).submit(
+TierThreads("reader", 1).submit(
     Transfer(pool.reserve("a", size), source, priority=0, range_bytes=pool.chunk_bytes)
 )
 sys.stdin.read()
@@ -361,7 +361,7 @@ def test_when_a_loading_process_is_killed_another_goes_on(tmp_path: Path) -> Non
             os.kill(process.pid, signal.SIGKILL)
             assert ticket.wait(timeout_s=60)
         assert bytes(ticket.lease.view()) == content("a", source.size_bytes)
-        assert ticket.place is Place.DISK
+        assert ticket.tier is Tier.DISK
         ticket.close()
         loader.close()
         assert pool.stats().pinned_bytes == 0

@@ -24,12 +24,12 @@ from dovetail.store.host_pool.lease import Arrival, Lease
 from dovetail.store.host_pool.pool import CHUNK_BYTES, HostPool
 from dovetail.store.loading.reader import DirectIo, PartitionFile
 from dovetail.store.loading.staging import Staging
-from dovetail.store.loading.transfer import Tier, Transfer
+from dovetail.store.loading.transfer import TierThreads, Transfer
 
 _PATIENCE_S = 0.05  # how long a waiter sleeps before it looks whether its load has failed
 
 
-class Place(StrEnum):
+class Tier(StrEnum):
     """Where a partition comes from."""
 
     HOST = "host"
@@ -60,7 +60,7 @@ class Ticket:
     def __init__(self, loader: Loader, source: PartitionSource, priority: int) -> None:
         self.source = source
         self.priority = priority
-        self.place: Place | None = None  # known once admitted
+        self.tier: Tier | None = None  # known once admitted
         self._loader = loader
         self._lease: Lease | None = None
         self._error: DovetailError | None = None
@@ -174,7 +174,7 @@ class Loader:
     def __init__(self, pool: HostPool, config: LoaderConfig | None = None) -> None:
         self.pool = pool
         self._config = config = config or LoaderConfig()
-        self._disk = Tier("disk-reader", config.readers)
+        self._disk = TierThreads("disk-reader", config.readers)
         self._lock = threading.Lock()
         self._waiting: list[_Group] = []
         self._serials = itertools.count()
@@ -219,7 +219,7 @@ class Loader:
         if not ticket.begin_filling():
             return
         source, lease = ticket.source, ticket.lease
-        ticket.place = Place.DISK
+        ticket.tier = Tier.DISK
         try:
             config = self._config
             reader = PartitionFile(source.path, source.size_bytes, config.direct_io, config.staging)
@@ -289,7 +289,7 @@ class Loader:
                 self._waiting.remove(group)
         for ticket, lease in zip(group.tickets, leases, strict=False):
             ticket.admit(lease)
-            ticket.place = Place.HOST
+            ticket.tier = Tier.HOST
             if lease.is_loader:
                 self.start(ticket)
             ticket.announce()

@@ -123,7 +123,7 @@ class Transfer:
 IDLE_S = 5.0  # a thread without work stays for so long, and its buffer with it
 
 
-class Tier:
+class TierThreads:
     """The threads that read from one tier, and the order in which they do. They come with the first transfer and go
     when there has been none for a while."""
 
