@@ -33,7 +33,7 @@ from dovetail.store.format.manifest import (
     read_manifest,
     store_root,
 )
-from dovetail.store.hf.adapter_parts import open_adapter, places_of
+from dovetail.store.hf.adapter_parts import open_adapter, target_rows_of
 from dovetail.types import ModelCard
 from dovetail_bench.fleet import STEP, FleetModel, Report, check_distinct
 from dovetail_bench.many import Outcome, Step, run_one
@@ -73,10 +73,10 @@ def write_adapter(folder: Path, spec: ModelSpec, rank: int, seed: int) -> Path:
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
     (folder / "adapter_config.json").write_bytes(msgspec.json.encode(config))
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for module, place in places_of(spec).items():
+    for module, target in target_rows_of(spec).items():
         prefix = f"base_model.model.model.{module}"
-        shapes[f"{prefix}.lora_A.weight"] = "f16", (rank, place.columns)
-        shapes[f"{prefix}.lora_B.weight"] = "f16", (place.rows, rank)
+        shapes[f"{prefix}.lora_A.weight"] = "f16", (rank, target.columns)
+        shapes[f"{prefix}.lora_B.weight"] = "f16", (target.rows, rank)
     write_safetensors(weights, shapes, _draw([shape for _, shape in shapes.values()], seed))
     return folder
 

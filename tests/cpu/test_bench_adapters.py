@@ -10,7 +10,7 @@ import pytest
 from dovetail.store import Catalogue
 from dovetail.store.checking import check_weights
 from dovetail.store.format.manifest import read_manifest
-from dovetail.store.hf.adapter_parts import open_adapter, places_of
+from dovetail.store.hf.adapter_parts import open_adapter, target_rows_of
 from dovetail_bench.adapters import make_adapters, make_copies
 
 pytestmark = pytest.mark.slow  # whole contests of processes
@@ -31,5 +31,5 @@ def test_models_are_distinct_and_adapters_fit(tiny_folder: Callable[[str], Path]
         weights = open_adapter(catalogue.existing(name), base.spec)
         parts = list(weights.parts())
         ranks.append(parts[0].first.shape[0])
-        assert len(parts) == len(places_of(base.spec))
+        assert len(parts) == len(target_rows_of(base.spec))
     assert ranks == [2, 3, 2]

@@ -23,7 +23,7 @@ from dovetail.sched.fcfs import FcfsScheduler
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.sequence import sequences_of
 from dovetail.sched.turn import Outcome, RowOutcome
-from dovetail.store.hf.adapter_parts import adapted_places
+from dovetail.store.hf.adapter_parts import adapted_targets
 from dovetail.types import AdapterRef, Request, SamplingParams
 
 A, B = AdapterRef("a", "/a", "1"), AdapterRef("b", "/b", "1")
@@ -82,8 +82,8 @@ def test_layers_of_transformers_are_found_in_the_fused_matrices() -> None:
     names = [
         f"model.layers.1.{module}.lora_A.weight" for module in ("self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
     ]
-    places = adapted_places(names, LLAMA, Path("f"))
-    assert [(place.tensor, place.row, place.rows, place.columns) for place in places.values()] == [
+    targets = adapted_targets(names, LLAMA, Path("f"))
+    assert [(target.tensor, target.row, target.rows, target.columns) for target in targets.values()] == [
         ("layers.1.qkv.weight", 8, 4, 8),
         ("layers.1.gate_up.weight", 16, 16, 8),
         ("layers.1.down.weight", 0, 8, 16),
@@ -95,14 +95,14 @@ def test_layers_of_transformers_are_found_in_the_fused_matrices() -> None:
 )
 def test_layers_that_the_model_lacks_are_named(name: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"f.safetensors: {name}.lora_B.weight is for no matrix"):
-        adapted_places([f"{name}.lora_B.weight"], LLAMA, Path("f.safetensors"))
+        adapted_targets([f"{name}.lora_B.weight"], LLAMA, Path("f.safetensors"))
 
 
 def test_experts_have_no_adapters_and_the_attention_beside_them_has() -> None:
     spec = msgspec.structs.replace(LLAMA, family="qwen3_moe", moe=MoeSpec(2, 1, 4, True))
-    assert adapted_places(["model.layers.0.self_attn.q_proj.lora_A.weight"], spec, Path("f"))
+    assert adapted_targets(["model.layers.0.self_attn.q_proj.lora_A.weight"], spec, Path("f"))
     with pytest.raises(UnsupportedModel):
-        adapted_places(["model.layers.0.mlp.experts.0.up_proj.lora_A.weight"], spec, Path("f"))
+        adapted_targets(["model.layers.0.mlp.experts.0.up_proj.lora_A.weight"], spec, Path("f"))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class AdapterTensors(Protocol):
     def close(self) -> None: ...
 
 
-class Place(NamedTuple):
+class TargetRows(NamedTuple):
     """Where a linear layer of transformers lies in the model."""
 
     tensor: str
@@ -56,9 +56,9 @@ class ModelAdapter:
     def __init__(self, tensors: AdapterTensors, names: Sequence[str], spec: ModelSpec, origin: Path) -> None:
         self._spec = spec
         self._tensors = tensors
-        self._places = adapted_places(names, spec, origin)
-        for name, place in self._places.items():
-            self._check(name, place, origin)
+        self._targets = adapted_targets(names, spec, origin)
+        for name, target in self._targets.items():
+            self._check(name, target, origin)
 
     @property
     def scaling(self) -> float:
@@ -69,12 +69,12 @@ class ModelAdapter:
         return sum(len(tensor.data) for part in self.parts() for tensor in (part.first, part.second))
 
     def parts(self) -> Iterator[LowRankPart]:
-        for name, place in self._places.items():
+        for name, target in self._targets.items():
             second = self._tensor(name + SECOND)
-            if place.tensor.endswith(".qkv.weight"):  # whose rows the model may keep in another order
-                rows = rows_in_file(self._spec, place.row, place.rows)
+            if target.tensor.endswith(".qkv.weight"):  # whose rows the model may keep in another order
+                rows = rows_in_file(self._spec, target.row, target.rows)
                 second = second if rows is None else reordered(second, rows)
-            yield LowRankPart(place.tensor, place.row, self._tensor(name + FIRST), second)
+            yield LowRankPart(target.tensor, target.row, self._tensor(name + FIRST), second)
 
     def close(self) -> None:
         self._tensors.close()
@@ -83,9 +83,9 @@ class ModelAdapter:
         (tensor,) = self._tensors.pieces(name)
         return tensor
 
-    def _check(self, name: str, place: Place, origin: Path) -> None:
+    def _check(self, name: str, target: TargetRows, origin: Path) -> None:
         rank = self._tensors.adapter.rank
-        for suffix, expected in ((FIRST, (rank, place.columns)), (SECOND, (place.rows, rank))):
+        for suffix, expected in ((FIRST, (rank, target.columns)), (SECOND, (target.rows, rank))):
             tensor = self._tensor(name + suffix)
             if tensor.shape != expected:
                 raise DamagedCheckpoint(
@@ -132,37 +132,37 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(f"{path} {facts}".encode()).hexdigest()[:16]
 
 
-def adapted_places(names: Sequence[str], spec: ModelSpec, origin: Path) -> dict[str, Place]:
+def adapted_targets(names: Sequence[str], spec: ModelSpec, origin: Path) -> dict[str, TargetRows]:
     """By the adapter's name of a layer, in the order of `names`."""
     if spec.encoder is not None:
         raise UnsupportedModel(f"{origin}: adapters are served for decoders, and {spec.family} is an encoder")
     if spec.mla is not None:
         raise UnsupportedModel(f"{origin}: adapters are not served for {spec.family}, whose attention is over latents")
-    known = places_of(spec)
-    found: dict[str, Place] = {}
+    known = target_rows_of(spec)
+    found: dict[str, TargetRows] = {}
     for name in names:
         module = name.removesuffix(FIRST).removesuffix(SECOND)
         if module in found:
             continue
-        place = _find(module, known)
-        if place is None:
+        target = _find(module, known)
+        if target is None:
             modules = sorted({one.rpartition(".")[2] for one in known})
             raise UnsupportedModel(
                 f"{origin}: {name} is for no matrix of this {spec.family} model with {spec.num_layers} layers that "
                 f"adapters are served for ({', '.join(modules)})"
             )
-        found[module] = place
+        found[module] = target
     return found
 
 
-def _find(module: str, known: Mapping[str, Place]) -> Place | None:
+def _find(module: str, known: Mapping[str, TargetRows]) -> TargetRows | None:
     tries = (module.removeprefix(prefix) for prefix in PREFIXES if module.startswith(prefix))
     return next((known[one] for one in tries if one in known), None)
 
 
-def places_of(spec: ModelSpec) -> dict[str, Place]:
+def target_rows_of(spec: ModelSpec) -> dict[str, TargetRows]:
     """Of all matrices that adapters are served for, by the names that transformers has for them."""
-    found: dict[str, Place] = {}
+    found: dict[str, TargetRows] = {}
     for tensor, shape in spec.tensors():
         module, _, kind = tensor.rpartition(".")
         of_experts = ".experts." in tensor or ".shared." in tensor
@@ -171,6 +171,6 @@ def places_of(spec: ModelSpec) -> dict[str, Place]:
         for pieces in hf_pieces(spec, tensor, shape):
             row = 0
             for piece in pieces:
-                found[piece.name.removesuffix(".weight")] = Place(tensor, row, piece.shape[0], piece.shape[1])
+                found[piece.name.removesuffix(".weight")] = TargetRows(tensor, row, piece.shape[0], piece.shape[1])
                 row += piece.shape[0]
     return found
