@@ -109,7 +109,7 @@ def make_copies(catalogue: Catalogue, base: ModelCard, count: int, report: Repor
     models = []
     for number in range(count):
         report(f"making model {number}", number, count)
-        folder = catalogue.place.folder(f"copy-{number:02d}")
+        folder = catalogue.paths.folder(f"copy-{number:02d}")
         if not is_stored(folder):
             _copy_stored(Path(base.path), folder, number)
         card = read_card(folder, folder.name)

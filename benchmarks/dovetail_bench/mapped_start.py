@@ -32,7 +32,7 @@ from dovetail.store.format.manifest import FORMAT, VERSION, Manifest
 from dovetail.store.host_pool.pool import CHUNK_BYTES, HostPool
 from dovetail.store.loading.loader import Loader
 from dovetail.store.loading.pooled import open_pooled
-from dovetail.store.place import Place
+from dovetail.store.paths import StorePaths
 from dovetail.store.publish import publish
 from dovetail.types import SamplingParams
 from dovetail_bench import shapes
@@ -116,9 +116,9 @@ def write_model(
     layout: str = "plain",
 ) -> Path:
     """A model of random weights in a store of its own; returns its folder. It has no tokenizer: it speaks tokens."""
-    place = Place(root)
-    place.create()
-    staging = place.staging / "random"
+    paths = StorePaths(root)
+    paths.create()
+    staging = paths.staging / "random"
     staging.mkdir()
     arrangement = arrange(spec, dtype, layout)
     conversion = Conversion(staging, "random")
@@ -137,8 +137,8 @@ def write_model(
         files={},
         spec=spec,
     )
-    publish(place, "random", manifest, {}, [(conversion.path(0), partitions[0])])
-    return place.folder("random")
+    publish(paths, "random", manifest, {}, [(conversion.path(0), partitions[0])])
+    return paths.folder("random")
 
 
 def measure(

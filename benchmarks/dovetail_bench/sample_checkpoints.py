@@ -116,7 +116,7 @@ def make_sample(
         _save_torch(weights, torch_file, peers, install)
     store = Catalogue(folder / "store")
     store.take(str(place), name=name, dtype="bf16", progress=progress)
-    stored = store.place.folder(name)
+    stored = store.paths.folder(name)
     blobs = tuple(path for path, _ in partition_files(stored))
     checksums = _file_checksum(weights), _stored_checksum(stored)
     return SampleFiles(name, weights, torch_file, stored, blobs, *checksums, is_adapter=lora)

@@ -57,7 +57,7 @@ def main() -> None:
             status = crash_at(number, after, root, second)
             seen = Catalogue(root).get("m")
             sound = not verify([Path(seen.path)]).damage
-            collect(Catalogue(root).place)
+            collect(Catalogue(root).paths)
             left = sorted(path.name for path in (Path(root) / "tmp").iterdir())
             blobs = len(list(Path(root).glob("blobs/*/*")))
             again = pull(root, second)

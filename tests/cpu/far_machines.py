@@ -111,7 +111,7 @@ class FarMachines:
         self, link: WorkerClient, options: Sequence[str], durable: Durable | None, weights: LocalWeights
     ) -> None:
         keys = WireKeys()
-        server = WeightServer(weights.place, weights_token(keys.for_workers), "127.0.0.1", pool=weights.pool)
+        server = WeightServer(weights.paths, weights_token(keys.for_workers), "127.0.0.1", pool=weights.pool)
         link.close_observers.append(server.close)
         WeightSources(link, server.address)
         port = link.listen(lambda context: keys.bind(context, "tcp://127.0.0.1:*"))

@@ -11,7 +11,7 @@ from server_fixture import eventually
 from test_server_neighbour import expected, fill, running_head
 
 from dovetail.store import Catalogue
-from dovetail.store.place import Place, source_key
+from dovetail.store.paths import StorePaths, source_key
 
 
 def test_what_a_machine_has_no_room_for_is_served_by_the_next_and_handed_on(
@@ -37,7 +37,7 @@ def test_who_waits_sees_it_loading_and_what_everybody_has_left_is_not_fetched(
     body = {"model": "llama", "prompt": "fox", "max_tokens": 4, "stream": True}
     with running_head(folder, "machine") as head:
         eventually(lambda: head.states() == {"machine": "up"}, 120)
-        with Place(folder / "machine").lock(f"source-{key}"):  # as if another process there were at it
+        with StorePaths(folder / "machine").lock(f"source-{key}"):  # as if another process there were at it
             with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=60) as answer:
                 assert next(line for line in answer.iter_lines() if '"state":"loading"' in line)
             eventually(lambda: "nobody waits for it any more" in (folder / "log").read_text(), 60)

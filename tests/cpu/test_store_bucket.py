@@ -248,7 +248,7 @@ def test_what_a_killed_download_left_is_collected_unless_it_goes_on(
     catalogue, seen = Catalogue(tmp_path), []
 
     def on_servable(name: str) -> None:
-        collect(catalogue.place)
+        collect(catalogue.paths)
         seen.append(catalogue.arriving(name).name)
         shutil.copytree(tmp_path / "models" / name, tmp_path / "left")
 
@@ -256,7 +256,7 @@ def test_what_a_killed_download_left_is_collected_unless_it_goes_on(
     assert seen == ["big"]
     catalogue.remove("big")
     shutil.copytree(tmp_path / "left", tmp_path / "models" / "big")
-    assert [removal.name for removal in collect(catalogue.place).removed] == ["models/big"]
+    assert [removal.name for removal in collect(catalogue.paths).removed] == ["models/big"]
     assert not (tmp_path / "models" / "big").exists()
 
 

@@ -21,7 +21,7 @@ from dovetail.errors import CheckpointError, InvalidRequest, ModelNotFound, Sour
 from dovetail.machine import default_root, preferred_dtype
 from dovetail.store import Catalogue, open_checkpoint
 from dovetail.store.format.manifest import partition_files
-from dovetail.store.place import source_key
+from dovetail.store.paths import source_key
 from dovetail.store.watched import WatchedCatalogue
 from dovetail.worker.hosting import Profiles
 
@@ -189,7 +189,7 @@ print((Path(card.path) / "manifest.json").stat().st_mtime_ns)
 
 def test_of_two_pulls_at_once_one_does_the_work(catalogue: Catalogue, tiny_folder: TinyFolder) -> None:
     command = [sys.executable, "-c", PULL, str(catalogue.root), str(tiny_folder("llama"))]
-    with catalogue.place.lock(f"source-{source_key(str(tiny_folder('llama')))}"):  # both must wait here
+    with catalogue.paths.lock(f"source-{source_key(str(tiny_folder('llama')))}"):  # both must wait here
         pulls = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         for pull in pulls:
             assert pull.stdout is not None
@@ -247,7 +247,7 @@ def _opens(event: str, args: tuple[object, ...], root: str) -> bool:
 
 
 def test_an_unknown_model_of_a_store_that_cannot_be_written_is_unknown(catalogue: Catalogue) -> None:
-    catalogue.place.models.mkdir(parents=True)
+    catalogue.paths.models.mkdir(parents=True)
     (catalogue.root / "locks").write_text("")  # as good as a file system that is read only, also for root
     for each in (catalogue, WatchedCatalogue(catalogue)):
         with pytest.raises(ModelNotFound):

@@ -12,14 +12,14 @@ from store_builders import flip_bit, stored, writable_blob
 from dovetail.store import Catalogue
 from dovetail.store.collect import collect, set_pinned, use_of
 from dovetail.store.format.manifest import partition_files
-from dovetail.store.place import Place, source_key
+from dovetail.store.paths import StorePaths, source_key
 from dovetail.store.verify import verify
 
 TinyFolder = Callable[[str], Path]
 
 
 def folders(root: Path) -> list[Path]:
-    return Place(root).folders()
+    return StorePaths(root).folders()
 
 
 def test_a_sound_store_verifies_and_reads_shared_blobs_once(tiny_folder: TinyFolder, tmp_path: Path) -> None:
@@ -76,45 +76,45 @@ def test_missing_truncated_and_altered_files_are_all_reported(tiny_folder: TinyF
 
 def test_gc_removes_what_nobody_names_and_nothing_else(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     model = stored(tiny_folder("llama"), tmp_path)
-    place = Place(tmp_path)
+    paths = StorePaths(tmp_path)
     orphan = tmp_path / "blobs" / "aa" / ("a" * 64)
     orphan.parent.mkdir(exist_ok=True)
     orphan.write_bytes(b"x" * 5000)
-    left = place.staging / f"convert-{source_key('gone')}"
+    left = paths.staging / f"convert-{source_key('gone')}"
     left.mkdir()
     (left / "partition-0").write_bytes(b"y" * 300)
-    (place.staging / "removed-m").mkdir()
-    alive = place.staging / f"fetch-{source_key('alive')}"
+    (paths.staging / "removed-m").mkdir()
+    alive = paths.staging / f"fetch-{source_key('alive')}"
     alive.mkdir()
-    with place.lock(f"source-{source_key('alive')}"):
-        planned = collect(place, dry_run=True)
+    with paths.lock(f"source-{source_key('alive')}"):
+        planned = collect(paths, dry_run=True)
         assert orphan.exists()
-        done = collect(place)
+        done = collect(paths)
     assert planned == done
     assert {removal.kind for removal in done.removed} == {"blob", "staging"}
     assert done.freed_bytes == 5300
     assert not orphan.parent.exists()
-    assert [path.name for path in place.staging.iterdir()] == [alive.name]
+    assert [path.name for path in paths.staging.iterdir()] == [alive.name]
     assert verify([model.path]).damage == ()
-    collect(place)
+    collect(paths)
     assert not alive.exists()
-    assert collect(place).removed == ()
+    assert collect(paths).removed == ()
 
 
 def test_gc_keeps_every_blob_while_a_manifest_cannot_be_read(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     model = stored(tiny_folder("llama"), tmp_path, "mine")
     ((blob, _),) = partition_files(model.path)
     flip_bit(model.path / "manifest.json", 300)
-    done = collect(Place(tmp_path))
+    done = collect(StorePaths(tmp_path))
     assert done.removed == ()
     assert "dovetail rm mine" in done.notes[0]
     assert blob.exists()
     Catalogue(tmp_path).remove("mine")
-    assert [removal.kind for removal in collect(Place(tmp_path)).removed] == ["blob"]
+    assert [removal.kind for removal in collect(StorePaths(tmp_path)).removed] == ["blob"]
 
 
 def test_gc_of_a_store_that_is_not_there_does_nothing(tmp_path: Path) -> None:
-    assert collect(Place(tmp_path / "nowhere")).removed == ()
+    assert collect(StorePaths(tmp_path / "nowhere")).removed == ()
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -144,9 +144,9 @@ def size_of(root: Path, *models: str) -> int:
 
 def test_a_limit_removes_the_least_recently_used_first(three: Path) -> None:
     limit = size_of(three, "middle", "new")
-    planned = collect(Place(three), limit, dry_run=True)
+    planned = collect(StorePaths(three), limit, dry_run=True)
     assert names(three) == ["middle", "new", "old"]
-    done = collect(Place(three), limit)
+    done = collect(StorePaths(three), limit)
     assert [(removal.kind, removal.name) for removal in done.removed] == [("model", "old")]
     assert (done.size_bytes, done.over_limit_bytes) == (limit, 0)
     assert planned.size_bytes == done.size_bytes
@@ -157,21 +157,21 @@ def test_a_limit_removes_the_least_recently_used_first(three: Path) -> None:
 def test_pinned_and_open_models_stay_whatever_the_limit(three: Path) -> None:
     from dovetail.store.format.manifest import StoredModel
 
-    place = Place(three)
-    set_pinned(place, three / "models" / "old", True)
+    paths = StorePaths(three)
+    set_pinned(paths, three / "models" / "old", True)
     opened = StoredModel(three / "models" / "middle")
     view = opened.pieces("embed.weight")[0].data
     opened.close()  # as a worker does: views of the mapping live on
     aged(three, {"middle": 200})
-    assert use_of(place, three / "models" / "middle").in_use
-    done = collect(place, 0)
+    assert use_of(paths, three / "models" / "middle").in_use
+    done = collect(paths, 0)
     assert names(three) == ["middle", "old"]
     assert done.over_limit_bytes == size_of(three, "middle", "old")
     assert view[0] >= 0
     del view, opened
-    assert not use_of(place, three / "models" / "middle").in_use
-    set_pinned(place, three / "models" / "old", False)
-    collect(place, 0, keep=["old"])
+    assert not use_of(paths, three / "models" / "middle").in_use
+    set_pinned(paths, three / "models" / "old", False)
+    collect(paths, 0, keep=["old"])
     assert names(three) == ["old"]
 
 
@@ -180,7 +180,7 @@ def test_a_model_in_a_pool_is_in_use_while_a_view_of_it_lives(three: Path) -> No
 
     from dovetail.store.format.manifest import StoredModel
 
-    folder, place = three / "models" / "old", Place(three)
+    folder, paths = three / "models" / "old", StorePaths(three)
     ((path, _),) = partition_files(folder)
     memory = np.frombuffer(bytearray(path.read_bytes()), np.uint8)  # as a pool's, it can be told when it is let go
     model = StoredModel(folder, [memoryview(memory)])
@@ -188,29 +188,29 @@ def test_a_model_in_a_pool_is_in_use_while_a_view_of_it_lives(three: Path) -> No
     view = model.pieces("embed.weight")[0].data
     model.close()
     del model, memory
-    assert use_of(place, folder).in_use
-    collect(place, 0)
+    assert use_of(paths, folder).in_use
+    collect(paths, 0)
     assert names(three) == ["old"]
     assert view.nbytes > 0
     del view
-    assert not use_of(place, folder).in_use
+    assert not use_of(paths, folder).in_use
 
 
 def test_a_model_that_shares_its_blobs_with_one_that_stays_is_spared(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     for name, family in (("twin-a", "llama"), ("other", "qwen2"), ("twin-b", "llama")):
         stored(tiny_folder(family), tmp_path, name).close()
     aged(tmp_path, {"twin-a": 300, "other": 200, "twin-b": 100})
-    collect(Place(tmp_path), size_of(tmp_path, "twin-a"))
+    collect(StorePaths(tmp_path), size_of(tmp_path, "twin-a"))
     assert names(tmp_path) == ["twin-a", "twin-b"]  # removing twin-a would have freed nothing
 
 
 def test_opening_a_model_counts_as_use_and_a_pin_survives_a_new_pull(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     model = stored(tiny_folder("llama"), tmp_path)
-    place = Place(tmp_path)
+    paths = StorePaths(tmp_path)
     aged(tmp_path, {"m": 1000})
-    before = use_of(place, model.path).last_used
+    before = use_of(paths, model.path).last_used
     stored(tiny_folder("llama"), tmp_path)
-    assert use_of(place, model.path).last_used > before
-    set_pinned(place, model.path, True)
+    assert use_of(paths, model.path).last_used > before
+    set_pinned(paths, model.path, True)
     stored(tiny_folder("llama"), tmp_path, force=True)
-    assert use_of(place, model.path).pinned
+    assert use_of(paths, model.path).pinned

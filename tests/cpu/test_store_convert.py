@@ -169,15 +169,15 @@ def test_what_a_killed_conversion_left_is_not_used_for_other_files_or_forms(
     seen: list[int] = []
     catalogue.pull(str(source), name="m", dtype="f16", progress=lambda _, now, __: seen.append(now))
     assert seen[0] < 17 * MEGABYTE  # the first slab
-    assert verify(catalogue.place.folders()).damage == ()
+    assert verify(catalogue.paths.folders()).damage == ()
 
 
 def test_gc_removes_what_a_killed_conversion_left(killed: tuple[Path, int, int], tmp_path: Path) -> None:
-    place = Catalogue(tmp_path / "store").place
-    done = collect(place)
+    paths = Catalogue(tmp_path / "store").paths
+    done = collect(paths)
     assert [removal.kind for removal in done.removed] == ["staging"]
     assert done.freed_bytes > killed[1] / 2
-    assert list(place.staging.iterdir()) == []
+    assert list(paths.staging.iterdir()) == []
 
 
 def test_a_crash_at_any_moment_leaves_the_old_model_or_the_new(tiny_folder: TinyFolder, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_disk_that_fills_up_meanwhile_is_reported_and_nothing_is_registered(sm
         catalogue.pull(str(source), dtype="f32", progress=progress)
     assert catalogue.entries() == []
     assert not list((small_disk / "store").glob("blobs/*/*"))
-    collect(catalogue.place)
+    collect(catalogue.paths)
     assert list((small_disk / "store" / "tmp").iterdir()) == []
     with pytest.raises(SourceError, match=r"needs 2\d\.\d MB, \d+\.\d MB are free"):
         catalogue.pull(str(source), dtype="f32")
@@ -275,7 +275,7 @@ def test_a_folder_of_the_first_form_is_read_and_converted_without_a_download(
         np.testing.assert_array_equal(as_array(after.pieces(name)[0]).reshape(-1), flat(original, name))
         np.testing.assert_array_equal(flat(before, name), flat(original, name))
     assert (folder / "weights.safetensors").exists()  # for an earlier release that may still run
-    assert {removal.kind for removal in collect(catalogue.place).removed} == {"old form"}
+    assert {removal.kind for removal in collect(catalogue.paths).removed} == {"old form"}
     assert sorted(path.name for path in folder.iterdir()) == [
         "chat_template.jinja",
         "manifest.json",

@@ -197,7 +197,7 @@ def test_a_crash_between_the_two_renames_is_mended(tiny_folder: TinyFolder, tmp_
     folder = stored(tiny_folder("llama"), tmp_path).path
     folder.rename(folder.with_name(".replaced-m"))
     assert Catalogue(tmp_path).get("m").spec.family == "llama"
-    recover(Catalogue(tmp_path).place, folder)
+    recover(Catalogue(tmp_path).paths, folder)
     assert StoredModel(folder).spec.family == "llama"
 
 

@@ -219,7 +219,7 @@ def test_a_pull_of_a_model_of_an_earlier_release_writes_it_anew(
     catalogue, source = Catalogue(tmp_path), str(tiny_folder("qwen3"))
     catalogue.pull(source, layout="int8", dtype="f32")
     (entry,) = catalogue.entries()
-    form = Pull(catalogue.place, source, None, Form("f32", "int8"))
+    form = Pull(catalogue.paths, source, None, Form("f32", "int8"))
     assert _has_form(entry, form)
     tensors = tuple(
         msgspec.structs.replace(tensor, layout={"int8-g32": old}.get(tensor.layout, tensor.layout))

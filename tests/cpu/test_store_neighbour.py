@@ -37,7 +37,7 @@ from dovetail.store.format.manifest import (
     store_root,
 )
 from dovetail.store.host_pool.pool import HostPool
-from dovetail.store.place import Place
+from dovetail.store.paths import StorePaths
 from dovetail.store.sources.neighbour import Neighbour, signature, target_of
 from dovetail.store.sources.neighbour_fetch import FetchCancelled, ModelFetch, Wanted
 from dovetail.store.sources.weight_server import WeightServer
@@ -68,7 +68,7 @@ def head(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 @contextmanager
 def serving(root: Path, pool: HostPool | None = None) -> Iterator[str]:
-    server = WeightServer(Place(root), TOKEN, "127.0.0.1", pool=pool)
+    server = WeightServer(StorePaths(root), TOKEN, "127.0.0.1", pool=pool)
     try:
         yield server.address
     finally:
@@ -79,9 +79,10 @@ def serving(root: Path, pool: HostPool | None = None) -> Iterator[str]:
 def serving_process(root: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Another process, which may be killed."""
     code = (
-        "import sys, time; from pathlib import Path; from dovetail.store.place import Place;"
+        "import sys, time; from pathlib import Path; from dovetail.store.paths import StorePaths;"
         "from dovetail.store.sources.weight_server import WeightServer;"
-        f"print(WeightServer(Place(Path(sys.argv[1])), {TOKEN!r}, '127.0.0.1').address, flush=True); time.sleep(60)"
+        f"print(WeightServer(StorePaths(Path(sys.argv[1])), {TOKEN!r}, '127.0.0.1').address, flush=True);"
+        "time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -142,7 +143,7 @@ def make_fetch(
     root: Path, model: Path, addresses: Sequence[str], token: bytes = TOKEN, limit: int | None = None
 ) -> ModelFetch:
     wanted = Wanted("copy", read_manifest(model).checksum, limit)
-    return ModelFetch(Place(root), wanted, lambda: [Neighbour(address, token) for address in addresses])
+    return ModelFetch(StorePaths(root), wanted, lambda: [Neighbour(address, token) for address in addresses])
 
 
 def staged_bytes(root: Path) -> int:
@@ -186,7 +187,7 @@ def check_same(copy: Path, model: Path) -> None:
     assert ours.stat().st_mode & 0o777 == 0o444
     assert not verify([copy]).damage
     StoredModel(copy).close()
-    assert not list(Place(store_root(copy)).staging.iterdir())
+    assert not list(StorePaths(store_root(copy)).staging.iterdir())
 
 
 def test_a_model_comes_from_another_process_to_the_byte(head: Path, tmp_path: Path) -> None:
@@ -271,13 +272,13 @@ def test_a_fetch_that_is_killed_leaves_nothing_half_and_the_next_goes_on(head: P
         check_same(fetch(tmp_path, head, [way.address]), head)
         way.close()
     shutil.rmtree(tmp_path / "models")
-    assert any(removal.kind == "blob" for removal in collect(Place(tmp_path)).removed)
+    assert any(removal.kind == "blob" for removal in collect(StorePaths(tmp_path)).removed)
 
 
 def test_what_a_fetch_left_that_nobody_goes_on_with_is_collected(head: Path, tmp_path: Path) -> None:
     with serving(store_root(head)) as address:
         give_up_half_way(tmp_path, head, address)
-    assert [removal.kind for removal in collect(Place(tmp_path)).removed] == ["staging"]
+    assert [removal.kind for removal in collect(StorePaths(tmp_path)).removed] == ["staging"]
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -441,7 +442,7 @@ def test_what_nobody_wants_any_more_is_given_up(head: Path, tmp_path: Path) -> N
         job = give_up_half_way(tmp_path, head, address)
         assert 0 < job.done_bytes < job.total_bytes
         waiting = make_fetch(tmp_path, head, [address])
-        with Place(tmp_path).lock(f"source-{waiting._key}"):  # another process of this machine is at it
+        with StorePaths(tmp_path).lock(f"source-{waiting._key}"):  # another process of this machine is at it
             threading.Timer(0.05, waiting.cancel).start()
             with pytest.raises(FetchCancelled):
                 waiting.run()

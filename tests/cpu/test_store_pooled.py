@@ -21,7 +21,7 @@ from dovetail.store.host_pool.pool import HostPool
 from dovetail.store.loading.loader import Loader, LoaderConfig, Tier
 from dovetail.store.loading.pooled import open_pooled, open_pooled_adapter
 from dovetail.store.loading.reader import PartitionFile
-from dovetail.store.place import Place
+from dovetail.store.paths import StorePaths
 
 CHUNK = 64 << 10
 CONFIG = ExecutorConfig(kv_bytes=1 << 22, block_size=4, dtype="f32")
@@ -104,13 +104,13 @@ def test_tensors_of_a_model_that_was_cut_for_two_devices_come_together(
 def test_a_model_whose_bytes_are_used_counts_as_in_use(model: StoredModel, loader: Loader, tmp_path: Path) -> None:
     """`gc` spares it, although no file is mapped."""
     model.close()
-    place = Place(tmp_path)
+    paths = StorePaths(tmp_path)
     pooled = open_pooled(model.path, loader)
     tensor = pooled.pieces("embed.weight")
     pooled.close()
-    assert use_of(place, model.path).in_use
+    assert use_of(paths, model.path).in_use
     del tensor
-    assert not use_of(place, model.path).in_use
+    assert not use_of(paths, model.path).in_use
 
 
 def test_two_executors_of_one_model_share_its_memory(model: StoredModel, loader: Loader) -> None:

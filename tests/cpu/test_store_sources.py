@@ -220,4 +220,4 @@ def test_a_source_that_is_refused_leaves_no_folder_in_the_store(
     catalogue = Catalogue(tmp_path / "store")
     with pytest.raises(SourceError):
         catalogue.pull(source)
-    assert list(catalogue.place.staging.iterdir()) == []
+    assert list(catalogue.paths.staging.iterdir()) == []

@@ -24,7 +24,7 @@ from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.workers.client import WorkerClient
 from dovetail.gateway.workers.fronts import LEADER, Fronts
-from dovetail.store.place import Place
+from dovetail.store.paths import StorePaths
 
 
 @asynccontextmanager
@@ -41,7 +41,7 @@ async def leading(folder: Path) -> AsyncIterator[Service]:
 @asynccontextmanager
 async def front_of(folder: Path) -> AsyncIterator[Service]:
     leader, link = Leader(folder), WorkerClient(())
-    leader.attach(link, (), None, LocalWeights(Place(folder), None))
+    leader.attach(link, (), None, LocalWeights(StorePaths(folder), None))
     cards = [make_card(folder), make_card(folder, "broken"), make_card(folder, "ours")]
     models = Models(FixedCatalogue(cards), {card.name: ModelConfig(source="") for card in cards})
     service = Service(link, models, Metrics(), Limits(resume_timeout_s=30.0))

@@ -175,7 +175,7 @@ def _summary(catalogue: Catalogue, entry: Entry) -> dict[str, Any]:
             "size_bytes": manifest.size_bytes,
             "source": manifest.source,
             "created": manifest.created,
-            "path": str(catalogue.place.folder(entry.name)),
+            "path": str(catalogue.paths.folder(entry.name)),
         }
     return common | {
         "family": card.spec.family,

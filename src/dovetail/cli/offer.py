@@ -50,7 +50,7 @@ def make_offer(config: Config, wanted: Sequence[str] = (), *, serves_early: bool
 
     offer = _offer(config, wanted, catalogue, find)
     if config.store.max_size is not None and offer.configs:
-        collect(catalogue.place, config.store.max_size, keep=[Path(card.path).name for card in offer.catalogue.cards()])
+        collect(catalogue.paths, config.store.max_size, keep=[Path(card.path).name for card in offer.catalogue.cards()])
     return offer
 
 
@@ -219,10 +219,10 @@ class LocalStore:
     def check_pieces(self, card: ModelCard) -> Iterator[Finding]:
         """Only of what is in the store: a folder elsewhere has no checksums."""
         folder = Path(card.path)
-        return check_pieces(folder) if folder.parent == self._catalogue.place.models else iter(())
+        return check_pieces(folder) if folder.parent == self._catalogue.paths.models else iter(())
 
     def put_aside(self, card: ModelCard, finding: Finding) -> bool:
-        aside = quarantine(self._catalogue.place, Path(card.path), finding)
+        aside = quarantine(self._catalogue.paths, Path(card.path), finding)
         log.error("%s: what is damaged lies in %s now", card.name, aside)
         if self._pool is not None and finding.digest:
             self._evict(finding.digest)

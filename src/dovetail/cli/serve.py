@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dovetail.gateway.workers.client import WorkerClient
     from dovetail.gateway.workers.recovery import Recovery
     from dovetail.store.host_pool.pool import HostPool
-    from dovetail.store.place import Place
+    from dovetail.store.paths import StorePaths
     from dovetail.types import ModelCard
 
 PROMPT = "Please name the capital of Germany."  # no token of the answer hangs on a near tie, in any precision
@@ -264,7 +264,7 @@ def _leave() -> Never:
 class LocalWeights(NamedTuple):
     """What this machine has for others."""
 
-    place: Place
+    paths: StorePaths
     pool: HostPool | None
 
 
@@ -359,7 +359,7 @@ def _make_pool(store: StoreConfig, durable: Durable | None) -> HostPool | None:
 def _local_weights(store: StoreConfig, pool: HostPool | None) -> LocalWeights:
     from dovetail.store import Catalogue
 
-    return LocalWeights(Catalogue(store.path).place, pool)
+    return LocalWeights(Catalogue(store.path).paths, pool)
 
 
 def _worker_options(config: Config, pool: HostPool | None) -> list[str]:

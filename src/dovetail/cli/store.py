@@ -40,9 +40,9 @@ def list_store(store: Store = None, as_json: AsJson = False) -> None:
     rows = describe_entries(catalogue)
     totals: dict[str, Any] = {
         "root": str(catalogue.root),
-        "blob_bytes": sum(path.stat().st_size for path in catalogue.place.blobs.glob("*/*")),
-        "unused_blob_bytes": sum(path.stat().st_size for path in unnamed_blobs(catalogue.place)),
-        "staging_bytes": staging_bytes(catalogue.place),
+        "blob_bytes": sum(path.stat().st_size for path in catalogue.paths.blobs.glob("*/*")),
+        "unused_blob_bytes": sum(path.stat().st_size for path in unnamed_blobs(catalogue.paths)),
+        "staging_bytes": staging_bytes(catalogue.paths),
     }
     if as_json:
         print_json({"entries": rows, **totals})
@@ -69,7 +69,7 @@ def verify_store(
     from dovetail.store.verify import verify
 
     catalogue = _catalogue(store)
-    folders = [catalogue.existing(name) for name in models] if models else catalogue.place.folders()
+    folders = [catalogue.existing(name) for name in models] if models else catalogue.paths.folders()
     with progress_bar(enabled=not as_json and sys.stderr.isatty()) as progress:
         report = None if progress is None else lambda done, total: progress("verify", done, total)
         found = verify(folders, report, threads)
@@ -100,7 +100,7 @@ def collect_garbage(
     from dovetail.store.collect import collect
 
     root, limit = _limits(config, max_size)
-    done = collect(_catalogue(store or root).place, limit, dry_run)
+    done = collect(_catalogue(store or root).paths, limit, dry_run)
     if as_json:
         print_json(done)
     else:
@@ -121,7 +121,7 @@ def pin(
     from dovetail.store.collect import set_pinned
 
     catalogue = _catalogue(store)
-    set_pinned(catalogue.place, catalogue.existing(model), not off)
+    set_pinned(catalogue.paths, catalogue.existing(model), not off)
     if as_json:
         print_json({"name": model, "pinned": not off})
     else:
@@ -160,14 +160,14 @@ def describe_entries(catalogue: Catalogue) -> list[dict[str, Any]]:
     """One row per folder of the store."""
     from dovetail.store.publish import references
 
-    named = references(catalogue.place) or Counter()
+    named = references(catalogue.paths) or Counter()
     return [_row(catalogue, entry, named) for entry in catalogue.entries()]
 
 
 def _row(catalogue: Catalogue, entry: Entry, named: dict[str, int]) -> dict[str, Any]:
     from dovetail.store.collect import use_of
 
-    use = use_of(catalogue.place, catalogue.place.folder(entry.name))
+    use = use_of(catalogue.paths, catalogue.paths.folder(entry.name))
     partitions = () if entry.manifest is None else entry.manifest.partitions
     size = entry.manifest.size_bytes if entry.manifest is not None else entry.card.size_bytes if entry.card else 0
     layout = "first form" if entry.manifest is None else entry.manifest.layout

@@ -167,7 +167,7 @@ class RayCluster:
         keys = WireKeys.kept(durable)
         port = listen_as_before(link, keys, self._host, durable)
         link.close_observers.append(keys.close)
-        self._weights = WeightServer(weights.place, weights_token(keys.for_workers), self._host, pool=weights.pool)
+        self._weights = WeightServer(weights.paths, weights_token(keys.for_workers), self._host, pool=weights.pool)
         WeightSources(link, self._weights.address)
         self._membership = Membership(self._nodes, link, keys, f"tcp://{self._host}:{port}", options)
 

@@ -1,6 +1,6 @@
 """The models and adapters that were pulled: finds, adds, removes. Serves nothing.
 
-Where they lie is `store.place`, what a folder holds `store.format.manifest`, how one is made `store.pull`.
+Where they lie is `store.paths`, what a folder holds `store.format.manifest`, how one is made `store.pull`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dovetail.store.convert import JOURNAL_BYTES
 from dovetail.store.format.manifest import MANIFEST, Manifest, is_stored, read_arriving_card, read_manifest
 from dovetail.store.format.version_one import is_version_one
 from dovetail.store.hf.adapters import StoredAdapter
-from dovetail.store.place import STORE_LOCK, Place
+from dovetail.store.paths import STORE_LOCK, StorePaths
 from dovetail.store.publish import is_interrupted, recover, recover_all, withdraw
 from dovetail.store.pull import AUTO, Form, Pull
 from dovetail.store.sources.bucket_model import EarlyServing, has_form_of_store
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 class Catalogue:
     def __init__(self, root: str | Path | None = None) -> None:
         self.root = Path(root).expanduser() if root is not None else default_root()
-        self.place = Place(self.root)
+        self.paths = StorePaths(self.root)
 
     def cards(self) -> list[ModelCard]:
         """Every usable model, by name. One that cannot be read is left out here and explained by `get`."""
@@ -58,7 +58,7 @@ class Catalogue:
 
     def entries(self) -> list[Entry]:
         """Everything, adapters and what is damaged included."""
-        return [_examine(folder) for folder in self.place.folders()]
+        return [_examine(folder) for folder in self.paths.folders()]
 
     def get(self, name: str) -> ModelCard:
         return read_any_card(self.existing(name), name)
@@ -77,7 +77,7 @@ class Catalogue:
     def present(self, source: str, name: str | None = None, layout: str = AUTO) -> ModelCard | None:
         """What `pull` would return without fetching or converting anything; None if it has to."""
         source = _canonical_source(full_source(source))
-        entry = self._present(Pull(self.place, source, name, Form(layout=layout), keep_dtype=True))
+        entry = self._present(Pull(self.paths, source, name, Form(layout=layout), keep_dtype=True))
         return entry.card if entry is not None and entry.manifest is not None else None
 
     def open_adapter(self, name: str, buffers: Sequence[memoryview] | None = None) -> StoredAdapter:
@@ -86,7 +86,7 @@ class Catalogue:
     def remove(self, name: str) -> int:
         """Returns the bytes that became free: blobs that another model names too stay."""
         self.existing(name)
-        return withdraw(self.place, name)
+        return withdraw(self.paths, name)
 
     def pull(
         self,
@@ -130,16 +130,16 @@ class Catalogue:
         if layout not in (AUTO, *LAYOUTS):
             raise SourceError(f"layout {layout!r} is not one of {AUTO}, {', '.join(LAYOUTS)}")
         if name is not None:
-            self.place.folder(name)
+            self.paths.folder(name)
         form = Form(dtype, layout, ranks)
         source = full_source(source)
         wanted = _canonical_source(source)
-        pull = Pull(self.place, wanted, name, form, progress, force, dtype == "auto", journal_bytes, early)
+        pull = Pull(self.paths, wanted, name, form, progress, force, dtype == "auto", journal_bytes, early)
         before = self._present(pull)
         if before is not None and before.manifest is not None and not force:
             return before
         try:
-            with self.place.lock(f"source-{pull.key}"):
+            with self.paths.lock(f"source-{pull.key}"):
                 present = self._present(pull)
                 if _is_newer(present, before, force):
                     assert present is not None
@@ -150,15 +150,15 @@ class Catalogue:
 
     def arriving(self, name: str) -> ModelCard:
         """A model that can be served while it downloads."""
-        return read_arriving_card(self.place.folder(name), name)
+        return read_arriving_card(self.paths.folder(name), name)
 
     def _run(self, pull: Pull, source: str, present: Entry | None) -> str:
         if present is not None and present.manifest is None and not pull.force:
-            return pull.take_over(Fetched(self.place.folder(present.name), present.name), beside=True)
+            return pull.take_over(Fetched(self.paths.folder(present.name), present.name), beside=True)
         return pull.run(source)
 
     def _present(self, pull: Pull) -> Entry | None:
-        folders = self.place.folders() if pull.name is None else [self.place.folder(pull.name)]
+        folders = self.paths.folders() if pull.name is None else [self.paths.folder(pull.name)]
         for entry in (_examine(folder) for folder in folders if folder.is_dir()):
             is_same = entry.source == pull.source and not entry.problem
             if is_same and _has_form(entry, pull) and _newest_change(pull.source) <= entry.created:
@@ -167,16 +167,16 @@ class Catalogue:
 
     def recover(self) -> None:
         """Bring back what pulls that crashed have left, where the store can be written to."""
-        if any(self.place.models.glob(".replaced-*")):
-            with suppress(OSError), self.place.lock(STORE_LOCK):
-                recover_all(self.place)
+        if any(self.paths.models.glob(".replaced-*")):
+            with suppress(OSError), self.paths.lock(STORE_LOCK):
+                recover_all(self.paths)
 
     def existing(self, name: str) -> Path:
         """The folder of a model or an adapter."""
-        folder = self.place.folder(name)
-        if not folder.exists() and is_interrupted(self.place, folder):
-            with self.place.lock(STORE_LOCK):
-                recover(self.place, folder)
+        folder = self.paths.folder(name)
+        if not folder.exists() and is_interrupted(self.paths, folder):
+            with self.paths.lock(STORE_LOCK):
+                recover(self.paths, folder)
         if not (is_stored(folder) or is_version_one(folder)):
             raise ModelNotFound(self._not_found(name), param="model", code="model_not_found")
         return folder

@@ -16,7 +16,7 @@ from dovetail.errors import CheckpointError, DamagedCheckpoint
 from dovetail.store.files import read_bytes
 from dovetail.store.format.manifest import Manifest, Partition, blob_path, open_blob, read_manifest, store_root
 from dovetail.store.loading.reader import cached_share
-from dovetail.store.place import STORE_LOCK, Place
+from dovetail.store.paths import STORE_LOCK, StorePaths
 
 QUARANTINE = "quarantine"
 
@@ -77,11 +77,11 @@ def _check_blob(path: Path, partition: Partition) -> Iterator[str]:
         os.close(descriptor)
 
 
-def quarantine(place: Place, folder: Path, finding: Finding) -> Path:
+def quarantine(paths: StorePaths, folder: Path, finding: Finding) -> Path:
     """Take the damaged blob, or the model's folder, out of the store's sight; returns where it is now."""
-    source = blob_path(place.root, finding.digest) if finding.digest else folder
-    target = place.root / QUARANTINE / f"{source.name}-{time.time_ns()}"
-    with place.lock(STORE_LOCK):
+    source = blob_path(paths.root, finding.digest) if finding.digest else folder
+    target = paths.root / QUARANTINE / f"{source.name}-{time.time_ns()}"
+    with paths.lock(STORE_LOCK):
         target.parent.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # missing: that is what is wrong with it
             source.rename(target)

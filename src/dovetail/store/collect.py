@@ -32,7 +32,7 @@ from dovetail.store.format.manifest import (
     read_manifest,
 )
 from dovetail.store.format.version_one import OLD_FILES, WEIGHTS, is_version_one
-from dovetail.store.place import STORE_LOCK, Place, source_key
+from dovetail.store.paths import STORE_LOCK, StorePaths, source_key
 from dovetail.store.publish import recover_all, references, withdraw_locked
 
 Kind = Literal["blob", "staging", "old form", "model"]
@@ -58,135 +58,137 @@ class Use(NamedTuple):
     in_use: bool
 
 
-def collect(place: Place, max_bytes: int | None = None, dry_run: bool = False, keep: Collection[str] = ()) -> Collected:
+def collect(
+    paths: StorePaths, max_bytes: int | None = None, dry_run: bool = False, keep: Collection[str] = ()
+) -> Collected:
     """`keep` names models that stay besides those that are pinned or in use."""
-    if not place.root.is_dir():
+    if not paths.root.is_dir():
         return Collected((), 0, 0, 0)
-    removed = [*_collect_staging(place, dry_run), *_collect_arriving(place, dry_run)]
+    removed = [*_collect_staging(paths, dry_run), *_collect_arriving(paths, dry_run)]
     notes: list[str] = []
-    with place.lock(STORE_LOCK):
+    with paths.lock(STORE_LOCK):
         if not dry_run:
-            recover_all(place)
-        removed += _collect_passing(place, dry_run)
-        removed += _collect_old_files(place, dry_run)
-        removed += _collect_blobs(place, dry_run, notes)
-        before = _sizes(place, place.folders())
-        victims = [] if max_bytes is None else _victims(place, max_bytes, keep)
-        removed += [_evict(place, folder, dry_run) for folder in victims]
-        size = _sizes(place, [folder for folder in place.folders() if folder not in victims])
+            recover_all(paths)
+        removed += _collect_passing(paths, dry_run)
+        removed += _collect_old_files(paths, dry_run)
+        removed += _collect_blobs(paths, dry_run, notes)
+        before = _sizes(paths, paths.folders())
+        victims = [] if max_bytes is None else _victims(paths, max_bytes, keep)
+        removed += [_evict(paths, folder, dry_run) for folder in victims]
+        size = _sizes(paths, [folder for folder in paths.folders() if folder not in victims])
     freed = sum(removal.bytes for removal in removed if removal.kind != "model") + before - size
     over = 0 if max_bytes is None else max(0, size - max_bytes)
     return Collected(tuple(removed), freed, size, over, tuple(notes))
 
 
-def use_of(place: Place, folder: Path) -> Use:
+def use_of(paths: StorePaths, folder: Path) -> Use:
     manifest = _manifest(folder)
     stamps = [folder / USED, folder / MANIFEST, folder]
     last = next(path.stat().st_mtime for path in stamps if path.exists())
-    blobs = [] if manifest is None else [blob_path(place.root, part.digest) for part in manifest.partitions]
+    blobs = [] if manifest is None else [blob_path(paths.root, part.digest) for part in manifest.partitions]
     return Use(last, (folder / PINNED).exists(), any(_is_mapped(path) for path in blobs))
 
 
-def set_pinned(place: Place, folder: Path, pinned: bool) -> None:
-    with place.lock(STORE_LOCK):
+def set_pinned(paths: StorePaths, folder: Path, pinned: bool) -> None:
+    with paths.lock(STORE_LOCK):
         if pinned:
             (folder / PINNED).touch()
         else:
             (folder / PINNED).unlink(missing_ok=True)
 
 
-def staging_bytes(place: Place) -> int:
-    return sum(_tree_bytes(path) for path in place.staging.iterdir()) if place.staging.is_dir() else 0
+def staging_bytes(paths: StorePaths) -> int:
+    return sum(_tree_bytes(path) for path in paths.staging.iterdir()) if paths.staging.is_dir() else 0
 
 
-def unnamed_blobs(place: Place) -> Iterator[Path]:
+def unnamed_blobs(paths: StorePaths) -> Iterator[Path]:
     """Blobs that no manifest names, and whatever else lies among the blobs; nothing where that cannot be known."""
-    named = references(place)
-    if named is None or not place.blobs.is_dir():
+    named = references(paths)
+    if named is None or not paths.blobs.is_dir():
         return
-    wanted = {blob_path(place.root, digest) for digest in named}
-    for folder in sorted(place.blobs.iterdir()):
+    wanted = {blob_path(paths.root, digest) for digest in named}
+    for folder in sorted(paths.blobs.iterdir()):
         if folder.is_dir() and not folder.is_symlink():
             yield from (path for path in sorted(folder.iterdir()) if path not in wanted)
 
 
-def _collect_staging(place: Place, dry_run: bool) -> Iterator[Removal]:
+def _collect_staging(paths: StorePaths, dry_run: bool) -> Iterator[Removal]:
     """Of pulls that are no longer alive: their source's lock can be had."""
-    for path in sorted(place.staging.iterdir()) if place.staging.is_dir() else []:
+    for path in sorted(paths.staging.iterdir()) if paths.staging.is_dir() else []:
         kind, _, key = path.name.partition("-")
         if kind not in ("fetch", "convert"):
             continue
-        with place.try_lock(f"source-{key}") as is_ours:
+        with paths.try_lock(f"source-{key}") as is_ours:
             if is_ours:
-                yield _remove(place, path, "staging", dry_run)
+                yield _remove(paths, path, "staging", dry_run)
 
 
-def _collect_arriving(place: Place, dry_run: bool) -> Iterator[Removal]:
+def _collect_arriving(paths: StorePaths, dry_run: bool) -> Iterator[Removal]:
     """Models whose download from a bucket ended before they were on disk."""
-    for folder in place.folders():
+    for folder in paths.folders():
         if not is_arriving(folder):
             continue
         with suppress(CheckpointError):
             source = read_manifest(folder, ARRIVING).source
-            with place.try_lock(f"source-{source_key(source)}") as is_ours:
+            with paths.try_lock(f"source-{source_key(source)}") as is_ours:
                 if is_ours:
-                    yield _remove(place, folder, "staging", dry_run)
+                    yield _remove(paths, folder, "staging", dry_run)
 
 
-def _collect_passing(place: Place, dry_run: bool) -> list[Removal]:
+def _collect_passing(paths: StorePaths, dry_run: bool) -> list[Removal]:
     """Folders that were on their way in or out when somebody died; only the holder of the store's lock makes them."""
-    paths = [path for path in place.staging.iterdir() if path.name.partition("-")[0] in ("model", "removed")]
-    return [_remove(place, path, "staging", dry_run) for path in sorted(paths)]
+    passing = [path for path in paths.staging.iterdir() if path.name.partition("-")[0] in ("model", "removed")]
+    return [_remove(paths, path, "staging", dry_run) for path in sorted(passing)]
 
 
-def _collect_old_files(place: Place, dry_run: bool) -> list[Removal]:
-    both = [folder for folder in place.folders() if is_version_one(folder) and _manifest(folder) is not None]
-    paths = [folder / name for folder in both for name in OLD_FILES]
-    return [_remove(place, path, "old form", dry_run) for path in paths if path.exists()]
+def _collect_old_files(paths: StorePaths, dry_run: bool) -> list[Removal]:
+    both = [folder for folder in paths.folders() if is_version_one(folder) and _manifest(folder) is not None]
+    old = [folder / name for folder in both for name in OLD_FILES]
+    return [_remove(paths, path, "old form", dry_run) for path in old if path.exists()]
 
 
-def _collect_blobs(place: Place, dry_run: bool, notes: list[str]) -> list[Removal]:
-    if references(place) is None:
-        unreadable = next(folder for folder in place.folders() if is_stored(folder) and _manifest(folder) is None)
+def _collect_blobs(paths: StorePaths, dry_run: bool, notes: list[str]) -> list[Removal]:
+    if references(paths) is None:
+        unreadable = next(folder for folder in paths.folders() if is_stored(folder) and _manifest(folder) is None)
         notes.append(
             f"{unreadable / MANIFEST} cannot be read, so no blob is certain to be unused; "
             f"remove it first: dovetail rm {unreadable.name}"
         )
         return []
-    removed = [_remove(place, path, "blob", dry_run) for path in unnamed_blobs(place)]
+    removed = [_remove(paths, path, "blob", dry_run) for path in unnamed_blobs(paths)]
     if not dry_run:
-        for folder in place.blobs.iterdir():
+        for folder in paths.blobs.iterdir():
             with suppress(OSError):  # not empty
                 folder.rmdir()
     return removed
 
 
-def _victims(place: Place, max_bytes: int, keep: Collection[str]) -> list[Path]:
-    folders = place.folders()
-    uses = {folder: use_of(place, folder) for folder in folders}
+def _victims(paths: StorePaths, max_bytes: int, keep: Collection[str]) -> list[Path]:
+    folders = paths.folders()
+    uses = {folder: use_of(paths, folder) for folder in folders}
     oldest_first = sorted(folders, key=lambda folder: (uses[folder].last_used, folder.name))
     victims: list[Path] = []
     for folder in oldest_first:
-        if _sizes(place, _without(folders, victims)) <= max_bytes:
+        if _sizes(paths, _without(folders, victims)) <= max_bytes:
             break
         if not (uses[folder].pinned or uses[folder].in_use or folder.name in keep):
             victims.append(folder)
     for folder in reversed(victims.copy()):
         kept = [victim for victim in victims if victim != folder]
-        frees = _sizes(place, _without(folders, kept)) - _sizes(place, _without(folders, victims))
-        if frees == 0 or _sizes(place, _without(folders, kept)) <= max_bytes:
+        frees = _sizes(paths, _without(folders, kept)) - _sizes(paths, _without(folders, victims))
+        if frees == 0 or _sizes(paths, _without(folders, kept)) <= max_bytes:
             victims = kept
     return victims
 
 
-def _evict(place: Place, folder: Path, dry_run: bool) -> Removal:
-    freed = _sizes(place, [folder])
+def _evict(paths: StorePaths, folder: Path, dry_run: bool) -> Removal:
+    freed = _sizes(paths, [folder])
     if not dry_run:
-        withdraw_locked(place, folder)
+        withdraw_locked(paths, folder)
     return Removal("model", folder.name, freed)
 
 
-def _sizes(place: Place, folders: Iterable[Path]) -> int:
+def _sizes(paths: StorePaths, folders: Iterable[Path]) -> int:
     """Blobs that these name, each once, and weights of the first form."""
     blobs: dict[str, int] = {}
     old = 0
@@ -225,14 +227,14 @@ def _is_mapped(path: Path) -> bool:
         os.close(descriptor)
 
 
-def _remove(place: Place, path: Path, kind: Kind, dry_run: bool) -> Removal:
+def _remove(paths: StorePaths, path: Path, kind: Kind, dry_run: bool) -> Removal:
     size = _tree_bytes(path)
     if not dry_run:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-    return Removal(kind, str(path.relative_to(place.root)), size)
+    return Removal(kind, str(path.relative_to(paths.root)), size)
 
 
 def _tree_bytes(path: Path) -> int:

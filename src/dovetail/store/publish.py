@@ -26,7 +26,7 @@ from dovetail.store.format.manifest import (
     is_stored,
     read_manifest,
 )
-from dovetail.store.place import STORE_LOCK, Place
+from dovetail.store.paths import STORE_LOCK, StorePaths
 
 
 def digests_of(files: dict[str, bytes]) -> dict[str, str]:
@@ -34,7 +34,7 @@ def digests_of(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def publish(
-    place: Place,
+    paths: StorePaths,
     name: str,
     manifest: Manifest,
     files: dict[str, bytes],
@@ -47,16 +47,16 @@ def publish(
     """`renew_blobs` puts the new file in the place of an equal one, which may have been damaged since. `beside` adds
     the manifest to a folder that has the other files already. `encoded`: the manifest as somebody else has written
     it, which is known by the checksum of exactly these bytes."""
-    folder = place.folder(name)
-    with place.lock(STORE_LOCK):
-        recover(place, folder)
+    folder = paths.folder(name)
+    with paths.lock(STORE_LOCK):
+        recover(paths, folder)
         pinned = (folder / PINNED).exists()
         for path, partition in partitions:
-            _place_blob(place, path, partition, renew_blobs)
+            _place_blob(paths, path, partition, renew_blobs)
         if beside:
             write_file(folder / MANIFEST, encoded or encode_manifest(manifest))
             return
-        building = place.staging / f"model-{name}"
+        building = paths.staging / f"model-{name}"
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         for file, content in files.items():
@@ -64,38 +64,38 @@ def publish(
         if pinned:
             (building / PINNED).touch()
         write_file(building / MANIFEST, encoded or encode_manifest(manifest))
-        _put_in_place(place, building, folder)
+        _put_in_place(paths, building, folder)
 
 
-def withdraw(place: Place, name: str) -> int:
+def withdraw(paths: StorePaths, name: str) -> int:
     """Removes a model and the blobs that only it has; returns the bytes that became free. Whoever has it mapped keeps
     its pages until they let go."""
-    folder = place.folder(name)
-    with place.lock(STORE_LOCK):
-        return withdraw_locked(place, folder)
+    folder = paths.folder(name)
+    with paths.lock(STORE_LOCK):
+        return withdraw_locked(paths, folder)
 
 
-def withdraw_locked(place: Place, folder: Path) -> int:
+def withdraw_locked(paths: StorePaths, folder: Path) -> int:
     """The caller holds the store's lock."""
     try:
         blobs = {partition.digest for partition in read_manifest(folder).partitions} if is_stored(folder) else set()
     except CheckpointError:
         blobs = set()  # a manifest that cannot be read names nothing; gc finds what is left
-    doomed = place.staging / f"removed-{folder.name}"
+    doomed = paths.staging / f"removed-{folder.name}"
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)  # gone at once, however long deleting takes
     freed = _bytes_in(doomed)
     shutil.rmtree(doomed)
-    return freed + drop_blobs(place, blobs)
+    return freed + drop_blobs(paths, blobs)
 
 
-def drop_blobs(place: Place, digests: Collection[str]) -> int:
+def drop_blobs(paths: StorePaths, digests: Collection[str]) -> int:
     """Those that no manifest names. The caller holds the store's lock."""
-    named = references(place)
+    named = references(paths)
     freed = 0
     for digest in digests:
         if named is not None and named[digest] == 0:
-            path = blob_path(place.root, digest)
+            path = blob_path(paths.root, digest)
             with suppress(FileNotFoundError):
                 freed += path.stat().st_size
                 path.unlink()
@@ -104,10 +104,10 @@ def drop_blobs(place: Place, digests: Collection[str]) -> int:
     return freed
 
 
-def references(place: Place) -> Counter[str] | None:
+def references(paths: StorePaths) -> Counter[str] | None:
     """How many manifests name each blob; None where one cannot be read, and so might name any."""
     found: Counter[str] = Counter()
-    for folder in place.folders():
+    for folder in paths.folders():
         if is_stored(folder):
             try:
                 found.update({partition.digest for partition in read_manifest(folder).partitions})
@@ -116,19 +116,19 @@ def references(place: Place) -> Counter[str] | None:
     return found
 
 
-def recover_all(place: Place) -> None:
-    for replaced in place.models.glob(".replaced-*"):
-        recover(place, place.models / replaced.name.removeprefix(".replaced-"))
+def recover_all(paths: StorePaths) -> None:
+    for replaced in paths.models.glob(".replaced-*"):
+        recover(paths, paths.models / replaced.name.removeprefix(".replaced-"))
 
 
-def is_interrupted(place: Place, folder: Path) -> bool:
+def is_interrupted(paths: StorePaths, folder: Path) -> bool:
     """A crash between two renames has left the old folder beside its place."""
-    return _replaced(place, folder).exists()
+    return _replaced(paths, folder).exists()
 
 
-def recover(place: Place, folder: Path) -> None:
+def recover(paths: StorePaths, folder: Path) -> None:
     """Finish what a crash between the two renames of `_put_in_place` left: bring the old folder back."""
-    replaced = _replaced(place, folder)
+    replaced = _replaced(paths, folder)
     if not replaced.exists():
         return
     if folder.exists():
@@ -137,12 +137,12 @@ def recover(place: Place, folder: Path) -> None:
         replaced.rename(folder)
 
 
-def _replaced(place: Place, folder: Path) -> Path:
-    return place.models / f".replaced-{folder.name}"
+def _replaced(paths: StorePaths, folder: Path) -> Path:
+    return paths.models / f".replaced-{folder.name}"
 
 
-def _put_in_place(place: Place, building: Path, folder: Path) -> None:
-    replaced = _replaced(place, folder)
+def _put_in_place(paths: StorePaths, building: Path, folder: Path) -> None:
+    replaced = _replaced(paths, folder)
     if folder.exists():
         folder.rename(replaced)
     building.rename(folder)
@@ -150,8 +150,8 @@ def _put_in_place(place: Place, building: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _place_blob(place: Place, path: Path, partition: Partition, renew: bool) -> None:
-    target = blob_path(place.root, partition.digest)
+def _place_blob(paths: StorePaths, path: Path, partition: Partition, renew: bool) -> None:
+    target = blob_path(paths.root, partition.digest)
     present = target.is_file() and not target.is_symlink() and target.stat().st_size == partition.size
     if present and not renew:
         path.unlink()
@@ -160,7 +160,7 @@ def _place_blob(place: Place, path: Path, partition: Partition, renew: bool) -> 
     target.parent.mkdir(parents=True, exist_ok=True)
     path.rename(target)
     sync_folder(target.parent)
-    sync_folder(place.blobs)
+    sync_folder(paths.blobs)
 
 
 def _bytes_in(folder: Path) -> int:

@@ -18,7 +18,7 @@ from dovetail.store.files import check_room, remove_empty
 from dovetail.store.format.arrange import Arrangement, arrange
 from dovetail.store.format.manifest import FORMAT, TEMPLATE, TOKENIZER, VERSION, Manifest, Partition
 from dovetail.store.hf.adapters import PeftFolder, is_adapter_folder
-from dovetail.store.place import Place, source_key
+from dovetail.store.paths import StorePaths, source_key
 from dovetail.store.publish import digests_of, publish
 from dovetail.store.sources.bucket_model import BucketModel, EarlyServing, ModelDownload, find_model
 from dovetail.store.sources.fetch import Fetched, Progress, default_name, fetch, files_identity
@@ -62,7 +62,7 @@ class Form(NamedTuple):
 
 
 class Pull(NamedTuple):
-    place: Place
+    paths: StorePaths
     source: str  # as manifests keep it
     name: str | None  # None = after the source
     form: Form
@@ -79,7 +79,7 @@ class Pull(NamedTuple):
     def run(self, given: str) -> str:
         """Returns the name. A download that is complete stays until its conversion is, an incomplete one until the
         next attempt; one that turns out to be of no use goes at once."""
-        download = self.place.staging / f"fetch-{self.key}"
+        download = self.paths.staging / f"fetch-{self.key}"
         if self.force:
             shutil.rmtree(download, ignore_errors=True)
         found = find_model(given)
@@ -105,23 +105,23 @@ class Pull(NamedTuple):
             told = f"{kept.dtype}, {kept.layout}, in {kept.ranks} parts"
             raise SourceError(f"{self.source}: kept as {told}, and not converted; leave out --dtype, --layout and --tp")
         name = self.name or default_name(found.name)
-        copy = ModelDownload(self.place, name, self.source, found, download, self.progress, force=self.force)
+        copy = ModelDownload(self.paths, name, self.source, found, download, self.progress, force=self.force)
         copy.run(self.early)
         return name
 
     def take_over(self, fetched: Fetched, beside: bool = False) -> str:
         """`beside`: a folder of the first form gets its manifest from its own files."""
         name = self.name or fetched.name
-        self.place.folder(name)
+        self.paths.folder(name)
         convert = self._convert_adapter if is_adapter_folder(fetched.path) else self._convert_model
         manifest, files, written = convert(fetched.path)
-        publish(self.place, name, manifest, files, written, renew_blobs=self.force, beside=beside)
+        publish(self.paths, name, manifest, files, written, renew_blobs=self.force, beside=beside)
         shutil.rmtree(self._staging, ignore_errors=True)
         return name
 
     @property
     def _staging(self) -> Path:
-        return self.place.staging / f"convert-{self.key}"
+        return self.paths.staging / f"convert-{self.key}"
 
     def _convert_model(self, path: Path) -> tuple[Manifest, dict[str, bytes], Written]:
         checkpoint = open_checkpoint(path)

@@ -30,7 +30,7 @@ class WatchedCatalogue:
     def cards(self) -> list[ModelCard]:
         """Every usable model, by name."""
         found = []
-        for folder in self._catalogue.place.folders():
+        for folder in self._catalogue.paths.folders():
             try:
                 found.append(self.get(folder.name))
             except (ModelNotFound, CheckpointError):
@@ -38,7 +38,7 @@ class WatchedCatalogue:
         return found
 
     def get(self, name: str) -> ModelCard:
-        folder = self._catalogue.place.folder(name)
+        folder = self._catalogue.paths.folder(name)
         stamp = _stamp(folder)
         if stamp is None:
             raise ModelNotFound(self._not_found(name), param="model", code="model_not_found")
@@ -60,13 +60,13 @@ class WatchedCatalogue:
         return f"model {name!r} not found; " + (f"there are {listed}" if names else "nothing is pulled yet")
 
     def _known_names(self) -> tuple[str, ...]:
-        models = self._catalogue.place.models
+        models = self._catalogue.paths.models
         try:
             changed = models.stat().st_mtime_ns
         except OSError:
             return ()
         if self._names[0] != changed:
-            self._names = (changed, tuple(folder.name for folder in self._catalogue.place.folders()))
+            self._names = (changed, tuple(folder.name for folder in self._catalogue.paths.folders()))
         return self._names[1]
 
 

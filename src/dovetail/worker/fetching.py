@@ -21,7 +21,7 @@ from dovetail.errors import DovetailError
 from dovetail.machine import default_root
 from dovetail.node.events import StartLoad
 from dovetail.store.format.manifest import TOKENIZER, is_stored, read_manifest
-from dovetail.store.place import Place
+from dovetail.store.paths import StorePaths
 from dovetail.store.sources.neighbour import Neighbour
 from dovetail.store.sources.neighbour_fetch import FetchCancelled, ModelFetch, Wanted
 from dovetail.store.sources.weight_server import WeightServer, address_towards
@@ -56,7 +56,7 @@ class Fetcher:
         self, root: Path, token: bytes, limit_bytes: int | None, on_end: Callable[[StartLoad, Fetched], None]
     ) -> None:
         self.neighbours: tuple[str, ...] = ()  # addresses, as the gateway told last
-        self._place = Place(root)
+        self._paths = StorePaths(root)
         self._token = token
         self._limit_bytes = limit_bytes
         self._on_end = on_end
@@ -72,7 +72,7 @@ class Fetcher:
         if not card.digest or _has(Path(card.path), card.digest):
             return card
         name = re.sub("[^A-Za-z0-9_-]+", "-", Path(card.path).name)[:_NAME_CHARS]
-        folder = self._place.folder(f"{name.lstrip('-_') or 'model'}-{card.digest[:12]}")
+        folder = self._paths.folder(f"{name.lstrip('-_') or 'model'}-{card.digest[:12]}")
         return msgspec.structs.replace(card, path=str(folder), tokenizer_file=str(folder / TOKENIZER))
 
     def lacks(self, *cards: ModelCard) -> bool:
@@ -127,7 +127,7 @@ class Fetcher:
     def _fetch(self, command: StartLoad, card: ModelCard) -> Fetched:
         if not self.lacks(card):
             return Fetched()
-        fetch = ModelFetch(self._place, Wanted(Path(card.path).name, card.digest, self._limit_bytes), self._sources)
+        fetch = ModelFetch(self._paths, Wanted(Path(card.path).name, card.digest, self._limit_bytes), self._sources)
         self._current = _Current(command, card, fetch)
         try:
             fetch.run()
@@ -159,7 +159,7 @@ class Sharing:
             limit = os.environ.get(messages.STORE_LIMIT_VARIABLE)
             self.fetcher = Fetcher(root, token, int(limit) if limit else None, on_end)
             host = gateway.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-            self._server = WeightServer(Place(root), token, address_towards(host))
+            self._server = WeightServer(StorePaths(root), token, address_towards(host))
 
     @property
     def address(self) -> str:

@@ -37,7 +37,7 @@ from dovetail.store.format.manifest import (
 )
 from dovetail.store.host_pool.lease import Arrival, Lease
 from dovetail.store.host_pool.pool import HostPool
-from dovetail.store.place import Place
+from dovetail.store.paths import StorePaths
 from dovetail.store.publish import digests_of, publish
 from dovetail.store.sources.blob_download import BlobDownload
 from dovetail.store.sources.object_store import Bucket, Patience, is_object_address
@@ -117,7 +117,7 @@ class ModelDownload:
 
     def __init__(
         self,
-        place: Place,
+        paths: StorePaths,
         name: str,
         source: str,
         found: BucketModel,
@@ -127,9 +127,9 @@ class ModelDownload:
         force: bool = False,
     ) -> None:
         """`force`: blobs that are on disk already are replaced."""
-        self._place = place
+        self._paths = paths
         self._force = force
-        self._folder = place.folder(name)
+        self._folder = paths.folder(name)
         self._found = found
         self._staging = staging
         self._report = report or (lambda stage, done, total: None)
@@ -152,7 +152,7 @@ class ModelDownload:
 
     def _missing(self) -> list[Partition]:
         found = {partition.digest: partition for partition in self._manifest.partitions}
-        return [one for one in found.values() if self._force or not _is_on_disk(self._place, one)]
+        return [one for one in found.values() if self._force or not _is_on_disk(self._paths, one)]
 
     def _kept_bytes(self) -> int:
         """Space that an earlier attempt has taken already."""
@@ -194,7 +194,7 @@ class ModelDownload:
     def _publish(self, files: Sequence[tuple[Path, Partition]], *, beside: bool) -> None:
         name, encoded = self._folder.name, self._encoded
         publish(
-            self._place,
+            self._paths,
             name,
             self._manifest,
             self._found.files,
@@ -214,8 +214,8 @@ def _become_loader(lease: Lease) -> None:
             return
 
 
-def _is_on_disk(place: Place, partition: Partition) -> bool:
-    path = blob_path(place.root, partition.digest)
+def _is_on_disk(paths: StorePaths, partition: Partition) -> bool:
+    path = blob_path(paths.root, partition.digest)
     return path.is_file() and not path.is_symlink() and path.stat().st_size == partition.size
 
 

@@ -27,7 +27,7 @@ from dovetail.errors import DamagedCheckpoint, DovetailError, SourceError
 from dovetail.store.collect import collect
 from dovetail.store.files import check_room
 from dovetail.store.format.manifest import Manifest, Partition, blob_path, is_stored, parse_manifest, partition_files
-from dovetail.store.place import Place, source_key
+from dovetail.store.paths import StorePaths, source_key
 from dovetail.store.publish import publish, withdraw
 from dovetail.store.sources.neighbour import Neighbour, NeighbourFailed
 
@@ -60,11 +60,11 @@ class Wanted(msgspec.Struct, frozen=True):
 class ModelFetch:
     """`run` it once. `done_bytes` of `total_bytes` may be looked at meanwhile, and `cancel` called, by others."""
 
-    def __init__(self, place: Place, wanted: Wanted, neighbours: Callable[[], Sequence[Neighbour]]) -> None:
+    def __init__(self, paths: StorePaths, wanted: Wanted, neighbours: Callable[[], Sequence[Neighbour]]) -> None:
         """`neighbours`: who is there now, the one to be asked first in front."""
         self.done_bytes = 0
         self.total_bytes = 0  # 0 until the manifest is here
-        self._place = place
+        self._paths = paths
         self._wanted = wanted
         self._neighbours = neighbours
         self._is_cancelled = False
@@ -77,7 +77,7 @@ class ModelFetch:
 
     def run(self) -> Path:
         """The model's folder. Raises what a user can act on, or FetchCancelled."""
-        folder = self._place.folder(self._wanted.name)
+        folder = self._paths.folder(self._wanted.name)
         try:
             with self._lock():
                 if not is_stored(folder):
@@ -88,13 +88,13 @@ class ModelFetch:
             raise
         except OSError as error:
             why = error.strerror or error
-            raise DiskFailed(f"{self._wanted.name}: cannot be written to {self._place.root}: {why}") from error
+            raise DiskFailed(f"{self._wanted.name}: cannot be written to {self._paths.root}: {why}") from error
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
         """As soon as nobody else of this machine fetches the same."""
         while True:
-            with self._place.try_lock(f"source-{self._key}") as is_ours:
+            with self._paths.try_lock(f"source-{self._key}") as is_ours:
                 if is_ours:
                     yield
                     return
@@ -103,7 +103,7 @@ class ModelFetch:
 
     @property
     def _staging(self) -> Path:
-        return self._place.staging / f"fetch-{self._key}"
+        return self._paths.staging / f"fetch-{self._key}"
 
     def _fetch(self, folder: Path) -> None:
         text = self._try_all(self._read_manifest)
@@ -116,20 +116,20 @@ class ModelFetch:
         for partition in missing:
             self._blob(partition)
         written = [(self._staging / partition.digest, partition) for partition in missing]
-        publish(self._place, folder.name, manifest, files, written, encoded=text)
+        publish(self._paths, folder.name, manifest, files, written, encoded=text)
         shutil.rmtree(self._staging, ignore_errors=True)
         self._check_published(folder, manifest)
 
     def _missing(self, manifest: Manifest) -> list[Partition]:
         found = {partition.digest: partition for partition in manifest.partitions}
-        return [one for one in found.values() if not _has_blob(self._place, one)]
+        return [one for one in found.values() if not _has_blob(self._paths, one)]
 
     def _check_published(self, folder: Path, manifest: Manifest) -> None:
         """A blob that was here when the fetch began may have been collected since."""
         try:
             partition_files(folder, manifest)
         except DamagedCheckpoint:
-            withdraw(self._place, folder.name)
+            withdraw(self._paths, folder.name)
             raise
 
     def _make_room(self, manifest: Manifest) -> list[Partition]:
@@ -145,11 +145,11 @@ class ModelFetch:
         limit = self._wanted.limit_bytes
         if limit is not None:
             whole = sum(partition.size for partition in missing)
-            over = whole - limit if whole > limit else collect(self._place, limit - whole).over_limit_bytes
+            over = whole - limit if whole > limit else collect(self._paths, limit - whole).over_limit_bytes
             if over > 0:
                 used = f"its limit of {limit / 1e6:,.1f} MB leaves {over / 1e6:,.1f} MB too little"
-                raise SourceError(f"{self._wanted.name}: no room in {self._place.root}: {used}")
-        check_room(self._wanted.name, self._place.staging, needed)
+                raise SourceError(f"{self._wanted.name}: no room in {self._paths.root}: {used}")
+        check_room(self._wanted.name, self._paths.staging, needed)
 
     # What comes from neighbours
 
@@ -265,7 +265,7 @@ class ModelFetch:
                 count = os.pwrite(file.fileno(), piece, at)
                 piece, at = piece[count:], at + count
         except OSError as error:
-            raise DiskFailed(f"{self._wanted.name}: {self._place.root}: {error.strerror or error}") from error
+            raise DiskFailed(f"{self._wanted.name}: {self._paths.root}: {error.strerror or error}") from error
 
     def _tell(self) -> None:
         now = time.monotonic()
@@ -292,6 +292,6 @@ def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _has_blob(place: Place, partition: Partition) -> bool:
-    path = blob_path(place.root, partition.digest)
+def _has_blob(paths: StorePaths, partition: Partition) -> bool:
+    path = blob_path(paths.root, partition.digest)
     return path.is_file() and not path.is_symlink() and path.stat().st_size == partition.size

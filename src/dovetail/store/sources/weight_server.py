@@ -28,7 +28,7 @@ from dovetail.errors import CheckpointError, DamagedCheckpoint, OutOfMemory
 from dovetail.store.format.manifest import MANIFEST, blob_path, is_stored, read_manifest
 from dovetail.store.host_pool.lease import Lease
 from dovetail.store.host_pool.pool import HostPool
-from dovetail.store.place import Place
+from dovetail.store.paths import StorePaths
 from dovetail.store.sources.neighbour import SCHEME, signature
 
 log = logging.getLogger("dovetail.store")
@@ -76,18 +76,18 @@ def read_request(head: bytes, token: bytes) -> Asked:
 class DigestIndex:
     """Where what has a digest lies."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, paths: StorePaths) -> None:
+        self._paths = paths
         self._files: dict[Path, tuple[int, dict[str, Path]]] = {}  # by folder: when its manifest was written, and what
 
     def find(self, digest: str) -> Path | None:
-        blob = blob_path(self._place.root, digest)
+        blob = blob_path(self._paths.root, digest)
         if blob.is_file() and not blob.parent.is_symlink():
             return blob
         return next((files[digest] for files in self._small_files() if digest in files), None)
 
     def _small_files(self) -> Iterator[dict[str, Path]]:
-        for folder in self._place.folders():
+        for folder in self._paths.folders():
             with suppress(CheckpointError, OSError):  # what cannot be read is nobody's to have
                 if is_stored(folder):
                     yield self._of(folder)
@@ -105,9 +105,9 @@ class DigestIndex:
 class WeightServer:
     """`address` is where neighbours find it, until `close`."""
 
-    def __init__(self, place: Place, token: bytes, host: str, port: int = 0, pool: HostPool | None = None) -> None:
+    def __init__(self, paths: StorePaths, token: bytes, host: str, port: int = 0, pool: HostPool | None = None) -> None:
         self._token = token
-        self._index = DigestIndex(place)
+        self._index = DigestIndex(paths)
         self._looking = asyncio.Lock()
         self._pool = pool
         self._connections: set[asyncio.Task[None]] = set()

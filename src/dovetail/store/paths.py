@@ -24,7 +24,7 @@ STORE_LOCK = "store"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
 
-class Place:
+class StorePaths:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.models = root / "models"
