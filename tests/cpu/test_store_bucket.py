@@ -26,14 +26,14 @@ from dovetail.store.host_pool.pool import HostPool
 from dovetail.store.loading.loader import Loader, LoaderConfig
 from dovetail.store.sources import blob_download, bucket_model
 from dovetail.store.sources.bucket_model import EarlyServing, upload_model
-from dovetail.store.sources.object_store import Patience
+from dovetail.store.sources.object_store import RetryPolicy
 from dovetail.types import ModelCard
 from dovetail.worker.weight_cache import WeightCache
 
 CHUNK = 1 << 20
 URL = "s3://warehouse/v1/models/big"
-QUICK = Patience(attempts=6, first_pause_s=0.01, longest_pause_s=0.05, answer_s=60.0)
-IMPATIENT = Patience(attempts=20, first_pause_s=0.01, longest_pause_s=0.05, answer_s=1.0, min_bytes_per_s=5e7)
+QUICK = RetryPolicy(attempts=6, first_pause_s=0.01, longest_pause_s=0.05, answer_s=60.0)
+IMPATIENT = RetryPolicy(attempts=20, first_pause_s=0.01, longest_pause_s=0.05, answer_s=1.0, min_bytes_per_s=5e7)
 
 
 @pytest.fixture(autouse=True)

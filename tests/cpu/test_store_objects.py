@@ -20,10 +20,10 @@ from dovetail.errors import SourceError
 from dovetail.store import Catalogue, open_checkpoint
 from dovetail.store.sources import object_source
 from dovetail.store.sources.object_source import fetch_objects
-from dovetail.store.sources.object_store import Patience
+from dovetail.store.sources.object_store import RetryPolicy
 
 TinyFolder = Callable[[str], Path]
-QUICK = Patience(attempts=4, first_pause_s=0.01, longest_pause_s=0.02, answer_s=0.5, min_bytes_per_s=5e7)
+QUICK = RetryPolicy(attempts=4, first_pause_s=0.01, longest_pause_s=0.02, answer_s=0.5, min_bytes_per_s=5e7)
 
 
 @pytest.fixture(scope="module")

@@ -40,12 +40,12 @@ from dovetail.store.host_pool.pool import HostPool
 from dovetail.store.paths import StorePaths
 from dovetail.store.publish import digests_of, publish
 from dovetail.store.sources.blob_download import BlobDownload
-from dovetail.store.sources.object_store import Bucket, Patience, is_object_address
+from dovetail.store.sources.object_store import Bucket, RetryPolicy, is_object_address
 
 log = logging.getLogger("dovetail.store")
 
 _SMALL_BYTES = 256 << 20  # more than any manifest or tokenizer has
-PATIENT = Patience(attempts=20)  # about two minutes without a single answer
+PATIENT = RetryPolicy(attempts=20)  # about two minutes without a single answer
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 
@@ -66,13 +66,13 @@ class BucketModel(NamedTuple):
     files: dict[str, bytes]
 
 
-def find_model(url: str, patience: Patience = PATIENT) -> BucketModel | None:
+def find_model(url: str, retries: RetryPolicy = PATIENT) -> BucketModel | None:
     """None where the address holds no model of this format (an HF folder or a GGUF file, perhaps)."""
     address = _split(url)
     if address is None:
         return None
     root, name = address
-    bucket = Bucket(root, patience)
+    bucket = Bucket(root, retries)
     if not bucket.has(f"models/{name}/{MANIFEST}"):
         return None
     origin = f"{bucket.url}/models/{name}"
@@ -90,10 +90,10 @@ def is_model_address(url: str) -> bool:
     return address is not None and Bucket(address[0]).has(f"models/{address[1]}/{MANIFEST}")
 
 
-def upload_model(folder: Path, url: str, report: Report, patience: Patience = PATIENT) -> int:
+def upload_model(folder: Path, url: str, report: Report, retries: RetryPolicy = PATIENT) -> int:
     """Copy a model or adapter of the store to `url` (s3://bucket/prefix), the manifest last: whoever finds it there
     finds all of it. Blobs that are there already stay. Returns the bytes that were sent."""
-    bucket, manifest = Bucket(url, patience), read_manifest(folder)
+    bucket, manifest = Bucket(url, retries), read_manifest(folder)
     sent = done = 0
     for path, partition in partition_files(folder, manifest):
         target = blob_path(Path(), partition.digest).as_posix()

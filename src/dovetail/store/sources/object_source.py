@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from dovetail.errors import SourceError
 from dovetail.store.files import check_room
-from dovetail.store.sources.object_store import Bucket, ObjectInfo, Patience
+from dovetail.store.sources.object_store import Bucket, ObjectInfo, RetryPolicy
 
 FOLDER_FILES = (".json", ".safetensors", ".model", ".jinja")  # never pickles
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -31,12 +31,12 @@ class _File(NamedTuple):
     info: ObjectInfo
 
 
-def fetch_objects(url: str, folder: Path, report: Report, patience: Patience | None = None) -> tuple[Path, str]:
+def fetch_objects(url: str, folder: Path, report: Report, retries: RetryPolicy | None = None) -> tuple[Path, str]:
     """(the folder or file, what it is called)."""
     _check_address(url)
     parent, _, last = url.rstrip("/").rpartition("/")
     is_file = last.endswith(".gguf")
-    bucket = Bucket(parent if is_file else url.rstrip("/"), patience)
+    bucket = Bucket(parent if is_file else url.rstrip("/"), retries)
     files = [_File(name, bucket.info(name)) for name in ([last] if is_file else _names(bucket))]
     target = folder / "model"
     target.mkdir(exist_ok=True)

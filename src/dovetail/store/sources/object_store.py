@@ -30,8 +30,8 @@ class NoSuchObject(SourceError):
     """The store answers, and has no object of this name."""
 
 
-class Patience(msgspec.Struct, frozen=True):
-    """How long to believe in a request, and in the store."""
+class RetryPolicy(msgspec.Struct, frozen=True):
+    """How often, and for how long, a request is made before it fails."""
 
     attempts: int = 6
     first_pause_s: float = 0.2  # doubled each time, and shaken, so that many do not come back at once
@@ -49,10 +49,10 @@ class ObjectInfo(msgspec.Struct, frozen=True):
 class Bucket:
     """A folder of an object store."""
 
-    def __init__(self, url: str, patience: Patience | None = None) -> None:
+    def __init__(self, url: str, retries: RetryPolicy | None = None) -> None:
         self.url = url.rstrip("/")
-        self._patience = patience or Patience()
-        self._store = _connect(self.url, self._patience)
+        self._retries = retries or RetryPolicy()
+        self._store = _connect(self.url, self._retries)
 
     def has(self, path: str) -> bool:
         try:
@@ -94,7 +94,7 @@ class Bucket:
         size = self.info(path).size_bytes
         if size > limit_bytes:
             raise DamagedCheckpoint(f"{self.url}/{path}: {size:,} bytes, at most {limit_bytes:,} expected")
-        step = self._patience.range_bytes
+        step = self._retries.range_bytes
         return b"".join(self.read(path, at, min(at + step, size)) for at in range(0, size, step))
 
     def names(self, prefix: str = "") -> list[str]:
@@ -111,9 +111,9 @@ class Bucket:
     ) -> Answer:
         from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
 
-        patience = self._patience
-        pause_s = patience.first_pause_s
-        for attempt in range(patience.attempts):
+        retries = self._retries
+        pause_s = retries.first_pause_s
+        for attempt in range(retries.attempts):
             try:
                 return ask()
             except (NotFoundError, FileNotFoundError):
@@ -122,11 +122,11 @@ class Bucket:
                 hint = "check the credentials in the environment"
                 raise SourceError(f"{self.url}/{path}: {_reason(error)}; {hint}") from None
             except (BaseError, OSError) as error:
-                if attempt + 1 == patience.attempts or not is_wanted():
+                if attempt + 1 == retries.attempts or not is_wanted():
                     told = f"{what} failed {attempt + 1} times: {_reason(error)}"
                     raise SourceError(f"{self.url}/{path}: {told}") from None
             time.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, patience.longest_pause_s)
+            pause_s = min(2 * pause_s, retries.longest_pause_s)
         raise AssertionError("at least one attempt is made")
 
 
@@ -134,17 +134,17 @@ def is_object_address(text: str) -> bool:
     return text.startswith(SCHEMES)
 
 
-def _connect(url: str, patience: Patience) -> ObjectStore:
+def _connect(url: str, retries: RetryPolicy) -> ObjectStore:
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
-    slowest_s = patience.answer_s + patience.range_bytes / patience.min_bytes_per_s
+    slowest_s = retries.answer_s + retries.range_bytes / retries.min_bytes_per_s
     try:
         return from_url(
             url,
             client_options={
                 "timeout": timedelta(seconds=slowest_s),
-                "connect_timeout": timedelta(seconds=patience.answer_s),
+                "connect_timeout": timedelta(seconds=retries.answer_s),
                 "allow_http": True,  # an endpoint of one's own may be plain; which one is said by the environment
             },
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=slowest_s)},  # ours, so that one counts
