@@ -16,7 +16,7 @@ from dovetail.cli.output import human_age, human_bytes, human_count, print_json,
 
 if TYPE_CHECKING:
     from dovetail.modelspec import ModelSpec
-    from dovetail.store.catalogue import Catalogue, Entry
+    from dovetail.store.catalogue import Catalogue, CatalogueEntry
     from dovetail.types import ModelCard
 
 _STAGES = {
@@ -152,7 +152,7 @@ def _catalogue(root: Path | None) -> Catalogue:
     return Catalogue(root)
 
 
-def cached_fraction(catalogue: Catalogue, entry: Entry) -> float:
+def cached_fraction(catalogue: Catalogue, entry: CatalogueEntry) -> float:
     """How much of its weights the page cache holds."""
     from dovetail.store.format.manifest import blob_path
     from dovetail.store.loading.page_cache import cached_fraction as cached
@@ -164,7 +164,7 @@ def cached_fraction(catalogue: Catalogue, entry: Entry) -> float:
     return round(held / sum(paths.values()), 4)
 
 
-def _summary(catalogue: Catalogue, entry: Entry) -> dict[str, Any]:
+def _summary(catalogue: Catalogue, entry: CatalogueEntry) -> dict[str, Any]:
     card, manifest = entry.card, entry.manifest
     common = {"name": entry.name, "kind": entry.kind, "cached": cached_fraction(catalogue, entry)}
     if card is None:
@@ -191,7 +191,7 @@ def _summary(catalogue: Catalogue, entry: Entry) -> dict[str, Any]:
     }
 
 
-def _headline(entry: Entry) -> str:
+def _headline(entry: CatalogueEntry) -> str:
     card, manifest = entry.card, entry.manifest
     if card is None:
         assert manifest is not None
@@ -206,7 +206,7 @@ def _headline(entry: Entry) -> str:
     return f"{card.name}: {size} at {card.path}"
 
 
-def _print_table(catalogue: Catalogue, entries: list[Entry]) -> None:
+def _print_table(catalogue: Catalogue, entries: list[CatalogueEntry]) -> None:
     now = time.time()
     rows = []
     for entry in entries:
@@ -234,7 +234,7 @@ def tier(cached: float) -> str:
     return "disk" if cached < 0.01 else f"disk, {cached:.0%} cached"
 
 
-def _print_details(catalogue: Catalogue, entry: Entry, card: ModelCard) -> None:
+def _print_details(catalogue: Catalogue, entry: CatalogueEntry, card: ModelCard) -> None:
     spec = card.spec
     heads = f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide"
     if spec.mla is not None:
@@ -282,7 +282,7 @@ def _what_a_token_takes(card: ModelCard) -> dict[str, str]:
     return {"KV cache" if card.spec.encoder is None else "activations": taken}
 
 
-def _print_adapter(entry: Entry) -> None:
+def _print_adapter(entry: CatalogueEntry) -> None:
     manifest = entry.manifest
     assert manifest is not None
     assert manifest.adapter is not None

@@ -16,7 +16,7 @@ from dovetail.cli.models import AsJson, Store, cached_fraction, form, progress_b
 from dovetail.cli.output import human_age, human_bytes, print_json, print_table
 
 if TYPE_CHECKING:
-    from dovetail.store.catalogue import Catalogue, Entry
+    from dovetail.store.catalogue import Catalogue, CatalogueEntry
     from dovetail.store.collect import Collected
     from dovetail.store.verify import Verified
 
@@ -164,7 +164,7 @@ def describe_entries(catalogue: Catalogue) -> list[dict[str, Any]]:
     return [_row(catalogue, entry, named) for entry in catalogue.entries()]
 
 
-def _row(catalogue: Catalogue, entry: Entry, named: dict[str, int]) -> dict[str, Any]:
+def _row(catalogue: Catalogue, entry: CatalogueEntry, named: dict[str, int]) -> dict[str, Any]:
     from dovetail.store.collect import use_of
 
     use = use_of(catalogue.paths, catalogue.paths.folder(entry.name))

@@ -188,7 +188,7 @@ class Offer:
 
 
 @dataclass
-class Entry:
+class AddedModel:
     """A model that joined while the server runs. Without a card it is still being pulled, or could not be; with one
     it can be served, perhaps while the rest of it is pulled."""
 
@@ -214,7 +214,7 @@ class Models:
         self._adapters = {adapter.name: adapter for adapter in adapters}
         self._catalogue = catalogue
         self._configs = dict(configs or {})
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, AddedModel] = {}
         self._hidden: set[str] = set()
         self._served: dict[str, ServedModel] = {}
         self._aliases: dict[str, str] = {}
@@ -271,7 +271,7 @@ class Models:
                 found.append(self.get(name))
         return found
 
-    def arriving(self) -> dict[str, Entry]:
+    def arriving(self) -> dict[str, AddedModel]:
         """Those that are not there yet."""
         return {name: entry for name, entry in self._entries.items() if entry.card is None}
 
@@ -321,7 +321,7 @@ class Models:
         self._served.pop(name, None)
         return self._adapters.pop(name)
 
-    def add(self, name: str, entry: Entry) -> None:
+    def add(self, name: str, entry: AddedModel) -> None:
         self._entries[name] = entry
         self._hidden.discard(name)
         self._collect_aliases()

@@ -29,7 +29,7 @@ from dovetail.types import ModelCard
 DTYPES = ("f32", "bf16", "f16")
 
 
-class Entry(NamedTuple):
+class CatalogueEntry(NamedTuple):
     """A folder of the store, whatever its state."""
 
     name: str
@@ -56,14 +56,14 @@ class Catalogue:
         """Every usable model, by name. One that cannot be read is left out here and explained by `get`."""
         return [entry.card for entry in self.entries() if entry.card is not None]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CatalogueEntry]:
         """Everything, adapters and what is damaged included."""
         return [_examine(folder) for folder in self.paths.folders()]
 
     def get(self, name: str) -> ModelCard:
         return read_any_card(self.existing(name), name)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> CatalogueEntry:
         found = _examine(self.existing(name))
         if found.problem:
             raise CheckpointError(found.problem)
@@ -117,7 +117,7 @@ class Catalogue:
         ranks: int = 1,
         journal_bytes: int = JOURNAL_BYTES,
         early: EarlyServing | None = None,
-    ) -> Entry:
+    ) -> CatalogueEntry:
         """Fetch and convert, unless exactly this is already here (and its files, where local, have not changed).
 
         `dtype` "auto" is `machine.kept_dtype`; an adapter keeps its own. `layout` "auto" is "gguf" for what comes
@@ -152,12 +152,12 @@ class Catalogue:
         """A model that can be served while it downloads."""
         return read_arriving_card(self.paths.folder(name), name)
 
-    def _run(self, pull: Pull, source: str, present: Entry | None) -> str:
+    def _run(self, pull: Pull, source: str, present: CatalogueEntry | None) -> str:
         if present is not None and present.manifest is None and not pull.force:
             return pull.take_over(Fetched(self.paths.folder(present.name), present.name), beside=True)
         return pull.run(source)
 
-    def _present(self, pull: Pull) -> Entry | None:
+    def _present(self, pull: Pull) -> CatalogueEntry | None:
         folders = self.paths.folders() if pull.name is None else [self.paths.folder(pull.name)]
         for entry in (_examine(folder) for folder in folders if folder.is_dir()):
             is_same = entry.source == pull.source and not entry.problem
@@ -191,7 +191,7 @@ class Catalogue:
         return f"model {name!r} not found; there are {', '.join(known)}; `dovetail pull SOURCE` fetches another"
 
 
-def _has_form(entry: Entry, pull: Pull) -> bool:
+def _has_form(entry: CatalogueEntry, pull: Pull) -> bool:
     if entry.manifest is not None and any(tensor.layout in OUTDATED for tensor in entry.manifest.tensors):
         return False  # quantised by an earlier release, in an order that must be copied, or with one scale per row
     if pull.form == Form() and has_form_of_store(pull.source):
@@ -203,14 +203,14 @@ def _has_form(entry: Entry, pull: Pull) -> bool:
     return pull.form.is_whole_and_plain and (pull.keep_dtype or entry.manifest.dtype == pull.form.dtype)
 
 
-def _is_newer(present: Entry | None, before: Entry | None, force: bool) -> bool:
+def _is_newer(present: CatalogueEntry | None, before: CatalogueEntry | None, force: bool) -> bool:
     """There now, in the present form, and (where a new one is wanted in any case) written meanwhile."""
     if present is None or present.manifest is None:
         return False
     return not force or before is None or before.manifest != present.manifest
 
 
-def _examine(folder: Path) -> Entry:
+def _examine(folder: Path) -> CatalogueEntry:
     kind: Literal["model", "adapter"] = "model"
     try:
         manifest = read_manifest(folder) if is_stored(folder) else None
@@ -218,10 +218,10 @@ def _examine(folder: Path) -> Entry:
         card = read_any_card(folder, folder.name) if kind == "model" else None
         if kind == "adapter":
             StoredAdapter(folder).close()
-        return Entry(folder.name, kind, card, manifest)
+        return CatalogueEntry(folder.name, kind, card, manifest)
     except CheckpointError as error:
         is_known = is_stored(folder) or is_version_one(folder)
-        return Entry(folder.name, kind, problem=str(error) if is_known else f"{folder / MANIFEST}: missing")
+        return CatalogueEntry(folder.name, kind, problem=str(error) if is_known else f"{folder / MANIFEST}: missing")
 
 
 def _canonical_source(source: str) -> str:

@@ -29,7 +29,7 @@ from dovetail.gateway.admin.pulls import Puller, Pulls
 from dovetail.gateway.admin.residency import Residency
 from dovetail.gateway.admin.settings import Settings
 from dovetail.gateway.admin.verification import Checks, Verification
-from dovetail.gateway.models import Entry, Offer, ServedModel
+from dovetail.gateway.models import AddedModel, Offer, ServedModel
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.text.tokenizer_check import check_tokenizer
 from dovetail.gateway.workers.recovery import Changes, until_joined
@@ -268,7 +268,7 @@ class Admin:
             self._residency.follow(name)
         self._residency.replace_preload(name for name in offer.preload if name not in offer.missing)
 
-    def _keep_pulling(self, name: str, config: ModelConfig, entry: Entry | None) -> None:
+    def _keep_pulling(self, name: str, config: ModelConfig, entry: AddedModel | None) -> None:
         pull = entry.pull if entry is not None else None
         wanted = (config.source, config.layout)
         if entry is None or pull is None or pull.is_over or (pull.source, pull.layout) != wanted:
@@ -282,11 +282,11 @@ class Admin:
 
     def _offer(self, name: str, config: ModelConfig, card: ModelCard | None, *, in_file: bool) -> None:
         pull = None if card is not None else self.pulls.begin(name, config.source, config.layout, time.time())
-        entry = Entry(config, card, in_file, pull)
+        entry = AddedModel(config, card, in_file, pull)
         self._models.add(name, entry)
         self._residency.spawn(self._arrivals.run(name, entry))
 
-    async def _begin_serving(self, name: str, entry: Entry) -> None:
+    async def _begin_serving(self, name: str, entry: AddedModel) -> None:
         if entry.card is not None and entry.pull is not None:
             await self._add_adapters(entry.card, entry)
         if entry.card is not None and entry.config.preload:
@@ -301,7 +301,7 @@ class Admin:
                 self._keep_pulling(name, offer.configs[name], None)
         await until_settled([entry for name in offer.missing if (entry := self._models.arriving().get(name))])
 
-    async def _add_adapters(self, card: ModelCard, entry: Entry) -> None:
+    async def _add_adapters(self, card: ModelCard, entry: AddedModel) -> None:
         """A model has come, which they can be compared with."""
         async with self._changing:
             try:

@@ -10,14 +10,14 @@ from typing import Any
 
 from dovetail.errors import DovetailError, EngineFailed, SourceError
 from dovetail.gateway.admin.pulls import Pulls
-from dovetail.gateway.models import Entry, ServedModel
+from dovetail.gateway.models import AddedModel, ServedModel
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.tokenizer_check import check_tokenizer
 from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")
 
-Begin = Callable[[str, Entry], Coroutine[Any, Any, None]]
+Begin = Callable[[str, AddedModel], Coroutine[Any, Any, None]]
 
 
 class Arrivals:
@@ -29,7 +29,7 @@ class Arrivals:
         self._spawn = spawn
         self._refused: dict[str, str] = {}  # by name: why a model is not served, although it could be pulled
 
-    async def run(self, name: str, entry: Entry) -> None:
+    async def run(self, name: str, entry: AddedModel) -> None:
         """Until the model is on disk."""
         if entry.pull is not None:
             logger.info("pulling %s from %s", name, entry.pull.source)
@@ -50,7 +50,7 @@ class Arrivals:
         entry.is_settled.set()
         await self._begin(name, entry)
 
-    async def _serve_early(self, name: str, entry: Entry, card: ModelCard) -> None:
+    async def _serve_early(self, name: str, entry: AddedModel, card: ModelCard) -> None:
         assert entry.pull is not None
         try:
             await self._check(card, entry)
@@ -64,10 +64,10 @@ class Arrivals:
             entry.is_settled.set()
             await self._begin(name, entry)
 
-    async def _check(self, card: ModelCard, entry: Entry) -> None:
+    async def _check(self, card: ModelCard, entry: AddedModel) -> None:
         await check_tokenizer(ServedModel(card, entry.config, self._service.models.executors))
 
-    def _give_up(self, name: str, entry: Entry, reason: str) -> None:
+    def _give_up(self, name: str, entry: AddedModel, reason: str) -> None:
         """Whoever asked for it while it came waits for nothing."""
         assert entry.pull is not None
         entry.pull.state, entry.pull.error = "failed", reason
@@ -78,7 +78,7 @@ class Arrivals:
             self._service.cluster.drop(name, error)
 
 
-async def until_settled(entries: Iterable[Entry]) -> None:
+async def until_settled(entries: Iterable[AddedModel]) -> None:
     """Each can be asked for. Raises why one could not be had."""
     for entry in entries:
         await entry.is_settled.wait()

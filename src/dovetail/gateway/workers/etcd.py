@@ -102,7 +102,7 @@ def _options(query: str) -> tuple[int, tuple[tuple[str, str], ...]]:
 Part = dict[str, Any]  # of a transaction: what is compared, read or written
 
 
-class Entry(NamedTuple):
+class KeyValue(NamedTuple):
     key: str
     value: str
     created: int  # revision of the store
@@ -115,7 +115,7 @@ class Outcome(NamedTuple):
 
     held: bool  # what it compared was so, and it was carried out
     revision: int  # of the store afterwards
-    found: tuple[Entry, ...]  # by its reads
+    found: tuple[KeyValue, ...]  # by its reads
 
 
 class EtcdClient:
@@ -132,7 +132,7 @@ class EtcdClient:
 
     # Keys
 
-    def range(self, prefix: str, limit: int = 0) -> tuple[Entry, ...]:
+    def range(self, prefix: str, limit: int = 0) -> tuple[KeyValue, ...]:
         """All that begin so, the oldest change first."""
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
         body = {"key": _coded(prefix), "range_end": _coded(end), "limit": limit}
@@ -249,10 +249,10 @@ def _coded(text: str) -> str:
     return b64encode(text.encode()).decode()
 
 
-def _entry(item: dict[str, Any]) -> Entry:
+def _entry(item: dict[str, Any]) -> KeyValue:
     key, value = (b64decode(item.get(name, "")).decode() for name in ("key", "value"))
     created, changed, lease = (int(item.get(name, 0)) for name in ("create_revision", "mod_revision", "lease"))
-    return Entry(key, value, created, changed, lease)
+    return KeyValue(key, value, created, changed, lease)
 
 
 def is_created_at(key: str, revision: int) -> Part:

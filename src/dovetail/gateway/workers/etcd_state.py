@@ -154,7 +154,7 @@ class Leadership:
             self._lease = 0
 
 
-def _found(outcome: etcd.Outcome, key: str) -> etcd.Entry | None:
+def _found(outcome: etcd.Outcome, key: str) -> etcd.KeyValue | None:
     return next((one for one in outcome.found if one.key == key), None)
 
 

@@ -29,7 +29,7 @@ _OTHER_DTYPES = {"BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "I32", 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
 
-class Entry(NamedTuple):
+class TensorHeader(NamedTuple):
     dtype: str  # as written in the header
     shape: tuple[int, ...]
     begin: int  # from the start of the data
@@ -119,7 +119,7 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[int, dict[str, Any]]:
     return 8 + length, header
 
 
-def _parse_entry(path: Path, name: str, raw: Any) -> Entry:
+def _parse_entry(path: Path, name: str, raw: Any) -> TensorHeader:
     try:
         dtype, shape, (begin, end) = raw["dtype"], tuple(raw["shape"]), raw["data_offsets"]
         numbers = [*shape, begin, end]
@@ -131,10 +131,10 @@ def _parse_entry(path: Path, name: str, raw: Any) -> Entry:
         raise DamagedCheckpoint(f"{path}: {name}: unknown dtype {dtype!r}")
     if dtype in DTYPES and end - begin != math.prod(shape) * DTYPE_BYTES[DTYPES[dtype]]:
         raise DamagedCheckpoint(f"{path}: {name}: {end - begin} bytes do not hold {dtype} of shape {list(shape)}")
-    return Entry(dtype, shape, begin, end)
+    return TensorHeader(dtype, shape, begin, end)
 
 
-def _check_layout(path: Path, entries: dict[str, Entry], data_bytes: int) -> None:
+def _check_layout(path: Path, entries: dict[str, TensorHeader], data_bytes: int) -> None:
     """Tensors tile the data exactly: what begins is where the one before ended, and the last ends with the file."""
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):

@@ -41,7 +41,7 @@ from dovetail.store.host_pool.shared_memory import (
     reserve_addresses,
     unmap,
 )
-from dovetail.store.host_pool.table import Entry, Process, Table, TableSlots
+from dovetail.store.host_pool.table import PoolEntry, Process, Table, TableSlots
 from dovetail.store.host_pool.words import WORDS, PoolWords
 
 CHUNK_BYTES = 16 << 20
@@ -163,7 +163,7 @@ class HostPool:
             chunks = table.choose_chunks(self._num_chunks(size_bytes))
             fresh = frozenset(chunks) - frozenset(table.touched)
             table.touched.extend(fresh)
-            table.entries[key] = Entry(size_bytes, chunks, self.process, False, [], 0.0)
+            table.entries[key] = PoolEntry(size_bytes, chunks, self.process, False, [], 0.0)
             self.words.advance(chunks[0], 0)
         entry = table.entries[key]
         entry.pin(self.process)
@@ -343,7 +343,7 @@ class HostPool:
             table.drop_if_useless(key)
             self._held -= 1
 
-    def _give_up(self, entry: Entry) -> None:
+    def _give_up(self, entry: PoolEntry) -> None:
         assert entry.loader == self.process, "abandoned by a process that does not load it"
         entry.loader = None
         self.words.wake_waiters(entry.chunks[0])

@@ -39,7 +39,7 @@ class Pins(msgspec.Struct, array_like=True):
     count: int
 
 
-class Entry(msgspec.Struct, array_like=True):
+class PoolEntry(msgspec.Struct, array_like=True):
     size_bytes: int
     chunks: list[int]  # in the order of the partition's bytes; the first one's words tell the progress
     loader: Process | None  # who fills it; None when it is ready, or when nobody does any more
@@ -63,7 +63,7 @@ class Entry(msgspec.Struct, array_like=True):
 
 class Table(msgspec.Struct, array_like=True):
     num_chunks: int
-    entries: dict[str, Entry]
+    entries: dict[str, PoolEntry]
     touched: list[int]  # chunks that have been backed with memory; the others cost nothing yet
     last_use: float  # of the pool as a whole
 
