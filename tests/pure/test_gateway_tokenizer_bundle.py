@@ -25,7 +25,7 @@ from dovetail.gateway.text import tokenizer_process
 from dovetail.gateway.text.token_table import TokenTable
 from dovetail.gateway.text.tokenizer_bundle import TokenizerBundle, open_tokenizer
 from dovetail.gateway.text.tokenizer_child import framed
-from dovetail.gateway.text.tokenizer_process import Nursery, TokenizerLost, nursery
+from dovetail.gateway.text.tokenizer_process import ForkServer, TokenizerLost, fork_server
 
 TEXTS = [
     "",
@@ -170,9 +170,9 @@ def test_a_damaged_file_is_refused_and_leaves_no_process(damage: str, tmp_path: 
 
 
 def forks() -> set[int]:
-    assert nursery.pid is not None or not nursery.warm()
-    assert nursery.pid is not None
-    return {process.pid for process in psutil.Process(nursery.pid).children()}
+    assert fork_server.pid is not None or not fork_server.warm()
+    assert fork_server.pid is not None
+    return {process.pid for process in psutil.Process(fork_server.pid).children()}
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -248,8 +248,8 @@ def test_a_call_that_ends_two_processes_is_refused(bundle: TokenizerBundle, monk
 
 
 def test_the_process_that_forks_is_replaced_when_it_has_ended(bundle: TokenizerBundle, tmp_path: Path) -> None:
-    assert nursery.pid is not None
-    os.kill(nursery.pid, signal.SIGKILL)
+    assert fork_server.pid is not None
+    os.kill(fork_server.pid, signal.SIGKILL)
     other = open_tokenizer(saved(tmp_path, byte_level_tokenizer(), "\n"))
     assert asyncio.run(other.encode(["a"], add_special_tokens=False))
     assert asyncio.run(bundle.encode(["a"], add_special_tokens=False))
@@ -260,8 +260,8 @@ def test_no_process_outlives_a_gateway_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
         "from dovetail.gateway.text.tokenizer_bundle import open_tokenizer\n"
-        "from dovetail.gateway.text.tokenizer_process import nursery\n"
-        "bundle = open_tokenizer(Path(sys.argv[1])); print(bundle.pid, nursery.pid, flush=True); time.sleep(60)"
+        "from dovetail.gateway.text.tokenizer_process import fork_server\n"
+        "bundle = open_tokenizer(Path(sys.argv[1])); print(bundle.pid, fork_server.pid, flush=True); time.sleep(60)"
     )
     gateway = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -275,13 +275,13 @@ def test_no_process_outlives_a_gateway_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_goes_while_a_file_is_read_leaves_nothing_behind(capfd: pytest.CaptureFixture[str]) -> None:
-    forks = Nursery()
-    control, pid = forks.fork()
+    server = ForkServer()
+    control, pid = server.fork()
     process = psutil.Process(pid)
     with control:
         control.sendall(framed(byte_level_tokenizer().to_str().encode()))
     process.wait(timeout=10)
-    forks._stop()
+    server._stop()
     assert capfd.readouterr().err == ""
 
 

@@ -33,7 +33,7 @@ from dovetail.gateway.metrics import Metrics
 from dovetail.gateway.models import Models, ServedModel
 from dovetail.gateway.text.grammar_trials import grammar_trials
 from dovetail.gateway.text.templates import templates
-from dovetail.gateway.text.tokenizer_process import nursery
+from dovetail.gateway.text.tokenizer_process import fork_server
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.gateway.workers.client import WorkerClient
 from dovetail.gateway.workers.patience import HOPELESS_S
@@ -151,7 +151,7 @@ class Service:
 
     async def start(self, preload: Iterable[str] = ()) -> None:
         """Returns when the workers are up and these models loaded; raises what the first that fails raises."""
-        await asyncio.to_thread(nursery.warm)
+        await asyncio.to_thread(fork_server.warm)
         await asyncio.gather(self._greeted(), self.preload(preload), grammar_trials.warm())
         self.is_ready = True
         templates.warm()

@@ -35,7 +35,7 @@ class TokenizerLost(Exception):
         self.took_long = took_long
 
 
-class Nursery:
+class ForkServer:
     """The process that forks: it has `tokenizers` in memory, so that a fork is there in a millisecond and shares it."""
 
     def __init__(self) -> None:
@@ -97,14 +97,14 @@ class Nursery:
             self._process = None
 
 
-nursery = Nursery()  # one for all tokenizers
+fork_server = ForkServer()  # one for all tokenizers
 
 
 class _Handle:
     """Of a process. It ends when its control socket is closed here, or is killed where it may hang."""
 
     def __init__(self) -> None:
-        self.control, self.pid = nursery.fork()
+        self.control, self.pid = fork_server.fork()
         self._pidfd: int | None = None
         with suppress(AttributeError, OSError):  # Linux only
             self._pidfd = os.pidfd_open(self.pid)
