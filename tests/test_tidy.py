@@ -59,7 +59,7 @@ BROAD_EXCEPT_ALLOWED = {
     "worker/fetching.py",
     "cli/main.py",
     "gateway/app.py",
-    "gateway/text/foreign.py",
+    "gateway/text/tokenizer_errors.py",
     "gateway/mcp/child.py",
     "grammars.py",
     "dovetail_bench/peer_child.py",

@@ -253,9 +253,9 @@ class TokenizerFile(Target):
         import msgspec
 
         from dovetail.gateway.text.detokenizer import Vocabulary
-        from dovetail.gateway.text.foreign import tokenizer_call
         from dovetail.gateway.text.token_table import TokenTable
         from dovetail.gateway.text.tokenizer_child import DecodeTokens, EncodeTexts, answer_to, open_tokenizer
+        from dovetail.gateway.text.tokenizer_errors import tokenizer_call
 
         with tokenizer_call("it cannot be read"):
             tokenizer = open_tokenizer(data)

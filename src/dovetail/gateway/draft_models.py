@@ -10,8 +10,8 @@ from pathlib import Path
 
 from dovetail.errors import InvalidRequest, RequestError
 from dovetail.gateway.models import Models, ServedModel
-from dovetail.gateway.text.foreign import tokenizer_call
 from dovetail.gateway.text.tokenizer_bundle import open_tokenizer
+from dovetail.gateway.text.tokenizer_errors import tokenizer_call
 from dovetail.types import ModelCard
 
 logger = logging.getLogger("dovetail.gateway")

@@ -19,8 +19,8 @@ from dovetail.gateway.admin.pulls import Pull
 from dovetail.gateway.text.chat import TemplateFacts
 from dovetail.gateway.text.detokenizer import Vocabulary
 from dovetail.gateway.text.fair_executor import TextExecutors
-from dovetail.gateway.text.foreign import tokenizer_call
 from dovetail.gateway.text.tokenizer_bundle import QUICK_SIZE, TokenizerBundle, open_tokenizer, text_size
+from dovetail.gateway.text.tokenizer_errors import tokenizer_call
 from dovetail.types import AdapterRef, ModelCard
 
 Result = TypeVar("Result")

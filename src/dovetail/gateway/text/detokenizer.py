@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dovetail.gateway.text.foreign import tokenizer_call
 from dovetail.gateway.text.token_table import TokenTable
+from dovetail.gateway.text.tokenizer_errors import tokenizer_call
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 _REPLACEMENT = "\ufffd"

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 
 from dovetail.confined import thread_gives_way
 from dovetail.errors import EngineFailed
-from dovetail.gateway.text.foreign import tokenizer_call
 from dovetail.gateway.text.token_table import TokenTable
+from dovetail.gateway.text.tokenizer_errors import tokenizer_call
 from dovetail.machine import trim_memory
 
 LENGTH_BYTES = 8
