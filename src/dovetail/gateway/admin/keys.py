@@ -52,7 +52,7 @@ class Caller:
     has_metrics: bool = False
 
 
-class Keys:
+class ApiKeys:
     """The keys in force. None means that everyone who reaches the server may ask its models, and that whoever can read
     the token file of this machine may change it."""
 

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from dovetail.config import Config
-from dovetail.gateway.admin.keys import Keys
+from dovetail.gateway.admin.keys import ApiKeys
 from dovetail.gateway.http.listen import check_exposure
 from dovetail.gateway.http.origins import OriginRules
 from dovetail.gateway.mcp.servers import check_mcp
@@ -27,7 +27,7 @@ class Settings:
         self.loaded_at = time.time()
         self.problem: str | None = None  # why the last reading was refused
         self.needs_restart: tuple[str, ...] = ()  # keys that differ in the file and stay as they were
-        self.keys = Keys(config.auth.keys, time.monotonic)
+        self.keys = ApiKeys(config.auth.keys, time.monotonic)
 
     @property
     def max_body_bytes(self) -> int:

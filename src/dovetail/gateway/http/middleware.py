@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail.errors import Overloaded, PayloadTooLarge, RequestError
-from dovetail.gateway.admin.keys import Keys
+from dovetail.gateway.admin.keys import ApiKeys
 from dovetail.gateway.clients import current_client
 from dovetail.gateway.http.problems import problem_response
 
@@ -58,7 +58,7 @@ class RequestIds:
 class Auth:
     """Lets in whoever the keys let in, and says who it is."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
