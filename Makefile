@@ -98,6 +98,7 @@ lint: install
 	$(BIN)/ruff check src benchmarks tests tools native
 	$(BIN)/ruff format --check src benchmarks tests tools native
 	$(BIN)/mypy
+	$(BIN)/mypy tools/*.py
 
 # Several machines, held together by Ray in an environment of its own: the head, machines that join, leave and vanish;
 # and, without Ray, machines that cannot be reached for a while, and JOINS of them that come and go under load; and etcd.

@@ -36,7 +36,7 @@ DONE = "Mended: the test passes."
 WHOLE_FILES = "*file listing*"  # aider's name for a file that is written anew, in its instructions
 ORDER = re.compile(r"Call (\S+) with (\{.*?\})\.")
 # Tools for commands, by agent: name, parameter, and what else is required.
-SHELLS = (
+SHELLS: tuple[tuple[str, str, dict[str, str | bool]], ...] = (
     ("exec_command", "cmd", {}),
     ("Bash", "command", {"description": "Mend and test"}),
     ("bash", "command", {"description": "Mend and test"}),
