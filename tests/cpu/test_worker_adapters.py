@@ -79,7 +79,7 @@ class Rig:
 
     @property
     def planned(self) -> int:
-        return self.driver.home.node.residency.ledger.planned
+        return self.driver.home.node.device.ledger.planned
 
 
 @pytest.fixture

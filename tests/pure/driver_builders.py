@@ -392,13 +392,13 @@ class Rig:
 
     def check(self) -> None:
         node = self.driver.home.node
-        node.residency.ledger.check()
+        node.device.ledger.check()
         for id, runner in self.driver.runners.items():
             pool = runner.scheduler.pool
             pool.check()
             instance = node.instances[id]
             assert pool.target * BLOCK >= instance.kv_tokens
-            held = node.residency.ledger.held_of((id, "kv"))
+            held = node.device.ledger.held_of((id, "kv"))
             assert runner.executor.kv_committed_bytes <= held, "more memory than the ledger knows of"
 
 

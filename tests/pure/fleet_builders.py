@@ -295,7 +295,7 @@ class Fleet:
     def check(self) -> None:
         for peer in self.peers.values():
             node = peer.driver.home.node
-            node.residency.ledger.check()
+            node.device.ledger.check()
             for id, runner in peer.driver.runners.items():
                 runner.scheduler.pool.check()
                 instance = node.instances[id]

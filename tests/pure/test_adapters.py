@@ -14,10 +14,11 @@ from dovetail.cluster.dispatch import Choice
 from dovetail.config import parse_config
 from dovetail.errors import ConfigError, UnsupportedModel
 from dovetail.modelspec import ModelSpec, MoeSpec
-from dovetail.node.instance import Instance
+from dovetail.node.device import Device
 from dovetail.node.protocol import Warm
 from dovetail.node.residency import Residency
-from dovetail.policy.latency import TransferModel
+from dovetail.policy.knobs import Knobs
+from dovetail.policy.placement import DeviceKind
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.fcfs import FcfsScheduler
 from dovetail.sched.scheduler import SchedulerConfig
@@ -66,16 +67,16 @@ def test_every_choice_and_what_is_left_of_a_request_keeps_its_adapter() -> None:
 
 
 def test_an_adapter_counts_in_the_ledger_until_it_goes() -> None:
-    instances: dict[int, Instance] = {}
-    residency = Residency(100, instances, [], lambda _: None, TransferModel())
+    device = Device("node", DeviceKind.CPU, 100, {}, Knobs())
+    residency = Residency(device)
     assert residency.keep_adapter(1, 60)
     assert not residency.keep_adapter(2, 41)
     assert residency.keep_adapter(2, 40)
     assert residency.keep_adapter(3, 0)  # one that could not be read
-    assert (residency.ledger.planned, residency.ledger.held) == (100, 100)
+    assert (device.ledger.planned, device.ledger.held) == (100, 100)
     for number in (1, 3, 2):
         residency.drop_adapter(number)
-    assert (residency.ledger.planned, residency.ledger.held, residency.ledger.waiting) == (0, 0, 0)
+    assert (device.ledger.planned, device.ledger.held, device.ledger.waiting) == (0, 0, 0)
 
 
 def test_layers_of_transformers_are_found_in_the_fused_matrices() -> None:

@@ -163,10 +163,10 @@ def test_an_overcommitted_node_gives_away_what_another_would_go_on_with() -> Non
         assert full.next_turn(0.1) is not None
         full.turn_done(0.2, [])
     told = source.runtime.work_of(0).as_of(4).record()
-    free.up = False
+    free.device.up = False
     controller.overcommitted(source, told, 0.2)
     assert said(controller) == [], "nobody would take it: it stays"
-    free.up = True
+    free.device.up = True
     controller.overcommitted(source, told, 0.2)
     moving, moved = said(controller)
     assert isinstance(moving, Moving)
@@ -337,7 +337,7 @@ def test_in_a_large_cluster_nodes_that_seem_full_are_not_asked() -> None:
 def test_what_was_evicted_for_want_of_memory_does_not_come_back_at_once() -> None:
     """The node has a block for it and not the next one: they would go round in circles at one moment."""
     node, other = make_node(name="node"), make_node(name="other")
-    other.up = False
+    other.device.up = False
     controller = make_cluster(node, other)
     work = make_work(0, ttft_s=5.0)
     placed = submit(controller, work)
@@ -430,7 +430,7 @@ def test_by_memory_answers_that_have_begun_go_first_and_short_contexts_before_lo
 
 def test_weights_are_weighed_by_what_a_node_that_reads_them_offers() -> None:
     cpu, gpu = make_node(kind=DeviceKind.CPU, name="cpu"), make_node(name="gpu")
-    hosting = gpu.admit.hostings["a"]
+    hosting = gpu.device.hostings["a"]
     tokens = hosting.weight_bytes / hosting.kv_bytes_per_token
     assert make_cluster(cpu, gpu).seeker.placer.weights_tokens("a") == tokens
     assert make_cluster(cpu).seeker.placer.weights_tokens("a") == 0.0

@@ -30,7 +30,7 @@ def test_a_prompt_that_is_evicted_in_parts_leaves_the_node_open_to_newcomers() -
             rig.finish_load()
         rig.step()
     (instance,) = node.instances.values()
-    node.lives.evict(instance, begun[0], "kv_short")
+    node.device.evict(instance, begun[0], "kv_short")
     rig.driver.home.changed(rig.clock.now)
     rig.read()
     rig.run()
@@ -45,7 +45,7 @@ def begun_prompts(*, holds: bool) -> tuple[Node, int]:
     """A node whose instance of a has a running request and two prompts, of which none or one has begun."""
     node = make_node(memory_gib=10.7, knobs=replace(KNOBS, part_s=0.05, paced_from_first_token=False))
     for _ in range(100):
-        node.admit.timing.answered("a", 1)
+        node.device.lengths.answered("a", 1)
     instance = node.start(make_work(0, input_tokens=500, ttft_s=1.0), 0.0)
     assert isinstance(instance, int)
     serve_memory(node, 0.0)
@@ -96,8 +96,8 @@ def test_a_pool_whose_instance_is_in_a_turn_lends_nothing() -> None:
     """The blocks of the prompts that the turn computes are counted at its end."""
     node = make_node(memory_gib=20.8, knobs=KNOBS)
     for _ in range(100):
-        node.admit.timing.answered("b", 500)
-        node.admit.timing.answered("a", 20)
+        node.device.lengths.answered("b", 500)
+        node.device.lengths.answered("a", 20)
     lender = node.start(make_work(0, "b", input_tokens=200, ttft_s=0.5), 0.0)
     borrower = node.start(make_work(1, "a", input_tokens=700, ttft_s=100.0), 0.0)
     assert isinstance(lender, int)
@@ -142,7 +142,7 @@ def test_nobody_moves_for_a_start_unless_everybody_can() -> None:
         set_load(fleet, node, model, load_s)
     for peer in fleet.peers.values():
         for _ in range(100):
-            peer.driver.home.node.admit.timing.answered("m", 3)
+            peer.driver.home.node.device.lengths.answered("m", 3)
     fleet.submit("r", "m", prompt=20, tokens=120)
     while not fleet.text["r"]:
         fleet.do(fleet.steps()[0])

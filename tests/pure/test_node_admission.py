@@ -73,7 +73,7 @@ def test_what_is_left_for_a_start_is_counted_over_everyone_there(
     arrivals: list[tuple[str, int, float, int]], knobs: Knobs
 ) -> None:
     node, _ = busy_node(knobs, arrivals)
-    room, ledger, there = node.admit.room_for_start(), node.residency.ledger, node.instances.values()
+    room, ledger, there = node.admit.room_for_start(), node.device.ledger, node.instances.values()
     if knobs.reclaim_idle:
         assert room == EMPTY
         return

@@ -235,7 +235,7 @@ def test_an_idle_instance_goes_after_its_keep_alive_unless_work_comes() -> None:
     node.timer(timer.instance, timer.epoch, timer.at_s)
     said = serve_memory(node, timer.at_s)
     assert any(isinstance(one, InstanceGone) for one in said)
-    assert node.residency.ledger.held == 0
+    assert node.device.ledger.held == 0
 
 
 def test_an_idle_instance_gives_way_to_a_start_before_its_keep_alive_is_over() -> None:
@@ -263,7 +263,7 @@ def test_preempting_hands_back_every_request_with_its_tokens() -> None:
     assert work.produced == 2
     serve_memory(node, 0.2)
     assert not node.instances
-    assert node.residency.ledger.held == 0
+    assert node.device.ledger.held == 0
 
 
 def test_a_preempted_instance_unloads_only_after_its_turn() -> None:
@@ -281,7 +281,7 @@ def test_a_preempted_instance_unloads_only_after_its_turn() -> None:
 
 def test_when_the_pool_runs_short_and_cannot_grow_the_longest_headroom_is_evicted() -> None:
     node = make_node(memory_gib=10.7, knobs=Knobs(floor_tokens=0, watermark=0.0))  # 0.7 GiB of KV: 1,433 tokens
-    node.outputs.add(0)
+    node.device.lengths.outputs.add(0)
     urgent, relaxed = make_work(0, input_tokens=500, ttft_s=1.0), make_work(1, input_tokens=400, ttft_s=5.0)
     instance = start(node, urgent)
     assert node.join(instance, relaxed, 0.0) is None
@@ -310,7 +310,7 @@ def accepted_of(knobs: Knobs, answers: int) -> int:
     """Of twenty requests, on a node that has seen answers of this length."""
     node = make_node(knobs=knobs, hosting=growing_hosting())
     for _ in range(40):
-        node.admit.timing.answered("a", answers)
+        node.device.lengths.answered("a", answers)
     instance = start(node, make_work(0, ttft_s=30.0))
     return 1 + sum(node.join(instance, make_work(id, ttft_s=30.0), 0.0) is None for id in range(1, 20))
 
@@ -346,8 +346,8 @@ def test_a_pool_that_runs_short_borrows_from_neighbours_before_anybody_is_evicte
     knobs = Knobs(floor_tokens=0, watermark=0.0, free_resize=True, lengths_by_model=True, slots_limited=False)
     node = make_node(memory_gib=20.8, knobs=knobs)  # 0.8 GiB of KV: 1,638 tokens
     for _ in range(100):
-        node.admit.timing.answered("b", 500)
-        node.admit.timing.answered("a", 20)
+        node.device.lengths.answered("b", 500)
+        node.device.lengths.answered("a", 20)
     start(node, make_work(0, "b", input_tokens=200, ttft_s=500.0))  # it holds room for 500 tokens to come
     instance = start(node, make_work(1, "a", input_tokens=700, ttft_s=1.0))
     said: list[object] = serve_memory(node, 0.0)
@@ -403,7 +403,7 @@ def test_a_dead_node_returns_its_work_and_refuses_until_it_recovers() -> None:
     start(node, work)
     assert node.fail() == [work]
     assert node.start(make_work(1), 0.0) is Refusal.CLOSED
-    node.recover()
+    node.device.up = True
     assert isinstance(node.start(make_work(2), 0.0), int)
 
 
@@ -473,7 +473,7 @@ def test_any_interleaving_keeps_the_books_balanced(
         pending.pop(0)()
         _collect(node, 99, pending)
     assert not node.instances
-    assert node.residency.ledger.held == node.residency.ledger.planned == node.residency.ledger.waiting == 0
+    assert node.device.ledger.held == node.device.ledger.planned == node.device.ledger.waiting == 0
 
 
 def test_who_comes_later_does_not_silence_an_answer_that_is_computed_again() -> None:
@@ -485,7 +485,7 @@ def test_who_comes_later_does_not_silence_an_answer_that_is_computed_again() -> 
     assert not isinstance(node.start(moved, 0.5), Refusal)
     instance = next(iter(node.instances.values()))
     demand = demand_of(instance, 0.5, 0.0, 0.0, 32.0)
-    assert demand.prefills[0].due_s == pytest.approx(node.admit.rule.max_silence_s)
+    assert demand.prefills[0].due_s == pytest.approx(node.device.rule.max_silence_s)
     assert demand.prefills[0].due_s < moved.due_s
 
 
@@ -493,10 +493,10 @@ def resident_models(tokens: int, short_requests: int, *, are_alike: bool = True)
     """How many models start on a device after requests that held so many tokens each have ended."""
     knobs = Knobs(slots_limited=False, lengths_by_model=True, weights_share=0.75, short_requests=short_requests)
     node = make_node("abcdefg", memory_gib=64.0, knobs=knobs)  # 10 GiB of weights each: four are in their share
-    node.admit.are_alike = are_alike
+    node.device.lengths.are_alike = are_alike
     for _ in range(40):
-        node.admit.timing.held(tokens)
-        node.admit.timing.answered("z", tokens // 2)
+        node.device.lengths.held(tokens)
+        node.device.lengths.answered("z", tokens // 2)
     return sum(
         isinstance(node.start(make_work(id, model, 16, ttft_s=90.0), 0.0), int) for id, model in enumerate("abcdefg")
     )

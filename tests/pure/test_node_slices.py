@@ -43,7 +43,7 @@ def shared(knobs: Knobs = KNOBS, kind: DeviceKind = DeviceKind.CPU) -> Node:
     hosting = make_hosting(weight_gib=1.0, kv_kib=16)
     node = make_node((), kind=kind, knobs=knobs, hosting=hosting)
     for model, token_s in (("large", 10 * TOKEN_S), ("small", TOKEN_S)):
-        node.admit.hostings[model] = replace(hosting, latency=latency(token_s))  # type: ignore[index]
+        node.device.hostings[model] = replace(hosting, latency=latency(token_s))  # type: ignore[index]
     return node
 
 

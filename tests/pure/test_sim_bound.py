@@ -116,7 +116,7 @@ def test_planes_lie_under_the_surface_everywhere() -> None:
     latency = LatencyModel(Curve([(1, 0.02), (1024, 0.1)]), Surface(rows))
     simulation = overloaded()
     node = simulation.devices[0].node
-    node.admit.hostings = {"0": replace(node.admit.hostings["0"], latency=latency)}
+    node.device.hostings = {"0": replace(node.device.hostings["0"], latency=latency)}
     pool = pools_of(simulation.devices, 700)[0]
     for batch in (1, 2, 3, 7, 16, 40, 200):
         for tokens in (1, 300, 512, 1000, 2048, 9000):

@@ -64,9 +64,9 @@ def test_nodes_of_several_kinds_and_models_of_several_sizes_come_from_one_file(f
     nodes = {device.node.name: device.node for device in simulation.devices}
     assert list(nodes) == ["socket-0", "socket-1", "big-0", "old-0"]
     assert {arrival.model for arrival in simulation.arrivals} == {0, 1, 3}  # two of every eight, and number 3
-    assert set(nodes["socket-0"].admit.hostings) == {"0", "1"}
-    assert nodes["old-0"].admit.hostings["3"].weight_bytes == int(62.8 * GIB)
-    assert nodes["big-0"].residency.ledger.capacity > 100 * GIB > nodes["old-0"].residency.ledger.capacity
+    assert set(nodes["socket-0"].device.hostings) == {"0", "1"}
+    assert nodes["old-0"].device.hostings["3"].weight_bytes == int(62.8 * GIB)
+    assert nodes["big-0"].device.ledger.capacity > 100 * GIB > nodes["old-0"].device.ledger.capacity
     result = simulation.run()
     assert result.met() == len(result.records)
 
@@ -147,7 +147,7 @@ def test_the_command_takes_the_file_and_its_log_replays(files: tuple[Path, Path,
 
 def start(node_slots: dict[str, int], *order: str) -> list[int | Refusal]:
     node = make_node(kind=DeviceKind.CPU, knobs=policy("sllm+c+s"))
-    node.admit.hostings = {name: make_hosting(slots=slots, in_place=True) for name, slots in node_slots.items()}
+    node.device.hostings = {name: make_hosting(slots=slots, in_place=True) for name, slots in node_slots.items()}
     return [node.start(make_work(number, model), 0.0) for number, model in enumerate(order)]
 
 

@@ -132,7 +132,7 @@ def test_loads_that_wait_for_each_other_are_excused_to_those_who_wait_for_them()
     arrivals = [Arrival(0.0, 0, 64, 4), Arrival(0.0, 1, 64, 4)]
     device = Device(node, {0: 4, 1: 4}, PredictedDurations(TransferModel(), Noise(Random(0), 0.0)))
     result = Simulation([device], knobs, arrivals).run()
-    alone_s = TransferModel().load_s(node.admit.hostings["0"].weight_bytes)
+    alone_s = TransferModel().load_s(node.device.hostings["0"].weight_bytes)
     assert [record.grace_s for record in result.records] == pytest.approx([alone_s, 2 * alone_s])
     assert result.met() == 2
 

@@ -85,7 +85,7 @@ def test_an_idle_model_goes_after_its_keep_alive_and_gives_everything_back() -> 
     rig.step()
     assert rig.gone == ["a"]
     assert rig.executors[0].is_closed
-    assert rig.driver.home.node.residency.ledger.held == 0
+    assert rig.driver.home.node.device.ledger.held == 0
     rig.submit("again", "a")
     rig.run()
     assert rig.tokens("again") == expected("again")
@@ -227,7 +227,7 @@ def test_a_model_unloaded_while_it_serves_gives_its_requests_back() -> None:
     rig.read()
     assert 0 not in rig.driver.states
     assert 0 in rig.link.dispatcher.runtime.works, "it comes back to the controller, with its tokens"
-    assert rig.driver.home.node.residency.ledger.held == 0
+    assert rig.driver.home.node.device.ledger.held == 0
     assert rig.executors[0].is_closed
 
 
@@ -449,7 +449,7 @@ def _with_token(token: int):  # type: ignore[no-untyped-def]
 def test_the_host_pool_is_told_what_the_ledger_has_left_before_anything_grows() -> None:
     """Models between uses, weights and KV share one memory: the pool has what nobody else needs."""
     rig = Rig("ab", memory=WEIGHT_BYTES * 2 + 2000 * KV_BYTES)
-    ledger = rig.driver.home.node.residency.ledger
+    ledger = rig.driver.home.node.device.ledger
     told: list[int] = []
     rig.driver._on_growth = told.append
     rig.submit("r0", "a", prompt=20, tokens=30)

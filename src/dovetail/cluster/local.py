@@ -70,7 +70,7 @@ class LocalNode:
         self.is_mute = False  # of what it is asked and answers, nothing arrives
         self.silent_until_s = 0.0
         self._offers: dict[int, tuple[Hosting, Offer]] = {}  # by identity: many models share one
-        self._hostings = runtime.node.admit.hostings
+        self._hostings = runtime.node.device.hostings
         self._offered: tuple[Hosting | None, Offer | None] = (None, None)  # of the model that was last asked for
 
     @property
@@ -91,7 +91,7 @@ class LocalNode:
 
     @property
     def link_free_s(self) -> float:
-        return self.runtime.node.residency.link_free_s
+        return self.runtime.node.device.link_free_s
 
     @property
     def is_idle(self) -> bool:

@@ -5,10 +5,11 @@ Reads the node's state and changes nothing. A Grant says how large the KV pool m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from dovetail.node.device import Device
 from dovetail.node.instance import Instance, State
 from dovetail.node.protocol import EMPTY, StartRoom
 from dovetail.node.residency import Residency
@@ -16,9 +17,9 @@ from dovetail.node.timing import Timing
 from dovetail.node.work import Work
 from dovetail.policy.consolidate import rank_victims
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import Admission, Knobs
-from dovetail.policy.memory import OutputMean, granted_tokens, recommended_tokens, required_tokens
-from dovetail.policy.placement import DeviceKind, Hosting, can_ever_serve
+from dovetail.policy.knobs import Admission
+from dovetail.policy.memory import granted_tokens, recommended_tokens, required_tokens
+from dovetail.policy.placement import Hosting, can_ever_serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +33,20 @@ MAX_VICTIMS = 2  # named to whoever asks who could give way: each one costs a lo
 
 
 class Admitter:
-    def __init__(
-        self,
-        kind: DeviceKind,
-        hostings: Mapping[str, Hosting],
-        knobs: Knobs,
-        residency: Residency,
-        instances: dict[int, Instance],
-        outputs: OutputMean,
-    ) -> None:
-        self.kind = kind
-        self.hostings = hostings
-        self.knobs = knobs
-        self.timing = Timing(kind, hostings, knobs, residency, instances, outputs)
-        self.overestimate = self.timing.overestimate
-        self.rule = self.timing.rule
+    def __init__(self, device: Device, residency: Residency) -> None:
+        self.timing = Timing(device, residency)
+        self._device = device
+        self._instances = device.instances
+        self._knobs = device.knobs
+        self._lengths = device.lengths
         self._answered: tuple[int, int, float, Grant | Refusal] = (-1, -1, 0.0, KEEP)  # by `join`, to whom and when
-        self.are_alike = False  # models answer at like length, as whoever last proposed a request has said
         self._residency = residency
-        self._instances = instances
-        self._outputs = outputs
 
     def join(self, instance: Instance, work: Work, free_at_s: float, *, ignore_memory: bool = False) -> Grant | Refusal:
         if instance.state is State.CLOSING or instance.phase is not work.phase:
             return Refusal.CLOSED
-        self.timing.hear(work)
-        if self.knobs.admission is Admission.CONCURRENCY:
+        self._lengths.hear(work.model, work.mean_tokens)
+        if self._knobs.admission is Admission.CONCURRENCY:
             return self._by_number(instance, work)
         grant: Grant | Refusal = KEEP
         if self.timing.is_too_late(instance, work, free_at_s):
@@ -70,18 +59,18 @@ class Admitter:
         return grant
 
     def start(self, work: Work, free_at_s: float) -> Grant | Refusal:
-        hosting = self.hostings.get(work.model)
+        hosting = self._device.hostings.get(work.model)
         if hosting is None:
             return Refusal.HARDWARE
-        self.timing.hear(work)
+        self._lengths.hear(work.model, work.mean_tokens)
         refusal = self._slots(hosting) or self._twin(work)
         if refusal is not None:
             return refusal
-        if self.knobs.admission is Admission.CONCURRENCY:
+        if self._knobs.admission is Admission.CONCURRENCY:
             return self._share(hosting)
         if not can_ever_serve(hosting, work.known_tokens, work.ttft_s, work.tpot_s):
             return Refusal.HARDWARE
-        if self.knobs.count_loads and not hosting.weights_in_place and self._is_link_late(hosting, work, free_at_s):
+        if self._knobs.count_loads and not hosting.weights_in_place and self._is_link_late(hosting, work, free_at_s):
             return Refusal.LINK
         grant = self._memory_for_start(hosting, work)
         if isinstance(grant, Refusal):
@@ -114,7 +103,7 @@ class Admitter:
     def pausable(self, work: Work, now: float, free_at_s: float) -> list[Instance]:
         """Instances so far ahead of their deadlines that they may be swapped out, each alone making room for an
         instance of the work's model; the one with the longest headroom first."""
-        hosting = self.hostings.get(work.model)
+        hosting = self._device.hostings.get(work.model)
         if (
             hosting is None
             or hosting.weights_in_place
@@ -123,8 +112,8 @@ class Admitter:
             return []
         need = hosting.weight_bytes
         need += self.required(hosting, work.model, [(work.input_tokens, work.produced)]) * hosting.kv_bytes_per_token
-        gap = need - self._residency.ledger.available
-        soonest = now + self.knobs.pause_headroom_s
+        gap = need - self._device.ledger.available
+        soonest = now + self._knobs.pause_headroom_s
         found = [one for one in self._instances.values() if self._may_pause(one, work, gap, soonest)]
         return sorted(self.timing.making_way(None, work, free_at_s, found), key=lambda one: -one.deadline_s)
 
@@ -132,7 +121,7 @@ class Admitter:
         return (
             instance.can_run
             and instance.model != work.model
-            and instance.batch <= self.knobs.pause_batch
+            and instance.batch <= self._knobs.pause_batch
             and instance.deadline_s > soonest_s
             and self._residency.planned_bytes(instance) >= gap
         )
@@ -140,12 +129,12 @@ class Admitter:
     def _is_link_late(self, hosting: Hosting, work: Work, free_at_s: float) -> bool:
         """L6: one link serves the loads one after another; what is excused to a request, its user still waits for."""
         wait_s = sum(one.hosting.load_s for one in self._instances.values() if one.state is State.LOADING)
-        prefill_s = hosting.latency.prefill_s(work.known_tokens) * self.overestimate
+        prefill_s = hosting.latency.prefill_s(work.known_tokens) * self._device.overestimate
         return free_at_s + wait_s + prefill_s > work.due_s
 
     def room_for_start(self) -> StartRoom:
         """What any start finds here, so that nobody need ask who would certainly be refused."""
-        if self.knobs.reclaim_idle or self.knobs.admission is Admission.CONCURRENCY:
+        if self._knobs.reclaim_idle or self._knobs.admission is Admission.CONCURRENCY:
             return EMPTY  # idle instances go for it, or nobody knows
         pace_s, strictest_s = 0.0, INFINITY
         for one in self._instances.values():
@@ -158,7 +147,7 @@ class Admitter:
 
     def _idle_bytes(self) -> int:
         """Weights that may give way to a start."""
-        if not self.knobs.reclaim_alike:
+        if not self._knobs.reclaim_alike:
             return 0
         return sum([one.hosting.weight_bytes for one in self._instances.values() if one.is_idle])
 
@@ -166,20 +155,20 @@ class Admitter:
 
     def _slots(self, hosting: Hosting) -> Refusal | None:
         count = len(self._instances)
-        if not self.knobs.sharing and count:
+        if not self._knobs.sharing and count:
             return Refusal.SLOTS
-        if self.knobs.whole_node_kv:
+        if self._knobs.whole_node_kv:
             residents = (one.hosting.slots for one in self._instances.values())
-            full = count >= min(self.knobs.shares, hosting.slots, *residents)
+            full = count >= min(self._knobs.shares, hosting.slots, *residents)
             return Refusal.SLOTS if full else None
-        if self.knobs.slots_limited:
+        if self._knobs.slots_limited:
             used = sum(1.0 / one.hosting.slots for one in self._instances.values())
             if used + 1.0 / hosting.slots > 1.0 + 1e-9:
                 return Refusal.SLOTS
         return None
 
     def _twin(self, work: Work) -> Refusal | None:
-        if not self.knobs.one_instance:
+        if not self._knobs.one_instance:
             return None
         others = (one for one in self._instances.values() if one.state is not State.CLOSING)
         return Refusal.SLOTS if any(one.model == work.model and one.phase is work.phase for one in others) else None
@@ -191,11 +180,11 @@ class Admitter:
         return Refusal.MEMORY if work.cached and instance.is_short(work.known_tokens + 1) else KEEP
 
     def _limit(self, hosting: Hosting) -> int:
-        return hosting.half_concurrency if self.knobs.shares > 1 else hosting.concurrency
+        return hosting.half_concurrency if self._knobs.shares > 1 else hosting.concurrency
 
     def _share(self, hosting: Hosting) -> Grant | Refusal:
         """A static share of the node: weights, and KV for all the rest of it."""
-        ledger = self._residency.ledger
+        ledger = self._device.ledger
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
         tokens = self.most_tokens(hosting)
         if tokens <= 0 or weights + tokens * hosting.kv_bytes_per_token > ledger.available:
@@ -204,43 +193,43 @@ class Admitter:
 
     def _share_bytes(self, hosting: Hosting) -> int:
         """Too large for a share: the whole node."""
-        return self._residency.ledger.capacity // min(self.knobs.shares, hosting.slots)
+        return self._device.ledger.capacity // min(self._knobs.shares, hosting.slots)
 
     # Memory
 
     def required(self, hosting: Hosting, model: str, lengths: list[tuple[int, int]]) -> int:
-        if self.knobs.lengths_by_model:
-            need = self.timing.most_tokens(model, lengths)[1]
+        if self._knobs.lengths_by_model:
+            need = self._lengths.most_tokens(model, lengths)[1]
             need = max(need + len(lengths), self._floor_tokens())
         else:
-            need = required_tokens(lengths, self._outputs.value, self._floor_tokens())
+            need = required_tokens(lengths, self._lengths.outputs.value, self._floor_tokens())
         need += len(lengths) * (hosting.block_tokens - 1)  # each request's last block is partly empty
         return -(need // -hosting.block_tokens) * hosting.block_tokens
 
     @property
     def _are_short(self) -> bool:
         """Several usual requests fit into the smallest pool, and there is a usual one: models do not differ."""
-        count = self.knobs.short_requests
-        return count > 0 and self.are_alike and count * self.timing.usual_tokens < self.knobs.floor_tokens
+        count = self._knobs.short_requests
+        return count > 0 and self._lengths.are_alike and count * self._lengths.usual_tokens < self._knobs.floor_tokens
 
     def _floor_tokens(self) -> int:
-        floor = self.knobs.floor_tokens
-        return min(floor, int(SHORT_FLOOR * self.timing.usual_tokens)) if self._are_short else floor
+        floor = self._knobs.floor_tokens
+        return min(floor, int(SHORT_FLOOR * self._lengths.usual_tokens)) if self._are_short else floor
 
     def recommended(self, hosting: Hosting, required: int) -> int:
-        tokens = recommended_tokens(required, self.knobs.watermark)
+        tokens = recommended_tokens(required, self._knobs.watermark)
         return -(tokens // -hosting.block_tokens) * hosting.block_tokens
 
     def room(self, hosting: Hosting, kv_tokens: int, reserved_bytes: int = 0) -> int:
         """To how many tokens a KV pool of `kv_tokens` could grow now, with so many bytes left for something else."""
-        room = kv_tokens + (self._residency.ledger.available - reserved_bytes) // hosting.kv_bytes_per_token
+        room = kv_tokens + (self._device.ledger.available - reserved_bytes) // hosting.kv_bytes_per_token
         room -= room % hosting.block_tokens
         return room if hosting.max_kv_tokens is None else min(room, hosting.max_kv_tokens)
 
     def most_tokens(self, hosting: Hosting) -> int:
         """The KV pool of the model if it had the node, or its share of it, to itself."""
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        capacity = self._share_bytes(hosting) if self.knobs.whole_node_kv else self._residency.ledger.capacity
+        capacity = self._share_bytes(hosting) if self._knobs.whole_node_kv else self._device.ledger.capacity
         tokens = max(capacity - weights, 0) // hosting.kv_bytes_per_token
         tokens -= tokens % hosting.block_tokens
         return tokens if hosting.max_kv_tokens is None else min(tokens, hosting.max_kv_tokens)
@@ -251,7 +240,7 @@ class Admitter:
 
     def _at_most(self, hosting: Hosting, work: Work, required: int) -> int:
         """Alone it gets what there is, rather than none for ever: its answer may be short."""
-        is_fixed = hosting.max_kv_tokens is None and not self.knobs.extend_deadlines
+        is_fixed = hosting.max_kv_tokens is None and not self._knobs.extend_deadlines
         if is_fixed or required <= (most := self.most_tokens(hosting)):
             return required
         return max(most, self._bare(hosting, work))
@@ -285,7 +274,7 @@ class Admitter:
     def _weights_room(self) -> int:
         """What the weights of one more instance may take. With more of them too little of the device would be left for
         caches; one instance is never too many."""
-        ledger, share = self._residency.ledger, self.knobs.weights_share
+        ledger, share = self._device.ledger, self._knobs.weights_share
         if share >= 1.0 or not self._instances:
             return ledger.available
         resident = sum([one.hosting.weight_bytes for one in self._instances.values()])
@@ -296,15 +285,15 @@ class Admitter:
 
     def _kept_bytes(self) -> int:
         """For caches: so many usual requests of each instance, and of one more like the heaviest of them."""
-        tokens = int(self.knobs.short_requests * self.timing.usual_tokens)
+        tokens = int(self._knobs.short_requests * self._lengths.usual_tokens)
         sizes = [one.hosting.kv_bytes_per_token for one in self._instances.values()]
         return tokens * (sum(sizes) + max(sizes))
 
     def missing_bytes(self, hosting: Hosting, work: Work) -> int:
         """L7: what would have to come free for a start of the work's model; 0 = memory is not what it lacks."""
-        ledger = self._residency.ledger
+        ledger = self._device.ledger
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        if self.knobs.whole_node_kv:
+        if self._knobs.whole_node_kv:
             return max(self._share_bytes(hosting) - ledger.available, 0)
         required = self._required_for_start(hosting, work)
         missing = weights + required * hosting.kv_bytes_per_token - ledger.available
@@ -317,4 +306,4 @@ class Admitter:
             instance.hosting, work.model, [*instance.lengths(), (work.input_tokens, work.produced)]
         )
         missing = required - self._residency.planned_kv_tokens(instance)
-        return missing * instance.hosting.kv_bytes_per_token - self._residency.ledger.available
+        return missing * instance.hosting.kv_bytes_per_token - self._device.ledger.available

@@ -21,7 +21,7 @@ USUAL_TOKENS = 1024  # of a context, where a request is not known yet
 
 def view_of(node: Node, version: int, fullness: float, room: protocol.StartRoom) -> protocol.NodeView:
     """The node as others may know it."""
-    ledger = node.residency.ledger
+    ledger = node.device.ledger
     instances = tuple(
         protocol.InstanceView(one.id, one.model, one.phase, one.batch, one.state is State.READY)
         for one in node.instances.values()
@@ -36,14 +36,14 @@ def view_of(node: Node, version: int, fullness: float, room: protocol.StartRoom)
         ledger.available,
         instances,
         room,
-        node.residency.link_free_s,
+        node.device.link_free_s,
     )
 
 
 def offer_of(node: Node, hosting: Hosting) -> protocol.Offer:
     room_tokens = node.admit.most_tokens(hosting) - hosting.block_tokens
     weight_bytes = 0 if hosting.weights_in_place else hosting.weight_bytes
-    decode_s = hosting.latency.decode_s(1, USUAL_TOKENS) * node.admit.overestimate
+    decode_s = hosting.latency.decode_s(1, USUAL_TOKENS) * node.device.overestimate
     token_s, resume_s = _recompute(hosting.latency)
     return protocol.Offer(
         room_tokens,
@@ -66,11 +66,11 @@ def _recompute(latency: Latency) -> tuple[float, float]:
 
 def load_s(node: Node, question: protocol.Propose, now: float) -> float:
     """Until the weights would be there for a request that is to be held: nobody waits for it, its load included."""
-    node.residency.now_s = now
+    node.device.now_s = now
     instance = node.instances.get(question.instance) if question.instance is not None else None
     if instance is not None:
         return max(instance.loaded_s - now, 0.0) if instance.state is State.LOADING else 0.0
-    hosting = node.admit.hostings.get(question.request.model)
+    hosting = node.device.hostings.get(question.request.model)
     if hosting is None or hosting.weights_in_place:
         return 0.0
     return node.residency.loaded_s(hosting) - now
@@ -114,7 +114,7 @@ def estimate(latency: Latency, work: Work) -> tuple[float, float]:
 
 def refused(node: Node, refusal: Refusal, work: Work) -> protocol.Refused:
     """With what the request would need here."""
-    hosting = node.admit.hostings.get(work.model)
+    hosting = node.device.hostings.get(work.model)
     if hosting is None:
         return protocol.Refused(refusal)
     prefill_s, decode_s = estimate(hosting.latency, work)
@@ -159,7 +159,7 @@ def find_pausable(node: Node, question: protocol.FindPausable, now: float) -> pr
 def find_guests(node: Node, question: protocol.FindGuests) -> protocol.Guests:
     """L7. Whoever still waits for a first token is not disturbed, nor is who is held for a migration."""
     work = Work.of(question.request)
-    hosting = node.admit.hostings.get(work.model)
+    hosting = node.device.hostings.get(work.model)
     if hosting is None or not node.up:
         return protocol.Guests()
     missing = node.admit.missing_bytes(hosting, work)
@@ -179,8 +179,8 @@ def find_guests(node: Node, question: protocol.FindGuests) -> protocol.Guests:
 
 def ease(node: Node, question: protocol.Ease, now: float) -> protocol.Eased:
     work = Work.of(question.request)
-    hosting = node.admit.hostings.get(work.model)
+    hosting = node.device.hostings.get(work.model)
     if hosting is None:
         return protocol.Eased()
-    own_s = hosting.latency.decode_s(1, work.known_tokens) * node.admit.overestimate
+    own_s = hosting.latency.decode_s(1, work.known_tokens) * node.device.overestimate
     return protocol.Eased(ease_everyone(node, now, own_s))

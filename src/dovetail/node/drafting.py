@@ -16,7 +16,7 @@ def longest_decode_s(node: Node, now: float) -> float:
     device. One that has its iterations to itself has its tokens soonest with the most of them per second."""
     turn = node.turn
     assert turn is not None, "no turn under way"
-    own, rule = turn.instance, node.admit.rule
+    own, rule = turn.instance, node.device.rule
     until_s = own.running_due_s if len(own.running) > 1 else INFINITY
     others = [one for one in node.instances.values() if one.has_turns and one.can_run]
     for one in others:

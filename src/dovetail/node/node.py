@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dovetail.node.admission import KEEP, Admitter, Grant
-from dovetail.node.events import FirstToken, Said, SetTimer, Turn
+from dovetail.node.device import Device
+from dovetail.node.events import FirstToken, SetTimer, Turn
 from dovetail.node.instance import Instance, State
 from dovetail.node.lifecycle import Lifecycle
+from dovetail.node.membership import Membership
 from dovetail.node.outlook import movable
-from dovetail.node.pools import LOOK_AROUND_TURNS
+from dovetail.node.pools import LOOK_AROUND_TURNS, Pools
 from dovetail.node.protocol import CaughtUp, Pausable, Victim
 from dovetail.node.residency import Residency
 from dovetail.node.shares import advance
@@ -21,8 +23,7 @@ from dovetail.node.turns import Turns
 from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
-from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
-from dovetail.policy.memory import OutputMean
+from dovetail.policy.latency import TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 
 
@@ -41,25 +42,26 @@ class Node:
         self.name = name
         self.kind = kind
         self.knobs = knobs
-        self.up = True
-        self.instances: dict[int, Instance] = {}
-        self.outbox: list[Said] = []
-        self.outputs = OutputMean()
-        resizes = transfer or _resizes_of(kind, knobs)
-        self.residency = Residency(memory_bytes, self.instances, self.outbox, self._update, resizes)
-        self.admit = Admitter(kind, hostings, knobs, self.residency, self.instances, self.outputs)
-        throttle = knobs.shares if knobs.shares > 1 and kind is DeviceKind.GPU else 0
-        self.turns = Turns(self.admit.rule, throttle)
-        self.lives = Lifecycle(self.instances, self.residency, self.admit, self.turns, self.outbox, first_instance)
-        self.pools = self.lives.pools
+        self.device = device = Device(
+            name, kind, memory_bytes, hostings, knobs, first_instance=first_instance, transfer=transfer
+        )
+        self.instances = device.instances
+        self.outbox = device.outbox
+        self.residency = Residency(device)
+        self.admit = Admitter(device, self.residency)
+        self.turns = Turns(device)
+        self.lives = Lifecycle(device, self.residency, self.admit)
+        self.pools = Pools(device, self.residency, self.admit, self.lives)
+        self.members = Membership(device, self.turns, self.pools)
+
+    @property
+    def up(self) -> bool:
+        return self.device.up
 
     @property
     def turn(self) -> Turn | None:
         """Under way."""
         return self.turns.turn
-
-    def _update(self, instance: Instance) -> None:
-        self.turns.update(instance)
 
     # What the cluster may see
 
@@ -71,7 +73,7 @@ class Node:
     def fullness(self) -> float:
         """CPUs are short of time, GPUs of memory: packing goes by that."""
         if self.kind is DeviceKind.GPU:
-            return float(self.residency.ledger.planned)
+            return float(self.device.ledger.planned)
         return sum(instance.decode_s() for instance in self.instances.values())
 
     # Admission
@@ -82,7 +84,7 @@ class Node:
 
     def check_start(self, work: Work, now: float) -> Refusal | None:
         work = self.admit.timing.unbroken(work, now)
-        grant = self.admit.start(work, self._free_at_s(now)) if self.up else Refusal.CLOSED
+        grant = self.admit.start(work, self._free_at_s(now)) if self.device.up else Refusal.CLOSED
         return grant if isinstance(grant, Refusal) else None
 
     def join(self, instance_id: int, work: Work, now: float) -> Refusal | None:
@@ -95,38 +97,38 @@ class Node:
 
     def start(self, work: Work, now: float, *, reclaims: bool = False) -> int | Refusal:
         """Start an instance for the work; returns the instance's id. `reclaims`: idle ones may go for it."""
-        grant = self.admit.start(work, self._free_at_s(now)) if self.up else Refusal.CLOSED
+        grant = self.admit.start(work, self._free_at_s(now)) if self.device.up else Refusal.CLOSED
         if grant is Refusal.MEMORY and (reclaims or self.knobs.reclaim_idle):
             grant = self.lives.reclaim(work, self._free_at_s(now))
         if isinstance(grant, Refusal):
             return grant
-        instance = self.lives.begin(work.model, work.phase)
+        instance = self.device.open_instance(work.model, work.phase)
         instance.add(work)
         self.lives.load(instance, grant)
         return instance.id
 
     def warm(self, model: str, now: float) -> int | Refusal:
         """Start an instance before anybody asks for it; it is idle from the start. Its KV pool comes with its work."""
-        self.residency.now_s = now
-        hosting = self.admit.hostings.get(model)
-        if hosting is None or not self.up:
-            return Refusal.HARDWARE if self.up else Refusal.CLOSED
-        if not hosting.weights_in_place and hosting.weight_bytes > self.residency.ledger.available:
+        self.device.now_s = now
+        hosting = self.device.hostings.get(model)
+        if hosting is None or not self.device.up:
+            return Refusal.HARDWARE if self.device.up else Refusal.CLOSED
+        if not hosting.weights_in_place and hosting.weight_bytes > self.device.ledger.available:
             return Refusal.MEMORY
-        instance = self.lives.begin(model, Phase.ANY)
+        instance = self.device.open_instance(model, Phase.ANY)
         self.lives.load(instance, KEEP)
         is_loading = instance.state is State.LOADING and instance.loaded_s != INFINITY
-        self.lives.after_leaving(instance, max(now, instance.loaded_s) if is_loading else now)
+        self.pools.after_leaving(instance, max(now, instance.loaded_s) if is_loading else now)
         return instance.id
 
     def rehost(self, model: str, now: float) -> None:
         """The model's hosting was replaced: its instances go by the new one, and an idle one's time starts anew."""
-        self.residency.now_s = now
+        self.device.now_s = now
         for instance in [one for one in self.instances.values() if one.model == model]:
-            instance.hosting = self.admit.hostings[model]
+            instance.hosting = self.device.hostings[model]
             instance.refresh()
             if not instance.batch and instance.state is State.READY:
-                self.lives.after_leaving(instance, now)
+                self.pools.after_leaving(instance, now)
 
     def close_idle(self, count: int = 1) -> int:
         """Close up to `count` idle instances, the longest idle first; returns how many. For a host short of memory."""
@@ -138,14 +140,14 @@ class Node:
     def victims_for(self, instance_id: int, work: Work, now: float) -> list[Victim]:
         """S9: neighbours whose going, each alone, would let the instance take the work; smallest batch first."""
         instance = self.instances.get(instance_id)
-        if instance is None or not self.up:
+        if instance is None or not self.device.up:
             return []
         found = self.admit.victims(instance, work, self._free_at_s(now))
         return [Victim(one.id, tuple(work.record() for work in movable(one)), one.deadline_s - now) for one in found]
 
     def pausable_for(self, work: Work, now: float) -> list[Pausable]:
         """Instances that could be swapped out to start one for the work."""
-        if not self.up:
+        if not self.device.up:
             return []
         found = self.admit.pausable(work, now, self._free_at_s(now))
         return [Pausable(one.id, one.deadline_s - now, one.batch, one.hosting.weight_bytes) for one in found]
@@ -154,46 +156,34 @@ class Node:
         """Close an instance; its work comes back as Evicted notices."""
         instance = self.instances[instance_id]
         for work in instance.works():
-            self.lives.evict(instance, work, reason)
+            self.device.evict(instance, work, reason)
         self.lives.close(instance)
 
     def withdraw(self, instance_id: int, work: Work, now: float) -> None:
         """Take back one piece of work (an abort, or a move that the cluster decided)."""
-        self.residency.now_s = now
+        self.device.now_s = now
         instance = self.instances[instance_id]
         instance.remove(work)
-        self.lives.after_leaving(instance, now)
+        self.pools.after_leaving(instance, now)
 
     def prepared(self, instance_id: int, work: Work, now: float, *, is_there: bool) -> None:
         """Its grammar and its adapter are there, or there is no memory for them."""
-        self.residency.now_s = now
-        self.lives.prepared(self.instances[instance_id], work, now, is_there=is_there)
+        self.device.now_s = now
+        self.members.prepared(self.instances[instance_id], work, now, is_there=is_there)
 
     def catch_up(self, instance_id: int, work: Work, record: RequestRecord, now: float, *, is_last: bool) -> None:
         """L4: a held work has more tokens. With the last of them it goes on here: in the next decode if little is left
         to compute, else when a prefill has computed that."""
-        self.residency.now_s = now
-        self.lives.catch_up(self.instances[instance_id], work, record, now, is_last=is_last)
+        self.device.now_s = now
+        self.members.catch_up(self.instances[instance_id], work, record, now, is_last=is_last)
 
     def fail(self) -> list[Work]:
         """The device is gone, with everything on it; returns the work that was there."""
-        lost = [work for instance in self.instances.values() for work in instance.works()]
-        for instance in self.instances.values():
-            for work in instance.works():
-                instance.remove(work)
-        self.instances.clear()
-        self.turns.clear()
-        self.residency.ledger.clear()
-        self.outbox.clear()
-        self.up = False
-        return lost
-
-    def recover(self) -> None:
-        self.up = True
+        return self.device.fail()
 
     def _consider_join(self, instance_id: int, work: Work, now: float) -> Grant | Refusal:
         instance = self.instances.get(instance_id)
-        if instance is None or not self.up:
+        if instance is None or not self.device.up:
             return Refusal.CLOSED
         return self.admit.join(instance, work, self._free_at_s(now))
 
@@ -202,10 +192,10 @@ class Node:
         instance.add(work)
         if grant.kv_tokens is not None:
             self.residency.resize(instance, grant.kv_tokens)
-        self.turns.update(instance)
+        self.device.update(instance)
 
     def _free_at_s(self, now: float) -> float:
-        self.residency.now_s = now
+        self.device.now_s = now
         return self.turns.free_at_s(now)
 
     # Turns
@@ -214,7 +204,7 @@ class Node:
         """Whose turn it is (S2); None when the device is busy or nobody can run."""
         if self.turn is not None:
             return None
-        self.residency.now_s = now
+        self.device.now_s = now
         while True:
             turn = self.turns.choose(now)
             if turn is None:
@@ -232,7 +222,7 @@ class Node:
 
     def interlude(self, now: float) -> Turn | None:
         """The turn under way has stopped between two layers; whose turn is let in, if anybody's."""
-        self.residency.now_s = now
+        self.device.now_s = now
         turn = self.turns.interlude(now)
         if turn is not None:
             self.turns.begin(turn, now)
@@ -241,7 +231,7 @@ class Node:
     def turn_done(self, now: float, finished: Sequence[Work], computed: Mapping[int, int] | None = None) -> list[Work]:
         """The iteration has ended; `finished` got their last token in it. `computed`: how many tokens are, of the
         prompts that it was spent on; None = as many as was asked. Returns those whose prompt has its token."""
-        self.residency.now_s = now
+        self.device.now_s = now
         ended = self.turns.end(now)
         turn, instance, prompts = ended.turn, ended.turn.instance, ended.turn.prompts
         instance.busy_s += now - ended.started_s
@@ -253,11 +243,11 @@ class Node:
         if done:
             instance.refresh()  # once for all of them
         if finished:
-            self.lives.finish(instance, finished, now)
+            self.members.finish(instance, finished, now)
         if instance.phase is Phase.PREFILL:
             for work in done:
                 if work.id in instance.running:
-                    self.lives.hand_over(instance, work, now)
+                    self.members.hand_over(instance, work, now)
         if instance.loose_tokens > instance.kv_tokens:
             self.pools.make_room(instance, now)
         if instance.ops or instance.state is State.CLOSING:
@@ -299,20 +289,20 @@ class Node:
     # Memory
 
     def load_done(self, instance_id: int, now: float, duration_s: float) -> None:
-        self.residency.now_s = now
+        self.device.now_s = now
         self.lives.loaded(self.instances[instance_id], now, duration_s)
 
     def load_failed(self, instance_id: int, now: float) -> None:
-        self.residency.now_s = now
+        self.device.now_s = now
         self.lives.load_failed(self.instances[instance_id])
 
     def unload_done(self, instance_id: int, now: float) -> None:
-        self.residency.now_s = now
+        self.device.now_s = now
         self.residency.done(self.instances[instance_id], "weights")
         self.lives.after_op(self.instances[instance_id])
 
     def resize_done(self, instance_id: int, now: float) -> None:
-        self.residency.now_s = now
+        self.device.now_s = now
         instance = self.instances[instance_id]
         self.residency.done(instance, "kv")
         instance.starved = False
@@ -320,11 +310,7 @@ class Node:
 
     def timer(self, instance_id: int, epoch: int, now: float) -> None:
         """Keep-alive is over, unless the instance has had work since (S11)."""
-        self.residency.now_s = now
+        self.device.now_s = now
         instance = self.instances.get(instance_id)
         if instance is not None and instance.epoch == epoch and not instance.batch:
             self.lives.close(instance)
-
-
-def _resizes_of(kind: DeviceKind, knobs: Knobs) -> TransferModel:
-    return IN_PLACE_RESIZE if knobs.free_resize or kind is DeviceKind.CPU else TransferModel()

@@ -6,11 +6,10 @@ come, and the cluster is asked to move somebody elsewhere.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from dovetail.node.admission import Admitter
-from dovetail.node.events import Said
+from dovetail.node.device import Device
 from dovetail.node.instance import Instance
+from dovetail.node.lifecycle import Lifecycle
 from dovetail.node.protocol import Overcommitted
 from dovetail.node.residency import Residency
 from dovetail.node.work import Work
@@ -23,30 +22,22 @@ MOST_AHEAD_TURNS = 192  # beyond that nobody knows which answers still run
 LENT_TURNS = 32  # whoever lends keeps room for so many, and whoever borrows gets it
 
 
-class Owner(Protocol):
-    """The node, as far as its pools need it."""
-
-    def evict(self, instance: Instance, work: Work, reason: str) -> None: ...
-
-    def after_leaving(self, instance: Instance, now: float) -> None: ...
-
-    def update_active(self, instance: Instance) -> None: ...
-
-
 class Pools:
-    def __init__(
-        self,
-        instances: dict[int, Instance],
-        residency: Residency,
-        admit: Admitter,
-        outbox: list[Said],
-        owner: Owner,
-    ) -> None:
-        self._instances = instances
+    def __init__(self, device: Device, residency: Residency, admit: Admitter, lives: Lifecycle) -> None:
+        self._device = device
+        self._instances = device.instances
         self._residency = residency
         self._admit = admit
-        self._outbox = outbox
-        self._owner = owner
+        self._lives = lives
+
+    def after_leaving(self, instance: Instance, now: float) -> None:
+        """A request has left."""
+        instance.starved = False
+        if instance.batch:
+            self.shrink(instance)
+            self._device.update(instance)
+        else:
+            self._lives.emptied(instance, now)
 
     def fit_in(self, instance: Instance, first: Work, now: float) -> bool:
         """Whether something was done about a pool that its next prompt does not fit: else those who run go on. For one
@@ -58,7 +49,7 @@ class Pools:
         if not instance.rule.in_rounds or self._residency.planned_kv_tokens(instance) > instance.kv_tokens:
             return False  # it grows already
         self._enlarge(instance, tokens)
-        self._owner.update_active(instance)
+        self._device.update(instance)
         return not instance.can_run  # else that waits for memory of others
 
     def make_room(self, instance: Instance, now: float, prompt: Work | None = None) -> None:
@@ -71,11 +62,11 @@ class Pools:
             if self._enlarge(instance, prefill_tokens):
                 continue
             works = [work for work in instance.works() if instance.holds_blocks(work) or work is prompt]
-            self._owner.evict(instance, max(works, key=lambda work: (instance.due_s(work), work.id)), "kv_short")
+            self._device.evict(instance, max(works, key=lambda work: (instance.due_s(work), work.id)), "kv_short")
             if not instance.batch:
-                self._owner.after_leaving(instance, now)
+                self.after_leaving(instance, now)
                 break
-        self._owner.update_active(instance)
+        self._device.update(instance)
 
     def _enlarge(self, instance: Instance, prefill_tokens: int) -> bool:
         """By memory that is free, or that neighbours do not need yet; False: there is none."""
@@ -97,7 +88,7 @@ class Pools:
         needs it back first finds others who do not need theirs yet."""
         hosting = instance.hosting
         wanted = instance.bare_tokens() + prefill_tokens + LENT_TURNS * len(instance.running)
-        if not self._admit.knobs.free_resize or (hosting.max_kv_tokens is not None and wanted > hosting.max_kv_tokens):
+        if not self._device.knobs.free_resize or (hosting.max_kv_tokens is not None and wanted > hosting.max_kv_tokens):
             return False
         missing = (wanted - self._admit.room(hosting, instance.kv_tokens)) * hosting.kv_bytes_per_token
         # A turn under way may hold blocks of prompts that are counted at its end.
@@ -116,7 +107,7 @@ class Pools:
 
     def shrink(self, instance: Instance) -> None:
         """S6, when a request has left."""
-        knobs = self._admit.knobs
+        knobs = self._device.knobs
         if knobs.whole_node_kv or instance.hosting.weights_in_place:
             return
         required = self._admit.required(instance.hosting, instance.model, instance.lengths())
@@ -133,12 +124,12 @@ class Pools:
                 return
         running = [(one.due_s(work), work, one) for one in found for work in one.running.values()]
         _, work, instance = max(running, key=lambda each: (each[0], each[1].id))
-        self._outbox.append(Overcommitted(work.as_of(instance.produced(work)).record(), instance.id))
+        self._device.outbox.append(Overcommitted(work.as_of(instance.produced(work)).record(), instance.id))
 
     def _is_filling_up(self, instance: Instance) -> bool:
         """Within the time that somebody else needs to get ready for one of its answers."""
         turns = 2 * LOOK_AROUND_TURNS
-        if (decode_s := instance.decode_s()) and not self._admit.knobs.live_moves:  # else it goes on here meanwhile
+        if (decode_s := instance.decode_s()) and not self._device.knobs.live_moves:  # else it goes on here meanwhile
             turns = max(turns, min(int(AHEAD_S / decode_s), MOST_AHEAD_TURNS))
         loose = instance.tokens + (turns + 2 * instance.hosting.block_tokens) * len(instance.running)
         if loose <= instance.kv_tokens:

@@ -5,41 +5,30 @@ An instance takes no turn while an operation of its own is under way or waiting 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal
 
-from dovetail.node.events import Command, Said, StartLoad, StartResize, StartUnload
+from dovetail.node.device import Device
+from dovetail.node.events import Command, StartLoad, StartResize, StartUnload
 from dovetail.node.instance import Instance, PendingOp, State
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.latency import TransferModel
-from dovetail.policy.memory import Ledger, Op
+from dovetail.policy.memory import Op
 from dovetail.policy.placement import Hosting
 
 Part = Literal["weights", "kv"]
 
 
 class Residency:
-    def __init__(
-        self,
-        capacity_bytes: int,
-        instances: dict[int, Instance],
-        outbox: list[Said],
-        changed: Callable[[Instance], None],
-        transfer: TransferModel,
-    ) -> None:
-        self.ledger = Ledger(capacity_bytes)
-        self._instances = instances
-        self._outbox = outbox
-        self._changed = changed  # the instance got an operation to do: it may not run now
-        self._transfer = transfer  # what operations should take
-        self.now_s = 0.0  # of the event that is being handled
-        self._link_free_s = 0.0  # when the loads that were ordered should be done: one link, one after another
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._ledger = device.ledger
+        self._transfer = device.transfer  # what operations should take
 
     def planned_kv_tokens(self, instance: Instance) -> int:
-        return self.ledger.planned_of((instance.id, "kv")) // instance.hosting.kv_bytes_per_token
+        return self._ledger.planned_of((instance.id, "kv")) // instance.hosting.kv_bytes_per_token
 
     def planned_bytes(self, instance: Instance) -> int:
-        return self.ledger.planned_of((instance.id, "kv")) + self.ledger.planned_of((instance.id, "weights"))
+        return self._ledger.planned_of((instance.id, "kv")) + self._ledger.planned_of((instance.id, "weights"))
 
     def is_empty(self, instance: Instance) -> bool:
         """Everything it held has been given back."""
@@ -47,33 +36,28 @@ class Residency:
 
     def _holds_nothing(self, instance: Instance) -> bool:
         return all(
-            self.ledger.is_settled((instance.id, part)) and self.ledger.planned_of((instance.id, part)) == 0
+            self._ledger.is_settled((instance.id, part)) and self._ledger.planned_of((instance.id, part)) == 0
             for part in ("weights", "kv")
         )
 
-    @property
-    def link_free_s(self) -> float:
-        """When the loads that were ordered should be done."""
-        return self._link_free_s
-
     def loaded_s(self, hosting: Hosting) -> float:
         """When weights that are ordered now should be there."""
-        return max(self.now_s, self._link_free_s) + hosting.load_s
+        return max(self._device.now_s, self._device.link_free_s) + hosting.load_s
 
     def resize_s(self, instance: Instance | None, hosting: Hosting, kv_tokens: int | None) -> float:
         """What bringing a KV pool to this size should take, room for it being waited for; None leaves it."""
         if kv_tokens is None:
             return 0.0
-        old_bytes = 0 if instance is None else self.ledger.planned_of((instance.id, "kv"))
+        old_bytes = 0 if instance is None else self._ledger.planned_of((instance.id, "kv"))
         new_bytes = kv_tokens * hosting.kv_bytes_per_token
-        wait_s = 0.0 if self.ledger.held + new_bytes - old_bytes <= self.ledger.capacity else self._transfer.unload_s
+        wait_s = 0.0 if self._ledger.held + new_bytes - old_bytes <= self._ledger.capacity else self._transfer.unload_s
         return wait_s + self._transfer.resize_s(old_bytes, new_bytes)
 
     def ready_s(self, instance: Instance, free_at_s: float) -> tuple[float, float]:
         """When an instance should be able to take turns, and when its weights should be there (now, if they are)."""
         if instance.can_run:
             return 0.0, 0.0
-        now = self.now_s
+        now = self._device.now_s
         loaded = now
         if instance.state is State.LOADING:
             is_ordered = instance.loaded_s != INFINITY
@@ -94,21 +78,21 @@ class Residency:
         if instance.hosting.weights_in_place:
             instance.state = State.READY
         else:
-            self._queue(self.ledger.issue((instance.id, "weights"), instance.hosting.weight_bytes))
+            self._queue(self._ledger.issue((instance.id, "weights"), instance.hosting.weight_bytes))
 
     def resize(self, instance: Instance, kv_tokens: int) -> None:
         num_bytes = kv_tokens * instance.hosting.kv_bytes_per_token
-        self._queue(self.ledger.issue((instance.id, "kv"), num_bytes))
+        self._queue(self._ledger.issue((instance.id, "kv"), num_bytes))
 
     def release(self, instance: Instance) -> None:
-        self._queue(self.ledger.issue((instance.id, "kv"), 0))
-        self._queue(self.ledger.issue((instance.id, "weights"), 0))
+        self._queue(self._ledger.issue((instance.id, "kv"), 0))
+        self._queue(self._ledger.issue((instance.id, "weights"), 0))
 
     # Adapters: each has an account of its own, whose operations are over as soon as they are counted.
 
     def keep_adapter(self, number: int, num_bytes: int) -> bool:
         """False if there is no room for it now."""
-        if max(self.ledger.planned, self.ledger.held) + num_bytes > self.ledger.capacity:
+        if max(self._ledger.planned, self._ledger.held) + num_bytes > self._ledger.capacity:
             return False
         self._settle_adapter(number, num_bytes)
         return True
@@ -120,15 +104,15 @@ class Residency:
     def _settle_adapter(self, number: int, num_bytes: int) -> None:
         assert number > 0
         account = (-number, "adapter")
-        for _ in self.ledger.issue(account, num_bytes):  # nothing, where it has no bytes
-            self._queue(self.ledger.done(account))
+        for _ in self._ledger.issue(account, num_bytes):  # nothing, where it has no bytes
+            self._queue(self._ledger.done(account))
 
     def done(self, instance: Instance, part: Part) -> None:
         """The device reports the end of the instance's operation."""
         assert instance.op_running
         instance.op_running = False
-        held = self.ledger.held_of((instance.id, part))
-        ops = self.ledger.done((instance.id, part))
+        held = self._ledger.held_of((instance.id, part))
+        ops = self._ledger.done((instance.id, part))
         if part == "weights":
             self._mend_link()
         if part == "kv":
@@ -141,32 +125,32 @@ class Residency:
         assert instance.op_running
         instance.op_running = False
         self._mend_link()
-        self._queue(self.ledger.failed((instance.id, "weights")))
+        self._queue(self._ledger.failed((instance.id, "weights")))
         self.pump(instance)
 
     def _mend_link(self) -> None:
         """A load has ended, early or late: those behind it on the link are expected from now on."""
-        expected = self.now_s
-        behind = [one for one in self._instances.values() if one.state is State.LOADING and one.op_running]
+        expected = self._device.now_s
+        behind = [one for one in self._device.instances.values() if one.state is State.LOADING and one.op_running]
         for instance in sorted(behind, key=lambda one: one.loaded_s):
             expected += instance.hosting.load_s
             instance.loaded_s = instance.op_end_s = expected
-        self._link_free_s = expected
+        self._device.link_free_s = expected
 
     def _pool_bytes(self, instance: Instance, ops: Iterable[Op]) -> int:
         """What the pool holds for sure: its old size where a next operation has been handed out already."""
         for op in ops:
             if op.account == (instance.id, "kv"):
                 return op.old_bytes
-        return self.ledger.held_of((instance.id, "kv"))
+        return self._ledger.held_of((instance.id, "kv"))
 
     def _queue(self, ops: Iterable[Op]) -> None:
         for op in ops:
             instance_id, part = op.account
-            instance = self._instances[instance_id]
+            instance = self._device.instances[instance_id]
             instance.ops.append(PendingOp(part, op.old_bytes, op.new_bytes))
             self.pump(instance)
-            self._changed(instance)
+            self._device.update(instance)
 
     def pump(self, instance: Instance) -> None:
         """Start the instance's next operation, unless it is in a turn or in another operation."""
@@ -175,15 +159,15 @@ class Residency:
         op = instance.ops.popleft()
         instance.op_running = True
         instance.op_end_s = self._expected_end_s(instance, op)
-        self._outbox.append(self._command(instance, op))
+        self._device.outbox.append(self._command(instance, op))
 
     def _expected_end_s(self, instance: Instance, op: PendingOp) -> float:
         if op.part == "kv":
-            return self.now_s + self._transfer.resize_s(op.old_bytes, op.new_bytes)
+            return self._device.now_s + self._transfer.resize_s(op.old_bytes, op.new_bytes)
         if not op.new_bytes:
-            return self.now_s + self._transfer.unload_s
-        instance.ordered_s = self.now_s
-        instance.loaded_s = self._link_free_s = self.loaded_s(instance.hosting)
+            return self._device.now_s + self._transfer.unload_s
+        instance.ordered_s = self._device.now_s
+        instance.loaded_s = self._device.link_free_s = self.loaded_s(instance.hosting)
         return instance.loaded_s
 
     def _command(self, instance: Instance, op: PendingOp) -> Command:

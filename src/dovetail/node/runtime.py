@@ -112,7 +112,7 @@ class NodeRuntime:
             self.withdraw(record.id, now)
         work = Work.of(record)
         work.prepares = prepares
-        self.node.admit.are_alike = question.are_alike
+        self.node.device.lengths.are_alike = question.are_alike
         if question.hold:
             work.hold_for(question.hold, now + answers.load_s(self.node, question, now))
         answer: int | Refusal | None
@@ -177,7 +177,7 @@ class NodeRuntime:
         """The model's hosting is new or was replaced."""
         self._speech.note_hosting(model, now)
         self.node.rehost(model, now)
-        self.mailbox.append(protocol.Offered(model, answers.offer_of(self.node, self.node.admit.hostings[model])))
+        self.mailbox.append(protocol.Offered(model, answers.offer_of(self.node, self.node.device.hostings[model])))
         self.changed(now)
 
     def _warm(self, model: str, now: float) -> protocol.Answer:
@@ -217,7 +217,7 @@ class NodeRuntime:
             self.is_touched = turn is None  # to be asked again when that is done
         if turn is not None:
             self._begin_turn(turn, now)
-        elif not self.is_touched and self.node.turns.awaiting:
+        elif not self.is_touched and self.node.device.turns.awaiting:
             self.gaps.rest()  # the device waits, which is nobody's overhead
         elif not self.is_touched:
             self._rest(now)
@@ -254,7 +254,7 @@ class NodeRuntime:
 
     def turn_ended(self, now: float, finished: Iterable[int], computed: events.Computed = events.AS_ASKED) -> None:
         """`finished` got their last token in it."""
-        underway = self.node.turns.underway
+        underway = self.node.device.turns.underway
         assert underway is not None, f"{self.name}: no turn under way"
         if computed.is_typical:
             self._feedback.observe(underway, computed, self.gaps.last_s, now, bool(self._speech.load_asked_s))

@@ -30,7 +30,7 @@ class Speech:
         """First line of a real node's log: what a simulation of the same node needs. Its models follow as they come."""
         if self._log is not None:
             node = self._node
-            memory_bytes, knobs = node.residency.ledger.capacity, asdict(node.knobs)
+            memory_bytes, knobs = node.device.ledger.capacity, asdict(node.knobs)
             self._log.header(real=True, node=node.name, device=device, memory_bytes=memory_bytes, knobs=knobs)
 
     def note_turn(self, turn: events.Turn, now: float) -> None:
@@ -39,7 +39,7 @@ class Speech:
 
     def note_hosting(self, model: str, now: float) -> None:
         if self._log is not None:
-            self._log.write(now, logschema.HOSTING, model=model, **hosting_values(self._node.admit.hostings[model]))
+            self._log.write(now, logschema.HOSTING, model=model, **hosting_values(self._node.device.hostings[model]))
 
     def clear(self) -> None:
         """The device is gone."""

@@ -1,112 +1,48 @@
 """Whether a node has the time for a request (S4): what its instances have to do, now and once contexts have grown.
 
-Reads the node's state and changes nothing but what is remembered of how long answers are.
+Reads the device's state and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
+from dovetail.node.device import Device
 from dovetail.node.instance import Instance, State
 from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
 from dovetail.node.shares import urgent_prefill_s
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, must_be_late, validate_closed
-from dovetail.policy.knobs import Knobs, Shadow, TurnOrder
-from dovetail.policy.lengths import AnswerLengths, most_tokens
-from dovetail.policy.memory import OutputMean
+from dovetail.policy.knobs import Shadow
 from dovetail.policy.parts import in_parts_s, least_s, split_s
-from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.shadow import TurnRule, validate
-
-CONTEXT_TOKENS = 1024.0  # of a request, until some have ended
-TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it
+from dovetail.policy.placement import Hosting
+from dovetail.policy.shadow import validate
 
 
 class Timing:
-    def __init__(
-        self,
-        kind: DeviceKind,
-        hostings: Mapping[str, Hosting],
-        knobs: Knobs,
-        residency: Residency,
-        instances: dict[int, Instance],
-        outputs: OutputMean,
-    ) -> None:
-        self.overestimate = knobs.cpu_overestimate if kind is DeviceKind.CPU else knobs.gpu_overestimate
-        slack_s = knobs.slack_s if knobs.turns is TurnOrder.DRAIN else None
-        silence_s = knobs.slo_scale * knobs.max_silence_s  # held like other SLOs
-        self.rule = TurnRule(
-            slack_s,
-            silence_s,
-            TURN_SILENCE * silence_s,
-            knobs.guard_decodes,
-            knobs.part_s,
-            knobs.pack_prompts,
-            knobs.mix_decodes,
-            knobs.smooth_answers,
-            splits := knobs.split_decodes and knobs.smooth_answers and knobs.extend_deadlines,
-            knobs.max_stall if splits and kind is DeviceKind.CPU else INFINITY,
-        )
-        self.counts_growth = knobs.counts_growth and knobs.shadow is Shadow.PLAY  # the closed form is the paper's
-        self._hostings = hostings
-        self._knobs = knobs
+    def __init__(self, device: Device, residency: Residency) -> None:
+        self.counts_growth = device.knobs.counts_growth and device.knobs.shadow is Shadow.PLAY  # else it is the paper's
+        self._device = device
+        self._hostings = device.hostings
+        self._overestimate = device.overestimate
+        self._rule = device.rule
+        self._instances = device.instances
+        self._lengths = device.lengths
+        self._knobs = device.knobs
         self._residency = residency
-        self._instances = instances
-        self._outputs = outputs
-        self._lengths = AnswerLengths()
-        self._asked: tuple[str, list[tuple[int, int]]] = ("", [])  # of `most_tokens`, last
-        self._contexts = OutputMean(CONTEXT_TOKENS, weight=2)  # of all models: what requests held when they ended
-        self._answer: tuple[int, int] | None = None  # to that; None when something was learned since
-        self._told: dict[str, float] = {}  # by model: its mean length, as requests bring it along
-
-    # How long answers are
 
     def pace_tokens(self, model: str) -> float:
         """Over how many tokens the safety of a pace may be spent at once, see `Work.pace_from`."""
         return self._lengths.pace_tokens(model) if self._knobs.paced_from_first_token else INFINITY
 
-    @property
-    def usual_tokens(self) -> float:
-        """What a request holds in the end, of whichever model."""
-        return self._contexts.value
-
-    def held(self, tokens: int) -> None:
-        """A request has ended, which held so many."""
-        self._contexts.add(tokens)
-
-    def answered(self, model: str, tokens: int) -> None:
-        """An answer has ended."""
-        self._outputs.add(tokens)
-        self._lengths.add(model, tokens)
-        self._answer = None
-
-    def hear(self, work: Work) -> None:
-        """A request brings along what the controller knows of its model."""
-        if self._told.get(work.model) != work.mean_tokens:
-            self._told[work.model] = work.mean_tokens
-            self._answer = None
-
-    def mean_length(self, model: str, lengths: list[tuple[int, int]]) -> float:
-        """Of the model's answers, of which these run: (input, produced) pairs."""
-        guess = self._told.get(model) or self._outputs.value
-        return self._lengths.mean(model, guess, [produced for _, produced in lengths])
-
-    def most_tokens(self, model: str, lengths: list[tuple[int, int]]) -> tuple[int, int]:
-        """When these will hold most: how many of them, and how many tokens together."""
-        if self._answer is None or self._asked != (model, lengths):  # memory and time are asked one after the other
-            self._asked = (model, lengths)
-            self._answer = most_tokens(lengths, self.mean_length(model, lengths))
-        return self._answer
-
     # Questions
 
     def unbroken(self, work: Work, now: float) -> Work:
         """One that runs elsewhere is moved only if its answer need not fall silent for too long."""
-        if work.last_token_s is None or self.rule.max_silence_s == INFINITY:
+        if work.last_token_s is None or self._rule.max_silence_s == INFINITY:
             return work
-        latest_s = work.last_token_s + self.rule.max_silence_s
+        latest_s = work.last_token_s + self._rule.max_silence_s
         if not now < latest_s < work.due_s:
             return work
         bound = work.as_of(work.produced)
@@ -119,7 +55,7 @@ class Timing:
         if work.cached or work.phase is Phase.DECODE or self._knobs.shadow is Shadow.CLOSED:
             return False
         ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
-        prefill_s = target.hosting.latency.prefill_s(work.known_tokens) * self.overestimate
+        prefill_s = target.hosting.latency.prefill_s(work.known_tokens) * self._overestimate
         grace_s = self._grace_s(target, work, loaded_s)
         return max(free_at_s, ready_s) + prefill_s > work.due_s + grace_s
 
@@ -169,7 +105,7 @@ class Timing:
         demands.append(own)
         if not is_played:
             return validate_closed(demands, len(demands) - 1, candidate, free_at_s)
-        return validate(demands, len(demands) - 1, candidate, free_at_s, self.rule, is_looked_at=True)
+        return validate(demands, len(demands) - 1, candidate, free_at_s, self._rule, is_looked_at=True)
 
     def _is_overcommitted(self, others: list[Instance], target: Instance | None, tpot_s: float, total_s: float) -> bool:
         """S4, case 3, as of when each instance's contexts were last looked at; the target takes `total_s`."""
@@ -192,8 +128,8 @@ class Timing:
         return instance.grown_s
 
     def _grown_s(self, instance: Instance) -> float:
-        count, tokens = self.most_tokens(instance.model, instance.lengths())
-        return instance.hosting.latency.decode_s(count, tokens) * self.overestimate
+        count, tokens = self._lengths.most_tokens(instance.model, instance.lengths())
+        return instance.hosting.latency.decode_s(count, tokens) * self._overestimate
 
     # What takes part
 
@@ -215,13 +151,13 @@ class Timing:
         resize_s = self._residency.resize_s(target, hosting, kv_tokens)
         if resize_s:
             own.ready_s = max(own.ready_s, free_at_s) + resize_s  # what is remembered of it is set anew with each look
-        prefill_s = 0.0 if work.cached else hosting.latency.prefill_s(work.known_tokens) * self.overestimate
+        prefill_s = 0.0 if work.cached else hosting.latency.prefill_s(work.known_tokens) * self._overestimate
         part_s = extra_s = 0.0
-        if not work.cached and self.rule.part_s != INFINITY:
-            part_s = least_s(hosting.latency, 0, work.known_tokens) * self.overestimate
-            extra_s = split_s(hosting.latency) * self.overestimate
-        in_parts = prefill_s if prefill_s <= self.rule.part_s else in_parts_s(prefill_s, self.rule.part_s, extra_s)
-        urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, in_parts) + grace_s
+        if not work.cached and self._rule.part_s != INFINITY:
+            part_s = least_s(hosting.latency, 0, work.known_tokens) * self._overestimate
+            extra_s = split_s(hosting.latency) * self._overestimate
+        in_parts = prefill_s if prefill_s <= self._rule.part_s else in_parts_s(prefill_s, self._rule.part_s, extra_s)
+        urgent_s = urgent_prefill_s(work, self._rule.turn_silence_s, in_parts) + grace_s
         is_judged = not (own.blocked and work.phase is Phase.DECODE)  # a handover that waits for weights is late anyway
         due_s = work.due_s + grace_s if is_judged else INFINITY
         safety_s = INFINITY if work.produced else work.safety_s(self.pace_tokens(work.model))
@@ -233,13 +169,13 @@ class Timing:
             return 0.0, 0.0
         known = work.known_tokens
         latency = (self._hostings[work.model] if target is None else target.hosting).latency
-        decode_s = latency.decode_s(1, known) * self.overestimate if target is None else target.decode_s(known, 1)
+        decode_s = latency.decode_s(1, known) * self._overestimate if target is None else target.decode_s(known, 1)
         if not self.counts_growth:
             return decode_s, 0.0
         lengths = [] if target is None else target.lengths()
         lengths.append((work.input_tokens, work.produced))
-        count, tokens = self.most_tokens(work.model, lengths)
-        return decode_s, latency.decode_s(count, tokens) * self.overestimate
+        count, tokens = self._lengths.most_tokens(work.model, lengths)
+        return decode_s, latency.decode_s(count, tokens) * self._overestimate
 
     def _demand(self, instance: Instance, free_at_s: float) -> InstanceDemand:
         ready_s, loaded_s = self._residency.ready_s(instance, free_at_s)
@@ -265,4 +201,4 @@ class Timing:
             return nothing, 0.0
         loaded_s = self._residency.loaded_s(hosting)
         nothing.blocked, nothing.ready_s = True, loaded_s
-        return nothing, cold_start_grace_s(work, self._residency.now_s, loaded_s) if work.produced == 0 else 0.0
+        return nothing, cold_start_grace_s(work, self._device.now_s, loaded_s) if work.produced == 0 else 0.0

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from dovetail.node.awaiting import Awaiting
+from dovetail.node.device import Device
 from dovetail.node.events import Turn
-from dovetail.node.instance import Instance, State
+from dovetail.node.instance import Instance
 from dovetail.node.rows import awaiting_rows, batch_s, latest_s, promised_s, split_rows
 from dovetail.node.shares import Share, latest_prefill_s, left_s, splitting_s
 from dovetail.node.underway import Underway
@@ -28,6 +28,7 @@ from dovetail.policy.parts import (
     together_s,
     tokens_within,
 )
+from dovetail.policy.placement import DeviceKind
 from dovetail.policy.rounds import (
     LEAST_SINGLES,
     SMOOTH_LIMIT,
@@ -65,32 +66,28 @@ class _Seat(NamedTuple):
 
 
 class Turns:
-    def __init__(self, rule: TurnRule, throttle: int) -> None:
-        self.underway: Underway | None = None
-        self.throttle = throttle  # instances rest so that none has more than this share of the device; 0 = never
-        self.awaiting = Awaiting(rule.max_silence_s, splits=rule.splits_decodes)
-        self._wakes_s: float | None = None  # until when it was last said that nothing is begun
-        self._rule = rule
-        self._parted_s = 0.0  # when the last part of a prompt was computed
-        self._active: list[Instance] = []  # can run and have work, in order of id
-        self._almost: list[Instance] = []  # have work and could run but for a resize that is under way
-        self._rest_until: dict[int, float] = {}  # by instance
-        self._joined: list[Instance] = []  # an answer was handed over to their running batch and has had nothing there
+    def __init__(self, device: Device) -> None:
+        knobs = device.knobs
+        # Instances rest so that none has more than this share of the device; 0 = never.
+        self.throttle = knobs.shares if knobs.shares > 1 and device.kind is DeviceKind.GPU else 0
+        self._device = device
+        self._rule = device.rule
+        self._state = device.turns
 
     @property
     def turn(self) -> Turn | None:
-        return None if self.underway is None else self.underway.turn
+        return None if self._state.underway is None else self._state.underway.turn
 
     def begin(self, turn: Turn, now: float) -> None:
         turn.instance.begin_turn(turn.prompts, decodes=turn.decodes, rows=turn.rows)
-        self.underway = Underway(turn, now, beneath=self.underway)
-        if self._joined and turn.decodes:
-            self._joined = [one for one in self._joined if one is not turn.instance]
+        self._state.underway = Underway(turn, now, beneath=self._state.underway)
+        if self._state.joined and turn.decodes:
+            self._state.joined = [one for one in self._state.joined if one is not turn.instance]
 
     def end(self, now: float) -> Underway:
-        ended = self.underway
+        ended = self._state.underway
         assert ended is not None, "no turn under way"
-        self.underway = ended.end(now)
+        self._state.underway = ended.end(now)
         turn, seconds = ended.turn, now - ended.started_s
         instance = turn.instance
         instance.end_turn()
@@ -99,23 +96,25 @@ class Turns:
         else:
             instance.rhythm.turn_ended(seconds, now, has_prompts=bool(turn.prompts), decodes=turn.decodes)
         if turn.prompts:
-            self._parted_s = now
+            self._state.parted_s = now
         return ended
 
     def free_at_s(self, now: float) -> float:
         """When the device should be done with the turn under way."""
-        return now if self.underway is None else self.underway.free_at_s(now)
+        return now if self._state.underway is None else self._state.underway.free_at_s(now)
 
     # The next one
 
     def awaits_until_s(self, now: float) -> float | None:
         """An answer is on its way here: nothing is begun before. None: nothing keeps the device from a turn."""
-        return self.awaiting.until_s(self._active, now) if self.awaiting and self._rule.in_rounds else None
+        if not (self._state.awaiting and self._rule.in_rounds):
+            return None
+        return self._state.awaiting.until_s(self._state.active, now)
 
     def wakes_s(self, now: float) -> float | None:
         """When to ask again because of that, once for each time."""
-        until_s, before_s = self.awaits_until_s(now), self._wakes_s
-        self._wakes_s = until_s
+        until_s, before_s = self.awaits_until_s(now), self._state.wakes_s
+        self._state.wakes_s = until_s
         return until_s if until_s != before_s else None
 
     def choose(self, now: float) -> Turn | None:
@@ -124,12 +123,12 @@ class Turns:
 
     def interlude(self, now: float) -> Turn | None:
         """The turn under way has stopped between two layers: who answers meanwhile, each once. None: it goes on."""
-        halted = self.underway
+        halted = self._state.underway
         assert halted is not None, "no turn under way"
         own = halted.turn.instance
-        others = [one for one in self._active if one is not own and one.running]
+        others = [one for one in self._state.active if one is not own and one.running]
         seats = [_Seat.of(one, self._rule) for one in others if one.rhythm.turned_s <= halted.sliced_s]
-        if seats and not self._joined:
+        if seats and not self._state.joined:
             chosen = next_to_answer(seats, now)
             left_s, must_s = halted.left_s(now), promised_s(halted.turn, self._rule.max_silence_s)
             spent_s, answers = now - halted.started_s, not halted.turn.prompts
@@ -143,28 +142,28 @@ class Turns:
         """With breaks for the answers of others, unless somebody waits whose prompt was promised something: that was
         played without."""
         instance = turn.instance
-        others_s = sum(batch_s(one) for one in self._active if one is not instance and one.running)
-        if not others_s or self.awaiting or self._is_promised():
+        others_s = sum(batch_s(one) for one in self._state.active if one is not instance and one.running)
+        if not others_s or self._state.awaiting or self._is_promised():
             return turn
         slice_s = slice_between_s(others_s, self._rule.max_stall, has_prompts=bool(turn.prompts))
         return turn._replace(slice_s=slice_s, round_s=others_s)
 
     def _choose(self, now: float) -> Turn | None:
-        for one in self._joined:
-            if one.running and one in self._active:  # else it has left again
+        for one in self._state.joined:
+            if one.running and one in self._state.active:  # else it has left again
                 return self.decode_of(one, now)
         if self.awaits_until_s(now) is not None:
             return None
-        if self.awaiting and (answering := self._answers_only(now)):
+        if self._state.awaiting and (answering := self._answers_only(now)):
             return self.decode_of(answering, now, is_awaited=True)
-        candidates = self._rested(now) if self.throttle else self._active
+        candidates = self._rested(now) if self.throttle else self._state.active
         runnable = candidates
-        if self._almost:
-            candidates = candidates + [one for one in self._almost if 0.0 <= one.op_end_s - now <= MOMENT_S]
+        if self._state.almost:
+            candidates = candidates + [one for one in self._state.almost if 0.0 <= one.op_end_s - now <= MOMENT_S]
         if self._rule.in_rounds and len(candidates) > 1:
             return self._in_rounds(candidates, now)
         chosen = choose_turn(candidates, now, self._rule.slack_s)
-        if chosen is None or chosen in self._almost:
+        if chosen is None or chosen in self._state.almost:
             return None
         if self._rule.part_s != INFINITY:
             return self._in_parts(chosen, runnable, now)
@@ -173,9 +172,10 @@ class Turns:
     def _answers_only(self, now: float) -> Instance | None:
         """Somebody who answers and goes on while an answer is on its way here: a part of a prompt would keep that one
         waiting. None: nobody does, or something is more urgent."""
-        if any(one.waiting and (one.waiting[0].is_resuming or not _have_time(one, now)) for one in self._active):
+        active = self._state.active
+        if any(one.waiting and (one.waiting[0].is_resuming or not _have_time(one, now)) for one in active):
             return None
-        return min((one for one in self._active if one.running), key=lambda one: (one.spoke_s, one.id), default=None)
+        return min((one for one in active if one.running), key=lambda one: (one.spoke_s, one.id), default=None)
 
     def _whole(self, instance: Instance, now: float) -> Turn:
         """One prompt, or a decode."""
@@ -193,7 +193,9 @@ class Turns:
             return Turn(chosen)
         if self._rule.in_rounds and (first := chosen.waiting[0]).is_resuming:
             has_waited = bool(first.hold and chosen.running) and now - chosen.spoke_s >= batch_s(chosen)
-            most = FEWEST_TOKENS if first.hold and self.awaiting else FEW_TOKENS  # another may be handed over meanwhile
+            most = (
+                FEWEST_TOKENS if first.hold and self._state.awaiting else FEW_TOKENS
+            )  # another may be handed over meanwhile
             return Turn(chosen) if has_waited else Turn(chosen, _resuming(chosen, most), decodes=False)
         split = splitting_s(chosen)
         limit_s = part_limit_s(self._rule.part_s, split)
@@ -211,14 +213,14 @@ class Turns:
         answering = [seat for one, seat in seats.items() if one.running]
         prompting = [one for one in candidates if one.waiting]
         prompter = min(prompting, key=lambda one: one.urgent_prefill_s(one.waiting[0]), default=None)
-        if prompter is not None and may_compute(seats[prompter], answering, self._parted_s):
+        if prompter is not None and may_compute(seats[prompter], answering, self._state.parted_s):
             seconds = part_between_s(seats[prompter], answering, self._rule.part_s, splitting_s(prompter))
-            runnable = [one for one in candidates if one not in self._almost]
-            return None if prompter in self._almost else self._part_of(prompter, runnable, now, seconds)
+            runnable = [one for one in candidates if one not in self._state.almost]
+            return None if prompter in self._state.almost else self._part_of(prompter, runnable, now, seconds)
         if not answering:
             return None
         chosen = next_to_answer(answering, now).instance
-        return None if chosen in self._almost else self.decode_of(chosen, now)
+        return None if chosen in self._state.almost else self.decode_of(chosen, now)
 
     def decode_of(self, instance: Instance, now: float, *, is_awaited: bool = False) -> Turn:
         """Of its running batch, or of as much of it as the others who answer may wait for, or one that is on its way
@@ -227,7 +229,7 @@ class Turns:
             return Turn(instance)
         rows = awaiting_rows(instance, now, self._rule.max_silence_s) if is_awaited else None
         if rows is None:
-            others_s = [batch_s(one) for one in [*self._active, *self._almost] if one is not instance and one.running]
+            others_s = [batch_s(one) for one in self._state.with_work if one is not instance and one.running]
             rows = split_rows(instance, others_s, now, self._rule.max_silence_s)
         return Turn(instance, rows=rows)
 
@@ -286,72 +288,40 @@ class Turns:
 
     def caught_up(self, instance: Instance, work: Work, now: float) -> None:
         """One that is held has all its tokens."""
-        self.update(instance)  # it may have nothing else to do
+        self._device.update(instance)  # it may have nothing else to do
         if self._rule.in_rounds:
-            self.awaiting.expect(instance, work, now)
+            self._state.awaiting.expect(instance, work, now)
 
     def joined(self, instance: Instance) -> None:
         """One that was held was handed over and takes part in the next decode, which comes before anything else."""
-        if self._rule.in_rounds and instance not in self._joined:
-            self._joined.append(instance)
+        if self._rule.in_rounds and instance not in self._state.joined:
+            self._state.joined.append(instance)
 
     def _fewest_tokens(self, instance: Instance) -> int:
         """Of a part of its prompt. Admission plays parts of `FEWEST_TOKENS`, which a prompt has fewer of, so that what
         was promised to one that waits is kept by them alone; an answer that goes on here has been promised that."""
         if not self._rule.splits_decodes or self._rule.max_stall < INFINITY:  # turns with breaks hold nobody's answers
             return FEWEST_TOKENS
-        holds_answers = any(one.running for one in [*self._active, *self._almost] if one is not instance)
+        holds_answers = any(one.running for one in self._state.with_work if one is not instance)
         return SMOOTH_TOKENS if holds_answers and not self._is_promised() else FEWEST_TOKENS
 
     def _is_promised(self) -> bool:
         """Something, to a prompt that waits."""
-        there = [*self._active, *self._almost]
-        return any(work.is_strict or work.produced for one in there for work in one.waiting)
+        return any(work.is_strict or work.produced for one in self._state.with_work for work in one.waiting)
 
     def has_only(self, instance: Instance) -> bool:
         """It alone has work that can run, none of that waits, and nothing is awaited."""
-        return self._active == [instance] and not (self._almost or instance.waiting or self.awaiting)
+        return self._state.active == [instance] and not (self._state.almost or instance.waiting or self._state.awaiting)
 
     def _rested(self, now: float) -> list[Instance]:
-        return [one for one in self._active if self._rest_until.get(one.id, 0.0) <= now]
+        return [one for one in self._state.active if self._state.rest_until_s.get(one.id, 0.0) <= now]
 
     def rest(self, instance: Instance, started_s: float, now: float) -> float:
         """A static share of a device: after each turn, which began then, the instance rests until it has had no more
         than its share. Returns until when."""
         until = started_s + (now - started_s) * min(self.throttle, instance.hosting.slots)
-        self._rest_until[instance.id] = until
+        self._state.rest_until_s[instance.id] = until
         return until
-
-    # Who may have turns
-
-    def update(self, instance: Instance) -> None:
-        """After anything that decides whether it can run."""
-        wanted = instance.has_turns and instance.can_run
-        if wanted != (instance in self._active):
-            if wanted:
-                self._active.append(instance)
-                self._active.sort(key=lambda one: one.id)
-            else:
-                self._active.remove(instance)
-        resizes = instance.has_turns and instance.state is State.READY and instance.op_running
-        if resizes != (instance in self._almost):
-            if resizes:
-                self._almost.append(instance)
-            else:
-                self._almost.remove(instance)
-
-    def forget(self, instance: Instance) -> None:
-        self._rest_until.pop(instance.id, None)
-        self._joined = [one for one in self._joined if one is not instance]
-
-    def clear(self) -> None:
-        """The device is gone."""
-        self._active.clear()
-        self._almost.clear()
-        self._rest_until.clear()
-        self._joined.clear()
-        self.awaiting.clear()
-        self.underway = None
 
 
 def _resuming(instance: Instance, most: int) -> tuple[Share, ...]:

@@ -121,7 +121,7 @@ class Device:
     def resize(self, command: StartResize) -> float:
         """Returns how long it takes."""
         if self.blocks is not None:
-            self.blocks.resize(command, self.node.admit.hostings[command.model])
+            self.blocks.resize(command, self.node.device.hostings[command.model])
         return self.durations.resize_s(self.node, command) * self.slowdown
 
     def unload_s(self) -> float:

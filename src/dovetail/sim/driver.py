@@ -286,7 +286,7 @@ class Simulation:
         if work.last_token_s is None:
             record.started_s = now
         else:
-            latency = device.node.admit.hostings[work.model].latency
+            latency = device.node.device.hostings[work.model].latency
             record.paused_s += now - work.last_token_s + latency.prefill_s(work.pending_tokens)
 
     def _record(self, device: Device, said: Output, now: float) -> None:

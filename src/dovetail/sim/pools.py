@@ -79,14 +79,14 @@ def pools_of(devices: Sequence[Device], usual_tokens: int) -> list[Pool]:
         raise ConfigError("a bound is computed only where loads take the same from everywhere: leave out `storage`")
     alike: dict[tuple[int, int], list[Device]] = {}
     for device in devices:
-        key = id(device.node.admit.hostings), device.node.residency.ledger.capacity
+        key = id(device.node.device.hostings), device.node.device.ledger.capacity
         alike.setdefault(key, []).append(device)
     known: dict[int, tuple[Plane, ...]] = {}
     return [_pool(group, usual_tokens, known) for group in alike.values()]
 
 
 def _pool(group: Sequence[Device], usual_tokens: int, known: dict[int, tuple[Plane, ...]]) -> Pool:
-    hostings = group[0].node.admit.hostings
+    hostings = group[0].node.device.hostings
     planes = {}
     for model, hosting in hostings.items():
         latency = _latency(hosting)
@@ -94,7 +94,7 @@ def _pool(group: Sequence[Device], usual_tokens: int, known: dict[int, tuple[Pla
             known[id(latency)] = _planes_under(latency, usual_tokens)
         planes[model] = known[id(latency)]
     load_s = {model: _load_s(group[0], model, hosting) for model, hosting in hostings.items()}
-    return Pool(len(group), group[0].node.residency.ledger.capacity, hostings, planes, load_s)
+    return Pool(len(group), group[0].node.device.ledger.capacity, hostings, planes, load_s)
 
 
 def _load_s(device: Device, model: str, hosting: Hosting) -> float:

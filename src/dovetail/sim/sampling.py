@@ -33,7 +33,7 @@ class Sampler:
             on_gpu = node.kind is DeviceKind.GPU
             if on_gpu:
                 self.gpu_instances += len(node.instances)
-                memory.append(node.residency.ledger.planned / node.residency.ledger.capacity)
+                memory.append(node.device.ledger.planned / node.device.ledger.capacity)
             for instance in node.instances.values():
                 batches.append(instance.batch)
                 if on_gpu and instance.kv_tokens:

@@ -252,16 +252,16 @@ def memory_gib(
 def check_fit(setup: Setup, devices: list[Device], models: list[int]) -> None:
     """A model that fits no node is an error of the set-up, not a request to drop."""
     for model in models:
-        hosts = [device.node for device in devices if str(model) in device.node.admit.hostings]
-        if not any(_need_bytes(node, model) <= node.residency.ledger.capacity for node in hosts):
+        hosts = [device.node for device in devices if str(model) in device.node.device.hostings]
+        if not any(_need_bytes(node, model) <= node.device.ledger.capacity for node in hosts):
             need_gib = min((_need_bytes(node, model) for node in hosts), default=0) / GIB
-            largest_gib = max((node.residency.ledger.capacity for node in hosts), default=0) / GIB
+            largest_gib = max((node.device.ledger.capacity for node in hosts), default=0) / GIB
             reason = f"it needs {need_gib:.1f} GiB, more than any node has ({largest_gib:.1f} GiB)"
             raise ConfigError(_where(setup, model) + (reason if hosts else "no node is of a device that it names"))
 
 
 def _need_bytes(node: Node, model: int) -> int:
-    hosting = node.admit.hostings[str(model)]
+    hosting = node.device.hostings[str(model)]
     weights = 0 if hosting.weights_in_place else hosting.weight_bytes
     return weights + node.admit.required(hosting, str(model), [(1, 0)]) * hosting.kv_bytes_per_token
 

@@ -148,7 +148,7 @@ def _last_end_s(simulation: Simulation) -> float:
 
 
 def check_node(node: Node) -> None:
-    node.residency.ledger.check()
+    node.device.ledger.check()
     for instance in node.instances.values():
         produced = {work.id: instance.produced(work) for work in instance.running.values()}
         held = sum(work.computed + instance.hosting.block_tokens for work in instance.works() if work.computed)
@@ -181,7 +181,7 @@ def check_end(simulation: Simulation) -> None:
     assert not controller.seeker._owing, "a node still owes memory to somebody"
     assert not simulation.cluster.runtime.works, "the runtime still knows requests"
     for device in simulation.devices:
-        ledger = device.node.residency.ledger
+        ledger = device.node.device.ledger
         assert ledger.waiting == 0, f"{device.node.name}: {ledger.waiting} operations wait in the reservation station"
         if device.blocks is not None:
             device.blocks.check_end()

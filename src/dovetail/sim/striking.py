@@ -90,7 +90,7 @@ class Striker:
         self._sim.settle(now)
 
     def _recover(self, now: float, device: Device) -> None:
-        device.node.recover()
+        device.node.device.up = True
 
     # Partitions
 
@@ -104,7 +104,7 @@ class Striker:
         """The node hears that it was given up, and begins anew."""
         device.die()
         self._sim.node_of[id(device)].fail()
-        device.node.recover()
+        device.node.device.up = True
         self._sim.cluster.heal(device.node.name, now)
         self._sim.settle(now)
 
@@ -128,6 +128,6 @@ class Striker:
         self._sim.push(now + fault.duration_s, MEMORY, self._join, device)
 
     def _join(self, now: float, device: Device) -> None:
-        device.node.recover()
+        device.node.device.up = True
         self._sim.cluster.join(device.node.name, now)
         self._sim.settle(now)

@@ -133,7 +133,7 @@ class AdapterCache:
             return
         idle = self._idle()
         spare = sum(self._entries[key].num_bytes for key in idle)
-        ledger = self._driver.home.node.residency.ledger
+        ledger = self._driver.home.node.device.ledger
         for key in idle:
             entry = self._entries[key]
             is_over = entry.is_doomed or bool(entry.problem) or not self._driver.instances_of(entry.order.card.name)

@@ -252,7 +252,7 @@ class NodeDriver:
 
     def loaded(self, instance: int, runner: ModelRunner) -> None:
         self.runners[instance] = runner
-        self._on_growth(self.home.node.residency.ledger.available)  # what was read to be copied is not in use any more
+        self._on_growth(self.home.node.device.ledger.available)  # what was read to be copied is not in use any more
         runner.resize(self._sizes.pop(instance, 0))
         self.home.load_ended(instance, self._clock())
         self.carry_out()
@@ -285,7 +285,7 @@ class NodeDriver:
         elif isinstance(said, events.SetTimer):
             heappush(self._timers, (said.at_s, said.instance, said.epoch))
         elif isinstance(said, events.StartLoad):
-            self._on_growth(self.home.node.residency.ledger.available)
+            self._on_growth(self.home.node.device.ledger.available)
             self._loads.load(said)
         elif isinstance(said, events.StartUnload):
             self.runners.pop(said.instance).close()
@@ -302,7 +302,7 @@ class NodeDriver:
     def _resize(self, command: events.StartResize) -> None:
         started = self._clock()
         if command.new_bytes > command.old_bytes:
-            self._on_growth(self.home.node.residency.ledger.available)
+            self._on_growth(self.home.node.device.ledger.available)
         hosting = self.home.node.instances[command.instance].hosting
         num_blocks = command.new_bytes // (hosting.kv_bytes_per_token * hosting.block_tokens)
         runner = self.runners.get(command.instance)

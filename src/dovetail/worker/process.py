@@ -151,7 +151,7 @@ class Worker:
         return time.monotonic() + self._wire.offset_s
 
     def _greet(self) -> None:
-        capacity, models = self._driver.home.node.residency.ledger.capacity, tuple(self._instance_configs)
+        capacity, models = self._driver.home.node.device.ledger.capacity, tuple(self._instance_configs)
         kind, device = self._device.kind, self._config.device
         more = process_age_s(), kind, capacity, models, self._sharing.address
         self._send(messages.Hello(self._config.node, os.getpid(), device, *more))
@@ -314,7 +314,7 @@ class Worker:
         if known is not None and self._driver.instances_of(name):  # what is ready keeps its form
             message = msgspec.structs.replace(message, dtype=known.dtype, kv=known.kv, speculation=known.speculation)
         config = self._instance_configs[name] = instance_config(
-            message, self._config, self._device, self._driver.home.node.residency.ledger.capacity, self._profiles
+            message, self._config, self._device, self._driver.home.node.device.ledger.capacity, self._profiles
         )
         keep_alive_s = message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY
         hosting = hosting_of(config, self._profiles, keep_alive_s, self._loader.expected_s(config))
@@ -409,7 +409,7 @@ def stats_of(driver: NodeDriver, node: str, rss_bytes: int, offset_s: float) -> 
         instance, name = driver.home.node.instances[id], runner.card.name
         instances[name] = runner.stats(len(instance.running), len(instance.waiting))
     gaps = sorted(driver.home.gaps.seconds)
-    ledger = driver.home.node.residency.ledger
+    ledger = driver.home.node.device.ledger
     return messages.Stats(
         node,
         rss_bytes,

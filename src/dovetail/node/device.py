@@ -1,0 +1,147 @@
+"""The state of one device: its instances with their requests, its memory and link, the turn under way, and what it has
+learnt of lengths.
+
+The parts of `node.Node` hold this and nothing of each other's; they change it in response to events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dovetail.node.awaiting import Awaiting
+from dovetail.node.events import Said
+from dovetail.node.instance import Instance, State
+from dovetail.node.lengths import LengthStats
+from dovetail.node.protocol import Evicted
+from dovetail.node.underway import Underway
+from dovetail.node.work import Phase, Work
+from dovetail.policy.headroom import INFINITY
+from dovetail.policy.knobs import Knobs, TurnOrder
+from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
+from dovetail.policy.memory import Ledger
+from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.shadow import TurnRule
+
+TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it
+
+
+class TurnState:
+    """Whose turn it is and was."""
+
+    def __init__(self, rule: TurnRule) -> None:
+        self.underway: Underway | None = None
+        self.active: list[Instance] = []  # can run and have work, in order of id
+        self.almost: list[Instance] = []  # have work and could run but for a resize that is under way
+        self.joined: list[Instance] = []  # an answer was handed over to their running batch and has had nothing there
+        self.awaiting = Awaiting(rule.max_silence_s, splits=rule.splits_decodes)
+        self.parted_s = 0.0  # when the last part of a prompt was computed
+        self.wakes_s: float | None = None  # until when it was last said that nothing is begun
+        self.rest_until_s: dict[int, float] = {}  # by instance: a static share of the device is used up until then
+
+    @property
+    def with_work(self) -> list[Instance]:
+        """Those that take turns now or in a moment."""
+        return [*self.active, *self.almost]
+
+    def clear(self) -> None:
+        for kept in (self.active, self.almost, self.joined, self.rest_until_s, self.awaiting):
+            kept.clear()
+        self.underway = None
+
+
+class Device:
+    def __init__(
+        self,
+        name: str,
+        kind: DeviceKind,
+        memory_bytes: int,
+        hostings: Mapping[str, Hosting],
+        knobs: Knobs,
+        *,
+        first_instance: int = 0,
+        transfer: TransferModel | None = None,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.knobs = knobs
+        self.hostings = hostings  # by model
+        self.overestimate = knobs.cpu_overestimate if kind is DeviceKind.CPU else knobs.gpu_overestimate
+        self.rule = turn_rule(kind, knobs)
+        is_in_place = knobs.free_resize or kind is DeviceKind.CPU
+        self.transfer = transfer or (IN_PLACE_RESIZE if is_in_place else TransferModel())
+        self.up = True
+        self.now_s = 0.0  # of the event that is being handled
+        self.instances: dict[int, Instance] = {}
+        self.ledger = Ledger(memory_bytes)
+        self.link_free_s = 0.0  # when the loads that were ordered should be done: one link, one after another
+        self.lengths = LengthStats()
+        self.turns = TurnState(self.rule)
+        self.outbox: list[Said] = []  # commands and notices, until the runtime passes them on
+        self._next_instance = first_instance
+
+    def open_instance(self, model: str, phase: Phase) -> Instance:
+        instance = Instance(self._next_instance, model, self.hostings[model], self.overestimate, phase, self.rule)
+        self._next_instance += 1
+        self.instances[instance.id] = instance
+        return instance
+
+    def update(self, instance: Instance) -> None:
+        """After anything that decides whether it can run."""
+        active, almost = self.turns.active, self.turns.almost
+        wanted = instance.has_turns and instance.can_run
+        if wanted != (instance in active):
+            if wanted:
+                active.append(instance)
+                active.sort(key=lambda one: one.id)
+            else:
+                active.remove(instance)
+        resizes = instance.has_turns and instance.state is State.READY and instance.op_running
+        if resizes != (instance in almost):
+            if resizes:
+                almost.append(instance)
+            else:
+                almost.remove(instance)
+
+    def evict(self, instance: Instance, work: Work, reason: str) -> None:
+        """The work has to go elsewhere."""
+        instance.remove(work)
+        work.moves += 1
+        self.outbox.append(Evicted(work.record(), instance.id, reason, work.hold))
+        self.update(instance)
+
+    def forget(self, instance: Instance) -> None:
+        """It is closed and holds nothing."""
+        del self.instances[instance.id]
+        self.turns.rest_until_s.pop(instance.id, None)
+        if instance in self.turns.joined:
+            self.turns.joined.remove(instance)
+
+    def fail(self) -> list[Work]:
+        """The device is gone, with everything on it; returns the work that was there."""
+        lost = [work for instance in self.instances.values() for work in instance.works()]
+        for instance in self.instances.values():
+            for work in instance.works():
+                instance.remove(work)
+        self.instances.clear()
+        self.turns.clear()
+        self.ledger.clear()
+        self.outbox.clear()
+        self.up = False
+        return lost
+
+
+def turn_rule(kind: DeviceKind, knobs: Knobs) -> TurnRule:
+    silence_s = knobs.slo_scale * knobs.max_silence_s  # held like other SLOs
+    splits = knobs.split_decodes and knobs.smooth_answers and knobs.extend_deadlines
+    return TurnRule(
+        knobs.slack_s if knobs.turns is TurnOrder.DRAIN else None,
+        silence_s,
+        TURN_SILENCE * silence_s,
+        knobs.guard_decodes,
+        knobs.part_s,
+        knobs.pack_prompts,
+        knobs.mix_decodes,
+        knobs.smooth_answers,
+        splits,
+        knobs.max_stall if splits and kind is DeviceKind.CPU else INFINITY,
+    )
