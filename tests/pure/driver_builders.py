@@ -17,6 +17,7 @@ from dovetail.modelspec import ModelSpec
 from dovetail.node.events import StartLoad
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Latency
+from dovetail.policy.memory import Account, Part
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
@@ -398,7 +399,7 @@ class Rig:
             pool.check()
             instance = node.instances[id]
             assert pool.target * BLOCK >= instance.kv_tokens
-            held = node.device.ledger.held_of((id, "kv"))
+            held = node.device.ledger.held_of(Account(Part.KV, id))
             assert runner.executor.kv_committed_bytes <= held, "more memory than the ledger knows of"
 
 

@@ -14,7 +14,7 @@ from dovetail.node.instance import Instance
 from dovetail.node.node import Node
 from dovetail.node.protocol import Accepted, Check, Evicted, Propose, Withdraw
 from dovetail.policy.knobs import Knobs
-from dovetail.policy.memory import Ledger
+from dovetail.policy.memory import Account, Ledger, Part
 
 KNOBS = Knobs(floor_tokens=0, watermark=0.0, free_resize=True, lengths_by_model=True, slots_limited=False)
 
@@ -113,7 +113,7 @@ def test_a_pool_whose_instance_is_in_a_turn_lends_nothing() -> None:
 
 def test_a_closed_instance_leaves_no_account() -> None:
     ledger = Ledger(100)
-    assert not ledger.issue((1, "weights"), 0)
+    assert not ledger.issue(Account(Part.WEIGHTS, 1), 0)
     assert not ledger._accounts
 
 

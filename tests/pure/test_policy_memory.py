@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.policy.memory import (
+    Account,
     Ledger,
     Op,
     OpKind,
     OutputMean,
+    Part,
     granted_tokens,
     recommended_tokens,
     required_tokens,
@@ -47,37 +49,37 @@ def test_without_room_for_the_recommendation_the_requirement_is_enough() -> None
 
 def test_a_shrink_frees_budget_at_once_but_memory_only_when_done() -> None:
     ledger = Ledger(100)
-    assert ledger.issue((1, "kv"), 100) == [Op((1, "kv"), OpKind.GROW, 0, 100)]
-    ledger.done((1, "kv"))
-    assert ledger.issue((1, "kv"), 40) == [Op((1, "kv"), OpKind.SHRINK, 100, 40)]
+    assert ledger.issue(Account(Part.KV, 1), 100) == [Op(Account(Part.KV, 1), OpKind.GROW, 0, 100)]
+    ledger.done(Account(Part.KV, 1))
+    assert ledger.issue(Account(Part.KV, 1), 40) == [Op(Account(Part.KV, 1), OpKind.SHRINK, 100, 40)]
     assert ledger.available == 60
-    assert ledger.issue((2, "kv"), 60) == []  # waits in the reservation station
+    assert ledger.issue(Account(Part.KV, 2), 60) == []  # waits in the reservation station
     assert ledger.waiting == 1
-    assert ledger.done((1, "kv")) == [Op((2, "kv"), OpKind.GROW, 0, 60)]
+    assert ledger.done(Account(Part.KV, 1)) == [Op(Account(Part.KV, 2), OpKind.GROW, 0, 60)]
     assert ledger.held == 100
 
 
 def test_a_small_growth_need_not_wait_for_a_large_one() -> None:
     ledger = Ledger(100)
-    for account, size in (((1, "kv"), 60), ((2, "kv"), 30)):
+    for account, size in ((Account(Part.KV, 1), 60), (Account(Part.KV, 2), 30)):
         ledger.issue(account, size)
         ledger.done(account)
-    ledger.issue((1, "kv"), 10)
-    assert ledger.issue((3, "kv"), 50) == []
-    assert ledger.issue((4, "kv"), 5) == [Op((4, "kv"), OpKind.GROW, 0, 5)]
+    ledger.issue(Account(Part.KV, 1), 10)
+    assert ledger.issue(Account(Part.KV, 3), 50) == []
+    assert ledger.issue(Account(Part.KV, 4), 5) == [Op(Account(Part.KV, 4), OpKind.GROW, 0, 5)]
 
 
 def test_a_failed_load_gives_everything_back() -> None:
     ledger = Ledger(100)
-    ledger.issue((1, "weights"), 80)
-    ledger.failed((1, "weights"))
+    ledger.issue(Account(Part.WEIGHTS, 1), 80)
+    ledger.failed(Account(Part.WEIGHTS, 1))
     assert (ledger.planned, ledger.held) == (0, 0)
-    assert ledger.issue((2, "weights"), 100)
+    assert ledger.issue(Account(Part.WEIGHTS, 2), 100)
 
 
 def test_issuing_beyond_the_budget_is_a_bug_of_the_caller() -> None:
     with pytest.raises(AssertionError, match="over capacity"):
-        Ledger(100).issue((1, "kv"), 101)
+        Ledger(100).issue(Account(Part.KV, 1), 101)
 
 
 STEP = st.tuples(st.integers(0, 11), st.integers(0, 5), st.integers(0, 600))  # what, which, how much
@@ -93,7 +95,7 @@ def test_no_order_of_operations_overruns_memory_or_waits_forever(steps: list[tup
             account = running.pop(which % len(running))
             ops = ledger.failed(account) if what == 0 else ledger.done(account)
         else:
-            account = (which, "kv")
+            account = Account(Part.KV, which)
             if size - ledger.planned_of(account) > ledger.available:
                 continue
             ops = ledger.issue(account, size)

@@ -10,6 +10,7 @@ from dovetail.node.batch import Batch
 from dovetail.node.rhythm import Rhythm
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY
+from dovetail.policy.memory import Part
 from dovetail.policy.placement import Hosting
 from dovetail.policy.shadow import TurnRule
 
@@ -23,7 +24,7 @@ class State(StrEnum):
 class PendingOp(NamedTuple):
     """A memory operation that the ledger has let go and that waits for the instance."""
 
-    part: str  # "weights" or "kv"
+    part: Part  # weights or KV
     old_bytes: int
     new_bytes: int
 

@@ -10,6 +10,7 @@ from dovetail.node.protocol import InstanceClosed, InstanceGone, InstanceReady
 from dovetail.node.residency import Residency
 from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY, Refusal
+from dovetail.policy.memory import Part
 
 
 class Lifecycle:
@@ -35,7 +36,7 @@ class Lifecycle:
             self._device.outbox.append(InstanceReady(instance.id, instance.model))
         instance.sort_waiting()
         instance.refresh()
-        self._residency.done(instance, "weights")
+        self._residency.done(instance, Part.WEIGHTS)
         self.after_op(instance)
 
     def load_failed(self, instance: Instance) -> None:

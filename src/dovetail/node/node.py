@@ -24,6 +24,7 @@ from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import TransferModel
+from dovetail.policy.memory import Part
 from dovetail.policy.placement import DeviceKind, Hosting
 
 
@@ -298,13 +299,13 @@ class Node:
 
     def unload_done(self, instance_id: int, now: float) -> None:
         self.device.now_s = now
-        self.residency.done(self.instances[instance_id], "weights")
+        self.residency.done(self.instances[instance_id], Part.WEIGHTS)
         self.lives.after_op(self.instances[instance_id])
 
     def resize_done(self, instance_id: int, now: float) -> None:
         self.device.now_s = now
         instance = self.instances[instance_id]
-        self.residency.done(instance, "kv")
+        self.residency.done(instance, Part.KV)
         instance.starved = False
         self.lives.after_op(instance)
 

@@ -6,16 +6,13 @@ An instance takes no turn while an operation of its own is under way or waiting 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 from dovetail.node.device import Device
 from dovetail.node.events import Command, StartLoad, StartResize, StartUnload
 from dovetail.node.instance import Instance, PendingOp, State
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.memory import Op
+from dovetail.policy.memory import Account, Op, Part
 from dovetail.policy.placement import Hosting
-
-Part = Literal["weights", "kv"]
 
 
 class Residency:
@@ -25,20 +22,20 @@ class Residency:
         self._transfer = device.transfer  # what operations should take
 
     def planned_kv_tokens(self, instance: Instance) -> int:
-        return self._ledger.planned_of((instance.id, "kv")) // instance.hosting.kv_bytes_per_token
+        return self._ledger.planned_of(Account(Part.KV, instance.id)) // instance.hosting.kv_bytes_per_token
 
     def planned_bytes(self, instance: Instance) -> int:
-        return self._ledger.planned_of((instance.id, "kv")) + self._ledger.planned_of((instance.id, "weights"))
+        return self._ledger.planned_of(Account(Part.KV, instance.id)) + self._ledger.planned_of(
+            Account(Part.WEIGHTS, instance.id)
+        )
 
     def is_empty(self, instance: Instance) -> bool:
         """Everything it held has been given back."""
         return not instance.ops and not instance.op_running and self._holds_nothing(instance)
 
     def _holds_nothing(self, instance: Instance) -> bool:
-        return all(
-            self._ledger.is_settled((instance.id, part)) and self._ledger.planned_of((instance.id, part)) == 0
-            for part in ("weights", "kv")
-        )
+        ledger = self._ledger
+        return all(ledger.is_settled(one) and ledger.planned_of(one) == 0 for one in _accounts(instance))
 
     def loaded_s(self, hosting: Hosting) -> float:
         """When weights that are ordered now should be there."""
@@ -48,7 +45,7 @@ class Residency:
         """What bringing a KV pool to this size should take, room for it being waited for; None leaves it."""
         if kv_tokens is None:
             return 0.0
-        old_bytes = 0 if instance is None else self._ledger.planned_of((instance.id, "kv"))
+        old_bytes = 0 if instance is None else self._ledger.planned_of(Account(Part.KV, instance.id))
         new_bytes = kv_tokens * hosting.kv_bytes_per_token
         wait_s = 0.0 if self._ledger.held + new_bytes - old_bytes <= self._ledger.capacity else self._transfer.unload_s
         return wait_s + self._transfer.resize_s(old_bytes, new_bytes)
@@ -68,7 +65,7 @@ class Residency:
         elif instance.in_turn:
             ready = max(ready, free_at_s)
         for op in instance.ops:
-            if op.part == "kv":
+            if op.part is Part.KV:
                 ready += self._transfer.resize_s(op.old_bytes, op.new_bytes)
         if not instance.op_running and not instance.ops:  # what it needs waits for somebody else's memory
             ready += self._transfer.unload_s
@@ -78,15 +75,15 @@ class Residency:
         if instance.hosting.weights_in_place:
             instance.state = State.READY
         else:
-            self._queue(self._ledger.issue((instance.id, "weights"), instance.hosting.weight_bytes))
+            self._queue(self._ledger.issue(Account(Part.WEIGHTS, instance.id), instance.hosting.weight_bytes))
 
     def resize(self, instance: Instance, kv_tokens: int) -> None:
         num_bytes = kv_tokens * instance.hosting.kv_bytes_per_token
-        self._queue(self._ledger.issue((instance.id, "kv"), num_bytes))
+        self._queue(self._ledger.issue(Account(Part.KV, instance.id), num_bytes))
 
     def release(self, instance: Instance) -> None:
-        self._queue(self._ledger.issue((instance.id, "kv"), 0))
-        self._queue(self._ledger.issue((instance.id, "weights"), 0))
+        self._queue(self._ledger.issue(Account(Part.KV, instance.id), 0))
+        self._queue(self._ledger.issue(Account(Part.WEIGHTS, instance.id), 0))
 
     # Adapters: each has an account of its own, whose operations are over as soon as they are counted.
 
@@ -102,8 +99,7 @@ class Residency:
         self._settle_adapter(number, 0)
 
     def _settle_adapter(self, number: int, num_bytes: int) -> None:
-        assert number > 0
-        account = (-number, "adapter")
+        account = Account(Part.ADAPTER, number)
         for _ in self._ledger.issue(account, num_bytes):  # nothing, where it has no bytes
             self._queue(self._ledger.done(account))
 
@@ -111,11 +107,12 @@ class Residency:
         """The device reports the end of the instance's operation."""
         assert instance.op_running
         instance.op_running = False
-        held = self._ledger.held_of((instance.id, part))
-        ops = self._ledger.done((instance.id, part))
-        if part == "weights":
+        account = Account(part, instance.id)
+        held = self._ledger.held_of(account)
+        ops = self._ledger.done(account)
+        if part is Part.WEIGHTS:
             self._mend_link()
-        if part == "kv":
+        if part is Part.KV:
             instance.kv_tokens = min(held, self._pool_bytes(instance, ops)) // instance.hosting.kv_bytes_per_token
         self._queue(ops)
         self.pump(instance)
@@ -125,7 +122,7 @@ class Residency:
         assert instance.op_running
         instance.op_running = False
         self._mend_link()
-        self._queue(self._ledger.failed((instance.id, "weights")))
+        self._queue(self._ledger.failed(Account(Part.WEIGHTS, instance.id)))
         self.pump(instance)
 
     def _mend_link(self) -> None:
@@ -140,13 +137,13 @@ class Residency:
     def _pool_bytes(self, instance: Instance, ops: Iterable[Op]) -> int:
         """What the pool holds for sure: its old size where a next operation has been handed out already."""
         for op in ops:
-            if op.account == (instance.id, "kv"):
+            if op.account == Account(Part.KV, instance.id):
                 return op.old_bytes
-        return self._ledger.held_of((instance.id, "kv"))
+        return self._ledger.held_of(Account(Part.KV, instance.id))
 
     def _queue(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            instance_id, part = op.account
+            part, instance_id = op.account
             instance = self._device.instances[instance_id]
             instance.ops.append(PendingOp(part, op.old_bytes, op.new_bytes))
             self.pump(instance)
@@ -162,7 +159,7 @@ class Residency:
         self._device.outbox.append(self._command(instance, op))
 
     def _expected_end_s(self, instance: Instance, op: PendingOp) -> float:
-        if op.part == "kv":
+        if op.part is Part.KV:
             return self._device.now_s + self._transfer.resize_s(op.old_bytes, op.new_bytes)
         if not op.new_bytes:
             return self._device.now_s + self._transfer.unload_s
@@ -171,10 +168,14 @@ class Residency:
         return instance.loaded_s
 
     def _command(self, instance: Instance, op: PendingOp) -> Command:
-        if op.part == "kv":
+        if op.part is Part.KV:
             if op.new_bytes < op.old_bytes:  # the tail may go at any moment from now on
                 instance.kv_tokens = op.new_bytes // instance.hosting.kv_bytes_per_token
             return StartResize(instance.id, instance.model, op.old_bytes, op.new_bytes)
         if op.new_bytes:
             return StartLoad(instance.id, instance.model, op.new_bytes, instance.deadline_s)
         return StartUnload(instance.id, instance.model)
+
+
+def _accounts(instance: Instance) -> tuple[Account, Account]:
+    return Account(Part.WEIGHTS, instance.id), Account(Part.KV, instance.id)

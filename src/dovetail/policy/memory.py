@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class OutputMean:
@@ -62,7 +63,17 @@ def granted_tokens(required: int, recommended: int, available: int) -> int | Non
     return available if available >= required else None
 
 
-Account = tuple[int, str]  # (instance, part)
+class Part(StrEnum):
+    """What an account is of."""
+
+    WEIGHTS = "weights"
+    KV = "kv"
+    ADAPTER = "adapter"
+
+
+class Account(NamedTuple):
+    part: Part
+    owner: int  # an instance, or an adapter's number
 
 
 class OpKind(StrEnum):
