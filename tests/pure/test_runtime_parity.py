@@ -171,7 +171,7 @@ class Worker:
         limits = SchedulerConfig(4096, max_batch=256, max_turn_tokens=4096, max_tokens=MAX_TOKENS - BLOCK)
         runner = ModelRunner(ModelCard(said.model, "", SPEC, ""), executor, limits, BLOCK)
         # No prefix is found, as in the simulator.
-        runner.scheduler.pool.match = lambda tokens, limit, root: ([], root)  # type: ignore[method-assign]
+        runner.scheduler.pool._matching = lambda tokens, limit, root: iter(())  # type: ignore[method-assign]
         self.driver.loaded(said.instance, runner)
         self.link.pump()
 

@@ -7,10 +7,11 @@ from driver_builders import KV_BYTES, WEIGHT_BYTES, Rig, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sim_builders import make_latency
 
 from dovetail.node.instance import State
 from dovetail.node.protocol import Preempt
-from dovetail.types import FinishReason, ServiceClass
+from dovetail.types import FinishReason, Request, SamplingParams, ServiceClass, Slo
 from dovetail.worker.driver import is_shared
 
 
@@ -74,6 +75,38 @@ def test_choices_of_one_request_compute_their_prompt_once() -> None:
     assert all(rig.tokens("r", choice) == expected("r", 41, 3) for choice in range(3))
     (runner,) = rig.driver.runners.values()
     assert runner.scheduler.prefix_hits == 2 * 40
+
+
+def submit_turn(rig: Rig, id: str, prompt: tuple[int, ...], ttft_s: float) -> None:
+    sampling = SamplingParams(max_tokens=3, seed=0, temperature=0.0)
+    rig.submit_request(Request(id, "a", prompt, sampling, 1, Slo(ttft_s, 1.0)))
+
+
+def test_admission_counts_only_what_the_prefix_cache_lacks() -> None:
+    rig = Rig("a", latency=make_latency(prefill_s_per_k=1.0))
+    history = tuple(i % 90 for i in range(400))
+    submit_turn(rig, "first", history, ttft_s=10.0)
+    rig.run()
+    submit_turn(rig, "other", tuple((i + 1) % 90 for i in range(430)), ttft_s=0.3)  # 0.4 s
+    submit_turn(rig, "second", history + tuple(range(30)), ttft_s=0.3)
+    rig.run()
+    (refused,) = rig.events["other", 0]
+    assert refused.token is None
+    assert len(rig.tokens("second")) == 3
+    first_s = rig.heard_s["second", 0][0]
+    assert first_s < rig.heard_s["other", 0][0]
+
+
+def test_a_prefix_that_goes_before_its_turn_is_computed() -> None:
+    rig = Rig("a")
+    history = tuple(i % 90 for i in range(400))
+    submit_turn(rig, "first", history, ttft_s=10.0)
+    rig.run()
+    submit_turn(rig, "second", history + tuple(range(30)), ttft_s=10.0)
+    (runner,) = rig.driver.runners.values()
+    runner.scheduler.pool.drop_cache()
+    rig.run()
+    assert len(rig.tokens("second")) == 3  # the executor looks at every block
 
 
 def test_an_idle_model_goes_after_its_keep_alive_and_gives_everything_back() -> None:

@@ -118,7 +118,7 @@ class Batch:
             return 0.0 if work.hold else -INFINITY
         if self.rule.turn_silence_s == INFINITY:
             return work.due_s
-        return urgent_prefill_s(work, self.rule.turn_silence_s, left_s(self, work, 0))
+        return urgent_prefill_s(work, self.rule.turn_silence_s, left_s(self, work, work.reused))
 
     # Joining and leaving
 

@@ -12,6 +12,7 @@ from dovetail.node.awaiting import Awaiting
 from dovetail.node.events import Said
 from dovetail.node.instance import Instance, State
 from dovetail.node.lengths import LengthStats
+from dovetail.node.ports import NoPrefixes, Prefixes
 from dovetail.node.protocol import Evicted
 from dovetail.node.underway import Underway
 from dovetail.node.work import Phase, Work
@@ -60,6 +61,7 @@ class Device:
         *,
         first_instance: int = 0,
         transfer: TransferModel | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -69,6 +71,7 @@ class Device:
         self.rule = turn_rule(kind, knobs)
         is_in_place = knobs.free_resize or kind is DeviceKind.CPU
         self.transfer = transfer or (IN_PLACE_RESIZE if is_in_place else TransferModel())
+        self.prefixes = prefixes or NoPrefixes()
         self.up = True
         self.now_s = 0.0  # of the event that is being handled
         self.instances: dict[int, Instance] = {}

@@ -22,7 +22,7 @@ def longest_decode_s(node: Node, now: float) -> float:
     for one in others:
         if one.waiting:
             first = one.waiting[0]
-            until_s = min(until_s, latest_prefill_s(one, first, left_s(one, first, first.computed)))
+            until_s = min(until_s, latest_prefill_s(one, first, left_s(one, first, first.start)))
     latest = {one: min(one.running_due_s, one.spoke_s + rule.max_silence_s) for one in others if one.running}
     latest.pop(own, None)
     if latest:

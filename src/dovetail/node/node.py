@@ -16,6 +16,7 @@ from dovetail.node.lifecycle import Lifecycle
 from dovetail.node.membership import Membership
 from dovetail.node.outlook import movable
 from dovetail.node.pools import LOOK_AROUND_TURNS, Pools
+from dovetail.node.ports import Prefixes
 from dovetail.node.protocol import CaughtUp, Pausable, Victim
 from dovetail.node.residency import Residency
 from dovetail.node.shares import advance
@@ -39,12 +40,20 @@ class Node:
         *,
         first_instance: int = 0,
         transfer: TransferModel | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.name = name
         self.kind = kind
         self.knobs = knobs
         self.device = device = Device(
-            name, kind, memory_bytes, hostings, knobs, first_instance=first_instance, transfer=transfer
+            name,
+            kind,
+            memory_bytes,
+            hostings,
+            knobs,
+            first_instance=first_instance,
+            transfer=transfer,
+            prefixes=prefixes,
         )
         self.instances = device.instances
         self.outbox = device.outbox

@@ -80,7 +80,7 @@ def _look_at_newcomers(instance: Instance, demand: InstanceDemand, loaded_s: flo
     prefills = list(demand.prefills)
     found = []
     for index, work in sorted(((instance.waiting.index(work), work) for work in instance.newcomers), key=itemgetter(0)):
-        found.append(_prefill(instance, work, work.computed, loaded_s, pace_tokens, split))
+        found.append(_prefill(instance, work, work.start, loaded_s, pace_tokens, split))
         prefills.insert(index, found[-1])
     _count(demand, instance, prefills, found)
 
@@ -131,7 +131,7 @@ def _prefills(instance: Instance, loaded_s: float | None, pace_tokens: float) ->
     for work in instance.waiting:
         share = in_turn.get(work.id)
         if share is None:
-            found.append(_prefill(instance, work, work.computed, loaded_s, pace_tokens, split))
+            found.append(_prefill(instance, work, work.start, loaded_s, pace_tokens, split))
         elif not share.is_last:
             found.append(_prefill(instance, work, share.start + share.tokens, loaded_s, pace_tokens, split))
     return found

@@ -35,6 +35,20 @@ class Executor(Protocol):
         """Free weights and KV memory."""
 
 
+class Prefixes(Protocol):
+    """The prefix caches of a device's instances."""
+
+    def cached_tokens(self, instance: int, request: int) -> int:
+        """How many of the request's first tokens the instance need not compute, as things are."""
+
+
+class NoPrefixes:
+    """Where nothing is reused."""
+
+    def cached_tokens(self, instance: int, request: int) -> int:
+        return 0
+
+
 class HostTensor(NamedTuple):
     """Raw bytes in host memory. `data` may be a view of a mapped file: whoever holds it keeps the mapping alive."""
 

@@ -11,10 +11,11 @@ from dovetail.node.device import Device
 from dovetail.node.instance import Instance, State
 from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
-from dovetail.node.shares import urgent_prefill_s
+from dovetail.node.shares import at_once_s, urgent_prefill_s
 from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, must_be_late, validate_closed
 from dovetail.policy.knobs import Shadow
+from dovetail.policy.latency import prompt_s
 from dovetail.policy.parts import in_parts_s, least_s, split_s
 from dovetail.policy.placement import Hosting
 from dovetail.policy.shadow import validate
@@ -55,7 +56,7 @@ class Timing:
         if work.cached or work.phase is Phase.DECODE or self._knobs.shadow is Shadow.CLOSED:
             return False
         ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
-        prefill_s = target.hosting.latency.prefill_s(work.known_tokens) * self._overestimate
+        prefill_s = at_once_s(target, work, work.start)
         grace_s = self._grace_s(target, work, loaded_s)
         return max(free_at_s, ready_s) + prefill_s > work.due_s + grace_s
 
@@ -151,10 +152,11 @@ class Timing:
         resize_s = self._residency.resize_s(target, hosting, kv_tokens)
         if resize_s:
             own.ready_s = max(own.ready_s, free_at_s) + resize_s  # what is remembered of it is set anew with each look
-        prefill_s = 0.0 if work.cached else hosting.latency.prefill_s(work.known_tokens) * self._overestimate
+        start, missing = work.start, work.uncomputed_tokens
+        prefill_s = 0.0 if work.cached else prompt_s(hosting.latency, start, missing) * self._overestimate
         part_s = extra_s = 0.0
         if not work.cached and self._rule.part_s != INFINITY:
-            part_s = least_s(hosting.latency, 0, work.known_tokens) * self._overestimate
+            part_s = least_s(hosting.latency, start, missing) * self._overestimate
             extra_s = split_s(hosting.latency) * self._overestimate
         in_parts = prefill_s if prefill_s <= self._rule.part_s else in_parts_s(prefill_s, self._rule.part_s, extra_s)
         urgent_s = urgent_prefill_s(work, self._rule.turn_silence_s, in_parts) + grace_s

@@ -181,10 +181,10 @@ class Turns:
         """One prompt, or a decode."""
         first = instance.waiting[0]
         if self._rule.guards_decodes and instance.running:
-            prefill_s, latest_s = left_s(instance, first, first.computed), self._latest_s(instance)
+            prefill_s, latest_s = left_s(instance, first, first.start), self._latest_s(instance)
             if guards_decodes(now, prefill_s, instance.urgent_prefill_s(first), latest_s):
                 return Turn(instance)
-        return Turn(instance, (Share(first, first.computed, first.pending_tokens),), decodes=False)
+        return Turn(instance, (Share(first, first.start, first.uncomputed_tokens),), decodes=False)
 
     def _in_parts(self, chosen: Instance, runnable: Sequence[Instance], now: float) -> Turn:
         """Of the chosen one's first prompt, or a decode. Where it alone has work, prompts that have time leave half of
@@ -239,8 +239,8 @@ class Turns:
         first, decoding = prompter.waiting[0], {one: one.decode_s() for one in runnable if one.running}
         begins_s, strictest = self._begins(decoding, now)
         if strictest is not None:
-            remaining_s = left_s(prompter, first, first.computed)
-            part_s = least_s(prompter.hosting.latency, first.computed, first.pending_tokens) * prompter.overestimate
+            remaining_s = left_s(prompter, first, first.start)
+            part_s = least_s(prompter.hosting.latency, first.start, first.uncomputed_tokens) * prompter.overestimate
             if is_overtaken(now, part_s, latest_prefill_s(prompter, first, remaining_s), begins_s):
                 return self.decode_of(strictest, now)
         return self._turn_of_parts(prompter, min(limit_s, begins_s - now), now)
@@ -268,21 +268,21 @@ class Turns:
         first, latency = instance.waiting[0], instance.hosting.latency
         seconds /= instance.overestimate
         fewest = self._fewest_tokens(instance)
-        tokens = tokens_within(latency, first.computed, first.pending_tokens, seconds, fewest)
-        shares = [Share(first, first.computed, tokens)]
-        if not self._rule.packs_prompts or tokens < first.pending_tokens:
+        tokens = tokens_within(latency, first.start, first.uncomputed_tokens, seconds, fewest)
+        shares = [Share(first, first.start, tokens)]
+        if not self._rule.packs_prompts or tokens < first.uncomputed_tokens:
             return tuple(shares)
         if fewest < FEWEST_TOKENS:
             seconds = min(seconds, LEAST_SINGLES * latency.prefill_s(fewest))
         alone_s = latency.prefill_s(tokens)
         seconds = together_s(seconds, alone_s, (first.due_s - now) / instance.overestimate)
         for work in instance.waiting[1:MOST_PROMPTS]:
-            more = work.pending_tokens
+            more = work.uncomputed_tokens
             if not saves(latency, tokens, more) or latency.prefill_s(tokens + more) > seconds:
                 break
-            if instance.is_short(sum(share.work.pending_tokens + 1 for share in shares) + more + 1):
+            if instance.is_short(sum(share.work.pending_tokens + 1 for share in shares) + work.pending_tokens + 1):
                 break
-            shares.append(Share(work, work.computed, more))
+            shares.append(Share(work, work.start, more))
             tokens += more
         return tuple(shares)
 
@@ -345,7 +345,7 @@ def _have_time(instance: Instance, now: float) -> bool:
         return False
     before_s = 0.0
     for work in instance.waiting:
-        before_s += left_s(instance, work, work.computed)
+        before_s += left_s(instance, work, work.start)
         if not is_unhurried(now, before_s, work.due_s):
             return False
     return True

@@ -71,6 +71,7 @@ class Work:
         "phase",
         "prepares",
         "produced",
+        "reused",
         "silence_s",
         "slo_scale",
         "tpot_s",
@@ -109,6 +110,7 @@ class Work:
         self.hold = 0  # the migration for which it is held: it runs elsewhere still, no token is made here; 0 = none
         self.prepares = False  # its grammar or adapter is on its way: it has no turn before that is there
         self.computed = 0  # tokens whose KV blocks are here while it does not run: it is held, or its prompt is begun
+        self.reused = 0  # tokens that the instance's prefix cache has, as of the proposal; not held yet
         self.adapter = ""  # on top of the model; empty = none
         self.mean_tokens = 0.0  # what answers of its model are long, as far as the controller knows; 0 = not at all
 
@@ -122,7 +124,7 @@ class Work:
         work.arrival_s = record.arrival_s
         work.slo_scale = record.slo_scale
         work.adapter = record.adapter
-        work.joined_clock = work.hold = work.computed = 0
+        work.joined_clock = work.hold = work.computed = work.reused = 0
         work.prepares = False
         work.take(record)
         return work
@@ -180,8 +182,18 @@ class Work:
 
     @property
     def pending_tokens(self) -> int:
-        """What a prefill of it has to compute."""
+        """What has no KV blocks yet that are its own."""
         return self.input_tokens + self.produced - self.computed
+
+    @property
+    def start(self) -> int:
+        """Where a prefill of it begins: after what is computed, or after what the prefix cache has."""
+        return self.computed or self.reused
+
+    @property
+    def uncomputed_tokens(self) -> int:
+        """What a prefill of it has to compute."""
+        return self.input_tokens + self.produced - self.start
 
     @property
     def is_resuming(self) -> bool:

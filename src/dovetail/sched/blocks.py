@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 # Of a block's content and of all that comes before it. A sequence's first block has a root as its parent: the salt of
 # its request, so that equal text is a prefix only for those who have the same salt, or ROOT_KEY without one; with an
@@ -83,16 +83,24 @@ class BlockPool:
 
     def match(self, tokens: Sequence[int], limit: int, root: PrefixKey = ROOT_KEY) -> tuple[list[int], PrefixKey]:
         """Hold the longest cached prefix of `tokens` within `limit` tokens; returns its blocks and the last key."""
-        blocks: list[int] = []
+        found = list(self._matching(tokens, limit, root))
+        for block, _ in found:
+            self._hold(block)
+        return [block for block, _ in found], found[-1][1] if found else root
+
+    def cached_tokens(self, tokens: Sequence[int], limit: int, root: PrefixKey = ROOT_KEY) -> int:
+        """How many tokens `match` would find, without holding them."""
+        return sum(self.block_size for _ in self._matching(tokens, limit, root))
+
+    def _matching(self, tokens: Sequence[int], limit: int, root: PrefixKey) -> Iterator[tuple[int, PrefixKey]]:
+        """The blocks of the longest cached prefix, each with its key."""
         key = root
         for start in range(0, limit - self.block_size + 1, self.block_size):
             entry = self._index.get((key, tuple(tokens[start : start + self.block_size])))
             if entry is None:
-                break
-            block, key = entry
-            self._hold(block)
-            blocks.append(block)
-        return blocks, key
+                return
+            yield entry
+            key = entry[1]
 
     def seal(self, block: int, parent_key: PrefixKey, tokens: tuple[int, ...]) -> int:
         """Offer a full, computed block for reuse. Returns the key under which its content is known."""

@@ -79,6 +79,10 @@ class Scheduler:
             self._end(sequence)
         return [end_event(sequence, FinishReason.ERROR, "the model was unloaded") for sequence in sequences]
 
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """How many of its tokens the prefix cache has, if it began now."""
+        return self.pool.cached_tokens(sequence.tokens, _reusable(sequence), sequence.root)
+
     # Sequences that somebody else places: `node` says who takes part, the pool follows its ledger
 
     def enter(self, sequence: Sequence) -> None:
@@ -252,8 +256,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Reuse what is cached, hold blocks for the first chunk; 0 tokens if there is no room now."""
-        reusable = 0 if sequence.sampling.reads_whole_prompt else len(sequence.tokens) - 1
-        blocks, key = self.pool.match(sequence.tokens, reusable, sequence.root)
+        blocks, key = self.pool.match(sequence.tokens, _reusable(sequence), sequence.root)
         computed = len(blocks) * self.pool.block_size
         count = min(len(sequence.tokens) - sequence.is_held - computed, budget)
         fresh = self.pool.allocate(self.pool.blocks_for(computed + count) - len(blocks))
@@ -332,6 +335,11 @@ class Scheduler:
         completed = Completed((*self._failed, *events), tuple(self._ended))
         self._failed, self._ended = [], []
         return completed
+
+
+def _reusable(sequence: Sequence) -> int:
+    """The last token is always computed: what follows it is wanted."""
+    return 0 if sequence.sampling.reads_whole_prompt else len(sequence.tokens) - 1
 
 
 def row_of(sequence: Sequence, count: int) -> TurnRow:

@@ -75,9 +75,9 @@ class NodeDriver:
         on_adapter: Callable[[ModelRunner, str], None] = lambda runner, key: None,
     ) -> None:
         self.hostings: dict[str, Hosting] = {}
-        self.home = NodeRuntime(Node(name, kind, memory_bytes, self.hostings, knobs), log=log)
         self.runners: dict[int, ModelRunner] = {}  # by instance
         self.states: dict[int, RequestState] = {}
+        self.home = NodeRuntime(Node(name, kind, memory_bytes, self.hostings, knobs, prefixes=self), log=log)
         self.report = Report({}, [], [])
         self.resizes, self.resize_s = 0, 0.0
         self._loads, self._clock = loads, clock
@@ -125,6 +125,10 @@ class NodeDriver:
         return closed
 
     # Questions and orders
+
+    def cached_tokens(self, instance: int, request: int) -> int:
+        runner = self.runners.get(instance)  # None: its weights are on their way
+        return 0 if runner is None else runner.scheduler.cached_tokens(self.states[request].sequence)
 
     def ask(self, question: Question, request: Request | None = None, awaited: Iterable[str] = ()) -> Answer:
         """With Propose comes the request, with one open choice, and what it has no turn before (`prepared`)."""
