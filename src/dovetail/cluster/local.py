@@ -18,6 +18,7 @@ from dovetail.cluster.runtime import Runtime
 from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.answers import offer_of
+from dovetail.node.events import Computed
 from dovetail.node.node import Node
 from dovetail.node.protocol import (
     Answer,
@@ -249,8 +250,8 @@ class LocalCluster:
             self.touched.pop(node.name, None)
         return turn
 
-    def turn_ended(self, node: NodeRuntime, now: float, finished: Iterable[int]) -> None:
-        node.turn_ended(now, finished)
+    def turn_ended(self, node: NodeRuntime, now: float, finished: Iterable[int], computed: Computed) -> None:
+        node.turn_ended(now, finished, computed)
         if self._dirty:
             self.settle(now)
 

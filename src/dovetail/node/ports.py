@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from dovetail.modelspec import ModelSpec
 from dovetail.sched.turn import Outcome, Turn
+
+if TYPE_CHECKING:
+    from dovetail.node.work import Work
 
 
 class Executor(Protocol):
@@ -38,14 +41,14 @@ class Executor(Protocol):
 class Prefixes(Protocol):
     """The prefix caches of a device's instances."""
 
-    def cached_tokens(self, instance: int, request: int) -> int:
+    def cached_tokens(self, instance: int, work: Work) -> int:
         """How many of the request's first tokens the instance need not compute, as things are."""
 
 
 class NoPrefixes:
     """Where nothing is reused."""
 
-    def cached_tokens(self, instance: int, request: int) -> int:
+    def cached_tokens(self, instance: int, work: Work) -> int:
         return 0
 
 

@@ -114,7 +114,7 @@ class NodeRuntime:
         work.prepares = prepares
         self.node.device.lengths.are_alike = question.are_alike
         if question.instance is not None:
-            work.reused = self.node.device.prefixes.cached_tokens(question.instance, record.id)
+            work.reused = self.node.device.prefixes.cached_tokens(question.instance, work)
         if question.hold:
             work.hold_for(question.hold, now + answers.load_s(self.node, question, now))
         answer: int | Refusal | None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from dovetail.node.events import StartLoad, StartResize, Turn
+from dovetail.node.events import AS_ASKED, Computed, StartLoad, StartResize, Turn
 from dovetail.node.node import Node
 from dovetail.node.shares import Share
 from dovetail.node.work import Work
@@ -30,6 +30,7 @@ class Device:
         self.link_free_s = 0.0
         self.machine: Machine | None = None  # where its weights come from; None = one rate for all
         self.blocks: KvBlocks | None = None  # None = they are not played
+        self._computed: dict[int, Turn] = {}  # by instance: what of its turn under way is computed in fact
         self._ends: dict[int, list[tuple[int, int]]] = {}  # instance → heap of (clock at which it may end, request)
 
     def turn_s(self, turn: Turn) -> float:
@@ -37,11 +38,21 @@ class Device:
             self.decode_turns += 1
             self.decode_tokens += len(turn.decoding)
         if self.blocks is not None:
-            self.blocks.begin(turn)
+            turn = self._computed[turn.instance.id] = self.blocks.begin(turn)
         return self.durations.turn_s(self.node, turn) * self.slowdown
 
-    def finished(self, turn: Turn) -> list[int]:
-        """Who gets the last token in the turn that ends now."""
+    def end(self, turn: Turn) -> tuple[list[int], Computed]:
+        """Who gets the last token in the turn that ends now, and how far its prompts came."""
+        computed = AS_ASKED
+        if self.blocks is not None:
+            asked, turn = turn, self._computed.pop(turn.instance.id)
+            self.blocks.end(turn)
+            if turn.prompts:
+                is_typical = turn.prompts == asked.prompts
+                computed = Computed({one.work.id: one.start + one.tokens for one in turn.prompts}, is_typical)
+        return self._finished(turn), computed
+
+    def _finished(self, turn: Turn) -> list[int]:
         done = [share.work.id for share in turn.prompts if self._ends_with_prompt(turn, share)]
         if turn.decodes:
             done += self._decoded(turn)
@@ -103,6 +114,7 @@ class Device:
         self.epoch += 1
         self.link_free_s = 0.0
         self._ends.clear()
+        self._computed.clear()
         if self.blocks is not None:
             self.blocks.clear()
 

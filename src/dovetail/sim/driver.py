@@ -140,7 +140,7 @@ class Simulation:
             return
         cluster, turn, node = self.cluster, device.node.turn, self.node_of[id(device)]
         assert turn is not None
-        cluster.turn_ended(node, now, device.finished(turn))
+        cluster.turn_ended(node, now, *device.end(turn))
         if cluster.outbox:
             self._carry_out_all(now)
         if self.on_one_thread:

@@ -16,7 +16,7 @@ from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.faults import draw_faults
-from dovetail.sim.kv_blocks import KvBlocks
+from dovetail.sim.kv_blocks import KvBlocks, Text
 from dovetail.sim.setup import INSTANCE_IDS
 from dovetail.sim.trace import Arrival
 from dovetail.sim.workload import Workload, generate
@@ -24,6 +24,7 @@ from dovetail.sim.workload import Workload, generate
 # Prompts and answers as shares of the context: chats, long prompts with short answers, answers longer than expected.
 LENGTHS = ((0.01, 0.01), (0.05, 0.05), (0.1, 0.01), (0.1, 0.1), (0.3, 0.01), (0.05, 0.4), (0.6, 0.1), (0.02, 0.9))
 KINDS = ("plain", "plain", "plain", "strict", "flex", "choices", "resumed")
+CONVERSATIONS = 3
 CONTEXTS = (128, 256, 512, 1024)  # tokens that a request may have
 
 
@@ -47,6 +48,7 @@ def build_server_storm(seed: int, log: EventLog | None = None) -> Simulation:
     usual = [rng.choice(LENGTHS) for _ in range(workload.models)]  # a model's requests are alike, mostly
     arrivals = [_varied(rng, one, kinds, context, usual[one.model]) for one in generate(workload, seed)]
     lengths = [arrival.output_tokens for arrival in arrivals for _ in arrival.produced]
+    texts = _draw_texts(Random(f"texts {seed}"), arrivals)
     noise = Noise(rng, 0.1)
     devices: list[Device] = []
     for index in range(nodes):
@@ -55,9 +57,11 @@ def build_server_storm(seed: int, log: EventLog | None = None) -> Simulation:
             str(model): _draw_hosting(Random(seed + model), kind, context, rng) for model in range(workload.models)
         }
         memory = _draw_memory(rng, list(hostings.values()), context)
-        node = Node(f"{kind.value}-{index}", kind, memory, hostings, knobs, first_instance=index * INSTANCE_IDS)
+        blocks = KvBlocks(texts)
+        first = index * INSTANCE_IDS
+        node = Node(f"{kind.value}-{index}", kind, memory, hostings, knobs, first_instance=first, prefixes=blocks)
         devices.append(Device(node, dict(enumerate(lengths)), PredictedDurations(IN_PLACE_RESIZE, noise)))
-        devices[-1].blocks = KvBlocks()
+        devices[-1].blocks = blocks
     horizon_s = arrivals[-1].arrival_s
     faults = draw_faults(rng, rng.randrange(0, 13), nodes, horizon_s + 10)
     is_alone = nodes == 1 and seed % 2 == 0
@@ -80,6 +84,19 @@ def _varied(rng: Random, arrival: Arrival, kinds: tuple[str, ...], context: int,
         done = rng.randrange(1, arrival.output_tokens)
         return arrival._replace(produced=(done,))
     return arrival
+
+
+def _draw_texts(rng: Random, arrivals: list[Arrival]) -> dict[int, Text]:
+    """Choices share their prompt; in half of the storms most requests go on with one of a few conversations."""
+    share = rng.choice((0.0, 0.8))
+    texts: dict[int, Text] = {}
+    for number, arrival in enumerate(arrivals):
+        conversation = rng.randrange(CONVERSATIONS) if rng.random() < share else None
+        for _ in arrival.produced:
+            own = CONVERSATIONS + len(arrivals) + len(texts)
+            prompt = CONVERSATIONS + number if conversation is None else conversation
+            texts[len(texts)] = Text(prompt, own if conversation is None else conversation)
+    return texts
 
 
 def _draw_hosting(shape: Random, kind: DeviceKind, context: int, rng: Random) -> Hosting:

@@ -43,8 +43,8 @@ class Slicer:
         inner, node = device.node.turn, self._sim.node_of[id(device)]
         assert inner is not None
         if self._sim.on_one_thread:  # which goes on with what has stopped before it does anything else
-            node.turn_ended(now, device.finished(inner))
+            node.turn_ended(now, *device.end(inner))
         else:
-            self._sim.cluster.turn_ended(node, now, device.finished(inner))
+            self._sim.cluster.turn_ended(node, now, *device.end(inner))
             self._sim.settle(now)
         self._halt(now, halted)

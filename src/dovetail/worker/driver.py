@@ -32,6 +32,7 @@ from dovetail.node.protocol import (
     Withdraw,
 )
 from dovetail.node.runtime import NodeRuntime
+from dovetail.node.work import Work
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.pulse import Pulse
@@ -126,9 +127,9 @@ class NodeDriver:
 
     # Questions and orders
 
-    def cached_tokens(self, instance: int, request: int) -> int:
+    def cached_tokens(self, instance: int, work: Work) -> int:
         runner = self.runners.get(instance)  # None: its weights are on their way
-        return 0 if runner is None else runner.scheduler.cached_tokens(self.states[request].sequence)
+        return 0 if runner is None else runner.scheduler.cached_tokens(self.states[work.id].sequence)
 
     def ask(self, question: Question, request: Request | None = None, awaited: Iterable[str] = ()) -> Answer:
         """With Propose comes the request, with one open choice, and what it has no turn before (`prepared`)."""
