@@ -62,6 +62,7 @@ class LocalNode:
         self.is_draining = False
         self.lag_s = 0.0  # what the node says of itself is heard this late
         self.said_s = 0.0  # when the last of it is
+        self.num_late = 0  # of what it has said, not heard yet: one that decides while it computes hears later still
         self.order_lag_s = 0.0  # questions and orders reach it this late
         self.heard_s = 0.0  # when the last of them does
         self.life = 0  # counts how often it was lost: what was on its way to it then is lost too
@@ -117,7 +118,7 @@ class LocalNode:
             return LOST
         if now < self.silent_until_s:
             return SILENT
-        late = self.is_mute or self.is_cut or self.lag_s or self.said_s > now or self.is_deaf(now)
+        late = self.is_mute or self.is_cut or self.is_late(now) or self.is_deaf(now)
         if self._ask_late is None or not late:
             return self.runtime.answer(question, now)
         return self._ask_late(self, question, now)
@@ -130,6 +131,10 @@ class LocalNode:
         else:
             self.runtime.obey(order, now)
 
+    def is_late(self, now: float) -> bool:
+        """What it says now is heard later, in order."""
+        return self.lag_s > 0.0 or self.said_s > now or self.num_late > 0
+
     def is_deaf(self, now: float) -> bool:
         """What is said to it now arrives later, in order."""
         return self.order_lag_s > 0.0 or self.heard_s > now
@@ -138,6 +143,7 @@ class LocalNode:
         """It is gone, and what was on its way to it and from it."""
         self.life += 1
         self.heard_s = self.said_s = 0.0
+        self.num_late = 0
 
     def fell_silent(self, now: float) -> None:
         self.silent_until_s = now + SILENT_S
@@ -357,8 +363,9 @@ class LocalCluster:
     def _deliver(self, node: LocalNode, handler: Callable[..., None], *arguments: Any, now: float) -> None:
         if node.is_cut:
             return
-        if node.lag_s or node.said_s > now:
+        if node.is_late(now):
             node.said_s = max(node.said_s, now + node.lag_s)  # late, but in order
+            node.num_late += 1
             self._at(node.said_s, self._deliver_late, node, node.life, handler, arguments)
         else:
             handler(*arguments, now)
@@ -367,6 +374,7 @@ class LocalCluster:
         self, node: LocalNode, life: int, handler: Callable[..., None], arguments: tuple[Any, ...], now: float
     ) -> None:
         if node.life == life:  # else its connection broke meanwhile
+            node.num_late -= 1
             handler(*arguments, now)
 
 
