@@ -51,6 +51,15 @@ def test_a_new_instance_loads_its_weights_before_its_first_turn() -> None:
     assert take_turn(node, 1.0) == "a:prefill"
 
 
+def test_prompts_of_one_iteration_each_take_whole_blocks() -> None:
+    node = make_node()
+    instance = node.instances[start(node, make_work())]
+    instance.kv_tokens = 8 * instance.hosting.block_tokens
+    one = 2 * instance.hosting.block_tokens + 1
+    assert not instance.is_short(one, one)
+    assert instance.is_short(one, one, one), "nine blocks, though the tokens would fit into seven"
+
+
 def test_a_cold_start_is_added_to_the_first_deadline_only_as_far_as_it_was_waited_for() -> None:
     node = make_node()
     early, late = make_work(0, arrival_s=0.0), make_work(1, arrival_s=0.8)

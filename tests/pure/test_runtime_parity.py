@@ -32,6 +32,7 @@ from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
+from dovetail.sim.kv_blocks import KvBlocks, Text
 from dovetail.sim.trace import Arrival
 from dovetail.types import ModelCard, Request, SamplingParams, ServiceClass, Slo
 from dovetail.worker.driver import NodeDriver
@@ -50,6 +51,8 @@ class FixedDurations:
     gap_s = 0.0
 
     def turn_s(self, node: Node, turn: Turn) -> float:
+        """As the node chose it, whatever the prefix cache has since."""
+        turn = node.turn or turn
         prompts_s = 0.0041 + 0.00101 * sum(share.tokens for share in turn.prompts) if turn.prompts else 0.0
         if not turn.decodes:
             return prompts_s
@@ -105,11 +108,26 @@ def arrivals_of(asked: list[Asked]) -> list[Arrival]:
     return found
 
 
+def texts_of(asked: list[Asked], arrivals: list[Arrival]) -> dict[int, Text]:
+    """Choices share their prompt, and chats begin alike. What follows a prompt depends on nothing else, unless it was
+    begun elsewhere."""
+    texts: dict[int, Text] = {}
+    for number, (one, arrival) in enumerate(zip(asked, arrivals, strict=True)):
+        for choice in range(len(arrival.produced)):
+            if one.kind == "chat":
+                texts[len(texts)] = Text(0, 10_000 + arrival.input_tokens)
+            else:
+                texts[len(texts)] = Text(1 + number, 1000 + 3 * number + (choice if one.kind == "resumed" else 0))
+    return texts
+
+
 def simulated(asked: list[Asked], knobs: Knobs = PARTS, *, is_live: bool = False) -> str:
     arrivals, file = arrivals_of(asked), io.StringIO()
-    node = Node("node", DeviceKind.CPU, MEMORY, hostings(is_live=is_live), knobs)
+    blocks = KvBlocks(texts_of(asked, arrivals))
+    node = Node("node", DeviceKind.CPU, MEMORY, hostings(is_live=is_live), knobs, prefixes=blocks)
     lengths = [one.output_tokens for one in arrivals for _ in one.produced]
     device = Device(node, dict(enumerate(lengths)), FixedDurations())
+    device.blocks = blocks
     Simulation([device], knobs, arrivals, log=EventLog(file, is_detailed=True), on_one_thread=True).run()
     return file.getvalue()
 
@@ -141,7 +159,7 @@ class Worker:
         self.coming: list[tuple[float, int, int, Request | StartLoad]] = []
         self.link_free_s = 0.0
         for number, arrival in enumerate(arrivals_of(asked)):
-            heappush(self.coming, (arrival.arrival_s, 1, number, _request(number, arrival)))
+            heappush(self.coming, (arrival.arrival_s, 1, number, _request(number, arrival, asked[number].kind)))
 
     def load(self, command: StartLoad) -> None:
         self.link_free_s = max(self.clock.now, self.link_free_s) + LOAD_S
@@ -170,16 +188,17 @@ class Worker:
         executor.driver = self.driver
         limits = SchedulerConfig(4096, max_batch=256, max_turn_tokens=4096, max_tokens=MAX_TOKENS - BLOCK)
         runner = ModelRunner(ModelCard(said.model, "", SPEC, ""), executor, limits, BLOCK)
-        # No prefix is found, as in the simulator.
-        runner.scheduler.pool._matching = lambda tokens, limit, root: iter(())  # type: ignore[method-assign]
         self.driver.loaded(said.instance, runner)
         self.link.pump()
 
 
-def _request(number: int, arrival: Arrival) -> Request:
-    prompt = tuple((number * 31 + i * 7) % 90 for i in range(arrival.input_tokens))
+def _request(number: int, arrival: Arrival, kind: str) -> Request:
+    text = 0 if kind == "chat" else 1 + number
+    prompt = tuple((text * 31 + i * 7) % 90 for i in range(arrival.input_tokens))
     sampling = SamplingParams(max_tokens=arrival.output_tokens, seed=0, temperature=0.0)
-    generated = tuple(tuple(range(count)) for count in arrival.produced) if any(arrival.produced) else ()
+    generated: tuple[tuple[int, ...], ...] = ()
+    if any(arrival.produced):
+        generated = tuple(tuple(range(choice, choice + count)) for choice, count in enumerate(arrival.produced))
     service_class = ServiceClass.BEST_EFFORT if arrival.is_best_effort else ServiceClass.LATENCY_SENSITIVE
     slo = Slo(arrival.ttft_s, arrival.tpot_s)
     return Request(
@@ -188,6 +207,7 @@ def _request(number: int, arrival: Arrival) -> Request:
 
 
 KINDS = ("plain", "strict", "flex", "choices", "resumed")
+WITH_CHATS = (*KINDS, "chat", "chat")
 
 
 def requests(kinds: tuple[str, ...]) -> st.SearchStrategy[list[Asked]]:
@@ -207,13 +227,13 @@ WAYS = {"whole": WHOLE, "parts": PARTS, "mixed": MIXED}
 
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=30, deadline=None)
-@given(asked=requests(KINDS))
+@given(asked=requests(WITH_CHATS))
 def test_both_drivers_are_told_the_same_byte_for_byte(way: str, asked: list[Asked]) -> None:
     assert simulated(asked, WAYS[way]) == Worker(asked, WAYS[way]).run()
 
 
 @settings(max_examples=30, deadline=None)
-@given(requests(("plain", "strict", "flex")))
+@given(requests(("plain", "strict", "flex", "chat")))
 def test_both_learn_the_same_from_what_turns_take(asked: list[Asked]) -> None:
     assert simulated(asked, is_live=True) == Worker(asked, is_live=True).run()
 

@@ -106,10 +106,11 @@ class Instance(Batch):
         """What the KV pool must hold for its next iteration: whole blocks, and one to spare."""
         return (self.used_blocks() + len(self.running) + 1) * self.hosting.block_tokens
 
-    def is_short(self, extra_tokens: int = 0) -> bool:
-        """The next iteration could overrun the KV pool."""
+    def is_short(self, *prompts: int) -> bool:
+        """The next iteration, with prompts that need room for so many more tokens each, could overrun the KV pool."""
         size = self.hosting.block_tokens
-        if self.loose_tokens + extra_tokens <= self.kv_tokens:
+        spare_tokens = size * max(len(prompts) - 1, 0)  # each rounds up to whole blocks
+        if self.loose_tokens + sum(prompts) + spare_tokens <= self.kv_tokens:
             return False
-        need = (self.used_blocks() + len(self.running)) * size + -(extra_tokens // -size) * size
-        return need > self.kv_tokens
+        more = sum([-(tokens // -size) for tokens in prompts])
+        return (self.used_blocks() + len(self.running) + more) * size > self.kv_tokens

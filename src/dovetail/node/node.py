@@ -222,7 +222,7 @@ class Node:
                     self.outbox.append(SetTimer(until_s, -1, -1))
                 return None
             chosen, prompts = turn.instance, turn.prompts
-            if prompts and chosen.is_short(sum(share.work.pending_tokens + 1 for share in prompts)):
+            if prompts and chosen.is_short(*[share.work.pending_tokens + 1 for share in prompts]):
                 if self.pools.fit_in(chosen, prompts[0].work, now):
                     continue
                 turn = self.turns.decode_of(chosen, now)

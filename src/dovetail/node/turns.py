@@ -280,7 +280,7 @@ class Turns:
             more = work.uncomputed_tokens
             if not saves(latency, tokens, more) or latency.prefill_s(tokens + more) > seconds:
                 break
-            if instance.is_short(sum(share.work.pending_tokens + 1 for share in shares) + work.pending_tokens + 1):
+            if instance.is_short(*[share.work.pending_tokens + 1 for share in shares], work.pending_tokens + 1):
                 break
             shares.append(Share(work, work.start, more))
             tokens += more
@@ -328,12 +328,13 @@ def _resuming(instance: Instance, most: int) -> tuple[Share, ...]:
     """Answers that go on with the next iteration, as many as the pool has room for: they come before prompts and
     before copies of those that go on elsewhere, of which an iteration computes so many tokens at most."""
     shares: list[Share] = []
-    tokens, is_copy = 0, bool(instance.waiting[0].hold)
+    needs: list[int] = []  # tokens of each
+    is_copy = bool(instance.waiting[0].hold)
     alike = takewhile(lambda work: work.is_resuming and bool(work.hold) == is_copy, instance.waiting)
     for work in islice(alike, MOST_PROMPTS):
         part = min(work.pending_tokens, most)
-        tokens += part + 1
-        if shares and (instance.is_short(tokens) or (is_copy and tokens > most)):
+        needs.append(part + 1)
+        if shares and (instance.is_short(*needs) or (is_copy and sum(needs) > most)):
             break
         shares.append(Share(work, work.computed, part))
     return tuple(shares)

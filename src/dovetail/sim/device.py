@@ -43,22 +43,18 @@ class Device:
 
     def end(self, turn: Turn) -> tuple[list[int], Computed]:
         """Who gets the last token in the turn that ends now, and how far its prompts came."""
-        computed = AS_ASKED
-        if self.blocks is not None:
-            asked, turn = turn, self._computed.pop(turn.instance.id)
-            self.blocks.end(turn)
-            if turn.prompts:
-                is_typical = turn.prompts == asked.prompts
-                computed = Computed({one.work.id: one.start + one.tokens for one in turn.prompts}, is_typical)
-        return self._finished(turn), computed
+        if self.blocks is None:
+            return self._finished(turn), AS_ASKED
+        actual = self._computed.pop(turn.instance.id)
+        done = self._finished(actual)
+        self.blocks.end(actual, done)
+        is_typical = actual.prompts == turn.prompts
+        computed = {one.work.id: one.start + one.tokens for one in actual.prompts} or None
+        return done, Computed(computed, is_typical)
 
     def _finished(self, turn: Turn) -> list[int]:
         done = [share.work.id for share in turn.prompts if self._ends_with_prompt(turn, share)]
-        if turn.decodes:
-            done += self._decoded(turn)
-        if self.blocks is not None:
-            self.blocks.release(turn.instance.id, done)
-        return done
+        return done + self._decoded(turn) if turn.decodes else done
 
     def _decoded(self, turn: Turn) -> list[int]:
         instance, ends = turn.instance, self._ends.get(turn.instance.id)

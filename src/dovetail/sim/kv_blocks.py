@@ -79,10 +79,10 @@ class KvBlocks:
         """Returns what is computed in fact: the prefix cache may have more of a prompt than when the node asked, or
         less."""
         instance = turn.instance
-        prompts = tuple([self._compute(instance, share) for share in turn.prompts])
         for id in turn.decoding:
             work = instance.running[id]
             self._hold(instance, work, work.input_tokens + instance.produced(work))
+        prompts = tuple([self._compute(instance, share) for share in turn.prompts])
         return turn._replace(prompts=prompts) if prompts != turn.prompts else turn
 
     def _compute(self, instance: Instance, share: Share) -> Share:
@@ -98,7 +98,7 @@ class KvBlocks:
             table.num_cached = len(table.blocks)
             table.computed = table.num_cached * instance.hosting.block_tokens
         start = tables[work.id].computed
-        count = min(share.tokens, work.known_tokens - start)
+        count = min(share.tokens + share.is_last, work.known_tokens - start)  # quotas of the last part are one larger
         self._hold(instance, work, start + count)
         return Share(work, start, count)
 
@@ -116,20 +116,31 @@ class KvBlocks:
             )
             table.blocks += granted
 
-    def end(self, turn: Turn) -> None:
-        """What the turn has filled may be reused from now on."""
-        tables, size = self._tables.get(turn.instance.id, {}), turn.instance.hosting.block_tokens
-        works = [share.work for share in turn.prompts] + [turn.instance.running[id] for id in turn.decoding]
-        for work in works:
-            table, text = tables.get(work.id), self._texts.get(work.id)
-            if table is None or text is None or (table.num_cached + 1) * size > table.computed:
-                continue
-            tokens = text.tokens(work, table.computed)
-            for first in range(table.num_cached * size, table.computed - size + 1, size):
-                content = tuple(tokens[first : first + size])
-                block = table.blocks[table.num_cached]
-                table.last_key = self._pools[turn.instance.id].seal(block, table.last_key, content)
-                table.num_cached += 1
+    def end(self, turn: Turn, finished: Iterable[int]) -> None:
+        """What the turn has filled may be reused from now on; these requests had their last token in it."""
+        instance = turn.instance
+        for id in turn.decoding:
+            self._ended(instance, instance.running[id], is_last=id in finished)
+        for share in turn.prompts:
+            self._ended(instance, share.work, is_last=share.work.id in finished)
+
+    def _ended(self, instance: Instance, work: Work, *, is_last: bool) -> None:
+        table, text = self._tables.get(instance.id, {}).get(work.id), self._texts.get(work.id)
+        if table is not None and text is not None:
+            self._cache_full_blocks(table, text, work, self._pools[instance.id])
+        if is_last:
+            self.release(instance.id, (work.id,))
+
+    @staticmethod
+    def _cache_full_blocks(table: Table, text: Text, work: Work, pool: BlockPool) -> None:
+        size = pool.block_size
+        if (table.num_cached + 1) * size > table.computed:
+            return
+        tokens = text.tokens(work, table.computed)
+        for first in range(table.num_cached * size, table.computed - size + 1, size):
+            content = tuple(tokens[first : first + size])
+            table.last_key = pool.seal(table.blocks[table.num_cached], table.last_key, content)
+            table.num_cached += 1
 
     def release(self, instance: int, requests: Iterable[int]) -> None:
         tables = self._tables.get(instance, {})
