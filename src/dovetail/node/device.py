@@ -71,7 +71,7 @@ class Device:
         self.rule = turn_rule(kind, knobs)
         is_in_place = knobs.free_resize or kind is DeviceKind.CPU
         self.transfer = transfer or (IN_PLACE_RESIZE if is_in_place else TransferModel())
-        self.prefixes = prefixes or NoPrefixes()
+        self._prefixes = prefixes or NoPrefixes()
         self.up = True
         self.now_s = 0.0  # of the event that is being handled
         self.instances: dict[int, Instance] = {}
@@ -87,6 +87,10 @@ class Device:
         self._next_instance += 1
         self.instances[instance.id] = instance
         return instance
+
+    def cached_tokens(self, instance_id: int | None, work: Work) -> int:
+        """Of the work, in the prefix cache of the instance; a new one (None) has nothing."""
+        return 0 if instance_id is None else self._prefixes.cached_tokens(instance_id, work)
 
     def update(self, instance: Instance) -> None:
         """After anything that decides whether it can run."""

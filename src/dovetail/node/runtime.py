@@ -22,8 +22,7 @@ from dovetail.policy.headroom import Refusal
 class NodeRuntime:
     def __init__(self, node: Node, dirty: list[NodeRuntime] | None = None, log: EventLog | None = None) -> None:
         self.node = node
-        self.name = node.name
-        self.kind = node.kind
+        self.name, self.kind = node.name, node.kind
         self._speech = Speech(node, log)
         self.outbox = self._speech.outbox
         self.mailbox = self._speech.mailbox
@@ -113,8 +112,7 @@ class NodeRuntime:
         work = Work.of(record)
         work.prepares = prepares
         self.node.device.lengths.are_alike = question.are_alike
-        if question.instance is not None:
-            work.reused = self.node.device.prefixes.cached_tokens(question.instance, work)
+        work.reused = self.node.device.cached_tokens(question.instance, work)
         if question.hold:
             work.hold_for(question.hold, now + answers.load_s(self.node, question, now))
         answer: int | Refusal | None

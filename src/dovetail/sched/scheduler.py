@@ -195,8 +195,7 @@ class Scheduler:
         count = min(sequence.num_pending - sequence.is_held, budget)
         missing = self.pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
         if missing > 0:
-            blocks = self.pool.allocate(missing)
-            if blocks is None:
+            if (blocks := self.pool.allocate(missing)) is None:
                 return 0
             sequence.blocks.extend(blocks)
         return count
