@@ -28,6 +28,7 @@ AREAS = {
     "tokens": "entrypoints/openai/test_*token*.py entrypoints/openai/test_chunked_prompt.py",
     "models": "entrypoints/openai/models/*.py",
     "responses": "entrypoints/openai/responses/*.py",
+    "messages": "entrypoints/anthropic/test_messages.py",
     "tokenising": "entrypoints/serve/tokenize/test_tokenization.py",
     "health": "entrypoints/serve/instrumentator/test_basic.py",
     "tools": "tool_use/*.py",

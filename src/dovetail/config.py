@@ -171,6 +171,9 @@ class ModelConfig(_Section):
     # which for decoders is the last.
     pooling: Literal["last", "mean", "cls"] | None = None
     default_max_tokens: int | None = Field(default=None, ge=1)  # None = the server's
+    # Whether an answer that is asked to be longer than the context is clamped to it, or refused; None = a chat is
+    # clamped, a completion refused. `clamp_max_tokens` of a request comes first.
+    clamp_max_tokens: bool | None = None
     speculative: Speculative = SpeculativeConfig(mode="off")  # drafts
 
 

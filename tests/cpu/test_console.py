@@ -563,6 +563,16 @@ nodes: [{{kv_cache: 4MiB, threads: 1}}]
         again.wait("document.querySelector('#problem')?.textContent.includes('asks for a key')")
 
 
+def test_a_view_that_is_left_and_returned_to_while_it_comes_is_there_once(page: Page) -> None:
+    reload(page)
+    page.js(
+        "for (const name of ['api', 'chat', 'api']) { location.hash = name; dispatchEvent(new Event('hashchange')) }"
+    )
+    page.wait("document.querySelectorAll('#api .index button').length > 3")
+    page.js("new Promise((done) => setTimeout(done, 300))")
+    assert page.js("document.querySelectorAll('#api .index').length") == 1
+
+
 def test_tools_of_an_mcp_server_are_chosen_called_and_shown(tmp_path: Path) -> None:
     """On a server whose model follows a script, because one of 135M parameters calls nothing by itself."""
     pytest.importorskip("mcp", reason="the package mcp is not installed (extra: mcp)")

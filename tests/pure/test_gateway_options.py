@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from fake_worker import FAIL
 from gateway_builders import byte_level_tokenizer, make_card
 from test_gateway_http import CHAT, TEXT, check_error, events, on_app
 
-from dovetail.errors import InvalidRequest
+from dovetail.errors import ContextTooLong, InvalidRequest
+from dovetail.gateway.http.api import CompletionRequest
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.infill import infill_prompt
 from dovetail.gateway.text.token_table import TokenTable
@@ -121,7 +123,23 @@ def test_a_chat_gets_what_is_left_of_the_context_and_a_completion_is_told(tmp_pa
         long = CHAT | {"messages": [{"role": "user", "content": "x" * 600}]}
         error = check_error(await client.post("/v1/chat/completions", json=long), 400, "messages")
         assert error["code"] == "context_length_exceeded"
-        check_error(await client.post("/v1/completions", json=TEXT | {"max_tokens": 32_000}), 400, "max_tokens")
+        long_text = TEXT | {"max_tokens": 32_000}
+        check_error(await client.post("/v1/completions", json=long_text), 400, "max_tokens")
+        answer = (await client.post("/v1/completions", json=long_text | {"clamp_max_tokens": True})).json()
+        assert "the context is 512" in answer["warnings"][0]
+        refused = CHAT | {"max_tokens": 32_000, "clamp_max_tokens": False}
+        check_error(await client.post("/v1/chat/completions", json=refused), 400, "max_tokens")
+        model = service.models.get("fake")
+        for clamps in (True, False):
+            told = copy.copy(model)
+            told.config = model.config.model_copy(update={"clamp_max_tokens": clamps})
+            body = CompletionRequest(model="fake", prompt=["a", "bcd"], max_tokens=32_000)
+            if clamps:
+                job = await translate_completion(body, told, "id", 512, Slo())
+                assert [request.sampling.max_tokens for request in job.requests] == [509, 509]
+            else:
+                with pytest.raises(ContextTooLong):
+                    await translate_completion(body, told, "id", 512, Slo())
 
     on_app(tmp_path, test)
 
@@ -129,8 +147,6 @@ def test_a_chat_gets_what_is_left_of_the_context_and_a_completion_is_told(tmp_pa
 def test_words_and_tokens_that_are_barred_reach_the_worker_as_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dovetail.gateway.http.api import CompletionRequest
-
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         model = service.models.get("fake")
         await model.prepare()
@@ -380,8 +396,6 @@ def test_what_a_beam_search_cannot_do_is_a_400_that_names_it(tmp_path: Path) -> 
 
 
 def test_chosen_tokens_are_told_of_instead_of_the_likeliest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dovetail.gateway.http.api import CompletionRequest
-
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         body = CompletionRequest(**TEXT | {"logprobs": 0, "logprob_token_ids": [5, 7, 5]})
         job = await translate_completion(body, service.models.get("fake"), "j", 512, Slo())

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -98,6 +99,9 @@ class RemoteOpenAIServer:
 
     def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(**self._options(options))
+
+    def get_async_client_anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(**self._options(options) | {"base_url": self.url_root})
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         given = {"base_url": self.url_for("v1"), "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 120}

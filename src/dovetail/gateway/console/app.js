@@ -12,6 +12,7 @@ const VIEWS = {
 const POLL_MS = 3000;
 const IDLE_MS = 6000; // after an answer that told nothing new
 const views = {}; // by name: {show(), poll?()}
+const making = {}; // those whose modules were asked for
 let timer = null;
 let is_failing = false; // the last thing that was asked for a view
 
@@ -30,10 +31,21 @@ async function show() {
   }
   document.body.dataset.view = name;
   await attempt(async () => {
-    views[name] ??= (await VIEWS[name]()).create($(name));
+    views[name] ??= await made(name);
     if (wanted() === name) await views[name].show();
   });
   if (views[name]?.poll && wanted() === name) poll(name);
+}
+
+// Once, however often it is asked for while its module is on its way.
+async function made(name) {
+  making[name] ??= VIEWS[name]().then(({ create }) => create($(name)));
+  try {
+    return await making[name];
+  } catch (error) {
+    delete making[name];
+    throw error;
+  }
 }
 
 // What went wrong stays in sight until it goes well again.

@@ -85,6 +85,10 @@ class GenerationBody(StrictBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=_MAX_LIMIT)
+    clamp_max_tokens: bool | None = Field(
+        default=None,
+        description="beyond the context: true = as long as fits, false = a 400; a chat is clamped unless told",
+    )
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)

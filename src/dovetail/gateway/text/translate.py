@@ -26,6 +26,7 @@ from dovetail.gateway.text.reading import MakeReader, PlainReader
 from dovetail.types import Grammar, Request, SamplingParams, ServiceClass, Slo
 
 Value = TypeVar("Value")
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
 _MANY_PROMPTS = 8  # more are not tokenised on the event loop, however short they are
@@ -77,29 +78,38 @@ async def translate_chat(
     body: ChatRequest, model: ServedModel, job_id: str, context: int, slo: Slo, *, default_tokens: int
 ) -> GenerationRequest:
     form = await chat_form(body, model)
-    body, clamped = _clamped(body, len(form.prompts[0]), context)
-    job = await _generation_request(body, model, job_id, form, context, slo, default_tokens=default_tokens)
-    return dataclasses.replace(job, warnings=(*job.warnings, *clamped))
+    # Agents ask for as much as the largest models have; a chat gets what is left of the context, as with llama.cpp,
+    # Ollama and vLLM.
+    clamped, notes = _clamped(body, form, context) if _clamps(body, model, default=True) else (body, ())
+    job = await _generation_request(clamped, model, job_id, form, context, slo, default_tokens=default_tokens)
+    return dataclasses.replace(job, warnings=(*job.warnings, *notes))
 
 
-def _clamped(body: ChatRequest, num_prompt: int, context: int) -> tuple[ChatRequest, tuple[str, ...]]:
-    """Agents ask for as much as the largest models have; a chat gets what is left of the context, as with llama.cpp,
-    Ollama and vLLM."""
-    keep = body.truncate_prompt_tokens
+def _clamps(body: GenerationBody, model: ServedModel, *, default: bool) -> bool:
+    return _first(body.clamp_max_tokens, model.config.clamp_max_tokens, default)
+
+
+def _clamped(body: Body, form: ChatForm, context: int) -> tuple[Body, tuple[str, ...]]:
+    """Of several prompts the longest decides."""
+    num_prompt, keep = max(map(len, form.prompts)), body.truncate_prompt_tokens
     if keep is not None:  # of a prompt that is cut the answer leaves half of the context
         num_prompt = min(num_prompt, context // 2 if keep < 0 else keep)
     wanted, room = body.wanted_tokens or 0, context - num_prompt
     if wanted <= room or room < 1:
         return body, ()
     note = f"the answer was asked to have up to {wanted} tokens and has up to {room}: the context is {context}"
-    return body.model_copy(update={"max_completion_tokens": room}), (note,)
+    name = "max_completion_tokens" if isinstance(body, ChatRequest) else "max_tokens"
+    return body.model_copy(update={name: room}), (note,)
 
 
 async def translate_completion(
     body: CompletionRequest, model: ServedModel, job_id: str, context: int, slo: Slo
 ) -> GenerationRequest:
     form = ChatForm(await completion_prompts(body, model), constraint_of(body))
-    return await _generation_request(body, model, job_id, form, context, slo, default_tokens=DEFAULT_COMPLETION_TOKENS)
+    clamped, notes = _clamped(body, form, context) if _clamps(body, model, default=False) else (body, ())
+    default = DEFAULT_COMPLETION_TOKENS
+    job = await _generation_request(clamped, model, job_id, form, context, slo, default_tokens=default)
+    return dataclasses.replace(job, warnings=(*job.warnings, *notes))
 
 
 async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
