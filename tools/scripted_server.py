@@ -56,6 +56,9 @@ def answer_to(prompt: str) -> str:
     if WHOLE_FILES in prompt and "return a - b" in prompt:
         return f"{DONE}\n\ncalc.py\n```\ndef add(a, b):\n    return a + b\n```\n"
     shell = next((shell for shell in SHELLS if f'"name": "{shell[0]}"' in prompt), None)
+    if shell is not None and step >= len(COMMANDS) and '"name": "final_answer"' in prompt:  # smolagents ends with it
+        call = {"name": "final_answer", "arguments": {"answer": DONE}}
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
     if shell is None or step >= len(COMMANDS) or "calc.py" not in prompt:
         return DONE
     name, parameter, more = shell
