@@ -27,6 +27,7 @@ SECTIONS: dict[str, tuple[str, type[BaseModel]]] = {
     "models.NAME.slo": ("its targets; default: min(max(0.5 s, input/512), 8 s) and 0.25 s", config.SloConfig),
     "models.NAME.speculative": ("drafts; a mode alone is short for `mode`", config.SpeculativeConfig),
     "server": ("HTTP, limits, logs, survival", config.ServerConfig),
+    "server.tls": ("files in PEM, read again with the configuration", config.TlsConfig),
     "nodes": ("a list: one entry for each device", config.NodeConfig),
     "store": ("models on disk and in host memory", config.StoreConfig),
     "mcp": ("tools of MCP servers, called for models", config.McpConfig),
@@ -135,8 +136,9 @@ def metrics_page() -> str:
         name = family.name + ("_total" if family.type == "counter" else "")
         rows.append(f"| `{name}` | {family.type} | {family.documentation} |")
     told = (
-        "`GET /metrics`, in Prometheus' text form; `/metrics` asks for a key with `metrics` or `admin` where keys are "
-        "configured. Names are vLLM's with the prefix `dovetail:` where vLLM has them. What the outcomes of "
+        "`GET /metrics`, in Prometheus' text form or in OpenMetrics, as `Accept` says; `/metrics` asks for a key with "
+        "`metrics` or `admin` where keys are configured. Names are vLLM's with the prefix `dovetail:` where vLLM has "
+        "them; `server.vllm_metrics` adds those under `vllm:`. What the outcomes of "
         "`slo_requests_total` mean: [serving](serving.md#metrics).\n"
     )
     return "\n".join(["# Metrics\n", NOTE, told, "| name | kind | |", "| --- | --- | --- |", *rows, ""])

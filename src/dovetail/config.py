@@ -177,9 +177,17 @@ class ModelConfig(_Section):
     speculative: Speculative = SpeculativeConfig(mode="off")  # drafts
 
 
+class TlsConfig(_Section):
+    """Files in PEM, read again with the configuration, so that a renewed certificate needs no restart."""
+
+    cert: Path  # the server's certificate, then those of its issuers
+    key: Path  # of the server's certificate, without a passphrase
+
+
 class ServerConfig(_Section):
     host: str = "127.0.0.1"  # address to listen on
     port: int = Field(default=8000, ge=0, le=65535)  # 0 = any free one
+    tls: TlsConfig | None = None  # serve HTTPS; None = HTTP
     max_queue: int = Field(default=512, ge=1)  # unfinished requests in the whole server; more are answered 503
     # What clients may hold of the gateway's memory and descriptors before anything is answered.
     max_body_bytes: Size = 2 * 1024 * 1024  # of one request
@@ -195,6 +203,7 @@ class ServerConfig(_Section):
     open_to_network: bool = False  # listen beyond this machine although there are no keys
     access_log: Path | None = None  # a JSON line per request, without prompts; "-" = standard error
     audit_log: Path | None = None  # a JSON line per act of administration; they are in the log in any case
+    vllm_metrics: bool = False  # /metrics has what vLLM has too under its names (vllm:…) as well, for its dashboards
     traces: str | None = None  # OpenTelemetry: a collector's OTLP address, as http://127.0.0.1:4318/v1/traces
     # Of a chat without max_tokens, within the context; a model may have its own.
     default_max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=1)

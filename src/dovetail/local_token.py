@@ -39,7 +39,7 @@ def token_for(url: str) -> str | None:
     """Of the server at this address, if that is this machine and the file is ours to read."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or 80
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         if host != "localhost" and not ip_address(host).is_loopback:
             return None
         return token_file(port).read_text().strip() or None

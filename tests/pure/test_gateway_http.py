@@ -525,7 +525,7 @@ def test_every_metric_and_label_of_the_dashboard_is_one_that_the_server_has(tmp_
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         await client.post("/v1/completions", json=TEXT)
-        kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", service.metrics.render().decode(), re.MULTILINE))
+        kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", service.metrics.render().body.decode(), re.MULTILINE))
         offered = {name for name, kind in kinds.items() if kind != "histogram"}
         offered |= {f"{name}_{part}" for name, kind in kinds.items() if kind == "histogram" for part in PARTS}
         assert used <= offered, used - offered

@@ -158,7 +158,7 @@ def test_answers_go_on_when_their_worker_dies(tmp_path: Path) -> None:
                 assert sum(len(delta.tokens) for delta in deltas) == 400
                 assert [delta.finish for delta in deltas].count(FinishReason.LENGTH) == 1
         assert service.link.supervisors["cpu-0"].starts == 2
-        shown = service.metrics.render()
+        shown = service.metrics.render().body
         assert b'dovetail:worker_exits_total{node="cpu-0"} 1.0' in shown
         assert b'dovetail:request_resumptions_total{model_name="fake"} 5.0' in shown
 

@@ -22,6 +22,7 @@ from dovetail.cli.serve import (
     serve_plan,
 )
 from dovetail.cli.state import hide_secret, state_folder
+from dovetail.cli.tls import TlsCert, TlsKey, tls_config
 from dovetail.config import Config, NodeConfig, load_config
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def front(
     port: Annotated[int, typer.Option(help="0 = any free one.", min=0, max=65535)] = 8001,
     api_key: ApiKey = None,
     open_to_network: OpenToNetwork = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     store: Annotated[Path | None, typer.Option(help="Where models are kept.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say that it is ready in JSON, on one line.")] = False,
 ) -> None:
@@ -53,7 +56,12 @@ def front(
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    server = {"host": host, "port": port, "open_to_network": open_to_network or None}
+    server = {
+        "host": host,
+        "port": port,
+        "open_to_network": open_to_network or None,
+        "tls": tls_config(tls_cert, tls_key),
+    }
     ours = override_with(server, {}, api_key, store, None)
 
     def override(settings: Config) -> Config:

@@ -18,6 +18,7 @@ import typer
 
 from dovetail.cli.node_sizes import check_sizes
 from dovetail.cli.state import State, hide_secret, open_state
+from dovetail.cli.tls import TlsCert, TlsKey, check_certificate, tls_config
 from dovetail.config import Config, KeyConfig, NodeConfig, StoreConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError
 from dovetail.machine import hide_argument, memory_bytes, process_age_s, spare_collector, usable_cores, usable_gpus
@@ -95,6 +96,8 @@ def serve(
     api_key: ApiKey = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file that holds the key.")] = None,
     open_to_network: OpenToNetwork = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     store: Annotated[
         Path | None, typer.Option(help="Where models are kept.  [default: $DOVETAIL_HOME, ~/.cache/dovetail]")
     ] = None,
@@ -117,12 +120,10 @@ def serve(
         "max_batch": max_batch,
         "max_turn_tokens": max_turn_tokens,
     }
-    server = {
-        "host": host,
-        "port": port,
-        "max_queue": max_queue,
-        "state": hide_secret(state),
+    server: dict[str, Any] = {"host": host, "port": port, "max_queue": max_queue, "state": hide_secret(state)}
+    server |= {
         "open_to_network": open_to_network or None,
+        "tls": tls_config(tls_cert, tls_key),
         "drain_timeout": None if drain_timeout is None else parsed(parse_duration, drain_timeout, "--drain-timeout"),
     }
 
@@ -138,6 +139,7 @@ def listen_for(config: Config) -> socket.socket:
 
     check_exposure(config.server.host, config)
     check_mcp(config)
+    check_certificate(config)
     if not config.auth.keys and not is_loopback(config.server.host):
         logger.warning("no API keys: every client that reaches %s may use this server", config.server.host)
     return listen(config.server.host, config.server.port)
@@ -406,7 +408,7 @@ async def _serve_http(
     port = listener.getsockname()[1]
     _offer_token(admin, port)
     server = HttpServer(make_app(admin), admin, ends_with_terminal=heeds_hangup and has_terminal())
-    address = base_url(listener)
+    address = base_url(listener, is_https=plan.config.server.tls is not None)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(_start(admin, offer))
     try:

@@ -57,6 +57,7 @@ async def open_state(config: Config, listener: socket.socket, *, as_json: bool) 
     """With etcd it returns when this gateway leads."""
     from dovetail.cluster.durable import SqliteDurable
     from dovetail.gateway.http.listen import base_url
+    from dovetail.gateway.http.tls import Tls
     from dovetail.gateway.workers.etcd import is_etcd, parse_address
     from dovetail.gateway.workers.etcd_state import EtcdDurable
     from dovetail.gateway.workers.standby import wait_to_lead
@@ -68,11 +69,14 @@ async def open_state(config: Config, listener: socket.socket, *, as_json: bool) 
     if not is_etcd(state):
         return SqliteDurable(folder)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each call
-    url = base_url(listener)
+    tls = config.server.tls
+    url = base_url(listener, is_https=tls is not None)
     durable = EtcdDurable(parse_address(state), folder, f"{url} on {socket.gethostname()}, pid {os.getpid()}")
     try:
         await asyncio.to_thread(durable.check)
-        await wait_to_lead(durable, listener, lambda: _say_waiting(url, as_json=as_json))
+        await wait_to_lead(
+            durable, listener, Tls(tls) if tls is not None else None, lambda: _say_waiting(url, as_json=as_json)
+        )
         await asyncio.to_thread(durable.start, leave)
     finally:
         if not durable.is_leading:

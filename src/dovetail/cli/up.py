@@ -31,6 +31,7 @@ from dovetail.cli.serve import (
     serve_plan,
 )
 from dovetail.cli.state import State, hide_secret
+from dovetail.cli.tls import TlsCert, TlsKey, tls_config
 from dovetail.config import Config, NodeConfig, load_config, parse_size
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.machine import HOME_VARIABLE
@@ -71,6 +72,8 @@ def up(
     memory: Annotated[str | None, typer.Option(help="Of the worker here, as 8GiB.")] = None,
     api_key: ApiKey = None,
     open_to_network: OpenToNetwork = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     store: Annotated[Path | None, typer.Option(help="Where models are kept.")] = None,
     state: State = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say that it is ready in JSON, on one line.")] = False,
@@ -81,8 +84,8 @@ def up(
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    server = {"host": host, "port": port, "open_to_network": open_to_network or None}
-    server["state"] = hide_secret(state)
+    server: dict[str, Any] = {"host": host, "port": port, "open_to_network": open_to_network or None}
+    server |= {"state": hide_secret(state), "tls": tls_config(tls_cert, tls_key)}
     node = {"threads": threads, "memory": None if memory is None else parsed(parse_size, memory, "--memory")}
     ours = override_with(server, node, api_key, store, None)
 

@@ -5,6 +5,7 @@ Keeps every token that came, so that a request that goes on elsewhere brings alo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,6 +109,10 @@ class Dispatcher:
         """Of the requests without a place, the next to get one first: 1, 2, …"""
         waiting = (self._choices[work.id].request.id for work in self.runtime.controller.queued())
         return {request_id: at for at, request_id in enumerate(dict.fromkeys(waiting), start=1)}
+
+    def num_queued(self) -> Counter[str]:
+        """Choices without a place, by model."""
+        return Counter(work.model for work in self.runtime.controller.queued())
 
     def _placed(self, id: int, now: float) -> None:
         self.on_placed(self._choices[id].request.id, now)

@@ -222,6 +222,7 @@ class GenerationTask:
                 self._has_spoken = True
                 placed_s = self._inbox.placed_s or now
                 self._waits = Waits(placed_s - self._arrival, grace_s, now - self._arrival)
+                self._metrics.queue_time.labels(self.job.model.name).observe(self._waits.queue)
                 if self._trace is not None:
                     self._trace.spoke(self._arrival, self._waits)
             choice.first_token_at = now

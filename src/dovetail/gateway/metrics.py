@@ -6,19 +6,18 @@ One registry per server. Knows messages and numbers; who calls it decides what h
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from dovetail.gateway.exposition import Exposition, expose
 from dovetail.gateway.model_metrics import ModelMetrics
 from dovetail.gateway.slo import Outcome
 from dovetail.messages import InstanceStats, Loaded, Stats, ToGateway
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # The buckets are vLLM's, so that its dashboards work.
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -66,6 +65,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._seen: dict[tuple[str, str], InstanceStats] = {}  # worker counters as of the last Stats
+        self._queued: dict[str, int] = {}  # choices without a node, by model
         self._by_model: dict[str, ModelMetrics] = {}
         self._define_gauges()
         self._define_counters()
@@ -73,7 +73,7 @@ class Metrics:
 
     def _define_gauges(self) -> None:
         self.running = self._gauge("num_requests_running", "Requests in the batch.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests waiting for their first turn.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests waiting for a node or their first turn.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all.")
         self.attainment = self._gauge("slo_attainment", "Share of requests with targets that met them, 1 = all.")
         self.resident = self._node_gauge("resident_bytes", "Memory of a worker.")
@@ -111,6 +111,7 @@ class Metrics:
             "dovetail:inter_token_latency_seconds", "Between tokens of a choice.", _TOKEN_S, self.registry
         )
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to a place on a node.", _REQUEST_S)
         self.request_prompt = self._histogram("request_prompt_tokens", "Prompt lengths.", _TOKENS)
         self.request_generation = self._histogram("request_generation_tokens", "Answer lengths.", _TOKENS)
         self.load_seconds = self._histogram("model_load_seconds", "Opening and building a model.", _REQUEST_S)
@@ -127,8 +128,9 @@ class Metrics:
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"dovetail:{name}", help_text, ["model_name"], buckets=buckets, registry=self.registry)
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, accept: str = "", *, vllm_names: bool = False) -> Exposition:
+        """`accept`: the header of that name."""
+        return expose(self.registry, accept, vllm_names=vllm_names)
 
     def of_model(self, model: str) -> ModelMetrics:
         return self._by_model.setdefault(model, ModelMetrics())
@@ -155,6 +157,13 @@ class Metrics:
         elif isinstance(message, Loaded) and not message.again:
             self.load_seconds.labels(message.model).observe(message.times.open_s + message.times.build_s)
 
+    def observe_queued(self, queued: Mapping[str, int]) -> None:
+        """Choices that no node has taken yet, by model."""
+        models = self._queued.keys() | queued.keys()
+        self._queued = dict(queued)
+        for model in models:
+            self._set_gauges(model)
+
     def forget_node(self, node: str, *, has_ended: bool = True) -> None:
         """Its worker ended: nothing runs there, and the next one counts from zero. Or it cannot be reached."""
         self.restarts.labels(node).inc(has_ended)
@@ -167,7 +176,8 @@ class Metrics:
         found = [stats for (_, name), stats in self._seen.items() if name == model]
         total = sum(stats.blocks_total for stats in found)
         self.running.labels(model).set(sum(stats.running for stats in found))
-        self.waiting.labels(model).set(sum(stats.waiting for stats in found))
+        waiting = sum(stats.waiting for stats in found) + self._queued.get(model, 0)
+        self.waiting.labels(model).set(waiting)
         self.kv_usage.labels(model).set(sum(stats.blocks_used for stats in found) / total if total else 0.0)
 
     def _observe_instance(self, node: str, now: InstanceStats) -> None:

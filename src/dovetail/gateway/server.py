@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from dovetail.config import ServerConfig
 from dovetail.gateway.admin.admin import Admin
 from dovetail.gateway.http.protocol import ConnectionLimits, Connections, LimitedHttp
+from dovetail.gateway.http.tls import TlsServer
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -48,7 +49,7 @@ def connection_limits(config: ServerConfig) -> ConnectionLimits:
     return ConnectionLimits(min(config.max_connections, room), config.header_timeout, config.max_body_bytes)
 
 
-class HttpServer(uvicorn.Server):
+class HttpServer(TlsServer):
     """Serves until told to stop. While it drains it still answers: probes must see it go."""
 
     def __init__(self, app: ASGIApp, admin: Admin, *, ends_with_terminal: bool = False) -> None:
@@ -64,7 +65,9 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=75,  # longer than the idle time of usual proxies, which must be the ones to close
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-            )
+            ),
+            admin.settings.tls,
+            connections.limits.header_timeout_s,
         )
         self._admin = admin
         self._ends_with_terminal = ends_with_terminal

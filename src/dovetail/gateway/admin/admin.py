@@ -232,7 +232,7 @@ class Admin:
         async with self._changing:
             try:
                 config = await asyncio.to_thread(self._file.read)
-                self.settings.check(config)
+                await asyncio.to_thread(self.settings.check, config)
                 offer = await asyncio.to_thread(self._file.offer, config)
             except (DovetailError, OSError) as error:
                 self.settings.refuse(str(error))

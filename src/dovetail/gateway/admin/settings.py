@@ -5,6 +5,7 @@ Applies what may change while the server runs; says what takes a restart. Readin
 
 from __future__ import annotations
 
+import ssl
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from dovetail.config import Config
 from dovetail.gateway.admin.keys import ApiKeys
 from dovetail.gateway.http.listen import check_exposure
 from dovetail.gateway.http.origins import OriginRules
+from dovetail.gateway.http.tls import Tls, read_certificate
 from dovetail.gateway.mcp.servers import check_mcp
 
 # Sockets and processes are made of these once.
@@ -28,6 +30,9 @@ class Settings:
         self.problem: str | None = None  # why the last reading was refused
         self.needs_restart: tuple[str, ...] = ()  # keys that differ in the file and stay as they were
         self.keys = ApiKeys(config.auth.keys, time.monotonic)
+        tls = config.server.tls
+        self.tls = Tls(tls) if tls is not None else None
+        self._renewed: ssl.SSLContext | None = None  # checked, not accepted yet
 
     @property
     def max_body_bytes(self) -> int:
@@ -43,12 +48,22 @@ class Settings:
         return OriginRules(bool(self.config.auth.keys), server.allowed_hosts, server.allowed_origins)
 
     def check(self, config: Config) -> None:
-        """Raises ConfigError for what this server must not become: open to everyone by a file without keys."""
+        """Raises ConfigError for what this server must not become: open to everyone by a file without keys, or without
+        a certificate."""
         check_exposure(self.config.server.host, config)
         check_mcp(config)
+        tls = config.server.tls
+        self._renewed = read_certificate(tls) if tls is not None and self.tls is not None else None
 
     def accept(self, config: Config) -> None:
         self.needs_restart = tuple(key for key in _FIXED if _value(config, key) != _value(self.config, key))
+        if (config.server.tls is None) != (self.tls is None):  # the listener speaks either HTTP or HTTPS
+            self.needs_restart += ("server.tls",)
+            config = config.model_copy(
+                update={"server": config.server.model_copy(update={"tls": self.config.server.tls})}
+            )
+        elif self.tls is not None and self._renewed is not None:
+            self.tls.replace(self._renewed)
         server = config.server.model_copy(update={key: getattr(self.config.server, key) for key in _FIXED_SERVER})
         fixed = {"server": server, "nodes": self.config.nodes, "store": self.config.store}
         self.config = config.model_copy(update=fixed)

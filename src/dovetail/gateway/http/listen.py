@@ -44,9 +44,10 @@ def check_exposure(host: str, config: Config) -> None:
         )
 
 
-def base_url(listener: socket.socket) -> str:
+def base_url(listener: socket.socket, *, is_https: bool = False) -> str:
     """Where a client on this machine reaches the listener."""
+    scheme = "https" if is_https else "http"
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

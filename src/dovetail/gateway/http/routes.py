@@ -44,7 +44,6 @@ from dovetail.gateway.http.replies import (
 )
 from dovetail.gateway.http.respond import GenerationResponse, until_disconnect
 from dovetail.gateway.http.text_reply import TextForm, TextReply
-from dovetail.gateway.metrics import CONTENT_TYPE
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.service import Service
 from dovetail.gateway.text.chat_prompt import chat_prompt
@@ -210,9 +209,12 @@ class Endpoints:
         """Version of the server."""
         return json_response(Version(version=dovetail.__version__))
 
-    async def metrics(self) -> Response:
-        """Metrics for Prometheus."""
-        return Response(self._service.metrics.render(), media_type=CONTENT_TYPE)
+    async def metrics(self, request: Request) -> Response:
+        """Metrics for Prometheus, in its text format or OpenMetrics."""
+        metrics, vllm_names = self._service.metrics, self._settings.config.server.vllm_metrics
+        metrics.observe_queued(self._service.cluster.dispatcher.num_queued())
+        found = metrics.render(request.headers.get("accept", ""), vllm_names=vllm_names)
+        return Response(found.body, headers={"content-type": found.content_type, "vary": "accept"})
 
     async def ps(self) -> Response:
         """What runs where."""

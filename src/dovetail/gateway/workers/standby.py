@@ -17,6 +17,7 @@ from dovetail.errors import Overloaded
 from dovetail.gateway.http.endpoint import json_response
 from dovetail.gateway.http.problems import problem_response
 from dovetail.gateway.http.replies import Status
+from dovetail.gateway.http.tls import Tls, TlsServer
 from dovetail.gateway.workers.etcd_state import EtcdDurable
 
 logger = logging.getLogger("dovetail.gateway")
@@ -24,9 +25,12 @@ logger = logging.getLogger("dovetail.gateway")
 LOOK_S = 0.5  # how often it is tried to lead
 RETRY_AFTER_S = 2.0
 _CLOSE_TIMEOUT_S = 1
+_HANDSHAKE_TIMEOUT_S = 10.0
 
 
-async def wait_to_lead(durable: EtcdDurable, listener: socket.socket, on_wait: Callable[[], None]) -> None:
+async def wait_to_lead(
+    durable: EtcdDurable, listener: socket.socket, tls: Tls | None, on_wait: Callable[[], None]
+) -> None:
     """Returns when this gateway leads. Until then clients are answered on the listener, which stays open."""
     server: StandbyServer | None = None
     serving: asyncio.Task[None] | None = None
@@ -34,7 +38,7 @@ async def wait_to_lead(durable: EtcdDurable, listener: socket.socket, on_wait: C
     try:
         while (why := await asyncio.to_thread(durable.campaign)) is not None:
             if server is None:
-                server = StandbyServer()
+                server = StandbyServer(tls)
                 serving = asyncio.create_task(server.serve(sockets=[listener.dup()]))
                 on_wait()
             if why != said:
@@ -47,8 +51,8 @@ async def wait_to_lead(durable: EtcdDurable, listener: socket.socket, on_wait: C
             await asyncio.gather(serving, return_exceptions=True)
 
 
-class StandbyServer(uvicorn.Server):
-    def __init__(self) -> None:
+class StandbyServer(TlsServer):
+    def __init__(self, tls: Tls | None) -> None:
         super().__init__(
             uvicorn.Config(
                 answer,
@@ -58,7 +62,9 @@ class StandbyServer(uvicorn.Server):
                 lifespan="off",
                 server_header=False,
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-            )
+            ),
+            tls,
+            _HANDSHAKE_TIMEOUT_S,
         )
 
     @contextmanager
