@@ -7,9 +7,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 STEP   := $(PYTHON) tools/step.py
+CHART  := build/chart/.installed
 
 .PHONY: install install-locked wheel lock docs sbom serve check test slow check-all lint sanitize levels soak crowd \
-  tenants limited partitioned \
+  tenants limited partitioned chart \
   reference frontiers cluster etcd storm golden fuzz clean
 
 install: $(STAMP)
@@ -100,6 +101,16 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/mypy tools/*.py
 
+# The Helm chart in deploy/chart: rendered by helm, compared with the schemas of Kubernetes, KEDA and the Prometheus
+# operator, all of them in an environment of their own. With Debian's prometheus on the PATH, KEDA's query is asked of it.
+chart: install $(CHART)
+	$(BIN)/python -m pytest -q -rs tests/pure/test_chart.py
+
+$(CHART): tests/chart.txt
+	test -x build/chart/bin/python || $(PYTHON) -m venv build/chart
+	build/chart/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
 # Several machines, held together by Ray in an environment of its own: the head, machines that join, leave and vanish;
 # and, without Ray, machines that cannot be reached for a while, and JOINS of them that come and go under load; and etcd.
 JOINS ?= 100
@@ -185,7 +196,7 @@ fuzz: install
 	  --json build/fuzz/summary.json
 
 # Everything that can be tried on this machine: half an hour and more.
-check-all: test slow sanitize levels soak crowd tenants limited partitioned storm golden etcd
+check-all: test chart slow sanitize levels soak crowd tenants limited partitioned storm golden etcd
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """The gateway as a process of its own, on a real socket and the fake worker, for tests that attack it.
 
-As a script: `edge_server.py FOLDER CONFIG`, serves until SIGTERM. As a module: starts that script.
+As a script: `edge_server.py FOLDER CONFIG MODEL`, serves until SIGTERM. As a module: starts that script.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Edge:
 
 
 @contextmanager
-def running_edge(folder: Path, config: dict[str, Any] | None = None) -> Iterator[Edge]:
+def running_edge(folder: Path, config: dict[str, Any] | None = None, model: str = "fake") -> Iterator[Edge]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "dovetail.json"
     file.write_text(json.dumps(config or {}))
-    command = [sys.executable, __file__, str(folder), str(file)]
+    command = [sys.executable, __file__, str(folder), str(file), model]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -63,7 +63,7 @@ def running_edge(folder: Path, config: dict[str, Any] | None = None) -> Iterator
             process.stdout.close()
 
 
-async def _serve(folder: Path, file: Path) -> None:
+async def _serve(folder: Path, file: Path, model: str) -> None:
     from gateway_builders import make_admin, make_card, running_service
 
     from dovetail.cli.serve import settle_down
@@ -74,7 +74,7 @@ async def _serve(folder: Path, file: Path) -> None:
     from dovetail.gateway.service import Limits
 
     config = load_config(file)
-    card = make_card(folder)
+    card = make_card(folder, model)
     async with running_service(folder, card, limits=Limits.of(config.server)) as service:
         await service.start()
         admin = make_admin(service, config)
@@ -87,4 +87,4 @@ async def _serve(folder: Path, file: Path) -> None:
 if __name__ == "__main__":
     from dovetail.cli.serve import run_loop
 
-    run_loop(_serve(Path(sys.argv[1]), Path(sys.argv[2])))
+    run_loop(_serve(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))

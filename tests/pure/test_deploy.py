@@ -82,6 +82,24 @@ def test_the_container_has_what_it_copies_and_what_it_runs() -> None:
     assert parse(yaml.safe_load(command.removeprefix("CMD")))["state"] == "/var/lib/dovetail/state"
 
 
+def container_arguments() -> dict[str, tuple[str, ...]]:
+    """What the Containerfile takes, and the values that it decides by."""
+    text = (DEPLOY / "Containerfile").read_text()
+    found = re.findall(r"^ARG (\w+)", text, re.MULTILINE)
+    (cases,) = re.findall(r'case "\$DEVICES" in (.*) esac', text)
+    devices = tuple(re.findall(r"(\w+)\) extras=", cases))
+    return {name: devices if name == "DEVICES" else () for name in found}
+
+
+def test_the_context_of_the_container_has_what_it_copies_and_leaves_out_the_rest() -> None:
+    """A clone that was worked in has gigabytes of environments and builds beside its sources."""
+    lines = (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
+    assert lines[0] == "*"
+    kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (DEPLOY / "Containerfile").read_text(), re.MULTILINE)
+    assert kept == {source for group in copied for source in group.split()}
+
+
 def test_in_compose_the_joiner_finds_the_head() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     assert compose.keys() == {"services", "volumes", "networks"}
@@ -94,6 +112,10 @@ def test_in_compose_the_joiner_finds_the_head() -> None:
     assert joiner["address"] == f"{addresses['head']}:{head['cluster_port']}"
     assert joiner["host"] == addresses["joiner"]
     assert services["head"]["volumes"] != services["joiner"]["volumes"], "it fetches what it lacks"
+    gpu = parse(services["gpu"]["command"])
+    assert (gpu["device"], gpu["address"], gpu["host"]) == ("cuda:0", joiner["address"], addresses["gpu"])
+    assert services["gpu"]["profiles"] == ["gpu"], "machines without one start the others"
+    assert services["gpu"]["build"]["args"]["DEVICES"] in container_arguments()["DEVICES"]
     used = {volume.partition(":")[0] for one in services.values() for volume in one["volumes"]}
     assert used == compose["volumes"].keys()
     assert (DEPLOY / services["head"]["build"]["context"] / services["head"]["build"]["dockerfile"]).exists()
