@@ -57,6 +57,7 @@ def test_ls_shows_sizes_alone_and_shared(run: Run) -> None:
 
 def test_verify_names_damage_and_exits_with_1(run: Run, home: Path) -> None:
     sound = run("store", "verify")
+    source = json.loads(run("show", "two", "--json").stdout)["source"]
     assert (sound.returncode, "all sound" in sound.stdout) == (0, True)
     ((blob, _),) = partition_files(home / "models" / "one")
     flip_bit(blob, 100)
@@ -65,11 +66,25 @@ def test_verify_names_damage_and_exits_with_1(run: Run, home: Path) -> None:
     assert str(blob) in damaged.stdout
     assert "chunk 0" in damaged.stdout
     assert "embed.weight" in damaged.stdout
-    source = json.loads(run("show", "two", "--json").stdout)["source"]
-    assert f"two: `dovetail pull {source} --name two --force` fetches it anew" in damaged.stdout
+    assert f"two: `dovetail pull {source} --name two` fetches it anew" in damaged.stdout
     report = json.loads(run("store", "verify", "--json").stdout)
     assert report["damage"][0]["models"] == ["one", "two"]
     assert run("store", "verify", "nope").stderr.startswith("error: model 'nope' not found")
+
+
+def test_found_damage_is_shown_kept_from_serving_and_mended_by_the_next_pull(run: Run, home: Path) -> None:
+    source = json.loads(run("show", "one", "--json").stdout)["source"]
+    ((blob, _),) = partition_files(home / "models" / "one")
+    flip_bit(blob, 100)
+    assert run("store", "verify").returncode == 1
+    states = {row["name"]: row["problem"] for row in json.loads(run("store", "ls", "--json").stdout)["entries"]}
+    assert "chunk 0" in states["one"]
+    assert (states["tuned"], "2 damaged are left out" in run("list").stderr) == ("", True)
+    served = run("serve", "one", "--port", "0")
+    assert (served.returncode, "one is damaged" in served.stderr) == (1, True)
+    assert run("pull", source, "--name", "one").returncode == 0
+    assert run("store", "verify").returncode == 0
+    assert [row["name"] for row in json.loads(run("list", "--json").stdout)] == ["one", "tuned", "two"]
 
 
 def test_gc_says_what_would_go_and_keeps_what_is_pinned(run: Run, home: Path, tmp_path: Path) -> None:

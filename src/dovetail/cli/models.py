@@ -91,7 +91,12 @@ def list_models(store: Store = None, as_json: AsJson = False) -> None:
     Example: dovetail list --json
     """
     catalogue = _catalogue(store)
-    entries = [entry for entry in catalogue.entries() if not entry.problem]
+    found = catalogue.entries()
+    entries = [entry for entry in found if not entry.problem]
+    if len(entries) < len(found):
+        typer.echo(
+            f"{len(found) - len(entries)} damaged are left out; `dovetail store ls` says what is wrong", err=True
+        )
     if as_json:
         print_json([_summary(catalogue, entry) for entry in entries])
     elif not entries:

@@ -66,13 +66,14 @@ def verify_store(
 
     Example: dovetail store verify smollm2-135m-instruct
     """
-    from dovetail.store.verify import verify
+    from dovetail.store.verify import mark, verify
 
     catalogue = _catalogue(store)
     folders = [catalogue.existing(name) for name in models] if models else catalogue.paths.folders()
     with progress_bar(enabled=not as_json and sys.stderr.isatty()) as progress:
         report = None if progress is None else lambda done, total: progress("verify", done, total)
         found = verify(folders, report, threads)
+    mark(folders, found)
     if as_json:
         print_json(found)
     else:
@@ -221,11 +222,10 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
 def _print_verified(found: Verified, sources: Mapping[str, str]) -> None:
     for damage in found.damage:
         where = "" if damage.chunk is None else f" [{', '.join(damage.tensors) or 'between tensors'}]"
-        text = damage.reason if damage.reason.startswith(damage.file) else f"{damage.file}: {damage.reason}"
-        typer.echo(f"damaged: {', '.join(damage.models)}: {text}{where}")
+        typer.echo(f"damaged: {', '.join(damage.models)}: {damage.told}{where}")
     for name in sorted({name for damage in found.damage for name in damage.models}):
         source = sources.get(name) or "SOURCE"  # a manifest that cannot be read names none
-        typer.echo(f"{name}: `dovetail pull {shlex.quote(source)} --name {name} --force` fetches it anew")
+        typer.echo(f"{name}: `dovetail pull {shlex.quote(source)} --name {name}` fetches it anew")
     for name in found.unchecked:
         typer.echo(f"{name}: of the first form, which has no checksums; pull it again to convert it")
     sound = "" if found.damage else ", all sound"

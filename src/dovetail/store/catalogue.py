@@ -16,7 +16,7 @@ from dovetail.layouts import LAYOUTS, OUTDATED
 from dovetail.machine import default_root
 from dovetail.store.checkpoints import read_any_card
 from dovetail.store.convert import JOURNAL_BYTES
-from dovetail.store.format.manifest import MANIFEST, Manifest, is_stored, read_arriving_card, read_manifest
+from dovetail.store.format.manifest import DAMAGED, MANIFEST, Manifest, is_stored, read_arriving_card, read_manifest
 from dovetail.store.format.version_one import is_version_one
 from dovetail.store.hf.adapters import StoredAdapter
 from dovetail.store.paths import STORE_LOCK, StorePaths
@@ -35,7 +35,7 @@ class CatalogueEntry(NamedTuple):
     name: str
     kind: Literal["model", "adapter"]
     card: ModelCard | None = None  # of a usable model
-    manifest: Manifest | None = None  # None where it is of the first form or cannot be read
+    manifest: Manifest | None = None  # None where it is of the first form or cannot be read; damaged ones may have it
     problem: str = ""  # why it cannot be used
 
     @property
@@ -61,7 +61,10 @@ class Catalogue:
         return [_examine(folder) for folder in self.paths.folders()]
 
     def get(self, name: str) -> ModelCard:
-        return read_any_card(self.existing(name), name)
+        folder = self.existing(name)
+        if problem := _marked(folder):
+            raise CheckpointError(problem)
+        return read_any_card(folder, name)
 
     def entry(self, name: str) -> CatalogueEntry:
         found = _examine(self.existing(name))
@@ -138,10 +141,12 @@ class Catalogue:
         before = self._present(pull)
         if before is not None and before.manifest is not None and not force:
             return before
+        if self._is_marked(pull):
+            pull = pull._replace(force=True)  # what is there is not to be kept
         try:
             with self.paths.lock(f"source-{pull.key}"):
                 present = self._present(pull)
-                if _is_newer(present, before, force):
+                if _is_newer(present, before, pull.force):
                     assert present is not None
                     return present  # another pull did the work while this one waited
                 return self.entry(self._run(pull, source, present))
@@ -164,6 +169,10 @@ class Catalogue:
             if is_same and _has_form(entry, pull) and _newest_change(pull.source) <= entry.created:
                 return entry
         return None
+
+    def _is_marked(self, pull: Pull) -> bool:
+        folders = self.place.folders() if pull.name is None else [self.place.folder(pull.name)]
+        return any(_marked(folder) and _examine(folder).source == pull.source for folder in folders)
 
     def recover(self) -> None:
         """Bring back what pulls that crashed have left, where the store can be written to."""
@@ -215,6 +224,8 @@ def _examine(folder: Path) -> CatalogueEntry:
     try:
         manifest = read_manifest(folder) if is_stored(folder) else None
         kind = "model" if manifest is None else manifest.kind
+        if problem := _marked(folder):
+            return Entry(folder.name, kind, None, manifest, problem)
         card = read_any_card(folder, folder.name) if kind == "model" else None
         if kind == "adapter":
             StoredAdapter(folder).close()
@@ -222,6 +233,15 @@ def _examine(folder: Path) -> CatalogueEntry:
     except CheckpointError as error:
         is_known = is_stored(folder) or is_version_one(folder)
         return CatalogueEntry(folder.name, kind, problem=str(error) if is_known else f"{folder / MANIFEST}: missing")
+
+
+def _marked(folder: Path) -> str:
+    """What `store verify` found wrong with it; empty where nothing is known."""
+    try:
+        found = (folder / DAMAGED).read_text()
+    except OSError:
+        return ""
+    return f"{folder.name} is damaged: {found}; pull its source again, or `dovetail rm {folder.name}`"
 
 
 def _canonical_source(source: str) -> str:

@@ -1,4 +1,4 @@
-"""Reads everything in a store again and compares it with the checksums: names what is damaged, mends nothing."""
+"""Reads a store again and compares it with the checksums: names and marks what is damaged, mends nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import msgspec
 from dovetail.errors import CheckpointError
 from dovetail.store.files import read_bytes
 from dovetail.store.format.manifest import (
+    DAMAGED,
     Manifest,
     Partition,
     blob_path,
@@ -33,6 +35,10 @@ class Damage(msgspec.Struct, frozen=True):
     reason: str
     chunk: int | None = None  # its number in the file
     tensors: tuple[str, ...] = ()  # that have bytes in it
+
+    @property
+    def told(self) -> str:
+        return self.reason if self.reason.startswith(self.file) else f"{self.file}: {self.reason}"
 
 
 class Verified(msgspec.Struct, frozen=True):
@@ -60,6 +66,21 @@ def verify(folders: Sequence[Path], progress: Progress | None = None, threads: i
         damage.extend(_check_blob(blob, manifests, counter, threads))
     old = tuple(folder.name for folder in folders if not is_stored(folder))
     return Verified(tuple(folder.name for folder in folders), counter.total, tuple(damage), old)
+
+
+def mark(folders: Sequence[Path], found: Verified) -> None:
+    """Keeps the finding in each model's folder, so that the next pull of the same source fetches it anew and no server
+    starts with it. A store that cannot be written to keeps nothing."""
+    reasons: dict[str, str] = {}
+    for damage in found.damage:
+        for name in damage.models:
+            reasons.setdefault(name, damage.told)
+    for folder in folders:
+        with suppress(OSError):
+            if folder.name in reasons:
+                (folder / DAMAGED).write_text(reasons[folder.name])
+            else:
+                (folder / DAMAGED).unlink(missing_ok=True)
 
 
 class _Blob(NamedTuple):

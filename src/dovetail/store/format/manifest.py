@@ -41,7 +41,8 @@ from dovetail.types import ModelCard
 
 MANIFEST, TOKENIZER, TEMPLATE = "manifest.json", "tokenizer.json", "chat_template.jinja"
 ARRIVING = "arriving.json"  # the manifest of a model whose weights are still on their way
-USED, PINNED = "used", "pinned"  # marks in a model's folder: when it was last opened, and that it must stay
+USED, PINNED, DAMAGED = "used", "pinned", "damaged"
+# Marks in a model's folder: when it was last opened, that it must stay, and what `store verify` found wrong with it.
 FORMAT, VERSION = "dovetail-checkpoint", 2
 CHUNK_BYTES = 16 * 2**20  # what a checksum covers, and what one read takes
 PAGE_BYTES = 4096  # layers begin and files end on these, for direct I/O
