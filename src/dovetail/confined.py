@@ -287,7 +287,11 @@ def serve(
         is_large = len(request) + len(answer) > _LARGE_BYTES or time.process_time() - used > _LONG_S
         looks = is_large or calls % _LOOK_CALLS == 0  # looking takes as long as a small call
         has_grown = looks and _address_bytes() - base > kept_bytes
-        channel.sendall((len(answer) + 1).to_bytes(_LENGTH_BYTES, "little") + (b"\1" if has_grown else b"\0") + answer)
+        head = (len(answer) + 1).to_bytes(_LENGTH_BYTES, "little") + (b"\1" if has_grown else b"\0")
+        try:
+            channel.sendall(head + answer)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the parent has ended meanwhile
 
 
 def _receive(channel: socket.socket, count: int, deadline: float | None = None) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dovetail import messages
+from dovetail.cli.profile import unsteady_warning
 from dovetail.engine.devices.cpu import CpuDevice
 from dovetail.errors import ConfigError
 from dovetail.native.dispatch import levels
@@ -20,7 +21,7 @@ from dovetail.store.format.manifest import partition_files
 from dovetail.store.host_pool.pool import HostPool
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import InstanceConfig, build_runner
-from dovetail.worker.profiling import Profiler
+from dovetail.worker.profiling import Measured, Profiler
 from dovetail_bench.page_cache import drop
 from dovetail_bench.worker_process import WorkerProcess
 
@@ -34,12 +35,23 @@ def test_a_profile_covers_the_grid_and_leaves_nothing_behind(tiny_folder: Callab
     measured = profiler.run()
     assert [sample.tokens for sample in measured.prefill] == [4, 8, 16, 32]
     assert {(sample.batch, sample.mean_length) for sample in measured.decode} == {(b, 32) for b in (1, 2, 3, 4)}
+    assert len(measured.spread) == 8
+    assert min(measured.spread.values()) >= 1.0
     errors = profiler.check(measured.model, loads=3)
     assert errors.loads == 3
     pool = runner.scheduler.pool
     pool.check()
     assert pool.num_available == pool.target
     runner.close()
+
+
+def test_figures_that_vary_are_kept_with_a_warning() -> None:
+    measured = Measured(spread={"prefill of 4 tokens": 3.1, "decode of 1 x 32 tokens": 1.2})
+    assert measured.unsteady() == {"prefill of 4 tokens": 3.1}
+    assert unsteady_warning(measured.unsteady(), 2).startswith(
+        "warning: 1 of 2 points varied more than twofold between repeats (worst: prefill of 4 tokens, 3.1 times)"
+    )
+    assert unsteady_warning({}, 2) == ""
 
 
 def test_the_command_keeps_a_profile_that_workers_find(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 from gateway_builders import LOCAL_TOKEN
 from test_gateway_http import TEXT, check_error, on_app
 
 from dovetail.cli import chat, remote, visit
 from dovetail.cli.completion import VARIABLE, Shell, completion
 from dovetail.cli.init import configuration, init
+from dovetail.cli.main import build_app
 from dovetail.cli.ps import ask
 from dovetail.cli.wait_bar import WaitBar, in_words
 from dovetail.config import load_config
@@ -90,6 +92,17 @@ def test_every_key_that_init_shows_in_a_comment_is_one_that_the_reader_takes(tmp
     assert [node.device for node in config.nodes] == ["cpu", "cuda:0"]
     assert config.store.max_size == 200 * 10**9
     assert config.server.access_log == Path("access.jsonl")
+
+
+def test_every_command_that_takes_a_model_completes_its_name() -> None:
+    """So that a shell offers names wherever one is expected, not for `run` alone."""
+    for line in ("serve", "up", "run", "rm", "show", "profile", "stop", "store verify", "store pin", "plan stages"):
+        name, _, below = line.partition(" ")
+        command = typer.main.get_command(build_app(name))
+        for part in (name, below) if below else (name,):
+            command = command.commands[part]  # type: ignore[attr-defined]
+        arguments = [one for one in command.params if one.name in ("models", "model")]
+        assert [one._custom_shell_complete is not None for one in arguments] == [True], line
 
 
 @pytest.mark.parametrize("shell", list(Shell))

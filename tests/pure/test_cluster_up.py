@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import zmq
 
 from dovetail import messages
+from dovetail.cli import up
 from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd, import_ray
 from dovetail.config import NodeConfig
-from dovetail.errors import ConfigError, Overloaded
+from dovetail.errors import ConfigError, DovetailError, Overloaded
 from dovetail.gateway.workers.client import WorkerClient
 from dovetail.gateway.workers.remote_workers import Membership, WireKeys
 from dovetail.worker.remote_link import apply_keys, clock_offset_s, take_keys
@@ -76,6 +78,26 @@ async def eventually(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+def test_a_machine_that_finds_no_head_gives_up_and_says_what_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(up, "_note_signals", list)  # this process keeps its own
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(
+            DovetailError, match=rf"no head at {address}.*Start `dovetail up --cluster-host 127\.0\.0\.1"
+        ):
+            up.join(address, name="left")
+    with pytest.raises(ConfigError, match=r"expected the head's address and port, as 10\.0\.0\.5:6379"):
+        up.join("somewhere", name="left")
+
+
+@pytest.mark.parametrize("port", [10001, 15000, 19999, 8265])
+def test_a_port_that_ray_keeps_is_refused_before_ray_is_started(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"--cluster-port {port}: Ray keeps ports 10001 to 19999"):
+        up.up(cluster_port=port)
+
+
 def test_machines_come_go_and_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail.gateway.workers.remote_workers.LOOK_S", 0.01)
 
@@ -111,6 +133,36 @@ def test_machines_come_go_and_are_named_once(monkeypatch: pytest.MonkeyPatch) ->
         await eventually(lambda: third.runs)
         del members.hosts["4"]  # without a word
         await eventually(lambda: told[-1] == "-right")
+        await membership.close()
+        await link.close()
+
+    asyncio.run(run())
+
+
+def test_a_machine_that_was_asked_to_leave_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dovetail.gateway.remote_workers.LOOK_S", 0.01)
+
+    async def run() -> None:
+        link, keys, members = WorkerClient(()), WireKeys(), FakeMembers()
+        link.close_observers.append(keys.close)
+        port = link.listen(lambda context: keys.bind(context, "tcp://127.0.0.1:*"))
+        membership = Membership(members, link, keys, f"tcp://127.0.0.1:{port}", [])
+        link.start()
+        membership.start()
+        hosts = {name: FakeHost({"name": name}) for name in ("asked", "lost")}
+        for name, host in hosts.items():
+            members.hosts[name] = host
+            await eventually(lambda host=host: host.runs)
+            link.nodes[name].hello = messages.Hello(name, 1, "cpu", 0.0)  # as if its worker had spoken
+        membership.is_drained = lambda name: True
+        link.leaving.add("asked")
+        await eventually(lambda: "asked" not in link.nodes)
+        assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+        del members.hosts["lost"]
+        await eventually(lambda: "lost" not in link.nodes)
+        assert "worker lost is gone with its machine" in caplog.text
         await membership.close()
         await link.close()
 

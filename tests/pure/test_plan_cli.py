@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dovetail.cli.main import build_app
+from dovetail.cli.plan_fleet import spread_labels
 from dovetail.errors import ConfigError
 from dovetail.plan.options import Mode
 from dovetail.plan.plan_file import read_plan
@@ -112,6 +113,34 @@ def small_profile() -> dict[str, Any]:
 
     shape = {"weight_gib": 12.6, "kv_kib_per_token": 512, "layers": 32}
     return {"models": {"small": {"shape": shape, "hardware": {"c": hardware("cpu", 4), "g": hardware("gpu", 1)}}}}
+
+
+def test_the_guides_plan_can_be_applied_and_one_with_gpus_says_what_to_do(tmp_path: Path) -> None:
+    from dovetail.plan.plan_file import read_plan
+    from dovetail.plan.runtime import check_runnable
+
+    page = (Path(__file__).parents[2] / "docs/guide/costs.md").read_text()
+    text = page.split("```yaml\n")[1].split("```")[0]
+    assert "apps:" in text
+    (tmp_path / "apps.yaml").write_text(text + "models: {wrn50-4: {}}\n")  # the package's profile by default
+    out = tmp_path / "plan.yaml"
+    run(str(tmp_path / "apps.yaml"), "--out", str(out))
+    check_runnable(read_plan(out))
+    (tmp_path / "gpu.yaml").write_text(APPS)
+    planned = run(str(tmp_path / "gpu.yaml"), "--out", str(out))
+    assert "on GPU functions, which `dovetail apply` does not run" in planned
+    with pytest.raises(ConfigError, match=r"--prices own-machines"):
+        check_runnable(read_plan(out))
+
+
+def test_labels_of_fleets_do_not_lie_over_each_other() -> None:
+    boxes = [(10.0, 50.0, 30.0), (12.0, 50.0, 31.0), (30.0, 50.0, 29.0), (200.0, 50.0, 30.0)]
+    rises = spread_labels(boxes, 9.0)
+    places = [(left, left + width, at + rise) for (left, width, at), rise in zip(boxes, rises, strict=True)]
+    for number, (left, right, at) in enumerate(places):
+        for other_left, other_right, other_at in places[:number]:
+            assert right <= other_left or left >= other_right or abs(at - other_at) >= 9.0
+    assert rises[3] == 0.0
 
 
 def test_what_is_no_plan_or_no_template_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.explain import Explainer, explain
 from dovetail.sim.metrics import Fate, Record, Result, together
 from dovetail.sim.replay import replay, settings_of
-from dovetail.sim.report import write_report
+from dovetail.sim.report import WORDS, write_report
 from dovetail.sim.setup import Setup, build, run
 from dovetail.sim.storm import build_storm, run_one, run_storm
 from dovetail.sim.sweeps import SWEEPS, sweep
@@ -210,8 +210,11 @@ def test_a_report_is_one_file_that_fetches_nothing(files: tuple[Path, Path], tmp
     pytest.importorskip("matplotlib")
     results: list[Result] = [run(make_setup(files, name)) for name in ("slinfer", "dovetail")]
     path = tmp_path / "report.html"
-    write_report(path, results)
+    write_report(path, results, origin={"trace": "t.csv", "profile": "p.json"})
     text = path.read_text()
+    assert "trace: t.csv · profile: p.json" in text
+    for key in results[0].summary():
+        assert f"<td>{key}</td>" not in text or WORDS[key] == key, "read by people: in words"
     for part in ("TTFT", "SLO attainment", "GPU nodes in use", "GPU memory", "Batch size", "Who held which device"):
         assert part in text
     fetched = re.findall(r"""(?:src|href)\s*=\s*["']?(?!#)[^"'#\s>]+|url\((?!#)""", text)

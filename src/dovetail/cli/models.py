@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli.completion import local_models
 from dovetail.cli.output import human_age, human_bytes, human_count, print_json, print_table
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def list_models(store: Store = None, as_json: AsJson = False) -> None:
 
 
 def show(
-    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")],
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.", autocompletion=local_models)],
     store: Store = None,
     as_json: AsJson = False,
 ) -> None:
@@ -128,7 +129,10 @@ def show(
 
 
 def remove(
-    models: Annotated[list[str], typer.Argument(help="Names from `dovetail list`.", metavar="MODEL...")],
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Names from `dovetail list`.", metavar="MODEL...", autocompletion=local_models),
+    ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     store: Store = None,
     as_json: AsJson = False,

@@ -36,7 +36,13 @@ class FileFirst(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=FileFirst, no_args_is_help=True, help="Plan functions or a fleet of nodes: dovetail plan FILE")
+_HELP = """Find the cheapest functions for applications, or the cheapest nodes for a fleet: dovetail plan FILE [OPTIONS]
+
+Example: dovetail plan apps.yaml --explain --out plan.yaml
+
+The options of FILE (--out, --explain, --compare, --plot, --prices, --json) are in `dovetail plan file --help`.
+"""
+app = typer.Typer(cls=FileFirst, no_args_is_help=True, help=_HELP)
 app.command("profile")(profile)
 app.command("stages")(stages)
 
@@ -116,6 +122,12 @@ def _plan_apps(
     for path in (out, plot):
         if path is not None:
             print(f"wrote {path}")
+    on_gpus = [app for group in plan.groups if group.mode == "gpu" for app in group.apps]
+    if out is not None and on_gpus:
+        names = ", ".join(on_gpus)
+        print(
+            f"{names}: on GPU functions, which `dovetail apply` does not run; --prices own-machines plans without them"
+        )
 
 
 def _print_plan(plan: FunctionPlan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from dovetail.plan.fleet import Confirmed, Fleet, FleetPlanner
     from dovetail.plan.fleet_try import Try
 
+LABEL_POINTS = 8
 SEEDS = 3  # of the confirmation, the search's own first
 
 
@@ -185,8 +187,29 @@ def _draw(fleet: Fleet, best: Try) -> str:
         colour = "#c2410c" if tried is best else "#2563eb" if is_good else "#9ca3af"
         place = (fleet.per_hour(tried.counts), 100 * tried.attainment)
         axes.plot(*place, "o", color=colour, markersize=5)
-        name = _counts(fleet, tried.counts)
-        axes.annotate(name, place, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
     axes.axhline(100 * fleet.target, color="#111111", linestyle="--", linewidth=1)
-    axes.set_xlim(left=0.0)
+    axes.set_xlim(0.0, 1.35 * max(fleet.per_hour(tried.counts) for tried in fleet.tries))  # room for the last name
+    points = [(fleet.per_hour(one.counts), 100 * one.attainment, _counts(fleet, one.counts)) for one in fleet.tries]
+    (width, height), right, (low, high) = figure.get_size_inches() * 72, axes.get_xlim()[1], axes.get_ylim()
+    letter = 0.6 * LABEL_POINTS
+    boxes = [(x / right * width, len(name) * letter, (y - low) / (high - low) * height) for x, y, name in points]
+    for (x, y, name), rise in zip(points, spread_labels(boxes, LABEL_POINTS + 1), strict=True):
+        line = {"arrowstyle": "-", "color": "#9ca3af", "linewidth": 0.5} if rise else None
+        place = {"xytext": (5, rise), "textcoords": "offset points", "va": "center"}
+        axes.annotate(name, (x, y), fontsize=LABEL_POINTS, arrowprops=line, annotation_clip=False, **place)
     return svg_of(figure)
+
+
+def spread_labels(boxes: Sequence[tuple[float, float, float]], height: float) -> list[float]:
+    """By how much each label (left edge, width, middle) has to rise so that no two lie over each other."""
+    rises = [0.0] * len(boxes)
+    placed: list[tuple[float, float, float]] = []  # left, right, middle
+    for number in sorted(range(len(boxes)), key=lambda number: boxes[number][2]):
+        left, width, natural = boxes[number]
+        at = natural
+        beside = [line for begin, end, line in placed if left < end and left + width > begin]
+        while hit := [line for line in beside if abs(line - at) < height]:
+            at = max(hit) + height
+        placed.append((left, left + width, at))
+        rises[number] = at - natural
+    return rises

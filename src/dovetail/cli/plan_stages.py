@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli.completion import local_models
 from dovetail.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def stages(
-    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")],
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.", autocompletion=local_models)],
     prompt: Annotated[str, typer.Argument(help="Continued as it stands, greedily.")],
     count: Annotated[int, typer.Option("--stages", help="Processes, each with its own layers.", min=1)] = 2,
     vcpus: Annotated[float, typer.Option(help="Of each process.", min=0.1)] = 1.0,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli.completion import local_models
 from dovetail.cli.output import print_json
 from dovetail.errors import ConfigError
 from dovetail.modelspec import KvKind
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def profile(
-    models: Annotated[list[str], typer.Argument(help="Names from `dovetail list`; one of each shape is enough.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Names from `dovetail list`; one of each shape is enough.", autocompletion=local_models),
+    ],
     threads: Annotated[int, typer.Option(help="As the node has; 0 = every core.", min=0)] = 0,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Compute type: auto, f32, bf16, f16.")] = "auto",
@@ -114,6 +118,8 @@ def _profile(
         "prefill_ms": [[sample.tokens, round(sample.seconds * 1e3, 3)] for sample in measured.prefill],
         "decode_ms": _rows(measured),
         "errors": _shares(errors),
+        "points": len(measured.spread),
+        "unsteady": {what: round(ratio, 2) for what, ratio in measured.unsteady().items()},
     }
 
 
@@ -150,3 +156,17 @@ def _print(result: dict[str, Any]) -> None:
             f"(p90 {errors['prefill_p90']:.1%}), decode by {errors['decode_mean']:.1%} (p90 {errors['decode_p90']:.1%})"
         )
     console.print(f"kept in {result['file']}", highlight=False)
+    warning = unsteady_warning(result["unsteady"], result["points"])
+    if warning:
+        console.print(warning, highlight=False, soft_wrap=True)
+
+
+def unsteady_warning(unsteady: dict[str, float], points: int) -> str:
+    """What to say of points that were measured beside other work; empty where none was."""
+    if not unsteady:
+        return ""
+    worst = max(unsteady, key=lambda what: unsteady[what])
+    return (
+        f"warning: {len(unsteady)} of {points} points varied more than twofold between repeats (worst: {worst}, "
+        f"{unsteady[worst]:.1f} times). Something else used this machine; measure again while nothing else runs"
+    )

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import typer
 
+from dovetail.cli.completion import local_models
 from dovetail.cli.models import AsJson, progress_bar
 from dovetail.cli.output import print_json
 from dovetail.cli.ps import DEFAULT_URL, Url, ask
@@ -56,7 +57,9 @@ def add(
 
 
 def stop(
-    models: Annotated[list[str], typer.Argument(help="Names from `dovetail ps`.", metavar="MODEL...")],
+    models: Annotated[
+        list[str], typer.Argument(help="Names from `dovetail ps`.", metavar="MODEL...", autocompletion=local_models)
+    ],
     remove: Annotated[bool, typer.Option("--remove", help="Offer it no longer; its files stay.")] = False,
     force: Annotated[bool, typer.Option("--force", help="End the requests that it is answering.")] = False,
     url: Url = DEFAULT_URL,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Never, Protocol
 
 import typer
 
+from dovetail.cli.completion import local_models
 from dovetail.cli.node_sizes import check_sizes
 from dovetail.cli.state import State, hide_secret, open_state
 from dovetail.cli.tls import TlsCert, TlsKey, check_certificate, tls_config
@@ -69,6 +70,7 @@ def serve(
             metavar="[MODEL]...",
             help="Names from `dovetail list`, HF folders, or sources as for `pull`; loaded at once.  "
             "[default: every model that is here, each loaded at its first request]",
+            autocompletion=local_models,
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="A dovetail.yaml.")] = None,

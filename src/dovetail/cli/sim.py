@@ -163,7 +163,7 @@ def run(
     )
     result, story = _run(setup, event_log, request, quiet=as_json)
     if report is not None:
-        write_report(report, [result])
+        write_report(report, [result], origin=_origin(trace, profile, seed, config=config))
     if as_json:
         typer.echo(json.dumps(result.summary() | ({} if story is None else {"explained": story.splitlines()})))
     elif story is not None:
@@ -260,11 +260,17 @@ def compare(
         runs = [simulate(build(replace(setup, seed=seed + more)), as_json, label) for more in range(seeds)]
         rows.append((cell, together(runs)))
     if report is not None:
-        write_report(report, [result for _, result in rows], [" ".join(map(str, cell.labels)) for cell, _ in rows])
+        labels = [" ".join(map(str, cell.labels)) for cell, _ in rows]
+        write_report(report, [result for _, result in rows], labels, _origin(trace, profile, seed, sweep=name))
     if as_json:
         typer.echo(json.dumps([{**cell.as_dict(), **result.summary()} for cell, result in rows]))
     else:
         console.print(SWEEPS[name].table(rows))
+
+
+def _origin(trace: Path, profile: Path, seed: int, **others: object) -> dict[str, object]:
+    given = {key: value for key, value in others.items() if value is not None}
+    return {"trace": trace, "profile": profile, "seed": seed, **given}
 
 
 def _summary_table(rows: list[tuple[str, Result]]) -> Table:

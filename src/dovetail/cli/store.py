@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli.completion import local_models
 from dovetail.cli.models import AsJson, Store, cached_fraction, form, progress_bar, tier
 from dovetail.cli.output import human_age, human_bytes, print_json, print_table
 
@@ -57,7 +58,10 @@ def list_store(store: Store = None, as_json: AsJson = False) -> None:
 
 @app.command("verify")
 def verify_store(
-    models: Annotated[list[str] | None, typer.Argument(help="Names from `dovetail list`.  [default: all]")] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Names from `dovetail list`.  [default: all]", autocompletion=local_models),
+    ] = None,
     threads: Annotated[int, typer.Option(help="Chunks that are read at once.", min=1, max=64)] = 4,
     store: Store = None,
     as_json: AsJson = False,
@@ -110,7 +114,7 @@ def collect_garbage(
 
 @app.command("pin")
 def pin(
-    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")],
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.", autocompletion=local_models)],
     off: Annotated[bool, typer.Option("--off", help="Let it go again.")] = False,
     store: Store = None,
     as_json: AsJson = False,
@@ -131,7 +135,7 @@ def pin(
 
 @app.command("upload")
 def upload(
-    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.")],
+    model: Annotated[str, typer.Argument(help="A name from `dovetail list`.", autocompletion=local_models)],
     url: Annotated[str, typer.Argument(metavar="URL", help="Where a store is kept, as s3://bucket/prefix.")],
     store: Store = None,
     as_json: AsJson = False,

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli.completion import local_models
 from dovetail.cli.node_sizes import check_nodes
 from dovetail.cli.serve import (
     ApiKey,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dovetail.gateway")
 
 RAY_PORT = 6379
+RAY_KEEPS = (range(10001, 20000), (8265, 52365))  # for its workers and clients; its dashboard and that one's agent
+HEAD_TIMEOUT_S = 30.0  # that a machine waits for the head's port: both may have been started at the same time
 START_TIMEOUT_S = 60.0
 MAX_ATTEMPTS = 3  # of a machine to join: two that start at once on one machine may take each other's ports
 _POLL_S = 0.2
@@ -55,7 +58,9 @@ _POLL_S = 0.2
 def up(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help="As for `serve`; other machines fetch them."),
+        typer.Argument(
+            metavar="[MODEL]...", help="As for `serve`; other machines fetch them.", autocompletion=local_models
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="A dovetail.yaml.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on for clients.  [default: 127.0.0.1]")] = None,
@@ -84,6 +89,7 @@ def up(
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    _check_cluster_port(cluster_port)
     server: dict[str, Any] = {"host": host, "port": port, "open_to_network": open_to_network or None}
     server |= {"state": hide_secret(state), "tls": tls_config(tls_cert, tls_key)}
     node = {"threads": threads, "memory": None if memory is None else parsed(parse_size, memory, "--memory")}
@@ -98,6 +104,14 @@ def up(
     listener = listen_for(settings)
     with RayCluster(cluster_host, cluster_port, ray_address) as cluster:
         run_loop(serve_plan(plan, listener, cluster))
+
+
+def _check_cluster_port(port: int) -> None:
+    if any(port in kept for kept in RAY_KEEPS):
+        raise ConfigError(
+            f"--cluster-port {port}: Ray keeps ports 10001 to 19999, 8265 and 52365 for itself; choose another, "
+            f"as {RAY_PORT}"
+        )
 
 
 def _with_state(config: Config, port: int) -> Config:
@@ -246,6 +260,8 @@ def join(
         raise ConfigError(f"join: {error}") from error
     check_nodes([node])
     ended = _note_signals()
+    if not _await_head(address, ended):
+        return
     typer.echo(f"{node.name} joins {address}; it serves when `dovetail nodes` says that it is up (pid {os.getpid()})")
     description = node.model_dump(mode="json", exclude_unset=True)
     environment = _store_environment(store, limit)
@@ -256,10 +272,33 @@ def join(
                 time.sleep(_POLL_S)
             stop_ray(process)
             if ended:
+                typer.echo(f"{node.name} has left {address}")
                 return
             why = f"Ray ended with {process.returncode}, for {address}: {_last_words(output)}"
         logger.warning("attempt %d of %d: %s", attempt + 1, MAX_ATTEMPTS, why)
     raise DovetailError(why)
+
+
+def _await_head(address: str, ended: Sequence[int]) -> bool:
+    """False if a signal came first."""
+    from dovetail.cluster.ray_backend import is_reachable
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{address!r}: expected the head's address and port, as 10.0.0.5:{RAY_PORT}")
+    deadline = time.monotonic() + HEAD_TIMEOUT_S
+    is_told = False
+    while not ended and not is_reachable(address):
+        if time.monotonic() > deadline:
+            raise DovetailError(
+                f"no head at {address}: nothing has listened there for {HEAD_TIMEOUT_S:g} s. Start `dovetail up "
+                f"--cluster-host {host} --cluster-port {port}` on that machine, or check the address and the firewall"
+            )
+        if not is_told:
+            logger.warning("nothing listens at %s yet; waiting up to %g s for the head", address, HEAD_TIMEOUT_S)
+            is_told = True
+        time.sleep(_POLL_S)
+    return not ended
 
 
 def _store_environment(store: Path | None, limit_bytes: int | None) -> dict[str, str]:

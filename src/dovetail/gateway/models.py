@@ -391,6 +391,8 @@ class Models:
             if name not in self._served or name in self._hidden:
                 raise
             path = self._served[name].card.path  # it was there: say where it should be
+            if Path(path).exists():  # the file does not name it any more
+                raise
             raise ModelNotFound(
                 f"model {name!r} is no longer in the store: {path} is gone", param="model", code="model_not_found"
             ) from error

@@ -22,7 +22,7 @@ class AppSection(Section):
 
 
 class ModelSection(Section):
-    profile: str  # a name of the package, or a file beside this one
+    profile: str | None = None  # a name of the package, or a file beside this one; None = the package's of this model
     onnx: str | None = None  # the model itself, where it lies elsewhere than when it was profiled
 
 
@@ -49,8 +49,8 @@ class Inputs(Section):
 
 def read_apps(path: Path, prices: str | None = None) -> Inputs:
     file = parse_section(AppsFile, read_yaml(path), str(path))
-    names = {app.model: file.models[app.model].profile if app.model in file.models else app.model for app in
-             file.apps.values()}  # fmt: skip
+    given = {model: section.profile for model, section in file.models.items() if section.profile is not None}
+    names = {app.model: given.get(app.model, app.model) for app in file.apps.values()}
     profiles = {model: read_function_profile(beside(path, name)) for model, name in names.items()}
     for model, section in file.models.items():
         if section.onnx is not None and model in profiles:

@@ -190,11 +190,17 @@ def replanned(plan: FunctionPlan, rates: Mapping[str, float], provisioners: Mapp
 def check_runnable(plan: FunctionPlan) -> None:
     for group in plan.groups:
         if group.mode is Mode.GPU:
-            raise ConfigError(f"groups.{group.name}: GPU functions are not run here; plan with a sheet without GPUs")
+            raise ConfigError(
+                f"groups.{group.name}: a GPU function, and `dovetail apply` runs functions on CPUs only; plan again "
+                f"with `--prices own-machines`, which has no GPU functions"
+            )
         chain_of(plan.profiles[group.model])
     busy = sum(_busy_vcpus(group) for group in plan.groups)
     if busy > usable_cores():
-        raise ConfigError(f"the plan keeps {busy:.1f} vCPUs busy in the mean, and this machine has {usable_cores()}")
+        raise ConfigError(
+            f"the plan keeps {busy:.1f} vCPUs busy in the mean, and this machine has {usable_cores()}; lower `rate` of "
+            "its applications, or apply it on a larger machine"
+        )
 
 
 def _busy_vcpus(group: PlannedGroup) -> float:

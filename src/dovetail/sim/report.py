@@ -8,7 +8,7 @@ from __future__ import annotations
 import colorsys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -26,9 +26,45 @@ td:first-child,th:first-child{text-align:left}svg{display:block;max-width:100%;h
 Points = list[tuple[float, float]]
 
 
-def write_report(path: Path, results: Sequence[Result], labels: Sequence[str] | None = None) -> None:
+# What the keys of `Result.summary` are called where people read them.
+WORDS = {
+    "policy": "policy",
+    "requests": "requests",
+    "slo_met": "requests within their SLO",
+    "slo_met_strict": "within their SLO, every token counted",
+    "slo_met_without_grace": "within their SLO, cold starts not excused",
+    "broken_promises": "accepted with an SLO of their own, and late",
+    "broken_answers": "of these, after the first token",
+    "silence_p50_s": "longest gap between tokens, median (s)",
+    "silence_p99_s": "longest gap between tokens, 99th percentile (s)",
+    "silence_max_s": "longest gap between tokens, worst (s)",
+    "dropped": "given up after queueing",
+    "rejected": "refused",
+    "failed": "failed",
+    "cpu_nodes_mean": "CPU nodes in use, mean",
+    "gpu_nodes_mean": "GPU nodes in use, mean",
+    "ttft_p50_s": "time to first token, median (s)",
+    "ttft_p95_s": "time to first token, 95th percentile (s)",
+    "tpot_p50_s": "time per further token, median (s)",
+    "cold_starts": "cold starts",
+    "batch_mean": "sequences in a decode, mean",
+    "moves": "moves to another node",
+    "events": "events simulated",
+    "wall_s": "seconds the simulation took",
+}
+
+
+def write_report(
+    path: Path,
+    results: Sequence[Result],
+    labels: Sequence[str] | None = None,
+    origin: Mapping[str, object] | None = None,
+) -> None:
+    """`origin`: what was run (trace, profile, seed), shown at the top."""
     names = list(labels or [result.policy for result in results])
+    told = " · ".join(f"{key}: {value}" for key, value in (origin or {}).items())
     sections = [
+        f"<p>{escape(told)}</p>",
         _table(names, results),
         _legend(names),
         _chart("TTFT: first token within x seconds", "seconds", "requests (%)", [_cdf(r) for r in results]),
@@ -54,7 +90,7 @@ def _table(names: Sequence[str], results: Sequence[Result]) -> str:
     rows = ""
     for key in keys:
         cells = "".join(f"<td>{escape(str(result.summary()[key]))}</td>" for result in results)
-        rows += f"<tr><td>{escape(key)}</td>{cells}</tr>"
+        rows += f"<tr><td>{escape(WORDS.get(key, key))}</td>{cells}</tr>"
     shares = "".join(f"<td>{result.met() / len(result.records):.1%}</td>" for result in results)
     rows += f"<tr><td>SLO attainment</td>{shares}</tr>"
     for quarter in range(4):

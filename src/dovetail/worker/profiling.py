@@ -22,6 +22,7 @@ PREFILL_TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MEAN_LENGTHS = (32, 256, 512, 1024, 2048, 4096)  # long contexts are cut: time is no straight line over them
 REPEAT_S = 0.6  # a point is repeated until this much time is spent on it, but at least
 MIN_REPEATS, MAX_REPEATS = 3, 15
+STEADY = 2.0  # slowest over fastest repeat of a point, up to which a machine counts as left alone
 SLOW_S = 8.0  # points beyond one that takes this long are left to extrapolation
 
 Progress = Callable[[str, int, int], None]
@@ -31,6 +32,11 @@ Progress = Callable[[str, int, int], None]
 class Measured:
     prefill: list[PrefillSample] = field(default_factory=list)
     decode: list[DecodeSample] = field(default_factory=list)
+    spread: dict[str, float] = field(default_factory=dict)  # by point: its slowest repeat over its fastest
+
+    def unsteady(self) -> dict[str, float]:
+        """Points whose repeats differ by more than something else on the machine can be ignored."""
+        return {what: ratio for what, ratio in self.spread.items() if ratio > STEADY}
 
     @property
     def model(self) -> LatencyModel:
@@ -72,12 +78,14 @@ class Profiler:
             progress(f"prefill of {tokens} tokens", done, total)
             times = self._repeat(lambda n=tokens: self.prefill_s(n))  # type: ignore[misc]
             measured.prefill.append(PrefillSample(tokens, median(times)))
+            measured.spread[f"prefill of {tokens} tokens"] = max(times) / min(times)
             if times[0] > SLOW_S:
                 break
         for done, (batch, length) in enumerate(points):
             progress(f"decode of {batch} x {length} tokens", len(lengths) + done, total)
             times = self.decode_times([length] * batch)
             measured.decode.append(DecodeSample(batch, length, median(times)))
+            measured.spread[f"decode of {batch} x {length} tokens"] = max(times) / min(times)
         return measured
 
     def decode_points(self) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from dovetail.errors import Overloaded, RequestError, WorkerLost
 from dovetail.eventlog import clear_logs
 from dovetail.gateway.workers.adopted import WorkerRecords
 from dovetail.gateway.workers.private_folder import PrivateFolder
-from dovetail.gateway.workers.supervisor import Supervisor, WorkerExit
+from dovetail.gateway.workers.supervisor import LEFT_CODE, Supervisor, WorkerExit
 from dovetail.messages import (
     ClockAsked,
     ClockTold,
@@ -391,7 +391,7 @@ class WorkerClient:
 
     def on_exit(self, name: str, end: WorkerExit) -> None:
         during = f" while it computed {len(end.suspects)} requests" if end.suspects else ""
-        if end.code != UNUSABLE_CODE:  # whose supervisor has the reason
+        if end.code not in (UNUSABLE_CODE, LEFT_CODE):  # whose supervisor has the reason; who was asked to leave
             logger.error("worker %s %s%s", name, end.reason, during)
         self.nodes[name].reset()
         lost = WorkerLost(f"the worker '{name}' {end.reason}", end.suspects)

@@ -20,7 +20,15 @@ from dovetail.cluster.ray_backend import HostLost, Member, WorkerEnd
 from dovetail.config import NodeConfig
 from dovetail.errors import WorkerLost
 from dovetail.gateway.workers.client import WorkerClient, router_socket
-from dovetail.gateway.workers.supervisor import STABLE_S, WorkerExit, pause_after, until_restart_s, worker_arguments
+from dovetail.gateway.workers.supervisor import (
+    LEFT_CODE,
+    LOST_CODE,
+    STABLE_S,
+    WorkerExit,
+    pause_after,
+    until_restart_s,
+    worker_arguments,
+)
 from dovetail.messages import Hello, Neighbours, ToGateway
 
 logger = logging.getLogger("dovetail.gateway")
@@ -30,7 +38,6 @@ MAX_RETRY_S = 10.0  # between two tries of a machine that cannot be used
 WIRE = "wire"  # of facts that are kept
 OUTLIVE_S = 60.0  # how long a worker waits for its gateway, out of reach or started anew
 ZAP_DOMAIN = b"dovetail"
-LOST_CODE = 125  # of a worker whose machine is gone
 MAX_NEIGHBOURS = 8  # that a machine asks for weights before the head
 
 
@@ -267,10 +274,10 @@ class Membership:
         for id, worker in list(self._workers.items()):
             if id not in there:
                 del self._workers[id]
-                await self._gone(worker)
+                await self._gone(worker, LOST_CODE)
             elif worker is not None and worker.name in self._link.leaving and self.is_drained(worker.name):
                 self._workers[id] = None
-                await self._gone(worker)
+                await self._gone(worker, LEFT_CODE)
 
     async def _join(self, member: Member) -> None:
         """Until it is a node. Ray may refuse a machine that has only just come, and who comes back after a fall finds
@@ -305,12 +312,12 @@ class Membership:
         logger.info("node %s has joined from %s", config.name, member.address)
         return worker
 
-    async def _gone(self, worker: RemoteWorker | None) -> None:
-        """It has left, or its machine is gone."""
+    async def _gone(self, worker: RemoteWorker | None, code: int) -> None:
+        """It has left as it was asked to, or its machine is gone."""
         if worker is None:
             return
         await worker.leave()
         if self._link.nodes[worker.name].hello is not None:  # else its end was told
-            self._link.on_exit(worker.name, WorkerExit(LOST_CODE))
+            self._link.on_exit(worker.name, WorkerExit(code))
         self._link.remove(worker.name)
         logger.info("node %s has left", worker.name)

@@ -27,6 +27,7 @@ STABLE_S = 30.0  # a worker that lived this long starts again without a pause
 MAX_PAUSE_S = 30.0
 SHUTDOWN_GRACE_S = 5.0
 TERMINATE_GRACE_S = 2.0
+LEFT_CODE, LOST_CODE = 124, 125  # of a worker whose machine was asked to leave, or is gone
 QUICK_RESTARTS = 3  # of a worker that computes and dies: its requests are to blame and are few, each of them counted
 _STDERR = 2  # what a worker prints must not get into the output of a command
 
@@ -68,6 +69,8 @@ class WorkerExit:
     def reason(self) -> str:
         if self.hung_s:
             return f"did nothing for {self.hung_s:.0f} s and was killed"
+        if self.code in (LEFT_CODE, LOST_CODE):
+            return "has left" if self.code == LEFT_CODE else "is gone with its machine"
         return f"was killed by signal {-self.code}" if self.code < 0 else f"ended with code {self.code}"
 
 
