@@ -142,7 +142,7 @@ def test_machines_come_go_and_are_named_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_machine_that_was_asked_to_leave_is_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dovetail.gateway.remote_workers.LOOK_S", 0.01)
+    monkeypatch.setattr("dovetail.gateway.workers.remote_workers.LOOK_S", 0.01)
 
     async def run() -> None:
         link, keys, members = WorkerClient(()), WireKeys(), FakeMembers()

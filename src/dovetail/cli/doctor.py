@@ -60,14 +60,27 @@ def doctor(
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Compile GPU kernels for the models that are here, ahead of their use.")
     ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Look at this running server instead, as http://127.0.0.1:8000.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Look at this machine: what it has, what follows from it. Exit code 1 if serving cannot work.
 
-    Example: dovetail doctor --json
+    With --server: look at a running server, and say which sections of the runbook apply (exit code 1 if any does).
+
+    Example: dovetail doctor --server http://127.0.0.1:8000
     """
     from dovetail.machine import default_root
 
+    if server is not None:
+        if prepare or store is not None:
+            raise ConfigError("--server looks at a running server; leave out --prepare and --store")
+        from dovetail.cli.doctor_server import diagnose_and_print
+
+        diagnose_and_print(server, as_json)
+        return
     if prepare:
         _prepare(store)
     report = examine(store or default_root())

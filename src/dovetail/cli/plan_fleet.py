@@ -194,9 +194,16 @@ def _draw(fleet: Fleet, best: Try) -> str:
     letter = 0.6 * LABEL_POINTS
     boxes = [(x / right * width, len(name) * letter, (y - low) / (high - low) * height) for x, y, name in points]
     for (x, y, name), rise in zip(points, spread_labels(boxes, LABEL_POINTS + 1), strict=True):
-        line = {"arrowstyle": "-", "color": "#9ca3af", "linewidth": 0.5} if rise else None
-        place = {"xytext": (5, rise), "textcoords": "offset points", "va": "center"}
-        axes.annotate(name, (x, y), fontsize=LABEL_POINTS, arrowprops=line, annotation_clip=False, **place)
+        axes.annotate(
+            name,
+            (x, y),
+            xytext=(5, rise),
+            textcoords="offset points",
+            va="center",
+            fontsize=LABEL_POINTS,
+            arrowprops={"arrowstyle": "-", "color": "#9ca3af", "linewidth": 0.5} if rise else None,
+            annotation_clip=False,
+        )
     return svg_of(figure)
 
 

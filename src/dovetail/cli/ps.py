@@ -98,7 +98,7 @@ def _print_table(status: dict[str, Any]) -> None:
             console.print(f"{model['name']} could not be pulled: {model['pull']['error']}", markup=False)
     for node in status["nodes"]:
         if node.get("problem"):
-            console.print(f"{node['name']} failed: {node['problem']}", soft_wrap=True, highlight=False)
+            console.print(f"{node['name']} failed: {node['problem']}", soft_wrap=True, highlight=False, markup=False)
     if status["draining"]:
         console.print("The server is shutting down.")
 

@@ -49,6 +49,7 @@ def access_record(scope: Scope, status: int, sent: int, now: float) -> dict[str,
         "method": scope["method"][:20],
         "path": scope["path"][:_MAX_TEXT],
         "status": status,
+        "code": state.get("error_code"),
         "seconds": round(now - arrived, 4),
         "first_byte_s": None if started is None else round(started - arrived, 4),
         "bytes_in": state.get("received", 0),
@@ -59,7 +60,8 @@ def access_record(scope: Scope, status: int, sent: int, now: float) -> dict[str,
 
 def request_line(record: dict[str, Any]) -> str:
     """The same for people, in one line."""
-    parts = [f"{record['path']} {record['status'] or 'client left'}"]
+    code = f" {record['code']}" if record.get("code") else ""
+    parts = [f"{record['path']} {record['status'] or 'client left'}{code}"]
     if "model" in record:
         parts.append(f"{record['model']} {record['prompt_tokens']}+{record['completion_tokens']} tokens")
     if record["first_byte_s"] is not None:

@@ -75,6 +75,7 @@ _SHAPES: Mapping[Api, Callable[[RequestError, str], bytes]] = {
 def problem_response(error: RequestError, scope: Scope) -> Response:
     """The one place where an error becomes an HTTP response."""
     headers = {}
+    scope.setdefault("state", {})["error_code"] = error.code  # for the log
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
