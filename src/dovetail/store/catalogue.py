@@ -171,7 +171,7 @@ class Catalogue:
         return None
 
     def _is_marked(self, pull: Pull) -> bool:
-        folders = self.place.folders() if pull.name is None else [self.place.folder(pull.name)]
+        folders = self.paths.folders() if pull.name is None else [self.paths.folder(pull.name)]
         return any(_marked(folder) and _examine(folder).source == pull.source for folder in folders)
 
     def recover(self) -> None:
@@ -225,7 +225,7 @@ def _examine(folder: Path) -> CatalogueEntry:
         manifest = read_manifest(folder) if is_stored(folder) else None
         kind = "model" if manifest is None else manifest.kind
         if problem := _marked(folder):
-            return Entry(folder.name, kind, None, manifest, problem)
+            return CatalogueEntry(folder.name, kind, None, manifest, problem)
         card = read_any_card(folder, folder.name) if kind == "model" else None
         if kind == "adapter":
             StoredAdapter(folder).close()
