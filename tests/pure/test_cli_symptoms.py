@@ -25,7 +25,7 @@ def measured(**cold: int) -> Any:
         metrics.observe_ttft("m", seconds)
     for tier, count in cold.items():
         metrics.cold_starts.labels("m", tier).inc(count)
-    return parse_metrics(metrics.render().decode())
+    return parse_metrics(metrics.render().body.decode())
 
 
 def test_slow_first_tokens_are_told_with_their_cause() -> None:
