@@ -105,7 +105,7 @@ def crowd_on_one_node(found: Callable[[], None]) -> None:
     from test_runtime_parity import Worker, crowd
 
     worker = Worker(crowd())
-    worker.link.dispatcher.runtime.next_id = FIRST_ID
+    worker.link.dispatcher.controller.next_id = FIRST_ID
     take_turn, count = worker.link.take_turn, iter(range(10**9))
 
     def watched() -> bool:
@@ -122,7 +122,7 @@ def answers_that_move(found: Callable[[], None]) -> None:
     from fleet_builders import Fleet
 
     fleet = Fleet()
-    fleet.dispatcher.runtime.next_id = FIRST_ID
+    fleet.dispatcher.controller.next_id = FIRST_ID
     for number in range(3):
         fleet.submit(f"request-{number}", prompt=60, tokens=90)
     for count in range(600):
@@ -143,7 +143,7 @@ async def _listen(found: Callable[[], None], names: set[str]) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         async with running_service(Path(folder), make_card(Path(folder))) as service:
-            service.cluster.dispatcher.runtime.next_id = FIRST_ID
+            service.cluster.dispatcher.controller.next_id = FIRST_ID
 
             async def listen(number: int) -> None:
                 job = await make_job(service, f"question {number}", max_tokens=40)

@@ -251,7 +251,7 @@ class Loopback:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.dispatcher.runtime.works) or self.driver.has_work
+        return bool(self.dispatcher.controller.works) or self.driver.has_work
 
 
 class Rig:
@@ -308,7 +308,7 @@ class Rig:
 
     @property
     def controller(self) -> Controller:
-        return self.link.dispatcher.runtime.controller
+        return self.link.dispatcher.controller
 
     def load(self, command: StartLoad) -> None:
         self.commands.append(command)

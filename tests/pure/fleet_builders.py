@@ -121,7 +121,7 @@ class Fleet:
 
     @property
     def migrations(self) -> Any:
-        return self.dispatcher.runtime.migrations
+        return self.dispatcher.controller.migrations
 
     def join(self, name: str) -> None:
         load_s = self.load_s.get(name, 0.0)
@@ -219,12 +219,12 @@ class Fleet:
         return self.dispatcher._by_key[id, 0].id
 
     def place(self, id: str) -> str:
-        return self.dispatcher.runtime.places[self.choice(id)][0].name
+        return self.dispatcher.controller.places[self.choice(id)][0].name
 
     def migrate(self, id: str) -> bool:
         if id in self.ended:
             return False
-        began = self.dispatcher.runtime.migrate(self.choice(id), "test", self.clock.now)
+        began = self.dispatcher.controller.migrate(self.choice(id), "test", self.clock.now)
         self.take()
         return began
 
@@ -310,9 +310,9 @@ class Fleet:
             assert said == whole[: len(said)], f"{id} says something else"
             assert id in self.cancelled or said == whole, f"{id} ended as {self.ended[id]} with {len(said)} tokens"
         assert not len(self.migrations)
-        assert not len(self.dispatcher.runtime.displacements)
-        assert not self.dispatcher.runtime.controller.seeker.placer.leaving
-        assert not self.dispatcher.runtime.works
+        assert not len(self.dispatcher.controller.displacements)
+        assert not self.dispatcher.controller.seeker.placer.leaving
+        assert not self.dispatcher.controller.works
         for peer in self.peers.values():
             assert not peer.driver.states, f"{peer.name} still has {list(peer.driver.states)}"
             for runner in peer.driver.runners.values():

@@ -40,8 +40,7 @@ def said(controller: Controller) -> list[Decision]:
 
 
 def submit(controller: Controller, work: Work, now: float = 0.0) -> Decision:
-    controller.seeker.works[work.id] = work
-    controller.submit([work], now)
+    controller.queued.begin([work], now)
     return said(controller)[-1]
 
 
@@ -81,15 +80,15 @@ def test_a_request_without_a_place_is_queued_and_dropped_when_its_token_is_due()
     queued = submit(controller, make_work(1, "b", ttft_s=1.0))
     assert isinstance(queued, Queued)
     assert queued.refusals == {"slots": 1}
-    assert controller.next_wake_s() == 0.25
-    controller.wake(0.9)
+    assert controller.queued.next_wake_s() == 0.25
+    controller.queued.wake(0.9)
     assert isinstance(said(controller)[-1], Queued)
-    assert controller.next_wake_s() == pytest.approx(1.001)
-    controller.wake(1.001)
+    assert controller.queued.next_wake_s() == pytest.approx(1.001)
+    controller.queued.wake(1.001)
     refused = said(controller)[-1]
     assert isinstance(refused, Refused)
     assert refused.reason == "deadline"
-    assert not controller.num_queued
+    assert not controller.queued
 
 
 def test_a_request_that_no_hardware_can_serve_is_refused_at_once() -> None:
@@ -105,8 +104,8 @@ def test_who_came_before_any_node_is_told_when_only_nodes_without_room_for_it_ha
     small = LocalNode(NodeRuntime(make_node(memory_gib=1)))
     assert small.offer_of("a") is not None
     controller.seeker.placer.add_node(small)
-    controller.changed()
-    controller.wake(1.001)
+    controller.seeker.room.changed()
+    controller.queued.wake(1.001)
     refused = said(controller)[-1]
     assert isinstance(refused, Refused)
     assert (refused.reason, refused.retry_after_s) == ("too_large", None)
@@ -128,7 +127,7 @@ def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> 
     assert (placed.node.name, placed.how) == ("tight", How.PREEMPT)
     (evicted,) = [one for one in source.runtime.mailbox if isinstance(one, Evicted)]
     assert evicted.request.id == 2
-    controller.evicted(source, evicted.instance, controller.seeker.works[2], evicted.reason, 0.1)
+    controller.departures.evicted(source, evicted.instance, controller.seeker.works[2], evicted.reason, 0.1)
     moved = said(controller)[-1]
     assert isinstance(moved, Placed)
     assert moved.node.name == "other"
@@ -164,16 +163,16 @@ def test_an_overcommitted_node_gives_away_what_another_would_go_on_with() -> Non
         full.turn_done(0.2, [])
     told = source.runtime.work_of(0).as_of(4).record()
     free.device.up = False
-    controller.overcommitted(source, told, 0.2)
+    controller.departures.overcommitted(source, told, 0.2)
     assert said(controller) == [], "nobody would take it: it stays"
     free.device.up = True
-    controller.overcommitted(source, told, 0.2)
+    controller.departures.overcommitted(source, told, 0.2)
     moving, moved = said(controller)
     assert isinstance(moving, Moving)
     assert isinstance(moved, Placed)
     assert moved.node.name == "free"
     assert work.produced == 4
-    controller.overcommitted(source, told, 0.2)
+    controller.departures.overcommitted(source, told, 0.2)
     assert said(controller) == [], "it is not there any more"
 
 
@@ -186,7 +185,7 @@ def test_newcomers_are_not_brought_to_a_node_that_owes_memory_to_an_answer() -> 
     evicted = make_work(1, "a", 1500, ttft_s=5.0)
     evicted.produced = 100
     controller.seeker.works[evicted.id] = evicted
-    controller.evicted(handle_of(controller), placed.instance, evicted, "kv_short", 0.0)
+    controller.departures.evicted(handle_of(controller), placed.instance, evicted, "kv_short", 0.0)
     assert isinstance(said(controller)[-1], Queued)
     assert isinstance(submit(controller, make_work(2, "a", 20, ttft_s=5.0)), Queued), "there would be room for it"
     controller.cancel([1], 0.1)
@@ -201,7 +200,7 @@ def test_an_evicted_request_is_placed_again_with_its_tokens() -> None:
     handle = handle_of(controller)
     handle.runtime.withdraw(0, 1.0)
     work.produced = 7
-    controller.evicted(handle, 0, work, "preempted", 1.0)
+    controller.departures.evicted(handle, 0, work, "preempted", 1.0)
     placed = said(controller)[-1]
     assert isinstance(placed, Placed)
     assert handle.runtime.work_of(0).produced == 7
@@ -215,7 +214,7 @@ def test_a_lost_node_sends_its_requests_elsewhere() -> None:
     lost = placed.node
     assert isinstance(lost, LocalNode)
     lost.runtime.fail()
-    controller.lost(lost, [placed.work], 0.5)
+    controller.departures.lost(lost, [placed.work], 0.5)
     again = said(controller)[-1]
     assert isinstance(again, Placed)
     assert again.node is not lost
@@ -230,10 +229,10 @@ def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_toke
     assert node.instances[placed.instance].phase is Phase.PREFILL
     handle_of(controller).runtime.withdraw(0, 1.0)
     work.produced = 1
-    controller.handed_over(handle_of(controller), placed.instance, work, 10**9, 1.0)
+    controller.departures.handed_over(handle_of(controller), placed.instance, work, 10**9, 1.0)
     moving = said(controller)[-1]
     assert isinstance(moving, Moving)
-    controller.wake(moving.retry_at_s)
+    controller.queued.wake(moving.retry_at_s)
     decode = said(controller)[-1]
     assert isinstance(decode, Placed)
     assert node.instances[decode.instance].phase is Phase.DECODE
@@ -248,9 +247,9 @@ def test_a_request_handed_over_late_asks_for_a_decode_place_before_it_is_given_u
     submit(controller, work)
     handle_of(controller).runtime.withdraw(0, 9.0)
     work.produced = 1
-    controller.handed_over(handle_of(controller), 0, work, 0, 9.0)
+    controller.departures.handed_over(handle_of(controller), 0, work, 0, 9.0)
     said(controller)
-    controller.wake(9.0)
+    controller.queued.wake(9.0)
     placed = said(controller)[-1]
     assert isinstance(placed, Placed)
     assert placed.how is How.START
@@ -262,11 +261,11 @@ def test_a_request_handed_over_late_that_finds_no_decode_place_is_given_up_on_th
     submit(controller, work)
     handle_of(controller).runtime.withdraw(0, 9.0)
     work.produced = 1
-    controller.handed_over(handle_of(controller), 0, work, 0, 9.0)
+    controller.departures.handed_over(handle_of(controller), 0, work, 0, 9.0)
     said(controller)
-    controller.wake(9.0)
+    controller.queued.wake(9.0)
     assert isinstance(said(controller)[-1], Queued)
-    controller.wake(9.25)
+    controller.queued.wake(9.25)
     assert isinstance(said(controller)[-1], Refused)
 
 
@@ -282,7 +281,7 @@ def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
     assert isinstance(placed, Placed)
     assert placed.how is How.PAUSE
     (evicted,) = [one for one in serve_all(handle.runtime, 0.0) if isinstance(one, Evicted)]
-    controller.evicted(handle, evicted.instance, ahead, evicted.reason, 0.0)
+    controller.departures.evicted(handle, evicted.instance, ahead, evicted.reason, 0.0)
     assert controller.seeker.parked.of("a") == [ahead]
     assert any(isinstance(one, Moving) and one.reason == "paused" for one in said(controller))
 
@@ -345,10 +344,10 @@ def test_what_was_evicted_for_want_of_memory_does_not_come_back_at_once() -> Non
     source = handle_of(controller)
     source.runtime.withdraw(0, 0.0)
     work.produced = 3
-    controller.evicted(source, placed.instance, work, "kv_short", 0.0)
+    controller.departures.evicted(source, placed.instance, work, "kv_short", 0.0)
     assert isinstance(said(controller)[-1], Queued)
-    assert controller.next_wake_s() is not None
-    controller.wake(0.25)
+    assert controller.queued.next_wake_s() is not None
+    controller.queued.wake(0.25)
     assert isinstance(said(controller)[-1], Placed)
 
 
@@ -379,7 +378,7 @@ def answer(controller: Controller, tokens_of: Callable[[str], int], count: int =
     for number in range(count):
         work = make_work(1000 + number, "xyz"[number % 3])
         work.produced = tokens_of(work.model)
-        controller.finished(handle_of(controller), 0, work, 0.0)
+        controller.departures.finished(handle_of(controller), 0, work, 0.0)
 
 
 def alike_cluster(knobs: Knobs) -> Controller:
@@ -394,28 +393,28 @@ def test_by_deadline_whoever_is_due_first_asks_first() -> None:
     controller = full_cluster(Knobs())
     for id, (model, ttft_s) in enumerate([("b", 3.0), ("c", 2.0), ("c", 4.0)], start=1):
         assert isinstance(submit(controller, make_work(id, model, ttft_s=ttft_s)), Queued)
-    assert [work.id for work in controller.queued()] == [2, 1, 3]
+    assert [work.id for work in controller.queued.in_order()] == [2, 1, 3]
 
 
 def test_by_memory_whoever_shares_weights_with_more_that_wait_asks_first() -> None:
     controller = alike_cluster(BY_MEMORY)
     for id, (model, ttft_s) in enumerate([("b", 2.0), ("c", 4.0), ("c", 3.0)], start=1):
         assert isinstance(submit(controller, make_work(id, model, ttft_s=ttft_s)), Queued)
-    assert [work.id for work in controller.queued()] == [3, 2, 1]
+    assert [work.id for work in controller.queued.in_order()] == [3, 2, 1]
 
 
 def test_by_memory_a_model_that_is_called_often_asks_first_and_calls_are_forgotten() -> None:
     controller = alike_cluster(BY_MEMORY)
     for id in range(10, 16):
         submit(controller, make_work(id, "b", ttft_s=1.0))
-    controller.wake(2.0)  # these are given up; what is known of their model is not
-    assert not controller.num_queued
+    controller.queued.wake(2.0)  # these are given up; what is known of their model is not
+    assert not controller.queued
     for id, model in ((1, "c"), (2, "b")):
         submit(controller, make_work(id, model, arrival_s=2.0, ttft_s=200.0), now=2.0)
-    assert [work.id for work in controller.queued()] == [2, 1]
-    controller.wake(150.0)
+    assert [work.id for work in controller.queued.in_order()] == [2, 1]
+    controller.queued.wake(150.0)
     submit(controller, make_work(3, "c", arrival_s=150.0, ttft_s=200.0), now=150.0)
-    assert [work.id for work in controller.queued()] == [1, 3, 2]
+    assert [work.id for work in controller.queued.in_order()] == [1, 3, 2]
 
 
 def test_by_memory_answers_that_have_begun_go_first_and_short_contexts_before_long_ones() -> None:
@@ -425,7 +424,7 @@ def test_by_memory_answers_that_have_begun_go_first_and_short_contexts_before_lo
     submit(controller, begun)
     for id, tokens in ((1, 2000), (2, 100)):
         submit(controller, make_work(id, "b", tokens, ttft_s=9.0))
-    assert [work.id for work in controller.queued()] == [3, 2, 1]
+    assert [work.id for work in controller.queued.in_order()] == [3, 2, 1]
 
 
 def test_weights_are_weighed_by_what_a_node_that_reads_them_offers() -> None:
@@ -440,12 +439,12 @@ def test_by_memory_is_by_deadline_while_nobody_knows_whether_models_answer_alike
     controller = full_cluster(BY_MEMORY)
     for id, (model, ttft_s) in enumerate([("b", 2.0), ("c", 4.0), ("c", 3.0)], start=1):
         submit(controller, make_work(id, model, ttft_s=ttft_s))
-    assert [work.id for work in controller.queued()] == [1, 3, 2]
+    assert [work.id for work in controller.queued.in_order()] == [1, 3, 2]
     random = Random(1)
     answer(controller, lambda model: random.randint(50, 150))
-    assert [work.id for work in controller.queued()] == [3, 2, 1]
+    assert [work.id for work in controller.queued.in_order()] == [3, 2, 1]
     answer(controller, lambda model: {"x": 5, "y": 100, "z": 2000}[model] + random.randint(0, 3))
-    assert [work.id for work in controller.queued()] == [1, 3, 2]
+    assert [work.id for work in controller.queued.in_order()] == [1, 3, 2]
 
 
 def idle_cluster(knobs: Knobs) -> Controller:
@@ -465,5 +464,5 @@ def test_an_idle_instance_gives_way_to_whoever_waits_while_models_answer_alike(i
     controller = idle_cluster(Knobs(reclaim_alike=True, keep_alive_s=600.0))
     random = Random(2)
     answer(controller, lambda model: random.randint(50, 150) if is_alike else 10 ** ("xyz".index(model) + 1))
-    controller.wake(0.25)
+    controller.queued.wake(0.25)
     assert isinstance(said(controller)[-1], Placed if is_alike else Queued)

@@ -124,7 +124,7 @@ def test_a_request_that_a_silent_node_was_asked_to_take_is_forgotten_when_the_no
     node = fleet.dispatcher.nodes[name]
     node.order(Withdraw(fleet.choice("r")), fleet.clock.now)
     assert node.given_up
-    (known,) = fleet.dispatcher.runtime.works.values()
+    (known,) = fleet.dispatcher.controller.works.values()
     asked: list[ToWorker] = []
     node._send = asked.append
     number = node.ask(Check(known.record()), fleet.clock.now)
@@ -160,6 +160,6 @@ def test_nobody_moves_for_a_start_unless_everybody_can() -> None:
     fleet.peers["B"].driver.ask = refuse_q  # type: ignore[method-assign, assignment]
     fleet.submit("s", "n", prompt=20, tokens=10)
     fleet.run()
-    assert fleet.dispatcher.runtime.displacements.abandoned >= 1
+    assert fleet.dispatcher.controller.displacements.abandoned >= 1
     assert fleet.migrations.completed == 0, "one of the two moved in vain"
     fleet.check_end()

@@ -55,10 +55,10 @@ def test_a_silent_node_is_taken_to_refuse_and_what_it_may_have_accepted_is_withd
     wire.dispatcher.wake(ANSWER_S)
     assert Command(Withdraw(0)) in wire.sent[silent], "it comes after the question, whenever that is looked at"
     (ask,) = wire.asked(other)
-    assert wire.dispatcher.runtime.controller.seeker.decisions.num_silent == 1
+    assert wire.dispatcher.controller.seeker.decisions.num_silent == 1
     wire.reply(other, ask.number, 7, ANSWER_S + 0.1)
     wire.reply(silent, wire.asked(silent)[0].number, 3, ANSWER_S + 0.2)  # after all
-    assert wire.dispatcher.runtime.places[0][0].name == other
+    assert wire.dispatcher.controller.places[0][0].name == other
     assert not wire.tokens(silent, 9, 9), "nobody has asked for these any more"
     assert [event.token for event in wire.tokens(other, 4, 5)] == [4, 5]
 
@@ -112,20 +112,19 @@ def test_what_a_node_lets_go_after_it_was_given_up_is_taken_in() -> None:
     wire.submit()
     silent, _ = wire.other()
     wire.reply(silent, wire.asked(silent)[0].number, 7, 0.1)
-    runtime = wire.dispatcher.runtime
-    controller, node = runtime.controller, wire.dispatcher.nodes[silent]
-    record = runtime.works[0].record()
+    controller, node = wire.dispatcher.controller, wire.dispatcher.nodes[silent]
+    record = controller.works[0].record()
     controller.seeker.at(1.0)
-    search = controller.seeker._search(runtime.works[0])
-    runtime.works[0].search = None  # it stands for a newcomer's: the one that is let go has its place
+    search = controller.seeker._search(controller.works[0])
+    controller.works[0].search = None  # it stands for a newcomer's: the one that is let go has its place
     controller.seeker.decisions.begin(controller.seeker._make_way_on(node, search))  # type: ignore[arg-type]
     first = next(one for one in wire.sent[silent] if isinstance(one, Ask) and one.number > 0)
     controller.seeker.decisions.now_s = 1.0 + ANSWER_S
     controller.seeker.decisions.expire()
     wire.dispatcher.received(silent, Reply(first.number, TookBack(record, 7, 0.1, 0.1)), 3.0)
-    assert 0 not in runtime.places
-    assert runtime.works[0].is_moving
+    assert 0 not in controller.places
+    assert controller.works[0].is_moving
 
 
 def test_storms_have_nodes_that_fall_silent() -> None:
-    assert any(run_one(seed).cluster.runtime.controller.seeker.decisions.num_silent for seed in range(60))
+    assert any(run_one(seed).cluster.controller.seeker.decisions.num_silent for seed in range(60))

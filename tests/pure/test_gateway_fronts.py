@@ -61,7 +61,7 @@ def on_both(folder: Path, test: Callable[[Service, Service], Awaitable[None]]) -
             await asyncio.wait_for(test(leader, front), 60)
             await eventually(lambda: not leader.cluster.inboxes)
             for service in (leader, front):
-                await eventually(lambda works=service.cluster.dispatcher.runtime.works: not works)
+                await eventually(lambda works=service.cluster.dispatcher.controller.works: not works)
 
     asyncio.run(run())
 

@@ -58,7 +58,7 @@ def on_service(
             await asyncio.wait_for(test(service), 60)
             assert service.unfinished == 0
             assert not service.cluster.inboxes
-            assert not service.cluster.dispatcher.runtime.works or service.cluster.dispatcher.runtime.places
+            assert not service.cluster.dispatcher.controller.works or service.cluster.dispatcher.controller.places
 
     asyncio.run(run())
 

@@ -83,7 +83,7 @@ def test_a_batch_that_waits_for_a_start_goes_to_the_function_that_is_free_first(
     new = pool.start_wanted()
     assert new is not None
     pool.release(old, 1.0)
-    assert (placed(pool).function, pool.num_queued) == (old, 0)
+    assert (placed(pool).function, len(pool._queue)) == (old, 0)
     pool.ready(new, 2.0)
     pool.add(make_batch(2))
     assert placed(pool).function == new
@@ -100,7 +100,7 @@ def test_what_a_dead_function_ran_is_run_again_first() -> None:
     assert again is not None
     pool.ready(again, 1.0)
     assert placed(pool).batch.requests[0].request == 0
-    assert pool.num_queued == 1
+    assert len(pool._queue) == 1
 
 
 @settings(max_examples=50, deadline=None)
@@ -137,7 +137,7 @@ def test_no_request_is_lost_or_run_twice_whatever_dies(data: st.DataObject) -> N
             pool.lose(function)
         held = sorted([*done, *running.values()])
         assert len(set(held)) == len(held)
-        assert len(held) + pool.num_queued == waiting
+        assert len(held) + len(pool._queue) == waiting
         assert limit is None or pool.num_started <= limit
 
 

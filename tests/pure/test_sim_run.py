@@ -353,7 +353,7 @@ def test_a_storm_repeats_itself() -> None:
 def test_a_violated_invariant_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(seed: int, log: None) -> object:
         simulation = build_storm(seed, log)
-        simulation.cluster.runtime.controller.seeker.room.enter = lambda *_: None  # type: ignore[method-assign]
+        simulation.cluster.controller.seeker.room.enter = lambda *_: None  # type: ignore[method-assign]
         return simulation
 
     monkeypatch.setattr("dovetail.sim.storm.build_storm", broken)

@@ -84,8 +84,8 @@ def test_every_scheduler_serves_everything_and_is_the_same_with_the_same_seed(sy
     first, second = [run.run() for run in runs]
     assert first.count(Fate.FINISHED) == len(first.records)
     assert [record.started_s for record in first.records] == [record.started_s for record in second.records]
-    assert not runs[0].cluster.runtime.displacements
-    assert not runs[0].cluster.runtime.controller.seeker.placer.leaving
+    assert not runs[0].cluster.controller.displacements
+    assert not runs[0].cluster.controller.seeker.placer.leaving
 
 
 def test_moving_away_beats_preemption_and_random_placement_where_the_paper_says_so() -> None:
@@ -151,7 +151,7 @@ def test_an_answer_moves_away_so_that_another_model_starts_where_its_weights_are
     fleet.submit("s", "n", prompt=20, tokens=10)
     fleet.run()
     assert fleet.migrations.completed == 1
-    assert fleet.dispatcher.runtime.displacements.completed == 1
+    assert fleet.dispatcher.controller.displacements.completed == 1
     fleet.check_end()
 
 
@@ -169,7 +169,7 @@ def finish(asking: Asking[Displace | None], fleet: Fleet) -> Displace | None:
 def test_whoever_asked_for_targets_waits_for_others_only_within_them(ttft_s: float, waits: bool) -> None:
     fleet = make_full_fleet()
     search = Search(make_work(99, "n", 20, arrival_s=fleet.clock.now, ttft_s=ttft_s))
-    placer = fleet.dispatcher.runtime.controller.seeker.placer
+    placer = fleet.dispatcher.controller.seeker.placer
     placer.now_s = fleet.clock.now
     plan = finish(_displace(placer, search, placer.nodes[0], 0.1), fleet)
     assert (plan is not None) is waits

@@ -32,7 +32,7 @@ def test_a_slow_grammar_is_no_silent_node_and_holds_nobody() -> None:
     rig = rig_with({"grammar"})
     id = id_of(rig, "r")
     pass_time(rig, 3.0)
-    assert id in rig.link.dispatcher.runtime.places, "it has its place while its grammar is compiled"
+    assert id in rig.link.dispatcher.controller.places, "it has its place while its grammar is compiled"
     assert not rig.controller.seeker.decisions.num_silent
     assert rig.tokens("other") == expected("other", 5, 60)
     assert ("r", 0) not in rig.events

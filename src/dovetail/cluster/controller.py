@@ -1,280 +1,319 @@
-"""What becomes of each request between its arrival and its end, over all nodes: what comes in, waits, comes back, moves
-and leaves. How a place is found, and what becomes of a request that finds none, is its part `seeker`'s.
+"""Every request between its arrival and its end, over all nodes, and everything about it that no single node decides:
+events in, orders and ends out.
 
-A state machine like the node: requests, notices, answers and the time come in, decisions go out through `outbox`. It
-keeps every request that has no place and forgets one that has got a place or has ended.
+The gateway drives it with sockets and a clock, the simulator in virtual time. Questions and orders go to nodes through
+their handles; who has ended without a node's doing is in `outbox`. What nodes say comes in with `heard` and `answered`.
+Its parts: the search for places (`seeker`), those without one (`queued`), those that have left a node (`departures`),
+live migration, instances that make way, nodes that are emptied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
-from heapq import heappop
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from dovetail.cluster.asking import Asking
-from dovetail.cluster.decisions import Moving
+from dovetail.cluster.decisions import Decision, Displace, Migrated, Moving, Placed, Refused, Warmed
+from dovetail.cluster.departures import Departures
+from dovetail.cluster.displacing import Displacements
+from dovetail.cluster.drain import Drain
 from dovetail.cluster.handle import NodeHandle
-from dovetail.cluster.request import RequestState, Search
-from dovetail.cluster.seeker import TOO_LATE, Seeker
-from dovetail.cluster.waiting import CHANGED_S
+from dovetail.cluster.intake import Submission, works_of
+from dovetail.cluster.log_lines import note_arrival, note_decision, note_end
+from dovetail.cluster.migration import Migrations
+from dovetail.cluster.queued import QueuedRequests
+from dovetail.cluster.request import RequestState
+from dovetail.cluster.seeker import Seeker
+from dovetail.eventlog import EventLog
 from dovetail.node import protocol
 from dovetail.node.work import Phase, RequestRecord
-from dovetail.policy.headroom import Refusal
+from dovetail.policy.headroom import SloRule
 from dovetail.policy.knobs import Knobs
-from dovetail.policy.placement import is_hopeless
-
-FIRST_LATE = {Refusal.FIRST_TOKEN_LATE}
-EARLY_LIMIT_S = 60.0  # first tokens that are due later than this after they were asked for are put off only when late
 
 
 class Controller:
-    def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs, *, kv_bytes_per_s: float = 12.5e9) -> None:
-        self.seeker = Seeker(nodes, knobs)
+    def __init__(
+        self, nodes: Sequence[NodeHandle], knobs: Knobs, *, rule: SloRule | None = None, log: EventLog | None = None
+    ) -> None:
         self.knobs = knobs
-        self._kv_bytes_per_s = kv_bytes_per_s
-        self._resume_after_s = float("-inf")  # idle devices do not bring swapped-out work back before
-        self._look_s = float("-inf")  # with swapped-out work: when to look again whether a device is idle
+        self.outbox: deque[Refused | Warmed] = deque()
+        self.places: dict[int, tuple[NodeHandle, int]] = {}  # by request: node and instance
+        self.seeker = Seeker(nodes, knobs)
+        self.queued = QueuedRequests(self.seeker, knobs)
+        self.departures = Departures(self.seeker, knobs)
+        self.migrations = Migrations(self.seeker, self.places)
+        self.displacements = Displacements(self.seeker, self.migrations, self.places)
+        self.drains: dict[str, Drain] = {}  # by node
+        self._rule = rule or SloRule()
+        self._log = log
+        self.on_placed: Callable[[int, float], None] = lambda id, now: None  # whoever tells how long requests waited
+        self.next_id = 0  # of the first choice of the next request
+
+    @property
+    def works(self) -> dict[int, RequestState]:
+        """Unfinished."""
+        return self.seeker.works
+
+    @property
+    def progress(self) -> Callable[[int], int | None]:
+        """Tokens that a request with a place has, None if it has all of them; whoever drives this knows."""
+        return self.migrations.progress
+
+    @progress.setter
+    def progress(self, progress: Callable[[int], int | None]) -> None:
+        self.migrations.progress = progress
 
     # Requests
 
-    def submit(self, works: Sequence[RequestState], now: float) -> None:
-        """The choices of a new request. The first is placed at once or queued, the others follow it."""
-        self.seeker.at(now)
-        leader = works[0]
-        self.seeker.works.update((work.id, work) for work in works)
-        self.seeker.by_memory.called(leader.model, now)
-        if self.knobs.disaggregate and leader.phase is Phase.ANY:
+    def submit(self, submission: Submission, now: float) -> list[int]:
+        """Returns the number of each open choice."""
+        works = works_of(submission, self.next_id, now, self._rule, self.knobs.slo_scale)
+        self.next_id += len(works)
+        for work in works:
+            self.works[work.id] = work
+            if self._log is not None:
+                note_arrival(self._log, submission, work, now)
+        if self.seeker.is_too_large(works[0]):
             for work in works:
-                work.phase = Phase.PREFILL
-        if len(works) > 1:
-            leader.followers = tuple(works[1:])
-        self.seeker.seek(leader)
+                self._decide(Refused(work, "too_large", {}), now)
+        else:
+            self.queued.begin(works, now)
+        self._settle(now)
+        self.queued.use_idle(now)
+        self._settle(now)
+        self._begin_late(now)
+        return [work.id for work in works]
 
-    def prefilled(self, leader: int, grace_s: float, now: float) -> None:
-        """Its prompt is computed: choices of the same request find it there."""
+    def room_for(self, model: str) -> int | None:
+        """Tokens that one request of the model may have on the largest node; None if nobody offers it."""
+        offers = (node.offer_of(model) for node in self.seeker.placer.nodes)
+        return max((offer.room_tokens for offer in offers if offer is not None), default=None)
+
+    def cancel(self, ids: Iterable[int], now: float, fate: str = "aborted", reason: str = "") -> None:
+        """Free what these hold. Nothing more is said of them."""
+        works = [self.works[id] for id in ids if id in self.works]
         self.seeker.at(now)
-        first = self.seeker.works.get(leader)
-        if first is None:
-            return
-        followers, first.followers = first.followers, ()
-        for follower in followers:
-            if not follower.produced:
-                follower.give_grace(grace_s)  # it waited for the same cold start
-            self.seeker.seek(follower)
+        self.migrations.cancel([work.id for work in works])
+        self.queued.remove({work.id for work in works}, now)
+        for work in works:
+            place = self.places.pop(work.id, None)
+            if place is not None:
+                node, instance = place
+                node.order(protocol.Withdraw(work.id), now)
+                self.seeker.left(node, instance)
+            self._end(work, fate, reason, now)
+        self._settle(now)
 
-    def cancel(self, ids: Iterable[int], now: float) -> None:
-        """Nobody wants these any more. Followers of one that goes alone do not go with it."""
-        self.seeker.at(now)
-        ids = set(ids)
-        for leader in [work for work in self.seeker.works.values() if work.followers]:
-            kept = tuple(work for work in leader.followers if work.id not in ids)
-            leader.followers = () if leader.id in ids else kept
-            if leader.id in ids and kept:
-                self.submit(kept, now)
-        for id in ids:
-            self.seeker.lengths.ended(id)
-            if id in self.seeker.works:
-                self._forget(self.seeker.works[id])
-
-    def _forget(self, work: RequestState) -> None:
-        self.seeker.settle_debt(work)
-        work.waits_for_room_s = 0.0
-        if work.search is not None:
-            work.search.is_over = True
-            work.search = None
-        elif self.seeker.room.leave(work.id) is None and not work.is_moving:
-            self.seeker.parked.take(work.id)
-        work.is_moving = False
+    def _end(self, work: RequestState, fate: str, reason: str, now: float) -> None:
+        del self.works[work.id]
+        self.places.pop(work.id, None)
+        if self._log is not None:
+            note_end(self._log, work, fate, reason, now)
 
     def warm(self, model: str, now: float) -> None:
-        """Have an instance of the model before anybody asks for it."""
+        """Have an instance of the model before anybody asks for it; `outbox` says what came of it."""
         self.seeker.at(now)
         self.seeker.decisions.begin(self._warm(model))
+        self._settle(now)
 
     def _warm(self, model: str) -> Asking[None]:
         self.seeker.outbox.append((yield from self.seeker.placer.warm(model)))
 
-    @property
-    def num_queued(self) -> int:
-        return len(self.seeker.room) + sum(
-            one.is_moving or one.search is not None for one in self.seeker.works.values()
-        )
-
-    def queued(self) -> list[RequestState]:
-        """Those who ask for a place, in the order in which they may."""
-        seeking = [one for one in self.seeker.works.values() if one.search is not None]
-        return sorted([*self.seeker.room, *seeking], key=self.seeker.room.order)
-
-    # Time
-
-    def next_wake_s(self) -> float | None:
-        """When `wake` has something to do."""
-        next_s = self.seeker.room.next_s() if self.seeker.room else None
-        if self.seeker.timed and (next_s is None or self.seeker.timed[0][0] < next_s):
-            next_s = self.seeker.timed[0][0]
-        if self.seeker.parked and (next_s is None or self._look_s < next_s):
-            next_s = self._look_s
-        if self.seeker.decisions:
-            expiry_s = self.seeker.decisions.next_expiry_s()
-            if expiry_s is not None and (next_s is None or expiry_s < next_s):
-                next_s = expiry_s
-        return next_s
-
-    @property
-    def wants_idle(self) -> bool:
-        """An idle device would be of use to somebody (`idle`)."""
-        return bool(self.seeker.parked) or (self.knobs.extend_deadlines and len(self.seeker.room) > 0)
-
-    def wake(self, now: float) -> None:
-        """Those whose time has come ask again; those who waited too long are given up."""
-        self.seeker.at(now)
-        self.seeker.decisions.expire()
-        self._look_s = now + self.knobs.retry_s
-        for work in self.seeker.room.expired(now):
-            search = self.seeker.room.refusals[work.id]
-            self.seeker.room.leave(work.id)
-            self.seeker.give_up(work, search)
-        while self.seeker.timed and self.seeker.timed[0][0] <= now:
-            self._retry(heappop(self.seeker.timed)[1])
-        for work in self.seeker.room.begin_pass(now):
-            self.seeker.room.leave(work.id)
-            self.seeker.seek_in_order(work)
-        self.use_idle(now)
-
-    def _retry(self, work_id: int) -> None:
-        work = self.seeker.works.get(work_id)
-        if work is None or not (work.is_moving or self.seeker.parked.take(work_id)):
-            return
-        has_arrived, work.is_moving, work.has_arrived = work.has_arrived, False, False
-        if not has_arrived and is_hopeless(work.due_s, self.seeker.now_s):  # what has just come over is tried first
-            self.seeker.give_up(work, Search(work))
-        else:
-            self.seeker.seek(work)
-
-    def use_idle(self, now: float) -> None:
-        """Devices that have nothing to do, as long as that may help somebody."""
-        if self.wants_idle:
-            for node in self.seeker.placer.nodes:
-                if node.up and node.is_idle:
-                    self.idle(now)
-
-    def idle(self, now: float) -> None:
-        """Nothing can run somewhere: better that swapped-out work comes back, or that somebody is late, than that."""
-        self.seeker.at(now)
-        if self.seeker.parked and now >= self._resume_after_s:
-            self.seeker.resume()
-            self._resume_after_s = now + CHANGED_S
-        if self.knobs.extend_deadlines:
-            self._take_late([one for one in self.seeker.room if TOO_LATE & self._reasons(one)])
-
-    def lacks_prompts(self, node: NodeHandle, now: float) -> None:
-        """The node computes nothing but answers: between these a prompt that will be late is begun now rather than when
-        it is late. Until then it may yet have a place by other means."""
-        self.seeker.at(now)
-        late = [one for one in self.seeker.room if one.ttft_s < EARLY_LIMIT_S and node.offer_of(one.model) is not None]
-        self._take_late([one for one in late if TOO_LATE & self._reasons(one) == FIRST_LATE], in_advance=True)
-
-    def _take_late(self, late: Sequence[RequestState], *, in_advance: bool = False) -> None:
-        """The most urgent of these gets later deadlines before its own have passed, if it may."""
-        late = [one for one in late if one.is_lenient]
-        if late:
-            work = min(late, key=lambda one: (one.due_s, one.id))
-            search = self.seeker.room.refusals[work.id]
-            self.seeker.room.leave(work.id)
-            if in_advance:
-                work.early_due_s = work.due_s if work.early_due_s is None else work.early_due_s
-            self.seeker.extend(work, search.prefill_s, None if in_advance else search.decode_s)
-            self.seeker.seek(work)
-
-    def _reasons(self, work: RequestState) -> AbstractSet[str]:
-        """Why it got no place when it last asked."""
-        return self.seeker.room.refusals[work.id].refusals.keys()
-
-    # What nodes report
+    # Nodes
 
     def answered(self, number: int, answer: protocol.Answer, now: float) -> None:
+        """To a question that was asked under this number."""
         self.seeker.at(now)
         self.seeker.decisions.answered(number, answer)
+        self._settle(now)
 
-    def finished(self, node: NodeHandle, instance: int, work: RequestState, now: float) -> None:
-        self.seeker.ends.note(now)
-        self.seeker.outputs.add(work.produced)
-        self.seeker.lengths.add(work.model, work.produced)
-        self.seeker.by_memory.ended(work.model, work.produced)
-        self.seeker.lengths.ended(work.id)
-        self.seeker.left(node, instance)
+    def heard(self, node: NodeHandle, notice: protocol.Notice, now: float) -> None:
+        if isinstance(notice, protocol.Finished | protocol.Evicted | protocol.HandedOver):
+            self._parted(node, notice, now)
+        elif isinstance(notice, protocol.Overcommitted):
+            if self.places.get(notice.request.id, (None,))[0] is node:
+                self.departures.overcommitted(node, notice.request, now)
+                if self.knobs.live_moves and not self.migrations.of_source(node):
+                    self.migrate(notice.request.id, "overcommitted", now)
+        elif isinstance(notice, protocol.CaughtUp):
+            self.seeker.at(now)
+            self.migrations.caught_up(node, notice)
+        elif isinstance(notice, protocol.Prefilled):
+            self.queued.prefilled(notice.request, notice.grace_s, now)
+            if (work := self.works.get(notice.request)) is not None:
+                work.is_prompting = False
+            self._begin_late(now)
+        elif isinstance(notice, protocol.InstanceOpened):
+            self.seeker.placer.add_instance(node, notice.instance, notice.model, Phase.ANY, batch=0)
+            self.seeker.room.changed()
+        elif isinstance(notice, protocol.InstanceReady):
+            self.departures.ready(node, notice.model, now)
+        elif isinstance(notice, protocol.Offered):
+            self.seeker.placer.offered(node, notice.model, notice.offer)
+            self.seeker.room.changed()
+        elif isinstance(notice, protocol.InstanceClosed | protocol.InstanceGone):
+            self._closed(node, notice.instance, now, is_gone=isinstance(notice, protocol.InstanceGone))
+        elif isinstance(notice, protocol.NodeView):
+            self.seeker.placer.saw(node, notice)
+        elif isinstance(notice, protocol.Idle) and notice.is_idle:
+            self.queued.idle(now)
+        self._settle(now)
 
-    def changed(self) -> None:
-        """There may be a place now."""
-        self.seeker.room.changed()
-
-    def ready(self, node: NodeHandle, model: str, now: float) -> None:
-        """Weights are there; perhaps somebody is to be moved to them."""
-        self.seeker.at(now)
-        self.changed()
-        prepared = self.seeker.prepared.get(model)
-        if prepared is not None and prepared.node is node and prepared.record.id in self.seeker.works:
-            self.seeker.prepared[model] = prepared._replace(node=None)
-            record = msgspec.structs.replace(prepared.record, last_token_s=now)  # it has gone on meanwhile
-            self.seeker.decisions.begin(self.seeker.relieve(prepared.source, record))
-
-    def closed(self, node: NodeHandle, instance: int, now: float, *, is_gone: bool) -> None:
+    def _closed(self, node: NodeHandle, instance: int, now: float, *, is_gone: bool) -> None:
         """The instance takes no more work; its memory is free, if it is gone."""
         self.seeker.at(now)
+        if is_gone:
+            self.displacements.gone(node, instance)
         self.seeker.placer.forget(node, instance)
         self.seeker.room.changed()
         if self.seeker.parked and is_gone:
             self.seeker.resume()
 
-    def lost(self, node: NodeHandle, works: Sequence[RequestState], now: float) -> None:
-        """The node is gone; its unfinished requests start over elsewhere, with the tokens they have. The next one is as
-        urgent as a first one."""
+    def _parted(
+        self, node: NodeHandle, notice: protocol.Finished | protocol.Evicted | protocol.HandedOver, now: float
+    ) -> None:
+        """A request has left a node. One that was cancelled meanwhile has left already."""
+        hold = notice.hold if isinstance(notice, protocol.Evicted) else 0
+        if hold and not self.migrations.was_handed_over(notice.request.id, hold):
+            self.seeker.at(now)
+            self.migrations.given_up(node, notice.request.id, hold)
+            return
+        work = self.works.get(notice.request.id)
+        if work is None or self.places.get(work.id, (None,))[0] is not node:
+            return
+        del self.places[work.id]
         self.seeker.at(now)
-        self.seeker.placer.forget_node(node)
-        self.seeker.decisions.lost(node)
-        for work in works:
-            work.cached = False
-            work.moves += 1
-            if self.knobs.disaggregate:
-                work.phase = Phase.PREFILL
-            if work.produced:
-                work.first_due_s = min(work.first_due_s, now + work.ttft_s - work.tpot_s * work.produced)
-            self.seeker.seek(work)
-
-    def evicted(self, node: NodeHandle, instance: int, work: RequestState, reason: str, now: float) -> None:
-        self.seeker.at(now)
-        self.seeker.placer.left(node, instance)
-        self.seeker.lengths.runs(work.model, work.id, work.produced)
-        if reason == "kv_short" and self.knobs.finish_begun and work.produced:
-            self.seeker.owe(work, node.name)
-        work.cached = False
-        if reason == "paused":
-            self.seeker.park(work)
-            self.seeker.outbox.append(Moving(work, self.seeker.back_s(work), reason))
-        elif reason == "kv_short" and work.short_at == work.produced:
-            self.seeker.move(
-                work, now + self.knobs.retry_s, reason
-            )  # it got no token there either: nowhere does it fit now
-        elif reason == "kv_short":  # at once it would only come back to where it did not fit
-            work.short_at = work.produced
-            self.seeker.seek(work, avoided=node.name)
+        record = work.record() if hold else notice.request  # of a copy, the source's last word counts
+        if record.produced < work.produced:  # it was handed over with more than it had come to there
+            record = msgspec.structs.replace(record, produced=work.produced)
+        work.take(record)
+        if isinstance(notice, protocol.Evicted) and self.migrations.let_go(node, notice.instance, record):
+            return
+        self.migrations.over(work.id)
+        if isinstance(notice, protocol.Finished):
+            self._end(work, "finished", "", now)
+            self.departures.finished(node, notice.instance, work, now)
+        elif isinstance(notice, protocol.Evicted):
+            self.departures.evicted(node, notice.instance, work, notice.reason, now)
         else:
-            self.seeker.seek(work)
+            self.departures.handed_over(node, notice.instance, work, notice.kv_bytes, now)
 
-    def overcommitted(self, node: NodeHandle, record: RequestRecord, now: float) -> None:
-        self.seeker.at(now)
-        self.seeker.lengths.runs(record.model, record.id, record.produced)
-        if not self.knobs.disaggregate and not self.knobs.live_moves:
-            self.seeker.decisions.begin(self.seeker.relieve(node, record))
+    def add(self, node: NodeHandle) -> None:
+        self.seeker.placer.add_node(node)
 
-    def handed_over(self, node: NodeHandle, instance: int, work: RequestState, kv_bytes: int, now: float) -> None:
+    def remove(self, node: NodeHandle) -> None:
+        """One that is lost; nothing has a place there."""
+        assert not any(place is node for place, _ in self.places.values()), f"{node.name} still has requests"
+        self.drains.pop(node.name, None)
+        self.seeker.placer.remove_node(node)
+
+    def joined(self) -> None:
+        """A node has come or come back: there may be a place now."""
+        if self.works:
+            self.seeker.room.changed()
+
+    def lost(self, node: NodeHandle, now: float, records: Mapping[int, RequestRecord] | None = None) -> None:
+        """It was noticed that the node is gone. `records` say how far its requests had come, where that is known."""
         self.seeker.at(now)
-        self.seeker.placer.left(node, instance)
-        travel_s = kv_bytes / self._kv_bytes_per_s
-        work.phase = Phase.DECODE
-        work.cached = True
-        work.give_grace(travel_s)
-        work.has_arrived = True
-        self.seeker.move(work, now + travel_s, "handover")
+        self.migrations.lost(node)
+        self.displacements.lost(node)
+        ids = [id for id, (place, _) in self.places.items() if place is node]
+        for id in ids:
+            del self.places[id]
+            if records is not None and id in records:
+                self.works[id].take(records[id])
+        self.departures.lost(node, [self.works[id] for id in ids], now)
+        self._settle(now)
+
+    # Moving
+
+    def migrate(self, id: int, reason: str, now: float) -> bool:
+        """Have the request go on elsewhere, unbroken, if somebody takes it. False: there is nothing to move."""
+        if id not in self.places or self.knobs.disaggregate:
+            return False
+        self.seeker.at(now)
+        if not self.migrations.begin(id, reason):
+            return False
+        self._settle(now)
+        return True
+
+    def stay(self, id: int, now: float) -> None:
+        """The request has all its tokens: it moves no more."""
+        self.seeker.at(now)
+        self.migrations.over(id)
+
+    def drain(self, node: NodeHandle, now: float) -> None:
+        """Nothing new goes there; what is there moves away."""
+        if node.name not in self.drains:
+            self.drains[node.name] = Drain(node, self.migrations, self.places)
+            self._settle(now)
+
+    def undrain(self, node: NodeHandle) -> None:
+        if self.drains.pop(node.name, None) is not None:
+            node.is_draining = False
+            self.seeker.room.changed()
+
+    # Time
+
+    def next_wake_s(self) -> float | None:
+        """When `wake` has something to do."""
+        next_s = self.queued.next_wake_s()
+        if not self.migrations and not self.drains:
+            return next_s  # asked before and after every turn of every node
+        dues = [next_s, self.migrations.next_expiry_s(), *(drain.next_s for drain in self.drains.values())]
+        return min((due_s for due_s in dues if due_s is not None), default=None)
+
+    def wake(self, now: float) -> None:
+        self.queued.wake(now)
+        self.migrations.expire(now)
+        self._settle(now)
+        self._begin_late(now)
+
+    def _begin_late(self, now: float) -> None:
+        if self.queued.may_begin_late:
+            prompting = [node for id, (node, _) in self.places.items() if self.works[id].is_prompting]
+            self.queued.begin_late(prompting, now)
+            self._settle(now)
+
+    # What its parts have decided
+
+    def _settle(self, now: float) -> None:
+        """Decisions first: who moves where is looked at when everybody is where it was decided."""
+        is_settled = False
+        while not is_settled:
+            while self.seeker.outbox:
+                decisions, self.seeker.outbox = self.seeker.outbox, []
+                for decision in decisions:
+                    self._decide(decision, now)
+            if self.drains or self.displacements:
+                self._step_moves(now)
+            is_settled = not self.seeker.outbox
+
+    def _step_moves(self, now: float) -> None:
+        self.seeker.at(now)
+        for drain in self.drains.values():
+            drain.step(now)
+        self.displacements.step()
+
+    def _decide(self, decision: Decision, now: float) -> None:
+        if isinstance(decision, Warmed):
+            self.outbox.append(decision)
+            return
+        if self._log is not None:
+            note_decision(self._log, decision, now)
+        if isinstance(decision, Placed | Migrated):
+            self.places[decision.work.id] = decision.node, decision.instance
+            decision.work.is_prompting = isinstance(decision, Placed)  # else its prompt is computed there
+            self.on_placed(decision.work.id, now)
+            if isinstance(decision, Migrated):
+                self.queued.prefilled(decision.work.id, 0.0, now)
+        elif isinstance(decision, Displace):
+            self.displacements.begin(decision)
+        elif isinstance(decision, Moving):
+            self.places.pop(decision.work.id, None)
+            self.migrations.over(decision.work.id)  # it was taken back for somebody else meanwhile
+        elif isinstance(decision, Refused):
+            self._end(decision.work, "refused", decision.reason, now)
+            self.outbox.append(decision)

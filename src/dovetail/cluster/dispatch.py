@@ -1,4 +1,4 @@
-"""Requests with their tokens, over nodes in other processes: the runtime's driver, without socket and clock.
+"""Requests with their tokens, over nodes in other processes: the controller's driver, without socket and clock.
 
 Keeps every token that came, so that a request that goes on elsewhere brings along what it has said. It decides nothing.
 """
@@ -13,10 +13,10 @@ from itertools import count
 
 import msgspec
 
+from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Refused, Warmed
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.remote import RemoteNode
-from dovetail.cluster.runtime import Runtime
 from dovetail.eventlog import EventLog
 from dovetail.messages import Hello, Reply, Said, Tokens, ToWorker
 from dovetail.node.work import RequestRecord
@@ -34,7 +34,7 @@ TOO_LARGE = "this request needs {} tokens of KV memory, the node has room for {}
 class Choice:
     """One open choice of one request, and what it has said."""
 
-    id: int  # by which runtime and nodes know it
+    id: int  # by which controller and nodes know it
     request: Request
     number: int
     tokens: list[int] = field(default_factory=list)
@@ -59,9 +59,9 @@ class Dispatcher:
         self._send = send
         self._numbers = count()
         self.nodes = {name: self._node(name, kind) for name, kind in nodes.items()}
-        self.runtime = Runtime(list(self.nodes.values()), knobs, log=log)
-        self.runtime.progress = self._progress
-        self.runtime.on_placed = self._placed
+        self.controller = Controller(list(self.nodes.values()), knobs, log=log)
+        self.controller.progress = self._progress
+        self.controller.on_placed = self._placed
         self.on_placed: Callable[[str, float], None] = lambda request_id, now: None
         self.events: list[TokenEvent] = []  # of requests that ended without a node's doing
         self.warmed: list[Warmed] = []
@@ -77,11 +77,11 @@ class Dispatcher:
     # Requests
 
     def submit(self, request: Request, arrival_s: float, now: float) -> None:
-        for id, number in enumerate(request.open_choices, self.runtime.next_id):
+        for id, number in enumerate(request.open_choices, self.controller.next_id):
             choice = Choice(id, request, number, list(request.generated_by(number) or ()))
             self._choices[id] = self._by_key[request.id, number] = choice
         self._open[request.id] = list(request.open_choices)
-        self.runtime.submit(_submission_of(request, arrival_s), now)
+        self.controller.submit(_submission_of(request, arrival_s), now)
         self._settle()
 
     def abort(self, request_id: str, choice: int | None, now: float, fate: str = "aborted") -> None:
@@ -89,8 +89,8 @@ class Dispatcher:
         numbers = self._open.get(request_id, ()) if choice is None else (choice,)
         found = [one for number in numbers if (one := self._by_key.get((request_id, number))) is not None]
         for one in found:
-            self.runtime.works[one.id].take(self._record(one))
-        self.runtime.cancel([one.id for one in found], now, fate)
+            self.controller.works[one.id].take(self._record(one))
+        self.controller.cancel([one.id for one in found], now, fate)
         for one in found:
             self._forget(one)
         self._settle()
@@ -98,21 +98,21 @@ class Dispatcher:
     def has_place(self, request_id: str) -> bool:
         """Every open choice of the request has one."""
         found = (self._by_key[request_id, number].id for number in self._open.get(request_id, ()))
-        return all(id in self.runtime.places for id in found)
+        return all(id in self.controller.places for id in found)
 
     def place_of(self, request_id: str) -> str | None:
         """The node of its first choice that has one."""
         found = (self._by_key[request_id, number].id for number in self._open.get(request_id, ()))
-        return next((self.runtime.places[id][0].name for id in found if id in self.runtime.places), None)
+        return next((self.controller.places[id][0].name for id in found if id in self.controller.places), None)
 
     def positions(self) -> dict[str, int]:
         """Of the requests without a place, the next to get one first: 1, 2, …"""
-        waiting = (self._choices[work.id].request.id for work in self.runtime.controller.queued())
+        waiting = (self._choices[work.id].request.id for work in self.controller.queued.in_order())
         return {request_id: at for at, request_id in enumerate(dict.fromkeys(waiting), start=1)}
 
     def num_queued(self) -> Counter[str]:
         """Choices without a place, by model."""
-        return Counter(work.model for work in self.runtime.controller.queued())
+        return Counter(work.model for work in self.controller.queued.in_order())
 
     def _placed(self, id: int, now: float) -> None:
         self.on_placed(self._choices[id].request.id, now)
@@ -142,43 +142,43 @@ class Dispatcher:
     def add(self, name: str, kind: DeviceKind) -> None:
         """One more node; its worker is not there yet."""
         node = self.nodes[name] = self._node(name, kind)
-        self.runtime.add(node)
+        self.controller.add(node)
 
     def remove(self, name: str) -> None:
         """It was lost, and does not come back."""
-        self.runtime.remove(self.nodes.pop(name))
+        self.controller.remove(self.nodes.pop(name))
 
     def joined(self, name: str, hello: Hello) -> None:
         self.nodes[name].joined(hello)
-        self.runtime.joined()
+        self.controller.joined()
 
     def lost(self, name: str, now: float) -> set[str]:
         """The worker is gone. Returns the requests that were there, all or in part: they are over as far as this goes,
         and whoever has their tokens may submit what is left of them."""
         node = self.nodes[name]
-        there = [id for id, (place, _) in self.runtime.places.items() if place is node]
+        there = [id for id, (place, _) in self.controller.places.items() if place is node]
         there += node.proposed  # it may have died of them
         node.lost()
-        self.runtime.cancel([id for id in there if id not in self._choices], now, "finished")
+        self.controller.cancel([id for id in there if id not in self._choices], now, "finished")
         requests = {self._choices[id].request.id for id in there if id in self._choices}
         for request_id in sorted(requests):
             self.abort(request_id, None, now, "failed")
-        self.runtime.lost(node, now)
+        self.controller.lost(node, now)
         self._settle()
         return requests
 
     def drain(self, name: str, now: float) -> None:
-        self.runtime.drain(self.nodes[name], now)
+        self.controller.drain(self.nodes[name], now)
         self._settle()
 
     def undrain(self, name: str, now: float) -> None:
-        self.runtime.undrain(self.nodes[name])
-        self.runtime.wake(now)
+        self.controller.undrain(self.nodes[name])
+        self.controller.wake(now)
         self._settle()
 
     def _record(self, choice: Choice) -> RequestRecord:
         """As far as it has come, by its tokens."""
-        record = self.runtime.works[choice.id].record()
+        record = self.controller.works[choice.id].record()
         return msgspec.structs.replace(record, produced=len(choice.tokens))
 
     def withdraw(self, name: str, model: str) -> None:
@@ -188,49 +188,53 @@ class Dispatcher:
     def received(self, name: str, message: Reply | Said | Tokens, now: float) -> list[TokenEvent]:
         """Returns the events that somebody still waits for."""
         if self.nodes[name].spoke():
-            self.runtime.joined()
+            self.controller.joined()
         if isinstance(message, Tokens):
             return [event for event in message.events if self._take(event, self.nodes[name], now)]
         if isinstance(message, Reply):
             if self.nodes[name].answered(message.number, message.answer):
-                self.runtime.answered(message.number, message.answer, now)
+                self.controller.answered(message.number, message.answer, now)
         else:
             node = self.nodes[name]
             for notice in message.notices:
                 node.heard(notice)
-                self.runtime.heard(node, notice, now)
+                self.controller.heard(node, notice, now)
         self._settle()
         return []
 
     def _take(self, event: TokenEvent, node: RemoteNode, now: float) -> bool:
         """Tokens of a node that was taken for silent and has accepted after all are nobody's: others make them."""
         choice = self._by_key.get((event.request_id, event.choice))
-        if choice is None or choice.id in node.given_up or self.runtime.places.get(choice.id, (node,))[0] is not node:
-            return False  # nobody waits for it, or it goes on elsewhere
+        if (
+            choice is None
+            or choice.id in node.given_up
+            or self.controller.places.get(choice.id, (node,))[0] is not node
+        ):
+            return False  # it goes on elsewhere
         if event.token is not None:
             choice.tokens.append(event.token)
         if event.finish is not None:
-            self.runtime.stay(choice.id, now)
+            self.controller.stay(choice.id, now)
             self._forget(choice)
         return True
 
     def warm(self, model: str, now: float) -> None:
-        self.runtime.warm(model, now)
+        self.controller.warm(model, now)
         self._settle()
 
     # Time
 
     def next_wake_s(self) -> float | None:
-        return self.runtime.next_wake_s()
+        return self.controller.next_wake_s()
 
     def wake(self, now: float) -> None:
-        self.runtime.wake(now)
+        self.controller.wake(now)
         self._settle()
 
-    # What the runtime says
+    # What the controller says
 
     def _settle(self) -> None:
-        outbox = self.runtime.outbox
+        outbox = self.controller.outbox
         while outbox:
             said = outbox.popleft()
             if isinstance(said, Warmed):
@@ -244,7 +248,7 @@ class Dispatcher:
         self.refused += 1
         targets = work.ttft_s / work.slo_scale, work.tpot_s / work.slo_scale
         if refused.reason == "too_large":
-            error = TOO_LARGE.format(work.known_tokens + 1, self.runtime.room_for(work.model))
+            error = TOO_LARGE.format(work.known_tokens + 1, self.controller.room_for(work.model))
         elif refused.retry_after_s is None:
             error = NEVER.format(*targets)
         else:

@@ -12,9 +12,9 @@ from heapq import heappop, heappush
 from typing import Any
 
 from dovetail.cluster.asking import LOST, SILENT, SILENT_S
+from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Refused, Warmed
 from dovetail.cluster.intake import Submission
-from dovetail.cluster.runtime import Runtime
 from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.answers import offer_of
@@ -158,8 +158,8 @@ class LocalCluster:
         self._dirty: list[NodeRuntime] = []
         self.nodes = [NodeRuntime(node, self._dirty, log) for node in nodes]
         self.handles = {node.name: LocalNode(node, self._ask_late, self._order_late) for node in self.nodes}
-        self.runtime = Runtime(list(self.handles.values()), knobs, rule=rule, log=log)
-        self.runtime.progress = self._progress
+        self.controller = Controller(list(self.handles.values()), knobs, rule=rule, log=log)
+        self.controller.progress = self._progress
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
         self._asked = 0  # questions whose answers come late or never
@@ -168,29 +168,29 @@ class LocalCluster:
 
     def submit(self, submission: Submission, now: float) -> list[int]:
         """Returns the number of each open choice."""
-        ids = self.runtime.submit(submission, now)
+        ids = self.controller.submit(submission, now)
         self.settle(now)
         return ids
 
     def cancel(self, ids: Iterable[int], now: float, fate: str = "aborted", reason: str = "") -> None:
-        self.runtime.cancel(ids, now, fate, reason)
+        self.controller.cancel(ids, now, fate, reason)
         self.settle(now)
 
     def lost(self, node: NodeRuntime, works: Sequence[Work], now: float) -> None:
         """It was noticed that the node is gone, and this work with it."""
         records = {work.id: work.record() for work in works}
-        self.runtime.lost(self.handles[node.name], now, records)
+        self.controller.lost(self.handles[node.name], now, records)
         self.settle(now)
 
     def move_all(self, name: str, now: float) -> None:
         """What is on the node goes on elsewhere, if somebody takes it (L4)."""
-        there = [id for id, (node, _) in self.runtime.places.items() if node.name == name]
+        there = [id for id, (node, _) in self.controller.places.items() if node.name == name]
         for id in there:
-            self.runtime.migrate(id, "moved", now)
+            self.controller.migrate(id, "moved", now)
             self.settle(now)
 
     def drain(self, name: str, now: float) -> None:
-        self.runtime.drain(self.handles[name], now)
+        self.controller.drain(self.handles[name], now)
         self.settle(now)
 
     # Partitions, and nodes that leave and join
@@ -200,7 +200,7 @@ class LocalCluster:
         handle = self.handles[name]
         handle.is_cut = True
         handle.forget_underway()
-        there = [id for id, (node, _) in self.runtime.places.items() if node is handle]
+        there = [id for id, (node, _) in self.controller.places.items() if node is handle]
         heard = {id: handle.runtime.progress(id) for id in there}
         node = handle.runtime
         return {id: node.work_of(id).as_of(tokens).record() for id, tokens in heard.items() if tokens is not None}
@@ -208,12 +208,12 @@ class LocalCluster:
     def given_up(self, name: str, heard: dict[int, RequestRecord], now: float) -> None:
         """It was noticed that nothing comes from there."""
         self.handles[name].is_given_up = True
-        self.runtime.lost(self.handles[name], now, heard)
+        self.controller.lost(self.handles[name], now, heard)
         self.settle(now)
 
     def heal(self, name: str, now: float) -> None:
         self.handles[name].is_cut = self.handles[name].is_given_up = False
-        self.runtime.joined()
+        self.controller.joined()
         self.settle(now)
 
     def leave(self, node: NodeRuntime, works: Sequence[Work], now: float) -> None:
@@ -221,18 +221,18 @@ class LocalCluster:
         handle = self.handles[node.name]
         handle.is_away = True
         self.lost(node, works, now)
-        self.runtime.remove(handle)
+        self.controller.remove(handle)
 
     def join(self, name: str, now: float) -> None:
         handle = self.handles[name]
         handle.is_away = handle.is_draining = False
-        self.runtime.add(handle)
-        self.runtime.joined()
+        self.controller.add(handle)
+        self.controller.joined()
         self.settle(now)
 
     def _progress(self, id: int) -> int | None:
         """Tokens that a request has, where it has a place."""
-        node, _ = self.runtime.places[id]
+        node, _ = self.controller.places[id]
         return self.handles[node.name].runtime.progress(id)
 
     # Turns
@@ -265,7 +265,7 @@ class LocalCluster:
 
     def next_wake_s(self) -> float | None:
         """When `wake` has something to do."""
-        next_s = self.runtime.next_wake_s()
+        next_s = self.controller.next_wake_s()
         if self._timers and (next_s is None or self._timers[0][0] < next_s):
             return self._timers[0][0]
         return next_s
@@ -276,10 +276,10 @@ class LocalCluster:
             handler(*arguments, now)
         self.settle(now)
         if self.outbox:
-            return  # what came of that is carried out before anybody asks again; the runtime is due still
-        due_s = self.runtime.next_wake_s()
+            return  # what came of that is carried out before anybody asks again; the controller is due still
+        due_s = self.controller.next_wake_s()
         if due_s is not None and due_s <= now:  # a timer of a node's wakes nobody else
-            self.runtime.wake(now)
+            self.controller.wake(now)
             self.settle(now)
 
     def _at(self, at_s: float, handler: Callable[..., None], *arguments: Any) -> None:
@@ -290,7 +290,7 @@ class LocalCluster:
 
     def settle(self, now: float) -> None:
         """Until nobody has anything to say."""
-        dirty, said = self._dirty, self.runtime.outbox
+        dirty, said = self._dirty, self.controller.outbox
         while dirty or said:
             while said:
                 self.outbox.append((None, said.popleft()))
@@ -317,12 +317,12 @@ class LocalCluster:
         """What a node says of a request that it does not have, as far as anybody knows, is nobody's: it was taken for
         silent and has accepted after all."""
         request = output.request.id if isinstance(output, Finished) else output.work.id
-        if self.runtime.places.get(request, (None,))[0] is handle:
+        if self.controller.places.get(request, (None,))[0] is handle:
             self.outbox.append((handle.runtime, output))
 
     def _notice(self, handle: LocalNode, notice: Notice, now: float) -> None:
         handle.silent_until_s = 0.0
-        self.runtime.heard(handle, notice, now)
+        self.controller.heard(handle, notice, now)
 
     def _ask_late(self, handle: LocalNode, question: Question, now: float) -> int:
         """Of what a mute node is asked, every other question is lost, and of the others the answer; what it lets go
@@ -358,7 +358,7 @@ class LocalCluster:
 
     def _answer(self, handle: LocalNode, number: int, answer: Answer, now: float) -> None:
         handle.silent_until_s = 0.0
-        self.runtime.answered(number, answer, now)
+        self.controller.answered(number, answer, now)
 
     def _deliver(self, node: LocalNode, handler: Callable[..., None], *arguments: Any, now: float) -> None:
         if node.is_cut:

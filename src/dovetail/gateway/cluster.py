@@ -175,7 +175,7 @@ class Cluster:
         self.drain(name)
 
     def is_drained(self, name: str) -> bool:
-        drain = self.dispatcher.runtime.drains.get(name)
+        drain = self.dispatcher.controller.drains.get(name)
         return drain is not None and drain.is_done
 
     def undrain(self, name: str) -> None:

@@ -94,7 +94,7 @@ class Service:
         usable = [name for name, state in states.items() if state != "failed"]
         if states and not usable:
             return "no node can serve: all have failed"
-        if usable and self.cluster.dispatcher.runtime.drains.keys() >= set(usable):
+        if usable and self.cluster.dispatcher.controller.drains.keys() >= set(usable):
             return "no node can serve: all are drained; resume one, or let another join"
         return None
 

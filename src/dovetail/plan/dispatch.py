@@ -96,10 +96,6 @@ class Pool:
         return len(self._idle) + len(self._busy) + len(self._starting)
 
     @property
-    def num_queued(self) -> int:
-        return len(self._queue)
-
-    @property
     def first_queued(self) -> Batch | None:
         return self._queue[0] if self._queue else None
 

@@ -47,18 +47,18 @@ class TimedNode(Node):
 
 def time_submissions(simulation: Simulation) -> tuple[list[float], list[int]]:
     """Seconds of each request's admission, and how many were queued when it came; filled while it runs."""
-    controller = simulation.cluster.runtime.controller
+    controller = simulation.cluster.controller
     times_s: list[float] = []
     queues: list[int] = []
-    submit = controller.submit
+    begin = controller.queued.begin
 
     def timed(works: Sequence[RequestState], now: float) -> None:
         queues.append(len(controller.seeker.room))
         started = time.thread_time()
-        submit(works, now)
+        begin(works, now)
         times_s.append(time.thread_time() - started)
 
-    controller.submit = timed  # type: ignore[method-assign]
+    controller.queued.begin = timed  # type: ignore[method-assign]
     return times_s, queues
 
 
@@ -118,14 +118,14 @@ def measure_placement(servers: int, seed: int = 0) -> dict[str, Any]:
     times_s, queues = time_submissions(simulation)
     run_as_served(simulation)
     ranked = sorted(times_s)
-    runtime = simulation.cluster.runtime
+    controller = simulation.cluster.controller
     return {
         "servers": servers,
         "GPUs": 4 * servers,
         "models": models,
         "decisions": len(ranked),
         "queued_mean": round(sum(queues) / len(queues), 1),
-        "made_way": runtime.displacements.completed,
+        "made_way": controller.displacements.completed,
         "decision_p50_us": round(1e6 * percentile(ranked, 0.50), 1),
         "decision_p99_us": round(1e6 * percentile(ranked, 0.99), 1),
         "decisions_per_s": round(len(ranked) / sum(ranked)),

@@ -1,7 +1,7 @@
-"""Virtual time: an event heap with a total order drives the production runtime on simulated devices.
+"""Virtual time: an event heap with a total order drives the production core on simulated devices.
 
 The heap's key is (time, priority, serial): the same inputs and seed give the same run, to the byte of the event log.
-It reports what happened and carries out what the runtime says; it decides nothing.
+It reports what happened and carries out what they say; it decides nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Simulation:
         self.result.rule = self.rule
         self._heap: list[tuple[float, int, int, Callable[..., None], Any]] = []
         self._serial = 0
-        self._wake_s = INFINITY  # when the runtime will be woken
+        self._wake_s = INFINITY  # when the controller will be woken
         self._sampler = Sampler(self.devices)
         self._striker = Striker(self)
         self._slicer = Slicer(self)
@@ -188,14 +188,14 @@ class Simulation:
 
     def _sample(self, now: float, _: None) -> None:
         if self.keep_samples:
-            self.result.samples.append(self._sampler.take(now, self.cluster.runtime.controller.num_queued))
+            self.result.samples.append(self._sampler.take(now, len(self.cluster.controller.queued)))
             self.result.gpu_instance_s += SAMPLE_EVERY_S * self._sampler.gpu_instances
         if self.on_sample is not None:
             self.on_sample(now)
         if now + SAMPLE_EVERY_S <= self.horizon_s or self.open:
             self.push(now + SAMPLE_EVERY_S, SAMPLE, self._sample, None)
 
-    # Carrying out what the runtime says
+    # Carrying out what controller and nodes say
 
     def settle(self, now: float) -> None:
         """Carry everything out, then start turns on the nodes that changed."""
@@ -330,7 +330,7 @@ def submission_of(arrival: Arrival) -> Submission:
 
 
 def _records(arrivals: Sequence[Arrival]) -> list[Record]:
-    """One for each choice, numbered as the runtime numbers them."""
+    """One for each choice, numbered as the controller numbers them."""
     records: list[Record] = []
     for one in arrivals:
         for _ in one.produced:

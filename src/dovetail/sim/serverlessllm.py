@@ -192,8 +192,8 @@ def run_cell(cell: Cell, seeds: Sequence[int] = (0,), span_s: float = SPAN_S) ->
         startups += [record.startup_s(TIMEOUT_S) for record in result.records]
         requests += len(result.records)
         finished += result.count(Fate.FINISHED)
-        runtime = simulation.cluster.runtime
-        moved += runtime.migrations.completed if cell.system == "serverlessllm" else runtime.displacements.evicted
+        controller = simulation.cluster.controller
+        moved += controller.migrations.completed if cell.system == "serverlessllm" else controller.displacements.evicted
         for machine in {
             device.machine.name: device.machine for device in simulation.devices if device.machine
         }.values():

@@ -172,14 +172,14 @@ def check_end(simulation: Simulation) -> None:
     open_requests = [record.id for record in simulation.records if record.fate is None]
     assert not open_requests, f"requests {open_requests} never ended"
     assert simulation.open == 0, f"{simulation.open} requests counted as open"
-    controller = simulation.cluster.runtime.controller
-    assert not controller.num_queued, "the controller still queues requests"
+    controller = simulation.cluster.controller
+    assert not controller.queued, "the controller still queues requests"
     assert not controller.seeker.parked, "the controller still has swapped-out requests"
-    assert not len(simulation.cluster.runtime.migrations), "requests are still moving"
-    assert not len(simulation.cluster.runtime.displacements), "somebody still makes way"
+    assert not len(controller.migrations), "requests are still moving"
+    assert not len(controller.displacements), "somebody still makes way"
     assert not controller.seeker.placer.leaving, "instances are still kept from others"
     assert not controller.seeker._owing, "a node still owes memory to somebody"
-    assert not simulation.cluster.runtime.works, "the runtime still knows requests"
+    assert not controller.works, "the controller still knows requests"
     for device in simulation.devices:
         ledger = device.node.device.ledger
         assert ledger.waiting == 0, f"{device.node.name}: {ledger.waiting} operations wait in the reservation station"

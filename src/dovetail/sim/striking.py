@@ -1,4 +1,4 @@
-"""Faults as they strike a simulation, and how they end. What becomes of the requests, the runtime decides."""
+"""Faults as they strike a simulation, and how they end. What becomes of the requests, the controller decides."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Striker:
     # Leaving and joining
 
     def _undrain(self, now: float, device: Device) -> None:
-        self._sim.cluster.runtime.undrain(self._sim.cluster.handles[device.node.name])
+        self._sim.cluster.controller.undrain(self._sim.cluster.handles[device.node.name])
         self._sim.settle(now)
 
     def _leave(self, now: float, key: tuple[Device, Fault]) -> None:

@@ -32,7 +32,7 @@ class NodeStates(BaseModel):
 
 
 def node_states(cluster: Cluster) -> NodeStates:
-    migrations = cluster.dispatcher.runtime.migrations
+    migrations = cluster.dispatcher.controller.migrations
     data = [_node_state(cluster, node) for node in cluster.link.nodes.values()]
     return NodeStates(data=data, migrations=migrations.completed, migrations_abandoned=migrations.abandoned)
 
@@ -50,10 +50,10 @@ def find_node(cluster: Cluster, name: str) -> WorkerState:
 
 
 def _node_state(cluster: Cluster, node: WorkerState) -> NodeState:
-    runtime, handle = cluster.dispatcher.runtime, cluster.dispatcher.nodes[node.name]
-    places = [place for place, _ in runtime.places.values() if place is handle]
+    controller, handle = cluster.dispatcher.controller, cluster.dispatcher.nodes[node.name]
+    places = [place for place, _ in controller.places.values() if place is handle]
     state: Literal["starting", "up", "down", "failed", "draining", "drained"] = cluster.link.state_of(node)
-    drain = runtime.drains.get(node.name)
+    drain = controller.drains.get(node.name)
     if drain is not None and state == "up":
         state = "drained" if drain.is_done else "draining"
     return NodeState(
@@ -63,7 +63,7 @@ def _node_state(cluster: Cluster, node: WorkerState) -> NodeState:
         problem=cluster.link.supervisors[node.name].unusable,
         pid=cluster.link.pid_of(node),
         unfinished=len(places),
-        moving_away=len(runtime.migrations.of_source(handle)),
+        moving_away=len(controller.migrations.of_source(handle)),
         memory_bytes=handle.memory_bytes,
         free_bytes=handle.view.free_bytes if handle.view is not None else handle.memory_bytes,
         models=list(node.instances),

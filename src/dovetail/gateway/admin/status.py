@@ -18,7 +18,7 @@ def server_status(service: Service) -> ServerStatus:
         draining=service.is_draining,
         unfinished=service.unfinished,
         refused=service.cluster.dispatcher.refused,
-        unanswered=service.cluster.dispatcher.runtime.controller.seeker.decisions.num_silent,
+        unanswered=service.cluster.dispatcher.controller.seeker.decisions.num_silent,
         nodes=nodes,
         models=[
             _loaded(model, on_gpu=service.link.nodes[node.name].config.device != "cpu")

@@ -267,7 +267,7 @@ class Front:
             self._send(LoadFailed(name, error.message))
             return
         self._instances.setdefault(name, len(self._instances) + 1)
-        room = self._cluster.dispatcher.runtime.room_for(name)
+        room = self._cluster.dispatcher.controller.room_for(name)
         self._say(Offered(name, Offer(room or 0)))
         for node in self._service.link.nodes.values():
             if name in node.loaded:
