@@ -137,7 +137,11 @@ ENDS = {
     "finished": Event("finished", "it has its last token", _END),
     "refused": Event("refused", "it was given up", _END),
     "aborted": Event("aborted", "its client has gone", _END),
-    "failed": Event("failed", "its worker has gone; what is left of it arrives as another request", _END),
+    "failed": Event(
+        "failed",
+        "its node was lost, and it does not go on (`reason` says why)",
+        _END,
+    ),
 }
 
 # Nodes

@@ -14,6 +14,7 @@ from sim_builders import make_latency
 
 from dovetail import messages
 from dovetail.cluster.dispatch import Dispatcher
+from dovetail.errors import WorkerLost
 from dovetail.node.events import StartLoad
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
@@ -169,25 +170,18 @@ class Fleet:
     # What the world does
 
     def kill(self, name: str) -> None:
-        """The worker is gone; whoever waits for its tokens submits what is left, as the gateway does."""
-        peer = self.peers.pop(name, None)
-        if peer is not None:
-            lost = self.dispatcher.lost(name, self.clock.now)
+        """The worker is gone."""
+        if self.peers.pop(name, None) is not None:
+            self.dispatcher.lost(name, self.clock.now, WorkerLost("it died"))
             self.take()
-            for id in sorted(lost):
-                if id not in self.ended:
-                    self._submit(id)
 
     def cut(self, name: str) -> None:
         """The connection breaks: what is under way is lost, the worker gives up what it was asked for and comes back
-        with its models, and whoever waits for its tokens submits what is left."""
+        with its models."""
         peer = self.peers.pop(name)
-        lost = self.dispatcher.lost(name, self.clock.now)
+        self.dispatcher.lost(name, self.clock.now, WorkerLost("it cannot be reached", is_cut=True))
         self.take()
         self._come_back(peer)
-        for id in sorted(lost):
-            if id not in self.ended:
-                self._submit(id)
 
     def _come_back(self, peer: Peer) -> None:
         peer.inbox.clear()

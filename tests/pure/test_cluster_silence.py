@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dovetail.cluster.asking import ANSWER_S, SILENT_S
 from dovetail.cluster.dispatch import Dispatcher
+from dovetail.errors import WorkerLost
 from dovetail.messages import Ask, Command, Hello, Reply, Said, Tokens, ToWorker
 from dovetail.node.protocol import Accepted, Offer, Offered, Propose, TakeBack, TookBack, Withdraw
 from dovetail.policy.placement import DeviceKind
@@ -69,7 +70,7 @@ def test_the_death_of_a_node_that_was_given_up_ends_nothing_that_runs_elsewhere(
     silent, other = wire.other()
     wire.dispatcher.wake(ANSWER_S)
     wire.reply(other, wire.asked(other)[0].number, 7, ANSWER_S + 0.1)
-    assert wire.dispatcher.lost(silent, 3.0) == set()
+    assert wire.dispatcher.lost(silent, 3.0, WorkerLost("it died")) == set()
     assert [event.token for event in wire.tokens(other, 4)] == [4]
 
 

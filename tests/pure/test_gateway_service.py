@@ -25,7 +25,6 @@ from dovetail.gateway.http.api import CompletionRequest
 from dovetail.gateway.models import FixedCatalogue, Models
 from dovetail.gateway.service import Limits, Service
 from dovetail.gateway.text.translate import GenerationRequest, translate_completion
-from dovetail.gateway.workers import patience
 from dovetail.messages import Load
 from dovetail.types import FinishReason, ModelCard, Slo
 
@@ -215,10 +214,8 @@ def test_a_worker_that_dies_while_it_loads_costs_the_waiting_requests_nothing(tm
     on_service(tmp_path, test, cards=[make_card(tmp_path), make_card(tmp_path, "slow")])
 
 
-def test_nobody_waits_for_a_worker_that_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_worker_that_never_comes_back(tmp_path: Path) -> None:
     """Neither those whose worker died under them before their first token, nor those who come after."""
-    monkeypatch.setattr(patience, "HOPELESS_S", 0.5)
-    monkeypatch.setattr("dovetail.gateway.service.HOPELESS_S", 0.5)
 
     async def test(service: Service) -> None:
         supervisor = service.link.supervisors["cpu-0"]
@@ -232,7 +229,8 @@ def test_nobody_waits_for_a_worker_that_never_comes_back(tmp_path: Path, monkeyp
             assert isinstance(outcome, Overloaded), outcome
             assert outcome.retry_after_s
 
-    on_service(tmp_path, test, cards=[make_card(tmp_path), make_card(tmp_path, "slow")])
+    cards = [make_card(tmp_path), make_card(tmp_path, "slow")]
+    on_service(tmp_path, test, cards=cards, limits=Limits(no_worker_timeout_s=0.5))
 
 
 def test_a_worker_that_dies_again_and_again_is_given_pauses(tmp_path: Path) -> None:

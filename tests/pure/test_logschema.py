@@ -15,6 +15,8 @@ from test_runtime_parity import Worker, crowd
 
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.local import LocalCluster
+from dovetail.cluster.retry import RetryRule
+from dovetail.errors import WorkerLost
 from dovetail.eventlog import EventLog
 from dovetail.logschema import EVENTS, PLACED, RESIZE, Event, Form
 from dovetail.policy.presets import SLINFER
@@ -94,15 +96,16 @@ SERVER = (1, 3, 11)
 
 
 def rest() -> list[Line]:
-    """What no storm has: a node that is told a model, and a client that goes away; and of a server, whose dispatcher
-    submits anew, a worker that dies under a request."""
+    """What these storms may lack: a node that is told a model, a client that goes away, and a worker whose death ends a
+    request."""
     file = io.StringIO()
     cluster = LocalCluster([make_node()], SLINFER, log=EventLog(file))
     cluster.nodes[0].offer("a", 0.0)
     cluster.cancel(cluster.submit(Submission("a", 100, 0.0), 0.0), 1.0)
     rig = Rig("a", log=EventLog(file))
     rig.submit("r")
-    assert rig.link.dispatcher.lost("node", rig.clock.now) == {"r"}
+    rig.controller.retries.rule = RetryRule(max_attempts=0)
+    assert rig.link.dispatcher.lost("node", rig.clock.now, WorkerLost("it died")) == set()
     return [line for line in lines_of(file.getvalue()) if "event" in line]
 
 

@@ -61,6 +61,12 @@ class Decisions:
         asked = (one.ask for one in self._waiting.values() if one.ask.node is node)
         return any(isinstance(ask.question, Propose) and ask.question.instance == instance for ask in asked)
 
+    def proposed_to(self, node: NodeHandle) -> list[int]:
+        """Requests that the node was asked to take and of which it has not said yet whether it does."""
+        asked = (one.ask for one in self._waiting.values() if one.ask.node is node)
+        proposals = (ask.question for ask in asked if isinstance(ask.question, Propose))
+        return [question.request.id for question in proposals if not question.hold]
+
     def begin(self, decision: Asking[None]) -> None:
         """Goes on until its end, or until an answer is not there yet."""
         try:

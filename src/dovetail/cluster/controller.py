@@ -11,11 +11,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
-import msgspec
+from dataclasses import replace
 
 from dovetail.cluster.asking import Asking
-from dovetail.cluster.decisions import Decision, Displace, Migrated, Moving, Placed, Refused, Warmed
+from dovetail.cluster.decisions import (
+    Decision,
+    Displace,
+    Failed,
+    Migrated,
+    Moving,
+    NoNode,
+    Placed,
+    Refused,
+    Warmed,
+)
 from dovetail.cluster.departures import Departures
 from dovetail.cluster.displacing import Displacements
 from dovetail.cluster.drain import Drain
@@ -25,6 +34,7 @@ from dovetail.cluster.log_lines import note_arrival, note_decision, note_end
 from dovetail.cluster.migration import Migrations
 from dovetail.cluster.queued import QueuedRequests
 from dovetail.cluster.request import RequestState
+from dovetail.cluster.retry import Loss, Retries, RetryRule
 from dovetail.cluster.seeker import Seeker
 from dovetail.eventlog import EventLog
 from dovetail.node import protocol
@@ -35,15 +45,22 @@ from dovetail.policy.knobs import Knobs
 
 class Controller:
     def __init__(
-        self, nodes: Sequence[NodeHandle], knobs: Knobs, *, rule: SloRule | None = None, log: EventLog | None = None
+        self,
+        nodes: Sequence[NodeHandle],
+        knobs: Knobs,
+        *,
+        rule: SloRule | None = None,
+        retry: RetryRule | None = None,
+        log: EventLog | None = None,
     ) -> None:
         self.knobs = knobs
-        self.outbox: deque[Refused | Warmed] = deque()
+        self.outbox: deque[Refused | Failed | NoNode | Warmed] = deque()
         self.places: dict[int, tuple[NodeHandle, int]] = {}  # by request: node and instance
         self.seeker = Seeker(nodes, knobs)
         self.queued = QueuedRequests(self.seeker, knobs)
-        self.departures = Departures(self.seeker, knobs)
+        self.retries = Retries(retry or RetryRule())
         self.migrations = Migrations(self.seeker, self.places)
+        self.departures = Departures(self.seeker, self.migrations, self.places, knobs)
         self.displacements = Displacements(self.seeker, self.migrations, self.places)
         self.drains: dict[str, Drain] = {}  # by node
         self._rule = rule or SloRule()
@@ -55,15 +72,6 @@ class Controller:
     def works(self) -> dict[int, RequestState]:
         """Unfinished."""
         return self.seeker.works
-
-    @property
-    def progress(self) -> Callable[[int], int | None]:
-        """Tokens that a request with a place has, None if it has all of them; whoever drives this knows."""
-        return self.migrations.progress
-
-    @progress.setter
-    def progress(self, progress: Callable[[int], int | None]) -> None:
-        self.migrations.progress = progress
 
     # Requests
 
@@ -85,11 +93,6 @@ class Controller:
         self._settle(now)
         self._begin_late(now)
         return [work.id for work in works]
-
-    def room_for(self, model: str) -> int | None:
-        """Tokens that one request of the model may have on the largest node; None if nobody offers it."""
-        offers = (node.offer_of(model) for node in self.seeker.placer.nodes)
-        return max((offer.room_tokens for offer in offers if offer is not None), default=None)
 
     def cancel(self, ids: Iterable[int], now: float, fate: str = "aborted", reason: str = "") -> None:
         """Free what these hold. Nothing more is said of them."""
@@ -131,7 +134,9 @@ class Controller:
 
     def heard(self, node: NodeHandle, notice: protocol.Notice, now: float) -> None:
         if isinstance(notice, protocol.Finished | protocol.Evicted | protocol.HandedOver):
-            self._parted(node, notice, now)
+            ended = self.departures.parted(node, notice, now)
+            if ended is not None:
+                self._end(ended, "finished", "", now)
         elif isinstance(notice, protocol.Overcommitted):
             if self.places.get(notice.request.id, (None,))[0] is node:
                 self.departures.overcommitted(node, notice.request, now)
@@ -171,35 +176,6 @@ class Controller:
         if self.seeker.parked and is_gone:
             self.seeker.resume()
 
-    def _parted(
-        self, node: NodeHandle, notice: protocol.Finished | protocol.Evicted | protocol.HandedOver, now: float
-    ) -> None:
-        """A request has left a node. One that was cancelled meanwhile has left already."""
-        hold = notice.hold if isinstance(notice, protocol.Evicted) else 0
-        if hold and not self.migrations.was_handed_over(notice.request.id, hold):
-            self.seeker.at(now)
-            self.migrations.given_up(node, notice.request.id, hold)
-            return
-        work = self.works.get(notice.request.id)
-        if work is None or self.places.get(work.id, (None,))[0] is not node:
-            return
-        del self.places[work.id]
-        self.seeker.at(now)
-        record = work.record() if hold else notice.request  # of a copy, the source's last word counts
-        if record.produced < work.produced:  # it was handed over with more than it had come to there
-            record = msgspec.structs.replace(record, produced=work.produced)
-        work.take(record)
-        if isinstance(notice, protocol.Evicted) and self.migrations.let_go(node, notice.instance, record):
-            return
-        self.migrations.over(work.id)
-        if isinstance(notice, protocol.Finished):
-            self._end(work, "finished", "", now)
-            self.departures.finished(node, notice.instance, work, now)
-        elif isinstance(notice, protocol.Evicted):
-            self.departures.evicted(node, notice.instance, work, notice.reason, now)
-        else:
-            self.departures.handed_over(node, notice.instance, work, notice.kv_bytes, now)
-
     def add(self, node: NodeHandle) -> None:
         self.seeker.placer.add_node(node)
 
@@ -211,21 +187,50 @@ class Controller:
 
     def joined(self) -> None:
         """A node has come or come back: there may be a place now."""
+        self.retries.found_node()
         if self.works:
             self.seeker.room.changed()
 
-    def lost(self, node: NodeHandle, now: float, records: Mapping[int, RequestRecord] | None = None) -> None:
-        """It was noticed that the node is gone. `records` say how far its requests had come, where that is known."""
+    def lost(
+        self,
+        node: NodeHandle,
+        now: float,
+        records: Mapping[int, RequestRecord] | None = None,
+        loss: Loss | None = None,
+    ) -> list[int]:
+        """It was noticed that the node is gone. `records` say how far its requests had come, where that is known.
+        Returns those that were there and go on."""
+        loss = loss or Loss()
         self.seeker.at(now)
         self.migrations.lost(node)
         self.displacements.lost(node)
-        ids = [id for id, (place, _) in self.places.items() if place is node]
-        for id in ids:
-            del self.places[id]
-            if records is not None and id in records:
-                self.works[id].take(records[id])
-        self.departures.lost(node, [self.works[id] for id in ids], now)
+        works = [self.works[id] for id, (place, _) in self.places.items() if place is node]
+        for work in works:
+            del self.places[work.id]
+            if records is not None and work.id in records:
+                work.take(records[work.id])
+        asked = self.seeker.decisions.proposed_to(node)  # it may have died of them
+        there = [*works, *(self.works[id] for id in asked if id in self.works)]
+        for failed in [one for work in there if (one := self.retries.judge(work, loss, now)) is not None]:
+            self._fail(failed, now)
+        self.departures.lost(node, [work for work in works if work.id in self.works], now)
+        if not self._has_node:
+            self.retries.no_node(loss, now)
         self._settle(now)
+        return [work.id for work in there if work.id in self.works]
+
+    @property
+    def _has_node(self) -> bool:
+        return any(node.up for node in self.seeker.placer.nodes)
+
+    def _fail(self, failed: Failed, now: float) -> None:
+        """With the choices that would have followed it."""
+        works = [one for one in (failed.work, *failed.work.followers) if one.id in self.works]
+        self.migrations.cancel([work.id for work in works])
+        self.queued.remove({work.id for work in works}, now)
+        for work in works:
+            self._end(work, "failed", failed.reason, now)
+            self.outbox.append(replace(failed, work=work))
 
     # Moving
 
@@ -260,16 +265,29 @@ class Controller:
     def next_wake_s(self) -> float | None:
         """When `wake` has something to do."""
         next_s = self.queued.next_wake_s()
-        if not self.migrations and not self.drains:
+        retry_s = self.retries.next_s(self.works)
+        if not self.migrations and not self.drains and retry_s is None:
             return next_s  # asked before and after every turn of every node
-        dues = [next_s, self.migrations.next_expiry_s(), *(drain.next_s for drain in self.drains.values())]
+        dues = [next_s, retry_s, self.migrations.next_expiry_s(), *(drain.next_s for drain in self.drains.values())]
         return min((due_s for due_s in dues if due_s is not None), default=None)
 
     def wake(self, now: float) -> None:
+        self.seeker.at(now)
+        for failed in self.retries.late(self.works, now):
+            self._fail(failed, now)
+        if self.retries.is_hopeless(now) and not self._has_node:
+            self._give_up_all(now)
         self.queued.wake(now)
         self.migrations.expire(now)
         self._settle(now)
         self._begin_late(now)
+
+    def _give_up_all(self, now: float) -> None:
+        """Nobody waits for a node that never comes back."""
+        message, retry_after_s = self.retries.why_hopeless, self.retries.rule.no_node_s
+        while self.works:
+            self._fail(Failed(next(iter(self.works.values())), "no_worker", message, retry_after_s), now)
+        self.outbox.append(NoNode(message, retry_after_s))
 
     def _begin_late(self, now: float) -> None:
         if self.queued.may_begin_late:
@@ -306,6 +324,7 @@ class Controller:
         if isinstance(decision, Placed | Migrated):
             self.places[decision.work.id] = decision.node, decision.instance
             decision.work.is_prompting = isinstance(decision, Placed)  # else its prompt is computed there
+            self.retries.placed(decision.work)
             self.on_placed(decision.work.id, now)
             if isinstance(decision, Migrated):
                 self.queued.prefilled(decision.work.id, 0.0, now)

@@ -54,6 +54,24 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """It has left, because its node was lost."""
+
+    work: RequestState
+    reason: str  # "worker_lost", "worker_restarting" or "no_worker"
+    message: str
+    retry_after_s: float | None = None  # when it is worth asking again; None: it is to blame itself, perhaps
+
+
+@dataclass(frozen=True, slots=True)
+class NoNode:
+    """No node has come up for too long: every request has ended."""
+
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Moving:
     """It is between places until then (its KV blocks travel, or it is swapped out)."""
 

@@ -8,17 +8,55 @@ import msgspec
 
 from dovetail.cluster.decisions import Moving
 from dovetail.cluster.handle import NodeHandle
+from dovetail.cluster.migration import Migrations
 from dovetail.cluster.request import RequestState
 from dovetail.cluster.seeker import Seeker
+from dovetail.node.protocol import Evicted, Finished, HandedOver
 from dovetail.node.work import Phase, RequestRecord
+from dovetail.policy.headroom import INFINITY
 from dovetail.policy.knobs import Knobs
+
+KV_BYTES_PER_S = 12.5e9  # of blocks that are handed over
 
 
 class Departures:
-    def __init__(self, seeker: Seeker, knobs: Knobs, *, kv_bytes_per_s: float = 12.5e9) -> None:
+    def __init__(
+        self, seeker: Seeker, migrations: Migrations, places: dict[int, tuple[NodeHandle, int]], knobs: Knobs
+    ) -> None:
         self._seeker = seeker
+        self._migrations = migrations
+        self._places = places
         self._knobs = knobs
-        self._kv_bytes_per_s = kv_bytes_per_s
+
+    def parted(self, node: NodeHandle, notice: Finished | Evicted | HandedOver, now: float) -> RequestState | None:
+        """A request has left a node; returns it if it has all its tokens. One that was cancelled meanwhile has left
+        already."""
+        seeker, migrations = self._seeker, self._migrations
+        hold = notice.hold if isinstance(notice, Evicted) else 0
+        if hold and not migrations.was_handed_over(notice.request.id, hold):
+            seeker.at(now)
+            migrations.given_up(node, notice.request.id, hold)
+            return None
+        work = seeker.works.get(notice.request.id)
+        if work is None or self._places.get(work.id, (None,))[0] is not node:
+            return None
+        del self._places[work.id]
+        seeker.at(now)
+        record = work.record() if hold else notice.request  # of a copy, the source's last word counts
+        if record.produced < work.produced:  # it was handed over with more than it had come to there
+            record = msgspec.structs.replace(record, produced=work.produced)
+        work.take(record)
+        if isinstance(notice, Evicted) and migrations.let_go(node, notice.instance, record):
+            return None
+        migrations.over(work.id)
+        if isinstance(notice, Finished):
+            self.finished(node, notice.instance, work, now)
+            return work
+        if isinstance(notice, Evicted):
+            self.evicted(node, notice.instance, work, notice.reason, now)
+        else:
+            self.handed_over(node, notice.instance, work, notice.kv_bytes, now)
+        return None
 
     def finished(self, node: NodeHandle, instance: int, work: RequestState, now: float) -> None:
         seeker = self._seeker
@@ -53,7 +91,7 @@ class Departures:
         seeker = self._seeker
         seeker.at(now)
         seeker.placer.left(node, instance)
-        travel_s = kv_bytes / self._kv_bytes_per_s
+        travel_s = kv_bytes / KV_BYTES_PER_S
         work.phase = Phase.DECODE
         work.cached = True
         work.give_grace(travel_s)
@@ -86,6 +124,7 @@ class Departures:
         seeker.at(now)
         seeker.placer.forget_node(node)
         seeker.decisions.lost(node)
+        leaders: dict[int, RequestState] = {}  # by request: the first of its choices, which the others follow
         for work in works:
             work.cached = False
             work.moves += 1
@@ -93,4 +132,10 @@ class Departures:
                 work.phase = Phase.PREFILL
             if work.produced:
                 work.first_due_s = min(work.first_due_s, now + work.ttft_s - work.tpot_s * work.produced)
-            seeker.seek(work)
+            leader = leaders.setdefault(work.group, work)
+            if leader is not work:
+                leader.followers += (work, *work.followers)
+                work.followers = ()
+                work.place_by_s = INFINITY  # the leader's counts
+        for leader in leaders.values():
+            seeker.seek(leader)

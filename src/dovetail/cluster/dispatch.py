@@ -14,9 +14,12 @@ from itertools import count
 import msgspec
 
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Refused, Warmed
+from dovetail.cluster.decisions import Failed, NoNode, Refused, Warmed
+from dovetail.cluster.handle import room_for
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.remote import RemoteNode
+from dovetail.cluster.retry import Loss, RetryRule
+from dovetail.errors import EngineFailed, Overloaded, RequestError, WorkerLost
 from dovetail.eventlog import EventLog
 from dovetail.messages import Hello, Reply, Said, Tokens, ToWorker
 from dovetail.node.work import RequestRecord
@@ -27,6 +30,7 @@ from dovetail.types import FinishReason, Request, ServiceClass, TokenEvent
 
 REFUSED = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) cannot be kept now: {}"
 NEVER = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) are beyond this device"
+NOBODY = -1  # group of a request that has ended
 TOO_LARGE = "this request needs {} tokens of KV memory, the node has room for {}"
 
 
@@ -55,12 +59,13 @@ class Dispatcher:
         knobs: Knobs,
         send: Callable[[str, ToWorker], None],
         log: EventLog | None = None,
+        retry: RetryRule | None = None,
     ) -> None:
         self._send = send
         self._numbers = count()
         self.nodes = {name: self._node(name, kind) for name, kind in nodes.items()}
-        self.controller = Controller(list(self.nodes.values()), knobs, log=log)
-        self.controller.progress = self._progress
+        self.controller = Controller(list(self.nodes.values()), knobs, log=log, retry=retry)
+        self.controller.migrations.progress = self._progress
         self.controller.on_placed = self._placed
         self.on_placed: Callable[[str, float], None] = lambda request_id, now: None
         self.events: list[TokenEvent] = []  # of requests that ended without a node's doing
@@ -69,6 +74,9 @@ class Dispatcher:
         self._choices: dict[int, Choice] = {}
         self._by_key: dict[tuple[str, int], Choice] = {}
         self._open: dict[str, list[int]] = {}  # by request: its choices
+        self._groups: dict[str, int] = {}  # by request: the number of its first choice, as the controller has it
+        self.failed: list[tuple[str, RequestError]] = []  # requests that ended with the loss of a node
+        self.no_node: RequestError | None = None  # no node has come up for too long
 
     def _node(self, name: str, kind: DeviceKind) -> RemoteNode:
         send = partial(self._send, name)
@@ -81,6 +89,7 @@ class Dispatcher:
             choice = Choice(id, request, number, list(request.generated_by(number) or ()))
             self._choices[id] = self._by_key[request.id, number] = choice
         self._open[request.id] = list(request.open_choices)
+        self._groups[request.id] = self.controller.next_id
         self.controller.submit(_submission_of(request, arrival_s), now)
         self._settle()
 
@@ -94,11 +103,6 @@ class Dispatcher:
         for one in found:
             self._forget(one)
         self._settle()
-
-    def has_place(self, request_id: str) -> bool:
-        """Every open choice of the request has one."""
-        found = (self._by_key[request_id, number].id for number in self._open.get(request_id, ()))
-        return all(id in self.controller.places for id in found)
 
     def place_of(self, request_id: str) -> str | None:
         """The node of its first choice that has one."""
@@ -118,7 +122,8 @@ class Dispatcher:
         self.on_placed(self._choices[id].request.id, now)
 
     def _body_of(self, id: int) -> Request:
-        return self._choices[id].body
+        body = self._choices[id].body
+        return msgspec.structs.replace(body, isolated=True) if self.controller.works[id].is_isolated else body
 
     def _tokens_of(self, id: int) -> list[int]:
         return self._choices[id].tokens
@@ -136,6 +141,7 @@ class Dispatcher:
         left.remove(choice.number)
         if not left:
             del self._open[choice.request.id]
+            del self._groups[choice.request.id]
 
     # Nodes
 
@@ -152,20 +158,17 @@ class Dispatcher:
         self.nodes[name].joined(hello)
         self.controller.joined()
 
-    def lost(self, name: str, now: float) -> set[str]:
-        """The worker is gone. Returns the requests that were there, all or in part: they are over as far as this goes,
-        and whoever has their tokens may submit what is left of them."""
-        node = self.nodes[name]
-        there = [id for id, (place, _) in self.controller.places.items() if place is node]
-        there += node.proposed  # it may have died of them
+    def lost(self, name: str, now: float, lost: WorkerLost) -> set[str]:
+        """The worker is gone. Returns the requests that were there, all or in part, and go on."""
+        node, controller = self.nodes[name], self.controller
+        there = [id for id, (place, _) in controller.places.items() if place is node]
         node.lost()
-        self.controller.cancel([id for id in there if id not in self._choices], now, "finished")
-        requests = {self._choices[id].request.id for id in there if id in self._choices}
-        for request_id in sorted(requests):
-            self.abort(request_id, None, now, "failed")
-        self.controller.lost(node, now)
+        controller.cancel([id for id in there if id not in self._choices], now, "finished")
+        records = {id: self._record(self._choices[id]) for id in there if id in self._choices}
+        suspects = frozenset(self._groups.get(suspect, NOBODY) for suspect in lost.suspects)
+        kept = controller.lost(node, now, records, Loss(lost.message, suspects, lost.is_cut))
         self._settle()
-        return requests
+        return {self._choices[id].request.id for id in kept if id in self._choices}
 
     def drain(self, name: str, now: float) -> None:
         self.controller.drain(self.nodes[name], now)
@@ -239,8 +242,20 @@ class Dispatcher:
             said = outbox.popleft()
             if isinstance(said, Warmed):
                 self.warmed.append(said)
+            elif isinstance(said, NoNode):
+                self.no_node = Overloaded(said.message, code="no_worker", retry_after_s=said.retry_after_s)
+            elif isinstance(said, Failed):
+                self._fail(said)
             else:
                 self._refuse(said)
+
+    def _fail(self, failed: Failed) -> None:
+        choice = self._choices[failed.work.id]
+        self._forget(choice)
+        error: RequestError = EngineFailed(failed.message, code=failed.reason)
+        if failed.retry_after_s is not None:
+            error = Overloaded(failed.message, code=failed.reason, retry_after_s=failed.retry_after_s)
+        self.failed.append((choice.request.id, error))
 
     def _refuse(self, refused: Refused) -> None:
         """The decision in words."""
@@ -248,7 +263,7 @@ class Dispatcher:
         self.refused += 1
         targets = work.ttft_s / work.slo_scale, work.tpot_s / work.slo_scale
         if refused.reason == "too_large":
-            error = TOO_LARGE.format(work.known_tokens + 1, self.controller.room_for(work.model))
+            error = TOO_LARGE.format(work.known_tokens + 1, room_for(self.nodes.values(), work.model))
         elif refused.retry_after_s is None:
             error = NEVER.format(*targets)
         else:

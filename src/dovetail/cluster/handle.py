@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,3 +69,9 @@ class InstanceView:
     phase: Phase
     batch: int
     on_cpu: bool
+
+
+def room_for(nodes: Iterable[NodeHandle], model: str) -> int | None:
+    """Tokens that one request of the model may have on the largest node; None if nobody offers it."""
+    offers = (node.offer_of(model) for node in nodes)
+    return max((offer.room_tokens for offer in offers if offer is not None), default=None)

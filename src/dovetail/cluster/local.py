@@ -13,8 +13,9 @@ from typing import Any
 
 from dovetail.cluster.asking import LOST, SILENT, SILENT_S
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.decisions import Refused, Warmed
+from dovetail.cluster.decisions import Failed, NoNode, Refused, Warmed
 from dovetail.cluster.intake import Submission
+from dovetail.cluster.retry import Loss, RetryRule
 from dovetail.eventlog import EventLog
 from dovetail.node import events
 from dovetail.node.answers import offer_of
@@ -42,7 +43,7 @@ from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
 
 # What a driver carries out or is told, with the node that it is about; of a refused request there is none.
-Output = events.Output | Refused | Warmed
+Output = events.Output | Refused | Failed | NoNode | Warmed
 
 
 class LocalNode:
@@ -151,15 +152,21 @@ class LocalNode:
 
 class LocalCluster:
     def __init__(
-        self, nodes: Sequence[Node], knobs: Knobs, *, rule: SloRule | None = None, log: EventLog | None = None
+        self,
+        nodes: Sequence[Node],
+        knobs: Knobs,
+        *,
+        rule: SloRule | None = None,
+        retry: RetryRule | None = None,
+        log: EventLog | None = None,
     ) -> None:
         self.outbox: deque[tuple[NodeRuntime | None, Output]] = deque()
         self.touched: dict[str, NodeRuntime] = {}  # nodes where something happened since their turn was last chosen
         self._dirty: list[NodeRuntime] = []
         self.nodes = [NodeRuntime(node, self._dirty, log) for node in nodes]
         self.handles = {node.name: LocalNode(node, self._ask_late, self._order_late) for node in self.nodes}
-        self.controller = Controller(list(self.handles.values()), knobs, rule=rule, log=log)
-        self.controller.progress = self._progress
+        self.controller = Controller(list(self.handles.values()), knobs, rule=rule, retry=retry, log=log)
+        self.controller.migrations.progress = self._progress
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
         self._asked = 0  # questions whose answers come late or never
@@ -176,10 +183,10 @@ class LocalCluster:
         self.controller.cancel(ids, now, fate, reason)
         self.settle(now)
 
-    def lost(self, node: NodeRuntime, works: Sequence[Work], now: float) -> None:
+    def lost(self, node: NodeRuntime, works: Sequence[Work], now: float, loss: Loss | None = None) -> None:
         """It was noticed that the node is gone, and this work with it."""
         records = {work.id: work.record() for work in works}
-        self.controller.lost(self.handles[node.name], now, records)
+        self.controller.lost(self.handles[node.name], now, records, loss)
         self.settle(now)
 
     def move_all(self, name: str, now: float) -> None:
@@ -208,7 +215,7 @@ class LocalCluster:
     def given_up(self, name: str, heard: dict[int, RequestRecord], now: float) -> None:
         """It was noticed that nothing comes from there."""
         self.handles[name].is_given_up = True
-        self.controller.lost(self.handles[name], now, heard)
+        self.controller.lost(self.handles[name], now, heard, Loss(is_cut=True))
         self.settle(now)
 
     def heal(self, name: str, now: float) -> None:
@@ -220,7 +227,7 @@ class LocalCluster:
         """It is gone for good, with whatever is left there."""
         handle = self.handles[node.name]
         handle.is_away = True
-        self.lost(node, works, now)
+        self.lost(node, works, now, Loss(is_cut=True))
         self.controller.remove(handle)
 
     def join(self, name: str, now: float) -> None:

@@ -64,7 +64,7 @@ class Migration:
 
 class Migrations:
     def __init__(self, seeker: Seeker, places: dict[int, tuple[NodeHandle, int]]) -> None:
-        # Tokens that a request with a place has; None = all of them.
+        # Tokens that a request with a place has, None = all of them: whoever drives this knows.
         self.progress: Callable[[int], int | None] = lambda id: seeker.works[id].produced
         self._seeker = seeker
         self._places = places

@@ -64,11 +64,6 @@ class RemoteNode:
         self._copies: dict[int, int] = {}  # the same of those that it was asked to hold a copy of
 
     @property
-    def proposed(self) -> list[int]:
-        """Requests that it was asked to take and of which it has not said yet whether it does."""
-        return list(self._proposed.values())
-
-    @property
     def in_use(self) -> bool:
         return self.view is not None and self.view.in_use
 

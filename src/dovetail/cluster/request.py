@@ -16,13 +16,18 @@ from dovetail.policy.headroom import INFINITY, Refusal
 
 class RequestState(Work):
     __slots__ = (
+        "attempts",
         "brought_by",
         "early_due_s",
         "followers",
         "has_arrived",
+        "is_isolated",
         "is_moving",
         "is_prompting",
+        "isolated_until",
+        "lost_why",
         "owed_by",
+        "place_by_s",
         "search",
         "short_at",
         "waits_for_room_s",
@@ -49,6 +54,11 @@ class RequestState(Work):
         self.early_due_s: float | None = None  # when it was due before it got later deadlines in advance
         self.owed_by = ""  # the node that evicted it for want of memory, until it has a place
         self.short_at: int | None = None  # tokens that it had when it was evicted for want of memory
+        self.attempts = 0  # to go on, after losses of nodes that it may be to blame for
+        self.lost_why = ""  # how its node was lost, last
+        self.is_isolated = False  # a node died in an iteration of it: its next iterations are its own
+        self.isolated_until = 0  # tokens: with so many it is beyond the place where that happened
+        self.place_by_s = INFINITY  # it has a place again by then, or ends
 
 
 @dataclass(slots=True, eq=False)

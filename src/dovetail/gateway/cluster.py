@@ -1,7 +1,7 @@
 """All nodes as one: requests go in, where they are served is the dispatcher's, tokens come back to whoever waits.
 
 The shell around `cluster.dispatch`: socket, clock and timer. Makes models known to every node and keeps what nodes say
-of them; a worker's death ends each request that was there exactly once, with what came before it delivered.
+of them; of a worker's death a client notices nothing, unless the controller gives its request up.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 from dovetail.cluster.decisions import Warmed
 from dovetail.cluster.dispatch import Dispatcher
+from dovetail.cluster.retry import RetryRule
 from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed, RequestError, WorkerLost
 from dovetail.eventlog import open_logs
 from dovetail.gateway.hosted import HostedModel
 from dovetail.gateway.workers.client import Arrival, Inbox, WorkerClient, WorkerState
-from dovetail.gateway.workers.patience import Patience, Positions
+from dovetail.gateway.workers.positions import Positions
 from dovetail.messages import Hello, Load, Loaded, LoadFailed, Reclaimed, Reply, Said, ToGateway, Tokens, Unload
 from dovetail.node.protocol import Offered
 from dovetail.policy.placement import DeviceKind
@@ -26,20 +27,21 @@ from dovetail.types import Request, TokenEvent
 
 
 class Cluster:
-    def __init__(self, link: WorkerClient, find: Callable[[str], Load | None] = lambda _: None) -> None:
+    def __init__(
+        self, link: WorkerClient, find: Callable[[str], Load | None] = lambda _: None, retry: RetryRule | None = None
+    ) -> None:
         configs = [node.config for node in link.nodes.values()]
         kinds = {one.name: _kind_of(one) for one in configs}
         self.link = link
         self._find = find  # a model that is on offer, by its name
         self.log = open_logs([one.event_log for one in configs if one.event_log is not None])
         self.dispatcher = Dispatcher(
-            kinds, real_knobs(configs[0].policy if configs else "dovetail"), link.send, self.log
+            kinds, real_knobs(configs[0].policy if configs else "dovetail"), link.send, self.log, retry
         )
         self.models: dict[str, HostedModel] = {}
         self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
         self.dispatcher.on_placed = self._on_placed
         self.positions = Positions(self.dispatcher)
-        self._patience = Patience(self.dispatcher, self._fail_all)
         self.on_drain: Callable[[str, str], None] = lambda node, how: None  # "drain", "leave", or "" = no longer
         self._timer: asyncio.TimerHandle | None = None
         link.observers.append(self._on_message)
@@ -139,16 +141,6 @@ class Cluster:
         if hosted is not None:
             hosted.end(request_id)
 
-    def require_place(self, request_id: str, timeout_s: float, error: RequestError) -> None:
-        """It ends with this error if it has no place by then."""
-        inbox = self.inboxes[request_id][0]
-        asyncio.get_running_loop().call_later(timeout_s, self._check_place, request_id, inbox, error)
-
-    def _check_place(self, request_id: str, inbox: Inbox, error: RequestError) -> None:
-        is_same = request_id in self.inboxes and self.inboxes[request_id][0] is inbox
-        if is_same and not self.dispatcher.has_place(request_id):
-            self._fail(request_id, error)
-
     def _on_placed(self, request_id: str, now: float) -> None:
         entry = self.inboxes.get(request_id)
         if entry is not None and entry[0].placed_s is None:
@@ -212,7 +204,6 @@ class Cluster:
     def _greet(self, node: str, hello: Hello) -> None:
         """What its worker has from before is used if it is on offer, else it goes."""
         self.dispatcher.joined(node, hello)
-        self._patience.found()
         for hosted in list(self.models.values()):
             self._tell(node, hosted)
         for name in hello.models:
@@ -251,14 +242,13 @@ class Cluster:
         self._fail_requests(model, failure)
 
     def _on_exit(self, node: str, lost: WorkerLost) -> None:
-        requests = self.dispatcher.lost(node, time.monotonic())
+        kept = self.dispatcher.lost(node, time.monotonic(), lost)
         for model, hosted in self.models.items():
             hosted.not_there(node)
             self._not_ready(model)
-        for request_id in [key for key in self.inboxes if key in requests]:  # those who came first go on first
-            self._fail(request_id, lost)
+        for request_id in kept & self.inboxes.keys():
+            self.inboxes[request_id][0].on_resumed()
         self._settle()
-        self._patience.lost(lost)
 
     def _fail_all(self, error: RequestError) -> None:
         for request_id in list(self.inboxes):
@@ -272,7 +262,6 @@ class Cluster:
         """The workers are gone for good."""
         if self._timer is not None:
             self._timer.cancel()
-        self._patience.found()
         self._fail_all(EngineFailed("the server is shutting down"))
         if self._timer is not None:
             self._timer.cancel()
@@ -283,6 +272,13 @@ class Cluster:
 
     def _settle(self) -> None:
         self._deliver(self.dispatcher.take_events())
+        while self.dispatcher.failed:
+            request_id, error = self.dispatcher.failed.pop()
+            if request_id in self.inboxes:
+                self._fail(request_id, error)
+        if (no_node := self.dispatcher.no_node) is not None:
+            self.dispatcher.no_node = None
+            self._fail_all(no_node)
         warmed, self.dispatcher.warmed = self.dispatcher.warmed, []
         for one in warmed:
             if one.node is None:

@@ -1,7 +1,6 @@
 """One job while it runs: its requests in the cluster, the tokens and text of its choices, its clock.
 
-Every token that came is kept, so that a job whose worker died can be submitted again with what it has said. When to do
-that, and where, is `service`'s.
+Where its requests are served, and what becomes of them when a worker dies, the cluster's controller decides.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dovetail.gateway.text.stopper import Stopper
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.gateway.tracing import RequestTrace
 from dovetail.gateway.workers.client import Arrival, Inbox
-from dovetail.types import ISOLATED_TOKENS, FinishReason, Request, TokenEvent, TokenLogprobs
+from dovetail.types import FinishReason, Request, TokenEvent, TokenLogprobs
 
 
 class Waits(msgspec.Struct, frozen=True):
@@ -70,18 +69,15 @@ class Origin:
 
 
 class GenerationTask:
-    """A job from its submission to its end, on one node after another if workers die under it."""
+    """A job from its submission to its end."""
 
     def __init__(self, job: GenerationRequest, metrics: Metrics, origin: Origin) -> None:
         self.job = job
         self._cluster: Cluster | None = None
-        self.resumptions = 0  # after deaths that this job may be to blame for
-        self._isolated: set[str] = set()  # requests that a worker died on, until they have gone on for a while
-        self._inbox = Inbox()
+        self._inbox = Inbox(metrics.resumptions.labels(job.model.name).inc)
         self._has_spoken = False
         self._waits: Waits | None = None  # until it is told
         self._hosted: HostedModel | None = None
-        self._was_submitted = False
         self._metrics = metrics
         # Looked up once, because they are used at every token.
         self._generated = metrics.generation_tokens.labels(job.model.name)
@@ -96,60 +92,15 @@ class GenerationTask:
         self.open = set(self._choices)
         self._slo = [SloWatch(request, self._arrival) for request in job.requests]
 
-    @property
-    def has_tokens(self) -> bool:
-        """Something has been said, so that a client may be waiting in the middle of a text."""
-        return any(choice.tokens for choice in self._choices.values())
-
     def submit(self, cluster: Cluster, hosted: HostedModel) -> None:
-        """Hand what is left of the job to the cluster: all of it at first, the rest of its open choices later."""
-        if not self._was_submitted:
-            self._was_submitted = True
-            self._metrics.prompt_tokens.labels(self.job.model.name).inc(self.job.num_prompt_tokens)
+        self._metrics.prompt_tokens.labels(self.job.model.name).inc(self.job.num_prompt_tokens)
         self._cluster, self._hosted = cluster, hosted
-        self._inbox = Inbox()
-        for choice in self._choices.values():
-            choice.num_resumed = len(choice.tokens)
         for request in self.job.requests:
-            if self._is_open(request):
-                cluster.submit(self._rest_of(request), self._inbox, self._arrival)
-
-    def require_place(self, timeout_s: float, error: RequestError) -> None:
-        """What is left of it has a place by then, or it ends with this error."""
-        assert self._cluster is not None
-        for request_id in {request_id for request_id, _ in self.open}:
-            self._cluster.require_place(request_id, timeout_s, error)
+            cluster.submit(request, self._inbox, self._arrival)
 
     async def next(self) -> list[Delta]:
-        """What is new. Raises WorkerLost after everything that came before it, and whatever else ends the job."""
+        """What is new. Raises what ends the job, after everything that came before."""
         return self.take(await self._inbox.get())
-
-    # A worker has died under it
-
-    def is_guilty(self, suspects: frozenset[str]) -> bool:
-        """One of its requests has ended a second worker, alone, where the first one died."""
-        return len(suspects) == 1 and suspects <= self._on_trial()
-
-    def is_concerned(self, suspects: frozenset[str]) -> bool:
-        """The death counts against it: it took part, or nobody is known to have."""
-        return not suspects or any(request_id in suspects for request_id, _ in self.open)
-
-    def suspect(self, suspects: frozenset[str]) -> None:
-        self._isolated = self._on_trial() | {request_id for request_id, _ in self.open if request_id in suspects}
-
-    def _on_trial(self) -> set[str]:
-        """Isolated, and not yet beyond the place where the worker died."""
-        keys = [key for key in self.open if key[0] in self._isolated]
-        return {key[0] for key in keys if self._choices[key].num_since_resumed < ISOLATED_TOKENS}
-
-    def _rest_of(self, request: Request) -> Request:
-        if request.id in self._isolated:
-            request = msgspec.structs.replace(request, isolated=True)
-        choices = [(request.id, number) for number in range(request.num_choices)]
-        if not any(self._choices[key].tokens for key in choices):
-            return request
-        said = tuple(tuple(self._choices[key].tokens) if key in self.open else None for key in choices)
-        return msgspec.structs.replace(request, generated=said)
 
     def _is_open(self, request: Request) -> bool:
         return any(request_id == request.id for request_id, _ in self.open)
@@ -256,7 +207,6 @@ class _Choice:
         self.index = index
         self.order = index // request.num_choices
         self.tokens: list[int] = []
-        self.num_resumed = 0  # tokens that it was last submitted with
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.finish: FinishReason | None = None
@@ -269,10 +219,6 @@ class _Choice:
             request.prompt, skip_special_tokens=job.skip_special_tokens, shown=job.shown_tokens
         )
         self._delta = Delta(index)
-
-    @property
-    def num_since_resumed(self) -> int:
-        return len(self.tokens) - self.num_resumed
 
     @property
     def tpot_s(self) -> float | None:

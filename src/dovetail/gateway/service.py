@@ -1,7 +1,7 @@
 """The gateway without HTTP: runs a job on the cluster, and gives its text as it comes.
 
-Every path out of `Service.run` either saw the end of each choice or had it aborted, in the same tick. A job whose
-worker dies goes on, from the tokens that it has, on another worker or on the one that takes its place.
+Every path out of `Service.run` either saw the end of each choice or had it aborted, in the same tick. Where a job is
+served, and what becomes of it when its worker dies, the cluster's controller decides.
 """
 
 from __future__ import annotations
@@ -14,16 +14,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+from dovetail.cluster.retry import RetryRule
 from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
-from dovetail.errors import (
-    EngineFailed,
-    InvalidRequest,
-    Overloaded,
-    QuotaExceeded,
-    RequestError,
-    Unusable,
-    WorkerLost,
-)
+from dovetail.errors import InvalidRequest, Overloaded, QuotaExceeded, RequestError, Unusable
 from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.draft_models import DraftModels
 from dovetail.gateway.generation_task import Delta, GenerationTask, Origin
@@ -36,7 +29,6 @@ from dovetail.gateway.text.templates import templates
 from dovetail.gateway.text.tokenizer_process import fork_server
 from dovetail.gateway.text.translate import GenerationRequest
 from dovetail.gateway.workers.client import WorkerClient
-from dovetail.gateway.workers.patience import HOPELESS_S
 from dovetail.messages import Load
 from dovetail.types import ModelCard, Slo, Speculation
 
@@ -51,10 +43,15 @@ class Limits:
     max_resumptions: int = 2  # of one request, after workers that died
     default_max_tokens: int = DEFAULT_MAX_TOKENS  # of a chat that names no limit
     resume_timeout_s: float = 4.0  # for a worker to come back to a client who is in the middle of a text
+    no_worker_timeout_s: float = 30.0  # without any worker nobody waits longer
 
     @classmethod
     def of(cls, config: ServerConfig) -> Limits:
         return cls(config.max_queue, config.max_resumptions, config.default_max_tokens, config.resume_timeout)
+
+    @property
+    def retry(self) -> RetryRule:
+        return RetryRule(self.max_resumptions, self.resume_timeout_s, self.no_worker_timeout_s)
 
 
 class Service:
@@ -64,9 +61,9 @@ class Service:
         self.link = link
         self.models = models
         self.drafts = DraftModels(models)
-        self.cluster = Cluster(link, self._load_by_name)
+        self.cluster = Cluster(link, self._load_by_name, limits.retry)
         self.metrics = metrics
-        self.limits = limits
+        self._limits = limits
         self.is_draining = False
         self.trouble: Callable[[], str | None] = lambda: None  # why nothing new may be decided here now
         self.is_ready = False  # the workers are up and the models to be preloaded are there
@@ -76,6 +73,15 @@ class Service:
         self._idle.set()
         link.observers.append(metrics.observe_message)
         link.exit_observers.append(lambda node, lost: metrics.forget_node(node, has_ended=not lost.is_cut))
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+        self.cluster.dispatcher.controller.retries.rule = limits.retry
 
     @property
     def unfinished(self) -> int:
@@ -185,12 +191,7 @@ class Service:
             try:
                 task.submit(self.cluster, await self.hosted(job.model))
                 while task.open:
-                    try:
-                        deltas = await task.next()
-                    except WorkerLost as lost:
-                        await self._resume(task, lost)
-                        continue
-                    for delta in deltas:
+                    for delta in await task.next():
                         yield delta
                 task.complete()
             except RequestError as error:
@@ -223,45 +224,6 @@ class Service:
         loading = node.loading.get(request.model)
         total = job.model.card.size_bytes
         return Standing("loading", done_bytes=loading.done_bytes if loading is not None else 0, total_bytes=total)
-
-    async def _resume(self, task: GenerationTask, lost: WorkerLost) -> None:
-        """Submit the rest of a job. A client in the middle of a text waits no longer than the limit; one who has seen
-        nothing yet is held as for any cold model, unless no worker comes up at all."""
-        deadline = asyncio.get_running_loop().time() + self._waits_s(task)
-        if task.is_guilty(lost.suspects):
-            raise EngineFailed(f"{lost.message} twice on this request, the second time on it alone", code="worker_lost")
-        if not lost.is_cut and task.is_concerned(lost.suspects):
-            if task.resumptions == self.limits.max_resumptions:
-                again = f" again, after {task.resumptions} attempts to go on" if task.resumptions else ""
-                raise EngineFailed(f"{lost.message}{again}", code="worker_lost")
-            task.resumptions += 1
-        task.suspect(lost.suspects)
-        self.metrics.resumptions.labels(task.job.model.name).inc()
-        task.submit(self.cluster, await self._hosted_again(task, lost, deadline))
-        if task.has_tokens:
-            task.require_place(_until(deadline), self._too_late(task, lost))
-
-    async def _hosted_again(self, task: GenerationTask, lost: WorkerLost, deadline: float) -> HostedModel:
-        model = task.job.model
-        while True:
-            now = self.models.get(model.name)
-            if now.card != model.card or now.adapter != model.adapter:
-                raise EngineFailed(f"{lost.message}, and '{model.name}' is another model since", code="worker_lost")
-            try:
-                self.link.check_usable()
-                return self.cluster.offer(self._load_of(model, model.card))
-            except Overloaded as pause:  # the worker died several times and is given a pause
-                if _until(deadline) < (pause.retry_after_s or 0.0):
-                    raise self._too_late(task, lost) from pause
-                await asyncio.sleep(pause.retry_after_s or 0.0)
-
-    def _waits_s(self, task: GenerationTask) -> float:
-        return self.limits.resume_timeout_s if task.has_tokens else HOPELESS_S
-
-    def _too_late(self, task: GenerationTask, lost: WorkerLost) -> Overloaded:
-        seconds = self._waits_s(task)
-        message = f"{lost.message} and was not back within {seconds:g} s"
-        return Overloaded(message, code="worker_restarting", retry_after_s=max(seconds, 1.0))
 
     async def hosted(self, model: ServedModel) -> HostedModel:
         """The model as it is now, when the nodes have said whether they offer it. One that was pulled again is served
@@ -307,7 +269,3 @@ class Service:
             del self._by_key[key]
         if self._unfinished == 0:
             self._idle.set()
-
-
-def _until(deadline: float) -> float:
-    return max(deadline - asyncio.get_running_loop().time(), 0.0)

@@ -134,3 +134,8 @@ class Device:
 
     def unload_s(self) -> float:
         return self.durations.unload_s(self.node) * self.slowdown
+
+
+def requests_of(turn: Turn) -> frozenset[int]:
+    """Those that it computes."""
+    return frozenset((*(share.work.id for share in turn.prompts), *turn.decoding))

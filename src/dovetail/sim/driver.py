@@ -7,14 +7,15 @@ It reports what happened and carries out what they say; it decides nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
-from dovetail.cluster.decisions import Refused
+from dovetail.cluster.decisions import Failed, NoNode, Refused
 from dovetail.cluster.intake import Submission
 from dovetail.cluster.local import LocalCluster, Output
+from dovetail.cluster.retry import RetryRule
 from dovetail.eventlog import EventLog
 from dovetail.node import events, protocol
 from dovetail.node.runtime import NodeRuntime
@@ -22,7 +23,7 @@ from dovetail.node.work import RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
-from dovetail.sim.device import Device
+from dovetail.sim.device import Device, requests_of
 from dovetail.sim.faults import Fault
 from dovetail.sim.metrics import Fate, Record, Result
 from dovetail.sim.sampling import Sampler
@@ -45,9 +46,11 @@ class Simulation:
         log: EventLog | None = None,
         faults: Sequence[Fault] = (),
         on_one_thread: bool = False,
+        retry: RetryRule | None = None,
+        deadly: Collection[int] = (),
     ) -> None:
         """`on_one_thread`: the one node decides on the thread that computes, and hears of what happens during a turn at
-        the end of the turn."""
+        the end of the turn. `deadly`: requests that end every worker that computes them."""
         self.devices = list(devices)
         self.rule = rule or SloRule()
         self.arrivals = arrivals
@@ -59,7 +62,9 @@ class Simulation:
         self.faults = faults
         self.keep_samples = True
         self.on_sample: Callable[[float], None] | None = None
-        self.cluster = LocalCluster([device.node for device in self.devices], knobs, rule=self.rule, log=log)
+        self.cluster = LocalCluster(
+            [device.node for device in self.devices], knobs, rule=self.rule, retry=retry, log=log
+        )
         self._device_of = {device.node.name: device for device in self.devices}
         self.node_of = {id(device): node for device, node in zip(self.devices, self.cluster.nodes, strict=True)}
         for device in self.devices:
@@ -74,6 +79,7 @@ class Simulation:
         self._striker = Striker(self)
         self._slicer = Slicer(self)
         self.on_one_thread = on_one_thread
+        self._deadly = frozenset(deadly)
         self._unheard: list[tuple[Callable[..., None], Any]] = []  # what happened during the turn of the one thread
         self._is_hearing = False  # it takes that in: no turn begins before it has heard everything
 
@@ -140,6 +146,11 @@ class Simulation:
             return
         cluster, turn, node = self.cluster, device.node.turn, self.node_of[id(device)]
         assert turn is not None
+        if self._deadly and self._deadly & requests_of(turn):
+            self._striker.kill(device, now)
+            if self.on_one_thread:
+                self._hear_all(now)
+            return
         cluster.turn_ended(node, now, *device.end(turn))
         if cluster.outbox:
             self._carry_out_all(now)
@@ -225,6 +236,11 @@ class Simulation:
         if isinstance(said, Refused):
             self._refuse(said, now)
             return
+        if isinstance(said, Failed):
+            self._end(said.work, Fate.FAILED, said.reason, now)
+            return
+        if isinstance(said, NoNode):
+            return  # each of its requests was told of
         assert node is not None
         device = self._device_of[node.name]
         if isinstance(said, events.Enter):

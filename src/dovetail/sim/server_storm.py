@@ -1,11 +1,12 @@
 """Fault storms of what a server runs: its own policy on one node, on two, or on many, with learnt latencies, KV pools
-that are small for the load, and requests of every kind that clients send.
+that are small for the load, requests of every kind that clients send, and a server's limits on trying again.
 """
 
 from __future__ import annotations
 
 from random import Random
 
+from dovetail.cluster.retry import RetryRule
 from dovetail.eventlog import EventLog
 from dovetail.node.node import Node
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface
@@ -65,7 +66,24 @@ def build_server_storm(seed: int, log: EventLog | None = None) -> Simulation:
     horizon_s = arrivals[-1].arrival_s
     faults = draw_faults(rng, rng.randrange(0, 13), nodes, horizon_s + 10)
     is_alone = nodes == 1 and seed % 2 == 0
-    return Simulation(devices, knobs, arrivals, horizon_s=horizon_s, log=log, faults=faults, on_one_thread=is_alone)
+    retry, deadly = _draw_losses(Random(f"losses {seed}"), len(lengths))
+    return Simulation(
+        devices,
+        knobs,
+        arrivals,
+        horizon_s=horizon_s,
+        log=log,
+        faults=faults,
+        on_one_thread=is_alone,
+        retry=retry,
+        deadly=deadly,
+    )
+
+
+def _draw_losses(rng: Random, requests: int) -> tuple[RetryRule, list[int]]:
+    """How long lost requests are tried again, and in every fourth storm one that ends every worker that computes it."""
+    retry = RetryRule(rng.choice((0, 1, 2, 2)), rng.choice((0.5, 4.0, 60.0)), rng.choice((5.0, 30.0)))
+    return retry, [rng.randrange(requests)] if rng.random() < 0.25 else []
 
 
 def _varied(rng: Random, arrival: Arrival, kinds: tuple[str, ...], context: int, usual: tuple[float, float]) -> Arrival:

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from random import Random
 
+from dovetail.cluster.asking import SILENT_S
+from dovetail.cluster.intake import Submission
 from dovetail.eventlog import EventLog
 from dovetail.node.node import Node
 from dovetail.policy.knobs import Knobs, MakeWay
@@ -28,6 +30,7 @@ from dovetail.sim.workload import Workload, generate
 
 PATIENCE_S = 600.0  # virtual time after the last arrival, and after the last end, by which a request must have ended
 LENGTHS = ((64, 8), (300, 40), (900, 90), (1500, 200))
+NEXT_S = 400.0  # longer than an idle instance is kept
 VIOLATIONS = (AssertionError, LookupError, ValueError, ArithmeticError, AttributeError)
 
 
@@ -60,6 +63,8 @@ def run_one(seed: int, *, of_server: bool = False, log: EventLog | None = None) 
     simulation.on_sample = lambda now: check(simulation, now)
     simulation.run()
     check_end(simulation)
+    if of_server and log is None:
+        check_newcomer(simulation)
     return simulation
 
 
@@ -180,6 +185,9 @@ def check_end(simulation: Simulation) -> None:
     assert not controller.seeker.placer.leaving, "instances are still kept from others"
     assert not controller.seeker._owing, "a node still owes memory to somebody"
     assert not controller.works, "the controller still knows requests"
+    assert not controller.places, "requests still have places"
+    assert controller.retries.next_s({}) is None or not any(node.up for node in controller.seeker.placer.nodes)
+    assert not controller.retries._waiting, "lost requests still wait for a place"
     for device in simulation.devices:
         ledger = device.node.device.ledger
         assert ledger.waiting == 0, f"{device.node.name}: {ledger.waiting} operations wait in the reservation station"
@@ -187,3 +195,14 @@ def check_end(simulation: Simulation) -> None:
             device.blocks.check_end()
         assert not device.node.instances, f"{device.node.name}: instances {list(device.node.instances)} remain"
         assert ledger.planned == ledger.held == 0, f"{device.node.name}: {ledger.held} bytes still held"
+
+
+def check_newcomer(simulation: Simulation) -> None:
+    """When all faults are over, and a while after the last request has ended, every model has a place at once."""
+    cluster, now = simulation.cluster, simulation.now + SILENT_S
+    for model in cluster.nodes[0].node.device.hostings:
+        (id,) = cluster.submit(Submission(model, 1, now), now)
+        assert id in cluster.controller.places, f"an idle cluster does not take a request for {model}"
+        cluster.cancel([id], now)
+        now += NEXT_S
+        cluster.wake(now)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dovetail import logschema
+from dovetail.cluster.retry import Loss
 from dovetail.node.work import RequestRecord, Work
-from dovetail.sim.device import Device
+from dovetail.sim.device import Device, requests_of
 from dovetail.sim.faults import Fault, FaultKind
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # Priorities of events at the same instant: memory first, then turns, then timers, then requests, then samples.
 MEMORY, TURN, TIMER, REQUEST, SAMPLE = range(5)
 DETECT_S = 0.5  # until the controller knows that a node is gone
+RESTART_S = 2.0  # of a worker that a request has ended
 
 
 class Striker:
@@ -77,16 +79,31 @@ class Striker:
 
     # Deaths
 
+    def kill(self, device: Device, now: float) -> None:
+        """A request ends the worker that computes it."""
+        self._die(device, RESTART_S, now)
+        self._sim.settle(now)
+
     def _die(self, device: Device, duration_s: float, now: float) -> None:
+        suspects = self._suspects(device)
         device.die()
         lost = self._sim.node_of[id(device)].fail()
         self._sim.cluster.handles[device.node.name].forget_underway()
-        self._sim.push(now + DETECT_S, REQUEST, self._lost, (device, lost))
+        self._sim.push(now + DETECT_S, REQUEST, self._lost, (device, lost, suspects))
         self._sim.push(now + DETECT_S + duration_s, MEMORY, self._recover, device)
 
-    def _lost(self, now: float, key: tuple[Device, list[Work]]) -> None:
-        device, works = key
-        self._sim.cluster.lost(self._sim.node_of[id(device)], works, now)
+    def _suspects(self, device: Device) -> frozenset[int]:
+        """As its pulse tells: the requests of the iteration that it dies in."""
+        turn = device.node.turn
+        if turn is None:
+            return frozenset()
+        groups = {id: work.group for id, work in self._sim.cluster.controller.works.items()}
+        return frozenset(groups.get(id, id) for id in requests_of(turn))
+
+    def _lost(self, now: float, key: tuple[Device, list[Work], frozenset[int]]) -> None:
+        device, works, suspects = key
+        loss = Loss(f"the worker '{device.node.name}' died", suspects)
+        self._sim.cluster.lost(self._sim.node_of[id(device)], works, now, loss)
         self._sim.settle(now)
 
     def _recover(self, now: float, device: Device) -> None:

@@ -60,7 +60,8 @@ class Arrival(NamedTuple):
 class Inbox:
     """Where the events of one job arrive. Several requests may share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_resumed: Callable[[], None] = lambda: None) -> None:
+        self.on_resumed = on_resumed  # the worker of a request died, and it goes on
         self._arrivals: list[Arrival] = []
         self._error: RequestError | None = None
         self._arrived = asyncio.Event()
@@ -75,7 +76,7 @@ class Inbox:
         self._arrived.set()
 
     async def get(self) -> list[Arrival]:
-        """Everything that has arrived, at least one event. Raises once the worker is lost, after what came before."""
+        """Everything that has arrived, at least one event. Raises what ends the job, after what came before."""
         await self._arrived.wait()
         self._arrived.clear()
         arrivals, self._arrivals = self._arrivals, []

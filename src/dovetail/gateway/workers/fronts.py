@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from dovetail.errors import Overloaded, RequestError, WorkerLost
+from dovetail.cluster.handle import room_for
+from dovetail.errors import Overloaded, RequestError
 from dovetail.gateway.service import Service
 from dovetail.gateway.workers.client import Arrival, Frames, Inbox
 from dovetail.messages import (
@@ -147,9 +148,6 @@ class Relayed(Inbox):
         self.request = request
         (self.choice,) = request.open_choices
         self.tokens = list(request.generated_by(self.choice) or ())
-        self.deaths = 0  # of workers, that it may be to blame for
-        self.is_isolated = request.isolated
-        self.has_begun = False  # it had a place before
         # Choices of one request come one by one, and each is a request here.
         self.key = request.id if request.num_choices == 1 else f"{request.id}#{self.choice}"
         self.task: asyncio.Task[None] | None = None  # while it is being submitted
@@ -157,7 +155,7 @@ class Relayed(Inbox):
     @property
     def rest(self) -> Request:
         said = tuple(tuple(self.tokens) if at == self.choice else None for at in range(self.request.num_choices))
-        return msgspec.structs.replace(self.request, id=self.key, generated=said, isolated=self.is_isolated)
+        return msgspec.structs.replace(self.request, id=self.key, generated=said)
 
     def put(self, arrival: Arrival) -> None:
         if arrival.event.token is not None:
@@ -168,19 +166,7 @@ class Relayed(Inbox):
         self.front.relay(self, event)
 
     def fail(self, error: RequestError) -> None:
-        if isinstance(error, WorkerLost) and self._survives(error):
-            self.has_begun = True
-            self.front.submit(self)
-        else:
-            self.front.relay(self, self._as_event(error))
-
-    def _survives(self, lost: WorkerLost) -> bool:
-        """As with requests of this gateway's own: what ended two workers, the second alone, ends with them."""
-        is_suspect = self.key in lost.suspects
-        is_guilty = is_suspect and self.is_isolated and len(lost.suspects) == 1
-        self.is_isolated |= is_suspect
-        self.deaths += not lost.is_cut and (is_suspect or not lost.suspects)
-        return not is_guilty and self.deaths <= self.front.max_deaths
+        self.front.relay(self, self._as_event(error))
 
     def _as_event(self, error: RequestError) -> TokenEvent:
         return TokenEvent(
@@ -213,10 +199,6 @@ class Front:
         self._socket.connect(address)
         self._frames = Frames(self._socket, self._receive)
         self._send(Hello(LEADER, os.getpid(), "gateway", 0.0, DeviceKind.CPU, _PLENTY))
-
-    @property
-    def max_deaths(self) -> int:
-        return self._service.limits.max_resumptions
 
     def close(self) -> None:
         """Nobody waits there any more."""
@@ -267,7 +249,7 @@ class Front:
             self._send(LoadFailed(name, error.message))
             return
         self._instances.setdefault(name, len(self._instances) + 1)
-        room = self._cluster.dispatcher.controller.room_for(name)
+        room = room_for(self._cluster.dispatcher.nodes.values(), name)
         self._say(Offered(name, Offer(room or 0)))
         for node in self._service.link.nodes.values():
             if name in node.loaded:
@@ -310,11 +292,6 @@ class Front:
             try:
                 await self._service.hosted(self._service.models.get(relayed.request.model))
                 break
-            except Overloaded as pause:  # workers died and are given a pause; the front knows how long its clients wait
-                if not relayed.has_begun:
-                    relayed.fail(pause)
-                    return
-                await asyncio.sleep(pause.retry_after_s or 0.0)
             except RequestError as error:
                 relayed.fail(error)
                 return
