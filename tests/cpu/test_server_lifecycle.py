@@ -152,6 +152,18 @@ def test_run_answers_through_a_server_or_alone(tiny_server: Server, tiny_folder:
     assert json.loads(piped.stdout)["content"] == through["content"]
 
 
+def test_run_continues_a_text_through_a_server_or_alone(
+    tiny_server: Server, tiny_folder: Callable[[str], Path]
+) -> None:
+    options = ("--complete", "--max-tokens", "6", "--temperature", "0", "--json")
+    through = json.loads(run_command("run", "llama", "hi", *options, "--url", tiny_server.url).stdout)
+    alone = json.loads(run_command("run", tiny_folder("llama"), "hi", *options, "--url", "http://127.0.0.1:9").stdout)
+    asked = tiny_server.client().completions.create(model="llama", prompt="hi", max_tokens=6, temperature=0)
+    assert through["content"] == alone["content"] == asked.choices[0].text
+    refused = run_command("run", "llama", "hi", "--complete", "--system", "be brief", "--url", tiny_server.url)
+    assert "--system is for chats" in refused.stderr
+
+
 def test_ps_without_a_server_says_so() -> None:
     done = run_command("ps", "--url", "http://127.0.0.1:9")
     assert done.returncode == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -520,7 +521,12 @@ def test_a_store_that_goes_away_is_named_in_every_answer(tmp_path: Path) -> None
             assert response.status_code == 500
             assert "Input/output error: '/store'" in response.json()["error"]["message"]
         models.replace(Gone(ModelNotFound("model 'fake' not found; nothing is pulled yet")), {})
+        there = await ask(client, "fake")  # the file does not name it any more
+        assert there.status_code == 404
+        assert "is gone" not in there.json()["error"]["message"]
+        shutil.rmtree(tmp_path)
         gone = await ask(client, "fake")
+        tmp_path.mkdir()
         assert gone.status_code == 404
         assert f"{tmp_path} is gone" in gone.json()["error"]["message"]
         models.replace(FixedCatalogue([make_card(tmp_path)]), {})

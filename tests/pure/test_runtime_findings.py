@@ -167,7 +167,7 @@ def test_a_newcomer_has_its_first_token_within_two_seconds_and_its_prefill(model
     rig = Rig("ab", memory=WEIGHT_BYTES * 2 + 60_000 * KV_BYTES, max_kv_tokens=30_000, token_s=0.01, max_batch=256)
     for number in range(16):
         rig.submit(f"long{number}", "a", prompt=10, tokens=150)
-    rig.submit("many", "a", prompt=10, tokens=150, num_choices=32)
+    rig.submit("many", "a", prompt=10, tokens=150, num_choices=48)
     for _ in range(200):
         if rig.commands:
             rig.finish_load()

@@ -27,9 +27,11 @@ from dovetail.errors import InvalidRequest, RequestError
 
 if TYPE_CHECKING:
     from dovetail.gateway.service import Service
+    from dovetail.gateway.text.translate import GenerationRequest
 
 _LOOK_S = 0.1  # how often a bar is moved
 _MARK = ": dovetail "  # begins a comment in a stream that says what the answer waits for
+COMPLETION_TOKENS = 256  # of a completion, where nobody says: a text has no end of its own
 CALM_TEMPERATURE = 0.7  # where neither the user nor the model's authors say: at 1.0 small models ramble
 _HELP = "/clear forgets the conversation, /bye leaves (so does Ctrl-D), Ctrl-C stops an answer."
 
@@ -37,7 +39,8 @@ _HELP = "/clear forgets the conversation, /bye leaves (so does Ctrl-D), Ctrl-C s
 @dataclass
 class Conversation:
     system: str | None
-    options: dict[str, Any]  # sampling, as in a chat completion's body
+    options: dict[str, Any]  # sampling, as in a completion's body
+    is_text: bool = False  # its only message is continued as it is, without the chat template
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -47,6 +50,12 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def body(self, model: str) -> dict[str, Any]:
+        if self.is_text:
+            return {
+                "model": model,
+                "prompt": self.messages[-1]["content"],
+                "max_tokens": COMPLETION_TOKENS,
+            } | self.options
         return {"model": model, "messages": self.messages} | self.options
 
 
@@ -85,6 +94,9 @@ def run(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", min=1)] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="Continue the prompt as plain text, not as a chat.")
+    ] = False,
     url: Url = DEFAULT_URL,
     store: Annotated[
         Path | None, typer.Option(help="Where models are kept.  [default: $DOVETAIL_HOME, ~/.cache/dovetail]")
@@ -100,10 +112,12 @@ def run(
         prompt = sys.stdin.read().strip()
         if not prompt:
             raise InvalidRequest("the prompt on standard input is empty")
-    if as_json and prompt is None:
-        raise InvalidRequest("--json needs a prompt")
+    if prompt is None and (as_json or complete):
+        raise InvalidRequest(f"{'--json' if as_json else '--complete'} needs a prompt")
+    if complete and system is not None:
+        raise InvalidRequest("--system is for chats: --complete continues the prompt alone")
     given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    conversation = Conversation(system, {key: value for key, value in given.items() if value is not None})
+    conversation = Conversation(system, {key: value for key, value in given.items() if value is not None}, complete)
     backend: Backend = RemoteChat(url, model) if _serves(url, model) else LocalChat(model, store)
     with asyncio.Runner() as runner:
         try:
@@ -239,26 +253,25 @@ class LocalChat:
             bar.show(state if loading is None else state | msgspec.structs.asdict(loading))
 
     async def answer(self, conversation: Conversation) -> AsyncGenerator[Piece, None]:
-        from dovetail.gateway.http.api import ChatRequest, parse_body
-        from dovetail.gateway.text.translate import translate_chat
-        from dovetail.types import Slo
-
         assert self._service is not None
         service = self._service
-        asked = _calmed(conversation.body(self._model), self._is_calm)
-        body = parse_body(ChatRequest, json.dumps(asked).encode())
-        model = service.models.get(self._model)
-        job = await translate_chat(
-            body,
-            model,
-            uuid.uuid4().hex,
-            service.context_limit(model),
-            Slo(),
-            default_tokens=service.default_max_tokens(model),
-        )
+        job = await self._translate(service, conversation)
         async with aclosing(service.run(job)) as deltas:
             async for delta in deltas:
                 yield Piece(delta.text, delta.finish, len(delta.tokens))
+
+    async def _translate(self, service: Service, conversation: Conversation) -> GenerationRequest:
+        from dovetail.gateway.http.api import ChatRequest, CompletionRequest, parse_body
+        from dovetail.gateway.text.translate import translate_chat, translate_completion
+        from dovetail.types import Slo
+
+        asked = json.dumps(_calmed(conversation.body(self._model), self._is_calm)).encode()
+        model, id = service.models.get(self._model), uuid.uuid4().hex
+        context = service.context_limit(model)
+        if conversation.is_text:
+            return await translate_completion(parse_body(CompletionRequest, asked), model, id, context, Slo())
+        default = service.default_max_tokens(model)
+        return await translate_chat(parse_body(ChatRequest, asked), model, id, context, Slo(), default_tokens=default)
 
     async def close(self) -> None:
         if hasattr(self, "_link"):
@@ -288,7 +301,8 @@ class RemoteChat:
         asked = _calmed(conversation.body(self._model), self._is_calm)
         body = asked | {"stream": True, "stream_options": {"include_usage": True}}
         try:
-            async with self._client.stream("POST", f"{self._url}/v1/chat/completions", json=body) as response:
+            path = "completions" if conversation.is_text else "chat/completions"
+            async with self._client.stream("POST", f"{self._url}/v1/{path}", json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
                     raise RequestError(error_message(response))
@@ -314,6 +328,7 @@ def _piece(event: dict[str, Any]) -> Piece:
     if "error" in event:
         raise RequestError(event["error"]["message"])
     choices, usage = event["choices"], event.get("usage")
-    text = choices[0]["delta"].get("content", "") if choices else ""
-    finish = choices[0].get("finish_reason") if choices else None
+    first = choices[0] if choices else {}
+    text = first.get("text") or first.get("delta", {}).get("content", "")
+    finish = first.get("finish_reason")
     return Piece(text, finish, usage["completion_tokens"] if usage else 0)

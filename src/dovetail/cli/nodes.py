@@ -57,7 +57,12 @@ def leave(
     path = f"/api/nodes/{quote(node, safe='')}"
     state = ask(url, f"{path}/{'resume' if undo else 'leave'}", timeout_s=30, method="POST")
     deadline = time.monotonic() + timeout
+    told = 0
     while wait and state["state"] == "draining":
+        if state["unfinished"] != told:
+            told = state["unfinished"]
+            left = f"{told} answer{'s' * (told != 1)} left, {state['moving_away']} moving to other nodes"
+            typer.echo(f"{node}: {left}", err=True)
         if time.monotonic() > deadline:
             raise DovetailError(f"{state['unfinished']} answers are left on '{node}' after {timeout:g} s")
         time.sleep(_POLL_S)

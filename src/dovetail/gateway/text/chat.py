@@ -42,7 +42,10 @@ class TemplateFacts:
 
     def __init__(self, card: ModelCard) -> None:
         if card.chat_template is None:
-            raise InvalidRequest(f"the model '{card.name}' has no chat template; use /v1/completions", param="messages")
+            raise InvalidRequest(
+                f"the model '{card.name}' has no chat template; use /v1/completions, or `dovetail run --complete`",
+                param="messages",
+            )
         self.text = TemplateText(card.name, card.chat_template, card.bos_token or "", card.eos_token or "")
         try:
             parsed = _environment().parse(card.chat_template)
