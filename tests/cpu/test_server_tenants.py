@@ -35,9 +35,9 @@ CASES: dict[str, tuple[Client, Client]] = {  # who has asked before, and who loo
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model that takes some hundredths of a second for a prompt."""
+    """A model that takes a tenth of a second for a prompt: much longer than the request around it."""
     folder = tmp_path_factory.mktemp("tenants")
-    save_tiny("llama", folder / "model", hidden_size=288, intermediate_size=1024, max_position_embeddings=1024)
+    save_tiny("llama", folder / "model", hidden_size=576, intermediate_size=2048, max_position_embeddings=1024)
     keys = ", ".join(f"{{name: {name}, key: sk-{name}}}" for name in ("ann", "bob"))
     (folder / "dovetail.yaml").write_text(
         f"models: {{m: {{source: {folder / 'model'}, preload: true}}}}\nauth: {{keys: [{keys}]}}\n"
