@@ -13,74 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dovetail.codings import Coding
 from dovetail.engine.devices.cuda.arena import CudaArena
-from dovetail.engine.devices.cuda.coded import NUMPY_TO_TORCH, CodedMatrix, CodedRows, can_keep, lay_out
-from dovetail.engine.devices.cuda.fp8 import TYPE as FP8_TYPE
+from dovetail.engine.devices.cuda.coded import CodedMatrix, CodedRows, can_keep, lay_out
 from dovetail.engine.devices.cuda.fp8 import Fp8Matrix, Rounded, round_rows
+from dovetail.engine.devices.cuda.places import CodedPlace, Fp8Place, Place, Room
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.gpu_load import PinnedRange
 from dovetail.engine.weights import from_read_only_memory
-from dovetail.layouts import BY_ROWS, coding_of, to_cells, unpack
+from dovetail.layouts import BY_ROWS, to_cells, unpack
 from dovetail.modelspec import is_fp8_matrix
 from dovetail.node.ports import Checkpoint, HostTensor
 
-ALIGNMENT = 256
 RING_BUFFERS, RING_BYTES = 4, 16 << 20
-
-
-@dataclass(frozen=True)
-class _Place:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _CodedPlace:
-    """Of one piece of a quantised matrix."""
-
-    coding: Coding
-    layout: str
-    codes: _Place
-    scales: tuple[_Place, ...]
-
-
-@dataclass(frozen=True)
-class _Fp8Place:
-    values: _Place
-    scales: _Place
-
-
-class _Room:
-    """Places one behind the other."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-
-    def take(self, dtype: torch.dtype, shape: tuple[int, ...]) -> _Place:
-        place = _Place(dtype, shape, -(-self.num_bytes // ALIGNMENT) * ALIGNMENT)
-        self.num_bytes = place.end
-        return place
-
-    def take_fp8(self, shape: tuple[int, ...]) -> _Fp8Place:
-        return _Fp8Place(self.take(FP8_TYPE, shape), self.take(torch.float32, shape[:-1]))
-
-    def take_coded(self, piece: HostTensor) -> _CodedPlace:
-        rows, coding = math.prod(piece.shape[:-1]), coding_of(piece.layout, piece.shape[-1])
-        codes = self.take(torch.int8, (rows, coding.row_bytes))
-        scales = tuple(self.take(NUMPY_TO_TORCH[part.dtype.name], (rows, part.count)) for part in coding.parts)
-        return _CodedPlace(coding, BY_ROWS.get(piece.layout, piece.layout), codes, scales)
 
 
 @runtime_checkable
@@ -162,7 +111,7 @@ class DeviceWeights:
         self.dtype = dtype
         self._in_fp8 = in_fp8
         self._copier = copier
-        self._places: dict[str, _Place | _Fp8Place | tuple[_CodedPlace, ...]] = {}
+        self._places: dict[str, Place | Fp8Place | tuple[CodedPlace, ...]] = {}
         self._shapes = dict(self.spec.tensors())
         self.num_bytes = self._plan(checkpoint)
         self._arena = CudaArena(self.num_bytes, device)
@@ -186,7 +135,7 @@ class DeviceWeights:
     def get(self, name: str) -> Tensor:
         """A view; its bytes are there once its layer is."""
         place = self._places[name]
-        assert isinstance(place, _Place), f"{name} is quantised"
+        assert isinstance(place, Place), f"{name} is quantised"
         return self._at(place)
 
     def find(self, name: str) -> Tensor | None:
@@ -195,9 +144,9 @@ class DeviceWeights:
     def matrix(self, name: str) -> Tensor | CodedMatrix | Fp8Matrix:
         """The same of what may be quantised."""
         places = self._places[name]
-        if isinstance(places, _Place):
+        if isinstance(places, Place):
             return self._at(places)
-        if isinstance(places, _Fp8Place):
+        if isinstance(places, Fp8Place):
             return Fp8Matrix(self._at(places.values), self._at(places.scales))
         pieces = (
             CodedRows(one.layout, one.coding.columns, self._at(one.codes), tuple(map(self._at, one.scales)))
@@ -205,7 +154,7 @@ class DeviceWeights:
         )
         return CodedMatrix(self._shapes[name], tuple(pieces))
 
-    def _at(self, place: _Place) -> Tensor:
+    def _at(self, place: Place) -> Tensor:
         assert self._bytes is not None, "the weights are closed"
         return self._bytes[place.offset : place.end].view(place.dtype).view(place.shape)
 
@@ -242,7 +191,7 @@ class DeviceWeights:
 
     def _plan(self, checkpoint: Checkpoint) -> int:
         """Returns the bytes that all of it takes."""
-        room = _Room()
+        room = Room()
         for name, shape in self._shapes.items():
             pieces = checkpoint.pieces(name)
             if _stays_coded(name, pieces):
@@ -284,10 +233,10 @@ class DeviceWeights:
         place = self._places[name]
         if isinstance(checkpoint, PooledCheckpoint):
             checkpoint.wait(name)
-        if isinstance(place, _Place):
+        if isinstance(place, Place):
             self._fill(self._at(place).reshape(-1).view(torch.uint8), _host_bytes(checkpoint, name, place.dtype), name)
             return
-        if isinstance(place, _Fp8Place):
+        if isinstance(place, Fp8Place):
             self._copy_rounded(place, _host_bytes(checkpoint, name, self.dtype), name)
             return
         pieces = checkpoint.pieces(name)
@@ -295,14 +244,14 @@ class DeviceWeights:
             chunks = _chunks(checkpoint, name) if len(pieces) == 1 and piece.layout == own.layout else None
             self._copy_coded(own, chunks or [_in_cells(piece)], name)
 
-    def _copy_coded(self, place: _CodedPlace, sources: Sequence[Tensor], name: str) -> None:
+    def _copy_coded(self, place: CodedPlace, sources: Sequence[Tensor], name: str) -> None:
         """Through memory of the copying stream, which is that stream's to use again."""
         with torch.cuda.stream(self._copier.stream):
             cells = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._bytes_device)
             self._fill(cells, sources, name)
             lay_out(cells, place.coding, self._at(place.codes), [self._at(scale) for scale in place.scales])
 
-    def _copy_rounded(self, place: _Fp8Place, sources: Sequence[Tensor], name: str) -> None:
+    def _copy_rounded(self, place: Fp8Place, sources: Sequence[Tensor], name: str) -> None:
         with torch.cuda.stream(self._copier.stream):
             wide = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._bytes_device)
             self._fill(wide, sources, name)
