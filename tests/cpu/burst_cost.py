@@ -19,10 +19,10 @@ import msgspec
 from dovetail.modelspec import ModelSpec
 from dovetail.node import protocol
 from dovetail.node.events import StartLoad
-from dovetail.node.work import Work
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.real import real_knobs
+from dovetail.policy.work import Work
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome, RowOutcome, Turn

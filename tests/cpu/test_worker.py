@@ -13,8 +13,8 @@ from drive import Engine, make_executor, make_request
 
 from dovetail import messages
 from dovetail.node.protocol import Evicted, Propose, Refused
-from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
+from dovetail.policy.work import Work
 from dovetail.store import describe
 from dovetail.types import Request, TokenEvent
 from dovetail_bench.worker_process import WorkerProcess

@@ -53,8 +53,8 @@ from dovetail.node.protocol import (
     Warm,
     Withdraw,
 )
-from dovetail.node.work import Phase, RequestRecord
 from dovetail.policy.placement import DeviceKind
+from dovetail.policy.work import Phase, RequestRecord
 from dovetail.types import FinishReason, ModelCard, Request, TokenEvent, TokenLogprob, TokenLogprobs
 
 CRASH, FAIL, BUSY = 7, 8, 9

@@ -17,9 +17,9 @@ from dovetail.cluster.starting import MAX_CANDIDATES
 from dovetail.node.node import Node
 from dovetail.node.protocol import Evicted
 from dovetail.node.runtime import NodeRuntime
-from dovetail.node.work import Phase, Work
 from dovetail.policy.knobs import Knobs, WaitOrder
 from dovetail.policy.placement import DeviceKind
+from dovetail.policy.work import Phase, Work
 
 
 def make_cluster(*nodes: Node, knobs: Knobs | None = None) -> Controller:

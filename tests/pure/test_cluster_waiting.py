@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from sim_builders import make_work
 
 from dovetail.cluster.waiting import CHANGED_S, MAX_FAILURES_CHANGED, MAX_FAILURES_OF_MODEL, WaitingRoom
-from dovetail.node.work import Work
+from dovetail.policy.work import Work
 
 RETRY_S = 0.25
 

@@ -11,10 +11,10 @@ from sim_builders import make_hosting, make_node, make_work, serve_memory
 from dovetail.node.instance import Instance
 from dovetail.node.node import Node
 from dovetail.node.protocol import EMPTY, StartRoom
-from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.knobs import Knobs, Shadow
 from dovetail.policy.presets import DOVETAIL, SLINFER
+from dovetail.policy.work import Work
 
 MODELS = "abcde"
 POLICIES = (DOVETAIL, SLINFER, replace(SLINFER, shadow=Shadow.CLOSED), replace(DOVETAIL, reclaim_idle=True))

@@ -10,11 +10,11 @@ from sim_builders import make_latency
 
 from dovetail.node.instance import Instance, State
 from dovetail.node.outlook import demand_of
-from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.lengths import expected_length, most_tokens
 from dovetail.policy.placement import Hosting
 from dovetail.policy.shadow import TurnRule
+from dovetail.policy.work import Phase, Work
 from dovetail.profiles.live import LiveLatency
 
 RULES = (TurnRule(), TurnRule(slack_s=4.0, max_silence_s=1.9, turn_silence_s=1.4, part_s=0.1, packs_prompts=True))

@@ -13,10 +13,10 @@ from dovetail.node.events import SetTimer, Turn
 from dovetail.node.instance import Instance
 from dovetail.node.rows import batch_s
 from dovetail.node.runtime import NodeRuntime
-from dovetail.node.work import RequestRecord
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import Hosting
 from dovetail.policy.real import real_knobs
+from dovetail.policy.work import RequestRecord
 
 ROWS = 24  # answers that the destination has of its own
 MOVING, MIGRATION = 100, 1

@@ -15,12 +15,12 @@ from dovetail.node.instance import State
 from dovetail.node.node import Node
 from dovetail.node.outlook import demand_of
 from dovetail.node.protocol import Evicted, Finished, HandedOver, InstanceGone, Overcommitted
-from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Admission, Knobs, TurnOrder
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.presets import DOVETAIL
+from dovetail.policy.work import Phase, Work
 from dovetail.sim.storm import check_node
 
 BY_SLO = Knobs(paced_from_first_token=False)  # a first token that comes early leaves the others its time

@@ -13,12 +13,12 @@ from sim_builders import end_turn, make_hosting, make_node, make_work, serve_mem
 
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
-from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface, prompts_s
 from dovetail.policy.parts import FEWEST_TOKENS, SMOOTH_TOKENS, part_limit_s, saves, split_s, tokens_within
 from dovetail.policy.placement import DeviceKind
+from dovetail.policy.work import Work
 
 WHOLE = Knobs(guard_decodes=True, max_silence_s=2.0, paced_from_first_token=False)
 PARTS = replace(WHOLE, part_s=0.1, pack_prompts=True)

@@ -15,12 +15,12 @@ from sim_builders import make_hosting, make_node, make_work, run_turns, serve_me
 from dovetail.node import rows, turns
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
-from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.parts import FEWEST_TOKENS, SMOOTH_TOKENS
 from dovetail.policy.rounds import LEAST_SINGLES, WORTH_SPLITTING, decode_limit_s
+from dovetail.policy.work import Work
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.scheduler import Scheduler, SchedulerConfig
 from dovetail.sched.sequence import sequences_of

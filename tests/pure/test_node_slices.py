@@ -11,13 +11,13 @@ from sim_builders import make_hosting, make_node, make_work, serve_memory
 
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
-from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.parts import FEWEST_TOKENS
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.rounds import ANSWER_SLICE, STALL_COSTS, is_almost_done
+from dovetail.policy.work import Work
 from dovetail.sim.storm import check_node, run_storm
 
 KNOBS = Knobs(

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from sim_builders import make_hosting, make_node, make_work, run_turns, serve_memory
 
 from dovetail.node.node import Node
-from dovetail.node.work import Work
 from dovetail.policy import shadow
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.parts import are_behind, split_s
 from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
+from dovetail.policy.work import Work
 
 SMOOTH = Knobs(guard_decodes=True, max_silence_s=2.0, part_s=0.1, pack_prompts=True, smooth_answers=True)
 LINEAR = make_hosting(prefill_s_per_k=1.0)  # some 1,000 tokens a second, a decode in 20 ms

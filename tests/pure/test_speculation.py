@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dovetail.node.drafting import longest_decode_s
 from dovetail.node.events import Computed
-from dovetail.node.work import Work
 from dovetail.policy.speculation import Acceptance, Proposal, plan_drafts
+from dovetail.policy.work import Work
 from dovetail.sched.lookup import MAX_MATCH, LookupIndex, Match
 from dovetail.sched.sequence import Sequence
 from dovetail.types import FinishReason, SamplingParams, Speculation

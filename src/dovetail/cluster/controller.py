@@ -38,9 +38,9 @@ from dovetail.cluster.retry import Loss, Retries, RetryRule
 from dovetail.cluster.seeker import Seeker
 from dovetail.eventlog import EventLog
 from dovetail.node import protocol
-from dovetail.node.work import Phase, RequestRecord
 from dovetail.policy.headroom import SloRule
 from dovetail.policy.knobs import Knobs
+from dovetail.policy.work import Phase, RequestRecord
 
 
 class Controller:

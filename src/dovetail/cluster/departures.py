@@ -12,9 +12,9 @@ from dovetail.cluster.migration import Migrations
 from dovetail.cluster.request import RequestState
 from dovetail.cluster.seeker import Seeker
 from dovetail.node.protocol import Evicted, Finished, HandedOver
-from dovetail.node.work import Phase, RequestRecord
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.knobs import Knobs
+from dovetail.policy.work import Phase, RequestRecord
 
 KV_BYTES_PER_S = 12.5e9  # of blocks that are handed over
 

@@ -22,10 +22,10 @@ from dovetail.cluster.retry import Loss, RetryRule
 from dovetail.errors import EngineFailed, Overloaded, RequestError, WorkerLost
 from dovetail.eventlog import EventLog
 from dovetail.messages import Hello, Reply, Said, Tokens, ToWorker
-from dovetail.node.work import RequestRecord
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.reasons import in_words
+from dovetail.policy.work import RequestRecord
 from dovetail.types import FinishReason, Request, ServiceClass, TokenEvent
 
 REFUSED = "the targets of this request (first token in {:.2f} s, then {:.3f} s a token) cannot be kept now: {}"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dovetail.node.protocol import Answer, Offer, Order, Question, StartRoom
-from dovetail.node.work import Phase
 from dovetail.policy.placement import DeviceKind
+from dovetail.policy.work import Phase
 
 
 class NodeHandle(Protocol):

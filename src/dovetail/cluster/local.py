@@ -37,10 +37,10 @@ from dovetail.node.protocol import (
 )
 from dovetail.node.protocol import Refused as Refuses
 from dovetail.node.runtime import NodeRuntime
-from dovetail.node.work import RequestRecord, Work
 from dovetail.policy.headroom import Refusal, SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.work import RequestRecord, Work
 
 # What a driver carries out or is told, with the node that it is about; of a refused request there is none.
 Output = events.Output | Refused | Failed | NoNode | Warmed

@@ -8,7 +8,7 @@ from dovetail import logschema
 from dovetail.cluster.decisions import Decision, Displace, Extended, Migrated, Moving, Placed, Queued, Refused
 from dovetail.cluster.intake import Submission
 from dovetail.eventlog import EventLog
-from dovetail.node.work import Work
+from dovetail.policy.work import Work
 
 
 def note_arrival(log: EventLog, submission: Submission, work: Work, now: float) -> None:

@@ -24,8 +24,8 @@ from dovetail.cluster.decisions import Migrated, Moving
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.seeker import Seeker
 from dovetail.node import protocol
-from dovetail.node.work import Phase, RequestRecord
 from dovetail.policy.headroom import INFINITY
+from dovetail.policy.work import Phase, RequestRecord
 
 MAX_ASKED = 8  # nodes and instances that are asked to hold one request
 SMALL_GAP = 4  # tokens: the destination computes so few within its next iteration

@@ -19,12 +19,12 @@ from dovetail.cluster.request import Search
 from dovetail.cluster.starting import MAX_LOOKS, StartOrder, start, start_or_make_way
 from dovetail.node import protocol
 from dovetail.node.protocol import Accepted, Pausable, Refused, Victim
-from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.consolidate import rank_instances
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind
+from dovetail.policy.work import Phase, RequestRecord, Work
 
 # Bounds on what one decision looks at, so that its time does not grow with the cluster.
 MAX_INSTANCES = 3  # instances of the model asked to take a request

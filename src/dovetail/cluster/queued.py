@@ -12,10 +12,10 @@ from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.request import RequestState, Search
 from dovetail.cluster.seeker import TOO_LATE, Seeker
 from dovetail.cluster.waiting import CHANGED_S
-from dovetail.node.work import Phase
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import is_hopeless
+from dovetail.policy.work import Phase
 
 FIRST_LATE = {Refusal.FIRST_TOKEN_LATE}
 EARLY_LIMIT_S = 60.0  # first tokens that are due later than this after they were asked for are put off only when late

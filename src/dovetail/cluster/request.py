@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from dovetail.cluster.handle import InstanceView
 from dovetail.node.protocol import Refused
-from dovetail.node.work import RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, Refusal
+from dovetail.policy.work import RequestRecord, Work
 
 
 class RequestState(Work):

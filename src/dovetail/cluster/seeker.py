@@ -20,11 +20,11 @@ from dovetail.cluster.request import RequestState, Search
 from dovetail.cluster.swapped import SwappedOut
 from dovetail.cluster.waiting import Ends, WaitingRoom, urgency
 from dovetail.node import protocol
-from dovetail.node.work import RequestRecord
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs, WaitOrder
 from dovetail.policy.lengths import AnswerLengths
 from dovetail.policy.memory import OutputMean
+from dovetail.policy.work import RequestRecord
 
 MAX_RETURNS = 24  # instances asked, all in all, to take back swapped-out requests when one of their model is placed
 MAX_TAKEN_BACK = 16  # long answers, for one newcomer

@@ -16,12 +16,12 @@ from dovetail.cluster.decisions import Displace, DisplacedInstance, How, Placed
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.request import Search
 from dovetail.node import protocol
-from dovetail.node.work import RequestRecord
 from dovetail.policy.displace import Destination, Guest, Move, migration_s, who_moves_where
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Admission, Knobs, MakeWay
 from dovetail.policy.placement import rank_nodes
 from dovetail.policy.startup import STEP_S, rank_by_start, start_s
+from dovetail.policy.work import RequestRecord
 
 if TYPE_CHECKING:
     from dovetail.cluster.placer import Placer

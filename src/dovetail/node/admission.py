@@ -14,12 +14,12 @@ from dovetail.node.instance import Instance, State
 from dovetail.node.protocol import EMPTY, StartRoom
 from dovetail.node.residency import Residency
 from dovetail.node.timing import Timing
-from dovetail.node.work import Work
 from dovetail.policy.consolidate import rank_victims
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Admission
 from dovetail.policy.memory import granted_tokens, recommended_tokens, required_tokens
 from dovetail.policy.placement import Hosting, can_ever_serve
+from dovetail.policy.work import Work
 
 
 @dataclass(frozen=True, slots=True)

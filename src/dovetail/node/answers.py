@@ -8,11 +8,11 @@ from dovetail.node import protocol
 from dovetail.node.instance import State
 from dovetail.node.node import Node
 from dovetail.node.outlook import movable
-from dovetail.node.work import SLACK, Work
 from dovetail.policy.fairness import Running, who_gives_way
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.latency import Latency
 from dovetail.policy.placement import Hosting
+from dovetail.policy.work import SLACK, Work
 from dovetail.profiles.live import LiveLatency
 
 OVERDUE_S = 1.0

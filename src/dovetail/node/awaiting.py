@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from dovetail.node.instance import Instance
 from dovetail.node.rows import batch_s, is_worth_splitting, latest_s
-from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
+from dovetail.policy.work import Work
 
 MOST_S = 1.0  # a source lets go between two tokens, and more than that none should take
 

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable
 from itertools import chain
 
 from dovetail.node.shares import Share, left_s, urgent_prefill_s
-from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, InstanceDemand
 from dovetail.policy.latency import Latency
 from dovetail.policy.placement import Hosting
 from dovetail.policy.shadow import TurnRule
+from dovetail.policy.work import Phase, Work
 
 LOOK_AHEAD_TURNS = 64  # how often it is estimated anew what contexts will grow to
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from dovetail.node.batch import tokens_of
 from dovetail.node.protocol import Finished, InstanceGone, Notice
 from dovetail.node.shares import Share
-from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import Latency, prompt_s, prompts_s
+from dovetail.policy.work import Work
 
 if TYPE_CHECKING:
     from dovetail.node.instance import Instance

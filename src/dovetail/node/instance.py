@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from dovetail.node.batch import Batch
 from dovetail.node.rhythm import Rhythm
-from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.memory import Part
 from dovetail.policy.placement import Hosting
 from dovetail.policy.shadow import TurnRule
+from dovetail.policy.work import Phase, Work
 
 
 class State(StrEnum):

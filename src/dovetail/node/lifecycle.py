@@ -8,9 +8,9 @@ from dovetail.node.events import SetTimer
 from dovetail.node.instance import Instance, State
 from dovetail.node.protocol import InstanceClosed, InstanceGone, InstanceReady
 from dovetail.node.residency import Residency
-from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.memory import Part
+from dovetail.policy.work import Work
 
 
 class Lifecycle:

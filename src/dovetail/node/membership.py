@@ -10,7 +10,7 @@ from dovetail.node.instance import Instance
 from dovetail.node.pools import Pools
 from dovetail.node.protocol import Finished, HandedOver
 from dovetail.node.turns import Turns
-from dovetail.node.work import RequestRecord, Work
+from dovetail.policy.work import RequestRecord, Work
 
 # L4: one that is handed over with no more than so many tokens to compute takes part in the next decode, unless it has
 # its next token in a small part of the time by itself.

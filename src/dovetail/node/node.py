@@ -21,12 +21,12 @@ from dovetail.node.protocol import CaughtUp, Pausable, Victim
 from dovetail.node.residency import Residency
 from dovetail.node.shares import advance
 from dovetail.node.turns import Turns
-from dovetail.node.work import Phase, RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import TransferModel
 from dovetail.policy.memory import Part
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.work import Phase, RequestRecord, Work
 
 
 class Node:

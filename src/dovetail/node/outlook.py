@@ -8,9 +8,9 @@ from operator import itemgetter
 
 from dovetail.node.instance import Instance, State
 from dovetail.node.shares import at_once_s, splitting_s
-from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, InstanceDemand, Prefill
 from dovetail.policy.parts import least_s
+from dovetail.policy.work import Phase, Work
 
 
 def cold_start_grace_s(work: Work, ordered_s: float, loaded_s: float) -> float:

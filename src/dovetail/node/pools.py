@@ -12,9 +12,9 @@ from dovetail.node.instance import Instance
 from dovetail.node.lifecycle import Lifecycle
 from dovetail.node.protocol import Overcommitted
 from dovetail.node.residency import Residency
-from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.memory import granted_tokens, should_shrink
+from dovetail.policy.work import Work
 
 LOOK_AROUND_TURNS = 16  # of an instance: how often it is looked whether contexts have outgrown time and memory
 AHEAD_S = 8.0  # a cold start elsewhere, and a prefill there

@@ -9,7 +9,7 @@ from dovetail.modelspec import ModelSpec
 from dovetail.sched.turn import Outcome, Turn
 
 if TYPE_CHECKING:
-    from dovetail.node.work import Work
+    from dovetail.policy.work import Work
 
 
 class Executor(Protocol):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from dovetail.node.work import Phase, RequestRecord
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.placement import DeviceKind
+from dovetail.policy.work import Phase, RequestRecord
 
 # Questions
 

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance
-from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.rounds import LEAST_SINGLES, WORTH_SPLITTING, decode_limit_s
+from dovetail.policy.work import Work
 
 AWAITED_SHARE = 0.25  # of an iteration is what an answer that is on its way here may wait for
 PACED_SHARE = 0.6  # of a pace that was asked for: within that everybody of a batch that is split has a token

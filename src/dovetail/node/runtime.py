@@ -15,8 +15,8 @@ from dovetail.node.feedback import LatencyFeedback, TurnGaps
 from dovetail.node.instance import State
 from dovetail.node.node import Node
 from dovetail.node.speech import Speech
-from dovetail.node.work import Work
 from dovetail.policy.headroom import Refusal
+from dovetail.policy.work import Work
 
 
 class NodeRuntime:

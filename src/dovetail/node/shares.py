@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from dovetail.node.work import Work
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import prompt_s
 from dovetail.policy.parts import in_parts_s, split_s
+from dovetail.policy.work import Work
 
 if TYPE_CHECKING:
     from dovetail.node.batch import Batch

@@ -12,7 +12,7 @@ from dovetail.eventlog import EventLog
 from dovetail.node import events, protocol
 from dovetail.node.log_lines import note_event, note_turn
 from dovetail.node.node import Node
-from dovetail.node.work import Work
+from dovetail.policy.work import Work
 from dovetail.profiles.files import hosting_values
 
 

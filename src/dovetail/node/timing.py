@@ -12,13 +12,13 @@ from dovetail.node.instance import Instance, State
 from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
 from dovetail.node.shares import at_once_s, urgent_prefill_s
-from dovetail.node.work import Phase, Work
 from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, must_be_late, validate_closed
 from dovetail.policy.knobs import Shadow
 from dovetail.policy.latency import prompt_s
 from dovetail.policy.parts import in_parts_s, least_s, split_s
 from dovetail.policy.placement import Hosting
 from dovetail.policy.shadow import validate
+from dovetail.policy.work import Phase, Work
 
 
 class Timing:

@@ -14,7 +14,6 @@ from dovetail.node.instance import Instance
 from dovetail.node.rows import awaiting_rows, batch_s, latest_s, promised_s, split_rows
 from dovetail.node.shares import Share, latest_prefill_s, left_s, splitting_s
 from dovetail.node.underway import Underway
-from dovetail.node.work import FEW_TOKENS, Work
 from dovetail.policy.headroom import INFINITY, choose_turn, guards_decodes, is_overtaken
 from dovetail.policy.parts import (
     FEWEST_TOKENS,
@@ -40,6 +39,7 @@ from dovetail.policy.rounds import (
     slice_between_s,
 )
 from dovetail.policy.shadow import TurnRule
+from dovetail.policy.work import FEW_TOKENS, Work
 
 # The device waits this long for an instance whose turn it is: in-place resizes take less, a turn of another takes more.
 MOMENT_S = 0.005

@@ -19,10 +19,10 @@ from dovetail.cluster.retry import RetryRule
 from dovetail.eventlog import EventLog
 from dovetail.node import events, protocol
 from dovetail.node.runtime import NodeRuntime
-from dovetail.node.work import RequestRecord, Work
 from dovetail.policy.headroom import INFINITY, SloRule
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
+from dovetail.policy.work import RequestRecord, Work
 from dovetail.sim.device import Device, requests_of
 from dovetail.sim.faults import Fault
 from dovetail.sim.metrics import Fate, Record, Result

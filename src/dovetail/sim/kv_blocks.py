@@ -16,8 +16,8 @@ from typing import NamedTuple
 from dovetail.node.events import StartResize, Turn
 from dovetail.node.instance import Instance
 from dovetail.node.shares import Share
-from dovetail.node.work import Work
 from dovetail.policy.placement import Hosting
+from dovetail.policy.work import Work
 from dovetail.sched.blocks import ROOT_KEY, BlockPool, PrefixKey
 
 STREAM_TOKENS = 1 << 24  # more than any request has: the numbers of a stream's tokens are its own

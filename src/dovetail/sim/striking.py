@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dovetail import logschema
 from dovetail.cluster.retry import Loss
-from dovetail.node.work import RequestRecord, Work
+from dovetail.policy.work import RequestRecord, Work
 from dovetail.sim.device import Device, requests_of
 from dovetail.sim.faults import Fault, FaultKind
 

@@ -32,9 +32,9 @@ from dovetail.node.protocol import (
     Withdraw,
 )
 from dovetail.node.runtime import NodeRuntime
-from dovetail.node.work import Work
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.work import Work
 from dovetail.pulse import Pulse
 from dovetail.sched.sequence import sequences_of
 from dovetail.types import Request, TokenEvent

@@ -58,9 +58,9 @@ from dovetail.node.protocol import (
     Warm,
     Withdraw,
 )
-from dovetail.node.work import Phase, RequestRecord
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import DeviceKind
+from dovetail.policy.work import Phase, RequestRecord
 from dovetail.types import FinishReason, Request, TokenEvent
 
 LEADER = "leader"  # what they call this gateway
