@@ -29,6 +29,9 @@ _LOOK_CALLS = 32  # how often a child looks whether it has grown
 _PREPARE_CPU_S = 30
 _SPARE_S = 1  # the kernel counts processor time in whole seconds
 _PAGE_BYTES = resource.getpagesize()
+_LEAST_PROGRESS = 0.1  # of the processor time that a call may take, in the time that it is waited for
+_SHORTEST_LOOK_S = 0.005
+_HAS_NICE_THREADS = sys.platform == "linux"  # elsewhere niceness is a process's
 
 _Order = tuple[bytes, "asyncio.Future[bytes]"]
 
@@ -38,9 +41,10 @@ class Bounds:
     """What one call may take."""
 
     cpu_s: float  # processor time
-    wall_s: float  # time, also while others have the processor
+    wall_s: float  # time without progress: a child that computes is waited for, however slowly it does
     memory_bytes: int  # beyond what the child has when it starts
     niceness: int = 0
+    quick_s: float = 0.0  # processor time of a call before it becomes nice: what is quick is not starved by others
     kept_bytes: int = 64 << 20  # a child that has grown by more is replaced when it has answered: memory returns
 
 
@@ -103,7 +107,9 @@ class Confined:
         self._stop()
         ours, theirs = socket.socketpair()
         bounds = self._bounds
+        is_nice_later = bounds.quick_s > 0 and _HAS_NICE_THREADS
         numbers = [theirs.fileno(), bounds.cpu_s, bounds.memory_bytes, bounds.kept_bytes]
+        numbers += [bounds.quick_s, bounds.niceness] if is_nice_later else [0, 0]
         with theirs:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", self._module, *map(str, numbers)],
@@ -115,15 +121,17 @@ class Confined:
             )
         self._socket = ours
         self.starts += 1
-        give_way(self._child.pid, bounds.niceness)
+        if not is_nice_later:
+            give_way(self._child.pid, bounds.niceness)
 
     def _exchange(self, request: bytes) -> bytes:
         assert self._socket is not None
-        deadline = time.monotonic() + self._bounds.wall_s
+        assert self._child is not None
+        progress = _Progress(self._child.pid, self._bounds)
         self._socket.settimeout(self._bounds.wall_s)
         self._socket.sendall(len(request).to_bytes(_LENGTH_BYTES, "little") + request)
-        size = int.from_bytes(_receive(self._socket, _LENGTH_BYTES, deadline), "little")
-        return _receive(self._socket, size, deadline)
+        size = int.from_bytes(_receive(self._socket, _LENGTH_BYTES, progress.left_s), "little")
+        return _receive(self._socket, size, progress.left_s)
 
     def _ended(self, error: Exception) -> Exceeded:
         """Why there is no answer; the child is gone afterwards."""
@@ -135,7 +143,8 @@ class Confined:
         code = self._child.poll()
         self._stop()
         if hung:
-            return Exceeded(f"it was not done after {self._bounds.wall_s:g} s on a busy machine", is_wall=True)
+            what = f"it got hardly any processor time for {self._bounds.wall_s:g} s on a busy machine"
+            return Exceeded(what, is_wall=True)
         if code == -signal.SIGXCPU:
             return Exceeded(f"it takes more than {self._bounds.cpu_s:g} s of processor time")
         return Exceeded(
@@ -150,6 +159,28 @@ class Confined:
             self._child.kill()
             self._child.wait()
             self._child = None
+
+
+class _Progress:
+    """How long a call is waited for: `wall_s` from when its child was last seen to have computed. Processor time is
+    bounded, and so is that."""
+
+    def __init__(self, pid: int, bounds: Bounds) -> None:
+        self._pid = str(pid)
+        self._wall_s = bounds.wall_s
+        self._least_s = bounds.cpu_s * _LEAST_PROGRESS
+        self._seen_s = _processor_s(self._pid)
+        self._until = time.monotonic() + bounds.wall_s
+
+    def left_s(self) -> float:
+        """Raises TimeoutError."""
+        now = time.monotonic()
+        if now >= self._until:
+            used_s = _processor_s(self._pid)
+            if used_s - self._seen_s < self._least_s:
+                raise TimeoutError
+            self._seen_s, self._until = used_s, now + self._wall_s
+        return self._until - now
 
 
 class Lane:
@@ -236,9 +267,24 @@ def give_way(pid: int, niceness: int) -> None:
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + niceness)
 
 
+def giving_way_later(work: Callable[[], object], quick_s: float, niceness: int) -> None:
+    """Returns when `work` has, or has raised. It is done in a thread that is nice after `quick_s` of processor time:
+    one of its own, because niceness can only grow."""
+    thread = threading.Thread(target=work, daemon=True, name="gives way")
+    thread.start()
+    if _HAS_NICE_THREADS:
+        used_s = 0.0
+        while used_s < quick_s and thread.is_alive():
+            thread.join(max(quick_s - used_s, _SHORTEST_LOOK_S))
+            used_s = _processor_s(f"self/task/{thread.native_id}")
+        if thread.native_id is not None and thread.is_alive():
+            give_way(thread.native_id, niceness)
+    thread.join()
+
+
 def thread_gives_way(niceness: int) -> None:
     """Let the calling thread leave the cores to others, where threads have a niceness of their own."""
-    if sys.platform == "linux":
+    if _HAS_NICE_THREADS:
         give_way(threading.get_native_id(), niceness)
 
 
@@ -262,7 +308,7 @@ def serve(
     `starts_others`: programs that are not bound as it is; they may lift its limits for themselves.
     """
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a terminal may stop whoever prints from behind
-    descriptor, cpu_s, memory_bytes, kept_bytes = (float(text) for text in sys.argv[1:5])
+    descriptor, cpu_s, memory_bytes, kept_bytes, quick_s, niceness = (float(text) for text in sys.argv[1:7])
     channel = socket.socket(fileno=int(descriptor))
     base, calls = _address_bytes(), 0
     with suppress(ValueError, OSError):  # a system without such a limit has the one on time
@@ -282,7 +328,14 @@ def serve(
             prepare(request)
         used = time.process_time()
         resource.setrlimit(resource.RLIMIT_CPU, (int(used + cpu_s) + _SPARE_S, hard_limit))
-        answer = handle(request)
+        answers = list[bytes]()
+        if quick_s:
+            giving_way_later(lambda: answers.append(handle(request)), quick_s, int(niceness))  # noqa: B023
+        else:
+            answers.append(handle(request))
+        if not answers:
+            return  # what it raised has been printed
+        answer = answers[0]
         calls += 1
         is_large = len(request) + len(answer) > _LARGE_BYTES or time.process_time() - used > _LONG_S
         looks = is_large or calls % _LOOK_CALLS == 0  # looking takes as long as a small call
@@ -294,21 +347,30 @@ def serve(
             return  # the parent has ended meanwhile
 
 
-def _receive(channel: socket.socket, count: int, deadline: float | None = None) -> bytes:
+def _receive(channel: socket.socket, count: int, left_s: Callable[[], float] | None = None) -> bytes:
     if count > _MAX_FRAME_BYTES:
         raise EOFError("a frame beyond all measure")
     parts = bytearray()
     while len(parts) < count:
-        if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            channel.settimeout(left)
-        part = channel.recv(min(count - len(parts), 1 << 20))
+        if left_s is not None:
+            channel.settimeout(left_s())
+        try:
+            part = channel.recv(min(count - len(parts), 1 << 20))
+        except TimeoutError:
+            continue  # `left_s` says whether that was the end
         if not part:
             raise EOFError("the other side is gone")
         parts += part
     return bytes(parts)
+
+
+def _processor_s(task: str) -> float:
+    """What a process or a thread has used; 0 where that cannot be known."""
+    try:
+        after_name = Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()
+        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _address_bytes() -> int:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -17,7 +18,7 @@ import psutil
 import pytest
 from gateway_builders import make_card
 
-from dovetail.confined import Bounds, Confined, Lane
+from dovetail.confined import Bounds, Confined, Exceeded, Lane
 from dovetail.errors import InvalidRequest, Overloaded
 from dovetail.gateway.clients import current_client
 from dovetail.gateway.text.chat import TemplateFacts, TemplateText
@@ -226,6 +227,57 @@ def test_a_grammar_over_its_processor_time_is_told_so_and_forgotten_after_a_whil
     assert "0.1 s of processor time" in too_long
     assert "regex" in wrong
     assert len(trials._known) == 1  # what the text itself says stays
+
+
+COMPUTES = """
+import os
+import time
+from dovetail.confined import serve
+
+
+def compute(request):
+    started, niceness = time.process_time(), [os.getpriority(os.PRIO_PROCESS, 0)]
+    while time.process_time() < started + float(request):
+        niceness.append(os.getpriority(os.PRIO_PROCESS, 0))
+    return b"%d %d" % (niceness[0], niceness[-1])
+
+
+serve(compute)
+"""
+
+
+@pytest.fixture
+def computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module whose calls say how nice they were when they began, and when they ended."""
+    (tmp_path / "computes.py").write_text(COMPUTES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return "computes"
+
+
+def test_a_call_that_computes_is_waited_for_longer_than_one_that_does_not(computes: str) -> None:
+    confined = Confined(computes, dataclasses.replace(BOUNDS, cpu_s=1.5, wall_s=1.4))
+    try:
+        confined.call(b"0")
+        assert confined.call(b"1.6")
+        assert confined.pid is not None
+        os.kill(confined.pid, signal.SIGSTOP)
+        with pytest.raises(Exceeded, match="hardly any processor time") as stopped:
+            confined.call(b"0")
+        assert stopped.value.is_wall
+    finally:
+        confined.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+def test_a_call_gives_way_when_it_takes_long_and_the_next_one_begins_as_others_equal(computes: str) -> None:
+    bounds = dataclasses.replace(BOUNDS, cpu_s=2.0, niceness=7, quick_s=0.1)
+    confined, ours = Confined(computes, bounds), os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        assert confined.call(b"0.01") == b"%d %d" % (ours, ours)
+        assert confined.call(b"0.8") == b"%d %d" % (ours, min(ours + 7, 19))
+        assert confined.call(b"0.01") == b"%d %d" % (ours, ours)
+    finally:
+        confined.close()
 
 
 READS_LONG = """

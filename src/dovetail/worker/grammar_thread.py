@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests before their first turn, in a thread that gives way to all others.
+"""Compiles the grammars of requests before their first turn, in threads that give way to all others when it takes long.
 
 The gateway has tried each grammar out and refused what takes long; what is left may still take longer than a token.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-from dovetail.confined import thread_gives_way
+from dovetail.confined import giving_way_later
 from dovetail.engine.grammar_library import GrammarLibrary
 from dovetail.grammars import TokenizerKey
 from dovetail.types import Grammar, ModelCard, Request
 
 NICENESS = 10
+QUICK_S = 0.1  # of processor time, before that
 
 
 class Order(NamedTuple):
@@ -55,10 +57,9 @@ class GrammarThread:
         return self._awaited.pop(self._ready.get_nowait(), set())
 
     def _run(self) -> None:
-        thread_gives_way(NICENESS)
         while True:
             order = self._orders.get()
             if (order.key, order.grammar) not in self.library:
-                self.library.compile(order.key, order.grammar)
+                giving_way_later(partial(self.library.compile, order.key, order.grammar), QUICK_S, NICENESS)
             self._ready.put(order)
             self._wake()

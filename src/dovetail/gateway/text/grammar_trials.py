@@ -1,7 +1,7 @@
 """Grammars that clients send, tried out before a worker sees them; what came of it is remembered, by text.
 
 The trial is `grammar_check`'s, in a process of its own: started with the first grammar that needs one, bounded in time
-and memory, and with less right to a core than anything that serves.
+and memory. A trial that takes longer than most has less right to a core than anything that serves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dovetail.gateway.text.grammar_check import Check, Verdict, is_plain
 from dovetail.grammars import TokenizerKey
 from dovetail.types import Grammar, ModelCard
 
-BOUNDS = Bounds(cpu_s=1.5, wall_s=20.0, memory_bytes=512 << 20, niceness=10, kept_bytes=256 << 20)
+BOUNDS = Bounds(cpu_s=1.5, wall_s=20.0, memory_bytes=512 << 20, niceness=10, kept_bytes=256 << 20, quick_s=0.1)
 _KEPT = 1024
 _KEPT_CHARS = 4 << 20  # of all texts together
 _MEASURED_KEPT_S = 60.0  # verdicts that depend on how busy the machine was
