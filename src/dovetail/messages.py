@@ -38,6 +38,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     keep_alive_s: float = -1.0  # idle time after which the node unloads it; 0 = at once, negative = never
     kv: KvKind = "auto"
     speculation: Speculation = Speculation("off")
+    resident_share: float | None = None  # of its layers, on a GPU; None = all that fit, the others are streamed
 
 
 class Unload(msgspec.Struct, frozen=True, tag="unload"):

@@ -21,6 +21,7 @@ from dovetail_bench.cli.register import record, report
 from dovetail_bench.cli.sampling import sampling
 from dovetail_bench.cli.speculation import speculation
 from dovetail_bench.cli.store import store
+from dovetail_bench.cli.streaming import streaming
 from dovetail_bench.cli.thesis import thesis
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ app.command("engines")(engines)
 app.command("abuse")(abuse)
 app.command("speculation")(speculation)
 app.command("sampling")(sampling)
+app.command("streaming")(streaming)
 app.command("store")(store)
 app.command("bucket")(bucket)
 app.command("thesis")(thesis)

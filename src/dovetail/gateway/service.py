@@ -251,7 +251,15 @@ class Service:
     def _load_of(self, model: ServedModel, card: ModelCard) -> Load:
         config = model.config
         speculation = Speculation(config.speculative.mode, config.speculative.tokens, self.drafts.of(model))
-        return Load(card, config.dtype, keep_alive_s=config.keep_alive, kv=config.kv, speculation=speculation)
+        share = None if config.resident_share == "auto" else config.resident_share
+        return Load(
+            card,
+            config.dtype,
+            keep_alive_s=config.keep_alive,
+            kv=config.kv,
+            speculation=speculation,
+            resident_share=share,
+        )
 
     def _outdated(self, model: ServedModel) -> HostedModel | None:
         hosted = self.cluster.models.get(model.host)

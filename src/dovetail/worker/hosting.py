@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dovetail.engine.devices import Device, Peaks
+from dovetail.layouts import CELLS, packed_bytes
 from dovetail.machine import slug
-from dovetail.modelspec import KvKind
+from dovetail.modelspec import DTYPE_BYTES, FP8, KvKind, activation_dtype, is_fp8_matrix
 from dovetail.policy.headroom import SloRule
-from dovetail.policy.latency import GIB, Latency
-from dovetail.policy.placement import Hosting
+from dovetail.policy.latency import GIB, LatencyModel
+from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.streaming import StreamedWeights, resident_layers, with_link
 from dovetail.profiles.concurrency import concurrency_of
 from dovetail.profiles.files import read_profile
 from dovetail.profiles.hardware import Hardware, Shape, latency_of
@@ -55,6 +58,25 @@ def weight_bytes(card: ModelCard, dtype: str, kept: str) -> int:
     return card.spec.weight_bytes(dtype) if kept == dtype else card.size_bytes
 
 
+def streamed_weights(card: ModelCard, dtype: str, kept: str) -> StreamedWeights:
+    """The same by layer."""
+    spec = card.spec
+    total, share = weight_bytes(card, dtype, kept), card.size_bytes / spec.num_parameters()
+    by_layer, stored = [0] * spec.num_layers, [0] * spec.num_layers
+    for name, shape in spec.tensors():
+        if not name.startswith("layers.") or len(shape) < 2 or "norm." in name:
+            continue
+        layer, size = int(name.split(".")[1]), math.prod(shape)
+        plain = size * DTYPE_BYTES[activation_dtype(dtype)]
+        if kept != dtype:
+            packed = packed_bytes(CELLS[kept], "f32", shape) if kept in CELLS else int(size * share)
+            by_layer[layer], stored[layer] = by_layer[layer] + packed, stored[layer] + packed
+        else:
+            rounded = math.prod(shape[:-1]) * (shape[-1] + 4) if dtype == FP8 and is_fp8_matrix(name, shape) else plain
+            by_layer[layer], stored[layer] = by_layer[layer] + rounded, stored[layer] + plain
+    return StreamedWeights(total, tuple(by_layer), tuple(stored), is_unpacked=kept != dtype or dtype == FP8)
+
+
 class Profiles:
     """Latency models by shape."""
 
@@ -75,11 +97,12 @@ class Profiles:
         max_kv_tokens: int,
         keep_alive_s: float,
         load_s: float,
+        resident: int | None = None,
     ) -> Hosting:
-        latency = self.latency(card, dtype, kv)
+        latency = self.latency(card, dtype, kv, resident)
         tpot_s = SloRule().tpot_s
         return Hosting(
-            weight_bytes=self.weight_bytes(card, dtype),
+            weight_bytes=self.weight_bytes(card, dtype, resident),
             kv_bytes_per_token=card.spec.kv_bytes_per_token(dtype, kv),
             latency=latency,
             slots=SLOTS,
@@ -91,25 +114,38 @@ class Profiles:
             keep_alive_s=keep_alive_s,
         )
 
-    def latency(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> LiveLatency:
+    def latency(self, card: ModelCard, dtype: str, kv: KvKind = "auto", resident: int | None = None) -> LiveLatency:
+        """`resident`: how many of its layers stay on the device; None = all."""
         name = self.shape_name(card, dtype, kv)
+        if resident is not None:
+            name = f"{name}-{resident}-resident"
         live = self._live.get(name)
         if live is None:
-            live = self._live[name] = LiveLatency(self.measured(card, dtype, kv) or self._estimated(card, dtype, kv))
+            base = self.measured(card, dtype, kv) or self._estimated(card, dtype, kv)
+            live = self._live[name] = LiveLatency(
+                base if resident is None else self._linked(base, card, dtype, resident)
+            )
         return live
+
+    def _linked(self, base: LatencyModel, card: ModelCard, dtype: str, resident: int) -> LatencyModel:
+        kept = kept_as(card, dtype, self._device)
+        link_bytes = streamed_weights(card, dtype, kept).link_bytes(resident)
+        return with_link(base, link_bytes / self.prepare(dtype, kept).link)
 
     @property
     def exist(self) -> bool:
         return self.path is not None and self.path.exists()
 
-    def measured(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> Latency | None:
+    def measured(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> LatencyModel | None:
         if self.path is None or not self.exist:
             return None
         profile = read_profile(self.path)
         name = self.shape_name(card, dtype, kv)
         if name not in profile.models:
             return None
-        return profile.hosting(name, self._device.kind, self.device).latency
+        latency = profile.hosting(name, self._device.kind, self.device).latency
+        assert isinstance(latency, LatencyModel)
+        return latency
 
     def prepare(self, dtype: str, kept: str | None = None) -> Peaks:
         """Look at the device before the first request waits for it."""
@@ -124,8 +160,21 @@ class Profiles:
     def shape_of(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> Shape:
         return shape_of(card, dtype, kept_as(card, dtype, self._device), kv)
 
-    def weight_bytes(self, card: ModelCard, dtype: str) -> int:
-        return weight_bytes(card, dtype, kept_as(card, dtype, self._device))
+    def weight_bytes(self, card: ModelCard, dtype: str, resident: int | None = None) -> int:
+        kept = kept_as(card, dtype, self._device)
+        if resident is not None:
+            return streamed_weights(card, dtype, kept).device_bytes(resident)
+        return weight_bytes(card, dtype, kept)
+
+    def resident_layers(
+        self, card: ModelCard, dtype: str, capacity: int, kv_bytes: int, share: float | None
+    ) -> int | None:
+        """How many layers stay on this device, which has so much memory; None = all of them."""
+        if self._device.kind is DeviceKind.CPU:  # it computes with weights where they lie
+            return None
+        weights = streamed_weights(card, dtype, kept_as(card, dtype, self._device))
+        count = resident_layers(weights, capacity, kv_bytes, share)
+        return count if count < weights.num_layers else None
 
     def store(
         self, card: ModelCard, dtype: str, prefill_ms: list[Any], decode_ms: list[Any], kv: KvKind = "auto"
@@ -151,7 +200,7 @@ class Profiles:
         building.write_text(json.dumps(content, indent=1))
         building.replace(path)
 
-    def _estimated(self, card: ModelCard, dtype: str, kv: KvKind) -> Latency:
+    def _estimated(self, card: ModelCard, dtype: str, kv: KvKind) -> LatencyModel:
         kept = kept_as(card, dtype, self._device)
         peaks = self.prepare(dtype, kept)
         bytes_each = weight_bytes(card, dtype, kept) / card.spec.num_parameters()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dovetail import messages
 from dovetail.engine.devices import Device
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.streaming import KEPT_TOKENS
 from dovetail.types import ModelCard
 from dovetail.worker.hosting import Profiles
 from dovetail.worker.loading import DraftConfig, InstanceConfig
@@ -31,10 +32,14 @@ def instance_config(
     max_batch = config.max_batch or device.max_batch
     block_bytes = spec.kv_bytes_per_token(dtype, message.kv) * config.block_size
     draft_block_bytes = draft.spec.kv_bytes_per_token(draft_dtype, message.kv) * config.block_size if draft else 0
-    weight_bytes = profiles.weight_bytes(message.card, dtype)
+    asked_bytes = message.kv_bytes or config.kv_bytes
+    kept_bytes = spec.kv_bytes_per_token(dtype, message.kv) * min(spec.context_length, KEPT_TOKENS)
+    kept_bytes = min(asked_bytes, kept_bytes) if asked_bytes else kept_bytes
+    resident = profiles.resident_layers(message.card, dtype, capacity, kept_bytes, message.resident_share)
+    weight_bytes = profiles.weight_bytes(message.card, dtype, resident)
     weight_bytes += profiles.weight_bytes(draft, draft_dtype) if draft is not None else 0
     room = max(capacity - weight_bytes, 0)
-    kv_bytes = min(message.kv_bytes or config.kv_bytes or room, room)
+    kv_bytes = min(asked_bytes or room, room)
     blocks = kv_bytes // (block_bytes + draft_block_bytes)
     blocks = min(blocks, -(-max_batch * spec.context_length // config.block_size) + 1)
     drafted = None
@@ -54,6 +59,7 @@ def instance_config(
         max_adapters=config.max_adapters,
         speculation=message.speculation,
         draft=drafted,
+        resident_layers=resident,
     )
 
 
@@ -77,6 +83,7 @@ def hosting_of(config: InstanceConfig, profiles: Profiles, keep_alive_s: float, 
         max_kv_tokens=config.max_tokens + config.block_size,
         keep_alive_s=keep_alive_s,
         load_s=load_s,
+        resident=config.resident_layers,
     )
     draft = config.draft
     if draft is None:

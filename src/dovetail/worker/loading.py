@@ -68,6 +68,7 @@ class InstanceConfig:
     max_adapters: int = 0  # in one iteration; 0 = any number
     speculation: Speculation = OFF
     draft: DraftConfig | None = None
+    resident_layers: int | None = None  # on a GPU; the others are streamed from host memory. None = all
     verify: bool = False  # compare weights that are mapped without a pool with their checksums
 
     @property
@@ -307,6 +308,7 @@ def _executor_config(
         block_size=config.block_size,
         dtype=dtype,
         kv=config.kv,
+        resident_layers=config.resident_layers if card is config.card else None,
         tokenizer_file=card.tokenizer_file,
         eos_token_ids=card.eos_token_ids,
         max_batch=config.max_batch,

@@ -312,7 +312,10 @@ class Worker:
             self._driver.unregister(name)
             known = None
         if known is not None and self._driver.instances_of(name):  # what is ready keeps its form
-            message = msgspec.structs.replace(message, dtype=known.dtype, kv=known.kv, speculation=known.speculation)
+            layers = message.card.spec.num_layers
+            share = (layers if known.resident_layers is None else known.resident_layers) / layers
+            same = {"dtype": known.dtype, "kv": known.kv, "speculation": known.speculation, "resident_share": share}
+            message = msgspec.structs.replace(message, **same)
         config = self._instance_configs[name] = instance_config(
             message, self._config, self._device, self._driver.home.node.device.ledger.capacity, self._profiles
         )

@@ -4,6 +4,7 @@ is at best; how its kernels do that is its own business.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -29,6 +30,7 @@ class Peaks:
     efficiency: float  # share of both
     floor_s: float  # of an iteration
     layer_s: float  # of each layer
+    link: float = math.inf  # bytes/s from host memory; infinite where the device computes with what lies there
 
 
 class DeviceExecutor(Protocol):

@@ -25,6 +25,7 @@ from dovetail.policy.placement import DeviceKind
 
 MEMORY_SHARE = 0.9  # of what others leave; the rest is for activations, graphs and the libraries' own
 log = logging.getLogger("dovetail.worker")
+LINK_BYTES = 64 << 20  # that are copied from the host to see how fast that is
 EFFICIENCY, FLOOR_S, LAYER_S = 0.7, 0.0004, 0.00001
 
 
@@ -84,13 +85,16 @@ class CudaDevice:
             executor.close()
 
     def peaks(self, dtype: str, kept: str) -> Peaks:
-        """Measured once, by a copy and a product of 16 bits."""
+        """Measured once, by copies and a product of 16 bits."""
         if self._peaks is None:
             half, size = 1 << 30, 8192  # far more than the caches hold, and long beside a launch
             large = torch.empty(2 * half, dtype=torch.uint8, device=self.device)
             a, b = (torch.randn(size, size, device=self.device).bfloat16() for _ in range(2))
             copied_s, product_s = _seconds(lambda: large[:half].copy_(large[half:])), _seconds(lambda: a @ b)
-            self._peaks = Peaks(2 * size**3 / product_s, 2 * half / copied_s, EFFICIENCY, FLOOR_S, LAYER_S)
+            host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+            link = LINK_BYTES / _seconds(lambda: large[:LINK_BYTES].copy_(host, non_blocking=True))
+            flops, bandwidth = 2 * size**3 / product_s, 2 * half / copied_s
+            self._peaks = Peaks(flops, bandwidth, EFFICIENCY, FLOOR_S, LAYER_S, link)
             del large, a, b
             torch.cuda.empty_cache()
         return self._peaks

@@ -32,18 +32,21 @@ from dovetail.engine.prompt_reader import PIECE_TOKENS, PromptReader, reads_prom
 from dovetail.errors import ConfigError, DeviceLost, Unprocessable, UnsupportedModel
 from dovetail.modelspec import FP8, ModelSpec, activation_dtype
 from dovetail.node.ports import Checkpoint
+from dovetail.policy.streaming import streamed_layers
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
 from dovetail.types import SamplingParams, TokenLogprobs
 
 
 class SharedStreams:
-    """What the models of one device share: a stream for iterations, one each for weights and adapters on their way."""
+    """What the models of one device share: a stream for iterations, one each for weights and adapters on their way and
+    for layers that are streamed."""
 
     def __init__(self, device: torch.device, num_processors: int) -> None:
         self.device = device
         self.num_processors = num_processors
         self.stream = torch.cuda.Stream(device)
         self.adapter_stream = torch.cuda.Stream(device)
+        self.slot_stream = torch.cuda.Stream(device)
         self.copier = HostCopier(device)
         self.graph_memory = GraphMemory(device)
 
@@ -107,7 +110,7 @@ class CudaExecutor:
     is_pipelined = True
 
     def __init__(self, checkpoint: Checkpoint, config: ExecutorConfig, device: SharedStreams, max_batch: int) -> None:
-        """Takes the checkpoint over: it is closed when its bytes are on the device."""
+        """Takes the checkpoint over: it is closed when its bytes are on the device, or with the model if some stay."""
         if config.kv == "int8":
             raise ConfigError("kv: int8 is for CPUs; a GPU keeps keys and values in the type that it computes in")
         spec = checkpoint.spec
@@ -120,8 +123,7 @@ class CudaExecutor:
         dtype = TORCH_DTYPES[activation_dtype(self.dtype)]
         self._device = device
         self.max_blocks = max_blocks(config, spec.kv_bytes_per_token(self.dtype) * config.block_size)
-        in_fp8 = self.dtype == FP8
-        self._weights = DeviceWeights(checkpoint, dtype, device.device, device.copier, in_fp8=in_fp8)
+        self._weights = _weights(checkpoint, dtype, device, config, in_fp8=self.dtype == FP8)
         self._checkpoint: Checkpoint | None = checkpoint
         self._model: CudaModel | None = CudaModel(spec, self._weights, device.device)
         self.weight_bytes = self.copied_bytes = self._weights.num_bytes
@@ -250,7 +252,7 @@ class CudaExecutor:
         return True
 
     def _note(self, launched: _Launched) -> None:
-        launched.is_typical = self._steps.take_known() and self._checkpoint is None
+        launched.is_typical = self._steps.take_known() and self._weights.has_arrived()
         launched.done.record()
         self._used = launched.done
         self._launched.append(launched)
@@ -352,13 +354,14 @@ class CudaExecutor:
         self._model = None
         if self._checkpoint is not None:
             self._weights.wait()
+        self._weights.close()
+        if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
-        self._weights.close()
         self._cache.close()
 
     def _let_go_of_source(self) -> None:
-        if self._checkpoint is not None and self._weights.has_arrived():
+        if self._checkpoint is not None and self._weights.has_arrived() and not self._weights.reads_host:
             self._checkpoint.close()
             self._checkpoint = None
 
@@ -396,6 +399,22 @@ class CudaExecutor:
 
     def _is_decode(self, rows: Sequence[TurnRow]) -> bool:
         return len(rows) <= self._decode.max_batch and all(row.count == 1 and row.samples for row in rows)
+
+
+def _weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: SharedStreams, config: ExecutorConfig, *, in_fp8: bool
+) -> DeviceWeights:
+    layers = checkpoint.spec.num_layers
+    streamed = streamed_layers(layers, layers if config.resident_layers is None else config.resident_layers)
+    return DeviceWeights(
+        checkpoint,
+        dtype,
+        device.device,
+        device.copier,
+        in_fp8=in_fp8,
+        streamed=streamed,
+        slot_stream=device.slot_stream,
+    )
 
 
 def gpu_dtype(name: str, stored: str) -> str:

@@ -151,16 +151,18 @@ class CudaModel:
         adapted: AdaptedRows | None = None,
     ) -> Tensor:
         """The same up to what the head reads."""
+        self._weights.begin()
         self._weights.wait_for_layer(0)
         rows = self.embed(tokens, positions)
         for index, layer in enumerate(self.layers):
-            self._weights.wait_for_layer(index)
+            self._weights.acquire(index)
             rope = self._rope_local if layer.local_rope and self._rope_local is not None else self._rope
             blocks = cache[:, index]
             qkv = layer.qkv(rows, adapted)
             layer.rotate_and_write(qkv, positions, slots, blocks, rope)
             rows = layer.proj(attend(qkv, blocks, layer.attention), rows, adapted)
             rows = layer.mlp(rows, adapted)
+            self._weights.release(index)
         self._weights.wait_for_layer(len(self.layers))
         return _normed(rows, self._final_norm, self.spec, sampled)
 

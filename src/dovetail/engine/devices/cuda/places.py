@@ -16,6 +16,10 @@ from dovetail.node.ports import HostTensor
 ALIGNMENT = 256
 
 
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class Place:
     dtype: torch.dtype
@@ -46,11 +50,11 @@ class Fp8Place:
 class Room:
     """Places one behind the other."""
 
-    def __init__(self) -> None:
-        self.num_bytes = 0
+    def __init__(self, begin: int = 0) -> None:
+        self.num_bytes = begin
 
     def take(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
-        place = Place(dtype, shape, -(-self.num_bytes // ALIGNMENT) * ALIGNMENT)
+        place = Place(dtype, shape, aligned(self.num_bytes))
         self.num_bytes = place.end
         return place
 

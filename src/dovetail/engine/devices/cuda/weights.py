@@ -5,14 +5,16 @@
 
 Whoever computes a layer makes its stream wait for the event of that layer, not for the end. Host memory that is pinned
 (the registered pool) is read by the device itself; any other goes through a ring of pinned buffers. Quantised matrices
-travel as they are stored, in cells for CPUs, and are laid out row by row when they have arrived.
+travel as they are stored, in cells for CPUs, and are laid out row by row when they have arrived. Matrices of streamed
+layers do not stay (`streamed`): behind the tensors that do lie the slots that they are copied into.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,15 +23,18 @@ from torch import Tensor
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.devices.cuda.coded import CodedMatrix, CodedRows, can_keep, lay_out
 from dovetail.engine.devices.cuda.fp8 import Fp8Matrix, Rounded, round_rows
-from dovetail.engine.devices.cuda.places import CodedPlace, Fp8Place, Place, Room
+from dovetail.engine.devices.cuda.places import CodedPlace, Fp8Place, Place, Room, aligned
+from dovetail.engine.devices.cuda.streamed import LayerStream, SlotCopy, StreamedLayer
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.gpu_load import PinnedRange
 from dovetail.engine.weights import from_read_only_memory
 from dovetail.layouts import BY_ROWS, to_cells, unpack
 from dovetail.modelspec import is_fp8_matrix
 from dovetail.node.ports import Checkpoint, HostTensor
+from dovetail.policy.streaming import SLOTS
 
 RING_BUFFERS, RING_BYTES = 4, 16 << 20
+HostSources = list[list[Tensor]]  # a tensor's bytes in host memory, by piece, in parts
 
 
 @runtime_checkable
@@ -69,6 +74,12 @@ class HostCopier:
         self._ring: list[tuple[Tensor, torch.cuda.Event]] = []
         self._next = 0
 
+    def pinned(self, source: Tensor) -> Tensor:
+        """The same bytes where the device reads them by itself."""
+        if self.pool is not None:
+            self.pool.register(source.data_ptr())
+        return source if source.is_pinned() else source.pin_memory()
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """target and source are bytes [n]. A pinned source must stay as it is until the stream is done with it."""
         if self.pool is not None:
@@ -106,22 +117,29 @@ class DeviceWeights:
         copier: HostCopier,
         *,
         in_fp8: bool = False,  # matrices of layers, unless they are quantised already
+        streamed: Collection[int] = (),  # layers that are copied anew with every iteration
+        slot_stream: torch.cuda.Stream | None = None,  # that copies them
     ) -> None:
         self.spec = checkpoint.spec
         self.dtype = dtype
         self._in_fp8 = in_fp8
+        self._streamed = frozenset(streamed)
+        self._sources: dict[str, HostSources] = {}  # of what is streamed
+        self._raw: dict[str, list[Place]] = {}  # where it lies as it is stored, in its slot
         self._copier = copier
         self._places: dict[str, Place | Fp8Place | tuple[CodedPlace, ...]] = {}
         self._shapes = dict(self.spec.tensors())
         self.num_bytes = self._plan(checkpoint)
         self._arena = CudaArena(self.num_bytes, device)
         self._bytes: Tensor | None = None
+        self._slots: LayerStream | None = None
         self._events: list[torch.cuda.Event] = []  # of the layers; none once all have arrived
         self._is_here = False
         with ExitStack() as undo:
             undo.callback(self.close)
             self._arena.resize(self.num_bytes)
             self._bytes = self._arena.tensor(torch.uint8, (self.num_bytes,))
+            self._slots = self._make_slots(slot_stream)
             self._load(checkpoint)
             undo.pop_all()
 
@@ -163,15 +181,39 @@ class DeviceWeights:
         if self._events:
             torch.cuda.current_stream().wait_event(self._events[layer])
 
+    def begin(self) -> None:
+        """An iteration, on the current stream."""
+        if self._slots is not None:
+            self._slots.begin()
+
+    def acquire(self, layer: int) -> None:
+        """Make the current stream wait until this layer can be computed with."""
+        self.wait_for_layer(layer)
+        if self._slots is not None:
+            self._slots.acquire(layer)
+
+    def release(self, layer: int) -> None:
+        """The current stream has been asked for all that this iteration computes with it."""
+        if self._slots is not None:
+            self._slots.release(layer)
+
+    @property
+    def reads_host(self) -> bool:
+        """With every iteration, for as long as it is open."""
+        return self._slots is not None
+
     def has_arrived(self) -> bool:
-        """All of it is on the device; host memory is no longer read."""
+        """All that stays is on the device; of that, host memory is no longer read."""
         if len(self._events) > self.spec.num_layers and self._events[-1].query():
             self._events, self._is_here = [], True
         return self._is_here
 
     def close(self, *events: torch.cuda.Event) -> None:
-        """The memory goes back when the device is past these and has copied what this model has queued; copies of
+        """The memory goes back when the device is past these and has copied what this model has queued; loads of
         others are not waited for."""
+        if self._slots is not None:
+            self._slots.close()
+        self._slots, self._sources = None, {}
         if self._bytes is not None:
             self._arena.in_use = (*events, self._copied())
         self._events = []
@@ -191,16 +233,91 @@ class DeviceWeights:
 
     def _plan(self, checkpoint: Checkpoint) -> int:
         """Returns the bytes that all of it takes."""
-        room = Room()
-        for name, shape in self._shapes.items():
-            pieces = checkpoint.pieces(name)
-            if _stays_coded(name, pieces):
-                self._places[name] = tuple(room.take_coded(piece) for piece in pieces)
-            elif self._in_fp8 and is_fp8_matrix(name, shape):
-                self._places[name] = room.take_fp8(shape)
+        room, by_layer = Room(), dict[int, list[str]]()
+        for name in self._shapes:
+            layer = _layer_of(name)
+            if layer in self._streamed and _is_matrix(name, self._shapes[name]):
+                by_layer.setdefault(layer, []).append(name)
             else:
-                self._places[name] = room.take(self._kept(name, checkpoint), shape)
-        return room.num_bytes
+                self._places[name] = self._take(name, room, checkpoint)
+        return self._plan_slots(by_layer, room.num_bytes, checkpoint) if by_layer else room.num_bytes
+
+    def _take(self, name: str, room: Room, checkpoint: Checkpoint) -> Place | Fp8Place | tuple[CodedPlace, ...]:
+        pieces, shape = checkpoint.pieces(name), self._shapes[name]
+        if _stays_coded(name, pieces):
+            return tuple(room.take_coded(piece) for piece in pieces)
+        if self._in_fp8 and is_fp8_matrix(name, shape):
+            return room.take_fp8(shape)
+        return room.take(self._kept(name, checkpoint), shape)
+
+    def _plan_slots(self, by_layer: dict[int, list[str]], begin: int, checkpoint: Checkpoint) -> int:
+        """Slots for matrices as they are stored, and room for one layer's in the form that kernels read."""
+        for name in (name for names in by_layer.values() for name in names):
+            self._sources[name] = self._pinned_sources(name, checkpoint)
+        slot_bytes = work_bytes = 0
+        for names in by_layer.values():  # of any of them
+            slot, work = self._plan_layer(names, checkpoint, 0, 0)
+            slot_bytes, work_bytes = max(slot_bytes, slot), max(work_bytes, work)
+        slots = [begin := aligned(begin), aligned(begin + slot_bytes)]
+        work_begin = aligned(slots[1] + slot_bytes)
+        for at, names in enumerate(by_layer.values()):
+            self._plan_layer(names, checkpoint, slots[at % SLOTS], work_begin)
+        return work_begin + work_bytes
+
+    def _plan_layer(self, names: Sequence[str], checkpoint: Checkpoint, slot_at: int, work_at: int) -> tuple[int, int]:
+        """Returns what it takes of either."""
+        slot, work = Room(slot_at), Room(work_at)
+        for name in names:
+            if self._is_unpacked(name, checkpoint):
+                sizes = [sum(map(len, sources)) for sources in self._sources[name]]
+                self._raw[name] = [slot.take(torch.uint8, (size,)) for size in sizes]
+                self._places[name] = self._take(name, work, checkpoint)
+            else:
+                place = self._take(name, slot, checkpoint)
+                assert isinstance(place, Place)
+                self._places[name], self._raw[name] = place, [place]
+        return slot.num_bytes - slot_at, work.num_bytes - work_at
+
+    def _is_unpacked(self, name: str, checkpoint: Checkpoint) -> bool:
+        is_rounded = self._in_fp8 and is_fp8_matrix(name, self._shapes[name])
+        return is_rounded or _stays_coded(name, checkpoint.pieces(name))
+
+    def _pinned_sources(self, name: str, checkpoint: Checkpoint) -> HostSources:
+        """In the pool, or a copy of our own where the device cannot read what the checkpoint has."""
+        if isinstance(checkpoint, PooledCheckpoint):
+            checkpoint.wait(name)
+        pieces = checkpoint.pieces(name)
+        with from_read_only_memory():
+            if _stays_coded(name, pieces):
+                found = [_coded_bytes(checkpoint, name, piece) for piece in pieces]
+            else:
+                found = [_host_bytes(checkpoint, name, self._kept(name, checkpoint))]
+            return [[self._copier.pinned(source) for source in sources] for sources in found]
+
+    def _make_slots(self, stream: torch.cuda.Stream | None) -> LayerStream | None:
+        if not self._sources:
+            return None
+        assert stream is not None, "somebody has to copy what is streamed"
+        by_layer: dict[int, list[str]] = {}
+        for name in self._sources:
+            by_layer.setdefault(_layer_of(name), []).append(name)
+        layers = {layer: self._streamed_layer(names) for layer, names in by_layer.items()}
+        return LayerStream(stream, layers, torch.zeros(16, dtype=torch.uint8, device=self._bytes_device))
+
+    def _streamed_layer(self, names: Sequence[str]) -> StreamedLayer:
+        copies, unpacks = list[SlotCopy](), list[Callable[[], None]]()
+        for name in names:
+            raw = [self._at(place).view(-1).view(torch.uint8) for place in self._raw[name]]
+            for target, sources in zip(raw, self._sources[name], strict=True):
+                parts = target.split([len(source) for source in sources])
+                copies += [SlotCopy(*pair) for pair in zip(parts, sources, strict=True)]
+            place = self._places[name]
+            if isinstance(place, Fp8Place):
+                unpacks.append(partial(self._round, place, raw[0]))
+            elif not isinstance(place, Place):
+                unpacks += [partial(self._lay_out, *pair) for pair in zip(place, raw, strict=True)]
+        is_read_in_slot = any(isinstance(self._places[name], Place) for name in names)
+        return StreamedLayer(tuple(copies), tuple(unpacks), is_read_in_slot)
 
     def _kept(self, name: str, checkpoint: Checkpoint) -> torch.dtype:
         """Norms stay as they are stored, kernels widen them; what is multiplied is in the compute type."""
@@ -212,12 +329,13 @@ class DeviceWeights:
     def _load(self, checkpoint: Checkpoint) -> None:
         last_layer = 0
         with from_read_only_memory():
-            for name in self._places:
-                layer = int(name.split(".")[1]) if name.startswith("layers.") else self._after(name)
+            for name in self._shapes:
+                layer = _layer_of(name) if name.startswith("layers.") else self._after(name)
                 while last_layer < layer:
                     self._record()
                     last_layer += 1
-                self._copy(name, checkpoint)
+                if name not in self._sources:
+                    self._copy(name, checkpoint)
         self._record()
         assert len(self._events) == self.spec.num_layers + 1
 
@@ -241,23 +359,28 @@ class DeviceWeights:
             return
         pieces = checkpoint.pieces(name)
         for piece, own in zip(pieces, place, strict=True):
-            chunks = _chunks(checkpoint, name) if len(pieces) == 1 and piece.layout == own.layout else None
-            self._copy_coded(own, chunks or [_in_cells(piece)], name)
+            self._copy_coded(own, _coded_bytes(checkpoint, name, piece), name)
 
     def _copy_coded(self, place: CodedPlace, sources: Sequence[Tensor], name: str) -> None:
         """Through memory of the copying stream, which is that stream's to use again."""
         with torch.cuda.stream(self._copier.stream):
             cells = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._bytes_device)
             self._fill(cells, sources, name)
-            lay_out(cells, place.coding, self._at(place.codes), [self._at(scale) for scale in place.scales])
+            self._lay_out(place, cells)
 
     def _copy_rounded(self, place: Fp8Place, sources: Sequence[Tensor], name: str) -> None:
         with torch.cuda.stream(self._copier.stream):
             wide = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._bytes_device)
             self._fill(wide, sources, name)
-            columns = place.values.shape[-1]
-            rounded = Rounded(self._at(place.values).view(-1, columns), self._at(place.scales).view(-1))
-            round_rows(wide.view(self.dtype).view(-1, columns), rounded)
+            self._round(place, wide)
+
+    def _lay_out(self, place: CodedPlace, cells: Tensor) -> None:
+        lay_out(cells, place.coding, self._at(place.codes), [self._at(scale) for scale in place.scales])
+
+    def _round(self, place: Fp8Place, wide: Tensor) -> None:
+        columns = place.values.shape[-1]
+        rounded = Rounded(self._at(place.values).view(-1, columns), self._at(place.scales).view(-1))
+        round_rows(wide.view(self.dtype).view(-1, columns), rounded)
 
     @property
     def _bytes_device(self) -> torch.device:
@@ -272,6 +395,16 @@ class DeviceWeights:
         assert at == len(target), f"{name}: {at} bytes came, {len(target)} were expected"
 
 
+def _layer_of(name: str) -> int:
+    """-1 = of none."""
+    return int(name.split(".")[1]) if name.startswith("layers.") else -1
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Large enough to be worth a copy with every iteration."""
+    return len(shape) > 1 and "norm." not in name
+
+
 def _stays_coded(name: str, pieces: Sequence[HostTensor]) -> bool:
     """Tokens are looked up in one piece."""
     if name == "embed.weight" and len(pieces) > 1:
@@ -283,6 +416,12 @@ def _chunks(checkpoint: Checkpoint, name: str) -> list[Tensor] | None:
     """A tensor's bytes where the host pool has them."""
     chunks = checkpoint.chunks(name) if isinstance(checkpoint, PooledCheckpoint) else None
     return None if chunks is None else [torch.frombuffer(chunk, dtype=torch.uint8) for chunk in chunks]
+
+
+def _coded_bytes(checkpoint: Checkpoint, name: str, piece: HostTensor) -> list[Tensor]:
+    """In cells: as they lie in the pool, if they do and are all of the tensor."""
+    is_whole = len(checkpoint.pieces(name)) == 1 and piece.layout not in BY_ROWS
+    return (_chunks(checkpoint, name) if is_whole else None) or [_in_cells(piece)]
 
 
 def _in_cells(piece: HostTensor) -> Tensor:

@@ -1,0 +1,90 @@
+"""What a node of a device with memory of its own counts for a model that does not fit into it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail import messages
+from dovetail.engine.devices import Peaks
+from dovetail.engine.devices.cpu import CpuDevice
+from dovetail.policy.placement import DeviceKind
+from dovetail.store import Catalogue
+from dovetail.types import ModelCard
+from dovetail.worker.hosting import Profiles, streamed_weights
+from dovetail.worker.instances import hosting_of, instance_config
+from dovetail.worker.loading import InstanceConfig
+from dovetail.worker.process import WorkerConfig
+
+CONFIG = WorkerConfig(
+    **dict.fromkeys([one.name for one in fields(WorkerConfig)], 0) | {"block_size": 4, "max_batch": 4}
+)
+LINK = 1e6  # bytes/s: a tiny layer takes a while
+
+
+class Card(CpuDevice):
+    """What a GPU says of itself."""
+
+    kind = DeviceKind.GPU
+
+    def peaks(self, dtype: str, kept: str) -> Peaks:
+        return Peaks(1e12, 1e12, 1.0, 0.0, 0.0, LINK)
+
+
+@pytest.fixture(params=["plain", "int8", "int4"])
+def card(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path], tmp_path: Path) -> ModelCard:
+    return Catalogue(tmp_path).pull(str(tiny_folder("gemma2")), name="m", dtype="f32", layout=request.param)
+
+
+def configured(card: ModelCard, capacity: int, **options: Any) -> tuple[InstanceConfig, Profiles]:
+    device, message = Card(1), messages.Load(card, "f32", **options)
+    profiles = Profiles(None, device)
+    return instance_config(message, CONFIG, device, capacity, profiles), profiles
+
+
+def test_a_model_that_fits_stays_whole(card: ModelCard) -> None:
+    config, profiles = configured(card, 1 << 30)
+    assert config.resident_layers is None
+    hosting = hosting_of(config, profiles, 1.0, 0.0)
+    assert hosting.weight_bytes == profiles.weight_bytes(card, "f32")
+
+
+def test_of_one_that_does_not_as_many_layers_stay_as_fit(card: ModelCard) -> None:
+    whole = Profiles(None, Card(1)).weight_bytes(card, "f32")
+    needed = streamed_weights(card, "f32", "f32" if card.layout == "plain" else card.layout)
+    capacity = needed.device_bytes(0) + 20_000
+    assert capacity < whole + 20_000
+    config, profiles = configured(card, capacity, kv_bytes=20_000)
+    assert config.resident_layers == needed.most_resident(capacity - 20_000)
+    hosting = hosting_of(config, profiles, 1.0, 0.0)
+    assert hosting.weight_bytes == needed.device_bytes(config.resident_layers) <= capacity - 20_000
+    assert 0 < config.kv_bytes <= 20_000
+
+
+def test_every_iteration_of_it_is_expected_to_take_as_long_as_the_link(card: ModelCard) -> None:
+    config, profiles = configured(card, 1 << 30, resident_share=0.25)
+    assert config.resident_layers == 1  # of 4
+    hosting = hosting_of(config, profiles, 1.0, 0.0)
+    layers = streamed_weights(card, "f32", "f32" if card.layout == "plain" else card.layout)
+    assert hosting.latency.decode_s(1, 64) >= layers.link_bytes(1) / LINK > 0
+    assert hosting.latency is not profiles.latency(card, "f32")
+    other, _ = configured(card, 1 << 30, resident_share=0.25)
+    assert other == config
+
+
+def test_the_layers_are_those_of_the_checkpoint(card: ModelCard) -> None:
+    """Beside what they take in the files, which have norms, scales' padding and the embedding too."""
+    kept = "f32" if card.layout == "plain" else card.layout
+    layers = streamed_weights(card, "f32", kept)
+    assert 0.5 * layers.total_bytes < sum(layers.kept) < layers.total_bytes
+    assert layers.kept == layers.stored
+    assert layers.is_unpacked == (card.layout != "plain")
+
+
+def test_where_weights_are_computed_with_in_place_all_stay(card: ModelCard) -> None:
+    profiles = Profiles(None, CpuDevice(1))
+    assert profiles.resident_layers(card, "f32", 1000, 100, 0.5) is None
