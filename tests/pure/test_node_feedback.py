@@ -12,10 +12,10 @@ from sim_builders import make_hosting, make_latency, make_node, make_work
 from dovetail.eventlog import EventLog
 from dovetail.node.events import Computed, Turn
 from dovetail.node.feedback import ENOUGH, TIMINGS_TURNS, LatencyFeedback, Observation
-from dovetail.node.shares import Share
 from dovetail.node.underway import Underway
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.latency import Curve, LatencyModel
+from dovetail.policy.parts import Share
 from dovetail.profiles.live import LiveLatency
 
 

@@ -11,7 +11,6 @@ from dovetail.node import protocol
 from dovetail.node.awaiting import MOST_S
 from dovetail.node.events import SetTimer, Turn
 from dovetail.node.instance import Instance
-from dovetail.node.rows import batch_s
 from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import Hosting
@@ -203,7 +202,7 @@ def caught_up(token_s: float = CHEAP) -> Destination:
 
 def test_a_device_that_has_caught_up_waits_for_no_longer_than_a_token_takes_there() -> None:
     there = caught_up()
-    decode_s = batch_s(there.instance)
+    decode_s = there.instance.batch_s()
     until_s = there.wait()
     assert there.now < until_s <= there.instance.spoke_s + decode_s
     assert not [one for one in there.node.mailbox if isinstance(one, protocol.Idle)], "it waits, it is not idle"
@@ -226,7 +225,7 @@ def test_what_comes_while_a_device_waits_is_computed_at_once() -> None:
 
 def test_where_rows_are_dear_those_who_answer_go_on_a_few_at_a_time_and_nobody_waits() -> None:
     there = caught_up(DEAR)
-    whole_s = batch_s(there.instance)
+    whole_s = there.instance.batch_s()
     told: list[int] = []
     while len(told) < ROWS:
         some = there.begin()
@@ -258,7 +257,7 @@ def test_a_device_whose_answers_have_waited_for_a_token_already_does_not_wait() 
     there.send(known=10, produced=40)
     while MOVING not in there.instance.held:
         there.turn()
-    assert there.now - there.instance.spoke_s > batch_s(there.instance)
+    assert there.now - there.instance.spoke_s > there.instance.batch_s()
     assert there.begin().decodes
 
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import make_hosting, make_node, make_work, run_turns, serve_memory
 
-from dovetail.node import rows, turns
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
+from dovetail.policy import rows
+from dovetail.policy import turn as turns
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface

@@ -146,7 +146,7 @@ def test_an_answer_goes_before_its_turn_only_if_it_asked_for_a_pace(is_strict: b
     large, small = (node.instances[one] for one in sorted(node.instances))
     now = small.running_due_s - 5 * TOKEN_S
     for one, ago_s in ((large, 0.05), (small, 0.01)):
-        one.spoke_s = one.rhythm.turned_s = now - ago_s
+        one.spoke_s = one.turned_s = now - ago_s
     turn = node.next_turn(now)
     assert turn is not None
     assert turn.instance is (small if is_strict else large)

@@ -21,8 +21,9 @@ from dovetail.policy.headroom import (
     next_token_deadline,
     validate_closed,
 )
-from dovetail.policy.shadow import MAX_TURNS, TurnRule, _infeasible
+from dovetail.policy.shadow import MAX_TURNS, _infeasible
 from dovetail.policy.shadow import validate as validate_played
+from dovetail.policy.turn_rule import TurnRule
 
 EMPTY = InstanceDemand(INFINITY, INFINITY, 0.0, 0.0, INFINITY)
 RULE = TurnRule()

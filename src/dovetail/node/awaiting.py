@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dovetail.node.instance import Instance
-from dovetail.node.rows import batch_s, is_worth_splitting, latest_s
 from dovetail.policy.headroom import INFINITY
+from dovetail.policy.rows import is_worth_splitting, latest_s
 from dovetail.policy.work import Work
 
 MOST_S = 1.0  # a source lets go between two tokens, and more than that none should take
@@ -45,7 +45,7 @@ class Awaiting:
         """When its running requests go on."""
         if self._splits and is_worth_splitting(instance):
             return -INFINITY
-        seconds = batch_s(instance)
+        seconds = instance.batch_s()
         return min(instance.spoke_s + seconds, latest_s(instance, self._silence_s) - seconds)
 
     def clear(self) -> None:

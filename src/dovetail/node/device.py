@@ -20,7 +20,7 @@ from dovetail.policy.knobs import Knobs, TurnOrder
 from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.memory import Ledger
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.shadow import TurnRule
+from dovetail.policy.turn_rule import TurnRule
 from dovetail.policy.work import Phase, Work
 
 TURN_SILENCE = 0.75  # of the longest silence: from then on an answer has its turn, so that there is time for it

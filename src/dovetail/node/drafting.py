@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from dovetail.node.instance import Instance
 from dovetail.node.node import Node
-from dovetail.node.shares import latest_prefill_s, left_s
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.parts import begins_by_s
 
@@ -22,7 +21,7 @@ def longest_decode_s(node: Node, now: float) -> float:
     for one in others:
         if one.waiting:
             first = one.waiting[0]
-            until_s = min(until_s, latest_prefill_s(one, first, left_s(one, first, first.start)))
+            until_s = min(until_s, one.latest_prefill_s(first, one.left_s(first, first.start)))
     latest = {one: min(one.running_due_s, one.spoke_s + rule.max_silence_s) for one in others if one.running}
     latest.pop(own, None)
     if latest:

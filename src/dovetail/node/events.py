@@ -5,59 +5,16 @@ What its controller hears of it is in `protocol`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from dovetail.node.batch import tokens_of
+from dovetail.node.instance import Instance
 from dovetail.node.protocol import Finished, InstanceGone, Notice
-from dovetail.node.shares import Share
-from dovetail.policy.headroom import INFINITY
-from dovetail.policy.latency import Latency, prompt_s, prompts_s
+from dovetail.policy.iteration import Iteration
 from dovetail.policy.work import Work
 
-if TYPE_CHECKING:
-    from dovetail.node.instance import Instance
-
-
-class Turn(NamedTuple):
-    """One iteration of one instance: parts of prompts, a token for requests of the running batch, or both."""
-
-    instance: Instance
-    prompts: tuple[Share, ...] = ()
-    decodes: bool = True
-    rows: tuple[int, ...] | None = None  # of the running batch these decode; None = all of it
-    # After so long a device that can stops between two layers, and asks who is let in (`NodeRuntime.interlude`).
-    slice_s: float = INFINITY
-    round_s: float = 0.0  # what those take
-
-    @property
-    def decoding(self) -> Collection[int]:
-        """Requests that get a token of the running batch's."""
-        if not self.decodes:
-            return ()
-        running = self.instance.running
-        return running if self.rows is None else [id for id in self.rows if id in running]  # others left during it
-
-    @property
-    def decoded_tokens(self) -> int:
-        """Known tokens of those."""
-        return self.instance.tokens if self.rows is None else tokens_of(self.instance, self.decoding)
-
-    @property
-    def expected_s(self) -> float:
-        """What it is counted with, before it has ended."""
-        return self.seconds(self.instance.hosting.latency) * self.instance.overestimate
-
-    def seconds(self, latency: Latency) -> float:
-        """What it should take."""
-        decoding = self.decoding
-        decode_s = latency.decode_s(len(decoding), self.decoded_tokens) if decoding else 0.0
-        if not self.prompts:
-            return decode_s
-        if len(self.prompts) == 1:
-            return decode_s + prompt_s(latency, self.prompts[0].start, self.prompts[0].tokens)
-        return decode_s + prompts_s(latency, [(share.start, share.tokens) for share in self.prompts])
+Turn = Iteration[Instance]
 
 
 class Computed(NamedTuple):

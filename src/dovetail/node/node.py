@@ -19,7 +19,6 @@ from dovetail.node.pools import LOOK_AROUND_TURNS, Pools
 from dovetail.node.ports import Prefixes
 from dovetail.node.protocol import CaughtUp, Pausable, Victim
 from dovetail.node.residency import Residency
-from dovetail.node.shares import advance
 from dovetail.node.turns import Turns
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.knobs import Knobs
@@ -276,7 +275,7 @@ class Node:
         if work not in instance.waiting:
             return False  # it left during the turn
         if computed < work.known_tokens:
-            advance(instance, work, computed)
+            instance.computed(work, computed)
             return False
         if work.hold:
             instance.hold(work)

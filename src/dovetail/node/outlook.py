@@ -7,7 +7,6 @@ from __future__ import annotations
 from operator import itemgetter
 
 from dovetail.node.instance import Instance, State
-from dovetail.node.shares import at_once_s, splitting_s
 from dovetail.policy.headroom import INFINITY, InstanceDemand, Prefill
 from dovetail.policy.parts import least_s
 from dovetail.policy.work import Phase, Work
@@ -67,16 +66,16 @@ def _look(instance: Instance, loaded_s: float | None, pace_tokens: float, free_a
         tpot_s=pace,
         blocked=loaded_s is not None,
         spoke_s=instance.spoke_s,
-        turned_s=instance.rhythm.turned_s,
-        parted_s=instance.rhythm.parted_s,
-        prompted_s=instance.rhythm.prompted_s,
+        turned_s=instance.turned_s,
+        parted_s=instance.parted_s,
+        prompted_s=instance.prompted_s,
     )
     _count(demand, instance, prefills, prefills)
     return demand
 
 
 def _look_at_newcomers(instance: Instance, demand: InstanceDemand, loaded_s: float | None, pace_tokens: float) -> None:
-    split = splitting_s(instance)
+    split = instance.splitting_s()
     prefills = list(demand.prefills)
     found = []
     for index, work in sorted(((instance.waiting.index(work), work) for work in instance.newcomers), key=itemgetter(0)):
@@ -126,7 +125,7 @@ def _due_after(instance: Instance, rows: set[int]) -> float:
 def _prefills(instance: Instance, loaded_s: float | None, pace_tokens: float) -> list[Prefill]:
     """Of what its prompts have left after the turn under way."""
     in_turn = {share.work.id: share for share in instance.prompts}
-    split = splitting_s(instance)
+    split = instance.splitting_s()
     found = []
     for work in instance.waiting:
         share = in_turn.get(work.id)
@@ -152,7 +151,7 @@ def _prefill(
     grace_s = 0.0
     if loaded_s is not None and work.produced == 0:
         grace_s = cold_start_grace_s(work, instance.ordered_s, loaded_s)
-    seconds, part_s = at_once_s(instance, work, start), 0.0
+    seconds, part_s = instance.at_once_s(work, start), 0.0
     if instance.rule.part_s != INFINITY:
         part_s = least_s(instance.hosting.latency, start, work.known_tokens - start) * instance.overestimate
     urgent_s = instance.urgent_prefill_s(work) + grace_s

@@ -11,9 +11,9 @@ from dovetail.node.device import Device
 from dovetail.node.instance import Instance, State
 from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
-from dovetail.node.shares import at_once_s, urgent_prefill_s
 from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, must_be_late, validate_closed
 from dovetail.policy.knobs import Shadow
+from dovetail.policy.lane import urgent_prefill_s
 from dovetail.policy.latency import prompt_s
 from dovetail.policy.parts import in_parts_s, least_s, split_s
 from dovetail.policy.placement import Hosting
@@ -56,7 +56,7 @@ class Timing:
         if work.cached or work.phase is Phase.DECODE or self._knobs.shadow is Shadow.CLOSED:
             return False
         ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
-        prefill_s = at_once_s(target, work, work.start)
+        prefill_s = target.at_once_s(work, work.start)
         grace_s = self._grace_s(target, work, loaded_s)
         return max(free_at_s, ready_s) + prefill_s > work.due_s + grace_s
 

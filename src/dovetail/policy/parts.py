@@ -1,13 +1,15 @@
 """How much of a prompt an iteration computes: as much as fits before somebody else is due, and several prompts where
-that saves time. Knows nothing of requests.
+that saves time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.latency import Latency, prompt_s
+from dovetail.policy.work import Work
 
 FEWEST_TOKENS = 16  # of a part: fewer would cost nearly as much
 SMOOTH_TOKENS = 4  # of a part that answers of other models wait for, where no prompt was promised anything
@@ -15,6 +17,19 @@ PACKED_SHARE = 0.9  # of the time that two prompts take one by one: they share a
 UNHURRIED = 3.0  # times what is left of a prompt: it is due no sooner
 SPLIT_LIMIT = 8.0  # parts take no less than so many times what splitting costs
 MOST_PROMPTS = 32  # in one iteration
+
+
+class Share(NamedTuple):
+    """A part of one prompt, or all of it."""
+
+    work: Work
+    start: int  # its tokens before are computed
+    tokens: int  # that are computed in it
+
+    @property
+    def is_last(self) -> bool:
+        """With them the prompt is computed."""
+        return self.start + self.tokens >= self.work.known_tokens
 
 
 def tokens_within(latency: Latency, start: int, pending: int, seconds: float, fewest: int = FEWEST_TOKENS) -> int:

@@ -7,7 +7,6 @@ after it. Instances that are loading or resizing take part from when they are ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 from dovetail.policy.headroom import (
@@ -34,32 +33,12 @@ from dovetail.policy.parts import (
     together_s,
 )
 from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
+from dovetail.policy.turn_rule import TurnRule
 
 # Bounds on what one validation costs. They are reached only where prefills wait by the dozen. In rounds there is a rule
 # for what comes after, so that fewer do.
 MAX_TURNS, MAX_TURNS_IN_ROUNDS = 192, 64
 _BY_URGENCY = attrgetter("urgent_s")
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRule:
-    """How the node chooses turns, as far as it is a matter of policy."""
-
-    slack_s: float | None = None  # `choose_turn`
-    max_silence_s: float = INFINITY  # within an answer: longer ones count as late
-    turn_silence_s: float = INFINITY  # after which a running batch should have its turn
-    guards_decodes: bool = False  # a prompt may let running requests of its model go first
-    part_s: float = INFINITY  # prompts are computed in parts of about so long; INFINITY: whole
-    packs_prompts: bool = False  # several of them in one iteration where that saves time
-    mixes_decodes: bool = False  # running requests have a token in the same iteration: played one after the other
-    smooths_answers: bool = False  # models that answer take turns, see `policy.rounds`
-    splits_decodes: bool = False  # and long iterations are of some rows: played whole, which nobody's turn is later for
-    max_stall: float = INFINITY  # turns stop for others' answers: played without, and left out where that would be late
-
-    @property
-    def in_rounds(self) -> bool:
-        """Where several models have work. One alone has a rule of its own, which is not played."""
-        return self.smooths_answers and self.part_s != INFINITY
 
 
 class _Player:

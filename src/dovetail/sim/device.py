@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 from dovetail.node.events import AS_ASKED, Computed, StartLoad, StartResize, Turn
 from dovetail.node.node import Node
-from dovetail.node.shares import Share
+from dovetail.policy.parts import Share
 from dovetail.policy.work import Work
 from dovetail.sim.durations import Durations
 from dovetail.sim.kv_blocks import KvBlocks

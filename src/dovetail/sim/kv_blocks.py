@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from dovetail.node.events import StartResize, Turn
 from dovetail.node.instance import Instance
-from dovetail.node.shares import Share
+from dovetail.policy.parts import Share
 from dovetail.policy.placement import Hosting
 from dovetail.policy.work import Work
 from dovetail.sched.blocks import ROOT_KEY, BlockPool, PrefixKey

@@ -1,9 +1,8 @@
-"""The requests of one instance by counters (S2, S5): who waits, who runs, and by when they should have a turn.
+"""One model's requests on a device: by when they should have a turn, and what a turn changes (S2).
 
-Every decode iteration yields one token for each running request, so a clock per instance replaces a counter per
-request: a request that joined at clock j has made clock − j tokens since. An iteration therefore decides in O(1), and
-only joins and leaves walk the batch. In a burst not even these: who comes between two iterations is counted in. A
-worker that drives real sequences keeps them beside this and reports who finished.
+With a clock per lane (`members`) an iteration decides in O(1), and only joins and leaves walk the batch. In a burst not
+even these: who comes between two iterations is counted in. A worker that drives real sequences keeps them beside this
+and reports who finished.
 """
 
 from __future__ import annotations
@@ -12,61 +11,55 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from itertools import chain
 
-from dovetail.node.shares import Share, left_s, urgent_prefill_s
 from dovetail.policy.headroom import INFINITY, InstanceDemand
-from dovetail.policy.latency import Latency
+from dovetail.policy.latency import Latency, prompt_s
+from dovetail.policy.members import Members
+from dovetail.policy.parts import Share, in_parts_s, split_s
 from dovetail.policy.placement import Hosting
-from dovetail.policy.shadow import TurnRule
+from dovetail.policy.turn_rule import TurnRule
 from dovetail.policy.work import Phase, Work
 
 LOOK_AHEAD_TURNS = 64  # how often it is estimated anew what contexts will grow to
 
 
-class Batch:
+class Lane(Members):
     __slots__ = (
         "_is_fresh",
-        "_lengths",
         "_resting_tokens",
         "_sorted_as",
-        "clock",
         "deadline_s",
         "decodes",
         "demand",
         "demand_key",
         "grown_s",
-        "held",
-        "held_tokens",
-        "hosting",
+        "id",
         "in_turn",
         "is_split",
         "mixed_pace",
         "newcomers",
         "overestimate",
+        "parted_s",
         "phase",
+        "prompted_s",
         "prompts",
         "rows",
+        "rows_spoke_s",
         "rule",
-        "running",
         "running_due_s",
         "spoke_s",
         "strictest_s",
-        "tokens",
         "tpot_s",
+        "turned_s",
         "urgent_s",
-        "waiting",
     )
 
-    def __init__(self, hosting: Hosting, overestimate: float, phase: Phase, rule: TurnRule | None = None) -> None:
-        self.hosting = hosting
+    def __init__(
+        self, hosting: Hosting, overestimate: float, phase: Phase, rule: TurnRule | None = None, id: int = 0
+    ) -> None:
+        super().__init__(hosting)
+        self.id = id
         self.overestimate = overestimate
         self.phase = phase
-        self.waiting: list[Work] = []  # needs a prefill; most urgent first
-        self.running: dict[int, Work] = {}
-        # Without a turn: copies that are computed here and run elsewhere (L4); who waits for a grammar or an adapter.
-        self.held: dict[int, Work] = {}
-        self.held_tokens = 0  # KV of those and of waiting ones that are partly computed, with a block to spare each
-        self.clock = 0  # decode iterations done
-        self.tokens = 0  # known tokens of the running batch
         self.deadline_s = INFINITY  # of its most urgent request
         self.urgent_s = INFINITY  # by when it should have a turn: its deadline, or before an answer is silent too long
         self.rule = rule or TurnRule()
@@ -81,44 +74,23 @@ class Batch:
         self.rows: tuple[int, ...] | None = None  # or these of it
         self.is_split = False  # so was its last decode
         self.grown_s: float | None = None  # one iteration when its contexts will have grown; None = not known
-        self._lengths: list[tuple[int, int]] | None = None  # as of then
         self.demand: InstanceDemand | None = None  # see `outlook`; as of the last change of clock, membership or turn
         self.demand_key: tuple[object, ...] = ()  # what it was found by, beside that
         self.newcomers: list[Work] = []  # who wait since it was found
         self._is_fresh = True  # what is said of the running batch was found from scratch at this clock
+        self.turned_s = 0.0  # when its last turn ended
+        self.parted_s = 0.0  # likewise, of those that computed a part of a prompt
+        self.prompted_s = 0.0  # of its prompts, computed since its running requests had a token
+        self.rows_spoke_s = 0.0  # when some rows of a batch that is split had their last tokens
         self._resting_tokens = 0  # known tokens of who waits or is held
         self._sorted_as: tuple[Latency, int] | None = None  # by whose estimates, as of which version, `waiting` is
-
-    @property
-    def batch(self) -> int:
-        return len(self.waiting) + len(self.running) + len(self.held)
-
-    @property
-    def has_turns(self) -> bool:
-        """Somebody wants an iteration; requests that are held want none."""
-        return bool(self.waiting or self.running)
-
-    @property
-    def frees_bytes(self) -> float:
-        """Memory that running it to its end is expected to free: its cache, and its weights the less likely the more
-        requests share them, because others keep joining."""
-        return self.tokens * self.hosting.kv_bytes_per_token + self.hosting.weight_bytes / max(self.batch, 1)
-
-    def works(self) -> list[Work]:
-        return [*self.waiting, *self.running.values(), *self.held.values()]
-
-    def produced(self, work: Work) -> int:
-        return work.produced + (self.clock - work.joined_clock if work.id in self.running else 0)
-
-    def due_s(self, work: Work) -> float:
-        return work.first_due_s + work.tpot_s * self.produced(work)
 
     def urgent_prefill_s(self, work: Work) -> float:
         if self.rule.in_rounds and work.is_resuming:  # its reader hears something in a moment, or it is handed over
             return 0.0 if work.hold else -INFINITY
         if self.rule.turn_silence_s == INFINITY:
             return work.due_s
-        return urgent_prefill_s(work, self.rule.turn_silence_s, left_s(self, work, work.reused))
+        return urgent_prefill_s(work, self.rule.turn_silence_s, self.left_s(work, work.reused))
 
     # Joining and leaving
 
@@ -260,7 +232,7 @@ class Batch:
 
     # Turns
 
-    def begin_turn(self, prompts: tuple[Share, ...], *, decodes: bool, rows: tuple[int, ...] | None = None) -> None:
+    def begin_turn(self, prompts: tuple[Share, ...], *, decodes: bool, rows: tuple[int, ...] | None) -> None:
         self.in_turn = True
         self.prompts, self.decodes, self.rows = prompts, decodes, rows
         self.demand = None
@@ -269,6 +241,25 @@ class Batch:
         self.in_turn = False
         self.prompts, self.decodes, self.rows = (), False, None
         self.demand = None
+
+    def computed(self, work: Work, tokens: int) -> None:
+        """So many tokens of a prompt are computed; the rest is left for other turns."""
+        block = 0 if work.computed else self.hosting.block_tokens
+        self.held_tokens += tokens - work.computed + block
+        work.computed = tokens
+        self.refresh()
+
+    def turn_ended(self, seconds: float, now: float) -> None:
+        """A turn of some rows counts as if it had decoded whole, its prompts and its answers having half of its time
+        each; prompts for which that was promised have what they would have then."""
+        self.turned_s = now
+        if self.rows is not None:
+            self.rows_spoke_s = now
+            is_promised = any(work.is_strict for work in self.waiting)
+            self.prompted_s = 0.0 if is_promised else max(self.prompted_s - seconds, 0.0)
+            return
+        self.parted_s = now if self.prompts else self.parted_s
+        self.prompted_s = 0.0 if self.decodes else self.prompted_s + seconds
 
     def decoded(self, now: float, rows: Collection[int] | None = None) -> None:
         """One decode iteration of the running batch has ended, or of these rows of it."""
@@ -310,20 +301,30 @@ class Batch:
         total = self.tokens + extra_tokens + self._resting_tokens
         return self.hosting.latency.decode_s(count, total) * self.overestimate
 
-    def prefill_s(self, tokens: int) -> float:
-        return self.hosting.latency.prefill_s(tokens) * self.overestimate
+    def batch_s(self) -> float:
+        """One iteration of those who run."""
+        return self.hosting.latency.decode_s(len(self.running), self.tokens) * self.overestimate
 
-    def lengths(self) -> list[tuple[int, int]]:
-        """(input, produced) of all its work. Asked for several times between two turns: a list of the caller's own."""
-        if self._lengths is None:
-            clock = self.clock
-            pairs = [(w.input_tokens, w.produced + clock - w.joined_clock) for w in self.running.values()]
-            pairs += [(w.input_tokens, w.produced) for w in [*self.waiting, *self.held.values()]]
-            self._lengths = pairs
-        return self._lengths.copy()
+    def splitting_s(self) -> float:
+        """What a prompt takes longer with each further part."""
+        return split_s(self.hosting.latency) * self.overestimate if self.rule.part_s != INFINITY else 0.0
+
+    def at_once_s(self, work: Work, start: int) -> float:
+        """What is left of a prompt from this token on, in one piece."""
+        return prompt_s(self.hosting.latency, start, work.known_tokens - start) * self.overestimate
+
+    def left_s(self, work: Work, start: int) -> float:
+        """The same in parts, if nobody comes between."""
+        seconds, part_s = self.at_once_s(work, start), self.rule.part_s
+        return seconds if seconds <= part_s else in_parts_s(seconds, part_s, self.splitting_s())
+
+    def latest_prefill_s(self, work: Work, seconds: float) -> float:
+        """When what is left of its prompt, which takes so long, has to begin at the latest."""
+        urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, seconds)
+        return urgent_s - seconds if self.rule.turn_silence_s == INFINITY else urgent_s
 
 
-def _skip(batch: Batch, rows: Collection[int], now: float) -> set[int]:
+def _skip(batch: Lane, rows: Collection[int], now: float) -> set[int]:
     """The iteration that ends was of these rows: to the others, who are returned, it is as if they came in the middle
     of it. Whoever did not ask for a pace and is late goes slower from now on."""
     chosen = set(rows)
@@ -346,8 +347,12 @@ def _resting(works: Iterable[Work], pace_s: float) -> tuple[int, float]:
     return tokens, pace_s
 
 
-def tokens_of(batch: Batch, ids: Iterable[int]) -> int:
-    """Known tokens of these running requests."""
-    running, clock = batch.running, batch.clock
-    works = [running[id] for id in ids]
-    return sum([work.input_tokens + work.produced + clock - work.joined_clock for work in works])
+def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
+    """By when a prefill should have its turn. Where silence is bounded nobody may run far ahead, so that a prefill that
+    waits for its deadline would come too late by what it takes itself."""
+    due_s = work.due_s
+    if silence_s == INFINITY:
+        return due_s
+    if work.last_token_s is not None and not work.hold:  # else its reader hears it from elsewhere
+        due_s = min(due_s, work.last_token_s + silence_s)
+    return due_s - prefill_s

@@ -13,7 +13,7 @@ from dovetail.node.outlook import demand_of
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.lengths import expected_length, most_tokens
 from dovetail.policy.placement import Hosting
-from dovetail.policy.shadow import TurnRule
+from dovetail.policy.turn_rule import TurnRule
 from dovetail.policy.work import Phase, Work
 from dovetail.profiles.live import LiveLatency
 

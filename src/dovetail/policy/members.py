@@ -1,0 +1,101 @@
+"""The requests of one model on one device by counters (S2, S5), and the KV blocks that they hold.
+
+Every decode iteration yields one token for each running request, so a clock per lane replaces a counter per request: a
+request that joined at clock j has made clock − j tokens since. Knows nothing of due times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dovetail.policy.placement import Hosting
+from dovetail.policy.work import Work
+
+
+class Members:
+    __slots__ = ("_lengths", "clock", "held", "held_tokens", "hosting", "kv_tokens", "running", "tokens", "waiting")
+
+    def __init__(self, hosting: Hosting) -> None:
+        self.hosting = hosting
+        self.waiting: list[Work] = []  # needs a prefill; most urgent first
+        self.running: dict[int, Work] = {}
+        # Without a turn: copies that are computed here and run elsewhere (L4); who waits for a grammar or an adapter.
+        self.held: dict[int, Work] = {}
+        self.held_tokens = 0  # KV of those and of waiting ones that are partly computed, with a block to spare each
+        self.kv_tokens = 0  # room in its KV pool
+        self.clock = 0  # decode iterations done
+        self.tokens = 0  # known tokens of the running batch
+        self._lengths: list[tuple[int, int]] | None = None  # as of then
+
+    @property
+    def batch(self) -> int:
+        return len(self.waiting) + len(self.running) + len(self.held)
+
+    @property
+    def has_turns(self) -> bool:
+        """Somebody wants an iteration; requests that are held want none."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def frees_bytes(self) -> float:
+        """Memory that running it to its end is expected to free: its cache, and its weights the less likely the more
+        requests share them, because others keep joining."""
+        return self.tokens * self.hosting.kv_bytes_per_token + self.hosting.weight_bytes / max(self.batch, 1)
+
+    def works(self) -> list[Work]:
+        return [*self.waiting, *self.running.values(), *self.held.values()]
+
+    def produced(self, work: Work) -> int:
+        return work.produced + (self.clock - work.joined_clock if work.id in self.running else 0)
+
+    def due_s(self, work: Work) -> float:
+        return work.first_due_s + work.tpot_s * self.produced(work)
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """(input, produced) of all its work. Asked for several times between two turns: a list of the caller's own."""
+        if self._lengths is None:
+            clock = self.clock
+            pairs = [(w.input_tokens, w.produced + clock - w.joined_clock) for w in self.running.values()]
+            pairs += [(w.input_tokens, w.produced) for w in [*self.waiting, *self.held.values()]]
+            self._lengths = pairs
+        return self._lengths.copy()
+
+    def tokens_of(self, ids: Iterable[int]) -> int:
+        """Known tokens of these running requests."""
+        running, clock = self.running, self.clock
+        works = [running[id] for id in ids]
+        return sum([work.input_tokens + work.produced + clock - work.joined_clock for work in works])
+
+    # KV blocks
+
+    def holds_blocks(self, work: Work) -> bool:
+        return work.id in self.running or work.computed > 0
+
+    def used_blocks(self) -> int:
+        """Exact: each request that has KV here rounds up to whole blocks."""
+        size = self.hosting.block_tokens
+        clock = self.clock
+        total = 0
+        for work in self.running.values():
+            total += -((work.input_tokens + work.produced + clock - work.joined_clock) // -size)
+        if self.held_tokens:
+            total += sum(-(work.computed // -size) for work in [*self.held.values(), *self.waiting])
+        return total
+
+    @property
+    def loose_tokens(self) -> int:
+        """What `used_blocks` comes to at most, in tokens."""
+        return self.tokens + len(self.running) * self.hosting.block_tokens + self.held_tokens
+
+    def bare_tokens(self) -> int:
+        """What the KV pool must hold for its next iteration: whole blocks, and one to spare."""
+        return (self.used_blocks() + len(self.running) + 1) * self.hosting.block_tokens
+
+    def is_short(self, *prompts: int) -> bool:
+        """The next iteration, with prompts that need room for so many more tokens each, could overrun the KV pool."""
+        size = self.hosting.block_tokens
+        spare_tokens = size * max(len(prompts) - 1, 0)  # each rounds up to whole blocks
+        if self.loose_tokens + sum(prompts) + spare_tokens <= self.kv_tokens:
+            return False
+        more = sum([-(tokens // -size) for tokens in prompts])
+        return (self.used_blocks() + len(self.running) + more) * size > self.kv_tokens
