@@ -73,7 +73,6 @@ class Contest(msgspec.Struct, frozen=True):
     failures: list[Failure]
     best_peer: str | None
     ratio_to_best_peer: float | None  # requests within their SLO, ours to the best peer's
-    ratio_to_exclusive: float | None
 
 
 def compete(
@@ -105,7 +104,6 @@ def compete(
         failures=failures,
         best_peer=best.contender if best is not None else None,
         ratio_to_best_peer=_ratio(ours, best.figures.attained if best is not None else None),
-        ratio_to_exclusive=_ratio(ours, _attained(outcomes, "dovetail --policy sllm+c")),
     )
 
 

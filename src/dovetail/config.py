@@ -111,6 +111,8 @@ Switch = Annotated[
     BeforeValidator(_parse_switch, json_schema_input_type=Literal["auto", "on", "off"] | bool),
 ]
 
+REMOVED = {"policy": "a server has one policy and this option is gone (others: dovetail sim run --policy)"}
+
 
 _ADAPTER_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
@@ -228,7 +230,6 @@ class NodeConfig(_Section):
     threads: int = Field(default=0, ge=0)  # 0 = every core
     memory: Size = 0  # weights and KV of all that is ready; 0 = 3/4 of the machine's memory, 9/10 of a GPU's
     kv_cache: Size = 0  # at most per model; 0 = what the node has
-    policy: Literal["dovetail", "slinfer", "sllm+c", "sllm+c+s"] = "dovetail"  # who runs when, and who gives way
     # Token times of its own that an answer waits on a CPU for work of other models, as nearly as layers allow. More:
     # prompts that were promised no time are answered sooner beside it.
     max_stall: float = Field(default=2.0, ge=1.5)
@@ -286,9 +287,6 @@ def _distinct_nodes(nodes: tuple[NodeConfig, ...]) -> tuple[NodeConfig, ...]:
     if not nodes:
         raise ValueError("at least one node is needed")
     _check_distinct("the name", (node.name for node in nodes))
-    policies = {node.policy for node in nodes}
-    if len(policies) > 1:  # one controller places requests on all of them
-        raise ValueError(f"all nodes have the same policy, not {' and '.join(sorted(policies))}")
     return nodes
 
 
@@ -423,7 +421,8 @@ def describe(error: ValidationError) -> str:
     problems = []
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         key = ".".join(str(part) for part in item["loc"]) or "(top)"
-        message = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+        unknown = REMOVED.get(str(item["loc"][-1]), "unknown key")
+        message = unknown if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
         problems.append(f"{key}: {message}")
     return "; ".join(problems)
 

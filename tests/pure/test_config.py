@@ -168,3 +168,10 @@ def test_a_draft_that_cannot_be_names_file_and_key(tmp_path: Path, drafts: dict[
 def test_a_wrong_speculation_names_its_key(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"models\.m\.speculative"):
         load_config(write(tmp_path, f"models: {{m: {{source: x, speculative: {text}}}}}"))
+
+
+def test_an_option_that_is_gone_says_what_became_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "dovetail.yaml"
+    path.write_text("nodes: [{name: a, policy: slinfer}]\n")
+    with pytest.raises(ConfigError, match=r"nodes\.0\.policy: a server has one policy .*dovetail sim run --policy"):
+        load_config(path)

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 from driver_builders import KV_BYTES, WEIGHT_BYTES, Rig, expected
-from sim_builders import make_latency
 
 from dovetail.cluster.waiting import MAX_RETRY_AFTER_S
-from dovetail.node.admission import Grant
-from dovetail.policy.knobs import Knobs
-from dovetail.policy.presets import policy
-from dovetail.policy.real import real_knobs
-from dovetail.profiles.concurrency import concurrency_of
 from dovetail.types import ServiceClass
 
 
@@ -96,30 +90,6 @@ def test_the_first_token_says_what_cold_start_it_waited_for_and_nothing_else() -
     assert waited_s > 0.3
     assert first.grace_s == pytest.approx(0.01)
     assert second.grace_s == 0.0
-
-
-# Baselines
-
-
-def test_a_concurrency_limit_is_what_decodes_within_the_token_pace() -> None:
-    latency = make_latency(decode_s=0.1)  # 64 at once take three times as long
-    limit = concurrency_of(latency, 0.25)
-    assert latency.decode_s(limit, limit * 1024) <= 0.25 < latency.decode_s(limit + 1, (limit + 1) * 1024)
-    assert 1 <= concurrency_of(latency, 0.25, share=2) < limit
-    assert concurrency_of(make_latency(decode_s=9.0), 0.25) == 1
-
-
-@pytest.mark.parametrize("name", ["sllm+c", "sllm+c+s"])
-def test_a_static_share_is_no_larger_than_the_pool_may_be(name: str) -> None:
-    knobs = real_knobs(name)
-    rig = Rig("a", memory=WEIGHT_BYTES * 40, max_kv_tokens=400, **{n: getattr(knobs, n) for n in Knobs.__slots__})
-    grant = rig.driver.home.node.admit._share(rig.driver.hostings["a"])
-    assert grant == Grant(400)
-    for number in range(3):
-        rig.submit(f"r{number}", "a", tokens=5)
-    rig.run()
-    assert all(rig.tokens(f"r{number}") == expected(f"r{number}", 5, 5) for number in range(3))
-    assert policy(name).whole_node_kv
 
 
 # Newcomers beside long answers

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dovetail_bench.many import Contest
     from dovetail_bench.servers import Settings
 
-ALL = "dovetail,exclusive,llama-server,llama-cpp-python"
+ALL = "dovetail,llama-server,llama-cpp-python"
 
 
 def many(
@@ -189,8 +189,6 @@ def _show_contest(contest: Contest, mix: Mix, *, twin: bool, details: bool, as_j
         typer.echo(f"{failure.contender}: not measured: {failure.reason}")
     if contest.ratio_to_best_peer is not None:
         typer.echo(f"\nWithin SLO against the best peer ({contest.best_peer}): {contest.ratio_to_best_peer:.2f} times.")
-    if contest.ratio_to_exclusive is not None:
-        typer.echo(f"Against one model at a time on the same node: {contest.ratio_to_exclusive:.2f} times.")
     for outcome in outcomes:
         if twin and outcome.event_log:
             typer.echo(f"The same run simulated: {twin_command(outcome.event_log)}")

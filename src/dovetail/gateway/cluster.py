@@ -35,9 +35,7 @@ class Cluster:
         self.link = link
         self._find = find  # a model that is on offer, by its name
         self.log = open_logs([one.event_log for one in configs if one.event_log is not None])
-        self.dispatcher = Dispatcher(
-            kinds, real_knobs(configs[0].policy if configs else "dovetail"), link.send, self.log, retry
-        )
+        self.dispatcher = Dispatcher(kinds, real_knobs("dovetail"), link.send, self.log, retry)
         self.models: dict[str, HostedModel] = {}
         self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
         self.dispatcher.on_placed = self._on_placed

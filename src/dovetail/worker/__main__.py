@@ -37,7 +37,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-bytes", type=int, default=0, help="most per model; 0 = what the node has")
     parser.add_argument("--memory-bytes", type=int, default=0, help="weights and KV; 0 = three quarters of the machine")
     parser.add_argument("--idle-release-s", type=float, default=30.0)
-    parser.add_argument("--policy", default="dovetail")
     parser.add_argument("--max-stall", type=float, default=2.0, help="token times that answers wait for other models")
     parser.add_argument("--profiles", default="", help="folder of measured profiles")
     parser.add_argument("--event-log", default="", help="file to append decisions to")

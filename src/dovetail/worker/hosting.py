@@ -18,17 +18,13 @@ from dovetail.engine.devices import Device, Peaks
 from dovetail.layouts import CELLS, packed_bytes
 from dovetail.machine import slug
 from dovetail.modelspec import DTYPE_BYTES, FP8, KvKind, activation_dtype, is_fp8_matrix
-from dovetail.policy.headroom import SloRule
 from dovetail.policy.latency import GIB, LatencyModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.streaming import StreamedWeights, resident_layers, with_link
-from dovetail.profiles.concurrency import concurrency_of
 from dovetail.profiles.files import read_profile
 from dovetail.profiles.hardware import Hardware, Shape, latency_of
 from dovetail.profiles.live import LiveLatency
 from dovetail.types import ModelCard
-
-SLOTS = 2  # instances that a policy of static shares puts on this node
 
 
 def shape_name(card: ModelCard, dtype: str, kept: str, kv: KvKind = "auto") -> str:
@@ -100,14 +96,10 @@ class Profiles:
         resident: int | None = None,
     ) -> Hosting:
         latency = self.latency(card, dtype, kv, resident)
-        tpot_s = SloRule().tpot_s
         return Hosting(
             weight_bytes=self.weight_bytes(card, dtype, resident),
             kv_bytes_per_token=card.spec.kv_bytes_per_token(dtype, kv),
             latency=latency,
-            slots=SLOTS,
-            concurrency=concurrency_of(latency, tpot_s),
-            half_concurrency=concurrency_of(latency, tpot_s, share=2),
             block_tokens=block_size,
             load_s=load_s,
             max_kv_tokens=max_kv_tokens,

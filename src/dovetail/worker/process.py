@@ -63,7 +63,6 @@ class WorkerConfig:
     kv_bytes: int
     memory_bytes: int  # weights and KV of everything that is ready; 0 = three quarters of the machine
     idle_release_s: float  # an instance without requests for this long gives its KV pages back
-    policy: str
     max_stall: float  # token times that an answer waits for work of other models
     profiles: str  # folder of measured profiles; empty = none
     event_log: str  # file; empty = none
@@ -110,7 +109,7 @@ class Worker:
             config.node,
             self._device.kind,
             self._device.node_bytes(config.memory_bytes),
-            real_knobs(config.policy, max_stall=config.max_stall),
+            real_knobs("dovetail", max_stall=config.max_stall),
             self._loader,
             self._clock,
             self._log,

@@ -48,7 +48,6 @@ def worker_arguments(config: NodeConfig, address: str, parent: int | None) -> li
         "block-size": config.block_size,
         "kv-bytes": config.kv_cache,
         "memory-bytes": config.memory,
-        "policy": config.policy,
         "max-stall": config.max_stall,
         "event-log": config.event_log or "",
     }
