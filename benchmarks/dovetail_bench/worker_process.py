@@ -17,8 +17,8 @@ import zmq
 from dovetail import messages
 from dovetail.cluster.dispatch import Dispatcher
 from dovetail.errors import DovetailError
+from dovetail.policy.compositions import SERVED
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.real import real_knobs
 from dovetail.types import ModelCard, Request
 
 Message = TypeVar("Message", bound=messages.ToGateway)
@@ -35,7 +35,7 @@ class WorkerProcess:
         self._options = options
         self._pass_fds = tuple(pass_fds)
         self._node = node
-        self._dispatcher = Dispatcher({node: DeviceKind.CPU}, real_knobs("dovetail"), lambda _, said: self.send(said))
+        self._dispatcher = Dispatcher({node: DeviceKind.CPU}, SERVED, lambda _, said: self.send(said))
         self._kept: deque[messages.ToGateway] = deque()  # received while something else was waited for
 
     def __enter__(self) -> WorkerProcess:

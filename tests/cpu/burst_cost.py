@@ -19,9 +19,9 @@ import msgspec
 from dovetail.modelspec import ModelSpec
 from dovetail.node import protocol
 from dovetail.node.events import StartLoad
+from dovetail.policy.compositions import SERVED
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.real import real_knobs
 from dovetail.policy.work import Work
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
@@ -106,8 +106,8 @@ class Worker:
     def __init__(self) -> None:
         latency = LatencyModel(PROMPTS, Surface([(128, SHORT), (2048, LONG)]))
         self.device = ClockedDevice(latency)
-        knobs, memory_bytes = real_knobs("dovetail"), 64 << 30
-        self.driver = NodeDriver("burst", DeviceKind.GPU, memory_bytes, knobs, self, self.device)
+        composition, memory_bytes = SERVED, 64 << 30
+        self.driver = NodeDriver("burst", DeviceKind.GPU, memory_bytes, composition, self, self.device)
         hosting = Hosting(1 << 30, KV_BYTES, LiveLatency(latency), BLOCK_TOKENS, max_kv_tokens=MAX_TOKENS, load_s=0.1)
         self.driver.register(MODEL, hosting)
         answer = self.driver.ask(protocol.Warm(MODEL))

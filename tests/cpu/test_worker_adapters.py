@@ -17,9 +17,9 @@ from dovetail.errors import OutOfMemory
 from dovetail.messages import Ask
 from dovetail.modelspec import ModelSpec
 from dovetail.node.protocol import Propose
+from dovetail.policy.compositions import SERVED
 from dovetail.policy.headroom import SloRule
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.real import real_knobs
 from dovetail.sched.sequence import sequences_of
 from dovetail.store import describe
 from dovetail.types import AdapterRef, ModelCard, Request, SamplingParams
@@ -35,7 +35,7 @@ class Rig:
     def __init__(self, folder: Path, base: Path, room: float, device: Packs | None = None) -> None:
         self.card: ModelCard = describe(base, "llama")
         loads: Any = None  # nothing is loaded here
-        self.driver = NodeDriver("n", DeviceKind.CPU, int(room * BYTES), real_knobs("dovetail"), loads, lambda: 0.0)
+        self.driver = NodeDriver("n", DeviceKind.CPU, int(room * BYTES), SERVED, loads, lambda: 0.0)
         self.woken: queue.Queue[None] = queue.Queue()
         self.cache = AdapterCache(self.driver, device or CpuDevice(1), None, lambda: self.woken.put(None))
         self.refs = {}

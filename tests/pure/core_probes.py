@@ -3,7 +3,7 @@
 containers   dicts, sets, lists and heaps that hold requests while answers run, in a gateway and in a worker
 remains      containers of the core that are larger at the end of a storm than at its beginning
 lines        lines of cluster, node and policy that the server's pure tests execute and fault storms do not
-switches     reads of policy switches (`knobs.X`) in node, cluster and worker
+switches     reads of what a policy switches on and off, in node, cluster and worker
 calls        pairs of files that call each other in both directions
 names        public names of the control rooms that stand for more than one thing
 """
@@ -19,12 +19,15 @@ import tempfile
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
-from dovetail.policy.knobs import Knobs
+from dovetail.node.device import turn_rule
+from dovetail.policy.compositions import KINDS, SERVED
+from dovetail.policy.placement import DeviceKind
+from dovetail.sim.compositions import POLICIES
 from dovetail.sim.driver import Simulation
 from dovetail.sim.storm import VIOLATIONS, build_server_storm, build_storm, check, run_one
 
@@ -36,6 +39,7 @@ CONTAINERS = (dict, set, frozenset, list, deque)
 RECORDS = ("Work", "RequestRecord", "Choice", "Request", "RequestState", "Sequence", "GenerationTask", "Run")
 FIRST_ID = 7_000_000_000  # of requests: like no other number in the process
 STORMS = 30
+NONE_MEANS_OFF = ("slack_s",)  # numbers of a policy that may be None
 
 Place = tuple[str, str]  # class, attribute
 
@@ -272,21 +276,75 @@ def trees(rooms: tuple[str, ...]) -> Iterator[tuple[str, ast.Module]]:
 
 
 def probe_switches() -> int:
-    switches = {one.name for one in fields(Knobs)}
+    """A boolean or a choice among several that a policy fixes and a branch reads is a switch, whatever record it lies
+    in and whatever it is called there; a number is one where a branch compares it with a constant."""
+    modes, numbers = parameters_of_policies()
     reads: Counter[str] = Counter()
-    for file, tree in trees(("node", "cluster", "worker")):
+    kept: dict[str, set[str]] = defaultdict(set)  # by class: attributes that hold what a switch says
+    sources = list(trees(("node", "cluster", "worker")))
+    for _, tree in sources:
+        for owner, line in ((one, line) for one in ast.walk(tree) if isinstance(one, ast.ClassDef)
+                            for line in ast.walk(one)):  # fmt: skip
+            if isinstance(line, ast.Assign) and any(name in modes for name in attributes_in(line.value)):
+                kept[owner.name] |= {to.attr for to in line.targets if _is_own(to)}
+    modes |= {name for names in kept.values() for name in names}
+    for file, tree in sources:
+        compared = {id(one) for test in conditions(tree) for one in compared_with_constants(test)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr in switches and _is_knobs(node.value):
-                reads[file] += 1
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                reads[file] += node.attr in modes or (node.attr in numbers and id(node) in compared)
     for file, count in reads.most_common():
-        print(f"  {file}: {count}")
-    print(f"{reads.total()} reads of {len(switches)} switches in node, cluster and worker")
+        if count:
+            print(f"  {file}: {count}")
+    print(f"{reads.total()} reads of switches in node, cluster and worker ({len(modes)} names)")
     return 0
 
 
-def _is_knobs(node: ast.expr) -> bool:
-    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-    return name.lstrip("_") == "knobs"
+def parameters_of_policies() -> tuple[set[str], set[str]]:
+    """Names of modes, and of numbers: fields, and properties without arguments, of all strategies and of the records
+    that are made of them."""
+    modes, numbers = set[str](), set[str]()
+    for composition in (SERVED, *POLICIES.values()):
+        for strategy in [*(getattr(composition, kind) for kind in KINDS), turn_rule(DeviceKind.CPU, composition)]:
+            for name in dir(strategy):
+                value = getattr(strategy, name) if name[0] != "_" else None
+                if isinstance(value, bool | Enum) or (name in NONE_MEANS_OFF and value is None):
+                    modes.add(name)
+                elif isinstance(value, int | float):
+                    numbers.add(name)
+    return modes, numbers
+
+
+def attributes_in(tree: ast.expr) -> Iterator[str]:
+    return (node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+
+
+def _is_own(target: ast.expr) -> TypeGuard[ast.Attribute]:
+    return isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
+
+
+def conditions(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.While | ast.IfExp):
+            yield node.test
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.BoolOp):
+            yield from node.values
+
+
+def compared_with_constants(test: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(test, ast.Attribute):
+        yield test  # a number that is not 0
+    for node in ast.walk(test):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(isinstance(one, ast.Constant) or _is_infinity(one) for one in sides):
+                yield from sides
+
+
+def _is_infinity(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "INFINITY"
 
 
 def probe_names() -> int:

@@ -15,11 +15,10 @@ from dovetail.engine.preemption import PreemptionPoint
 from dovetail.eventlog import EventLog
 from dovetail.modelspec import ModelSpec
 from dovetail.node.events import StartLoad
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.compositions import SERVED, Composition
 from dovetail.policy.latency import Latency
 from dovetail.policy.memory import Account, Part
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
@@ -160,7 +159,13 @@ class Loopback:
     when they have said all that they had to say (`is_late`)."""
 
     def __init__(
-        self, driver: NodeDriver, knobs: Knobs, clock: Clock, log: EventLog | None = None, *, is_late: bool = False
+        self,
+        driver: NodeDriver,
+        composition: Composition,
+        clock: Clock,
+        log: EventLog | None = None,
+        *,
+        is_late: bool = False,
     ) -> None:
         self.is_late = is_late
         self.driver = driver
@@ -170,7 +175,7 @@ class Loopback:
         self._to_worker: deque[bytes] = deque()
         name = driver.home.name
         driver._on_said = self.pass_on
-        self.dispatcher = Dispatcher({name: driver.home.kind}, knobs, self._send, log)
+        self.dispatcher = Dispatcher({name: driver.home.kind}, composition, self._send, log)
         self.dispatcher.joined(name, messages.Hello(name, 1, "virtual", 0.0))
 
     def _send(self, node: str, message: messages.ToWorker) -> None:
@@ -270,7 +275,7 @@ class Rig:
         is_pipelined: bool = False,
         speculator: Callable[[], Speculator | None] = lambda: None,
         latency: Latency | None = None,
-        **knobs: Any,
+        **parameters: Any,
     ) -> None:
         self.latency = latency or make_latency()
         self.speculator = speculator
@@ -285,7 +290,7 @@ class Rig:
         self.heard_s: dict[tuple[str, int], list[float]] = {}  # when those came
         self.gone: list[str] = []
         self.fails_on: int | None = None
-        policy = Knobs(**{**_values(real_knobs("dovetail")), **knobs})
+        policy = SERVED.having(**parameters)
         self.driver = NodeDriver("node", DeviceKind.CPU, memory, policy, self, self.clock, log)
         self.link = Loopback(self.driver, policy, self.clock, log, is_late=is_late)
         self.link.gone = self.gone.extend  # type: ignore[method-assign]
@@ -412,7 +417,3 @@ def expected(id: str, prompt: int = 5, tokens: int = 4) -> list[int]:
 
 def hash_of(id: str) -> int:
     return sum(ord(letter) * (i + 1) for i, letter in enumerate(id))
-
-
-def _values(knobs: Knobs) -> dict[str, Any]:
-    return {name: getattr(knobs, name) for name in knobs.__dataclass_fields__}

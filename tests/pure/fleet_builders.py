@@ -16,9 +16,8 @@ from dovetail import messages
 from dovetail.cluster.dispatch import Dispatcher
 from dovetail.errors import WorkerLost
 from dovetail.node.events import StartLoad
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.compositions import SERVED, Composition
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.types import ModelCard, Request, SamplingParams, TokenEvent
@@ -32,13 +31,15 @@ MAX_TOKENS = 400
 class Peer:
     """One worker: handles a message as `worker.process` does, tokens told before anything else."""
 
-    def __init__(self, name: str, knobs: Knobs, clock: Clock, models: str, memory: int, load_s: float = 0.0) -> None:
+    def __init__(
+        self, name: str, composition: Composition, clock: Clock, models: str, memory: int, load_s: float = 0.0
+    ) -> None:
         self.name = name
         self.inbox: deque[bytes] = deque()
         self.outbox: deque[bytes] = deque()
         self.loads: deque[StartLoad] = deque()
         self.clock = clock
-        self.driver = NodeDriver(name, DeviceKind.CPU, memory, knobs, self, clock, on_pause=self._pause)
+        self.driver = NodeDriver(name, DeviceKind.CPU, memory, composition, self, clock, on_pause=self._pause)
         self.pauses = 0  # messages that are taken in between the chunks of a prefill
         for model in models:
             latency = LiveLatency(make_latency())
@@ -104,19 +105,18 @@ class Fleet:
         *,
         memory: int = 10_000_000,
         load_s: Mapping[str, float] | None = None,
-        **knobs: Any,
+        **parameters: Any,
     ) -> None:
         self.load_s = load_s or {}  # by node
         self.clock = Clock()
-        values = {name: getattr(real_knobs("dovetail"), name) for name in Knobs.__dataclass_fields__}
-        self.knobs = Knobs(**{**values, **knobs})
+        self.composition = SERVED.having(**parameters)
         self.models, self.memory = models, memory
         self.requests: dict[str, Request] = {}
         self.text: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.cancelled: set[str] = set()
         self.peers: dict[str, Peer] = {}
-        self.dispatcher = Dispatcher(dict.fromkeys(names, DeviceKind.CPU), self.knobs, self._send)
+        self.dispatcher = Dispatcher(dict.fromkeys(names, DeviceKind.CPU), self.composition, self._send)
         for name in names:
             self.join(name)
 
@@ -126,7 +126,7 @@ class Fleet:
 
     def join(self, name: str) -> None:
         load_s = self.load_s.get(name, 0.0)
-        self.peers[name] = Peer(name, self.knobs, self.clock, self.models, self.memory, load_s)
+        self.peers[name] = Peer(name, self.composition, self.clock, self.models, self.memory, load_s)
         self.dispatcher.joined(name, messages.Hello(name, 1, "virtual", 0.0, DeviceKind.CPU, self.memory))
         self.take()
         while self.peers[name].outbox:  # what it offers
@@ -200,7 +200,7 @@ class Fleet:
         """Another takes its place and knows nothing; the workers outlive it, and whoever has the clients submits what
         is left."""
         names = list(self.peers)
-        self.dispatcher = Dispatcher(dict.fromkeys(names, DeviceKind.CPU), self.knobs, self._send)
+        self.dispatcher = Dispatcher(dict.fromkeys(names, DeviceKind.CPU), self.composition, self._send)
         for name in names:
             self._come_back(self.peers[name])
             while self.peers[name].outbox:

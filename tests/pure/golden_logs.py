@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from dovetail.eventlog import EventLog
-from dovetail.policy.presets import policy
+from dovetail.sim.compositions import policy
 from dovetail.sim.setup import Setup, build
 from dovetail.sim.storm import VIOLATIONS, run_one
 

@@ -13,9 +13,10 @@ from dovetail.node.events import StartLoad, StartResize, StartUnload, Turn
 from dovetail.node.node import Node
 from dovetail.node.protocol import Notice
 from dovetail.node.runtime import NodeRuntime
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.compositions import Composition
 from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.sim.compositions import SLINFER
 from dovetail.sim.storm import check_node
 
 KIB = 1024
@@ -51,7 +52,7 @@ def make_node(
     *,
     kind: DeviceKind = DeviceKind.GPU,
     memory_gib: float = 72.0,
-    knobs: Knobs | None = None,
+    composition: Composition | None = None,
     name: str | None = None,
     hosting: Hosting | None = None,
     first_instance: int = 0,
@@ -63,7 +64,7 @@ def make_node(
         kind,
         int(memory_gib * GIB),
         dict.fromkeys(models, shared),
-        knobs or Knobs(),
+        composition or SLINFER,
         first_instance=first_instance,
     )
 

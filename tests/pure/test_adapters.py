@@ -17,13 +17,13 @@ from dovetail.modelspec import ModelSpec, MoeSpec
 from dovetail.node.device import Device
 from dovetail.node.protocol import Warm
 from dovetail.node.residency import Residency
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.fcfs import FcfsScheduler
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.sequence import sequences_of
 from dovetail.sched.turn import Outcome, RowOutcome
+from dovetail.sim.compositions import SLINFER
 from dovetail.store.hf.adapter_parts import adapted_targets
 from dovetail.types import AdapterRef, Request, SamplingParams
 
@@ -67,7 +67,7 @@ def test_every_choice_and_what_is_left_of_a_request_keeps_its_adapter() -> None:
 
 
 def test_an_adapter_counts_in_the_ledger_until_it_goes() -> None:
-    device = Device("node", DeviceKind.CPU, 100, {}, Knobs())
+    device = Device("node", DeviceKind.CPU, 100, {}, SLINFER)
     residency = Residency(device)
     assert residency.keep_adapter(1, 60)
     assert not residency.keep_adapter(2, 41)

@@ -17,15 +17,17 @@ from dovetail.cluster.starting import MAX_CANDIDATES
 from dovetail.node.node import Node
 from dovetail.node.protocol import Evicted
 from dovetail.node.runtime import NodeRuntime
-from dovetail.policy.knobs import Knobs, WaitOrder
+from dovetail.policy.compositions import Composition
+from dovetail.policy.knobs import WaitOrder
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.work import Phase, Work
+from dovetail.sim.compositions import SLINFER
 
 
-def make_cluster(*nodes: Node, knobs: Knobs | None = None) -> Controller:
+def make_cluster(*nodes: Node, composition: Composition | None = None) -> Controller:
     for index, node in enumerate(nodes):
         node._next_instance = index * 1000
-    return Controller([LocalNode(NodeRuntime(node)) for node in nodes], knobs or Knobs())
+    return Controller([LocalNode(NodeRuntime(node)) for node in nodes], composition or SLINFER)
 
 
 def handle_of(controller: Controller, index: int = 0) -> LocalNode:
@@ -60,7 +62,7 @@ def test_a_request_that_a_cpu_cannot_serve_in_time_goes_to_a_gpu() -> None:
 
 def test_without_cpus_only_gpus_are_asked() -> None:
     cpu, gpu = make_node(kind=DeviceKind.CPU, name="cpu"), make_node(name="gpu")
-    placed = submit(make_cluster(cpu, gpu, knobs=Knobs(use_cpu=False)), make_work())
+    placed = submit(make_cluster(cpu, gpu, composition=SLINFER.having(use_cpu=False)), make_work())
     assert isinstance(placed, Placed)
     assert placed.node.name == "gpu"
 
@@ -99,7 +101,7 @@ def test_a_request_that_no_hardware_can_serve_is_refused_at_once() -> None:
 
 
 def test_who_came_before_any_node_is_told_when_only_nodes_without_room_for_it_have_come() -> None:
-    controller = make_cluster(knobs=Knobs(extend_deadlines=True))
+    controller = make_cluster(composition=SLINFER.having(extend_deadlines=True))
     submit(controller, make_work(0, "a", ttft_s=1.0))
     small = LocalNode(NodeRuntime(make_node(memory_gib=1)))
     assert small.offer_of("a") is not None
@@ -112,9 +114,9 @@ def test_who_came_before_any_node_is_told_when_only_nodes_without_room_for_it_ha
 
 
 def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> None:
-    knobs = Knobs(floor_tokens=0, paced_from_first_token=False)
-    tight = make_node(memory_gib=21.7, name="tight", knobs=knobs)
-    other = make_node(name="other", knobs=knobs)
+    composition = SLINFER.having(floor_tokens=0, paced_from_first_token=False)
+    tight = make_node(memory_gib=21.7, name="tight", composition=composition)
+    other = make_node(name="other", composition=composition)
     controller = make_cluster(tight)
     for index in range(2):
         submit(controller, make_work(index, "a", 400, ttft_s=5.0))
@@ -135,9 +137,9 @@ def test_a_larger_batch_preempts_a_smaller_neighbour_that_can_go_elsewhere() -> 
 
 def test_a_neighbour_gives_way_only_if_each_of_its_requests_has_a_node_of_its_own() -> None:
     """That a node would take either of two requests does not mean that it would take both."""
-    knobs = Knobs(floor_tokens=0, paced_from_first_token=False)
-    tight = make_node(memory_gib=22.2, name="tight", knobs=knobs)
-    small = make_node(memory_gib=10.5, name="small", knobs=knobs)  # room for one of them
+    composition = SLINFER.having(floor_tokens=0, paced_from_first_token=False)
+    tight = make_node(memory_gib=22.2, name="tight", composition=composition)
+    small = make_node(memory_gib=10.5, name="small", composition=composition)  # room for one of them
     controller = make_cluster(tight)
     for index in range(3):
         submit(controller, make_work(index, "a", 400, ttft_s=5.0))
@@ -177,9 +179,9 @@ def test_an_overcommitted_node_gives_away_what_another_would_go_on_with() -> Non
 
 
 def test_newcomers_are_not_brought_to_a_node_that_owes_memory_to_an_answer() -> None:
-    knobs = Knobs(floor_tokens=0, finish_begun=True)
-    node = make_node(memory_gib=11.0, knobs=knobs)  # 1 GiB of KV: 2,048 tokens
-    controller = make_cluster(node, knobs=knobs)
+    composition = SLINFER.having(floor_tokens=0, finish_begun=True)
+    node = make_node(memory_gib=11.0, composition=composition)  # 1 GiB of KV: 2,048 tokens
+    controller = make_cluster(node, composition=composition)
     placed = submit(controller, make_work(0, "a", 1200, ttft_s=5.0))
     assert isinstance(placed, Placed)
     evicted = make_work(1, "a", 1500, ttft_s=5.0)
@@ -222,7 +224,7 @@ def test_a_lost_node_sends_its_requests_elsewhere() -> None:
 
 def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_token() -> None:
     node = make_node()
-    controller = make_cluster(node, knobs=Knobs(disaggregate=True))
+    controller = make_cluster(node, composition=SLINFER.having(disaggregate=True))
     work = make_work(0, ttft_s=5.0)
     placed = submit(controller, work)
     assert isinstance(placed, Placed)
@@ -242,7 +244,7 @@ def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_toke
 def test_a_request_handed_over_late_asks_for_a_decode_place_before_it_is_given_up() -> None:
     """Requests are dropped for queueing too long (S11); this one has its first token and has not queued yet."""
     node = make_node(hosting=make_hosting(slots=2))
-    controller = make_cluster(node, knobs=Knobs(disaggregate=True))
+    controller = make_cluster(node, composition=SLINFER.having(disaggregate=True))
     work = make_work()
     submit(controller, work)
     handle_of(controller).runtime.withdraw(0, 9.0)
@@ -256,7 +258,7 @@ def test_a_request_handed_over_late_asks_for_a_decode_place_before_it_is_given_u
 
 
 def test_a_request_handed_over_late_that_finds_no_decode_place_is_given_up_on_the_next_try() -> None:
-    controller = make_cluster(make_node(hosting=make_hosting(slots=1)), knobs=Knobs(disaggregate=True))
+    controller = make_cluster(make_node(hosting=make_hosting(slots=1)), composition=SLINFER.having(disaggregate=True))
     work = make_work()
     submit(controller, work)
     handle_of(controller).runtime.withdraw(0, 9.0)
@@ -270,9 +272,9 @@ def test_a_request_handed_over_late_that_finds_no_decode_place_is_given_up_on_th
 
 
 def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
-    knobs = Knobs(pause=True, floor_tokens=0, proactive=False, pause_headroom_s=5.0, pause_last_s=1.0)
-    node = make_node(memory_gib=14.0, knobs=knobs)
-    controller = make_cluster(node, knobs=knobs)
+    composition = SLINFER.having(pause=True, floor_tokens=0, proactive=False, pause_headroom_s=5.0, pause_last_s=1.0)
+    node = make_node(memory_gib=14.0, composition=composition)
+    controller = make_cluster(node, composition=composition)
     ahead = make_work(0, "a", ttft_s=20.0)
     submit(controller, ahead)
     handle = handle_of(controller)
@@ -296,7 +298,7 @@ def submit_to(controller: Controller, index: int) -> None:
 
 def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_their_model_is_placed() -> None:
     nodes = [make_node(name=f"gpu-{index}") for index in range(10)]
-    controller = make_cluster(*nodes, knobs=Knobs(pause=True))
+    controller = make_cluster(*nodes, composition=SLINFER.having(pause=True))
     asked: list[int] = []
     for index, node in enumerate(nodes):
         submit_to(controller, index)
@@ -363,12 +365,14 @@ def test_a_request_with_an_adapter_goes_where_its_model_would_on_any_device() ->
     assert Work.of(adapted.record()).adapter == "a"
 
 
-BY_MEMORY = Knobs(waits=WaitOrder.MEMORY)
+BY_MEMORY = SLINFER.having(waits=WaitOrder.MEMORY)
 
 
-def full_cluster(knobs: Knobs) -> Controller:
+def full_cluster(composition: Composition) -> Controller:
     """A node with one instance, of model "a", which has room for requests and for no further weights."""
-    controller = make_cluster(make_node(hosting=make_hosting(slots=1), knobs=knobs, memory_gib=40.0), knobs=knobs)
+    controller = make_cluster(
+        make_node(hosting=make_hosting(slots=1), composition=composition, memory_gib=40.0), composition=composition
+    )
     assert isinstance(submit(controller, make_work(0, "a")), Placed)
     return controller
 
@@ -381,16 +385,16 @@ def answer(controller: Controller, tokens_of: Callable[[str], int], count: int =
         controller.departures.finished(handle_of(controller), 0, work, 0.0)
 
 
-def alike_cluster(knobs: Knobs) -> Controller:
+def alike_cluster(composition: Composition) -> Controller:
     """The same, which has seen that models answer at like length."""
-    controller = full_cluster(knobs)
+    controller = full_cluster(composition)
     random = Random(0)
     answer(controller, lambda model: random.randint(50, 150))
     return controller
 
 
 def test_by_deadline_whoever_is_due_first_asks_first() -> None:
-    controller = full_cluster(Knobs())
+    controller = full_cluster(SLINFER)
     for id, (model, ttft_s) in enumerate([("b", 3.0), ("c", 2.0), ("c", 4.0)], start=1):
         assert isinstance(submit(controller, make_work(id, model, ttft_s=ttft_s)), Queued)
     assert [work.id for work in controller.queued.in_order()] == [2, 1, 3]
@@ -447,9 +451,9 @@ def test_by_memory_is_by_deadline_while_nobody_knows_whether_models_answer_alike
     assert [work.id for work in controller.queued.in_order()] == [1, 3, 2]
 
 
-def idle_cluster(knobs: Knobs) -> Controller:
+def idle_cluster(composition: Composition) -> Controller:
     """A node whose only place is taken by an idle instance, and a request of another model that waits for it."""
-    controller = make_cluster(make_node(knobs=knobs, memory_gib=15.0), knobs=knobs)
+    controller = make_cluster(make_node(composition=composition, memory_gib=15.0), composition=composition)
     assert isinstance(submit(controller, make_work(0, "a")), Placed)
     source = handle_of(controller)
     serve_all(source.runtime, 0.0)
@@ -461,7 +465,7 @@ def idle_cluster(knobs: Knobs) -> Controller:
 
 @pytest.mark.parametrize("is_alike", [True, False])
 def test_an_idle_instance_gives_way_to_whoever_waits_while_models_answer_alike(is_alike: bool) -> None:
-    controller = idle_cluster(Knobs(reclaim_alike=True, keep_alive_s=600.0))
+    controller = idle_cluster(SLINFER.having(reclaim_alike=True, keep_alive_s=600.0))
     random = Random(2)
     answer(controller, lambda model: random.randint(50, 150) if is_alike else 10 ** ("xyz".index(model) + 1))
     controller.queued.wake(0.25)

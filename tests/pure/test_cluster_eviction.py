@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from driver_builders import KV_BYTES, WEIGHT_BYTES, Rig, expected
 from fleet_builders import Fleet
 from sim_builders import make_node, make_work, serve_memory
@@ -13,10 +11,10 @@ from dovetail.messages import ToWorker
 from dovetail.node.instance import Instance
 from dovetail.node.node import Node
 from dovetail.node.protocol import Accepted, Check, Evicted, Propose, Withdraw
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.memory import Account, Ledger, Part
+from dovetail.sim.compositions import SLINFER
 
-KNOBS = Knobs(floor_tokens=0, watermark=0.0, free_resize=True, lengths_by_model=True, slots_limited=False)
+KNOBS = SLINFER.having(floor_tokens=0, watermark=0.0, free_resize=True, lengths_by_model=True, slots_limited=False)
 
 
 def test_a_prompt_that_is_evicted_in_parts_leaves_the_node_open_to_newcomers() -> None:
@@ -43,7 +41,7 @@ def test_a_prompt_that_is_evicted_in_parts_leaves_the_node_open_to_newcomers() -
 
 def begun_prompts(*, holds: bool) -> tuple[Node, int]:
     """A node whose instance of a has a running request and two prompts, of which none or one has begun."""
-    node = make_node(memory_gib=10.7, knobs=replace(KNOBS, part_s=0.05, paced_from_first_token=False))
+    node = make_node(memory_gib=10.7, composition=KNOBS.having(part_s=0.05, paced_from_first_token=False))
     for _ in range(100):
         node.device.lengths.answered("a", 1)
     instance = node.start(make_work(0, input_tokens=500, ttft_s=1.0), 0.0)
@@ -94,7 +92,7 @@ def test_a_prompt_that_fits_nowhere_goes_alone() -> None:
 
 def test_a_pool_whose_instance_is_in_a_turn_lends_nothing() -> None:
     """The blocks of the prompts that the turn computes are counted at its end."""
-    node = make_node(memory_gib=20.8, knobs=KNOBS)
+    node = make_node(memory_gib=20.8, composition=KNOBS)
     for _ in range(100):
         node.device.lengths.answered("b", 500)
         node.device.lengths.answered("a", 20)

@@ -7,8 +7,8 @@ from dovetail.cluster.dispatch import Dispatcher
 from dovetail.errors import WorkerLost
 from dovetail.messages import Ask, Command, Hello, Reply, Said, Tokens, ToWorker
 from dovetail.node.protocol import Accepted, Offer, Offered, Propose, TakeBack, TookBack, Withdraw
+from dovetail.policy.compositions import SERVED
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.real import real_knobs
 from dovetail.sim.storm import run_one
 from dovetail.types import Request, SamplingParams, Slo, TokenEvent
 
@@ -19,9 +19,7 @@ class Wire:
     def __init__(self) -> None:
         self.sent: dict[str, list[ToWorker]] = {"a": [], "b": []}
         kinds = dict.fromkeys(self.sent, DeviceKind.CPU)
-        self.dispatcher = Dispatcher(
-            kinds, real_knobs("dovetail"), lambda node, message: self.sent[node].append(message)
-        )
+        self.dispatcher = Dispatcher(kinds, SERVED, lambda node, message: self.sent[node].append(message))
         for name in self.sent:
             self.dispatcher.joined(name, Hello(name, 1, "cpu", 0.1, memory_bytes=1 << 30))
             self.dispatcher.received(name, Said((Offered("m", Offer(4096)),)), 0.0)

@@ -19,7 +19,7 @@ from dovetail.cluster.retry import RetryRule
 from dovetail.errors import WorkerLost
 from dovetail.eventlog import EventLog
 from dovetail.logschema import EVENTS, PLACED, RESIZE, Event, Form
-from dovetail.policy.presets import SLINFER
+from dovetail.sim.compositions import SLINFER
 from dovetail.sim.storm import run_one
 
 Line = dict[str, Any]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_builders import make_hosting, make_node, make_work, serve_memory
@@ -11,22 +9,23 @@ from sim_builders import make_hosting, make_node, make_work, serve_memory
 from dovetail.node.instance import Instance
 from dovetail.node.node import Node
 from dovetail.node.protocol import EMPTY, StartRoom
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.knobs import Knobs, Shadow
-from dovetail.policy.presets import DOVETAIL, SLINFER
+from dovetail.policy.parameters import Shadow
 from dovetail.policy.work import Work
+from dovetail.sim.compositions import DOVETAIL, SLINFER
 
 MODELS = "abcde"
-POLICIES = (DOVETAIL, SLINFER, replace(SLINFER, shadow=Shadow.CLOSED), replace(DOVETAIL, reclaim_idle=True))
+POLICIES = (DOVETAIL, SLINFER, SLINFER.having(shadow=Shadow.CLOSED), DOVETAIL.having(reclaim_idle=True))
 requests = st.lists(
     st.tuples(st.sampled_from(MODELS), st.integers(16, 3000), st.sampled_from((0.1, 0.25, 0.5)), st.integers(0, 6)),
     max_size=24,
 )
 
 
-def busy_node(knobs: Knobs, arrivals: list[tuple[str, int, float, int]]) -> tuple[Node, float]:
+def busy_node(composition: Composition, arrivals: list[tuple[str, int, float, int]]) -> tuple[Node, float]:
     """A node that took of these requests what it would, with some turns after each; and the time."""
-    node = make_node(MODELS, memory_gib=300.0, knobs=knobs, hosting=make_hosting(decode_s=0.03, slots=8))
+    node = make_node(MODELS, memory_gib=300.0, composition=composition, hosting=make_hosting(decode_s=0.03, slots=8))
     now = 0.0
     for id, (model, tokens, tpot_s, turns) in enumerate(arrivals):
         work = make_work(id, model, tokens, now, ttft_s=2.0, tpot_s=tpot_s)
@@ -57,9 +56,9 @@ def has_time_without(node: Node, target: Instance, work: Work, now: float, gone:
 @settings(max_examples=150, deadline=None)
 @given(requests, st.sampled_from(POLICIES), st.integers(16, 3000), st.sampled_from((0.08, 0.1, 0.12, 0.25)))
 def test_who_could_make_way_is_who_would_not_be_missed(
-    arrivals: list[tuple[str, int, float, int]], knobs: Knobs, tokens: int, tpot_s: float
+    arrivals: list[tuple[str, int, float, int]], composition: Composition, tokens: int, tpot_s: float
 ) -> None:
-    node, now = busy_node(knobs, arrivals)
+    node, now = busy_node(composition, arrivals)
     for target in list(node.instances.values()):
         work = make_work(99, target.model, tokens, now, ttft_s=2.0, tpot_s=tpot_s)
         neighbours = [one for one in node.instances.values() if one is not target]
@@ -70,17 +69,19 @@ def test_who_could_make_way_is_who_would_not_be_missed(
 @settings(max_examples=50, deadline=None)
 @given(requests, st.sampled_from(POLICIES))
 def test_what_is_left_for_a_start_is_counted_over_everyone_there(
-    arrivals: list[tuple[str, int, float, int]], knobs: Knobs
+    arrivals: list[tuple[str, int, float, int]], composition: Composition
 ) -> None:
-    node, _ = busy_node(knobs, arrivals)
+    node, _ = busy_node(composition, arrivals)
     room, ledger, there = node.admit.room_for_start(), node.device.ledger, node.instances.values()
-    if knobs.reclaim_idle:
+    if composition.knobs.reclaim_idle:
         assert room == EMPTY
         return
     weights = ledger.available
-    if knobs.weights_share < 1.0 and there:
-        weights = min(weights, int(knobs.weights_share * ledger.capacity) - sum(o.hosting.weight_bytes for o in there))
-    if knobs.reclaim_alike:
+    if composition.knobs.weights_share < 1.0 and there:
+        weights = min(
+            weights, int(composition.knobs.weights_share * ledger.capacity) - sum(o.hosting.weight_bytes for o in there)
+        )
+    if composition.knobs.reclaim_alike:
         weights += sum(one.hosting.weight_bytes for one in there if one.is_idle)
     pace_s = sum(node.admit.timing.pace_s(one) for one in there if one.batch)
     assert room == StartRoom(weights, pace_s, min((one.strictest_s for one in there if one.batch), default=INFINITY))

@@ -12,9 +12,9 @@ from dovetail.node.awaiting import MOST_S
 from dovetail.node.events import SetTimer, Turn
 from dovetail.node.instance import Instance
 from dovetail.node.runtime import NodeRuntime
+from dovetail.policy.compositions import SERVED
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import Hosting
-from dovetail.policy.real import real_knobs
 from dovetail.policy.work import RequestRecord
 
 ROWS = 24  # answers that the destination has of its own
@@ -27,7 +27,7 @@ DEAR, FREE, CHEAP = 0.008, 0.0, 0.0006
 class Destination:
     def __init__(self, token_s: float, rows: int = ROWS) -> None:
         self.now = 0.0
-        self.node = NodeRuntime(make_node("a", hosting=hosting(token_s), knobs=real_knobs("dovetail")))
+        self.node = NodeRuntime(make_node("a", hosting=hosting(token_s), composition=SERVED))
         for id in range(rows):
             self.take(record(id, input_tokens=16, produced=0))
         while rows and len(self.instance.running) < rows:

@@ -15,15 +15,17 @@ from dovetail.node.instance import State
 from dovetail.node.node import Node
 from dovetail.node.outlook import demand_of
 from dovetail.node.protocol import Evicted, Finished, HandedOver, InstanceGone, Overcommitted
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.knobs import Admission, Knobs, TurnOrder
+from dovetail.policy.knobs import Admission
 from dovetail.policy.latency import Curve, LatencyModel, Surface
+from dovetail.policy.parameters import TurnOrder
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.presets import DOVETAIL
 from dovetail.policy.work import Phase, Work
+from dovetail.sim.compositions import DOVETAIL, SLINFER
 from dovetail.sim.storm import check_node
 
-BY_SLO = Knobs(paced_from_first_token=False)  # a first token that comes early leaves the others its time
+BY_SLO = SLINFER.having(paced_from_first_token=False)  # a first token that comes early leaves the others its time
 
 
 def start(node: Node, work: Work, now: float = 0.0) -> int:
@@ -72,7 +74,7 @@ def test_a_cold_start_is_added_to_the_first_deadline_only_as_far_as_it_was_waite
 
 
 def test_the_shortest_headroom_runs_and_prefill_comes_before_decode() -> None:
-    node = make_node(knobs=BY_SLO)
+    node = make_node(composition=BY_SLO)
     start(node, make_work(0, "a", ttft_s=2.0))
     start(node, make_work(1, "b", ttft_s=1.0))
     serve_memory(node, 0.0)
@@ -84,7 +86,7 @@ def test_the_shortest_headroom_runs_and_prefill_comes_before_decode() -> None:
 
 
 def test_what_frees_most_memory_runs_while_everyone_has_slack() -> None:
-    node = make_node(knobs=replace(BY_SLO, turns=TurnOrder.DRAIN, slack_s=0.5))
+    node = make_node(composition=BY_SLO.having(turn_order=TurnOrder.DRAIN, slack_s=0.5))
     large = start(node, make_work(0, "a", ttft_s=5.0))
     node.join(large, make_work(1, "a", ttft_s=5.0), 0.0)
     start(node, make_work(2, "b", ttft_s=6.0))
@@ -146,7 +148,7 @@ def test_a_loading_instance_accepts_as_many_as_it_would_once_it_is_ready() -> No
 
 def test_a_neighbour_counts_the_prefills_that_wait_for_a_load() -> None:
     def accepted(loading: int) -> int:
-        node = make_node(memory_gib=200.0, hosting=replace(make_hosting(), load_s=0.1), knobs=BY_SLO)
+        node = make_node(memory_gib=200.0, hosting=replace(make_hosting(), load_s=0.1), composition=BY_SLO)
         ready = start(node, make_work(0, "a"))
         serve_memory(node, 0.0)
         if loading:
@@ -186,7 +188,7 @@ def test_an_iteration_gives_every_running_request_one_token() -> None:
 
 
 def test_requests_with_different_paces_share_a_batch() -> None:
-    node = make_node(knobs=BY_SLO)
+    node = make_node(composition=BY_SLO)
     relaxed, strict = make_work(0, tpot_s=0.5, ttft_s=0.6), make_work(1, tpot_s=0.1, ttft_s=1.0)
     instance = node.instances[start(node, relaxed)]
     node.join(instance.id, strict, 0.0)
@@ -210,8 +212,8 @@ def test_a_node_refuses_for_want_of_memory_slots_or_time() -> None:
 
 
 def test_a_concurrency_limit_ignores_deadlines() -> None:
-    knobs = Knobs(admission=Admission.CONCURRENCY, whole_node_kv=True, sharing=False)
-    node = make_node(knobs=knobs)
+    composition = SLINFER.having(admission=Admission.CONCURRENCY, whole_node_kv=True, sharing=False)
+    node = make_node(composition=composition)
     instance = start(node, make_work(0, ttft_s=0.0))
     answers = [node.join(instance, make_work(index, ttft_s=0.0), 9.0) for index in range(1, 5)]
     assert answers == [None, None, None, Refusal.CONCURRENCY]
@@ -219,7 +221,7 @@ def test_a_concurrency_limit_ignores_deadlines() -> None:
 
 
 def test_a_join_grows_the_pool_to_the_recommendation() -> None:
-    node = make_node(knobs=Knobs(floor_tokens=0, watermark=0.25))
+    node = make_node(composition=SLINFER.having(floor_tokens=0, watermark=0.25))
     instance = start(node, make_work(0, input_tokens=1000))
     serve_memory(node, 0.0)
     before = node.instances[instance].kv_tokens
@@ -229,7 +231,7 @@ def test_a_join_grows_the_pool_to_the_recommendation() -> None:
 
 
 def test_an_idle_instance_goes_after_its_keep_alive_unless_work_comes() -> None:
-    node = make_node(knobs=Knobs(keep_alive_s=1.0))
+    node = make_node(composition=SLINFER.having(keep_alive_s=1.0))
     work = make_work(0)
     instance = start(node, work)
     serve_memory(node, 0.0)
@@ -248,7 +250,7 @@ def test_an_idle_instance_goes_after_its_keep_alive_unless_work_comes() -> None:
 
 
 def test_an_idle_instance_gives_way_to_a_start_before_its_keep_alive_is_over() -> None:
-    node = make_node(memory_gib=15.0, knobs=Knobs(keep_alive_s=600.0, reclaim_idle=True))
+    node = make_node(memory_gib=15.0, composition=SLINFER.having(keep_alive_s=600.0, reclaim_idle=True))
     work = make_work(0, "a")
     start(node, work)
     serve_memory(node, 0.0)
@@ -289,7 +291,9 @@ def test_a_preempted_instance_unloads_only_after_its_turn() -> None:
 
 
 def test_when_the_pool_runs_short_and_cannot_grow_the_longest_headroom_is_evicted() -> None:
-    node = make_node(memory_gib=10.7, knobs=Knobs(floor_tokens=0, watermark=0.0))  # 0.7 GiB of KV: 1,433 tokens
+    node = make_node(
+        memory_gib=10.7, composition=SLINFER.having(floor_tokens=0, watermark=0.0)
+    )  # 0.7 GiB of KV: 1,433 tokens
     node.device.lengths.outputs.add(0)
     urgent, relaxed = make_work(0, input_tokens=500, ttft_s=1.0), make_work(1, input_tokens=400, ttft_s=5.0)
     instance = start(node, urgent)
@@ -315,9 +319,9 @@ def growing_hosting() -> Hosting:
     return replace(make_hosting(in_place=True, kv_kib=1), latency=latency)
 
 
-def accepted_of(knobs: Knobs, answers: int) -> int:
+def accepted_of(composition: Composition, answers: int) -> int:
     """Of twenty requests, on a node that has seen answers of this length."""
-    node = make_node(knobs=knobs, hosting=growing_hosting())
+    node = make_node(composition=composition, hosting=growing_hosting())
     for _ in range(40):
         node.device.lengths.answered("a", answers)
     instance = start(node, make_work(0, ttft_s=30.0))
@@ -325,14 +329,14 @@ def accepted_of(knobs: Knobs, answers: int) -> int:
 
 
 def test_admission_counts_what_an_iteration_takes_when_contexts_have_grown() -> None:
-    knobs = replace(BY_SLO, floor_tokens=0)
-    assert accepted_of(knobs, answers=2000) < 0.6 * accepted_of(knobs, answers=20)
-    blind = replace(knobs, counts_growth=False)
+    composition = BY_SLO.having(floor_tokens=0)
+    assert accepted_of(composition, answers=2000) < 0.6 * accepted_of(composition, answers=20)
+    blind = composition.having(counts_growth=False)
     assert accepted_of(blind, answers=2000) == accepted_of(blind, answers=20)
 
 
 def test_a_node_whose_contexts_have_outgrown_the_pace_says_who_is_furthest_ahead() -> None:
-    node = make_node(knobs=replace(BY_SLO, floor_tokens=0), hosting=growing_hosting())
+    node = make_node(composition=BY_SLO.having(floor_tokens=0), hosting=growing_hosting())
     works = [make_work(id, ttft_s=30.0 + id) for id in range(12)]
     instance = start(node, works[0])
     for work in works[1:]:
@@ -352,8 +356,10 @@ def test_a_node_whose_contexts_have_outgrown_the_pace_says_who_is_furthest_ahead
 
 
 def test_a_pool_that_runs_short_borrows_from_neighbours_before_anybody_is_evicted() -> None:
-    knobs = Knobs(floor_tokens=0, watermark=0.0, free_resize=True, lengths_by_model=True, slots_limited=False)
-    node = make_node(memory_gib=20.8, knobs=knobs)  # 0.8 GiB of KV: 1,638 tokens
+    composition = SLINFER.having(
+        floor_tokens=0, watermark=0.0, free_resize=True, lengths_by_model=True, slots_limited=False
+    )
+    node = make_node(memory_gib=20.8, composition=composition)  # 0.8 GiB of KV: 1,638 tokens
     for _ in range(100):
         node.device.lengths.answered("b", 500)
         node.device.lengths.answered("a", 20)
@@ -370,7 +376,9 @@ def test_a_pool_that_runs_short_borrows_from_neighbours_before_anybody_is_evicte
 
 
 def test_an_instance_that_lost_its_last_request_for_want_of_kv_is_reclaimed_like_any_idle_one() -> None:
-    node = make_node(memory_gib=10.3, knobs=Knobs(floor_tokens=0, watermark=0.0))  # 0.3 GiB of KV: 614 tokens
+    node = make_node(
+        memory_gib=10.3, composition=SLINFER.having(floor_tokens=0, watermark=0.0)
+    )  # 0.3 GiB of KV: 614 tokens
     start(node, make_work(0, input_tokens=300, ttft_s=1.0))
     said: list[object] = serve_memory(node, 0.0)
     for step in range(400):
@@ -464,7 +472,7 @@ def _collect(node: Node, number: int, pending: list[Callable[[], None]]) -> None
 def test_any_interleaving_keeps_the_books_balanced(
     steps: list[tuple[int, int]], floor_tokens: int, memory_gib: float
 ) -> None:
-    node = make_node(memory_gib=memory_gib, knobs=Knobs(floor_tokens=floor_tokens, slots_limited=False))
+    node = make_node(memory_gib=memory_gib, composition=SLINFER.having(floor_tokens=floor_tokens, slots_limited=False))
     pending: list[Callable[[], None]] = []
     for number, (what, which) in enumerate(steps):
         _random_step(node, what, which, number, pending)
@@ -487,7 +495,7 @@ def test_any_interleaving_keeps_the_books_balanced(
 
 def test_who_comes_later_does_not_silence_an_answer_that_is_computed_again() -> None:
     """An answer that was moved here is far ahead of its pace; what is judged is when it falls silent for too long."""
-    node = make_node(knobs=replace(DOVETAIL, max_silence_s=2.0), hosting=make_hosting(in_place=True))
+    node = make_node(composition=DOVETAIL.having(max_silence_s=2.0), hosting=make_hosting(in_place=True))
     moved = make_work(0, input_tokens=1024)
     moved.produced, moved.last_token_s = 200, 0.0  # due 50 s from now by its pace
     moved.first_due_s = 1.0
@@ -500,8 +508,12 @@ def test_who_comes_later_does_not_silence_an_answer_that_is_computed_again() -> 
 
 def resident_models(tokens: int, short_requests: int, *, are_alike: bool = True) -> int:
     """How many models start on a device after requests that held so many tokens each have ended."""
-    knobs = Knobs(slots_limited=False, lengths_by_model=True, weights_share=0.75, short_requests=short_requests)
-    node = make_node("abcdefg", memory_gib=64.0, knobs=knobs)  # 10 GiB of weights each: four are in their share
+    composition = SLINFER.having(
+        slots_limited=False, lengths_by_model=True, weights_share=0.75, short_requests=short_requests
+    )
+    node = make_node(
+        "abcdefg", memory_gib=64.0, composition=composition
+    )  # 10 GiB of weights each: four are in their share
     node.device.lengths.are_alike = are_alike
     for _ in range(40):
         node.device.lengths.held(tokens)
@@ -519,7 +531,7 @@ def test_where_requests_are_short_weights_take_more_of_a_device() -> None:
 
 
 def test_idle_instances_do_not_close_for_a_start_that_they_would_not_make_room_for() -> None:
-    node = make_node("ab", memory_gib=25.0, knobs=Knobs(keep_alive_s=600.0, slots_limited=False))
+    node = make_node("ab", memory_gib=25.0, composition=SLINFER.having(keep_alive_s=600.0, slots_limited=False))
     idle, busy = make_work(0, "a"), make_work(1, "b")
     for work in (idle, busy):
         start(node, work)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,16 +12,17 @@ from sim_builders import end_turn, make_hosting, make_node, make_work, serve_mem
 
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface, prompts_s
 from dovetail.policy.parts import FEWEST_TOKENS, SMOOTH_TOKENS, part_limit_s, saves, split_s, tokens_within
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.work import Work
+from dovetail.sim.compositions import SLINFER
 
-WHOLE = Knobs(guard_decodes=True, max_silence_s=2.0, paced_from_first_token=False)
-PARTS = replace(WHOLE, part_s=0.1, pack_prompts=True)
-SMOOTH = replace(PARTS, smooth_answers=True)
+WHOLE = SLINFER.having(guard_decodes=True, max_silence_s=2.0, paced_from_first_token=False)
+PARTS = WHOLE.having(part_s=0.1, pack_prompts=True)
+SMOOTH = PARTS.having(smooth_answers=True)
 LINEAR = make_hosting(prefill_s_per_k=1.0)  # some 1,000 tokens a second: nothing is saved by packing
 FLAT = make_hosting(prefill_s_per_k=0.02)  # a thousand tokens take as long as one
 
@@ -49,9 +49,9 @@ def turns_until(node: Node, work: Work, now: float) -> list[tuple[float, Turn]]:
     return found
 
 
-@pytest.mark.parametrize("knobs", [WHOLE, PARTS, SMOOTH], ids=["whole", "parts", "smooth"])
-def test_a_long_prompt_that_has_time_lets_the_answers_of_other_models_go_on(knobs: Knobs) -> None:
-    node = make_node(hosting=LINEAR, knobs=knobs)
+@pytest.mark.parametrize("composition", [WHOLE, PARTS, SMOOTH], ids=["whole", "parts", "smooth"])
+def test_a_long_prompt_that_has_time_lets_the_answers_of_other_models_go_on(composition: Composition) -> None:
+    node = make_node(hosting=LINEAR, composition=composition)
     running(node, make_work(0, "a", input_tokens=64, ttft_s=0.25, tpot_s=0.25))
     prompt = make_work(1, "b", input_tokens=1000, ttft_s=8.0)
     node.admit.timing.refuses = lambda *_: None  # type: ignore[method-assign]  # as if it had been there before
@@ -61,7 +61,7 @@ def test_a_long_prompt_that_has_time_lets_the_answers_of_other_models_go_on(knob
     begun = next(index for index, (_, turn) in enumerate(turns) if turn.prompts)
     spoken = [turns[begun - 1][0] if begun else 0.0, *(end for end, turn in turns[begun:] if turn.decodes)]
     longest_s = max(later - earlier for earlier, later in pairwise([*spoken, turns[-1][0]]))
-    if knobs is SMOOTH:
+    if composition is SMOOTH:
         assert longest_s <= 0.08  # a part of three times what splitting costs, and its own iteration
         assert turns[-1][0] < 3.0
     else:
@@ -70,16 +70,16 @@ def test_a_long_prompt_that_has_time_lets_the_answers_of_other_models_go_on(knob
 
 def test_whole_prompts_are_refused_where_parts_would_be_kept() -> None:
     answers = {}
-    for knobs in (WHOLE, PARTS):
-        node = make_node(hosting=LINEAR, knobs=knobs)
+    for composition in (WHOLE, PARTS):
+        node = make_node(hosting=LINEAR, composition=composition)
         running(node, make_work(0, "a", input_tokens=64, ttft_s=0.25, tpot_s=0.25))
-        answers[knobs.part_s] = node.start(make_work(1, "b", input_tokens=2000, ttft_s=8.0), 0.0)
+        answers[composition.turns.part_s] = node.start(make_work(1, "b", input_tokens=2000, ttft_s=8.0), 0.0)
     assert answers == {float("inf"): Refusal.NEIGHBOUR_LATE, 0.1: 1}
 
 
 def test_what_is_admitted_beside_strict_answers_is_kept() -> None:
     """As played, so done: the prompt in time, and no answer beside it late."""
-    node = make_node(hosting=LINEAR, knobs=replace(PARTS, slo_scale=1.0))
+    node = make_node(hosting=LINEAR, composition=PARTS.having(slo_scale=1.0))
     beside = running(node, make_work(0, "a", input_tokens=64, ttft_s=0.25, tpot_s=0.1))
     for ttft_s in (2.0, 2.5, 2.8, 3.1, 3.4, 3.7):
         prompt = make_work(1, "b", input_tokens=2000, ttft_s=ttft_s)
@@ -92,7 +92,7 @@ def test_what_is_admitted_beside_strict_answers_is_kept() -> None:
 
 
 def test_a_begun_prompt_is_not_overtaken_by_prompts_that_are_less_urgent() -> None:
-    node = make_node(hosting=LINEAR, knobs=PARTS)
+    node = make_node(hosting=LINEAR, composition=PARTS)
     first, second = make_work(0, "a", 900, ttft_s=4.0), make_work(1, "b", 900, ttft_s=5.0)
     for work in (first, second):
         assert isinstance(node.start(work, 0.0), int)
@@ -103,7 +103,7 @@ def test_a_begun_prompt_is_not_overtaken_by_prompts_that_are_less_urgent() -> No
 
 
 def test_whoever_is_more_urgent_does_not_wait_for_the_end_of_a_prompt() -> None:
-    node = make_node(kind=DeviceKind.CPU, hosting=make_hosting(in_place=True, prefill_s_per_k=1.0), knobs=PARTS)
+    node = make_node(kind=DeviceKind.CPU, hosting=make_hosting(in_place=True, prefill_s_per_k=1.0), composition=PARTS)
     long = make_work(0, "a", 3000, ttft_s=8.0)
     assert isinstance(node.start(long, 0.0), int)
     serve_memory(node, 0.0)
@@ -120,7 +120,7 @@ def test_whoever_is_more_urgent_does_not_wait_for_the_end_of_a_prompt() -> None:
 def test_several_prompts_share_an_iteration_where_that_saves_time() -> None:
     counts = {}
     for name, hosting in (("flat", FLAT), ("linear", LINEAR)):
-        node = make_node(hosting=hosting, knobs=replace(PARTS, part_s=1.0))
+        node = make_node(hosting=hosting, composition=PARTS.having(part_s=1.0))
         instance = node.start(make_work(0, input_tokens=200, ttft_s=4.0), 0.0)
         assert isinstance(instance, int)
         for number in range(1, 5):
@@ -135,7 +135,7 @@ def test_several_prompts_share_an_iteration_where_that_saves_time() -> None:
 
 
 def test_decodes_and_prompts_may_share_an_iteration() -> None:
-    node = make_node(hosting=LINEAR, knobs=replace(PARTS, mix_decodes=True))
+    node = make_node(hosting=LINEAR, composition=PARTS.having(mix_decodes=True))
     first = running(node, make_work(0, ttft_s=4.0))
     second = make_work(1, input_tokens=300, ttft_s=4.0)
     assert node.join(0, second, 0.0) is None
@@ -204,7 +204,7 @@ def test_an_abort_between_two_parts_frees_what_was_computed() -> None:
 
 def test_on_a_cpu_parts_are_bounded_too() -> None:
     hosting = make_hosting(in_place=True, prefill_s_per_k=2.0)
-    node = make_node(kind=DeviceKind.CPU, knobs=PARTS, hosting=hosting)
+    node = make_node(kind=DeviceKind.CPU, composition=PARTS, hosting=hosting)
     work = make_work(0, input_tokens=900, ttft_s=8.0)
     assert isinstance(node.start(work, 0.0), int)
     serve_memory(node, 0.0)

@@ -16,8 +16,8 @@ from dovetail.node.events import Turn
 from dovetail.node.node import Node
 from dovetail.policy import rows
 from dovetail.policy import turn as turns
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.parts import FEWEST_TOKENS, SMOOTH_TOKENS
 from dovetail.policy.rounds import LEAST_SINGLES, WORTH_SPLITTING, decode_limit_s
@@ -26,13 +26,14 @@ from dovetail.sched.blocks import BlockPool
 from dovetail.sched.scheduler import Scheduler, SchedulerConfig
 from dovetail.sched.sequence import sequences_of
 from dovetail.sched.turn import Outcome, RowOutcome
+from dovetail.sim.compositions import SLINFER
 from dovetail.sim.storm import check_node, run_storm
 from dovetail.types import Request, SamplingParams
 
-WHOLE = Knobs(
+WHOLE = SLINFER.having(
     max_silence_s=2.0, part_s=0.1, pack_prompts=True, smooth_answers=True, extend_deadlines=True, slots_limited=False
 )
-SPLIT = replace(WHOLE, split_decodes=True)
+SPLIT = WHOLE.having(split_decodes=True)
 SINGLE_S = 0.01  # an iteration of one; each further one takes a third of that
 
 
@@ -74,14 +75,14 @@ def tokens(node: Node, works: list[Work]) -> list[int]:
     return [places[work.id].produced(work) for work in works]
 
 
-@pytest.mark.parametrize("knobs", [WHOLE, SPLIT], ids=["whole", "split"])
-def test_an_answer_beside_a_flood_of_answers_waits_for_some_of_them(knobs: Knobs) -> None:
-    node = make_node(hosting=HOSTING, knobs=knobs)
+@pytest.mark.parametrize("composition", [WHOLE, SPLIT], ids=["whole", "split"])
+def test_an_answer_beside_a_flood_of_answers_waits_for_some_of_them(composition: Composition) -> None:
+    node = make_node(hosting=HOSTING, composition=composition)
     flood, beside = batch(node, "a", 0, 60), batch(node, "b", 100, 1)
     before = tokens(node, flood)
     turns = run_turns(node, 8.0)
     gap_s, limit_s = longest_gap_s(turns, "b"), LEAST_SINGLES * WORTH_SPLITTING * SINGLE_S
-    assert (gap_s <= SINGLE_S + limit_s + 1e-9) is (knobs is SPLIT)
+    assert (gap_s <= SINGLE_S + limit_s + 1e-9) is (composition is SPLIT)
     produced = [after - early for early, after in zip(before, tokens(node, flood), strict=True)]
     assert min(produced) > 5
     assert max(produced) - min(produced) <= 1, "rows take turns"
@@ -93,7 +94,7 @@ def test_an_answer_beside_a_flood_of_prompts_waits_for_a_few_tokens_of_them_unle
     is_strict: bool,
 ) -> None:
     """Four tokens take 20 ms here, sixteen 60; the answer's own 10. Who was promised a time is played in the large."""
-    node = make_node(hosting=HOSTING, knobs=SPLIT)
+    node = make_node(hosting=HOSTING, composition=SPLIT)
     batch(node, "b", 100, 1)
     batch(node, "a", 0, 1)
     for number in range(1, 5):
@@ -112,7 +113,7 @@ def test_an_answer_beside_a_flood_of_prompts_waits_for_a_few_tokens_of_them_unle
 def test_a_flood_of_short_prompts_comes_along_only_as_far_as_an_answer_may_wait(is_strict: bool) -> None:
     """Where reading the weights is most of an iteration, prompts had better share it: promised ones do."""
     latency = replace(HOSTING.latency, prefill=Curve([(1, 0.01), (4, 0.011), (16, 0.016), (32, 0.022), (1024, 0.4)]))
-    node = make_node(hosting=replace(HOSTING, latency=latency), knobs=SPLIT)
+    node = make_node(hosting=replace(HOSTING, latency=latency), composition=SPLIT)
     batch(node, "b", 100, 1)
     batch(node, "a", 0, 1, tpot_s=60.0)
     node.admit.timing.refuses = lambda *_: None  # type: ignore[method-assign]
@@ -129,9 +130,9 @@ def test_a_flood_of_short_prompts_comes_along_only_as_far_as_an_answer_may_wait(
 
 
 def test_a_batch_that_is_alone_or_beside_its_like_decodes_whole() -> None:
-    alone = make_node(hosting=HOSTING, knobs=SPLIT)
+    alone = make_node(hosting=HOSTING, composition=SPLIT)
     batch(alone, "a", 0, 60)
-    alike = make_node(hosting=HOSTING, knobs=SPLIT)
+    alike = make_node(hosting=HOSTING, composition=SPLIT)
     batch(alike, "a", 0, 40)
     batch(alike, "b", 100, 42)
     for node in (alone, alike):
@@ -139,7 +140,7 @@ def test_a_batch_that_is_alone_or_beside_its_like_decodes_whole() -> None:
 
 
 def test_several_floods_share_what_one_may_take() -> None:
-    node = make_node(hosting=HOSTING, knobs=SPLIT)
+    node = make_node(hosting=HOSTING, composition=SPLIT)
     batch(node, "a", 0, 60)
     batch(node, "b", 100, 60)
     batch(node, "c", 200, 1)
@@ -150,7 +151,7 @@ def test_several_floods_share_what_one_may_take() -> None:
 
 def test_whoever_asked_for_a_pace_has_it_though_others_wait() -> None:
     """Twenty rows take 73 ms, 11 more the answer beside them: at 0.2 s a token that is no time for many parts."""
-    node = make_node(hosting=HOSTING, knobs=SPLIT)
+    node = make_node(hosting=HOSTING, composition=SPLIT)
     strict = batch(node, "a", 0, 20, is_strict=True, tpot_s=0.2)
     patient = batch(node, "a", 50, 40)
     batch(node, "b", 100, 1)
@@ -168,7 +169,7 @@ def test_whoever_asked_for_a_pace_has_it_though_others_wait() -> None:
 
 def test_a_flood_that_asked_for_a_pace_is_split_as_far_as_that_allows() -> None:
     """Thirty rows take 107 ms of the 300 that they asked for: all at once nobody else need wait for them."""
-    node = make_node(hosting=HOSTING, knobs=SPLIT)
+    node = make_node(hosting=HOSTING, composition=SPLIT)
     flood = batch(node, "a", 0, 30, is_strict=True, tpot_s=0.3)
     batch(node, "b", 100, 1)
     for work, produced in zip(flood, tokens(node, flood), strict=True):
@@ -180,15 +181,15 @@ def test_a_flood_that_asked_for_a_pace_is_split_as_far_as_that_allows() -> None:
     assert longest_gap_s(settled, "b") < 0.06
 
 
-@pytest.mark.parametrize("knobs", [WHOLE, SPLIT], ids=["whole", "split"])
-def test_who_did_not_ask_for_a_pace_gets_one_that_is_kept(knobs: Knobs) -> None:
+@pytest.mark.parametrize("composition", [WHOLE, SPLIT], ids=["whole", "split"])
+def test_who_did_not_ask_for_a_pace_gets_one_that_is_kept(composition: Composition) -> None:
     """Else everybody who comes would be refused, because somebody is late."""
-    node = make_node(hosting=HOSTING, knobs=knobs)
+    node = make_node(hosting=HOSTING, composition=composition)
     flood = batch(node, "a", 0, 40)
     batch(node, "b", 100, 1)
     now = run_turns(node, 8.0)[-1][0]
     (instance,) = (one for one in node.instances.values() if one.model == "a")
-    assert max(work.tpot_s for work in flood) <= (2.0 if knobs is SPLIT else 0.25)
+    assert max(work.tpot_s for work in flood) <= (2.0 if composition is SPLIT else 0.25)
     late = [work for work in flood if instance.due_s(work) < now]
     assert len(late) <= 2
     newcomer = make_work(300, "b", 16, arrival_s=now, ttft_s=2.0, tpot_s=1.0)
@@ -196,7 +197,7 @@ def test_who_did_not_ask_for_a_pace_gets_one_that_is_kept(knobs: Knobs) -> None:
 
 
 def test_prompts_of_a_split_batch_and_of_its_neighbour_are_computed() -> None:
-    node = make_node(hosting=HOSTING, knobs=SPLIT)
+    node = make_node(hosting=HOSTING, composition=SPLIT)
     flood = batch(node, "a", 0, 60)
     batch(node, "b", 100, 1)
     node.admit.timing.refuses = lambda *_: None  # type: ignore[method-assign]
@@ -221,7 +222,7 @@ asked_works = st.lists(
 def test_what_is_promised_beside_split_batches_is_kept(asked: list[tuple[str, int, bool, float]]) -> None:
     """Admitted by playing whole batches, served some rows at a time: strict ones are never late, and the books balance
     while requests come and end."""
-    node, now, number = make_node(hosting=HOSTING, knobs=SPLIT), 0.0, 0
+    node, now, number = make_node(hosting=HOSTING, composition=SPLIT), 0.0, 0
     strict: list[Work] = []
     for model, count, is_strict, tpot_s in asked:
         for _ in range(count):

@@ -11,16 +11,17 @@ from sim_builders import make_hosting, make_node, make_work, serve_memory
 
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.parts import FEWEST_TOKENS
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.rounds import ANSWER_SLICE, STALL_COSTS, is_almost_done
 from dovetail.policy.work import Work
+from dovetail.sim.compositions import SLINFER
 from dovetail.sim.storm import check_node, run_storm
 
-KNOBS = Knobs(
+KNOBS = SLINFER.having(
     max_silence_s=2.0,
     part_s=0.1,
     pack_prompts=True,
@@ -38,10 +39,10 @@ def latency(token_s: float) -> LatencyModel:
     return LatencyModel(Curve([(1, token_s), (1024, 60 * token_s)]), Surface([(16, curve), (4096, curve)]))
 
 
-def shared(knobs: Knobs = KNOBS, kind: DeviceKind = DeviceKind.CPU) -> Node:
+def shared(composition: Composition = KNOBS, kind: DeviceKind = DeviceKind.CPU) -> Node:
     """A model whose iterations take ten times as long as the other's."""
     hosting = make_hosting(weight_gib=1.0, kv_kib=16)
-    node = make_node((), kind=kind, knobs=knobs, hosting=hosting)
+    node = make_node((), kind=kind, composition=composition, hosting=hosting)
     for model, token_s in (("large", 10 * TOKEN_S), ("small", TOKEN_S)):
         node.device.hostings[model] = replace(hosting, latency=latency(token_s))  # type: ignore[index]
     return node
@@ -100,7 +101,7 @@ def longest_gap_s(turns: list[tuple[float, Turn]], model: str) -> float:
 
 @pytest.mark.parametrize("max_stall", [INFINITY, 2.0])
 def test_answers_of_a_small_model_do_not_wait_for_whole_iterations_of_a_large_one(max_stall: float) -> None:
-    node = shared(replace(KNOBS, max_stall=max_stall))
+    node = shared(KNOBS.having(max_stall=max_stall))
     answering(node, 0, "large")
     answering(node, 1, "small")
     turns = run(node, 4.0)
@@ -111,7 +112,7 @@ def test_answers_of_a_small_model_do_not_wait_for_whole_iterations_of_a_large_on
 
 @pytest.mark.parametrize(("tokens", "max_stall"), [(FEWEST_TOKENS, 2.0), (160, 2.0), (160, 3.5)])
 def test_a_prompt_is_not_cut_small_and_holds_an_answer_as_long_as_it_may(tokens: int, max_stall: float) -> None:
-    node = shared(replace(KNOBS, max_stall=max_stall))
+    node = shared(KNOBS.having(max_stall=max_stall))
     answering(node, 1, "small")
     for number in range(2, 5):
         work = make_work(number, "large", tokens, ttft_s=60.0, tpot_s=0.5)

@@ -13,13 +13,14 @@ from sim_builders import make_hosting, make_node, make_work, run_turns, serve_me
 
 from dovetail.node.node import Node
 from dovetail.policy import shadow
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.parts import are_behind, split_s
 from dovetail.policy.rounds import SMOOTH_LIMIT, may_compute, next_to_answer, part_between_s
 from dovetail.policy.work import Work
+from dovetail.sim.compositions import SLINFER
 
-SMOOTH = Knobs(guard_decodes=True, max_silence_s=2.0, part_s=0.1, pack_prompts=True, smooth_answers=True)
+SMOOTH = SLINFER.having(guard_decodes=True, max_silence_s=2.0, part_s=0.1, pack_prompts=True, smooth_answers=True)
 LINEAR = make_hosting(prefill_s_per_k=1.0)  # some 1,000 tokens a second, a decode in 20 ms
 
 
@@ -126,7 +127,7 @@ def test_a_prompt_holds_an_answer_of_another_model_for_one_part_however_urgent(
     ttft_s: float, is_answering: bool
 ) -> None:
     """Whether or not its own model answers too. The answer is far ahead of its pace, so that nothing is late."""
-    node = make_node(hosting=LINEAR, knobs=SMOOTH)
+    node = make_node(hosting=LINEAR, composition=SMOOTH)
     beside = answering(node, make_work(0, "a", input_tokens=64, ttft_s=4.0, tpot_s=0.25))
     if is_answering:
         answering(node, make_work(1, "b", input_tokens=64, ttft_s=4.0, tpot_s=0.25))
@@ -152,7 +153,7 @@ def test_prompts_with_time_are_computed_together_where_that_saves() -> None:
     """Beside an answer of their own model, a part of a prompt takes about as long as a token; several prompts whose
     weights are read once take as long as pays."""
     hosting = make_hosting(decode_s=0.01, prefill_s_per_k=0.04)  # up to some 300 tokens cost no more than one
-    node = make_node(hosting=hosting, knobs=SMOOTH)
+    node = make_node(hosting=hosting, composition=SMOOTH)
     answering(node, make_work(0, "a", input_tokens=64, ttft_s=4.0, tpot_s=0.25))
     for id in range(1, 5):
         assert node.join(0, make_work(id, "a", input_tokens=64, ttft_s=30.0, tpot_s=0.25), 0.0) is None
@@ -168,9 +169,9 @@ asked_works = st.lists(
 )
 
 
-def serve(asked: list[tuple[str, int, float, float]], knobs: Knobs = SMOOTH) -> list[Work]:
+def serve(asked: list[tuple[str, int, float, float]], composition: Composition = SMOOTH) -> list[Work]:
     """One after the other asks for a place, a turn after each; those who had it, when all is done."""
-    node, scale = make_node(hosting=LINEAR, knobs=knobs), SMOOTH.slo_scale
+    node, scale = make_node(hosting=LINEAR, composition=composition), SMOOTH.admission.slo_scale
     coming = [
         Work(number, model, tokens, 0.0, scale * ttft_s, scale * tpot_s, scale)
         for number, (model, tokens, ttft_s, tpot_s) in enumerate(asked)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import random
 import sys
-from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -23,11 +22,10 @@ from dovetail.node.answers import offer_of
 from dovetail.node.events import StartLoad, StartResize, Turn
 from dovetail.node.node import Node
 from dovetail.node.protocol import Offered
+from dovetail.policy.compositions import SERVED, Composition
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sim.device import Device
@@ -42,9 +40,9 @@ MODELS = 4
 MEMORY = 2 * WEIGHT_BYTES + 700 * KV_BYTES
 MAX_TOKENS = 2000
 LOAD_S = 0.153
-WHOLE = replace(real_knobs("dovetail"), pause=True, part_s=float("inf"))  # a prompt is one turn
-PARTS = replace(WHOLE, part_s=0.024)  # several prompts at a time where that saves time
-MIXED = replace(PARTS, mix_decodes=True)
+WHOLE = SERVED.having(pause=True, part_s=float("inf"))  # a prompt is one turn
+PARTS = WHOLE.having(part_s=0.024)  # several prompts at a time where that saves time
+MIXED = PARTS.having(mix_decodes=True)
 
 
 class FixedDurations:
@@ -121,14 +119,14 @@ def texts_of(asked: list[Asked], arrivals: list[Arrival]) -> dict[int, Text]:
     return texts
 
 
-def simulated(asked: list[Asked], knobs: Knobs = PARTS, *, is_live: bool = False) -> str:
+def simulated(asked: list[Asked], composition: Composition = PARTS, *, is_live: bool = False) -> str:
     arrivals, file = arrivals_of(asked), io.StringIO()
     blocks = KvBlocks(texts_of(asked, arrivals))
-    node = Node("node", DeviceKind.CPU, MEMORY, hostings(is_live=is_live), knobs, prefixes=blocks)
+    node = Node("node", DeviceKind.CPU, MEMORY, hostings(is_live=is_live), composition, prefixes=blocks)
     lengths = [one.output_tokens for one in arrivals for _ in one.produced]
     device = Device(node, dict(enumerate(lengths)), FixedDurations())
     device.blocks = blocks
-    Simulation([device], knobs, arrivals, log=EventLog(file, is_detailed=True), on_one_thread=True).run()
+    Simulation([device], composition, arrivals, log=EventLog(file, is_detailed=True), on_one_thread=True).run()
     return file.getvalue()
 
 
@@ -146,14 +144,14 @@ class TimedExecutor(CheckedExecutor):
 class Worker:
     """A driver with a clock that its executors move, and loads one after another."""
 
-    def __init__(self, asked: list[Asked], knobs: Knobs = PARTS, *, is_live: bool = False) -> None:
+    def __init__(self, asked: list[Asked], composition: Composition = PARTS, *, is_live: bool = False) -> None:
         self.clock = Clock()
         self.clock.now = 0.0
         self.file = io.StringIO()
         log = EventLog(self.file, is_detailed=True)
-        self.driver = NodeDriver("node", DeviceKind.CPU, MEMORY, knobs, self, self.clock, log)
+        self.driver = NodeDriver("node", DeviceKind.CPU, MEMORY, composition, self, self.clock, log)
         self.driver.hostings.update(hostings(is_live=is_live))
-        self.link = Loopback(self.driver, knobs, self.clock, log)
+        self.link = Loopback(self.driver, composition, self.clock, log)
         for model, hosting in self.driver.hostings.items():
             self.link.dispatcher.nodes["node"].heard(Offered(model, offer_of(self.driver.home.node, hosting)))
         self.coming: list[tuple[float, int, int, Request | StartLoad]] = []
@@ -268,10 +266,10 @@ def crowd() -> list[Asked]:
     ['"event": "extended"', '"event": "refused"', '"reason": "paused"', '"event": "leave"', '"tokens": [16]'],
 )
 def test_the_drivers_agree_where_it_is_crowded(said: str) -> None:
-    asked, knobs = crowd(), replace(PARTS, max_stall=INFINITY)
-    text = simulated(asked, knobs)
+    asked, composition = crowd(), PARTS.having(max_stall=INFINITY)
+    text = simulated(asked, composition)
     assert said in text, "the crowd was not crowded enough to show it"
-    assert text == Worker(asked, knobs).run()
+    assert text == Worker(asked, composition).run()
 
 
 def test_the_drivers_agree_on_the_rows_of_a_batch_that_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +281,7 @@ def test_the_drivers_agree_on_the_rows_of_a_batch_that_is_split(monkeypatch: pyt
     asked = [Asked(0.0, 0, 5, 120), *[Asked(0.01, 1, 3, 20, KINDS[number % 2]) for number in range(24)]]
     split = simulated(asked)
     assert split == Worker(asked).run()
-    assert split != simulated(asked, replace(PARTS, split_decodes=False)), "nothing was split"
+    assert split != simulated(asked, PARTS.having(split_decodes=False)), "nothing was split"
 
 
 def test_the_drivers_agree_on_turns_that_stop_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

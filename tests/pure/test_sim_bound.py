@@ -13,13 +13,12 @@ from typer.testing import CliRunner
 
 from dovetail.cli.sim import app
 from dovetail.node.node import Node
+from dovetail.policy.compositions import SERVED, Composition
 from dovetail.policy.headroom import SloRule
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import Curve, LatencyModel, Surface, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.presets import POLICIES
-from dovetail.policy.real import real_knobs
 from dovetail.sim.bound import Terms, bound
+from dovetail.sim.compositions import POLICIES
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
@@ -40,7 +39,7 @@ def hosting_for(rng: Random, kind: DeviceKind) -> Hosting:
     return replace(hosting, load_s=load_s, weights_in_place=on_cpu)
 
 
-def simulated(seed: int, knobs: Knobs) -> Simulation:
+def simulated(seed: int, composition: Composition) -> Simulation:
     """A few nodes of one or two kinds with more requests than they can serve, without noise."""
     rng = Random(seed)
     models = rng.randrange(3, 9)
@@ -54,14 +53,14 @@ def simulated(seed: int, knobs: Knobs) -> Simulation:
     for number, kind in enumerate(kinds):
         catalogue = dict.fromkeys(map(str, range(models)), hostings[kind])
         memory = int(rng.choice((30.0, 60.0)) * GIB)
-        node = Node(f"{kind}-{number}", kind, memory, catalogue, knobs, first_instance=number * 1000)
+        node = Node(f"{kind}-{number}", kind, memory, catalogue, composition, first_instance=number * 1000)
         devices.append(Device(node, outputs, durations))
-    return Simulation(devices, knobs, arrivals)
+    return Simulation(devices, composition, arrivals)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_policy_beats_the_bound(seed: int) -> None:
-    policies = [POLICIES["dovetail"], POLICIES["slinfer"], POLICIES["sllm+c+s"], real_knobs("dovetail")]
+    policies = [POLICIES["dovetail"], POLICIES["slinfer"], POLICIES["sllm+c+s"], SERVED]
     first = simulated(seed, policies[0])
     terms = Terms(noise=0.0, slot_s=3.0)
     with_grace = bound(first.devices, first.arrivals, SloRule(), terms).met
@@ -70,24 +69,26 @@ def test_no_policy_beats_the_bound(seed: int) -> None:
     strict = bound(first.devices, first.arrivals, SloRule(), replace(terms, every_token=True)).met
     assert without <= with_grace <= 40
     assert max(smooth, strict) <= with_grace
-    for knobs in policies:
-        result = simulated(seed, knobs).run()
-        assert result.met() <= with_grace, knobs.name
-        assert result.met_without_grace() <= without, knobs.name
-        assert result.met_strictly() <= strict, knobs.name
+    for composition in policies:
+        result = simulated(seed, composition).run()
+        assert result.met() <= with_grace, composition.name
+        assert result.met_without_grace() <= without, composition.name
+        assert result.met_strictly() <= strict, composition.name
         if percentile(result.silences(), 0.99) <= 2.0:
-            assert result.met() <= smooth, knobs.name
+            assert result.met() <= smooth, composition.name
 
 
 def overloaded(decode_s: float = 0.2, memory_gib: float = 30.0, models: int = 1) -> Simulation:
     """Twenty requests at once to one node, of 101 tokens each, due within 25 s and half a second."""
     hosting = replace(make_hosting(20.0, decode_s=decode_s), load_s=TransferModel().load_s(20 * GIB))
     arrivals = [Arrival(0.001 * number, number % models, 100, 101) for number in range(20)]
-    knobs = POLICIES["slinfer"]
-    node = Node("gpu-0", DeviceKind.GPU, int(memory_gib * GIB), dict.fromkeys(map(str, range(models)), hosting), knobs)
+    composition = POLICIES["slinfer"]
+    node = Node(
+        "gpu-0", DeviceKind.GPU, int(memory_gib * GIB), dict.fromkeys(map(str, range(models)), hosting), composition
+    )
     outputs = dict.fromkeys(range(20), 101)
     return Simulation(
-        [Device(node, outputs, PredictedDurations(TransferModel(), Noise(Random(0), 0.0)))], knobs, arrivals
+        [Device(node, outputs, PredictedDurations(TransferModel(), Noise(Random(0), 0.0)))], composition, arrivals
     )
 
 

@@ -15,8 +15,8 @@ from dovetail.node.events import StartLoad
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.presets import policy
 from dovetail.profiles.storage import Tier
+from dovetail.sim.compositions import policy
 from dovetail.sim.layout import read_layout
 from dovetail.sim.replay import replay
 from dovetail.sim.setup import Setup, build
@@ -146,7 +146,7 @@ def test_the_command_takes_the_file_and_its_log_replays(files: tuple[Path, Path,
 
 
 def start(node_slots: dict[str, int], *order: str) -> list[int | Refusal]:
-    node = make_node(kind=DeviceKind.CPU, knobs=policy("sllm+c+s"))
+    node = make_node(kind=DeviceKind.CPU, composition=policy("sllm+c+s"))
     node.device.hostings = {name: make_hosting(slots=slots, in_place=True) for name, slots in node_slots.items()}
     return [node.start(make_work(number, model), 0.0) for number, model in enumerate(order)]
 

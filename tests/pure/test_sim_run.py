@@ -16,12 +16,12 @@ from sim_builders import CONVERSATION, PROFILE, make_node, make_work, needs_shar
 from typer.testing import CliRunner
 
 from dovetail import plots
-from dovetail.cli.sim import app, knobs_of
+from dovetail.cli.sim import app, composition_of
 from dovetail.errors import ConfigError
 from dovetail.eventlog import EventLog
-from dovetail.policy.knobs import Shadow
 from dovetail.policy.latency import TransferModel
-from dovetail.policy.presets import POLICIES, policy
+from dovetail.policy.parameters import Shadow
+from dovetail.sim.compositions import POLICIES, policy
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
@@ -127,11 +127,11 @@ def test_disaggregation_runs_and_costs(files: tuple[Path, Path]) -> None:
 
 def test_loads_that_wait_for_each_other_are_excused_to_those_who_wait_for_them() -> None:
     """One link: the second load takes twice as long, and the grace of its request is the cold start it went through."""
-    knobs = policy("slinfer")
-    node = make_node(("0", "1"), knobs=knobs)
+    composition = policy("slinfer")
+    node = make_node(("0", "1"), composition=composition)
     arrivals = [Arrival(0.0, 0, 64, 4), Arrival(0.0, 1, 64, 4)]
     device = Device(node, {0: 4, 1: 4}, PredictedDurations(TransferModel(), Noise(Random(0), 0.0)))
-    result = Simulation([device], knobs, arrivals).run()
+    result = Simulation([device], composition, arrivals).run()
     alone_s = TransferModel().load_s(node.device.hostings["0"].weight_bytes)
     assert [record.grace_s for record in result.records] == pytest.approx([alone_s, 2 * alone_s])
     assert result.met() == 2
@@ -163,9 +163,9 @@ def test_what_a_cold_start_excuses_and_what_broke_off_are_counted_apart() -> Non
 
 def test_a_silence_lasts_from_token_to_token_across_moves() -> None:
     work = make_work(ttft_s=5.0)
-    knobs = policy("slinfer", paced_from_first_token=False)
+    composition = policy("slinfer", paced_from_first_token=False)
     for at_s in (0.5, 3.0):
-        node = make_node(knobs=knobs)
+        node = make_node(composition=composition)
         node.start(work, at_s)
         serve_memory(node, at_s)
         for end_s in (at_s + 0.1, at_s + 0.4):
@@ -186,7 +186,9 @@ def test_accepted_requests_with_long_prompts_and_short_answers_are_served_in_tim
     result = run(setup)
     assert result.broken_promises() <= 6
     assert result.met() > 385
-    closed = run(replace(setup, knobs=replace(setup.knobs, shadow=Shadow.CLOSED, paced_from_first_token=False)))
+    closed = run(
+        replace(setup, composition=setup.composition.having(shadow=Shadow.CLOSED, paced_from_first_token=False))
+    )
     assert closed.broken_promises() > 20
 
 
@@ -307,14 +309,14 @@ def test_a_trace_gets_the_lengths_of_a_table_or_of_clients(tmp_path: Path) -> No
         read_clients(table)
 
 
-def test_knobs_can_be_set_and_wrong_ones_are_named() -> None:
-    assert knobs_of("slinfer", None, ["watermark=0.5", "sharing=false"]).watermark == 0.5
-    with pytest.raises(ConfigError, match="no such knob"):
-        knobs_of("slinfer", None, ["colour=red"])
-    with pytest.raises(ConfigError, match="expected a float"):
-        knobs_of("slinfer", None, ["watermark=high"])
+def test_parameters_can_be_set_and_wrong_ones_are_named() -> None:
+    assert composition_of("slinfer", None, ["watermark=0.5", "sharing=false"]).parameters()["watermark"] == 0.5
+    with pytest.raises(ConfigError, match=r"no such parameter; there are .*watermark"):
+        composition_of("slinfer", None, ["colour=red"])
+    with pytest.raises(ConfigError, match="watermark: expected float"):
+        composition_of("slinfer", None, ["watermark=high"])
     with pytest.raises(ConfigError, match="unknown"):
-        knobs_of("slinfer", ["no-luck"], None)
+        composition_of("slinfer", ["no-luck"], None)
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -387,8 +389,8 @@ def test_published_rates_and_node_counts_are_reproduced(name: str, models: int, 
 )
 def test_published_figures_of_disaggregation_are_reproduced(name: str, models: int, rate: float, gpus: float) -> None:
     """With the published validation: the one that plays turns takes 0.2 GPUs more at 32 models, 1.34 in all."""
-    knobs = replace(policy(name, ("pd",)), shadow=Shadow.CLOSED)
-    summary = run(Setup(CONVERSATION, PROFILE, knobs, models=models)).summary()
+    composition = policy(name, ("pd",)).having(shadow=Shadow.CLOSED)
+    summary = run(Setup(CONVERSATION, PROFILE, composition, models=models)).summary()
     assert int(summary["slo_met"]) / int(summary["requests"]) == pytest.approx(rate, abs=0.03)
     assert summary["gpu_nodes_mean"] == pytest.approx(gpus, abs=0.3)
 

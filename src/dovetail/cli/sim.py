@@ -10,9 +10,9 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -23,12 +23,12 @@ from dovetail import plots
 from dovetail.cli.sim_bound import bounds
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.eventlog import EventLog
-from dovetail.policy.knobs import Knobs
-from dovetail.policy.presets import POLICIES, policy
+from dovetail.policy.compositions import Composition, parsed
 from dovetail.profiles.files import preset_errors, read_profile
 from dovetail.profiles.hardware import PRESETS
 from dovetail.sim import real_log, serverlessllm, twin
 from dovetail.sim import replay as replaying
+from dovetail.sim.compositions import POLICIES, policy
 from dovetail.sim.cost import measure_decisions, measure_placement
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain, explain_log
@@ -63,27 +63,18 @@ HardwareOption = Annotated[str | None, typer.Option(help="a name in the profile,
 WithoutOption = Annotated[
     list[str] | None, typer.Option(help="switch a part off: no-cpu, no-sharing, no-consolidation, watermark-0; or pd")
 ]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="KNOB=VALUE, any field of policy.knobs.Knobs")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE, a parameter of the policy")]
 
 
-def knobs_of(name: str, without: list[str] | None, changes: list[str] | None) -> Knobs:
-    kinds = {field.name: field.type for field in fields(Knobs)}
-    values: dict[str, Any] = {}
+def composition_of(name: str, without: list[str] | None, changes: list[str] | None) -> Composition:
+    composition = policy(name, tuple(without or ()))
     for change in changes or []:
         key, _, text = change.partition("=")
-        if key not in kinds:
-            raise ConfigError(f"--set {change}: no such knob; there are {', '.join(kinds)}")
-        values[key] = _parse(key, text, getattr(POLICIES["slinfer"], key))
-    return policy(name, tuple(without or ()), **values)
-
-
-def _parse(key: str, text: str, example: Any) -> Any:
-    try:
-        if isinstance(example, bool):
-            return {"true": True, "false": False}[text.lower()]
-        return type(example)(text)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"--set {key}={text}: expected a {type(example).__name__}") from error
+        try:
+            composition = composition.having(**{key: parsed(key, text, composition.parameters().get(key))})
+        except ConfigError as error:
+            raise ConfigError(f"--set {change}: {error}") from error
+    return composition
 
 
 def simulate(simulation: Simulation, quiet: bool, label: str) -> Result:
@@ -144,7 +135,7 @@ def run(
     setup = Setup(
         trace=trace,
         profile=profile,
-        knobs=knobs_of(policy, without, changes),
+        composition=composition_of(policy, without, changes),
         shape=shape,
         models=models,
         cpu_nodes=cpu_nodes if nodes is None else nodes,
@@ -179,7 +170,7 @@ def _run(setup: Setup, event_log: Path | None, request: int | None, quiet: bool)
         log = explainer or (None if file is None else EventLog(file))
         if file is not None and log is not None:
             log.header(**replaying.settings_of(setup))
-        result = simulate(build(setup, log), quiet, setup.knobs.name)
+        result = simulate(build(setup, log), quiet, setup.composition.name)
         return result, None if explainer is None else explain(explainer, result)
 
 
@@ -250,7 +241,7 @@ def compare(
         plots.require()
     rows: list[tuple[Cell, Result]] = []
     for cell, setup in sweep(name, trace, profile, shape, models, seed, limit):
-        if policy and setup.knobs.name not in policy:
+        if policy and setup.composition.name not in policy:
             continue
         if only and not set(only) & set(map(str, cell.labels)):
             continue
@@ -423,10 +414,12 @@ def scale(
 
     Example: dovetail sim scale --profile p.json --nodes 100 --models 1000 --requests 20000 --json
     """
-    knobs = knobs_of("dovetail", None, changes)
+    composition = composition_of("dovetail", None, changes)
     with Progress(console=Console(stderr=True), disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task("scale", total=1.0)
-        figures = run_scale(profile, nodes, models, requests, seed, knobs, lambda p: progress.update(task, completed=p))
+        figures = run_scale(
+            profile, nodes, models, requests, seed, composition, lambda p: progress.update(task, completed=p)
+        )
     if as_json:
         typer.echo(json.dumps(figures))
         return

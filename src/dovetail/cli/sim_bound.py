@@ -12,8 +12,8 @@ import typer
 
 from dovetail.cli.output import print_table
 from dovetail.policy.headroom import SloRule
-from dovetail.policy.presets import DOVETAIL, POLICIES
 from dovetail.sim.bound import Terms, bound
+from dovetail.sim.compositions import DOVETAIL, POLICIES
 from dovetail.sim.setup import Setup, build
 from dovetail.sim.sweeps import SWEEPS, sweep
 
@@ -59,7 +59,7 @@ def _settings(runs: Iterator[tuple[Any, Setup]]) -> Iterator[tuple[Labels, Setup
     """Each once, whatever the policy; with the memory that dovetail leaves to models, which is the most."""
     seen: list[Setup] = []
     for cell, setup in runs:
-        setup = replace(setup, knobs=DOVETAIL)
+        setup = replace(setup, composition=DOVETAIL)
         if setup not in seen:
             seen.append(setup)
             yield tuple(str(label) for label in cell.labels if label not in POLICIES), setup

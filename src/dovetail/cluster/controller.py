@@ -38,8 +38,8 @@ from dovetail.cluster.retry import Loss, Retries, RetryRule
 from dovetail.cluster.seeker import Seeker
 from dovetail.eventlog import EventLog
 from dovetail.node import protocol
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import SloRule
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.work import Phase, RequestRecord
 
 
@@ -47,20 +47,20 @@ class Controller:
     def __init__(
         self,
         nodes: Sequence[NodeHandle],
-        knobs: Knobs,
+        composition: Composition,
         *,
         rule: SloRule | None = None,
         retry: RetryRule | None = None,
         log: EventLog | None = None,
     ) -> None:
-        self.knobs = knobs
+        self.composition = composition
         self.outbox: deque[Refused | Failed | NoNode | Warmed] = deque()
         self.places: dict[int, tuple[NodeHandle, int]] = {}  # by request: node and instance
-        self.seeker = Seeker(nodes, knobs)
-        self.queued = QueuedRequests(self.seeker, knobs)
+        self.seeker = Seeker(nodes, composition)
+        self.queued = QueuedRequests(self.seeker, composition)
         self.retries = Retries(retry or RetryRule())
         self.migrations = Migrations(self.seeker, self.places)
-        self.departures = Departures(self.seeker, self.migrations, self.places, knobs)
+        self.departures = Departures(self.seeker, self.migrations, self.places, composition)
         self.displacements = Displacements(self.seeker, self.migrations, self.places)
         self.drains: dict[str, Drain] = {}  # by node
         self._rule = rule or SloRule()
@@ -77,7 +77,7 @@ class Controller:
 
     def submit(self, submission: Submission, now: float) -> list[int]:
         """Returns the number of each open choice."""
-        works = works_of(submission, self.next_id, now, self._rule, self.knobs.slo_scale)
+        works = works_of(submission, self.next_id, now, self._rule, self.composition.admission.slo_scale)
         self.next_id += len(works)
         for work in works:
             self.works[work.id] = work
@@ -140,7 +140,7 @@ class Controller:
         elif isinstance(notice, protocol.Overcommitted):
             if self.places.get(notice.request.id, (None,))[0] is node:
                 self.departures.overcommitted(node, notice.request, now)
-                if self.knobs.live_moves and not self.migrations.of_source(node):
+                if self.composition.knobs.live_moves and not self.migrations.of_source(node):
                     self.migrate(notice.request.id, "overcommitted", now)
         elif isinstance(notice, protocol.CaughtUp):
             self.seeker.at(now)
@@ -236,7 +236,7 @@ class Controller:
 
     def migrate(self, id: int, reason: str, now: float) -> bool:
         """Have the request go on elsewhere, unbroken, if somebody takes it. False: there is nothing to move."""
-        if id not in self.places or self.knobs.disaggregate:
+        if id not in self.places or self.composition.knobs.disaggregate:
             return False
         self.seeker.at(now)
         if not self.migrations.begin(id, reason):

@@ -12,8 +12,8 @@ from dovetail.cluster.migration import Migrations
 from dovetail.cluster.request import RequestState
 from dovetail.cluster.seeker import Seeker
 from dovetail.node.protocol import Evicted, Finished, HandedOver
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.work import Phase, RequestRecord
 
 KV_BYTES_PER_S = 12.5e9  # of blocks that are handed over
@@ -21,12 +21,16 @@ KV_BYTES_PER_S = 12.5e9  # of blocks that are handed over
 
 class Departures:
     def __init__(
-        self, seeker: Seeker, migrations: Migrations, places: dict[int, tuple[NodeHandle, int]], knobs: Knobs
+        self,
+        seeker: Seeker,
+        migrations: Migrations,
+        places: dict[int, tuple[NodeHandle, int]],
+        composition: Composition,
     ) -> None:
         self._seeker = seeker
         self._migrations = migrations
         self._places = places
-        self._knobs = knobs
+        self._knobs = composition.knobs
 
     def parted(self, node: NodeHandle, notice: Finished | Evicted | HandedOver, now: float) -> RequestState | None:
         """A request has left a node; returns it if it has all its tokens. One that was cancelled meanwhile has left

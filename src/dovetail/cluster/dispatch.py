@@ -22,7 +22,7 @@ from dovetail.cluster.retry import Loss, RetryRule
 from dovetail.errors import EngineFailed, Overloaded, RequestError, WorkerLost
 from dovetail.eventlog import EventLog
 from dovetail.messages import Hello, Reply, Said, Tokens, ToWorker
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.compositions import Composition
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.reasons import in_words
 from dovetail.policy.work import RequestRecord
@@ -56,7 +56,7 @@ class Dispatcher:
     def __init__(
         self,
         nodes: Mapping[str, DeviceKind],
-        knobs: Knobs,
+        composition: Composition,
         send: Callable[[str, ToWorker], None],
         log: EventLog | None = None,
         retry: RetryRule | None = None,
@@ -64,7 +64,7 @@ class Dispatcher:
         self._send = send
         self._numbers = count()
         self.nodes = {name: self._node(name, kind) for name, kind in nodes.items()}
-        self.controller = Controller(list(self.nodes.values()), knobs, log=log, retry=retry)
+        self.controller = Controller(list(self.nodes.values()), composition, log=log, retry=retry)
         self.controller.migrations.progress = self._progress
         self.controller.on_placed = self._placed
         self.on_placed: Callable[[str, float], None] = lambda request_id, now: None

@@ -37,8 +37,8 @@ from dovetail.node.protocol import (
 )
 from dovetail.node.protocol import Refused as Refuses
 from dovetail.node.runtime import NodeRuntime
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import Refusal, SloRule
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.work import RequestRecord, Work
 
@@ -154,7 +154,7 @@ class LocalCluster:
     def __init__(
         self,
         nodes: Sequence[Node],
-        knobs: Knobs,
+        composition: Composition,
         *,
         rule: SloRule | None = None,
         retry: RetryRule | None = None,
@@ -165,7 +165,7 @@ class LocalCluster:
         self._dirty: list[NodeRuntime] = []
         self.nodes = [NodeRuntime(node, self._dirty, log) for node in nodes]
         self.handles = {node.name: LocalNode(node, self._ask_late, self._order_late) for node in self.nodes}
-        self.controller = Controller(list(self.handles.values()), knobs, rule=rule, retry=retry, log=log)
+        self.controller = Controller(list(self.handles.values()), composition, rule=rule, retry=retry, log=log)
         self.controller.migrations.progress = self._progress
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0

@@ -19,9 +19,9 @@ from dovetail.cluster.request import Search
 from dovetail.cluster.starting import MAX_LOOKS, StartOrder, start, start_or_make_way
 from dovetail.node import protocol
 from dovetail.node.protocol import Accepted, Pausable, Refused, Victim
+from dovetail.policy.compositions import Composition
 from dovetail.policy.consolidate import rank_instances
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.work import Phase, RequestRecord, Work
@@ -52,16 +52,16 @@ def is_overcommitted(node: NodeHandle, request: RequestRecord) -> bool:
 
 
 class Placer:
-    def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs) -> None:
+    def __init__(self, nodes: Sequence[NodeHandle], composition: Composition) -> None:
         self.nodes: list[NodeHandle] = []
-        self.knobs = knobs
+        self.knobs = composition.knobs
         for node in nodes:
             self.add_node(node)
         self.now_s = 0.0  # of the event that is being handled
         self._instances: dict[tuple[str, int], InstanceView] = {}  # (node, instance)
         self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
         self._turn_of: Counter[str] = Counter()  # round robin, by model
-        self.starts = StartOrder(knobs)
+        self.starts = StartOrder(composition)
         self._weights_tokens: dict[str, float] = {}  # by model
         self.leaving: set[tuple[str, int]] = set()  # (node, instance): somebody else is to have their place (L7)
 

@@ -12,8 +12,8 @@ from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.request import RequestState, Search
 from dovetail.cluster.seeker import TOO_LATE, Seeker
 from dovetail.cluster.waiting import CHANGED_S
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import is_hopeless
 from dovetail.policy.work import Phase
 
@@ -22,9 +22,10 @@ EARLY_LIMIT_S = 60.0  # first tokens that are due later than this after they wer
 
 
 class QueuedRequests:
-    def __init__(self, seeker: Seeker, knobs: Knobs) -> None:
+    def __init__(self, seeker: Seeker, composition: Composition) -> None:
         self._seeker = seeker
-        self._knobs = knobs
+        self._knobs = composition.knobs
+        self._turns = composition.turns
         self._resume_after_s = float("-inf")  # idle devices do not bring swapped-out work back before
         self._look_s = float("-inf")  # with swapped-out work: when to look again whether a device is idle
 
@@ -156,7 +157,7 @@ class QueuedRequests:
     @property
     def may_begin_late(self) -> bool:
         """Somebody may get a place on a node that computes nothing but answers."""
-        return bool(self._seeker.room) and self._knobs.extend_deadlines and self._knobs.smooth_answers
+        return bool(self._seeker.room) and self._knobs.extend_deadlines and self._turns.smooth_answers
 
     def begin_late(self, prompting: Iterable[NodeHandle], now: float) -> None:
         """Prompts that will be late have the time between answers that no other prompt wants; `prompting`: nodes that

@@ -20,8 +20,9 @@ from dovetail.cluster.request import RequestState, Search
 from dovetail.cluster.swapped import SwappedOut
 from dovetail.cluster.waiting import Ends, WaitingRoom, urgency
 from dovetail.node import protocol
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import Knobs, WaitOrder
+from dovetail.policy.knobs import WaitOrder
 from dovetail.policy.lengths import AnswerLengths
 from dovetail.policy.memory import OutputMean
 from dovetail.policy.work import RequestRecord
@@ -47,10 +48,10 @@ class Prepared(NamedTuple):
 
 
 class Seeker:
-    def __init__(self, nodes: Sequence[NodeHandle], knobs: Knobs) -> None:
-        self.knobs = knobs
+    def __init__(self, nodes: Sequence[NodeHandle], composition: Composition) -> None:
+        self.knobs = composition.knobs
         self.works: dict[int, RequestState] = {}  # every request that has not ended, with or without a place
-        self.placer = Placer(nodes, knobs)
+        self.placer = Placer(nodes, composition)
         self.decisions = Decisions(self._let_go)
         self.outbox: list[Decision] = []
         self.parked = SwappedOut()
@@ -61,8 +62,10 @@ class Seeker:
         self.outputs = OutputMean()
         self.lengths = AnswerLengths()
         self.by_memory = MemoryOrder(self.placer)
-        order = self.by_memory.of if knobs.waits is WaitOrder.MEMORY else urgency
-        self.room: WaitingRoom[Search] = WaitingRoom(knobs.retry_s, on_change=knobs.retry_on_change, order=order)
+        order = self.by_memory.of if self.knobs.waits is WaitOrder.MEMORY else urgency
+        self.room: WaitingRoom[Search] = WaitingRoom(
+            self.knobs.retry_s, on_change=self.knobs.retry_on_change, order=order
+        )
         self.by_memory.waiting = self.room.by_model
 
     def at(self, now: float) -> None:

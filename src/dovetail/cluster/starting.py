@@ -16,6 +16,7 @@ from dovetail.cluster.decisions import Displace, DisplacedInstance, How, Placed
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.request import Search
 from dovetail.node import protocol
+from dovetail.policy.compositions import Composition
 from dovetail.policy.displace import Destination, Guest, Move, migration_s, who_moves_where
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.knobs import Admission, Knobs, MakeWay
@@ -42,8 +43,8 @@ FULL = {Refusal.MEMORY, Refusal.SLOTS}
 class StartOrder:
     """What is known of how soon a model would be where."""
 
-    def __init__(self, knobs: Knobs) -> None:
-        self._knobs = knobs
+    def __init__(self, composition: Composition) -> None:
+        self._knobs = composition.knobs
         self._drawn = 0  # the last of a row of pseudo-random numbers
         self._cursor = 0  # where the next window of candidate nodes begins
         self._spread: dict[tuple[int, int], list[int]] = {}  # of windows, by nodes and how many are looked at

@@ -21,8 +21,8 @@ from dovetail.gateway.workers.client import Arrival, Inbox, WorkerClient, Worker
 from dovetail.gateway.workers.positions import Positions
 from dovetail.messages import Hello, Load, Loaded, LoadFailed, Reclaimed, Reply, Said, ToGateway, Tokens, Unload
 from dovetail.node.protocol import Offered
+from dovetail.policy.compositions import SERVED
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.real import real_knobs
 from dovetail.types import Request, TokenEvent
 
 
@@ -35,7 +35,7 @@ class Cluster:
         self.link = link
         self._find = find  # a model that is on offer, by its name
         self.log = open_logs([one.event_log for one in configs if one.event_log is not None])
-        self.dispatcher = Dispatcher(kinds, real_knobs("dovetail"), link.send, self.log, retry)
+        self.dispatcher = Dispatcher(kinds, SERVED, link.send, self.log, retry)
         self.models: dict[str, HostedModel] = {}
         self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
         self.dispatcher.on_placed = self._on_placed

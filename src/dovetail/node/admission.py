@@ -37,7 +37,7 @@ class Admitter:
         self.timing = Timing(device, residency)
         self._device = device
         self._instances = device.instances
-        self._knobs = device.knobs
+        self._knobs = device.composition.knobs
         self._lengths = device.lengths
         self._answered: tuple[int, int, float, Grant | Refusal] = (-1, -1, 0.0, KEEP)  # by `join`, to whom and when
         self._residency = residency

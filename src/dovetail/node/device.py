@@ -15,10 +15,11 @@ from dovetail.node.lengths import LengthStats
 from dovetail.node.ports import NoPrefixes, Prefixes
 from dovetail.node.protocol import Evicted
 from dovetail.node.underway import Underway
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.knobs import Knobs, TurnOrder
 from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.memory import Ledger
+from dovetail.policy.parameters import TurnOrder
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.turn_rule import TurnRule
 from dovetail.policy.work import Phase, Work
@@ -57,7 +58,7 @@ class Device:
         kind: DeviceKind,
         memory_bytes: int,
         hostings: Mapping[str, Hosting],
-        knobs: Knobs,
+        composition: Composition,
         *,
         first_instance: int = 0,
         transfer: TransferModel | None = None,
@@ -65,11 +66,12 @@ class Device:
     ) -> None:
         self.name = name
         self.kind = kind
-        self.knobs = knobs
+        self.composition = composition
         self.hostings = hostings  # by model
-        self.overestimate = knobs.cpu_overestimate if kind is DeviceKind.CPU else knobs.gpu_overestimate
-        self.rule = turn_rule(kind, knobs)
-        is_in_place = knobs.free_resize or kind is DeviceKind.CPU
+        admission = composition.admission
+        self.overestimate = admission.cpu_overestimate if kind is DeviceKind.CPU else admission.gpu_overestimate
+        self.rule = turn_rule(kind, composition)
+        is_in_place = composition.knobs.free_resize or kind is DeviceKind.CPU
         self.transfer = transfer or (IN_PLACE_RESIZE if is_in_place else TransferModel())
         self._prefixes = prefixes or NoPrefixes()
         self.up = True
@@ -137,18 +139,19 @@ class Device:
         return lost
 
 
-def turn_rule(kind: DeviceKind, knobs: Knobs) -> TurnRule:
-    silence_s = knobs.slo_scale * knobs.max_silence_s  # held like other SLOs
-    splits = knobs.split_decodes and knobs.smooth_answers and knobs.extend_deadlines
+def turn_rule(kind: DeviceKind, composition: Composition) -> TurnRule:
+    turns = composition.turns
+    silence_s = composition.admission.slo_scale * turns.max_silence_s  # held like other SLOs
+    splits = turns.split_decodes and turns.smooth_answers and composition.knobs.extend_deadlines
     return TurnRule(
-        knobs.slack_s if knobs.turns is TurnOrder.DRAIN else None,
+        turns.slack_s if turns.turn_order is TurnOrder.DRAIN else None,
         silence_s,
         TURN_SILENCE * silence_s,
-        knobs.guard_decodes,
-        knobs.part_s,
-        knobs.pack_prompts,
-        knobs.mix_decodes,
-        knobs.smooth_answers,
+        turns.guard_decodes,
+        turns.part_s,
+        turns.pack_prompts,
+        turns.mix_decodes,
+        turns.smooth_answers,
         splits,
-        knobs.max_stall if splits and kind is DeviceKind.CPU else INFINITY,
+        turns.max_stall if splits and kind is DeviceKind.CPU else INFINITY,
     )

@@ -20,8 +20,8 @@ from dovetail.node.ports import Prefixes
 from dovetail.node.protocol import CaughtUp, Pausable, Victim
 from dovetail.node.residency import Residency
 from dovetail.node.turns import Turns
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.latency import TransferModel
 from dovetail.policy.memory import Part
 from dovetail.policy.placement import DeviceKind, Hosting
@@ -35,7 +35,7 @@ class Node:
         kind: DeviceKind,
         memory_bytes: int,
         hostings: Mapping[str, Hosting],
-        knobs: Knobs,
+        composition: Composition,
         *,
         first_instance: int = 0,
         transfer: TransferModel | None = None,
@@ -43,13 +43,13 @@ class Node:
     ) -> None:
         self.name = name
         self.kind = kind
-        self.knobs = knobs
+        self.composition = composition
         self.device = device = Device(
             name,
             kind,
             memory_bytes,
             hostings,
-            knobs,
+            composition,
             first_instance=first_instance,
             transfer=transfer,
             prefixes=prefixes,
@@ -107,7 +107,7 @@ class Node:
     def start(self, work: Work, now: float, *, reclaims: bool = False) -> int | Refusal:
         """Start an instance for the work; returns the instance's id. `reclaims`: idle ones may go for it."""
         grant = self.admit.start(work, self._free_at_s(now)) if self.device.up else Refusal.CLOSED
-        if grant is Refusal.MEMORY and (reclaims or self.knobs.reclaim_idle):
+        if grant is Refusal.MEMORY and (reclaims or self.composition.knobs.reclaim_idle):
             grant = self.lives.reclaim(work, self._free_at_s(now))
         if isinstance(grant, Refusal):
             return grant
@@ -291,7 +291,7 @@ class Node:
         work.got_token(now)
         instance.prefilled(work)
         if work.produced == 1:
-            if self.knobs.paced_from_first_token:
+            if self.composition.admission.paced_from_first_token:
                 work.pace_from(now, self.admit.timing.pace_tokens(instance.model))
             self.outbox.append(FirstToken(work, instance.id, work.grace_s))
 

@@ -209,7 +209,7 @@ class NodeRuntime:
         self.is_touched = False
         if self.node.turn is not None or not self.up:
             return None
-        if self.node.knobs.extend_deadlines:
+        if self.node.composition.knobs.extend_deadlines:
             answers.ease_overdue(self.node, now)
         turn = self.node.next_turn(now)
         if self.node.outbox:

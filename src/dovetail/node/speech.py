@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict
 
 from dovetail import logschema
 from dovetail.eventlog import EventLog
@@ -30,8 +29,10 @@ class Speech:
         """First line of a real node's log: what a simulation of the same node needs. Its models follow as they come."""
         if self._log is not None:
             node = self._node
-            memory_bytes, knobs = node.device.ledger.capacity, asdict(node.knobs)
-            self._log.header(real=True, node=node.name, device=device, memory_bytes=memory_bytes, knobs=knobs)
+            memory_bytes, composition = node.device.ledger.capacity, node.composition.values()
+            self._log.header(
+                real=True, node=node.name, device=device, memory_bytes=memory_bytes, composition=composition
+            )
 
     def note_turn(self, turn: events.Turn, now: float) -> None:
         if self._log is not None and self._log.is_detailed:

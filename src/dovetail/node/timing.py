@@ -12,9 +12,9 @@ from dovetail.node.instance import Instance, State
 from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
 from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, must_be_late, validate_closed
-from dovetail.policy.knobs import Shadow
 from dovetail.policy.lane import urgent_prefill_s
 from dovetail.policy.latency import prompt_s
+from dovetail.policy.parameters import Shadow
 from dovetail.policy.parts import in_parts_s, least_s, split_s
 from dovetail.policy.placement import Hosting
 from dovetail.policy.shadow import validate
@@ -23,19 +23,21 @@ from dovetail.policy.work import Phase, Work
 
 class Timing:
     def __init__(self, device: Device, residency: Residency) -> None:
-        self.counts_growth = device.knobs.counts_growth and device.knobs.shadow is Shadow.PLAY  # else it is the paper's
+        self.counts_growth = (
+            device.composition.admission.counts_growth and device.composition.admission.shadow is Shadow.PLAY
+        )  # else it is the paper's
         self._device = device
         self._hostings = device.hostings
         self._overestimate = device.overestimate
         self._rule = device.rule
         self._instances = device.instances
         self._lengths = device.lengths
-        self._knobs = device.knobs
+        self._parameters = device.composition.admission
         self._residency = residency
 
     def pace_tokens(self, model: str) -> float:
         """Over how many tokens the safety of a pace may be spent at once, see `Work.pace_from`."""
-        return self._lengths.pace_tokens(model) if self._knobs.paced_from_first_token else INFINITY
+        return self._lengths.pace_tokens(model) if self._parameters.paced_from_first_token else INFINITY
 
     # Questions
 
@@ -53,7 +55,7 @@ class Timing:
 
     def is_too_late(self, target: Instance, work: Work, free_at_s: float) -> bool:
         """Its first token would be late even if nothing else ran here: known before anything else is looked at."""
-        if work.cached or work.phase is Phase.DECODE or self._knobs.shadow is Shadow.CLOSED:
+        if work.cached or work.phase is Phase.DECODE or self._parameters.shadow is Shadow.CLOSED:
             return False
         ready_s, loaded_s = self._residency.ready_s(target, free_at_s)
         prefill_s = target.at_once_s(work, work.start)
@@ -99,7 +101,7 @@ class Timing:
         if self._is_overcommitted(others, target, work.tpot_s, max(decode_s, grown_s)):
             return Refusal.DECODE_OVERCOMMITTED  # most refusals end here, before anything is played
         candidate, own = self._candidate(target, work, free_at_s, kv_tokens, decode_s, grown_s)
-        is_played = self._knobs.shadow is not Shadow.CLOSED
+        is_played = self._parameters.shadow is not Shadow.CLOSED
         if is_played and must_be_late(candidate, own, free_at_s):
             return Refusal.FIRST_TOKEN_LATE  # before the neighbours are looked at
         demands = [self._demand(one, free_at_s) for one in others]

@@ -21,9 +21,9 @@ MOMENT_S = 0.005
 
 class Turns:
     def __init__(self, device: Device) -> None:
-        knobs = device.knobs
+        shares = device.composition.knobs.shares
         # Instances rest so that none has more than this share of the device; 0 = never.
-        self.throttle = knobs.shares if knobs.shares > 1 and device.kind is DeviceKind.GPU else 0
+        self.throttle = shares if shares > 1 and device.kind is DeviceKind.GPU else 0
         self._device = device
         self._rule = device.rule
         self._state = device.turns

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from dovetail.errors import ConfigError
 from dovetail.plan.apps import beside
 from dovetail.plan.prices import Machine, PriceSheet, Section, parse_section, read_sheet, read_yaml
-from dovetail.policy.presets import policy
+from dovetail.sim.compositions import policy
 from dovetail.sim.layout import Layout, ModelSection, NodeSection
 from dovetail.sim.metrics import Result
 from dovetail.sim.setup import Setup, build
@@ -135,7 +135,7 @@ class FleetInputs:
         return Setup(
             trace=self.trace,
             profile=self._profile,
-            knobs=policy(trial.policy),
+            composition=policy(trial.policy),
             seed=trial.seed,
             noise=self.file.noise,
             limit_s=self.file.limit_s,

@@ -1,7 +1,4 @@
-"""Every switch of the policies in one frozen record: the faithful SLINFER, its ablations, the baselines, and Dovetail.
-
-A policy is a value of Knobs; node and controller read it and contain no policy names.
-"""
+"""The switches of a policy that are not parameters of a strategy of its own yet."""
 
 from __future__ import annotations
 
@@ -14,22 +11,12 @@ class Admission(StrEnum):
     CONCURRENCY = "concurrency"  # a fixed limit per instance (ServerlessLLM)
 
 
-class Shadow(StrEnum):
-    PLAY = "play"  # S4 by playing the node's own turns
-    CLOSED = "closed"  # S4 summed up in closed form, loading instances left out
-
-
 class MakeWay(StrEnum):
     """What may be done to those who run where a model would start soonest."""
 
     NEVER = "never"
     MIGRATE = "migrate"  # L7: they go on elsewhere, live, if the start is sooner with that than anywhere else
     PREEMPT = "preempt"  # Shepherd*: they are evicted and begin anew elsewhere
-
-
-class TurnOrder(StrEnum):
-    DEADLINE = "deadline"  # S2: the shortest headroom runs
-    DRAIN = "drain"  # while everyone has slack, the instance that will free its memory soonest runs
 
 
 class WaitOrder(StrEnum):
@@ -41,15 +28,7 @@ class WaitOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    name: str = "slinfer"
-    # SLOs and admission
     admission: Admission = Admission.SHADOW
-    shadow: Shadow = Shadow.PLAY
-    paced_from_first_token: bool = True  # a first token before its time gives later ones no more of it (mean TPOT)
-    counts_growth: bool = True  # played: case 3 also for when contexts will have grown; who outgrows its node is moved
-    slo_scale: float = 0.95  # the scheduler holds SLOs at this share of their value
-    cpu_overestimate: float = 1.10  # S4: factor on predicted iterations
-    gpu_overestimate: float = 1.05
     retry_s: float = 0.25  # a request without a place tries again this often
     retry_on_change: bool = False  # and soon after somebody has left or memory has come free
     waits: WaitOrder = WaitOrder.DEADLINE
@@ -72,23 +51,6 @@ class Knobs:
     round_robin: bool = False  # over a model's instances (ServerlessLLM)
     disaggregate: bool = False  # prefill and decode on instances of their own
     # beyond the paper
-    turns: TurnOrder = TurnOrder.DEADLINE
-    slack_s: float = 4.0  # DRAIN: headroom below which deadline order rules
-    guard_decodes: bool = False  # a prompt waits while it would make running requests of its model late
-    # Prompts are computed in parts: a turn spent on them ends after about so long, and before running requests of any
-    # model would be late. inf: a prompt is one turn.
-    part_s: float = float("inf")
-    pack_prompts: bool = False  # with part_s: several prompts of a model in one iteration where that saves time
-    # With part_s: models that answer take turns, and between two parts of prompts each has one, whatever is due later.
-    smooth_answers: bool = False
-    # With smooth_answers and extend_deadlines: a batch that would hold others' answers for long decodes some rows at a
-    # time. Whoever did not ask for a pace goes slower for that.
-    split_decodes: bool = False
-    # With split_decodes, on CPUs: a long iteration stops between two layers and lets others' answers go on, which wait
-    # for so many of their token times. inf: it does not stop.
-    max_stall: float = float("inf")
-    mix_decodes: bool = False  # with part_s: running requests of the model have a token in the same iteration
-    max_silence_s: float = float("inf")  # within an answer: longer ones are no more admitted than late tokens
     slots_limited: bool = True  # at most the configured number of instances per node; False: memory decides
     weights_share: float = 1.0  # of a device's memory that weights may take: what is left lets batches grow
     # Where models answer at like length and so many usual requests fit into the floor of a pool, floors are lower, and

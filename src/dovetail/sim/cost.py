@@ -13,12 +13,12 @@ from dovetail.cluster.request import RequestState
 from dovetail.machine import spare_collector
 from dovetail.node.events import Turn
 from dovetail.node.node import Node
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.compositions import Composition
 from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.presets import DOVETAIL, SERVERLESSLLM
 from dovetail.profiles.files import read_profile
 from dovetail.profiles.storage import SLLM_CLUSTER
+from dovetail.sim.compositions import DOVETAIL, SERVERLESSLLM
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise
@@ -110,10 +110,10 @@ def measure_placement(servers: int, seed: int = 0) -> dict[str, Any]:
     slow = LatencyModel(Curve([(1, 1.0), (2048, 2.0)]), Surface([(512, Curve([(1, 1.0), (2, 1.0)]))]))
     hosting = Hosting(int(12.4 * GIB), 512 * 1024, slow, load_s=1.0, keep_alive_s=2.0)
     catalogue = dict.fromkeys(map(str, range(models)), hosting)
-    knobs = SERVERLESSLLM
+    composition = SERVERLESSLLM
     group = NodeGroup("gpu", DeviceKind.GPU, 4 * servers, catalogue, 44.0, "a40-48g", SLLM_CLUSTER, per_machine=4)
-    devices = make_devices([group], arrivals, knobs, Noise(Random(seed), 0.05))
-    simulation = Simulation(devices, knobs, arrivals)
+    devices = make_devices([group], arrivals, composition, Noise(Random(seed), 0.05))
+    simulation = Simulation(devices, composition, arrivals)
     simulation.keep_samples = False
     times_s, queues = time_submissions(simulation)
     run_as_served(simulation)
@@ -136,7 +136,7 @@ def cluster(
     profile: Path,
     nodes: int,
     arrivals: list[Arrival],
-    knobs: Knobs,
+    composition: Composition,
     shape: str,
     seed: int,
     node_type: type[Node] = Node,
@@ -145,5 +145,5 @@ def cluster(
     measured = read_profile(profile)
     hostings = {kind: measured.hosting(shape, kind) for kind in DeviceKind}
     counts = {DeviceKind.CPU: nodes // 2, DeviceKind.GPU: nodes - nodes // 2}
-    groups = uniform_groups(counts, hostings, arrivals, knobs)
-    return make_devices(groups, arrivals, knobs, Noise(Random(seed), 0.05), node_type=node_type)
+    groups = uniform_groups(counts, hostings, arrivals, composition)
+    return make_devices(groups, arrivals, composition, Noise(Random(seed), 0.05), node_type=node_type)

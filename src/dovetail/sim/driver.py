@@ -19,8 +19,8 @@ from dovetail.cluster.retry import RetryRule
 from dovetail.eventlog import EventLog
 from dovetail.node import events, protocol
 from dovetail.node.runtime import NodeRuntime
+from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, SloRule
-from dovetail.policy.knobs import Knobs
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.work import RequestRecord, Work
 from dovetail.sim.device import Device, requests_of
@@ -38,7 +38,7 @@ class Simulation:
     def __init__(
         self,
         devices: Sequence[Device],
-        knobs: Knobs,
+        composition: Composition,
         arrivals: Sequence[Arrival],
         *,
         rule: SloRule | None = None,
@@ -63,14 +63,14 @@ class Simulation:
         self.keep_samples = True
         self.on_sample: Callable[[float], None] | None = None
         self.cluster = LocalCluster(
-            [device.node for device in self.devices], knobs, rule=self.rule, retry=retry, log=log
+            [device.node for device in self.devices], composition, rule=self.rule, retry=retry, log=log
         )
         self._device_of = {device.node.name: device for device in self.devices}
         self.node_of = {id(device): node for device, node in zip(self.devices, self.cluster.nodes, strict=True)}
         for device in self.devices:
             if device.machine is not None:
                 self.cluster.handles[device.node.name].host = device.machine.name
-        self.result = Result(knobs.name, self.records, [], [d.node.name for d in self.devices], self.horizon_s)
+        self.result = Result(composition.name, self.records, [], [d.node.name for d in self.devices], self.horizon_s)
         self.result.rule = self.rule
         self._heap: list[tuple[float, int, int, Callable[..., None], Any]] = []
         self._serial = 0

@@ -85,7 +85,7 @@ def real_result(log: RealLog) -> Result:
         )
     if not records:
         raise ConfigError(f"{log.path}: no request has ended in it")
-    result = Result(log.header["knobs"]["name"], records, [], [log.header["node"]], records[-1].arrival_s)
+    result = Result(log.header["composition"]["name"], records, [], [log.header["node"]], records[-1].arrival_s)
     result.numbers = numbers
     result.cold_starts = sum(event["event"] == "load" for event in log.events)
     return result

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.eventlog import EventLog
-from dovetail.policy.knobs import Admission, Knobs, MakeWay, Shadow, TurnOrder, WaitOrder
+from dovetail.policy.compositions import from_values
 from dovetail.sim.layout import Layout
 from dovetail.sim.setup import Setup, build
 
 
 def settings_of(setup: Setup) -> dict[str, Any]:
-    values = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(setup).items()}
+    values = {key: str(value) if isinstance(value, Path) else value for key, value in vars(setup).items()}
+    values["composition"] = setup.composition.values()
     values["layout"] = None if setup.layout is None else setup.layout.model_dump(mode="json")
     return values
 
 
-def knobs_of(values: dict[str, Any]) -> Knobs:
-    kinds = {"admission": Admission, "shadow": Shadow, "turns": TurnOrder, "make_way": MakeWay, "waits": WaitOrder}
-    values = {key: float("inf") if value is None else value for key, value in values.items()}
-    return Knobs(**{**values, **{key: kind(values[key]) for key, kind in kinds.items() if key in values}})
-
-
 def setup_of(settings: dict[str, Any]) -> Setup:
-    values = {**settings, "knobs": knobs_of(settings["knobs"])}
+    values = {**settings, "composition": from_values(settings["composition"])}
     values["trace"] = Path(values["trace"])
     values["profile"] = Path(values["profile"])
     for key in ("config", "lengths", "clients"):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dovetail.policy.knobs import Knobs
-from dovetail.policy.presets import DOVETAIL
+from dovetail.policy.compositions import Composition
+from dovetail.sim.compositions import DOVETAIL
 from dovetail.sim.cost import cluster
 from dovetail.sim.driver import Simulation
 from dovetail.sim.workload import Workload, generate
@@ -24,13 +24,13 @@ def run_scale(
     models: int,
     requests: int,
     seed: int,
-    knobs: Knobs = DOVETAIL,
+    composition: Composition = DOVETAIL,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Any]:
     started = time.perf_counter()
     workload = Workload(requests, models, RATE_PER_NODE * nodes, zipf=0.9, cv=2.0)
     arrivals = generate(workload, seed, LENGTHS)
-    simulation = Simulation(cluster(profile, nodes, arrivals, knobs, "llama-2-7b", seed), knobs, arrivals)
+    simulation = Simulation(cluster(profile, nodes, arrivals, composition, "llama-2-7b", seed), composition, arrivals)
     simulation.keep_samples = False
     simulation.on_sample = lambda now: progress(min(now / simulation.horizon_s, 1.0))
     result = simulation.timed_run()

@@ -9,9 +9,9 @@ from random import Random
 from dovetail.cluster.retry import RetryRule
 from dovetail.eventlog import EventLog
 from dovetail.node.node import Node
+from dovetail.policy.compositions import SERVED
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.real import real_knobs
 from dovetail.profiles.live import LiveLatency
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
@@ -33,7 +33,7 @@ def build_server_storm(seed: int, log: EventLog | None = None) -> Simulation:
     """A third of the seeds has one node, a third two, the others three to six. Half of the nodes that are alone decide
     on the thread that computes, as a worker does."""
     rng = Random(seed)
-    knobs = real_knobs("dovetail", max_stall=rng.choice((2.0, 2.0, 4.0)))
+    composition = SERVED.having(max_stall=rng.choice((2.0, 2.0, 4.0)))
     nodes = (1, 2, rng.randrange(3, 7))[seed % 3]
     workload = Workload(
         requests=rng.randrange(15, 60),
@@ -60,7 +60,7 @@ def build_server_storm(seed: int, log: EventLog | None = None) -> Simulation:
         memory = _draw_memory(rng, list(hostings.values()), context)
         blocks = KvBlocks(texts)
         first = index * INSTANCE_IDS
-        node = Node(f"{kind.value}-{index}", kind, memory, hostings, knobs, first_instance=first, prefixes=blocks)
+        node = Node(f"{kind.value}-{index}", kind, memory, hostings, composition, first_instance=first, prefixes=blocks)
         devices.append(Device(node, dict(enumerate(lengths)), PredictedDurations(IN_PLACE_RESIZE, noise)))
         devices[-1].blocks = blocks
     horizon_s = arrivals[-1].arrival_s
@@ -69,7 +69,7 @@ def build_server_storm(seed: int, log: EventLog | None = None) -> Simulation:
     retry, deadly = _draw_losses(Random(f"losses {seed}"), len(lengths))
     return Simulation(
         devices,
-        knobs,
+        composition,
         arrivals,
         horizon_s=horizon_s,
         log=log,

@@ -14,11 +14,11 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.compositions import Composition
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.presets import LOCALITY, RANDOM, SERVERLESSLLM, SHEPHERD
 from dovetail.profiles.hardware import PRESETS, Shape, hosting_of
 from dovetail.profiles.storage import GB, SLLM_CLUSTER, Storage, Tier
+from dovetail.sim.compositions import LOCALITY, RANDOM, SERVERLESSLLM, SHEPHERD
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise
 from dovetail.sim.metrics import Fate, mean, percentile
@@ -62,7 +62,7 @@ class System:
     """A scheduler, and how weights are loaded."""
 
     name: str
-    knobs: Knobs
+    composition: Composition
     storage: Storage = SLLM_CLUSTER
     is_stocked: bool = True  # disks have the models from the start
     kept_as: Tier = Tier.DISK  # an idle model stays for as long as a load from there takes
@@ -175,8 +175,8 @@ def build_cell(cell: Cell, seed: int = 0, span_s: float = SPAN_S) -> Simulation:
         per_machine=devices,
         is_stocked=system.is_stocked,
     )
-    nodes = make_devices([group], arrivals, system.knobs, Noise(Random(seed), 0.02))
-    simulation = Simulation(nodes, system.knobs, arrivals, horizon_s=span_s)
+    nodes = make_devices([group], arrivals, system.composition, Noise(Random(seed), 0.02))
+    simulation = Simulation(nodes, system.composition, arrivals, horizon_s=span_s)
     simulation.keep_samples = False
     return simulation
 

@@ -11,7 +11,7 @@ from random import Random
 from dovetail.errors import ConfigError
 from dovetail.eventlog import EventLog
 from dovetail.node.node import Node
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.compositions import Composition
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.profiles.files import DEFAULT_PRESETS, MEASURED, Profile, read_profile
@@ -39,7 +39,7 @@ class Setup:
 
     trace: Path
     profile: Path
-    knobs: Knobs
+    composition: Composition
     shape: str = "llama-2-7b"
     models: int | None = None
     cpu_nodes: int = 4
@@ -106,14 +106,14 @@ def _groups_of_options(setup: Setup, profile: Profile, arrivals: Sequence[Arriva
     if not any(counts.values()):
         raise ConfigError("--cpu-nodes and --gpu-nodes are both 0")
     hostings = {kind: _hosting(profile, setup.shape, kind, hardware[kind]) for kind in DeviceKind if counts[kind]}
-    return uniform_groups(counts, hostings, arrivals, setup.knobs, hardware)
+    return uniform_groups(counts, hostings, arrivals, setup.composition, hardware)
 
 
 def uniform_groups(
     counts: Mapping[DeviceKind, int],
     hostings: Mapping[DeviceKind, Hosting],
     arrivals: Sequence[Arrival],
-    knobs: Knobs,
+    composition: Composition,
     hardware: Mapping[DeviceKind, str | None] | None = None,
 ) -> list[NodeGroup]:
     """CPU nodes, then GPU nodes; every model of the arrivals has the one shape of its kind's hosting."""
@@ -122,7 +122,7 @@ def uniform_groups(
     for kind in DeviceKind:
         if counts[kind]:
             name = (hardware or {}).get(kind)
-            memory = memory_gib(kind, hostings[kind].slots, knobs, name)
+            memory = memory_gib(kind, hostings[kind].slots, composition, name)
             groups.append(NodeGroup(kind.value, kind, counts[kind], dict.fromkeys(names, hostings[kind]), memory, name))
     return groups
 
@@ -143,7 +143,7 @@ def _groups_of_layout(
         catalogue = {str(model): hostings[name] for model, name in sections.items() if name in hostings}
         slots = max((hosting.slots for hosting in hostings.values()), default=1)
         total_gib = None if node.memory is None else node.memory / GIB
-        memory = memory_gib(kind, slots, setup.knobs, node.hardware, total_gib)
+        memory = memory_gib(kind, slots, setup.composition, node.hardware, total_gib)
         storage = None if node.storage is None else STORAGES[node.storage]
         groups.append(
             NodeGroup(node.name, kind, node.count, catalogue, memory, node.hardware, storage, node.per_machine)
@@ -182,24 +182,24 @@ def _hosting(profile: Profile, shape: str, kind: DeviceKind, hardware: str | Non
 def assemble(
     setup: Setup, arrivals: list[Arrival], groups: Sequence[NodeGroup], log: EventLog | None = None
 ) -> Simulation:
-    devices = make_devices(groups, arrivals, setup.knobs, Noise(Random(setup.seed), setup.noise))
+    devices = make_devices(groups, arrivals, setup.composition, Noise(Random(setup.seed), setup.noise))
     check_fit(setup, devices, sorted({arrival.model for arrival in arrivals}))
     horizon_s = math.ceil(arrivals[-1].arrival_s / 60) * 60.0
     faults = draw_faults(Random(setup.seed + 1), setup.faults, len(devices), horizon_s)
-    return Simulation(devices, setup.knobs, arrivals, horizon_s=horizon_s, log=log, faults=faults)
+    return Simulation(devices, setup.composition, arrivals, horizon_s=horizon_s, log=log, faults=faults)
 
 
 def make_devices(
     groups: Sequence[NodeGroup],
     arrivals: Sequence[Arrival],
-    knobs: Knobs,
+    composition: Composition,
     noise: Noise,
     node_type: type[Node] = Node,
 ) -> list[Device]:
     outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
     devices: list[Device] = []
     for group in groups:
-        transfer = _transfer(group, knobs)
+        transfer = _transfer(group, composition)
         memory = int(group.memory_gib * GIB)
         machines = _machines(group)
         for index in range(group.count):
@@ -207,7 +207,7 @@ def make_devices(
             catalogue = group.catalogue if machine is None else machine.hostings
             first = len(devices) * INSTANCE_IDS
             name = f"{group.name}-{index}"
-            node = node_type(name, group.kind, memory, catalogue, knobs, first_instance=first)
+            node = node_type(name, group.kind, memory, catalogue, composition, first_instance=first)
             devices.append(Device(node, outputs, PredictedDurations(transfer, noise)))
             devices[-1].machine = machine
     return devices
@@ -231,22 +231,22 @@ def _by_tier(storage: Storage, hosting: Hosting) -> dict[Tier, Hosting]:
     return {tier: replace(hosting, load_s=load_s, disk_s=disk_s) for tier, (load_s, disk_s) in loads.items()}
 
 
-def _transfer(group: NodeGroup, knobs: Knobs) -> TransferModel:
-    transfer = IN_PLACE_RESIZE if knobs.free_resize else TransferModel()
+def _transfer(group: NodeGroup, composition: Composition) -> TransferModel:
+    transfer = IN_PLACE_RESIZE if composition.knobs.free_resize else TransferModel()
     if group.hardware in PRESETS:
         return replace(transfer, load_bytes_per_s=PRESETS[group.hardware].load_gib_per_s * GIB)
     return transfer
 
 
 def memory_gib(
-    kind: DeviceKind, slots: int, knobs: Knobs, hardware: str | None = None, total_gib: float | None = None
+    kind: DeviceKind, slots: int, composition: Composition, hardware: str | None = None, total_gib: float | None = None
 ) -> float:
     """What instances may take of a node: without the runtime of as many as it may hold."""
     if total_gib is None:
         total_gib = CPU_MEMORY_GIB if kind is DeviceKind.CPU else GPU_MEMORY_GIB
         if hardware in PRESETS:
             total_gib = PRESETS[hardware].memory_gib
-    return total_gib - RESERVED_PER_SLOT_GIB * (slots if knobs.slots_limited else 1)
+    return total_gib - RESERVED_PER_SLOT_GIB * (slots if composition.knobs.slots_limited else 1)
 
 
 def check_fit(setup: Setup, devices: list[Device], models: list[int]) -> None:

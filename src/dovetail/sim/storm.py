@@ -1,4 +1,4 @@
-"""Fault storms: small random clusters, models, knobs and faults from one seed, with every invariant checked.
+"""Fault storms: small random clusters, models, composition and faults from one seed, with every invariant checked.
 
 A violated invariant is reported with its seed; the same seed replays it.
 """
@@ -14,11 +14,11 @@ from dovetail.cluster.asking import SILENT_S
 from dovetail.cluster.intake import Submission
 from dovetail.eventlog import EventLog
 from dovetail.node.node import Node
-from dovetail.policy.knobs import Knobs, MakeWay
+from dovetail.policy.compositions import SERVED, Composition
+from dovetail.policy.knobs import MakeWay
 from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.presets import POLICIES
-from dovetail.policy.real import REAL
+from dovetail.sim.compositions import POLICIES
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
@@ -31,6 +31,9 @@ from dovetail.sim.workload import Workload, generate
 PATIENCE_S = 600.0  # virtual time after the last arrival, and after the last end, by which a request must have ended
 LENGTHS = ((64, 8), (300, 40), (900, 90), (1500, 200))
 NEXT_S = 400.0  # longer than an idle instance is kept
+OF_A_SERVER = ("floor_tokens", "free_resize", "slots_limited", "weights_share", "short_requests", "one_instance")
+OF_A_SERVER_TOO = ("reclaim_idle", "count_loads", "extend_deadlines", "retry_on_change", "live_moves", "part_s")
+OF_TURNS = ("pack_prompts", "smooth_answers", "split_decodes", "max_stall", "start_soonest", "make_way")
 VIOLATIONS = (AssertionError, LookupError, ValueError, ArithmeticError, AttributeError)
 
 
@@ -70,7 +73,7 @@ def run_one(seed: int, *, of_server: bool = False, log: EventLog | None = None) 
 
 def build_storm(seed: int, log: EventLog | None = None) -> Simulation:
     rng = Random(seed)
-    knobs = _draw_knobs(rng)
+    composition = _draw_composition(rng)
     workload = Workload(
         requests=rng.randrange(30, 120),
         models=rng.randrange(2, 9),
@@ -80,35 +83,36 @@ def build_storm(seed: int, log: EventLog | None = None) -> Simulation:
     )
     arrivals = generate(workload, seed, LENGTHS)
     outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
-    transfer = IN_PLACE_RESIZE if knobs.free_resize else TransferModel()
+    transfer = IN_PLACE_RESIZE if composition.knobs.free_resize else TransferModel()
     noise = Noise(rng, 0.1)
     devices: list[Device] = []
     for index in range(rng.randrange(1, 5)):
-        kind = rng.choice((DeviceKind.CPU, DeviceKind.GPU)) if index and knobs.use_cpu else DeviceKind.GPU
+        kind = rng.choice((DeviceKind.CPU, DeviceKind.GPU)) if index and composition.knobs.use_cpu else DeviceKind.GPU
         memory = int(rng.uniform(14, 60) * GIB)
         catalogue = {
             str(model): replace(_draw_hosting(Random(seed + model), kind), load_s=rng.uniform(0.0, 3.0))
             for model in range(workload.models)
         }
-        node = Node(f"{kind.value}-{index}", kind, memory, catalogue, knobs, first_instance=index * INSTANCE_IDS)
+        node = Node(f"{kind.value}-{index}", kind, memory, catalogue, composition, first_instance=index * INSTANCE_IDS)
         devices.append(Device(node, outputs, PredictedDurations(transfer, noise)))
-        if not knobs.disaggregate:  # where an instance computes before it has room for blocks that were handed over
+        if not composition.knobs.disaggregate:
+            # Else an instance computes before it has room for blocks that were handed over.
             devices[-1].blocks = KvBlocks()
     horizon_s = arrivals[-1].arrival_s
     faults = draw_faults(rng, rng.randrange(0, 13), len(devices), horizon_s + 10)
-    return Simulation(devices, knobs, arrivals, horizon_s=horizon_s, log=log, faults=faults)
+    return Simulation(devices, composition, arrivals, horizon_s=horizon_s, log=log, faults=faults)
 
 
-def _draw_knobs(rng: Random) -> Knobs:
-    knobs = POLICIES[rng.choice(list(POLICIES))]
-    if knobs.name in ("slinfer", "sllm+c+s") and rng.random() < 0.25:
-        knobs = replace(knobs, disaggregate=True)
+def _draw_composition(rng: Random) -> Composition:
+    composition = POLICIES[rng.choice(list(POLICIES))]
+    if composition.name in ("slinfer", "sllm+c+s") and rng.random() < 0.25:
+        composition = composition.having(disaggregate=True)
     elif rng.random() < 0.3:
-        knobs = replace(knobs, **REAL)  # type: ignore[arg-type]
-    if knobs.whole_node_kv:
-        return knobs
-    return replace(
-        knobs,
+        served = SERVED.parameters()
+        composition = composition.having(**{name: served[name] for name in (*OF_A_SERVER, *OF_A_SERVER_TOO, *OF_TURNS)})
+    if composition.knobs.whole_node_kv:
+        return composition
+    return composition.having(
         watermark=rng.choice((0.0, 0.25)),
         floor_tokens=rng.choice((0, 512, 4096)),
         proactive=rng.random() < 0.8,

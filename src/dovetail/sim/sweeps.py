@@ -14,9 +14,9 @@ from rich import box
 from rich.table import Table
 
 from dovetail.errors import ConfigError
-from dovetail.policy.knobs import Knobs, Shadow
-from dovetail.policy.presets import DOVETAIL, IMPROVEMENTS, SLINFER, SLLM_CS, policy
-from dovetail.policy.real import real_knobs
+from dovetail.policy.compositions import SERVED, Composition
+from dovetail.policy.parameters import Shadow
+from dovetail.sim.compositions import DOVETAIL, IMPROVEMENTS, SLINFER, SLLM_CS, policy
 from dovetail.sim.layout import Layout, ModelSection, NodeSection
 from dovetail.sim.metrics import Result
 from dovetail.sim.setup import Setup
@@ -114,7 +114,7 @@ def sweep(
 
 def _policies(base: Setup) -> Runs:
     for system in SYSTEMS:
-        yield Cell((system,)), replace(base, knobs=policy(system))
+        yield Cell((system,)), replace(base, composition=policy(system))
 
 
 def _reproduction(base: Setup) -> Runs:
@@ -125,25 +125,25 @@ def _reproduction(base: Setup) -> Runs:
                 parts = [f"{rate} %" if rate else "", f"{gpus} GPU" if gpus is not None else ""]
                 parts += [f"{cpus} CPU" if cpus is not None else ""]
                 cell = Cell((size, models, system), ", ".join(part for part in parts if part))
-                yield cell, replace(base, knobs=policy(system), shape=shape, models=models)
+                yield cell, replace(base, composition=policy(system), shape=shape, models=models)
 
 
 def _improvements(base: Setup) -> Runs:
     """From SLINFER to Dovetail one step at a time, then Dovetail without each."""
-    knobs: Knobs = SLINFER
-    yield Cell(("slinfer",)), replace(base, knobs=knobs)
+    composition: Composition = SLINFER
+    yield Cell(("slinfer",)), replace(base, composition=composition)
     for name, changes in IMPROVEMENTS.items():
-        knobs = replace(knobs, **changes)  # type: ignore[arg-type]
-        yield Cell((f"+ {name}",)), replace(base, knobs=knobs)
+        composition = composition.having(**changes)
+        yield Cell((f"+ {name}",)), replace(base, composition=composition)
     for name, changes in IMPROVEMENTS.items():
-        back = {key: getattr(SLINFER, key) for key in changes}
-        yield Cell((f"dovetail without {name}",)), replace(base, knobs=replace(DOVETAIL, **back))
+        back = {key: SLINFER.parameters()[key] for key in changes}
+        yield Cell((f"dovetail without {name}",)), replace(base, composition=DOVETAIL.having(**back))
 
 
 def _ablation(base: Setup) -> Runs:
     yield Cell(("full",), "99 %"), base
     for part, published in (("no-cpu", ""), ("no-consolidation", ""), ("no-sharing", "89 %")):
-        yield Cell((part,), published), replace(base, knobs=policy("slinfer", (part,)))
+        yield Cell((part,), published), replace(base, composition=policy("slinfer", (part,)))
 
 
 def _cpu_scaling(base: Setup) -> Runs:
@@ -154,28 +154,31 @@ def _cpu_scaling(base: Setup) -> Runs:
 def _nodes(base: Setup) -> Runs:
     for system in ("sllm", "sllm+c", "sllm+c+s", "slinfer"):
         for count in (1, 2, 3, 4):
-            yield Cell((system, count)), replace(base, knobs=policy(system), cpu_nodes=count, gpu_nodes=count)
+            yield Cell((system, count)), replace(base, composition=policy(system), cpu_nodes=count, gpu_nodes=count)
 
 
 def _keep_alive(base: Setup) -> Runs:
-    for knobs in (SLLM_CS, SLINFER):
+    for composition in (SLLM_CS, SLINFER):
         for seconds in (0.0, 1.0, 2.0, 4.0, 8.0, 16.0):
-            yield Cell((knobs.name, seconds)), replace(base, knobs=replace(knobs, keep_alive_s=seconds))
+            yield Cell((composition.name, seconds)), replace(base, composition=composition.having(keep_alive_s=seconds))
 
 
 def _watermark(base: Setup) -> Runs:
     published = {0.0: "11.3 % of life resizing", 0.25: "1.4 %"}
     for share in (0.0, 0.1, 0.25, 0.5, 1.0):
         cell = Cell((share,), published.get(share, ""))
-        yield cell, replace(base, knobs=replace(SLINFER, watermark=share))
+        yield cell, replace(base, composition=SLINFER.having(watermark=share))
 
 
 def _datasets(base: Setup) -> Runs:
     folder = base.trace.parent
     for dataset in ("conversation", "sharegpt", "humaneval"):
-        for knobs in (SLLM_CS, SLINFER):
+        for composition in (SLLM_CS, SLINFER):
             trace = folder / f"azure_128_{dataset}.csv.gz"
-            yield Cell((dataset, knobs.name)), replace(base, trace=trace, knobs=knobs, shape="llama-3.1-8b")
+            yield (
+                Cell((dataset, composition.name)),
+                replace(base, trace=trace, composition=composition, shape="llama-3.1-8b"),
+            )
 
 
 def _burstgpt(base: Setup) -> Runs:
@@ -184,7 +187,7 @@ def _burstgpt(base: Setup) -> Runs:
         for system in ("sllm+c+s", "slinfer", "dovetail"):
             trace = base.trace.parent / f"burstgpt_64_rps{rate}.csv.gz"
             cell = Cell((rate, system), published.get((system, rate), ""))
-            yield cell, replace(base, trace=trace, models=None, knobs=policy(system))
+            yield cell, replace(base, trace=trace, models=None, composition=policy(system))
 
 
 def _disaggregation(base: Setup) -> Runs:
@@ -192,7 +195,7 @@ def _disaggregation(base: Setup) -> Runs:
         for models in (32, 64, 128):
             rate, gpus = PUBLISHED_PD[(system, models)]
             cell = Cell((system, models), f"{rate} %, {gpus} GPU")
-            yield cell, replace(base, models=models, knobs=policy(system, ("pd",)))
+            yield cell, replace(base, models=models, composition=policy(system, ("pd",)))
 
 
 def _mixed(base: Setup) -> Runs:
@@ -205,7 +208,7 @@ def _mixed(base: Setup) -> Runs:
         layout = Layout(nodes=nodes, models=models)
         for system in ("sllm+c", "sllm+c+s", "slinfer", "dovetail"):
             cell = Cell((":".join(map(str, mix)), system))
-            yield cell, replace(base, knobs=policy(system), models=None, layout=layout)
+            yield cell, replace(base, composition=policy(system), models=None, layout=layout)
 
 
 # Lengths of generated workloads, beside the trace's folder: (name, kind, file).
@@ -229,7 +232,7 @@ def _workloads(base: Setup) -> Runs:
         path = None if file is None else base.trace.parent / file
         for size, layout in layouts.items():
             for system in ("slinfer", "dovetail"):
-                setup = replace(base, knobs=policy(system), shape=SHAPES.get(size, base.shape), layout=layout)
+                setup = replace(base, composition=policy(system), shape=SHAPES.get(size, base.shape), layout=layout)
                 changes: dict[str, Any] = {kind: path}
                 setup = replace(setup, varied=True, **changes)
                 cell = Cell((workload, size, system), "tuned on" if workload in TUNED_ON else "")
@@ -239,9 +242,9 @@ def _workloads(base: Setup) -> Runs:
 # SLINFER as published (S4 as a closed form), with admission that plays the node's turns, and what a server runs for
 # requests that bring targets: a late one is given up, as SLINFER gives up all of its own.
 COMPOSITIONS = {
-    "published": replace(SLINFER, shadow=Shadow.CLOSED, paced_from_first_token=False),
+    "published": SLINFER.having(shadow=Shadow.CLOSED, paced_from_first_token=False),
     "played": SLINFER,
-    "served": real_knobs("dovetail", extend_deadlines=False),
+    "served": SERVED.having(extend_deadlines=False),
 }
 
 
@@ -250,9 +253,9 @@ def _compositions(base: Setup) -> Runs:
     for workload, kind, file in WORKLOADS:
         path: Any = base.trace.parent / file
         for size in ("7B", "13B"):
-            for name, knobs in COMPOSITIONS.items():
+            for name, composition in COMPOSITIONS.items():
                 changes: dict[str, Any] = {kind: path}
-                setup = replace(base, knobs=knobs, shape=SHAPES[size], varied=True, **changes)
+                setup = replace(base, composition=composition, shape=SHAPES[size], varied=True, **changes)
                 yield Cell((workload, size, name), "tuned on" if workload in TUNED_ON else ""), setup
 
 
@@ -260,10 +263,10 @@ def _silence(base: Setup) -> Runs:
     """What a bound on silence within answers costs, and what swapping out brings where there is none."""
     for size in ("7B", "13B"):
         for seconds in (1.0, 2.0, 4.0, 8.0, float("inf")):
-            knobs = replace(DOVETAIL, max_silence_s=seconds)
-            yield Cell((size, f"{seconds:g} s")), replace(base, shape=SHAPES[size], knobs=knobs)
-        knobs = replace(DOVETAIL, max_silence_s=float("inf"), pause=True)
-        yield Cell((size, "none, pausing")), replace(base, shape=SHAPES[size], knobs=knobs)
+            composition = DOVETAIL.having(max_silence_s=seconds)
+            yield Cell((size, f"{seconds:g} s")), replace(base, shape=SHAPES[size], composition=composition)
+        composition = DOVETAIL.having(max_silence_s=float("inf"), pause=True)
+        yield Cell((size, "none, pausing")), replace(base, shape=SHAPES[size], composition=composition)
 
 
 SWEEPS = {

@@ -14,6 +14,7 @@ from dovetail.eventlog import EventLog
 from dovetail.node.events import StartLoad, StartResize, Turn
 from dovetail.node.instance import State
 from dovetail.node.node import Node
+from dovetail.policy.compositions import from_values
 from dovetail.policy.placement import DeviceKind
 from dovetail.profiles.live import LiveLatency
 from dovetail.profiles.timings import kind_of
@@ -23,18 +24,17 @@ from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import NOISE_TABLE, Noise
 from dovetail.sim.metrics import Result
 from dovetail.sim.real_log import RealLog
-from dovetail.sim.replay import knobs_of
 
 
 def simulate(stored: RealLog, real: Result, seed: int = 0, noise: float = 0.05, log: EventLog | None = None) -> Result:
     """The same requests on the same node in virtual time."""
     arrivals = real_log.arrivals(stored, real)
-    knobs = knobs_of(stored.header["knobs"])
+    composition = from_values(stored.header["composition"])
     header = stored.header
-    node = Node(header["node"], DeviceKind.CPU, header["memory_bytes"], real_log.hostings(stored), knobs)
+    node = Node(header["node"], DeviceKind.CPU, header["memory_bytes"], real_log.hostings(stored), composition)
     outputs = {record.id: record.output_tokens for record in real.records}
     device = Device(node, outputs, MeasuredDurations(stored, Random(seed), noise))
-    return Simulation([device], knobs, arrivals, log=log, on_one_thread=True).timed_run()
+    return Simulation([device], composition, arrivals, log=log, on_one_thread=True).timed_run()
 
 
 class MeasuredDurations:

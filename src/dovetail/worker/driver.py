@@ -32,7 +32,7 @@ from dovetail.node.protocol import (
     Withdraw,
 )
 from dovetail.node.runtime import NodeRuntime
-from dovetail.policy.knobs import Knobs
+from dovetail.policy.compositions import Composition
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.policy.work import Work
 from dovetail.pulse import Pulse
@@ -64,7 +64,7 @@ class NodeDriver:
         name: str,
         kind: DeviceKind,
         memory_bytes: int,
-        knobs: Knobs,
+        composition: Composition,
         loads: Loads,
         clock: Callable[[], float],
         log: EventLog | None = None,
@@ -78,7 +78,7 @@ class NodeDriver:
         self.hostings: dict[str, Hosting] = {}
         self.runners: dict[int, ModelRunner] = {}  # by instance
         self.states: dict[int, RequestState] = {}
-        self.home = NodeRuntime(Node(name, kind, memory_bytes, self.hostings, knobs, prefixes=self), log=log)
+        self.home = NodeRuntime(Node(name, kind, memory_bytes, self.hostings, composition, prefixes=self), log=log)
         self.report = Report({}, [], [])
         self.resizes, self.resize_s = 0, 0.0
         self._loads, self._clock = loads, clock

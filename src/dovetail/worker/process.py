@@ -22,8 +22,8 @@ from dovetail.engine.devices.opening import open_device
 from dovetail.eventlog import open_log
 from dovetail.machine import memory_bytes, preferred_dtype, process_age_s, release_memory
 from dovetail.node.protocol import Propose
+from dovetail.policy.compositions import SERVED
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.real import real_knobs
 from dovetail.pulse import Pulse
 from dovetail.worker.adapters import AdapterCache
 from dovetail.worker.driver import NodeDriver, is_shared
@@ -109,7 +109,7 @@ class Worker:
             config.node,
             self._device.kind,
             self._device.node_bytes(config.memory_bytes),
-            real_knobs("dovetail", max_stall=config.max_stall),
+            SERVED.having(max_stall=config.max_stall),
             self._loader,
             self._clock,
             self._log,
