@@ -15,17 +15,39 @@ from typing import Any, TypeVar
 import zmq
 
 from dovetail import messages
-from dovetail.cluster.dispatch import Dispatcher
-from dovetail.errors import DovetailError
+from dovetail.cluster.remote_cluster import RemoteCluster
+from dovetail.errors import DovetailError, RequestError
 from dovetail.policy.compositions import SERVED
 from dovetail.policy.placement import DeviceKind
-from dovetail.types import ModelCard, Request
+from dovetail.types import ModelCard, Request, TokenEvent
 
 Message = TypeVar("Message", bound=messages.ToGateway)
 
 
 class WorkerDied(DovetailError):
     pass
+
+
+class _Client:
+    """Of every request (`cluster.open_requests.Stream`)."""
+
+    def __init__(self) -> None:
+        self._events: list[TokenEvent] = []
+
+    def began(self, placed_s: float) -> None: ...
+
+    def put(self, event: TokenEvent, now: float) -> None:
+        self._events.append(event)
+
+    def fail(self, error: RequestError) -> None: ...
+
+    def resumed(self) -> None: ...
+
+    def closed(self) -> None: ...
+
+    def take(self) -> list[TokenEvent]:
+        events, self._events = self._events, []
+        return events
 
 
 class WorkerProcess:
@@ -35,7 +57,8 @@ class WorkerProcess:
         self._options = options
         self._pass_fds = tuple(pass_fds)
         self._node = node
-        self._dispatcher = Dispatcher({node: DeviceKind.CPU}, SERVED, lambda _, said: self.send(said))
+        self._cluster = RemoteCluster({node: DeviceKind.CPU}, SERVED, lambda _, said: self.send(said))
+        self._client = _Client()
         self._kept: deque[messages.ToGateway] = deque()  # received while something else was waited for
 
     def __enter__(self) -> WorkerProcess:
@@ -67,23 +90,23 @@ class WorkerProcess:
     def load(self, card: ModelCard, **options: Any) -> None:
         """Make the model known and have an instance of it; Loaded follows."""
         self.offer(card, **options)
-        self._dispatcher.warm(card.name, time.monotonic())
+        self._cluster.warm(card.name, time.monotonic())
 
     def offer(self, card: ModelCard, **options: Any) -> None:
         """Make the model known; returns when the node has said so."""
-        self._dispatcher.withdraw(self._node, card.name)
+        self._cluster.withdraw(self._node, card.name)
         self.send(messages.Load(card, **options))
-        node, kept = self._dispatcher.nodes[self._node], []
+        node, kept = self._cluster.nodes[self._node], []
         while node.offer_of(card.name) is None:
             kept.append(self.receive())
         self._kept.extend(kept)
 
     def submit(self, request: Request) -> None:
         now = time.monotonic()
-        self._dispatcher.submit(request, now, now)
+        self._cluster.submit(request, self._client, now, now)
 
     def abort(self, request_id: str) -> None:
-        self._dispatcher.abort(request_id, None, time.monotonic())
+        self._cluster.abort(request_id, None, time.monotonic())
 
     def receive(self, timeout_s: float = 60.0) -> messages.ToGateway:
         deadline = time.monotonic() + timeout_s
@@ -100,24 +123,25 @@ class WorkerProcess:
         return message
 
     def _wake(self) -> None:
-        due_s, now = self._dispatcher.next_wake_s(), time.monotonic()
+        due_s, now = self._cluster.next_wake_s(), time.monotonic()
         if due_s is not None and due_s <= now:
-            self._dispatcher.wake(now)
+            self._cluster.wake(now)
         self._keep_refusals()
 
     def _take(self, message: messages.ToGateway) -> None:
         if isinstance(message, messages.Hello):
-            self._dispatcher.joined(self._node, message)
+            self._cluster.joined(self._node, message)
         elif isinstance(message, messages.LoadFailed):
-            self._dispatcher.withdraw(self._node, message.model)
+            self._cluster.withdraw(self._node, message.model)
         elif isinstance(message, messages.Reply | messages.Said | messages.Tokens):
-            self._dispatcher.received(self._node, message, time.monotonic())
-        self._keep_refusals()
+            self._cluster.received(self._node, message, time.monotonic())
+        self._keep_refusals(message.events if isinstance(message, messages.Tokens) else ())
 
-    def _keep_refusals(self) -> None:
-        """Told like tokens, as if they came from the worker."""
-        for event in self._dispatcher.take_events():
-            self._kept.append(messages.Tokens("", (event,)))
+    def _keep_refusals(self, heard: Sequence[TokenEvent] = ()) -> None:
+        """Of the controller, which are told like tokens, as if they came from the worker."""
+        for event in self._client.take():
+            if not any(event is one for one in heard):
+                self._kept.append(messages.Tokens("", (event,)))
 
     def wait_for(
         self, kind: type[Message], accept: Callable[[Message], bool] = lambda _: True, timeout_s: float = 60.0

@@ -36,7 +36,17 @@ SOURCE = TESTS.parents[1] / "src" / "dovetail"
 CORE = ("cluster", "node", "policy")
 ROOMS = (*CORE, "worker", "sched", "gateway")
 CONTAINERS = (dict, set, frozenset, list, deque)
-RECORDS = ("Work", "RequestRecord", "Choice", "Request", "RequestState", "Sequence", "GenerationTask", "Run")
+RECORDS = (
+    "Work",
+    "RequestRecord",
+    "OpenRequest",
+    "OpenChoice",
+    "Request",
+    "RequestState",
+    "Sequence",
+    "GenerationTask",
+    "Run",
+)
 FIRST_ID = 7_000_000_000  # of requests: like no other number in the process
 STORMS = 30
 NONE_MEANS_OFF = ("slack_s",)  # numbers of a policy that may be None
@@ -109,7 +119,7 @@ def crowd_on_one_node(found: Callable[[], None]) -> None:
     from test_runtime_parity import Worker, crowd
 
     worker = Worker(crowd())
-    worker.link.dispatcher.controller.next_id = FIRST_ID
+    worker.link.cluster.controller.next_id = FIRST_ID
     take_turn, count = worker.link.take_turn, iter(range(10**9))
 
     def watched() -> bool:
@@ -126,7 +136,7 @@ def answers_that_move(found: Callable[[], None]) -> None:
     from fleet_builders import Fleet
 
     fleet = Fleet()
-    fleet.dispatcher.controller.next_id = FIRST_ID
+    fleet.controller.next_id = FIRST_ID
     for number in range(3):
         fleet.submit(f"request-{number}", prompt=60, tokens=90)
     for count in range(600):
@@ -147,7 +157,7 @@ async def _listen(found: Callable[[], None], names: set[str]) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         async with running_service(Path(folder), make_card(Path(folder))) as service:
-            service.cluster.dispatcher.controller.next_id = FIRST_ID
+            service.cluster.controller.next_id = FIRST_ID
 
             async def listen(number: int) -> None:
                 job = await make_job(service, f"question {number}", max_tokens=40)
@@ -395,7 +405,7 @@ class Calls:
 
 def probe_calls() -> int:
     """A chat, a cold load, an eviction and a worker's death: in a gateway on a fake worker, in a node's driver behind
-    the dispatcher, and in storms. A generator that is resumed counts as called."""
+    the controller, and in storms. A generator that is resumed counts as called."""
     import pytest
 
     sys.path.insert(0, str(TESTS))

@@ -10,8 +10,9 @@ from sim_builders import make_latency
 
 from dovetail import messages
 from dovetail.cluster.controller import Controller
-from dovetail.cluster.dispatch import Dispatcher
+from dovetail.cluster.remote_cluster import RemoteCluster
 from dovetail.engine.preemption import PreemptionPoint
+from dovetail.errors import RequestError
 from dovetail.eventlog import EventLog
 from dovetail.modelspec import ModelSpec
 from dovetail.node.events import StartLoad
@@ -154,6 +155,36 @@ def next_token(tokens: Sequence[int]) -> int:
     return (sum(tokens) * 31 + len(tokens)) % 97
 
 
+class Listener:
+    """A client's end (`cluster.open_requests.Stream`) of every request of a test."""
+
+    def __init__(self) -> None:
+        self.events: list[TokenEvent] = []
+        self.failed: list[RequestError] = []
+        self.num_resumed = 0
+        self.num_closed = 0
+        self.placed_s: list[float] = []
+
+    def began(self, placed_s: float) -> None:
+        self.placed_s.append(placed_s)
+
+    def put(self, event: TokenEvent, now: float) -> None:
+        self.events.append(event)
+
+    def fail(self, error: RequestError) -> None:
+        self.failed.append(error)
+
+    def resumed(self) -> None:
+        self.num_resumed += 1
+
+    def closed(self) -> None:
+        self.num_closed += 1
+
+    def take(self) -> list[TokenEvent]:
+        events, self.events = self.events, []
+        return events
+
+
 class Loopback:
     """Gateway and worker in one process: what they say goes through the wire's coding, and arrives at once, or only
     when they have said all that they had to say (`is_late`)."""
@@ -170,13 +201,13 @@ class Loopback:
         self.is_late = is_late
         self.driver = driver
         self.clock = clock
-        self.events: list[TokenEvent] = []
+        self.listener = Listener()
         self.awaited: dict[str, set[str]] = {}  # by request: what its first turn waits for
         self._to_worker: deque[bytes] = deque()
         name = driver.home.name
         driver._on_said = self.pass_on
-        self.dispatcher = Dispatcher({name: driver.home.kind}, composition, self._send, log)
-        self.dispatcher.joined(name, messages.Hello(name, 1, "virtual", 0.0))
+        self.cluster = RemoteCluster({name: driver.home.kind}, composition, self._send, log)
+        self.cluster.joined(name, messages.Hello(name, 1, "virtual", 0.0))
 
     def _send(self, node: str, message: messages.ToWorker) -> None:
         self._to_worker.append(messages.encode(message))
@@ -191,13 +222,13 @@ class Loopback:
             self._answer()
             self.driver.carry_out()
             self._tell()
-        self.events += self.dispatcher.take_events()
         return not is_quiet
 
     def pass_on(self) -> None:
-        """What the node has just said of itself."""
+        """What the node has just said of itself, tokens before any word that counts them."""
         if not self.is_late:
             while self.driver.home.mailbox:
+                self._tell_tokens()
                 for notice in self.driver.take_notices():
                     self._receive(messages.Said((notice,)))
 
@@ -219,19 +250,23 @@ class Loopback:
             self.driver.obey(message.order)
 
     def _tell(self) -> None:
+        self._tell_tokens()
         report = self.driver.take_report()
-        for model, events in report.tokens.items():
-            self._receive(messages.Tokens(model, tuple(events)))
         self.gone(report.gone)
         if report.notices:
             self._receive(messages.Said(tuple(report.notices)))
+
+    def _tell_tokens(self) -> None:
+        told, self.driver.report.tokens = self.driver.report.tokens, {}
+        for model, events in told.items():
+            self._receive(messages.Tokens(model, tuple(events)))
 
     def gone(self, models: list[str]) -> None: ...
 
     def _receive(self, message: messages.ToGateway) -> None:
         known = messages.decode_for_gateway(messages.encode(message))
         assert isinstance(known, messages.Reply | messages.Said | messages.Tokens)
-        self.events += self.dispatcher.received(self.driver.home.name, known, self.clock.now)
+        self.cluster.received(self.driver.home.name, known, self.clock.now)
 
     def take_turn(self) -> bool:
         """One iteration, or whatever else is due now; False if there is nothing."""
@@ -244,19 +279,19 @@ class Loopback:
 
     def _wakes(self) -> bool:
         """Whether it was time, and something came of it."""
-        wake_s = self.dispatcher.next_wake_s()
+        wake_s = self.cluster.next_wake_s()
         if wake_s is None or wake_s > self.clock.now:
             return False
-        self.dispatcher.wake(self.clock.now)
-        return bool(self.driver.home.outbox or self._to_worker or self.dispatcher.events)
+        self.cluster.wake(self.clock.now)
+        return bool(self.driver.home.outbox or self._to_worker or self.listener.events)
 
     def next_due_s(self) -> float | None:
-        dues = (self.dispatcher.next_wake_s(), self.driver.next_due_s())
+        dues = (self.cluster.next_wake_s(), self.driver.next_due_s())
         return min((due for due in dues if due is not None), default=None)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.dispatcher.controller.works) or self.driver.has_work
+        return bool(self.cluster.controller.works) or self.driver.has_work
 
 
 class Rig:
@@ -313,7 +348,7 @@ class Rig:
 
     @property
     def controller(self) -> Controller:
-        return self.link.dispatcher.controller
+        return self.link.cluster.controller
 
     def load(self, command: StartLoad) -> None:
         self.commands.append(command)
@@ -339,18 +374,17 @@ class Rig:
         self.submit_request(request, age_s)
 
     def submit_request(self, request: Request, age_s: float = 0.0) -> None:
-        self.link.dispatcher.submit(request, self.clock.now - age_s, self.clock.now)
+        self.link.cluster.submit(request, self.link.listener, self.clock.now - age_s, self.clock.now)
         self.read()
 
     def abort(self, id: str, choice: int | None = None) -> None:
-        self.link.dispatcher.abort(id, choice, self.clock.now)
+        self.link.cluster.abort(id, choice, self.clock.now)
         self.read()
 
     def unload(self, model: str) -> None:
         """As a gateway does it: its requests end first."""
-        dispatcher = self.link.dispatcher
-        for id in {one.request.id for one in dispatcher._choices.values() if one.request.model == model}:
-            dispatcher.abort(id, None, self.clock.now)
+        for one in self.link.cluster.requests.of_model(model):
+            self.link.cluster.abort(one.request.id, None, self.clock.now)
         self.driver.unregister(model)
         self.read()
 
@@ -363,7 +397,7 @@ class Rig:
         self.read()
 
     def warm(self, model: str) -> None:
-        self.link.dispatcher.warm(model, self.clock.now)
+        self.link.cluster.warm(model, self.clock.now)
         self.read()
 
     def step(self) -> bool:
@@ -386,8 +420,7 @@ class Rig:
 
     def read(self) -> None:
         self.link.pump()
-        events, self.link.events = self.link.events, []
-        for event in events:
+        for event in self.link.listener.take():
             told = self.events.setdefault((event.request_id, event.choice), [])
             assert not told or told[-1].finish is None, "something after the end"
             told.append(event)

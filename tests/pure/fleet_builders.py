@@ -1,4 +1,4 @@
-"""Several workers' drivers behind one gateway's dispatcher, in virtual time: every message is coded as on the wire and
+"""Several workers' drivers behind one gateway's controller, in virtual time: every message is coded as on the wire and
 waits until it is delivered, so that a test decides what happens before what, and who dies in between."""
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from random import Random
 from typing import Any
 
 import msgspec
-from driver_builders import BLOCK, KV_BYTES, SPEC, WEIGHT_BYTES, CheckedExecutor, Clock, expected, hash_of
+from driver_builders import BLOCK, KV_BYTES, SPEC, WEIGHT_BYTES, CheckedExecutor, Clock, Listener, expected, hash_of
 from sim_builders import make_latency
 
 from dovetail import messages
-from dovetail.cluster.dispatch import Dispatcher
+from dovetail.cluster.controller import Controller
+from dovetail.cluster.remote_cluster import RemoteCluster
 from dovetail.errors import WorkerLost
 from dovetail.node.events import StartLoad
 from dovetail.policy.compositions import SERVED, Composition
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
-from dovetail.types import ModelCard, Request, SamplingParams, TokenEvent
+from dovetail.types import ModelCard, Request, SamplingParams
 from dovetail.worker.driver import NodeDriver
 from dovetail.worker.rejoin import say_again, withdraw_all
 from dovetail.worker.runner import ModelRunner
@@ -116,18 +117,23 @@ class Fleet:
         self.ended: dict[str, str] = {}
         self.cancelled: set[str] = set()
         self.peers: dict[str, Peer] = {}
-        self.dispatcher = Dispatcher(dict.fromkeys(names, DeviceKind.CPU), self.composition, self._send)
+        self.listener = Listener()
+        self.cluster = RemoteCluster(dict.fromkeys(names, DeviceKind.CPU), self.composition, self._send)
         for name in names:
             self.join(name)
 
     @property
+    def controller(self) -> Controller:
+        return self.cluster.controller
+
+    @property
     def migrations(self) -> Any:
-        return self.dispatcher.controller.migrations
+        return self.controller.migrations
 
     def join(self, name: str) -> None:
         load_s = self.load_s.get(name, 0.0)
         self.peers[name] = Peer(name, self.composition, self.clock, self.models, self.memory, load_s)
-        self.dispatcher.joined(name, messages.Hello(name, 1, "virtual", 0.0, DeviceKind.CPU, self.memory))
+        self.cluster.joined(name, messages.Hello(name, 1, "virtual", 0.0, DeviceKind.CPU, self.memory))
         self.take()
         while self.peers[name].outbox:  # what it offers
             self.receive(name)
@@ -148,18 +154,18 @@ class Fleet:
         request, said = self.requests[id], self.text[id]
         if said:
             request = msgspec.structs.replace(request, generated=(tuple(said),))
-        self.dispatcher.submit(request, self.clock.now, self.clock.now)
+        self.cluster.submit(request, self.listener, self.clock.now, self.clock.now)
         self.take()
 
     def cancel(self, id: str) -> None:
         if id not in self.ended:
             self.cancelled.add(id)
-            self.dispatcher.abort(id, None, self.clock.now)
+            self.cluster.abort(id, None, self.clock.now)
             self.ended[id] = "cancelled"
             self.take()
 
-    def take(self, events: list[TokenEvent] | None = None) -> None:
-        for event in [*(events or ()), *self.dispatcher.take_events()]:
+    def take(self) -> None:
+        for event in self.listener.take():
             id = event.request_id
             assert id not in self.ended, f"{id} goes on after its end"
             if event.token is not None:
@@ -172,14 +178,14 @@ class Fleet:
     def kill(self, name: str) -> None:
         """The worker is gone."""
         if self.peers.pop(name, None) is not None:
-            self.dispatcher.lost(name, self.clock.now, WorkerLost("it died"))
+            self.cluster.lost(name, self.clock.now, WorkerLost("it died"))
             self.take()
 
     def cut(self, name: str) -> None:
         """The connection breaks: what is under way is lost, the worker gives up what it was asked for and comes back
         with its models."""
         peer = self.peers.pop(name)
-        self.dispatcher.lost(name, self.clock.now, WorkerLost("it cannot be reached", is_cut=True))
+        self.cluster.lost(name, self.clock.now, WorkerLost("it cannot be reached", is_cut=True))
         self.take()
         self._come_back(peer)
 
@@ -189,7 +195,7 @@ class Fleet:
         withdraw_all(peer.driver)
         self.peers[peer.name] = peer
         hello = messages.Hello(peer.name, 1, "virtual", 0.0, DeviceKind.CPU, self.memory, tuple(self.models))
-        self.dispatcher.joined(peer.name, hello)
+        self.cluster.joined(peer.name, hello)
         for model in self.models:  # as the gateway tells of it
             say_again(peer.driver)
             peer.driver.register(model, peer.driver.hostings[model])
@@ -200,7 +206,7 @@ class Fleet:
         """Another takes its place and knows nothing; the workers outlive it, and whoever has the clients submits what
         is left."""
         names = list(self.peers)
-        self.dispatcher = Dispatcher(dict.fromkeys(names, DeviceKind.CPU), self.composition, self._send)
+        self.cluster = RemoteCluster(dict.fromkeys(names, DeviceKind.CPU), self.composition, self._send)
         for name in names:
             self._come_back(self.peers[name])
             while self.peers[name].outbox:
@@ -210,15 +216,19 @@ class Fleet:
                 self._submit(id)
 
     def choice(self, id: str) -> int:
-        return self.dispatcher._by_key[id, 0].id
+        opened = self.cluster.requests.get(id)
+        assert opened is not None
+        return opened.group
 
     def place(self, id: str) -> str:
-        return self.dispatcher.controller.places[self.choice(id)][0].name
+        place = self.controller.works[self.choice(id)].place
+        assert place is not None
+        return place.node.name
 
     def migrate(self, id: str) -> bool:
         if id in self.ended:
             return False
-        began = self.dispatcher.controller.migrate(self.choice(id), "test", self.clock.now)
+        began = self.controller.migrate(self.choice(id), "test", self.clock.now)
         self.take()
         return began
 
@@ -226,7 +236,8 @@ class Fleet:
         """One message of a node reaches the gateway."""
         message = messages.decode_for_gateway(self.peers[name].outbox.popleft())
         assert isinstance(message, messages.Reply | messages.Said | messages.Tokens)
-        self.take(self.dispatcher.received(name, message, self.clock.now))
+        self.cluster.received(name, message, self.clock.now)
+        self.take()
 
     def steps(self) -> list[tuple[str, str]]:
         """Everything that could happen next."""
@@ -256,12 +267,12 @@ class Fleet:
 
     def advance(self) -> bool:
         """Time passes until something is due; False if nothing is."""
-        dues = [self.dispatcher.next_wake_s(), *(peer.driver.next_due_s() for peer in self.peers.values())]
+        dues = [self.cluster.next_wake_s(), *(peer.driver.next_due_s() for peer in self.peers.values())]
         known = [due for due in dues if due is not None]
         if not known:
             return False
         self.clock.now = max(self.clock.now, min(known)) + 1e-6
-        self.dispatcher.wake(self.clock.now)
+        self.cluster.wake(self.clock.now)
         self.take()
         for peer in self.peers.values():
             peer.driver.run_timers()
@@ -304,9 +315,9 @@ class Fleet:
             assert said == whole[: len(said)], f"{id} says something else"
             assert id in self.cancelled or said == whole, f"{id} ended as {self.ended[id]} with {len(said)} tokens"
         assert not len(self.migrations)
-        assert not len(self.dispatcher.controller.displacements)
-        assert not self.dispatcher.controller.seeker.placer.leaving
-        assert not self.dispatcher.controller.works
+        assert not len(self.controller.displacements)
+        assert not self.controller.seeker.placer.leaving
+        assert not self.controller.works
         for peer in self.peers.values():
             assert not peer.driver.states, f"{peer.name} still has {list(peer.driver.states)}"
             for runner in peer.driver.runners.values():

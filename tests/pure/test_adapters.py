@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from driver_builders import Listener
 
 from dovetail import messages
-from dovetail.cluster.dispatch import Choice
+from dovetail.cluster.open_requests import OpenRequest
 from dovetail.config import parse_config
 from dovetail.errors import ConfigError, UnsupportedModel
 from dovetail.modelspec import ModelSpec, MoeSpec
@@ -60,7 +61,9 @@ def test_every_choice_and_what_is_left_of_a_request_keeps_its_adapter() -> None:
     first, second = sequences_of(request, 3)
     assert first.adapter == second.adapter == A.key
     assert first.root == second.root
-    elsewhere = Choice(0, request, 1, [6, 7, 8]).body  # what another node is given
+    second_choice = OpenRequest(request, Listener(), 0).choices[1]
+    second_choice.tokens.append(8)
+    elsewhere = second_choice.body()  # what another node is given
     assert (elsewhere.adapter, elsewhere.generated) == (A, (None, (6, 7, 8)))
     ask = messages.Ask(1, Warm("m"), elsewhere)
     assert messages.decode_for_worker(messages.encode(ask)) == ask

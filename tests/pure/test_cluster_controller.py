@@ -11,7 +11,7 @@ from sim_builders import make_hosting, make_node, make_work, serve_all
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Decision, How, Moving, Placed, Queued, Refused
 from dovetail.cluster.local import LocalNode
-from dovetail.cluster.request import Search
+from dovetail.cluster.request import RequestState, Search
 from dovetail.cluster.seeker import MAX_RETURNS
 from dovetail.cluster.starting import MAX_CANDIDATES
 from dovetail.node.node import Node
@@ -20,14 +20,24 @@ from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.compositions import Composition
 from dovetail.policy.knobs import WaitOrder
 from dovetail.policy.placement import DeviceKind
-from dovetail.policy.work import Phase, Work
+from dovetail.policy.work import Phase, RequestRecord, Work
 from dovetail.sim.compositions import SLINFER
+
+
+class Counted:
+    """Requests have as many tokens as their records say (`cluster.request.TokenCounts`)."""
+
+    def num_tokens(self, work: RequestState) -> int | None:
+        return work.produced
+
+    def last_record(self, work: RequestState) -> RequestRecord:
+        return work.record()
 
 
 def make_cluster(*nodes: Node, composition: Composition | None = None) -> Controller:
     for index, node in enumerate(nodes):
         node._next_instance = index * 1000
-    return Controller([LocalNode(NodeRuntime(node)) for node in nodes], composition or SLINFER)
+    return Controller([LocalNode(NodeRuntime(node)) for node in nodes], composition or SLINFER, Counted())
 
 
 def handle_of(controller: Controller, index: int = 0) -> LocalNode:

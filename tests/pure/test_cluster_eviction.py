@@ -7,10 +7,9 @@ from fleet_builders import Fleet
 from sim_builders import make_node, make_work, serve_memory
 from test_sim_tiers import set_load
 
-from dovetail.messages import ToWorker
 from dovetail.node.instance import Instance
 from dovetail.node.node import Node
-from dovetail.node.protocol import Accepted, Check, Evicted, Propose, Withdraw
+from dovetail.node.protocol import Evicted, Propose
 from dovetail.policy.memory import Account, Ledger, Part
 from dovetail.sim.compositions import SLINFER
 
@@ -115,24 +114,6 @@ def test_a_closed_instance_leaves_no_account() -> None:
     assert not ledger._accounts
 
 
-def test_a_request_that_a_silent_node_was_asked_to_take_is_forgotten_when_the_node_has_heard_that() -> None:
-    fleet = Fleet("AB")
-    fleet.submit("r", tokens=3)
-    (name,) = [one for one, peer in fleet.peers.items() if peer.inbox]
-    node = fleet.dispatcher.nodes[name]
-    node.order(Withdraw(fleet.choice("r")), fleet.clock.now)
-    assert node.given_up
-    (known,) = fleet.dispatcher.controller.works.values()
-    asked: list[ToWorker] = []
-    node._send = asked.append
-    number = node.ask(Check(known.record()), fleet.clock.now)
-    assert isinstance(number, int)
-    node.answered(number - 2, Accepted(0))  # to what it was asked before
-    assert node.given_up
-    node.answered(number, Accepted(0))
-    assert not node.given_up
-
-
 def test_nobody_moves_for_a_start_unless_everybody_can() -> None:
     """Two answers of m are on A; B has room for one of them. Neither moves, and n starts when they have ended."""
     fleet = Fleet("AB", "mn", memory=1_500_000)
@@ -158,6 +139,6 @@ def test_nobody_moves_for_a_start_unless_everybody_can() -> None:
     fleet.peers["B"].driver.ask = refuse_q  # type: ignore[method-assign, assignment]
     fleet.submit("s", "n", prompt=20, tokens=10)
     fleet.run()
-    assert fleet.dispatcher.controller.displacements.abandoned >= 1
+    assert fleet.controller.displacements.abandoned >= 1
     assert fleet.migrations.completed == 0, "one of the two moved in vain"
     fleet.check_end()

@@ -176,7 +176,7 @@ def test_a_destination_that_never_catches_up_is_given_up_and_the_answer_stays() 
     (migration,) = fleet.migrations._by_request.values()
     assert migration.step == "computing"
     fleet.clock.now += 1000.0
-    fleet.dispatcher.wake(fleet.clock.now)
+    fleet.cluster.wake(fleet.clock.now)
     assert not len(fleet.migrations)
     assert fleet.migrations.abandoned == 1
     assert fleet.place("r") == source

@@ -9,6 +9,7 @@ from driver_builders import Rig
 from fleet_builders import Fleet
 from sim_builders import make_work
 
+from dovetail.cluster.decisions import NoNode
 from dovetail.cluster.request import RequestState
 from dovetail.cluster.retry import Loss, Retries, RetryRule
 from dovetail.errors import Overloaded, RequestError, WorkerLost
@@ -69,7 +70,7 @@ def test_by_default_a_request_is_tried_again_for_ever() -> None:
 def fleet_that_dies(tokens: int) -> Fleet:
     """An answer with so many tokens, whose only worker has died."""
     fleet = Fleet("A")
-    fleet.dispatcher.controller.retries.rule = RULE
+    fleet.controller.retries.rule = RULE
     fleet.submit("r", tokens=30)
     count = 0
     while len(fleet.text["r"]) < tokens:
@@ -83,14 +84,14 @@ def fleet_that_dies(tokens: int) -> Fleet:
 def failure_after(fleet: Fleet, seconds: float) -> tuple[RequestError, float] | None:
     until_s = fleet.clock.now + seconds
     began_s = fleet.clock.now
-    while fleet.clock.now < until_s and not fleet.dispatcher.failed and fleet.advance():
+    while fleet.clock.now < until_s and not fleet.listener.failed and fleet.advance():
         pass
-    return (fleet.dispatcher.failed[0][1], fleet.clock.now - began_s) if fleet.dispatcher.failed else None
+    return (fleet.listener.failed[0], fleet.clock.now - began_s) if fleet.listener.failed else None
 
 
 def test_an_answer_keeps_its_record_when_its_worker_dies_and_goes_on_with_the_next_one() -> None:
     fleet = fleet_that_dies(tokens=5)
-    (work,) = fleet.dispatcher.controller.works.values()
+    (work,) = fleet.controller.works.values()
     assert (work.id, work.produced, work.attempts) == (0, 5, 1)
     fleet.join("A")
     fleet.run()
@@ -104,7 +105,7 @@ def test_an_answer_that_was_begun_waits_for_a_place_no_longer_than_the_limit() -
     error, waited_s = found
     assert isinstance(error, Overloaded)
     assert (error.code, waited_s) == ("worker_restarting", pytest.approx(4.0, abs=0.1))
-    assert not fleet.dispatcher.controller.works
+    assert not fleet.controller.works
 
 
 def test_a_request_without_tokens_waits_until_no_worker_has_come_up_for_too_long() -> None:
@@ -113,7 +114,7 @@ def test_a_request_without_tokens_waits_until_no_worker_has_come_up_for_too_long
     assert found is not None
     error, waited_s = found
     assert (error.code, waited_s) == ("no_worker", pytest.approx(30.0, abs=0.1))
-    assert fleet.dispatcher.no_node is not None, "those that wait before their request is submitted hear of it too"
+    assert [type(one) for one in fleet.cluster.outbox] == [NoNode], "who waits for a model hears of it too"
 
 
 def test_choices_of_a_request_follow_its_first_one_again_and_end_with_it() -> None:
@@ -123,12 +124,13 @@ def test_choices_of_a_request_follow_its_first_one_again_and_end_with_it() -> No
     rig.finish_load()
     while not rig.events.get(("r", 2)):
         assert rig.step()
-    kept = rig.link.dispatcher.lost("node", rig.clock.now, WorkerLost("it died"))
-    assert kept == {"r"}
+    rig.link.cluster.lost("node", rig.clock.now, WorkerLost("it died"))
+    assert rig.link.listener.num_resumed == 1, "one request, with three choices"
     leader = rig.controller.works[0]
     assert [one.id for one in leader.followers] == [1, 2], "the prompt is computed once"
-    rig.link.dispatcher.wake(rig.clock.now + RULE.place_s + 0.1)
-    assert [(id, error.code) for id, error in rig.link.dispatcher.failed] == [("r", "worker_restarting")] * 3
+    rig.link.cluster.wake(rig.clock.now + RULE.place_s + 0.1)
+    assert [error.code for error in rig.link.listener.failed] == ["worker_restarting"]
+    assert rig.link.listener.num_closed == 1
     assert not rig.controller.works
     assert not rig.controller.queued
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from sim_builders import make_work
 
+from dovetail.cluster.request import Search
 from dovetail.cluster.waiting import CHANGED_S, MAX_FAILURES_CHANGED, MAX_FAILURES_OF_MODEL, WaitingRoom
 from dovetail.policy.work import Work
 
@@ -16,7 +17,8 @@ def make_room(*dues: float, models: str = "") -> WaitingRoom:
     """They have asked in vain at time 10."""
     room = WaitingRoom(RETRY_S)
     for id, due_s in enumerate(dues):
-        room.enter(make_work(id, models[id] if models else "a", ttft_s=due_s), {}, 10.0)
+        work = make_work(id, models[id] if models else "a", ttft_s=due_s)
+        room.enter(work, Search(work), 10.0)
     return room
 
 
@@ -27,7 +29,7 @@ def ask(room: WaitingRoom, now: float, refused: Iterable[int] = ()) -> list[int]
         asked.append(work.id)
         room.leave(work.id)
         if work.id in refused:
-            room.enter(work, {}, now)
+            room.enter(work, Search(work), now)
     return asked
 
 

@@ -59,9 +59,9 @@ def on_both(folder: Path, test: Callable[[Service, Service], Awaitable[None]]) -
         async with leading(folder) as leader, front_of(folder) as front:
             await eventually(front.link.is_up)
             await asyncio.wait_for(test(leader, front), 60)
-            await eventually(lambda: not leader.cluster.inboxes)
+            await eventually(lambda: not len(leader.cluster.remote.requests))
             for service in (leader, front):
-                await eventually(lambda works=service.cluster.dispatcher.controller.works: not works)
+                await eventually(lambda works=service.cluster.controller.works: not works)
 
     asyncio.run(run())
 
@@ -93,8 +93,8 @@ def test_a_client_that_leaves_a_front_leaves_the_worker_too(tmp_path: Path) -> N
     async def test(leader: Service, front: Service) -> None:
         async with aclosing(front.run(await make_job(front, "abc", max_tokens=500))) as deltas:
             await anext(deltas)
-            assert leader.cluster.inboxes
-        await eventually(lambda: not leader.cluster.inboxes)
+            assert len(leader.cluster.remote.requests)
+        await eventually(lambda: not len(leader.cluster.remote.requests))
 
     on_both(tmp_path, test)
 
@@ -126,8 +126,8 @@ def test_a_front_that_dies_leaves_nothing_behind(tmp_path: Path) -> None:
                 await eventually(front.link.is_up)
                 stream = front.run(await make_job(front, "abc", max_tokens=500))
                 await anext(stream)
-                assert leader.cluster.inboxes
-            await eventually(lambda: not leader.cluster.inboxes)
+                assert len(leader.cluster.remote.requests)
+            await eventually(lambda: not len(leader.cluster.remote.requests))
             assert not list((tmp_path / "fronts").iterdir())
             await stream.aclose()
 

@@ -243,8 +243,8 @@ def test_a_failure_after_the_first_text_is_an_event_and_before_it_a_status(tmp_p
         while not service.unfinished:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.1)
-        (inbox, _), *_ = service.cluster.inboxes.values()
-        inbox.fail(EngineFailed("lost"))
+        opened, *_ = service.cluster.remote.requests.all()
+        opened.stream.fail(EngineFailed("lost"))
         chunks = events(await stream)
         assert chunks[0]["choices"]
         assert chunks[-1]["error"]["message"] == "lost"

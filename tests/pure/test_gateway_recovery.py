@@ -40,7 +40,7 @@ def test_models_are_assigned_confirmed_and_forgotten_as_nodes_say(tmp_path: Path
             service.cluster.drain("cpu-0")
         async with running_service(tmp_path) as service:
             Recovery(durable, service.cluster)
-            assert "cpu-0" in service.cluster.dispatcher.controller.drains
+            assert "cpu-0" in service.cluster.controller.drains
         durable.close()
 
     asyncio.run(run())

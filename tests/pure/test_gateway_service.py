@@ -56,8 +56,8 @@ def on_service(
         async with running_service(folder, *cards, **options) as service:
             await asyncio.wait_for(test(service), 60)
             assert service.unfinished == 0
-            assert not service.cluster.inboxes
-            assert not service.cluster.dispatcher.controller.works or service.cluster.dispatcher.controller.places
+            assert not len(service.cluster.remote.requests)
+            assert all(work.is_complete for work in service.cluster.controller.works.values())
 
     asyncio.run(run())
 

@@ -105,7 +105,9 @@ def rest() -> list[Line]:
     rig = Rig("a", log=EventLog(file))
     rig.submit("r")
     rig.controller.retries.rule = RetryRule(max_attempts=0)
-    assert rig.link.dispatcher.lost("node", rig.clock.now, WorkerLost("it died")) == set()
+    rig.link.cluster.lost("node", rig.clock.now, WorkerLost("it died"))
+    assert rig.link.listener.failed
+    assert not rig.link.listener.num_resumed
     return [line for line in lines_of(file.getvalue()) if "event" in line]
 
 

@@ -60,7 +60,7 @@ def test_an_answer_that_goes_on_after_a_loss_is_as_urgent_as_a_new_one() -> None
     rig = Rig("a")
     said = tuple(expected("r", 20, 200))
     rig.submit("r", "a", prompt=20, tokens=210, generated=(said,))
-    (work,) = rig.link.dispatcher.controller.works.values()
+    (work,) = rig.controller.works.values()
     assert work.due_s - rig.clock.now == pytest.approx(work.ttft_s)
     rig.run()
     assert rig.tokens("r") == expected("r", 20, 210)[200:]

@@ -1,5 +1,5 @@
 """Two drivers, one runtime: the same requests with the same durations give the same decisions, turns and commands, byte
-for byte, in the simulator and over the wire between a gateway's dispatcher and a worker's driver with executors.
+for byte, in the simulator and over the wire between a gateway's controller and a worker's driver with executors.
 
 Prefixes are not reused here, because the simulator knows nothing of them: what a hit changes has no parity yet."""
 
@@ -153,7 +153,7 @@ class Worker:
         self.driver.hostings.update(hostings(is_live=is_live))
         self.link = Loopback(self.driver, composition, self.clock, log)
         for model, hosting in self.driver.hostings.items():
-            self.link.dispatcher.nodes["node"].heard(Offered(model, offer_of(self.driver.home.node, hosting)))
+            self.link.cluster.nodes["node"].heard(Offered(model, offer_of(self.driver.home.node, hosting)))
         self.coming: list[tuple[float, int, int, Request | StartLoad]] = []
         self.link_free_s = 0.0
         for number, arrival in enumerate(arrivals_of(asked)):
@@ -179,7 +179,7 @@ class Worker:
 
     def take(self, at_s: float, priority: int, number: int, said: Request | StartLoad) -> None:
         if isinstance(said, Request):
-            self.link.dispatcher.submit(said, at_s, self.clock.now)
+            self.link.cluster.submit(said, self.link.listener, at_s, self.clock.now)
             self.link.pump()
             return
         executor = TimedExecutor(self.clock, MAX_TOKENS // BLOCK)

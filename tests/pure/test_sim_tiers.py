@@ -151,7 +151,7 @@ def test_an_answer_moves_away_so_that_another_model_starts_where_its_weights_are
     fleet.submit("s", "n", prompt=20, tokens=10)
     fleet.run()
     assert fleet.migrations.completed == 1
-    assert fleet.dispatcher.controller.displacements.completed == 1
+    assert fleet.controller.displacements.completed == 1
     fleet.check_end()
 
 
@@ -169,7 +169,7 @@ def finish(asking: Asking[Displace | None], fleet: Fleet) -> Displace | None:
 def test_whoever_asked_for_targets_waits_for_others_only_within_them(ttft_s: float, waits: bool) -> None:
     fleet = make_full_fleet()
     search = Search(make_work(99, "n", 20, arrival_s=fleet.clock.now, ttft_s=ttft_s))
-    placer = fleet.dispatcher.controller.seeker.placer
+    placer = fleet.controller.seeker.placer
     placer.now_s = fleet.clock.now
     plan = finish(_displace(placer, search, placer.nodes[0], 0.1), fleet)
     assert (plan is not None) is waits

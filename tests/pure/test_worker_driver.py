@@ -259,7 +259,7 @@ def test_a_model_unloaded_while_it_serves_gives_its_requests_back() -> None:
     rig.driver.unregister("a")
     rig.read()
     assert 0 not in rig.driver.states
-    assert 0 in rig.link.dispatcher.controller.works, "it comes back to the controller, with its tokens"
+    assert 0 in rig.controller.works, "it comes back to the controller, with its tokens"
     assert rig.driver.home.node.device.ledger.held == 0
     assert rig.executors[0].is_closed
 

@@ -18,7 +18,9 @@ def rig_with(awaited: set[str]) -> Rig:
 
 
 def id_of(rig: Rig, name: str) -> int:
-    return rig.link.dispatcher._by_key[name, 0].id
+    opened = rig.link.cluster.requests.get(name)
+    assert opened is not None
+    return opened.group
 
 
 def pass_time(rig: Rig, seconds: float) -> None:
@@ -32,7 +34,7 @@ def test_a_slow_grammar_is_no_silent_node_and_holds_nobody() -> None:
     rig = rig_with({"grammar"})
     id = id_of(rig, "r")
     pass_time(rig, 3.0)
-    assert id in rig.link.dispatcher.controller.places, "it has its place while its grammar is compiled"
+    assert rig.controller.works[id].place is not None, "it has its place while its grammar is compiled"
     assert not rig.controller.seeker.decisions.num_silent
     assert rig.tokens("other") == expected("other", 5, 60)
     assert ("r", 0) not in rig.events

@@ -10,7 +10,7 @@ live migration, instances that make way, nodes that are emptied.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dovetail.cluster.asking import Asking
@@ -33,14 +33,14 @@ from dovetail.cluster.intake import Submission, works_of
 from dovetail.cluster.log_lines import note_arrival, note_decision, note_end
 from dovetail.cluster.migration import Migrations
 from dovetail.cluster.queued import QueuedRequests
-from dovetail.cluster.request import RequestState
+from dovetail.cluster.request import Place, RequestState, TokenCounts, placed_on
 from dovetail.cluster.retry import Loss, Retries, RetryRule
 from dovetail.cluster.seeker import Seeker
 from dovetail.eventlog import EventLog
 from dovetail.node import protocol
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import SloRule
-from dovetail.policy.work import Phase, RequestRecord
+from dovetail.policy.work import Phase
 
 
 class Controller:
@@ -48,30 +48,28 @@ class Controller:
         self,
         nodes: Sequence[NodeHandle],
         composition: Composition,
+        tokens: TokenCounts,
         *,
         rule: SloRule | None = None,
         retry: RetryRule | None = None,
         log: EventLog | None = None,
     ) -> None:
         self.composition = composition
+        self._tokens = tokens
         self.outbox: deque[Refused | Failed | NoNode | Warmed] = deque()
-        self.places: dict[int, tuple[NodeHandle, int]] = {}  # by request: node and instance
         self.seeker = Seeker(nodes, composition)
+        self.works = self.seeker.works  # every request that has not ended
         self.queued = QueuedRequests(self.seeker, composition)
         self.retries = Retries(retry or RetryRule())
-        self.migrations = Migrations(self.seeker, self.places)
-        self.departures = Departures(self.seeker, self.migrations, self.places, composition)
-        self.displacements = Displacements(self.seeker, self.migrations, self.places)
+        self.migrations = Migrations(self.seeker, tokens)
+        self.departures = Departures(self.seeker, self.migrations, composition)
+        self.displacements = Displacements(self.seeker, self.migrations)
         self.drains: dict[str, Drain] = {}  # by node
         self._rule = rule or SloRule()
         self._log = log
-        self.on_placed: Callable[[int, float], None] = lambda id, now: None  # whoever tells how long requests waited
         self.next_id = 0  # of the first choice of the next request
-
-    @property
-    def works(self) -> dict[int, RequestState]:
-        """Unfinished."""
-        return self.seeker.works
+        self.num_refused = 0
+        self._num_places = 0  # that were given, all in all
 
     # Requests
 
@@ -97,13 +95,14 @@ class Controller:
     def cancel(self, ids: Iterable[int], now: float, fate: str = "aborted", reason: str = "") -> None:
         """Free what these hold. Nothing more is said of them."""
         works = [self.works[id] for id in ids if id in self.works]
+        for work in works:
+            work.take(self._tokens.last_record(work))
         self.seeker.at(now)
         self.migrations.cancel([work.id for work in works])
         self.queued.remove({work.id for work in works}, now)
         for work in works:
-            place = self.places.pop(work.id, None)
-            if place is not None:
-                node, instance = place
+            if work.place is not None:
+                (node, instance), work.place = work.place, None
                 node.order(protocol.Withdraw(work.id), now)
                 self.seeker.left(node, instance)
             self._end(work, fate, reason, now)
@@ -111,7 +110,7 @@ class Controller:
 
     def _end(self, work: RequestState, fate: str, reason: str, now: float) -> None:
         del self.works[work.id]
-        self.places.pop(work.id, None)
+        work.place = None
         if self._log is not None:
             note_end(self._log, work, fate, reason, now)
 
@@ -138,7 +137,8 @@ class Controller:
             if ended is not None:
                 self._end(ended, "finished", "", now)
         elif isinstance(notice, protocol.Overcommitted):
-            if self.places.get(notice.request.id, (None,))[0] is node:
+            known = self.works.get(notice.request.id)
+            if known is not None and known.is_on(node):
                 self.departures.overcommitted(node, notice.request, now)
                 if self.composition.knobs.live_moves and not self.migrations.of_source(node):
                     self.migrate(notice.request.id, "overcommitted", now)
@@ -181,7 +181,7 @@ class Controller:
 
     def remove(self, node: NodeHandle) -> None:
         """One that is lost; nothing has a place there."""
-        assert not any(place is node for place, _ in self.places.values()), f"{node.name} still has requests"
+        assert not placed_on(self.works.values(), node), f"{node.name} still has requests"
         self.drains.pop(node.name, None)
         self.seeker.placer.remove_node(node)
 
@@ -191,24 +191,18 @@ class Controller:
         if self.works:
             self.seeker.room.changed()
 
-    def lost(
-        self,
-        node: NodeHandle,
-        now: float,
-        records: Mapping[int, RequestRecord] | None = None,
-        loss: Loss | None = None,
-    ) -> list[int]:
-        """It was noticed that the node is gone. `records` say how far its requests had come, where that is known.
-        Returns those that were there and go on."""
+    def lost(self, node: NodeHandle, now: float, loss: Loss | None = None) -> list[RequestState]:
+        """It was noticed that the node is gone. Returns the requests that were there and go on."""
         loss = loss or Loss()
+        works = placed_on(self.works.values(), node)
+        self.cancel([work.id for work in works if work.is_complete], now, "finished")
         self.seeker.at(now)
         self.migrations.lost(node)
         self.displacements.lost(node)
-        works = [self.works[id] for id, (place, _) in self.places.items() if place is node]
+        works = [work for work in works if not work.is_complete]
         for work in works:
-            del self.places[work.id]
-            if records is not None and work.id in records:
-                work.take(records[work.id])
+            work.take(self._tokens.last_record(work))
+            work.place = None
         asked = self.seeker.decisions.proposed_to(node)  # it may have died of them
         there = [*works, *(self.works[id] for id in asked if id in self.works)]
         for failed in [one for work in there if (one := self.retries.judge(work, loss, now)) is not None]:
@@ -217,7 +211,7 @@ class Controller:
         if not self._has_node:
             self.retries.no_node(loss, now)
         self._settle(now)
-        return [work.id for work in there if work.id in self.works]
+        return [work for work in there if work.id in self.works]
 
     @property
     def _has_node(self) -> bool:
@@ -236,7 +230,7 @@ class Controller:
 
     def migrate(self, id: int, reason: str, now: float) -> bool:
         """Have the request go on elsewhere, unbroken, if somebody takes it. False: there is nothing to move."""
-        if id not in self.places or self.composition.knobs.disaggregate:
+        if id not in self.works or self.works[id].place is None or self.composition.knobs.disaggregate:
             return False
         self.seeker.at(now)
         if not self.migrations.begin(id, reason):
@@ -246,13 +240,14 @@ class Controller:
 
     def stay(self, id: int, now: float) -> None:
         """The request has all its tokens: it moves no more."""
+        self.works[id].is_complete = True
         self.seeker.at(now)
         self.migrations.over(id)
 
     def drain(self, node: NodeHandle, now: float) -> None:
         """Nothing new goes there; what is there moves away."""
         if node.name not in self.drains:
-            self.drains[node.name] = Drain(node, self.migrations, self.places)
+            self.drains[node.name] = Drain(node, self.migrations, self.works)
             self._settle(now)
 
     def undrain(self, node: NodeHandle) -> None:
@@ -291,7 +286,8 @@ class Controller:
 
     def _begin_late(self, now: float) -> None:
         if self.queued.may_begin_late:
-            prompting = [node for id, (node, _) in self.places.items() if self.works[id].is_prompting]
+            works = self.works.values()
+            prompting = [work.place.node for work in works if work.place is not None and work.is_prompting]
             self.queued.begin_late(prompting, now)
             self._settle(now)
 
@@ -322,17 +318,25 @@ class Controller:
         if self._log is not None:
             note_decision(self._log, decision, now)
         if isinstance(decision, Placed | Migrated):
-            self.places[decision.work.id] = decision.node, decision.instance
+            self._give_place(decision.work, Place(decision.node, decision.instance), now)
             decision.work.is_prompting = isinstance(decision, Placed)  # else its prompt is computed there
             self.retries.placed(decision.work)
-            self.on_placed(decision.work.id, now)
             if isinstance(decision, Migrated):
                 self.queued.prefilled(decision.work.id, 0.0, now)
         elif isinstance(decision, Displace):
             self.displacements.begin(decision)
         elif isinstance(decision, Moving):
-            self.places.pop(decision.work.id, None)
+            decision.work.place = None
             self.migrations.over(decision.work.id)  # it was taken back for somebody else meanwhile
         elif isinstance(decision, Refused):
+            self.num_refused += 1
             self._end(decision.work, "refused", decision.reason, now)
             self.outbox.append(decision)
+
+    def _give_place(self, work: RequestState, place: Place, now: float) -> None:
+        if work.place is None:
+            self._num_places += 1
+            work.place_number = self._num_places
+        work.place = place
+        if work.placed_s is None:
+            work.placed_s = now

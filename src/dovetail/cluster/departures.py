@@ -20,16 +20,9 @@ KV_BYTES_PER_S = 12.5e9  # of blocks that are handed over
 
 
 class Departures:
-    def __init__(
-        self,
-        seeker: Seeker,
-        migrations: Migrations,
-        places: dict[int, tuple[NodeHandle, int]],
-        composition: Composition,
-    ) -> None:
+    def __init__(self, seeker: Seeker, migrations: Migrations, composition: Composition) -> None:
         self._seeker = seeker
         self._migrations = migrations
-        self._places = places
         self._knobs = composition.knobs
 
     def parted(self, node: NodeHandle, notice: Finished | Evicted | HandedOver, now: float) -> RequestState | None:
@@ -42,9 +35,9 @@ class Departures:
             migrations.given_up(node, notice.request.id, hold)
             return None
         work = seeker.works.get(notice.request.id)
-        if work is None or self._places.get(work.id, (None,))[0] is not node:
+        if work is None or not work.is_on(node):
             return None
-        del self._places[work.id]
+        work.place = None
         seeker.at(now)
         record = work.record() if hold else notice.request  # of a copy, the source's last word counts
         if record.produced < work.produced:  # it was handed over with more than it had come to there

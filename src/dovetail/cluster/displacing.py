@@ -10,15 +10,15 @@ from __future__ import annotations
 from dovetail.cluster.decisions import Displace
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.migration import Migrations
+from dovetail.cluster.request import placed_on
 from dovetail.cluster.seeker import Seeker
 from dovetail.node import protocol
 
 
 class Displacements:
-    def __init__(self, seeker: Seeker, migrations: Migrations, places: dict[int, tuple[NodeHandle, int]]) -> None:
+    def __init__(self, seeker: Seeker, migrations: Migrations) -> None:
         self._seeker = seeker
         self._migrations = migrations
-        self._places = places
         self._by_request: dict[int, _Displacement] = {}  # by whom they make way for
         self.completed = 0
         self.evicted = 0  # requests that were not moved but evicted
@@ -103,7 +103,8 @@ class Displacements:
 
     def _there(self, plan: Displace, instance: int) -> list[int]:
         """Requests on an instance that makes way."""
-        return [request for request, place in self._places.items() if place == (plan.node, instance)]
+        there = placed_on(self._seeker.works.values(), plan.node)
+        return [work.id for work in there if work.place is not None and work.place.instance == instance]
 
     def gone(self, node: NodeHandle, instance: int) -> None:
         """Its memory is free."""

@@ -5,8 +5,11 @@ An answer that nobody else takes goes on where it is. A node is drained when it 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.migration import Migrations
+from dovetail.cluster.request import RequestState, placed_on
 
 ASK_AGAIN_S = 0.5  # one that nobody took
 AT_ONCE = 4  # answers on their way: some are computed while others wait to be handed over
@@ -15,17 +18,17 @@ AT_ONCE = 4  # answers on their way: some are computed while others wait to be h
 class Drain:
     """One node's."""
 
-    def __init__(self, node: NodeHandle, migrations: Migrations, places: dict[int, tuple[NodeHandle, int]]) -> None:
+    def __init__(self, node: NodeHandle, migrations: Migrations, works: Mapping[int, RequestState]) -> None:
         self.node = node
         self.next_s: float | None = None  # when to look again though nothing has happened
         self._migrations = migrations
-        self._places = places
+        self._works = works
         self._asked_s: dict[int, float] = {}  # by request: when it was last tried to move it
         node.is_draining = True
 
     def left(self) -> list[int]:
         """Requests that are there."""
-        return [id for id, (node, _) in self._places.items() if node is self.node]
+        return [work.id for work in placed_on(self._works.values(), self.node)]
 
     @property
     def is_done(self) -> bool:

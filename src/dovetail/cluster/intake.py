@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dovetail.cluster.open_requests import OpenChoice
 from dovetail.cluster.request import RequestState
 from dovetail.policy.headroom import SloRule
 
@@ -26,6 +27,7 @@ class Submission:
     is_best_effort: bool = False
     asked_tokens: int = 0  # longest answer of a choice; for the log
     adapter: str = ""  # name of the adapter on top of the model; empty = none
+    choices: tuple[OpenChoice, ...] = ()  # their tokens, and their client; empty in a simulation
 
     @property
     def is_strict(self) -> bool:
@@ -35,10 +37,13 @@ class Submission:
 
 def works_of(submission: Submission, first_id: int, now: float, rule: SloRule, slo_scale: float) -> list[RequestState]:
     """One for each open choice, in order."""
-    return [
+    works = [
         _work_of(submission, first_id + index, first_id, produced, now, rule, slo_scale)
         for index, produced in enumerate(submission.produced)
     ]
+    for work, choice in zip(works, submission.choices, strict=False):  # in a simulation there are none
+        work.choice = choice
+    return works
 
 
 def _work_of(

@@ -15,6 +15,7 @@ from dovetail.cluster.asking import LOST, SILENT, SILENT_S
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Failed, NoNode, Refused, Warmed
 from dovetail.cluster.intake import Submission
+from dovetail.cluster.request import RequestState, placed_on
 from dovetail.cluster.retry import Loss, RetryRule
 from dovetail.eventlog import EventLog
 from dovetail.node import events
@@ -72,6 +73,7 @@ class LocalNode:
         self.is_away = False  # it has left
         self.is_mute = False  # of what it is asked and answers, nothing arrives
         self.silent_until_s = 0.0
+        self.last_records: dict[int, RequestRecord] = {}  # of one that was lost: how far its requests had come
         self._offers: dict[int, tuple[Hosting, Offer]] = {}  # by identity: many models share one
         self._hostings = runtime.node.device.hostings
         self._offered: tuple[Hosting | None, Offer | None] = (None, None)  # of the model that was last asked for
@@ -165,8 +167,7 @@ class LocalCluster:
         self._dirty: list[NodeRuntime] = []
         self.nodes = [NodeRuntime(node, self._dirty, log) for node in nodes]
         self.handles = {node.name: LocalNode(node, self._ask_late, self._order_late) for node in self.nodes}
-        self.controller = Controller(list(self.handles.values()), composition, rule=rule, retry=retry, log=log)
-        self.controller.migrations.progress = self._progress
+        self.controller = Controller(list(self.handles.values()), composition, self, rule=rule, retry=retry, log=log)
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
         self._asked = 0  # questions whose answers come late or never
@@ -185,15 +186,18 @@ class LocalCluster:
 
     def lost(self, node: NodeRuntime, works: Sequence[Work], now: float, loss: Loss | None = None) -> None:
         """It was noticed that the node is gone, and this work with it."""
-        records = {work.id: work.record() for work in works}
-        self.controller.lost(self.handles[node.name], now, records, loss)
+        self._lose(self.handles[node.name], {work.id: work.record() for work in works}, now, loss)
+
+    def _lose(self, handle: LocalNode, records: dict[int, RequestRecord], now: float, loss: Loss | None) -> None:
+        handle.last_records = records
+        self.controller.lost(handle, now, loss)
+        handle.last_records = {}
         self.settle(now)
 
     def move_all(self, name: str, now: float) -> None:
         """What is on the node goes on elsewhere, if somebody takes it (L4)."""
-        there = [id for id, (node, _) in self.controller.places.items() if node.name == name]
-        for id in there:
-            self.controller.migrate(id, "moved", now)
+        for work in placed_on(self.controller.works.values(), self.handles[name]):
+            self.controller.migrate(work.id, "moved", now)
             self.settle(now)
 
     def drain(self, name: str, now: float) -> None:
@@ -207,7 +211,7 @@ class LocalCluster:
         handle = self.handles[name]
         handle.is_cut = True
         handle.forget_underway()
-        there = [id for id, (node, _) in self.controller.places.items() if node is handle]
+        there = [work.id for work in placed_on(self.controller.works.values(), handle)]
         heard = {id: handle.runtime.progress(id) for id in there}
         node = handle.runtime
         return {id: node.work_of(id).as_of(tokens).record() for id, tokens in heard.items() if tokens is not None}
@@ -215,8 +219,7 @@ class LocalCluster:
     def given_up(self, name: str, heard: dict[int, RequestRecord], now: float) -> None:
         """It was noticed that nothing comes from there."""
         self.handles[name].is_given_up = True
-        self.controller.lost(self.handles[name], now, heard, Loss(is_cut=True))
-        self.settle(now)
+        self._lose(self.handles[name], heard, now, Loss(is_cut=True))
 
     def heal(self, name: str, now: float) -> None:
         self.handles[name].is_cut = self.handles[name].is_given_up = False
@@ -237,10 +240,15 @@ class LocalCluster:
         self.controller.joined()
         self.settle(now)
 
-    def _progress(self, id: int) -> int | None:
-        """Tokens that a request has, where it has a place."""
-        node, _ = self.controller.places[id]
-        return self.handles[node.name].runtime.progress(id)
+    # How far requests have come (`request.TokenCounts`)
+
+    def num_tokens(self, work: RequestState) -> int | None:
+        assert work.place is not None
+        return self.handles[work.place.node.name].runtime.progress(work.id)
+
+    def last_record(self, work: RequestState) -> RequestRecord:
+        records = self.handles[work.place.node.name].last_records if work.place is not None else {}
+        return records[work.id] if work.id in records else work.record()
 
     # Turns
 
@@ -324,7 +332,8 @@ class LocalCluster:
         """What a node says of a request that it does not have, as far as anybody knows, is nobody's: it was taken for
         silent and has accepted after all."""
         request = output.request.id if isinstance(output, Finished) else output.work.id
-        if self.controller.places.get(request, (None,))[0] is handle:
+        work = self.controller.works.get(request)
+        if work is not None and work.is_on(handle):
             self.outbox.append((handle.runtime, output))
 
     def _notice(self, handle: LocalNode, notice: Notice, now: float) -> None:

@@ -12,7 +12,7 @@ its number tells apart from later ones. Nothing here knows whether time is real.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
@@ -22,6 +22,7 @@ import msgspec
 from dovetail.cluster.asking import Ask, Asking
 from dovetail.cluster.decisions import Migrated, Moving
 from dovetail.cluster.handle import NodeHandle
+from dovetail.cluster.request import TokenCounts
 from dovetail.cluster.seeker import Seeker
 from dovetail.node import protocol
 from dovetail.policy.headroom import INFINITY
@@ -63,11 +64,9 @@ class Migration:
 
 
 class Migrations:
-    def __init__(self, seeker: Seeker, places: dict[int, tuple[NodeHandle, int]]) -> None:
-        # Tokens that a request with a place has, None = all of them: whoever drives this knows.
-        self.progress: Callable[[int], int | None] = lambda id: seeker.works[id].produced
+    def __init__(self, seeker: Seeker, tokens: TokenCounts) -> None:
         self._seeker = seeker
-        self._places = places
+        self._tokens = tokens
         self._by_request: dict[int, Migration] = {}
         self._numbers = count(1)
         self.completed = 0
@@ -90,9 +89,10 @@ class Migrations:
     def begin(self, request: int, reason: str, wanted: NodeHandle | None = None, *, is_gated: bool = False) -> bool:
         """Somebody else shall go on with a request that has a place; a gated one not before `open`. False: it moves
         already, or has ended."""
-        if request in self._by_request or self.progress(request) is None:
+        work = self._seeker.works[request]
+        if request in self._by_request or work.place is None or self._tokens.num_tokens(work) is None:
             return False
-        source = self._places[request][0]
+        source = work.place.node
         migration = Migration(next(self._numbers), request, source, reason, wanted, is_gated=is_gated)
         self._by_request[request] = migration
         self._seeker.decisions.begin(self._choose(migration))
@@ -140,10 +140,11 @@ class Migrations:
 
     def _record(self, migration: Migration) -> RequestRecord | None:
         """As far as it has come, None if it has ended; the source has the exact one, and gives it away in the end."""
-        produced = self.progress(migration.id)
+        work = self._seeker.works[migration.id]
+        produced = self._tokens.num_tokens(work)
         if produced is None:
             return None
-        record = self._seeker.works[migration.id].record()
+        record = work.record()
         return msgspec.structs.replace(record, produced=produced, has_kv=False, phase=Phase.ANY)
 
     # Rounds

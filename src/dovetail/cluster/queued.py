@@ -4,6 +4,7 @@ come, or when a device has nothing else to do. How one finds a place, and what b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from heapq import heappop
@@ -37,6 +38,9 @@ class QueuedRequests:
         """Those who ask for a place, in the order in which they may."""
         seeking = [one for one in self._seeker.works.values() if one.search is not None]
         return sorted([*self._seeker.room, *seeking], key=self._seeker.room.order)
+
+    def by_model(self) -> Counter[str]:
+        return Counter(work.model for work in self.in_order())
 
     def begin(self, works: Sequence[RequestState], now: float) -> None:
         """The choices of a new request. The first is placed at once or queued, the others follow it."""
@@ -109,7 +113,8 @@ class QueuedRequests:
         seeker.decisions.expire()
         self._look_s = now + self._knobs.retry_s
         for work in seeker.room.expired(now):
-            search = seeker.room.refusals[work.id]
+            search = work.last_search
+            assert search is not None
             seeker.room.leave(work.id)
             seeker.give_up(work, search)
         while seeker.timed and seeker.timed[0][0] <= now:
@@ -180,7 +185,8 @@ class QueuedRequests:
         late = [one for one in late if one.is_lenient]
         if late:
             work = min(late, key=lambda one: (one.due_s, one.id))
-            search = self._seeker.room.refusals[work.id]
+            search = work.last_search
+            assert search is not None
             self._seeker.room.leave(work.id)
             if in_advance:
                 work.early_due_s = work.due_s if work.early_due_s is None else work.early_due_s
@@ -189,4 +195,4 @@ class QueuedRequests:
 
     def _reasons(self, work: RequestState) -> AbstractSet[str]:
         """Why it got no place when it last asked."""
-        return self._seeker.room.refusals[work.id].refusals.keys()
+        return work.last_search.refusals.keys() if work.last_search is not None else set()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from dovetail.cluster.asking import LOST, SILENT, SILENT_S
+from dovetail.cluster.request import RequestState
 from dovetail.messages import Ask, Command, Hello, ToWorker
 from dovetail.node.protocol import (
     EMPTY,
@@ -23,11 +24,9 @@ from dovetail.node.protocol import (
     Refused,
     StartRoom,
     Warm,
-    Withdraw,
 )
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import DeviceKind
-from dovetail.types import Request
 
 
 class RemoteNode:
@@ -38,8 +37,7 @@ class RemoteNode:
         name: str,
         kind: DeviceKind,
         send: Callable[[ToWorker], None],
-        body_of: Callable[[int], Request],
-        tokens_of: Callable[[int], list[int]],
+        works: Mapping[int, RequestState],
         numbers: Iterator[int],
     ) -> None:
         self.name = self.host = name
@@ -50,18 +48,12 @@ class RemoteNode:
         self.view: NodeView | None = None
         self.memory_bytes = 0
         self.silent_until_s = 0.0
-        # By request that it was asked to take and, unanswered, to leave alone: an answer of this number or later says
-        # that it has heard of that.
-        self.given_up: dict[int, int] = {}
         self._offers: dict[str, Offer] = {}
         self._send = send
-        self._body_of = body_of
-        self._tokens_of = tokens_of  # by request: what it has said
+        self._works = works
         self._numbers = numbers
         self._sending = -1  # number of the question that is on its way out
         self._early: Answer | None = None
-        self._proposed: dict[int, int] = {}  # by number of the question: the request that it was asked to take
-        self._copies: dict[int, int] = {}  # the same of those that it was asked to hold a copy of
 
     @property
     def in_use(self) -> bool:
@@ -93,27 +85,23 @@ class RemoteNode:
         if isinstance(question, Propose):
             if question.request.model not in self._offers:
                 return Refused(Refusal.HARDWARE)
-            request = self._body_of(question.request.id)
-        number = next(self._numbers)
-        if isinstance(question, Propose):
-            (self._copies if question.hold else self._proposed)[number] = question.request.id
-        self._sending = number
+            work = self._works[question.request.id]
+            assert work.choice is not None
+            request = work.choice.body(is_isolated=work.is_isolated)
+        self._sending = number = next(self._numbers)
         self._send(Ask(number, question, request))
         self._sending = -1
         early, self._early = self._early, None
         return number if early is None else early
 
     def order(self, order: Order, now: float) -> None:
-        if isinstance(order, Withdraw):
-            if order.hold is None and order.request in self._proposed.values():  # not only a copy of it
-                self._proposed = {number: one for number, one in self._proposed.items() if one != order.request}
-                self.given_up[order.request] = next(self._numbers)
-            self._copies = {number: one for number, one in self._copies.items() if one != order.request}
         if not self.up:
             return
         tokens: tuple[int, ...] = ()
         if isinstance(order, CatchUp):
-            tokens = tuple(self._tokens_of(order.request.id)[order.known : order.request.produced])
+            choice = self._works[order.request.id].choice
+            assert choice is not None
+            tokens = tuple(choice.tokens[order.known : order.request.produced])
             assert len(tokens) == order.request.produced - order.known, "a node tells tokens before it counts them"
         self._send(Command(order, tokens))
 
@@ -134,16 +122,9 @@ class RemoteNode:
 
     def lost(self) -> None:
         self.up, self.is_idle, self.view = False, False, None
-        self._proposed.clear()
-        self._copies.clear()
-        self.given_up.clear()
 
     def answered(self, number: int, answer: Answer) -> bool:
         """False: whoever asked gets it from `ask`, because the wire was quicker than the question's sender."""
-        self._proposed.pop(number, None)
-        self._copies.pop(number, None)
-        if self.given_up:
-            self.given_up = {request: heard for request, heard in self.given_up.items() if heard > number}
         if number != self._sending:
             return True
         self._early = answer

@@ -1,33 +1,48 @@
 """A request between its arrival and its end as the controller has it: one record for each choice, which says where it
-is and what is known of it; and the search for its place.
+is and what is known of it; and the search for its place. The ids of its tokens are kept by whoever reads them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple, Protocol
 
-from dovetail.cluster.handle import InstanceView
+from dovetail.cluster.handle import InstanceView, NodeHandle
+from dovetail.cluster.open_requests import OpenChoice
 from dovetail.node.protocol import Refused
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.work import RequestRecord, Work
+
+
+class Place(NamedTuple):
+    node: NodeHandle
+    instance: int
 
 
 class RequestState(Work):
     __slots__ = (
         "attempts",
         "brought_by",
+        "choice",
         "early_due_s",
+        "expires_s",
         "followers",
         "has_arrived",
+        "is_complete",
         "is_isolated",
         "is_moving",
         "is_prompting",
         "isolated_until",
+        "last_search",
         "lost_why",
         "owed_by",
+        "place",
         "place_by_s",
+        "place_number",
+        "placed_s",
         "search",
         "short_at",
         "waits_for_room_s",
@@ -44,7 +59,14 @@ class RequestState(Work):
         slo_scale: float = 1.0,
     ) -> None:
         super().__init__(id, model, input_tokens, arrival_s, ttft_s, tpot_s, slo_scale)
+        self.choice: OpenChoice | None = None  # its tokens, and its client; None in a simulation
+        self.place: Place | None = None  # where it runs
+        self.place_number = 0  # places are numbered as they are given
+        self.placed_s: float | None = None  # when it first had a place
+        self.is_complete = False  # all its tokens have come; its node has not said yet that it has left
         self.search: Search | None = None  # a node was asked to take it and has not answered yet
+        self.last_search: Search | None = None  # how it got no place when it last asked, while it is queued
+        self.expires_s: float | None = None  # when it has waited too long for that
         self.followers: tuple[RequestState, ...] = ()  # choices that wait until this one has computed the prompt
         self.is_prompting = False  # it has a place, and its prompt has not been computed since it got that
         self.is_moving = False  # it is between places until a time of its own
@@ -59,6 +81,24 @@ class RequestState(Work):
         self.is_isolated = False  # a node died in an iteration of it: its next iterations are its own
         self.isolated_until = 0  # tokens: with so many it is beyond the place where that happened
         self.place_by_s = INFINITY  # it has a place again by then, or ends
+
+    def is_on(self, node: NodeHandle) -> bool:
+        return self.place is not None and self.place.node is node
+
+
+def placed_on(works: Iterable[RequestState], node: NodeHandle) -> list[RequestState]:
+    """Requests that run there, in the order in which they came."""
+    return sorted((work for work in works if work.is_on(node)), key=attrgetter("place_number"))
+
+
+class TokenCounts(Protocol):
+    """Port to whoever has the tokens of requests: the gateway keeps their ids, the simulator counts them."""
+
+    def num_tokens(self, work: RequestState) -> int | None:
+        """Of one that has a place; None = all that it will ever have."""
+
+    def last_record(self, work: RequestState) -> RequestRecord:
+        """As far as it has come, of one that its node is lost to, or that nobody wants any more."""
 
 
 @dataclass(slots=True, eq=False)

@@ -63,9 +63,7 @@ class Seeker:
         self.lengths = AnswerLengths()
         self.by_memory = MemoryOrder(self.placer)
         order = self.by_memory.of if self.knobs.waits is WaitOrder.MEMORY else urgency
-        self.room: WaitingRoom[Search] = WaitingRoom(
-            self.knobs.retry_s, on_change=self.knobs.retry_on_change, order=order
-        )
+        self.room = WaitingRoom(self.knobs.retry_s, on_change=self.knobs.retry_on_change, order=order)
         self.by_memory.waiting = self.room.by_model
 
     def at(self, now: float) -> None:

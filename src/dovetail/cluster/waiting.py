@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from typing import Generic, TypeVar
 
-from dovetail.cluster.request import RequestState
+from dovetail.cluster.request import RequestState, Search
 
 # A decision takes a fraction of a millisecond, an iteration many: they look this often.
 CHANGED_S = 0.02
@@ -41,9 +40,6 @@ class Ends:
         return min(max((num_queued + 1) * each_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
 
-Why = TypeVar("Why")
-
-
 Order = Callable[[RequestState], tuple[bool, float, float, int]]
 
 
@@ -52,16 +48,14 @@ def urgency(work: RequestState) -> tuple[bool, float, float, int]:
     return not work.produced, 0.0, work.due_s, work.id
 
 
-class WaitingRoom(Generic[Why]):
+class WaitingRoom:
     def __init__(self, retry_s: float, *, on_change: bool = True, order: Order = urgency) -> None:
         self.order = order
-        self.refusals: dict[int, Why] = {}  # by request: why it got no place when it last asked
         self.by_model: Counter[str] = Counter()
         self._retry_s = retry_s
         self._on_change = on_change
         self._works: dict[int, RequestState] = {}
-        self._expiry_s: dict[int, float] = {}  # by request
-        self._expiries: list[tuple[float, int]] = []  # heap; what is not in `_expiry_s` is stale
+        self._expiries: list[tuple[float, int]] = []  # heap of (time, request); stale if the request has another time
         self._has_changed = False  # somebody left or memory came free since they last asked
         self._last_pass_s = float("-inf")
         self._last_full_s = float("-inf")  # a pass in which nearly everybody might ask
@@ -75,23 +69,22 @@ class WaitingRoom(Generic[Why]):
     def __len__(self) -> int:
         return len(self._works)
 
-    def enter(self, work: RequestState, refusals: Why, now: float, due_s: float | None = None) -> None:
+    def enter(self, work: RequestState, search: Search, now: float, due_s: float | None = None) -> None:
         """It has just asked in vain; `due_s` is when it expires, if not when its next token is due."""
         if not self._works:
             self._last_pass_s = self._last_full_s = now
         self._works[work.id] = work
-        self.refusals[work.id] = refusals
+        work.last_search = search
         self.by_model[work.model] += 1
         due_s = work.due_s if due_s is None else due_s
-        expiry_s = max(due_s + EXPIRY_S, now + self._retry_s if due_s <= now else now)
-        self._expiry_s[work.id] = expiry_s  # one that came late may ask once more
-        heappush(self._expiries, (expiry_s, work.id))
+        # One that came late may ask once more.
+        work.expires_s = max(due_s + EXPIRY_S, now + self._retry_s if due_s <= now else now)
+        heappush(self._expiries, (work.expires_s, work.id))
 
     def leave(self, id: int) -> RequestState | None:
         work = self._works.pop(id, None)
         if work is not None:
-            del self.refusals[id]
-            del self._expiry_s[id]
+            work.last_search = work.expires_s = None
             self.by_model[work.model] -= 1
             if not self.by_model[work.model]:
                 del self.by_model[work.model]
@@ -125,8 +118,8 @@ class WaitingRoom(Generic[Why]):
         return list(found.values())
 
     def _drop_stale(self) -> None:
-        heap, expiry_s = self._expiries, self._expiry_s
-        while heap and expiry_s.get(heap[0][1]) != heap[0][0]:
+        heap = self._expiries
+        while heap and ((work := self._works.get(heap[0][1])) is None or work.expires_s != heap[0][0]):
             heappop(heap)
 
     def begin_pass(self, now: float) -> Iterator[RequestState]:

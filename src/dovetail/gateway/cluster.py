@@ -1,7 +1,7 @@
-"""All nodes as one: requests go in, where they are served is the dispatcher's, tokens come back to whoever waits.
+"""All nodes as one: requests go in, where they are served is the controller's, tokens come back to whoever waits.
 
-The shell around `cluster.dispatch`: socket, clock and timer. Makes models known to every node and keeps what nodes say
-of them; of a worker's death a client notices nothing, unless the controller gives its request up.
+The shell around `cluster.remote_cluster`: socket, clock and timer. Makes models known to every node and keeps what
+nodes say of them; of a worker's death a client notices nothing, unless the controller gives its request up.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Warmed
-from dovetail.cluster.dispatch import Dispatcher
+from dovetail.cluster.open_requests import OpenRequest
+from dovetail.cluster.remote_cluster import RemoteCluster, error_of
 from dovetail.cluster.retry import RetryRule
 from dovetail.config import NodeConfig
 from dovetail.errors import EngineFailed, RequestError, WorkerLost
@@ -26,6 +28,31 @@ from dovetail.policy.placement import DeviceKind
 from dovetail.types import Request, TokenEvent
 
 
+class RequestStream:
+    """Of one request: its events go to the inbox of its job, which may have several."""
+
+    def __init__(self, inbox: Inbox, hosted: HostedModel) -> None:
+        self._inbox = inbox
+        self._hosted = hosted
+        hosted.begin()
+
+    def began(self, placed_s: float) -> None:
+        if self._inbox.placed_s is None:
+            self._inbox.placed_s = placed_s
+
+    def put(self, event: TokenEvent, now: float) -> None:
+        self._inbox.put(Arrival(event, now))
+
+    def fail(self, error: RequestError) -> None:
+        self._inbox.fail(error)
+
+    def resumed(self) -> None:
+        self._inbox.on_resumed()
+
+    def closed(self) -> None:
+        self._hosted.end()
+
+
 class Cluster:
     def __init__(
         self, link: WorkerClient, find: Callable[[str], Load | None] = lambda _: None, retry: RetryRule | None = None
@@ -35,11 +62,9 @@ class Cluster:
         self.link = link
         self._find = find  # a model that is on offer, by its name
         self.log = open_logs([one.event_log for one in configs if one.event_log is not None])
-        self.dispatcher = Dispatcher(kinds, SERVED, link.send, self.log, retry)
+        self.remote = RemoteCluster(kinds, SERVED, link.send, self.log, retry)
         self.models: dict[str, HostedModel] = {}
-        self.inboxes: dict[str, tuple[Inbox, str]] = {}  # by request: where its events go, and its model
-        self.dispatcher.on_placed = self._on_placed
-        self.positions = Positions(self.dispatcher)
+        self.positions = Positions(self.remote)
         self.on_drain: Callable[[str, str], None] = lambda node, how: None  # "drain", "leave", or "" = no longer
         self._timer: asyncio.TimerHandle | None = None
         link.observers.append(self._on_message)
@@ -50,6 +75,10 @@ class Cluster:
         for node in link.nodes.values():
             if node.hello is not None:  # its worker was quicker than this process
                 self._greet(node.name, node.hello)
+
+    @property
+    def controller(self) -> Controller:
+        return self.remote.controller
 
     # Models
 
@@ -79,7 +108,7 @@ class Cluster:
 
     def warm(self, model: str) -> None:
         """Have an instance somewhere; `HostedModel.ready` says what came of it."""
-        self.dispatcher.warm(model, time.monotonic())
+        self.remote.warm(model, time.monotonic())
         self._settle()
 
     def unload(self, model: str) -> None:
@@ -89,14 +118,14 @@ class Cluster:
             return
         hosted.idle.set()  # whoever waits for it looks again
         for node in self.link.nodes.values():
-            self.dispatcher.withdraw(node.name, model)
+            self.remote.withdraw(node.name, model)
             if node.hello is not None:
                 node.unload(model)
                 self.link.send(node.name, Unload(model))
 
     def drop(self, model: str, error: RequestError) -> None:
         """Unload at once; its requests end with this error."""
-        self._fail_requests(model, error)
+        self._fail_requests(self.remote.requests.of_model(model), error)
         self.unload(model)
 
     def nodes_of(self, model: str) -> list[str]:
@@ -105,57 +134,37 @@ class Cluster:
 
     def is_in_use(self, model: str) -> bool:
         hosted = self.models.get(model)
-        return hosted is not None and bool(hosted.requests or self.nodes_of(model))
+        return hosted is not None and bool(hosted.num_requests or self.nodes_of(model))
 
-    def _fail_requests(self, model: str, error: RequestError) -> None:
-        for request_id in [key for key, (_, owner) in self.inboxes.items() if owner == model]:
-            self._fail(request_id, error)
-
-    def _fail(self, request_id: str, error: RequestError) -> None:
-        inbox = self.inboxes[request_id][0]
-        self.abort(request_id)
-        inbox.fail(error)
+    def _fail_requests(self, opened: list[OpenRequest], error: RequestError) -> None:
+        for one in opened:
+            self.remote.fail(one, error, time.monotonic())
 
     # Requests
 
     def submit(self, request: Request, inbox: Inbox, arrived_s: float) -> None:
-        self.models[request.model].begin(request.id)
-        self.inboxes[request.id] = (inbox, request.model)
-        self.dispatcher.submit(request, arrived_s, time.monotonic())
+        stream = RequestStream(inbox, self.models[request.model])
+        self.remote.submit(request, stream, arrived_s, time.monotonic())
         self._settle()
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """In this very tick; with no choice named the request is over here as well."""
-        if request_id in self.inboxes:
-            self.dispatcher.abort(request_id, choice, time.monotonic())
-            if choice is None:
-                self.finish(request_id)
+        """In this very tick; with no choice named all of them."""
+        if request_id in self.remote.requests:
+            self.remote.abort(request_id, choice, time.monotonic())
             self._settle()
-
-    def finish(self, request_id: str) -> None:
-        """The request is over, for whatever reason. Later events for it are dropped."""
-        entry = self.inboxes.pop(request_id, None)
-        hosted = self.models.get(entry[1]) if entry is not None else None
-        if hosted is not None:
-            hosted.end(request_id)
-
-    def _on_placed(self, request_id: str, now: float) -> None:
-        entry = self.inboxes.get(request_id)
-        if entry is not None and entry[0].placed_s is None:
-            entry[0].placed_s = now
 
     # For whoever watches
 
     def node_of(self, request_id: str) -> WorkerState | None:
         """Where it has its place."""
-        name = self.dispatcher.place_of(request_id)
+        name = self.remote.place_of(request_id)
         return None if name is None else self.link.nodes[name]
 
     # Nodes
 
     def drain(self, name: str) -> None:
         """Nothing new goes there; what it answers goes on elsewhere."""
-        self.dispatcher.drain(name, time.monotonic())
+        self.remote.drain(name, time.monotonic())
         self.on_drain(name, "leave" if name in self.link.leaving else "drain")
         self._settle()
 
@@ -165,27 +174,27 @@ class Cluster:
         self.drain(name)
 
     def is_drained(self, name: str) -> bool:
-        drain = self.dispatcher.controller.drains.get(name)
+        drain = self.controller.drains.get(name)
         return drain is not None and drain.is_done
 
     def undrain(self, name: str) -> None:
         self.link.leaving.discard(name)
-        self.dispatcher.undrain(name, time.monotonic())
+        self.remote.undrain(name, time.monotonic())
         self.on_drain(name, "")
         self._settle()
 
     def _on_join(self, name: str) -> None:
         """A machine; its worker says Hello when it is up."""
-        self.dispatcher.add(name, _kind_of(self.link.nodes[name].config))
+        self.remote.add(name, _kind_of(self.link.nodes[name].config))
 
     def _on_leave(self, name: str) -> None:
-        self.dispatcher.remove(name)
+        self.remote.remove(name)
 
     def _on_message(self, node: str, message: ToGateway) -> None:
         if isinstance(message, Tokens):
-            self._deliver(self.dispatcher.received(node, message, time.monotonic()))
+            self.remote.received(node, message, time.monotonic())
         elif isinstance(message, Reply | Said):
-            self.dispatcher.received(node, message, time.monotonic())
+            self.remote.received(node, message, time.monotonic())
             if isinstance(message, Said):
                 self._note_offers(node, message)
         elif isinstance(message, Hello):
@@ -201,7 +210,7 @@ class Cluster:
 
     def _greet(self, node: str, hello: Hello) -> None:
         """What its worker has from before is used if it is on offer, else it goes."""
-        self.dispatcher.joined(node, hello)
+        self.remote.joined(node, hello)
         for hosted in list(self.models.values()):
             self._tell(node, hosted)
         for name in hello.models:
@@ -226,8 +235,8 @@ class Cluster:
 
     def _load_failed(self, node: str, message: LoadFailed) -> None:
         """What cannot be loaded anywhere ends whoever waits for it; else they go to where it can."""
-        self.dispatcher.withdraw(node, message.model)
-        if any(one.up and one.offer_of(message.model) is not None for one in self.dispatcher.nodes.values()):
+        self.remote.withdraw(node, message.model)
+        if any(one.up and one.offer_of(message.model) is not None for one in self.remote.nodes.values()):
             return
         self._fail_model(message.model, message.error)
 
@@ -237,20 +246,17 @@ class Cluster:
         if hosted is not None:
             hosted.fail(failure)
             hosted.idle.set()
-        self._fail_requests(model, failure)
+        self._fail_requests(self.remote.requests.of_model(model), failure)
 
     def _on_exit(self, node: str, lost: WorkerLost) -> None:
-        kept = self.dispatcher.lost(node, time.monotonic(), lost)
+        self.remote.lost(node, time.monotonic(), lost)
         for model, hosted in self.models.items():
             hosted.not_there(node)
             self._not_ready(model)
-        for request_id in kept & self.inboxes.keys():
-            self.inboxes[request_id][0].on_resumed()
         self._settle()
 
     def _fail_all(self, error: RequestError) -> None:
-        for request_id in list(self.inboxes):
-            self._fail(request_id, error)
+        self._fail_requests(self.remote.requests.all(), error)
         for hosted in self.models.values():
             hosted.fail(error)
             hosted.idle.set()
@@ -269,30 +275,17 @@ class Cluster:
     # What comes of it
 
     def _settle(self) -> None:
-        self._deliver(self.dispatcher.take_events())
-        while self.dispatcher.failed:
-            request_id, error = self.dispatcher.failed.pop()
-            if request_id in self.inboxes:
-                self._fail(request_id, error)
-        if (no_node := self.dispatcher.no_node) is not None:
-            self.dispatcher.no_node = None
-            self._fail_all(no_node)
-        warmed, self.dispatcher.warmed = self.dispatcher.warmed, []
-        for one in warmed:
-            if one.node is None:
-                self._fail_model(one.model, self._why_not(one))
+        while self.remote.outbox:
+            said = self.remote.outbox.popleft()
+            if not isinstance(said, Warmed):
+                self._fail_all(error_of(said))
+            elif said.node is None:
+                self._fail_model(said.model, self._why_not(said))
         self._set_timer()
-
-    def _deliver(self, events: list[TokenEvent]) -> None:
-        now = time.monotonic()
-        for event in events:
-            entry = self.inboxes.get(event.request_id)
-            if entry is not None:
-                entry[0].put(Arrival(event, now))
 
     def _why_not(self, warmed: Warmed) -> str:
         """It could not be started on the roomiest of those who offer it."""
-        nodes = [node for node in self.dispatcher.nodes.values() if node.up and node.offer_of(warmed.model) is not None]
+        nodes = [node for node in self.remote.nodes.values() if node.up and node.offer_of(warmed.model) is not None]
         if "memory" not in warmed.refusals or not nodes:
             return f"{warmed.model}: {', '.join(warmed.refusals) or 'no worker is up'}"
         node = max(nodes, key=lambda one: one.view.free_bytes if one.view is not None else 0)
@@ -305,18 +298,18 @@ class Cluster:
         )
 
     def _set_timer(self) -> None:
-        """The dispatcher is woken when it has something to do."""
+        """The controller is woken when it has something to do."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_s = self.dispatcher.next_wake_s()
+        due_s = self.remote.next_wake_s()
         if due_s is not None:
             delay_s = max(due_s - time.monotonic(), 0.0)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
 
     def _wake(self) -> None:
         self._timer = None
-        self.dispatcher.wake(time.monotonic())
+        self.remote.wake(time.monotonic())
         self._settle()
 
 

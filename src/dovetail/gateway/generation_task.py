@@ -196,8 +196,6 @@ class GenerationTask:
         assert self._cluster is not None
         if not by_worker:
             self._cluster.abort(*key)
-        if not any(request_id == key[0] for request_id, _ in self.open):
-            self._cluster.finish(key[0])
 
 
 class _Choice:

@@ -28,10 +28,10 @@ def _retrieve(future: asyncio.Future[Loaded]) -> None:
 class HostedModel:
     load: Load  # as the nodes were told last
     ready: asyncio.Future[Loaded] = field(default_factory=_future)  # fails with the error that waiting requests get
-    requests: set[str] = field(default_factory=set)  # unfinished
+    num_requests: int = 0  # unfinished
     has_served: bool = False
     was_waited_for: bool = False  # a request came before it was loaded anywhere: a cold start
-    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while `requests` is empty
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while no request is unfinished
     # Every node that was told of it has answered once, or one has and the others are late.
     known: asyncio.Event = field(default_factory=asyncio.Event)
     _awaited: set[str] = field(default_factory=set)  # nodes that have not answered yet
@@ -83,7 +83,7 @@ class HostedModel:
 
     @property
     def is_wanted(self) -> bool:
-        return bool(self.requests) or self._num_waiting > 0
+        return self.num_requests > 0 or self._num_waiting > 0
 
     async def wait_until_known(self) -> None:
         """Raises what it failed with."""
@@ -101,12 +101,12 @@ class HostedModel:
         if not self.is_wanted:
             self.idle.set()
 
-    def begin(self, request_id: str) -> None:
+    def begin(self) -> None:
         self.was_waited_for |= self.loaded is None
-        self.requests.add(request_id)
+        self.num_requests += 1
         self.has_served = True
         self.idle.clear()
 
-    def end(self, request_id: str) -> None:
-        self.requests.discard(request_id)
+    def end(self) -> None:
+        self.num_requests -= 1
         self._look_idle()

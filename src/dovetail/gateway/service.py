@@ -81,7 +81,7 @@ class Service:
     @limits.setter
     def limits(self, limits: Limits) -> None:
         self._limits = limits
-        self.cluster.dispatcher.controller.retries.rule = limits.retry
+        self.cluster.controller.retries.rule = limits.retry
 
     @property
     def unfinished(self) -> int:
@@ -100,7 +100,7 @@ class Service:
         usable = [name for name, state in states.items() if state != "failed"]
         if states and not usable:
             return "no node can serve: all have failed"
-        if usable and self.cluster.dispatcher.controller.drains.keys() >= set(usable):
+        if usable and self.cluster.controller.drains.keys() >= set(usable):
             return "no node can serve: all are drained; resume one, or let another join"
         return None
 
@@ -214,7 +214,7 @@ class Service:
         """What a job that has not spoken waits for. None while a refusal may still come, which has a status line of
         its own: of targets that were asked for that is until there is a place."""
         request = job.requests[0]
-        if request.id not in self.cluster.inboxes:
+        if request.id not in self.cluster.remote.requests:
             return Standing("starting")
         node = self.cluster.node_of(request.id)
         if node is None:

@@ -82,7 +82,7 @@ def _described(
 def _add_instances(state: ModelState, service: Service) -> None:
     hosted = service.cluster.models[state.name]
     state.node = ", ".join(service.cluster.nodes_of(state.name)) or None
-    state.unfinished = len(hosted.requests)
+    state.unfinished = hosted.num_requests
     state.state, state.tier = _life(hosted, state.tier)
     if hosted.loaded is not None:
         state.weight_bytes = hosted.loaded.weight_bytes
@@ -95,7 +95,7 @@ def _add_instances(state: ModelState, service: Service) -> None:
 def _life(hosted: HostedModel, before: Tier) -> tuple[State, Tier]:
     if hosted.loaded is None:
         return "loading", before
-    if hosted.requests:
+    if hosted.num_requests:
         return "serving", "device"
     return ("idle" if hosted.has_served else "ready"), "device"
 

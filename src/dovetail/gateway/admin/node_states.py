@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from dovetail.cluster.request import placed_on
 from dovetail.errors import NodeNotFound
 from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.workers.client import WorkerState
@@ -32,7 +33,7 @@ class NodeStates(BaseModel):
 
 
 def node_states(cluster: Cluster) -> NodeStates:
-    migrations = cluster.dispatcher.controller.migrations
+    migrations = cluster.controller.migrations
     data = [_node_state(cluster, node) for node in cluster.link.nodes.values()]
     return NodeStates(data=data, migrations=migrations.completed, migrations_abandoned=migrations.abandoned)
 
@@ -50,8 +51,7 @@ def find_node(cluster: Cluster, name: str) -> WorkerState:
 
 
 def _node_state(cluster: Cluster, node: WorkerState) -> NodeState:
-    controller, handle = cluster.dispatcher.controller, cluster.dispatcher.nodes[node.name]
-    places = [place for place, _ in controller.places.values() if place is handle]
+    controller, handle = cluster.controller, cluster.remote.nodes[node.name]
     state: Literal["starting", "up", "down", "failed", "draining", "drained"] = cluster.link.state_of(node)
     drain = controller.drains.get(node.name)
     if drain is not None and state == "up":
@@ -62,7 +62,7 @@ def _node_state(cluster: Cluster, node: WorkerState) -> NodeState:
         state=state,
         problem=cluster.link.supervisors[node.name].unusable,
         pid=cluster.link.pid_of(node),
-        unfinished=len(places),
+        unfinished=len(placed_on(controller.works.values(), handle)),
         moving_away=len(controller.migrations.of_source(handle)),
         memory_bytes=handle.memory_bytes,
         free_bytes=handle.view.free_bytes if handle.view is not None else handle.memory_bytes,

@@ -52,7 +52,7 @@ class Residency:
 
     def unfinished(self, name: str) -> int:
         hosted = self._service.cluster.models.get(name)
-        return len(hosted.requests) if hosted is not None else 0
+        return hosted.num_requests if hosted is not None else 0
 
     def retire(self, name: str, *, force: bool) -> int:
         """Unload a model once idle, or at once. Returns how many requests it has."""

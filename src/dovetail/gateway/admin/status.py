@@ -17,8 +17,8 @@ def server_status(service: Service) -> ServerStatus:
         version=dovetail.__version__,
         draining=service.is_draining,
         unfinished=service.unfinished,
-        refused=service.cluster.dispatcher.refused,
-        unanswered=service.cluster.dispatcher.controller.seeker.decisions.num_silent,
+        refused=service.cluster.controller.num_refused,
+        unanswered=service.cluster.controller.seeker.decisions.num_silent,
         nodes=nodes,
         models=[
             _loaded(model, on_gpu=service.link.nodes[node.name].config.device != "cpu")
@@ -74,7 +74,7 @@ def _model_status(
     status = ModelStatus(
         name=name,
         state="loaded" if loaded else "loading",
-        unfinished=len(hosted.requests) if hosted is not None else 0,
+        unfinished=hosted.num_requests if hosted is not None else 0,
         attainment=model_metrics.attainment,
         ttft_p50_s=model_metrics.ttft_p50_s,
         tpot_p50_s=model_metrics.tpot_p50_s,

@@ -212,7 +212,7 @@ class Endpoints:
     async def metrics(self, request: Request) -> Response:
         """Metrics for Prometheus, in its text format or OpenMetrics."""
         metrics, vllm_names = self._service.metrics, self._settings.config.server.vllm_metrics
-        metrics.observe_queued(self._service.cluster.dispatcher.num_queued())
+        metrics.observe_queued(self._service.cluster.controller.queued.by_model())
         found = metrics.render(request.headers.get("accept", ""), vllm_names=vllm_names)
         return Response(found.body, headers={"content-type": found.content_type, "vary": "accept"})
 

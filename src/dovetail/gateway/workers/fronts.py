@@ -249,7 +249,7 @@ class Front:
             self._send(LoadFailed(name, error.message))
             return
         self._instances.setdefault(name, len(self._instances) + 1)
-        room = room_for(self._cluster.dispatcher.nodes.values(), name)
+        room = room_for(self._cluster.remote.nodes.values(), name)
         self._say(Offered(name, Offer(room or 0)))
         for node in self._service.link.nodes.values():
             if name in node.loaded:
@@ -313,11 +313,9 @@ class Front:
         id, instance = relayed.record.id, self._instances.get(relayed.record.model, 0)
         if len(relayed.tokens) == relayed.record.produced + 1:
             self._notices.append(Prefilled(id, event.grace_s))
-        if event.finish is not None:
-            self._cluster.finish(relayed.key)
-            if self._open.pop(id, None) is not None:
-                record = msgspec.structs.replace(relayed.record, produced=len(relayed.tokens))
-                self._notices.append(Finished(record, instance))
+        if event.finish is not None and self._open.pop(id, None) is not None:
+            record = msgspec.structs.replace(relayed.record, produced=len(relayed.tokens))
+            self._notices.append(Finished(record, instance))
 
     def _flush(self) -> None:
         events, self._events = self._events, []
