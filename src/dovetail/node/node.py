@@ -25,6 +25,7 @@ from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.latency import TransferModel
 from dovetail.policy.memory import Part
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.turn import advance
 from dovetail.policy.work import Phase, RequestRecord, Work
 
 
@@ -242,15 +243,13 @@ class Node:
         prompts that it was spent on; None = as many as was asked. Returns those whose prompt has its token."""
         self.device.now_s = now
         ended = self.turns.end(now)
-        turn, instance, prompts = ended.turn, ended.turn.instance, ended.turn.prompts
-        instance.busy_s += now - ended.started_s
-        if turn.decodes:
-            instance.decoded(now, turn.rows)
-        if computed is None:
-            computed = {share.work.id: share.start + share.tokens for share in prompts}
-        done = [share.work for share in prompts if self._advanced(instance, share.work, computed[share.work.id], now)]
-        if done:
-            instance.refresh()  # once for all of them
+        turn, instance, seconds = ended.turn, ended.turn.instance, now - ended.started_s
+        instance.busy_s += seconds
+        done, caught_up = advance(turn, seconds, now, self.admit.timing.pace_tokens(instance.model), computed)
+        for work in caught_up:
+            self.turns.caught_up(instance, work, now)
+            self.outbox.append(CaughtUp(work.id, work.hold, work.produced, instance.id))
+        self.outbox.extend([FirstToken(work, instance.id, work.grace_s) for work in done if work.produced == 1])
         if finished:
             self.members.finish(instance, finished, now)
         if instance.phase is Phase.PREFILL:
@@ -269,31 +268,6 @@ class Node:
         if turn.decodes and self.admit.timing.counts_growth and not instance.clock % LOOK_AROUND_TURNS:
             self.pools.look_around()
         return done
-
-    def _advanced(self, instance: Instance, work: Work, computed: int, now: float) -> bool:
-        """What the turn did to a prompt; True if it is computed and has its token."""
-        if work not in instance.waiting:
-            return False  # it left during the turn
-        if computed < work.known_tokens:
-            instance.computed(work, computed)
-            return False
-        if work.hold:
-            instance.hold(work)
-            self.turns.caught_up(instance, work, now)
-            self.outbox.append(CaughtUp(work.id, work.hold, work.produced, instance.id))
-            return False
-        self._prefilled(instance, work, now)
-        return True
-
-    def _prefilled(self, instance: Instance, work: Work, now: float) -> None:
-        if now > work.true_due_s(work.due_s):
-            work.late_tokens += 1
-        work.got_token(now)
-        instance.prefilled(work)
-        if work.produced == 1:
-            if self.composition.admission.paced_from_first_token:
-                work.pace_from(now, self.admit.timing.pace_tokens(instance.model))
-            self.outbox.append(FirstToken(work, instance.id, work.grace_s))
 
     # Memory
 

@@ -12,8 +12,8 @@ from dovetail.node.instance import Instance, State
 from dovetail.node.outlook import cold_start_grace_s, demand_of
 from dovetail.node.residency import Residency
 from dovetail.policy.headroom import INFINITY, Candidate, InstanceDemand, Refusal, must_be_late, validate_closed
-from dovetail.policy.lane import urgent_prefill_s
 from dovetail.policy.latency import prompt_s
+from dovetail.policy.members import urgent_prefill_s
 from dovetail.policy.parameters import Shadow
 from dovetail.policy.parts import in_parts_s, least_s, split_s
 from dovetail.policy.placement import Hosting

@@ -42,10 +42,7 @@ class Turns:
         ended = self._state.underway
         assert ended is not None, "no turn under way"
         self._state.underway = ended.end(now)
-        turn, seconds = ended.turn, now - ended.started_s
-        turn.instance.turn_ended(seconds, now)
-        turn.instance.end_turn()
-        if turn.prompts:
+        if ended.turn.prompts:
             self._state.parted_s = now
         return ended
 

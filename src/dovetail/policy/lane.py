@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable
 from itertools import chain
 
 from dovetail.policy.headroom import INFINITY, InstanceDemand
-from dovetail.policy.latency import Latency, prompt_s
-from dovetail.policy.members import Members
-from dovetail.policy.parts import Share, in_parts_s, split_s
+from dovetail.policy.latency import Latency
+from dovetail.policy.members import Members, urgent_prefill_s
+from dovetail.policy.parts import Share
 from dovetail.policy.placement import Hosting
 from dovetail.policy.turn_rule import TurnRule
 from dovetail.policy.work import Phase, Work
@@ -25,7 +25,6 @@ LOOK_AHEAD_TURNS = 64  # how often it is estimated anew what contexts will grow 
 class Lane(Members):
     __slots__ = (
         "_is_fresh",
-        "_resting_tokens",
         "_sorted_as",
         "deadline_s",
         "decodes",
@@ -37,14 +36,11 @@ class Lane(Members):
         "is_split",
         "mixed_pace",
         "newcomers",
-        "overestimate",
         "parted_s",
-        "phase",
         "prompted_s",
         "prompts",
         "rows",
         "rows_spoke_s",
-        "rule",
         "running_due_s",
         "spoke_s",
         "strictest_s",
@@ -56,13 +52,10 @@ class Lane(Members):
     def __init__(
         self, hosting: Hosting, overestimate: float, phase: Phase, rule: TurnRule | None = None, id: int = 0
     ) -> None:
-        super().__init__(hosting)
+        super().__init__(hosting, overestimate, phase, rule or TurnRule())
         self.id = id
-        self.overestimate = overestimate
-        self.phase = phase
         self.deadline_s = INFINITY  # of its most urgent request
         self.urgent_s = INFINITY  # by when it should have a turn: its deadline, or before an answer is silent too long
-        self.rule = rule or TurnRule()
         self.spoke_s = INFINITY  # when its running requests had their last token, the earliest of these times
         self.running_due_s = INFINITY  # of its most urgent running request
         self.tpot_s = INFINITY  # pace of the running batch, the strictest if they differ
@@ -82,7 +75,6 @@ class Lane(Members):
         self.parted_s = 0.0  # likewise, of those that computed a part of a prompt
         self.prompted_s = 0.0  # of its prompts, computed since its running requests had a token
         self.rows_spoke_s = 0.0  # when some rows of a batch that is split had their last tokens
-        self._resting_tokens = 0  # known tokens of who waits or is held
         self._sorted_as: tuple[Latency, int] | None = None  # by whose estimates, as of which version, `waiting` is
 
     def urgent_prefill_s(self, work: Work) -> float:
@@ -140,8 +132,13 @@ class Lane(Members):
             self._lengths.insert(len(self.running) + index, (work.input_tokens, work.produced))
         self._set_deadline()
 
-    def prefilled(self, work: Work) -> None:
+    def prefilled(self, work: Work, now: float, pace_tokens: float) -> None:
         """The prefill gave one token; the work joins the running batch. Deadlines are the caller's to refresh."""
+        if now > work.true_due_s(work.due_s):
+            work.late_tokens += 1
+        work.got_token(now)
+        if not work.produced and pace_tokens < INFINITY:
+            work.pace_from(now, pace_tokens)
         self.waiting.remove(work)
         self._forget_computed(work)
         work.produced += 1
@@ -249,35 +246,25 @@ class Lane(Members):
         work.computed = tokens
         self.refresh()
 
-    def turn_ended(self, seconds: float, now: float) -> None:
+    def turn_ended(
+        self, seconds: float, now: float, rows: tuple[int, ...] | None, *, prompts: bool, decodes: bool
+    ) -> None:
         """A turn of some rows counts as if it had decoded whole, its prompts and its answers having half of its time
         each; prompts for which that was promised have what they would have then."""
         self.turned_s = now
-        if self.rows is not None:
+        if rows is not None:
             self.rows_spoke_s = now
             is_promised = any(work.is_strict for work in self.waiting)
             self.prompted_s = 0.0 if is_promised else max(self.prompted_s - seconds, 0.0)
             return
-        self.parted_s = now if self.prompts else self.parted_s
-        self.prompted_s = 0.0 if self.decodes else self.prompted_s + seconds
+        self.parted_s = now if prompts else self.parted_s
+        self.prompted_s = 0.0 if decodes else self.prompted_s + seconds
 
     def decoded(self, now: float, rows: Collection[int] | None = None) -> None:
         """One decode iteration of the running batch has ended, or of these rows of it."""
         skipped = set[int]() if rows is None else _skip(self, rows, now)
         self.is_split = rows is not None
-        is_late, clock, spoke_s = now > self.running_due_s, self.clock, now
-        for work in self.running.values():
-            if skipped and work.id in skipped:
-                continue
-            if is_late and now > work.true_due_s(self.due_s(work)):
-                work.late_tokens += 1
-            if work.joined_clock <= clock:  # one that came in the middle of it waits for the next
-                last_s = work.last_token_s  # as `Work.got_token`, for each of hundreds in each iteration
-                if last_s is not None and now - last_s > work.silence_s:
-                    work.silence_s = now - last_s
-                work.last_token_s = now
-            elif work.last_token_s is not None and work.last_token_s < spoke_s:
-                spoke_s = work.last_token_s
+        spoke_s = self._note_tokens(now, skipped)
         self.clock += 1
         self.tokens += len(self.running)
         self.demand = self._lengths = None
@@ -291,37 +278,22 @@ class Lane(Members):
         self._is_fresh = False
         self._set_deadline()
 
-    # Estimates
-
-    def decode_s(self, extra_tokens: int = 0, extra_requests: int = 0) -> float:
-        """One iteration of everything it holds, overestimated; waiting work counts as if it ran."""
-        count = self.batch + extra_requests
-        if count == 0 or self.phase is Phase.PREFILL:
-            return 0.0
-        total = self.tokens + extra_tokens + self._resting_tokens
-        return self.hosting.latency.decode_s(count, total) * self.overestimate
-
-    def batch_s(self) -> float:
-        """One iteration of those who run."""
-        return self.hosting.latency.decode_s(len(self.running), self.tokens) * self.overestimate
-
-    def splitting_s(self) -> float:
-        """What a prompt takes longer with each further part."""
-        return split_s(self.hosting.latency) * self.overestimate if self.rule.part_s != INFINITY else 0.0
-
-    def at_once_s(self, work: Work, start: int) -> float:
-        """What is left of a prompt from this token on, in one piece."""
-        return prompt_s(self.hosting.latency, start, work.known_tokens - start) * self.overestimate
-
-    def left_s(self, work: Work, start: int) -> float:
-        """The same in parts, if nobody comes between."""
-        seconds, part_s = self.at_once_s(work, start), self.rule.part_s
-        return seconds if seconds <= part_s else in_parts_s(seconds, part_s, self.splitting_s())
-
-    def latest_prefill_s(self, work: Work, seconds: float) -> float:
-        """When what is left of its prompt, which takes so long, has to begin at the latest."""
-        urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, seconds)
-        return urgent_s - seconds if self.rule.turn_silence_s == INFINITY else urgent_s
+    def _note_tokens(self, now: float, skipped: set[int]) -> float:
+        """Of each request that got one, all but the skipped; returns when the earliest had its last token."""
+        is_late, clock, spoke_s = now > self.running_due_s, self.clock, now
+        for work in self.running.values():
+            if skipped and work.id in skipped:
+                continue
+            if is_late and now > work.true_due_s(self.due_s(work)):
+                work.late_tokens += 1
+            if work.joined_clock <= clock:  # one that came in the middle of it waits for the next
+                last_s = work.last_token_s  # as `Work.got_token`, for each of hundreds in each iteration
+                if last_s is not None and now - last_s > work.silence_s:
+                    work.silence_s = now - last_s
+                work.last_token_s = now
+            elif work.last_token_s is not None and work.last_token_s < spoke_s:
+                spoke_s = work.last_token_s
+        return spoke_s
 
 
 def _skip(batch: Lane, rows: Collection[int], now: float) -> set[int]:
@@ -345,14 +317,3 @@ def _resting(works: Iterable[Work], pace_s: float) -> tuple[int, float]:
         if work.tpot_s < pace_s:
             pace_s = work.tpot_s
     return tokens, pace_s
-
-
-def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
-    """By when a prefill should have its turn. Where silence is bounded nobody may run far ahead, so that a prefill that
-    waits for its deadline would come too late by what it takes itself."""
-    due_s = work.due_s
-    if silence_s == INFINITY:
-        return due_s
-    if work.last_token_s is not None and not work.hold:  # else its reader hears it from elsewhere
-        due_s = min(due_s, work.last_token_s + silence_s)
-    return due_s - prefill_s

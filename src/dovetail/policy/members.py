@@ -1,22 +1,43 @@
-"""The requests of one model on one device by counters (S2, S5), and the KV blocks that they hold.
+"""The requests of one model on one device by counters (S2, S5), the KV blocks that they hold, and how long they take.
 
 Every decode iteration yields one token for each running request, so a clock per lane replaces a counter per request: a
-request that joined at clock j has made clock − j tokens since. Knows nothing of due times.
+request that joined at clock j has made clock − j tokens since. Knows nothing of whose turn it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dovetail.policy.headroom import INFINITY
+from dovetail.policy.latency import prompt_s
+from dovetail.policy.parts import in_parts_s, split_s
 from dovetail.policy.placement import Hosting
-from dovetail.policy.work import Work
+from dovetail.policy.turn_rule import TurnRule
+from dovetail.policy.work import Phase, Work
 
 
 class Members:
-    __slots__ = ("_lengths", "clock", "held", "held_tokens", "hosting", "kv_tokens", "running", "tokens", "waiting")
+    __slots__ = (
+        "_lengths",
+        "_resting_tokens",
+        "clock",
+        "held",
+        "held_tokens",
+        "hosting",
+        "kv_tokens",
+        "overestimate",
+        "phase",
+        "rule",
+        "running",
+        "tokens",
+        "waiting",
+    )
 
-    def __init__(self, hosting: Hosting) -> None:
+    def __init__(self, hosting: Hosting, overestimate: float, phase: Phase, rule: TurnRule) -> None:
         self.hosting = hosting
+        self.overestimate = overestimate
+        self.phase = phase
+        self.rule = rule
         self.waiting: list[Work] = []  # needs a prefill; most urgent first
         self.running: dict[int, Work] = {}
         # Without a turn: copies that are computed here and run elsewhere (L4); who waits for a grammar or an adapter.
@@ -25,6 +46,7 @@ class Members:
         self.kv_tokens = 0  # room in its KV pool
         self.clock = 0  # decode iterations done
         self.tokens = 0  # known tokens of the running batch
+        self._resting_tokens = 0  # of who waits or is held
         self._lengths: list[tuple[int, int]] | None = None  # as of then
 
     @property
@@ -99,3 +121,46 @@ class Members:
             return False
         more = sum([-(tokens // -size) for tokens in prompts])
         return (self.used_blocks() + len(self.running) + more) * size > self.kv_tokens
+
+    # Estimates
+
+    def decode_s(self, extra_tokens: int = 0, extra_requests: int = 0) -> float:
+        """One iteration of everything it holds, overestimated; waiting work counts as if it ran."""
+        count = self.batch + extra_requests
+        if count == 0 or self.phase is Phase.PREFILL:
+            return 0.0
+        total = self.tokens + extra_tokens + self._resting_tokens
+        return self.hosting.latency.decode_s(count, total) * self.overestimate
+
+    def batch_s(self) -> float:
+        """One iteration of those who run."""
+        return self.hosting.latency.decode_s(len(self.running), self.tokens) * self.overestimate
+
+    def splitting_s(self) -> float:
+        """What a prompt takes longer with each further part."""
+        return split_s(self.hosting.latency) * self.overestimate if self.rule.part_s != INFINITY else 0.0
+
+    def at_once_s(self, work: Work, start: int) -> float:
+        """What is left of a prompt from this token on, in one piece."""
+        return prompt_s(self.hosting.latency, start, work.known_tokens - start) * self.overestimate
+
+    def left_s(self, work: Work, start: int) -> float:
+        """The same in parts, if nobody comes between."""
+        seconds, part_s = self.at_once_s(work, start), self.rule.part_s
+        return seconds if seconds <= part_s else in_parts_s(seconds, part_s, self.splitting_s())
+
+    def latest_prefill_s(self, work: Work, seconds: float) -> float:
+        """When what is left of its prompt, which takes so long, has to begin at the latest."""
+        urgent_s = urgent_prefill_s(work, self.rule.turn_silence_s, seconds)
+        return urgent_s - seconds if self.rule.turn_silence_s == INFINITY else urgent_s
+
+
+def urgent_prefill_s(work: Work, silence_s: float, prefill_s: float) -> float:
+    """By when a prefill should have its turn. Where silence is bounded nobody may run far ahead, so that a prefill that
+    waits for its deadline would come too late by what it takes itself."""
+    due_s = work.due_s
+    if silence_s == INFINITY:
+        return due_s
+    if work.last_token_s is not None and not work.hold:  # else its reader hears it from elsewhere
+        due_s = min(due_s, work.last_token_s + silence_s)
+    return due_s - prefill_s

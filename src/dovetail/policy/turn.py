@@ -35,7 +35,7 @@ from dovetail.policy.rounds import (
 )
 from dovetail.policy.rows import awaiting_rows, latest_s, split_rows
 from dovetail.policy.turn_rule import TurnRule
-from dovetail.policy.work import FEW_TOKENS
+from dovetail.policy.work import FEW_TOKENS, Work
 
 FEW_PROMPTS = 8  # that wait: of more nobody counts whether they have time
 
@@ -83,6 +83,42 @@ def choose(device: DeviceSnapshot[LaneT], now: float) -> Iteration[LaneT] | None
     """The next iteration; None: nobody can have a turn now."""
     turn = _choose(device, now)
     return _sliced(device, turn) if turn is not None and device.rule.max_stall < INFINITY else turn
+
+
+class Advanced(NamedTuple):
+    """What became of prompts in an iteration."""
+
+    prefilled: list[Work]  # have their token, and run
+    caught_up: list[Work]  # are held, and all their tokens are computed
+
+
+def advance(
+    turn: Iteration[LaneT], seconds: float, now: float, pace_tokens: float, computed: Mapping[int, int] | None = None
+) -> Advanced:
+    """What an iteration that took so long and has ended changes of its lane: one of a device, or of a snapshot's own
+    copies. `computed`: how many tokens are, of each of its prompts; None = as many as asked. `pace_tokens` as of
+    `Work.pace_from`; infinite = no safety is kept."""
+    lane, result = turn.instance, Advanced([], [])
+    lane.end_turn()
+    lane.turn_ended(seconds, now, turn.rows, prompts=bool(turn.prompts), decodes=turn.decodes)
+    if turn.decodes:
+        lane.decoded(now, turn.rows)
+    for share in turn.prompts:
+        work = share.work
+        if work not in lane.waiting:
+            continue  # it left during the turn
+        tokens = share.start + share.tokens if computed is None else computed[work.id]
+        if tokens < work.known_tokens:
+            lane.computed(work, tokens)
+        elif work.hold:
+            lane.hold(work)
+            result.caught_up.append(work)
+        else:
+            lane.prefilled(work, now, pace_tokens)
+            result.prefilled.append(work)
+    if result.prefilled:
+        lane.refresh()  # once for all of them
+    return result
 
 
 def decode_of(device: DeviceSnapshot[LaneT], lane: LaneT, now: float, *, is_awaited: bool = False) -> Iteration[LaneT]:
