@@ -32,6 +32,7 @@ SECTIONS: dict[str, tuple[str, type[BaseModel]]] = {
     "store": ("models on disk and in host memory", config.StoreConfig),
     "mcp": ("tools of MCP servers, called for models", config.McpConfig),
     "mcp.servers.NAME": ("a server of tools, by the name that requests use", config.McpServerConfig),
+    "batch": ("files and batches", config.BatchConfig),
     "auth.keys": ("a list: one entry for each key; none = open to this machine", config.KeyConfig),
 }  # fmt: skip
 FIELD = re.compile(r"^    (\w+): ([^#]*?)(?:  # (.*))?$")

@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from dovetail.daytime import parse_hours
 from dovetail.errors import ConfigError
 from dovetail.machine import default_root
 from dovetail.modelspec import KvKind
@@ -339,8 +340,28 @@ class McpConfig(_Section):
     max_calls: int = Field(default=16, ge=1, le=256)  # of one response; `max_tool_calls` of a request may say less
 
 
+def _checked_hours(text: str) -> str:
+    parse_hours(text)
+    return text
+
+
 class AuthConfig(_Section):
     keys: Annotated[tuple[KeyConfig, ...], AfterValidator(_distinct_keys)] = ()  # none = open
+
+
+class BatchConfig(_Section):
+    """Files and batches: `/v1/files`, `/v1/batches`, and Anthropic's `/v1/messages/batches`."""
+
+    # Where they are kept; None = `batches` in `server.state`, else in the store. One server at a time has a folder.
+    folder: Path | None = None
+    # Lines begin within these hours of the server's local time, as "22:00-06:00"; None = at any time.
+    hours: Annotated[str, AfterValidator(_checked_hours)] | None = None
+    max_in_flight: int = Field(default=0, ge=0)  # lines at a time; 0 = as many as the nodes' max_batch
+    max_file: Size = Field(default=1024**3, ge=1024)  # of one file
+    max_lines: int = Field(default=1_000_000, ge=1)  # of one batch
+    max_storage: Size = 16 * 1024**3  # of all files; a key may have as much as is left for the others
+    max_batches: int = Field(default=100, ge=1)  # of one key that have not ended
+    keep: Duration = Field(default=30 * 86400.0, gt=0)  # files without a time of their own, and batches that have ended
 
 
 class Config(_Section):
@@ -350,6 +371,7 @@ class Config(_Section):
     store: StoreConfig = StoreConfig()
     auth: AuthConfig = AuthConfig()
     mcp: McpConfig = McpConfig()
+    batch: BatchConfig = BatchConfig()
 
     @model_validator(mode="after")
     def _check_mcp_keys(self) -> Config:

@@ -8,6 +8,7 @@ DovetailError
 │   ├── ModelNotFound            404  no such model in the catalogue
 │   ├── NodeNotFound             404  no such node
 │   ├── ResponseNotFound         404  no such response is kept
+│   ├── RecordNotFound           404  no such file or batch, or another key's
 │   ├── PermissionDenied         403  this key, or this client without one, may not do that
 │   ├── RequestTimeout           408  the client did not send the rest of its request
 │   ├── Conflict                 409  the name is taken, or the model is in use
@@ -92,6 +93,18 @@ OVERLOAD_CODES = {
         "The worker of the request ended and was not back within `resume_timeout`, or it is given a pause.",
         "Try again after `Retry-After`; see `dovetail logs` if it happens again.",
     ),
+    "storage_full": OverloadCode(
+        "Files and batches cannot be written: the disk is full, or `batch.max_storage` is used.",
+        "Delete files (`DELETE /v1/files/ID`), free the disk, or raise `batch.max_storage`; batches go on then.",
+    ),
+    "batches_unavailable": OverloadCode(
+        "This gateway keeps no batches: another server has their folder, or it is a front.",
+        "Ask the gateway that the message names, or set `batch.folder`.",
+    ),
+    "uploads_full": OverloadCode("Too many files are being uploaded.", "Try again when one has ended."),
+    "too_many_batches": OverloadCode(
+        "The key has `batch.max_batches` batches that have not ended.", "Wait for one to end, or cancel it."
+    ),
     "not_leading": OverloadCode("Another gateway leads, or etcd cannot be written.", "Use the gateway that leads."),
     "state": OverloadCode(
         "The change is in force and could not be written to the durable state yet.", "Look at the disk or at etcd."
@@ -156,6 +169,11 @@ class NodeNotFound(RequestError):
 
 
 class ResponseNotFound(RequestError):
+    status = 404
+    kind = "not_found_error"
+
+
+class RecordNotFound(RequestError):
     status = 404
     kind = "not_found_error"
 

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 from dovetail.machine import default_root
 
+KEY_VARIABLE = "DOVETAIL_API_KEY"  # of the environment: a key that comes before the token
+
 
 def token_file(port: int) -> Path:
     return default_root() / "run" / f"{port}.token"

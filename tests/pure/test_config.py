@@ -52,6 +52,8 @@ def test_a_whole_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("text", "names"),
     [
         ("serber: {}", "serber: unknown key"),
+        ('batch: {hours: "22-6"}', "batch.hours: expected hours such as"),
+        ('batch: {hours: "22:00-22:00"}', "batch.hours: the hours"),
         ("models: {a: {source: x, sloo: {}}}", "models.a.sloo: unknown key"),
         ("models: {a: {}}", "models.a.source"),
         ("models: {a: {source: x, kv: int7}}", "models.a.kv"),

@@ -16,6 +16,7 @@ from dovetail.cli import chat, offer, serve
 from dovetail.config import Config, ModelConfig
 from dovetail.errors import ConfigError, ModelNotFound, RequestError
 from dovetail.gateway.http.listen import base_url, listen
+from dovetail.local_token import KEY_VARIABLE
 
 
 def test_clearing_a_conversation_keeps_its_system_message() -> None:
@@ -145,9 +146,9 @@ def test_a_key_comes_from_a_file_or_the_environment_and_stays_there_no_longer(
     file = tmp_path / "key"
     file.write_text("sk-from-file\n")
     assert serve._api_key(None, file) == "sk-from-file"
-    monkeypatch.setenv(serve.KEY_VARIABLE, "sk-variable")
+    monkeypatch.setenv(KEY_VARIABLE, "sk-variable")
     assert serve._api_key("sk-variable", None) == "sk-variable"
-    assert serve.KEY_VARIABLE not in os.environ, "workers would inherit it"
+    assert KEY_VARIABLE not in os.environ, "workers would inherit it"
     assert serve._api_key(None, None) is None
     file.write_text(" \n")
     with pytest.raises(ConfigError, match="empty"):

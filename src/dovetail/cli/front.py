@@ -80,6 +80,8 @@ def front(
 class Leader:
     """A `serve.OtherMachines`: the gateway that decides, as the one node of this one."""
 
+    is_front = True
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder.expanduser().absolute() / "fronts"
         self._link: WorkerClient | None = None

@@ -11,10 +11,9 @@ import typer
 
 from dovetail.cli.output import human_bytes, print_json
 from dovetail.errors import DovetailError
-from dovetail.local_token import token_for
+from dovetail.local_token import KEY_VARIABLE, token_for
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-KEY_VARIABLE = "DOVETAIL_API_KEY"
 
 Url = Annotated[str, typer.Option(envvar="DOVETAIL_URL", help="Address of the server.")]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -16,13 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Never, Protocol
 
 import typer
 
+from dovetail.cli.announce import announce
 from dovetail.cli.completion import local_models
 from dovetail.cli.node_sizes import check_sizes
-from dovetail.cli.state import State, hide_secret, open_state
+from dovetail.cli.state import State, hide_secret, open_batches, open_state
 from dovetail.cli.tls import TlsCert, TlsKey, check_certificate, tls_config
 from dovetail.config import Config, KeyConfig, NodeConfig, StoreConfig, load_config, parse_duration, parse_size
 from dovetail.errors import ConfigError
-from dovetail.machine import hide_argument, memory_bytes, process_age_s, spare_collector, usable_cores, usable_gpus
+from dovetail.local_token import KEY_VARIABLE
+from dovetail.machine import hide_argument, memory_bytes, spare_collector, usable_cores, usable_gpus
 
 if TYPE_CHECKING:
     import socket
@@ -34,11 +35,8 @@ if TYPE_CHECKING:
     from dovetail.gateway.workers.recovery import Recovery
     from dovetail.store.host_pool.pool import HostPool
     from dovetail.store.paths import StorePaths
-    from dovetail.types import ModelCard
 
-PROMPT = "Please name the capital of Germany."  # no token of the answer hangs on a near tie, in any precision
 HOST_SHARE = 0.75  # of the machine's memory, for weights and KV of all CPU nodes together
-KEY_VARIABLE = "DOVETAIL_API_KEY"
 _SWITCH_S = 0.001  # that a thread may keep the interpreter while the event loop waits for it
 
 logger = logging.getLogger("dovetail.gateway")
@@ -282,6 +280,8 @@ class OtherMachines(Protocol):
 
     def start(self, is_drained: Callable[[str], bool]) -> None: ...
 
+    is_front: bool  # another gateway decides, and keeps what is kept
+
     async def close(self) -> None: ...
 
 
@@ -326,7 +326,7 @@ async def serve_plan(plan: Plan, listener: socket.socket, others: OtherMachines 
             admin.service.trouble = durable.trouble
             fronts = Fronts(durable.folder / "fronts", admin.service)
             fronts.start()
-        await _serve_http(plan, admin, offer, listener, heeds_hangup, others, recovery)
+        await _serve_http(plan, admin, offer, listener, heeds_hangup, others, durable, recovery)
     except asyncio.CancelledError:
         raise SystemExit(0) from None
     finally:
@@ -397,6 +397,7 @@ async def _serve_http(
     listener: socket.socket,
     heeds_hangup: bool,
     others: OtherMachines | None,
+    durable: Durable | None,
     recovery: Recovery | None,
 ) -> None:
     from dovetail.gateway.app import make_app
@@ -409,7 +410,8 @@ async def _serve_http(
         others.start(service.cluster.is_drained)
     port = listener.getsockname()[1]
     _offer_token(admin, port)
-    server = HttpServer(make_app(admin), admin, ends_with_terminal=heeds_hangup and has_terminal())
+    batches = open_batches(plan.config, admin, durable, is_front=others is not None and others.is_front)
+    server = HttpServer(make_app(admin, batches), admin, ends_with_terminal=heeds_hangup and has_terminal())
     address = base_url(listener, is_https=plan.config.server.tls is not None)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(_start(admin, offer))
@@ -421,13 +423,14 @@ async def _serve_http(
             if recovery is not None:
                 admin.load_again(recovery.ready_before)
             first = next(iter(offer.catalogue.cards()), None)
-            _announce(address, offer.names, first, has_keys=bool(plan.config.auth.keys), as_json=plan.as_json)
+            announce(address, offer.names, first, has_keys=bool(plan.config.auth.keys), as_json=plan.as_json)
             await serving
     finally:
         remove_token(port)
         server.should_exit = True
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
+        await batches.close()
 
 
 async def _start(admin: Admin, offer: Offer) -> None:
@@ -472,29 +475,3 @@ def _make_admin(
     if plan.config.store.verify == "background":
         admin.look_for_damage(store)
     return admin
-
-
-def _example(card: ModelCard | None) -> tuple[str, dict[str, Any]]:
-    """What a model of this kind can be asked. Greedy and bounded: a small model at the API's default temperature may
-    ramble to the end of its context."""
-    bounds = {"temperature": 0, "max_tokens": 64}
-    if card is not None and card.spec.encoder is not None:
-        return "embeddings", {"input": PROMPT}
-    if card is not None and card.chat_template is None:
-        return "completions", {"prompt": PROMPT, **bounds}
-    return "chat/completions", {"messages": [{"role": "user", "content": PROMPT}], **bounds}
-
-
-def _announce(address: str, names: Sequence[str], card: ModelCard | None, *, has_keys: bool, as_json: bool) -> None:
-    """`card`: of the first of them, where it is here."""
-    seconds = process_age_s()
-    if as_json:
-        print(json.dumps({"url": address, "models": names, "seconds": round(seconds, 3)}), flush=True)
-        return
-    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    print(f"Serving {listed or 'no model yet (dovetail pull)'} at {address} (ready after {seconds:.1f} s). Try:\n")
-    path, body = _example(card)
-    body = {"model": names[0] if names else "MODEL", **body}
-    key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_keys else ""
-    command = f"curl {address}/v1/{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
-    print(f"  {command}\n", flush=True)

@@ -18,6 +18,8 @@ from dovetail.machine import hide_argument
 
 if TYPE_CHECKING:
     from dovetail.cluster.durable import Durable
+    from dovetail.gateway.admin.admin import Admin
+    from dovetail.gateway.batches.offer import Batches
 
 logger = logging.getLogger("dovetail.gateway")
 
@@ -83,6 +85,17 @@ async def open_state(config: Config, listener: socket.socket, *, as_json: bool) 
             await asyncio.to_thread(durable.close)
     logger.info("leads (%s)", durable.address)
     return durable
+
+
+def open_batches(config: Config, admin: Admin, durable: Durable | None, *, is_front: bool) -> Batches:
+    """A front leaves them to the gateway that decides."""
+    from dovetail.gateway.batches.offer import Batches, batch_folder
+
+    folder = None if is_front else batch_folder(config, durable.folder if durable is not None else None)
+    batches = Batches.open(folder, admin.service, admin.settings)
+    if folder is not None and batches.problem is not None:
+        logger.warning("no batches are taken: %s", batches.problem)
+    return batches
 
 
 def _say_waiting(url: str, *, as_json: bool) -> None:

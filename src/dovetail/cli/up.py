@@ -126,6 +126,8 @@ class RayCluster:
     """A `serve.OtherMachines`: Ray's head if it is ours, and whoever joins it. What it starts on entering ends with
     `close`, or at the latest on leaving: after a signal too, whenever it comes."""
 
+    is_front = False
+
     def __init__(self, host: str, port: int, address: str | None) -> None:
         self._host = host
         self._port = port

@@ -28,6 +28,9 @@ from dovetail.gateway.admin.log_ring import LogRing
 from dovetail.gateway.admin.node_routes import make_node_router
 from dovetail.gateway.admin.routes import make_admin_router
 from dovetail.gateway.admin.turn_history import TurnWatch
+from dovetail.gateway.batches.batches_api import NewBatch, make_batches_router
+from dovetail.gateway.batches.files_api import make_files_router
+from dovetail.gateway.batches.offer import Batches, upload_limit
 from dovetail.gateway.console import make_console_router
 from dovetail.gateway.http.anthropic.endpoints import make_anthropic_router
 from dovetail.gateway.http.anthropic.request import CountTokensRequest, MessagesRequest
@@ -72,6 +75,7 @@ _BODIES: tuple[type[Any], ...] = (
     NewMetadata,
     MessagesRequest,
     CountTokensRequest,
+    NewBatch,
     AddModel,
     ChangeModel,
     LoadAdapter,
@@ -79,7 +83,8 @@ _BODIES: tuple[type[Any], ...] = (
 )
 
 
-def make_app(admin: Admin) -> ASGIApp:
+def make_app(admin: Admin, batches: Batches | None = None) -> ASGIApp:
+    """`batches`: started with what answers their lines. None: nothing is kept."""
     service, settings = admin.service, admin.settings
     app = FastAPI(title="Dovetail", version=dovetail.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.settings, app.state.executors = settings, service.models.executors
@@ -91,6 +96,9 @@ def make_app(admin: Admin) -> ASGIApp:
     app.include_router(make_responses_router(service, servers))
     app.include_router(make_anthropic_router(service))
     app.include_router(make_ollama_router(service))
+    batches = batches or Batches(settings)
+    app.include_router(make_files_router(batches))
+    app.include_router(make_batches_router(batches))
     turns = TurnWatch()
     service.link.observers.append(turns.observe)
     app.include_router(make_console_router(turns))
@@ -103,6 +111,9 @@ def make_app(admin: Admin) -> ASGIApp:
     app.add_middleware(Boundary)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    if batches.problem is None:
+        batches.runner.start(app)
+        service.metrics.observers.append(batches.runner.observe)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
 
     return _with_middlewares(app, admin)
@@ -128,7 +139,11 @@ def _with_middlewares(app: FastAPI, admin: Admin) -> ASGIApp:
                 requests.info("%s", request_line(record))
 
     memory = BodyMemory(lambda: settings.config.server.max_body_memory)
-    layers: ASGIApp = BodyLimit(app, lambda: settings.max_body_bytes, memory)
+
+    def streamed_limit(scope: Scope) -> int | None:
+        return upload_limit(settings.config, scope["path"], scope["method"])
+
+    layers: ASGIApp = BodyLimit(app, lambda: settings.max_body_bytes, memory, streamed_limit)
     layers = OriginGate(Auth(layers, settings.keys), lambda: settings.origin_rules)
     if server.allowed_origins:
         layers = CORSMiddleware(layers, server.allowed_origins, ("GET", "POST"), ("*",), expose_headers=WAIT_HEADERS)

@@ -66,6 +66,7 @@ class Origin:
     key: str = ""  # name of the API key; empty = nobody else has one
     max_unfinished: int | None = None  # answers of this key at a time; None = its share of the queue
     trace: RequestTrace | None = None
+    is_batch: bool = False  # a line of a batch: best effort, which no limit of clients is for
 
 
 class GenerationTask:

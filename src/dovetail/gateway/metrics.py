@@ -6,7 +6,7 @@ One registry per server. Knows messages and numbers; who calls it decides what h
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -65,11 +65,13 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._seen: dict[tuple[str, str], InstanceStats] = {}  # worker counters as of the last Stats
+        self.observers: list[Callable[[], None]] = []  # set gauges when these are read
         self._queued: dict[str, int] = {}  # choices without a node, by model
         self._by_model: dict[str, ModelMetrics] = {}
         self._define_gauges()
         self._define_counters()
         self._define_histograms()
+        self._define_batches()
 
     def _define_gauges(self) -> None:
         self.running = self._gauge("num_requests_running", "Requests in the batch.")
@@ -116,6 +118,22 @@ class Metrics:
         self.request_generation = self._histogram("request_generation_tokens", "Answer lengths.", _TOKENS)
         self.load_seconds = self._histogram("model_load_seconds", "Opening and building a model.", _REQUEST_S)
 
+    def _define_batches(self) -> None:
+        def gauge(name: str, help_text: str, *labels: str) -> Gauge:
+            return Gauge(f"dovetail:{name}", help_text, labels, registry=self.registry)
+
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"dovetail:{name}", help_text, labels, registry=self.registry)
+
+        self.batches = gauge("batches", "Batches that are kept.", "status")
+        self.batch_running = gauge("batch_lines_running", "Lines of batches that are being answered.")
+        self.batch_left = gauge("batch_lines_left", "Lines of batches in progress without an answer.")
+        self.batch_limit = gauge("batch_lines_limit", "Lines that may run at a time, beside what clients ask.")
+        self.batch_storage = gauge("batch_storage_bytes", "Files that are kept.")
+        self.batch_lines = counter("batch_lines_total", "Lines answered, on disk.", "result")
+        self.batch_tokens = counter("batch_tokens_total", "Tokens of lines of batches.", "kind")
+        self.batch_retries = counter("batch_line_retries_total", "Lines that had to be asked again.")
+
     def _gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(f"dovetail:{name}", help_text, ["model_name"], registry=self.registry)
 
@@ -130,6 +148,8 @@ class Metrics:
 
     def render(self, accept: str = "", *, vllm_names: bool = False) -> Exposition:
         """`accept`: the header of that name."""
+        for observe in self.observers:
+            observe()
         return expose(self.registry, accept, vllm_names=vllm_names)
 
     def of_model(self, model: str) -> ModelMetrics:
@@ -144,6 +164,10 @@ class Metrics:
         model_metrics = self.of_model(model)
         model_metrics.outcomes[outcome] += 1
         self.attainment.labels(model).set(model_metrics.attainment or 0.0)
+
+    def num_late(self) -> int:
+        """Answers that missed their targets, of all models."""
+        return sum(model.outcomes["violated"] for model in self._by_model.values())
 
     def observe_message(self, node: str, message: ToGateway) -> None:
         if isinstance(message, Stats):

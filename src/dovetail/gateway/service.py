@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from dovetail.cluster.retry import RetryRule
 from dovetail.config import DEFAULT_MAX_TOKENS, ServerConfig
 from dovetail.errors import InvalidRequest, Overloaded, QuotaExceeded, RequestError, Unusable
+from dovetail.gateway.batches.pacing import Pressure
 from dovetail.gateway.cluster import Cluster
 from dovetail.gateway.draft_models import DraftModels
 from dovetail.gateway.generation_task import Delta, GenerationTask, Origin
@@ -69,6 +70,7 @@ class Service:
         self.is_ready = False  # the workers are up and the models to be preloaded are there
         self._unfinished = 0  # choices: one request for a hundred answers weighs as much as a hundred requests
         self._by_key: Counter[str] = Counter()  # the same by API key
+        self._batch_requests: dict[str, str] = {}  # of lines that run: their models
         self._idle = asyncio.Event()
         self._idle.set()
         link.observers.append(metrics.observe_message)
@@ -106,11 +108,7 @@ class Service:
 
     def check_admission(self, count: int = 1, key: str = "", max_unfinished: int | None = None) -> None:
         """Before any work is spent on a request of so many answers."""
-        if self.is_draining:
-            raise Overloaded("the server is shutting down", code="draining", retry_after_s=5)
-        self.check_leading()
-        if (why := self.why_unservable()) is not None:
-            raise Overloaded(why, code="no_node", retry_after_s=5)
+        self.check_batch_admission()
         limit = self.limits.max_queue
         if count > limit:  # however long the client waits
             raise InvalidRequest(f"{count} answers are more than this server queues ({limit})", param="prompt")
@@ -136,6 +134,21 @@ class Service:
                 code="queue_full",
                 retry_after_s=1,
             )
+
+    def check_batch_admission(self) -> None:
+        """Whether anything is served here. How many lines of batches run is for those who send them to say."""
+        if self.is_draining:
+            raise Overloaded("the server is shutting down", code="draining", retry_after_s=5)
+        self.check_leading()
+        if (why := self.why_unservable()) is not None:
+            raise Overloaded(why, code="no_node", retry_after_s=5)
+
+    def pressure(self) -> Pressure:
+        """What there is to do, of clients and of batches."""
+        waiting = self.cluster.remote.positions()
+        lines = Counter(model for id, model in self._batch_requests.items() if id in waiting)
+        late = self.metrics.num_late()
+        return Pressure(self._unfinished, len(waiting) - lines.total(), late, lines)
 
     def context_limit(self, model: ServedModel) -> int:
         """Tokens that prompt and answer may have: the model's context, or the KV pool where that is known smaller."""
@@ -186,7 +199,7 @@ class Service:
     ) -> AsyncGenerator[Delta, None]:
         """Text as it comes. Close the generator (`contextlib.aclosing`) to abort."""
         origin = origin or Origin(time.monotonic())
-        with nullcontext() if has_places else self.places(job.num_answers, origin):
+        with nullcontext() if has_places else self.places(job.num_answers, origin), self._as_batch(job, origin):
             task = GenerationTask(job, self.metrics, origin)
             try:
                 task.submit(self.cluster, await self.hosted(job.model))
@@ -203,12 +216,27 @@ class Service:
     @contextmanager
     def places(self, count: int, origin: Origin) -> Iterator[None]:
         """Held for so many answers, however many requests it takes to make them."""
+        if origin.is_batch:
+            self.check_batch_admission()
+            yield
+            return
         self.check_admission(count, origin.key, origin.max_unfinished)
         self._begin(count, origin.key)
         try:
             yield
         finally:
             self._end(count, origin.key)
+
+    @contextmanager
+    def _as_batch(self, job: GenerationRequest, origin: Origin) -> Iterator[None]:
+        """While requests of a line run."""
+        ids = [request.id for request in job.requests] if origin.is_batch else []
+        self._batch_requests.update(dict.fromkeys(ids, job.model.name))
+        try:
+            yield
+        finally:
+            for id in ids:
+                del self._batch_requests[id]
 
     def standing(self, job: GenerationRequest) -> Standing | None:
         """What a job that has not spoken waits for. None while a refusal may still come, which has a status line of

@@ -67,6 +67,10 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def knows(self, name: str) -> bool:
+        """Whether there is a key of this name; an empty one is everybody's, where there are no keys."""
+        return name in self._accounts if name else not self._keys
+
     def set_local_token(self, token: str) -> None:
         self._local = _digest(token.encode())
 

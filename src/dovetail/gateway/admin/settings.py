@@ -19,7 +19,7 @@ from dovetail.gateway.mcp.servers import check_mcp
 # Sockets and processes are made of these once.
 _FIXED_SERVER: tuple[str, ...] = ("host", "port", "max_connections", "header_timeout", "allowed_origins")
 _FIXED_SERVER += ("access_log", "audit_log", "traces", "state", "outlive")
-_FIXED = (*(f"server.{key}" for key in _FIXED_SERVER), "nodes", "store")
+_FIXED = (*(f"server.{key}" for key in _FIXED_SERVER), "nodes", "store", "batch.folder")
 
 
 class Settings:
@@ -66,6 +66,7 @@ class Settings:
             self.tls.replace(self._renewed)
         server = config.server.model_copy(update={key: getattr(self.config.server, key) for key in _FIXED_SERVER})
         fixed = {"server": server, "nodes": self.config.nodes, "store": self.config.store}
+        fixed["batch"] = config.batch.model_copy(update={"folder": self.config.batch.folder})
         self.config = config.model_copy(update=fixed)
         self.keys.replace(config.auth.keys)
         self.loaded_at = time.time()

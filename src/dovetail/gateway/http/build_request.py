@@ -50,6 +50,9 @@ async def build_completion(
 
 async def _check_places(service: Service, request: Request, count: int) -> None:
     origin = origin_of(request.scope)
+    if origin.is_batch:
+        service.check_batch_admission()
+        return
     try:
         service.check_admission(count, origin.key, origin.max_unfinished)
     except (Overloaded, QuotaExceeded):

@@ -103,19 +103,28 @@ class BodyMemory:
 
 class BodyLimit:
     """Refuses a body over the limit: at once when its length is announced, else as soon as it goes over; and bodies
-    that together take more memory than all may have."""
+    that together take more memory than all may have. Those that are streamed to disk have a limit of their own."""
 
-    def __init__(self, app: ASGIApp, limit: Callable[[], int], memory: BodyMemory) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limit: Callable[[], int],
+        memory: BodyMemory,
+        streamed_limit: Callable[[Scope], int | None] = lambda scope: None,
+    ) -> None:
         self._app = app
         self._limit = limit
         self._memory = memory
+        self._streamed_limit = streamed_limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isascii() and announced.isdigit() and int(announced[:20]) > self._limit():
-            return await problem_response(self._error(), scope)(scope, receive, send)
+        streamed = self._streamed_limit(scope)
+        limit = self._limit() if streamed is None else streamed
+        if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
+            return await problem_response(_too_large(limit), scope)(scope, receive, send)
         client, received, held = current_client.get(), 0, 0
 
         async def receive_limited() -> Message:
@@ -123,10 +132,11 @@ class BodyLimit:
             message = await receive()
             count = len(message.get("body", b""))
             received += count
-            if received > self._limit():
-                raise self._error()
-            self._memory.take(client, count)
-            held += count
+            if received > limit:
+                raise _too_large(limit)
+            if streamed is None:
+                self._memory.take(client, count)
+                held += count
             return message
 
         def give_back() -> None:
@@ -144,5 +154,6 @@ class BodyLimit:
             give_back()
             scope.setdefault("state", {})["received"] = received
 
-    def _error(self) -> PayloadTooLarge:
-        return PayloadTooLarge(f"the body is larger than {self._limit()} bytes", code="payload_too_large")
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is larger than {limit} bytes", code="payload_too_large")

@@ -30,7 +30,7 @@ from dovetail.gateway.http.text_reply import TextReply
 from dovetail.gateway.http.waits import HeldStream, headers_of
 from dovetail.gateway.http.writing import json_pieces
 from dovetail.gateway.service import Service
-from dovetail.gateway.text.translate import GenerationRequest, with_tenant
+from dovetail.gateway.text.translate import GenerationRequest, as_best_effort, with_tenant
 from dovetail.gateway.tracing import RequestTrace
 
 Result = TypeVar("Result")
@@ -62,7 +62,8 @@ class Taken:
         """The same request with another prompt, which counts too."""
         self.usage.add_prompt(job.num_prompt_tokens)
         origin = dataclasses.replace(self.origin, arrived_s=time.monotonic(), trace=None)
-        return dataclasses.replace(self, job=with_tenant(job, origin.key), origin=origin)
+        job = with_tenant(job, origin.key)
+        return dataclasses.replace(self, job=as_best_effort(job) if origin.is_batch else job, origin=origin)
 
 
 def origin_of(scope: Scope) -> Origin:
@@ -70,7 +71,8 @@ def origin_of(scope: Scope) -> Origin:
     state, account = scope.get("state", {}), _account_of(scope)
     limit = account.max_unfinished if account is not None else None
     trace: RequestTrace | None = state.get("trace")
-    return Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit, trace)
+    is_batch = bool(state.get("is_batch"))
+    return Origin(state.get("arrived_s") or time.monotonic(), state.get("key", ""), limit, trace, is_batch)
 
 
 def _account_of(scope: Scope) -> Account | None:
@@ -84,6 +86,8 @@ def accounted(scope: Scope, job: GenerationRequest) -> Iterator[Taken]:
     state, origin, account = scope.get("state", {}), origin_of(scope), _account_of(scope)
     trace = origin.trace
     job = with_tenant(job, origin.key, traced=trace is not None)
+    if origin.is_batch:
+        job = as_best_effort(job)
     if account is not None:
         account.charge(job.num_answers, job.num_prompt_tokens, time.monotonic())
     usage = UsageCount(job.num_prompt_tokens)

@@ -68,6 +68,14 @@ def with_tenant(job: GenerationRequest, tenant: str, *, traced: bool = False) ->
     return dataclasses.replace(job, requests=requests)
 
 
+def as_best_effort(job: GenerationRequest) -> GenerationRequest:
+    """The job as a line of a batch: after all that has targets, and without any."""
+    requests = tuple(
+        msgspec.structs.replace(request, service_class=ServiceClass.BEST_EFFORT, slo=Slo()) for request in job.requests
+    )
+    return dataclasses.replace(job, requests=requests)
+
+
 def _salt(tenant: str, salt: str) -> str:
     if not tenant and not salt:
         return ""

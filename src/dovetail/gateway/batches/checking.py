@@ -1,0 +1,79 @@
+"""The check of a file, in whatever process it is made: see `check`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from dovetail.errors import Overloaded, RequestError
+from dovetail.gateway.admin.settings import Settings
+from dovetail.gateway.batches.check import MODULE, Order, Report, check_file, lines_of_models
+from dovetail.gateway.batches.records import Batch, LineProblem
+from dovetail.gateway.batches.store import BatchStore
+from dovetail.gateway.service import Service
+
+_SMALL_BYTES = 256 * 1024  # of a file that is checked in some hundredths of a second
+
+
+class FileChecker:
+    def __init__(self, store: BatchStore, service: Service, settings: Settings) -> None:
+        self._store = store
+        self._service = service
+        self._settings = settings
+
+    async def check_batch(self, batch: Batch) -> Report:
+        """Its lines, and that there are the models that they name."""
+        report = await self.check_file(batch.endpoint, self._store.content(batch.input_file), batch.id)
+        if report.problems:
+            return report
+        return msgspec.structs.replace(report, problems=await self._unknown_models(batch, report))
+
+    async def check_file(self, endpoint: str, file: Path, batch_id: str, *, is_wrapped: bool = False) -> Report:
+        """In a process of its own; a small file in a thread, which takes less time than that process to begin."""
+        config = self._settings.config
+        order = Order(
+            str(file),
+            str(self._store.index(batch_id)),
+            endpoint,
+            config.server.max_body_bytes,
+            config.batch.max_lines,
+            is_wrapped,
+        )
+        if file.stat().st_size <= _SMALL_BYTES:
+            with suppress(Overloaded):  # too much is being read already
+                return await self._service.models.executors.parse.run(partial(check_file, order))
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", MODULE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            said, _ = await child.communicate(msgspec.json.encode(order))
+        finally:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+        if child.returncode:
+            message = "the file could not be checked: it takes more memory or time than a file may"
+            return Report(0, (), (LineProblem(message, "file_too_complex"),))
+        return msgspec.json.decode(said, type=Report)
+
+    async def _unknown_models(self, batch: Batch, report: Report) -> tuple[LineProblem, ...]:
+        """With the first line that names each."""
+        wrong: dict[int, RequestError] = {}
+        for number, name in enumerate(report.models):
+            try:
+                await self._service.models.choose(name)
+            except RequestError as error:
+                wrong[number] = error
+        if not wrong:
+            return ()
+        content, index = self._store.content(batch.input_file), self._store.index(batch.id)
+        lines = await self._store.run(lambda: lines_of_models(content, index, list(wrong)))
+        return tuple(
+            LineProblem(wrong[model].message, wrong[model].code or "model_not_found", line, "body.model")
+            for line, model in lines
+        )

@@ -1,0 +1,283 @@
+"""Batches from their creation to their end: their files are checked, their lines run, their results are offered. Owns
+the clock; which state follows which is decided in `job`, which line runs in `dispatch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import get_args
+
+from starlette.types import ASGIApp
+
+from dovetail.errors import Overloaded, RequestError
+from dovetail.gateway.admin.settings import Settings
+from dovetail.gateway.batches import job
+from dovetail.gateway.batches.check import Report
+from dovetail.gateway.batches.checking import FileChecker
+from dovetail.gateway.batches.dispatch import LineDispatcher
+from dovetail.gateway.batches.records import (
+    CANCELLED,
+    EXPIRED,
+    Batch,
+    Counts,
+    Status,
+    StoredFile,
+    Usage,
+)
+from dovetail.gateway.batches.running import RunningBatch, open_batch
+from dovetail.gateway.batches.store import BatchStore
+from dovetail.gateway.service import Service
+
+logger = logging.getLogger("dovetail.gateway")
+
+_SWEEP_S = 30.0
+_STATE_RETRY_S = 5.0
+_CLOSE_S = 5.0
+_REASONS = {
+    EXPIRED: "This request could not be executed before the completion window expired.",
+    CANCELLED: "This request was not executed because the batch was cancelled.",
+}
+
+
+class BatchRunner:
+    """One for a server."""
+
+    def __init__(self, store: BatchStore, service: Service, settings: Settings) -> None:
+        self.store = store
+        self._service = service
+        self._settings = settings
+        self._lines = LineDispatcher(service, settings)
+        self.checker = FileChecker(store, service, settings)
+        self._checks: dict[str, asyncio.Task[Report]] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}  # by batch
+        self._loops: list[asyncio.Task[None]] = []
+        self._swept_s = float("-inf")
+
+    def start(self, app: ASGIApp) -> None:
+        """Goes on with what the last server left."""
+        self._loops = [asyncio.create_task(self._lines.give_lines(app)), asyncio.create_task(self._look_at_clock())]
+        for batch in self.store.batches.values():
+            if not batch.is_over:
+                self._begin(batch)
+
+    async def close(self) -> None:
+        """What runs is asked again by the next server."""
+        tasks = [*self._loops, *self._lives.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_S)  # a disk that cannot be written is not waited for
+        self.store.close()
+
+    # What clients ask for
+
+    async def add(self, batch: Batch) -> None:
+        await self.store.put(batch)
+        self._begin(batch)
+
+    async def cancel(self, batch: Batch) -> Batch:
+        cancelled = job.cancel(batch, int(time.time()))
+        if cancelled is not batch:
+            await self.store.put(cancelled)
+            self._stop(batch.id)
+        return self.store.batches[batch.id]
+
+    def counts_of(self, batch: Batch) -> Counts:
+        running = self._lines.running.get(batch.id)
+        return batch.counts if running is None else running.counts
+
+    def usage_of(self, batch: Batch) -> Usage:
+        running = self._lines.running.get(batch.id)
+        return batch.usage if running is None else running.usage
+
+    def progress_of(self, batch: Batch) -> dict[str, float | int | str | None] | None:
+        """How it gets on; None: it is over."""
+        if batch.is_over:
+            return None
+        running = self._lines.running.get(batch.id)
+        if running is None:
+            return {"held_by": "its lines are being checked"}
+        return self._lines.progress_of(running)
+
+    # The life of a batch
+
+    def _begin(self, batch: Batch) -> None:
+        life = self._lives[batch.id] = asyncio.create_task(self._live(batch.id))
+        life.add_done_callback(lambda done: self._ended(batch.id, done))
+
+    def _ended(self, batch_id: str, life: asyncio.Task[None]) -> None:
+        self._lives.pop(batch_id, None)
+        if not life.cancelled() and (error := life.exception()) is not None:
+            logger.error("%s stopped: it goes on when the server is started again", batch_id, exc_info=error)
+
+    async def _live(self, batch_id: str) -> None:
+        if self.store.batches[batch_id].status == "validating":
+            await self._check(batch_id)
+        batch = self.store.batches[batch_id]
+        if batch.is_over:
+            return
+        running = await self._open(batch)
+        try:
+            await self._run(running)
+            await self._close(running)
+        finally:
+            self._lines.running.pop(batch_id, None)
+            running.close()
+
+    async def _check(self, batch_id: str) -> None:
+        batch = self.store.batches[batch_id]
+        check = asyncio.create_task(self.checker.check_batch(batch))
+        self._checks[batch_id] = check
+        try:
+            await asyncio.wait([check])
+        finally:
+            check.cancel()
+            del self._checks[batch_id]
+        if check.cancelled():  # as the batch was
+            return
+        report = check.result()
+        problems = report.problems
+        batch = self.store.batches[batch_id]  # it may have been cancelled meanwhile
+        if batch.status != "validating":
+            return
+        now = int(time.time())
+        if problems:
+            await self._put(job.fail(batch, problems, now))
+            logger.info("%s failed: %s", batch_id, problems[0].message)
+        else:
+            await self._put(job.begin(batch, report.total, report.models, now))
+
+    async def _open(self, batch: Batch) -> RunningBatch:
+        while True:
+            try:
+                opened = await self.store.run(lambda: open_batch(self.store, batch))
+                break
+            except OSError as error:
+                logger.error("%s waits: %s", batch.id, error)
+                await asyncio.sleep(_STATE_RETRY_S)
+        running = RunningBatch(self.store, batch, opened, self._lines.line_done)
+        self._lines.running[batch.id] = running
+        return running
+
+    async def _run(self, running: RunningBatch) -> None:
+        """Until all lines are answered, or it is to stop."""
+        batch = running.batch
+        if self.store.batches[batch.id].status != "in_progress":
+            return
+        self._lines.add(running, await self._names_of(batch))
+        writer = asyncio.create_task(running.write_results())
+        waits = [asyncio.create_task(event.wait()) for event in (running.all_done, running.is_stopping)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            running.is_stopping.set()
+            for task in waits:
+                task.cancel()
+            await running.stop_lines()
+            running.finish_writing()
+            await writer
+            self._lines.remove(running)
+
+    async def _names_of(self, batch: Batch) -> tuple[str, ...]:
+        """Of its models, as the server calls them."""
+        names = []
+        for name in batch.models:
+            try:
+                names.append((await self._service.models.choose(name)).name)
+            except RequestError:  # gone since: its lines are answered with the error
+                names.append(name or "")
+        return tuple(names)
+
+    async def _close(self, running: RunningBatch) -> None:
+        """Every line is in one of its files, and the files are offered."""
+        batch = self.store.batches[running.batch.id]
+        now = int(time.time())
+        if batch.status == "in_progress":
+            batch = job.finalize(batch, now)
+            await self._put(batch)
+        running.batch = batch
+        code = EXPIRED if batch.ends_as == "expired" else CANCELLED
+        await running.close_lines(code, _REASONS[code])
+        batch = job.finish(batch, running.counts, running.usage, int(time.time()))
+        await self._until_written(lambda: self.store.offer(*_result_files(batch, running)))
+        await self._put(batch)
+        await self._until_written(lambda: self.store.drop_work(batch))
+        logger.info("%s %s: %s", batch.id, batch.status, batch.counts)
+
+    async def _put(self, batch: Batch) -> None:
+        await self._until_written(lambda: self.store.put(batch))
+
+    async def _until_written(self, write: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await write()
+                return
+            except Overloaded as error:
+                logger.error("batches wait: %s", error)
+                await asyncio.sleep(_STATE_RETRY_S)
+
+    def _stop(self, batch_id: str) -> None:
+        """The batch is cancelled, or its time is over."""
+        if (check := self._checks.get(batch_id)) is not None:
+            check.cancel()
+        if (running := self._lines.running.get(batch_id)) is not None:
+            running.is_stopping.set()
+
+    # Time
+
+    async def _look_at_clock(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for batch in list(self.store.batches.values()):
+                if job.is_late(batch, time.time()):
+                    await self._put(job.expire(batch, int(time.time())))
+                    self._stop(batch.id)
+            if time.monotonic() > self._swept_s + _SWEEP_S:
+                self._swept_s = time.monotonic()
+                await self._drop_old(int(time.time()))
+
+    async def _drop_old(self, now: int) -> None:
+        """Files whose time is over, and batches that ended long ago."""
+        keep_s = self._settings.config.batch.keep
+        used = {batch.input_file for batch in self.store.batches.values() if not batch.is_over}
+        for file in list(self.store.files.values()):
+            if file.id not in used and now >= (file.expires_s or file.created_s + keep_s):
+                await self._until_written(partial(self.store.drop_file, file.id))
+        for batch in list(self.store.batches.values()):
+            if batch.ended_s is not None and now >= batch.ended_s + keep_s:
+                await self._until_written(partial(self.store.drop_batch, batch))
+
+    def observe(self) -> None:
+        """For the metrics, when they are read."""
+        self._lines.observe()
+        metrics = self._service.metrics
+        statuses = Counter(batch.status for batch in self.store.batches.values())
+        for status in get_args(Status):
+            metrics.batches.labels(status).set(statuses[status])
+        metrics.batch_storage.set(self.store.used_bytes())
+
+
+def _result_files(batch: Batch, running: RunningBatch) -> list[StoredFile]:
+    """Those that hold something."""
+    assert batch.ended_s is not None
+    expires_s = None if batch.output_expires_s is None else batch.ended_s + batch.output_expires_s
+    named = zip((batch.output_file, batch.error_file), ("output", "error"), running.result_sizes, strict=True)
+    return [
+        StoredFile(
+            id=id,
+            owner=batch.owner,
+            filename=f"{batch.id}_{what}.jsonl",
+            purpose="batch_output",
+            size_bytes=size,
+            created_s=batch.ended_s,
+            expires_s=expires_s,
+            is_hidden=batch.api == "anthropic",
+        )
+        for id, what, size in named
+        if size
+    ]

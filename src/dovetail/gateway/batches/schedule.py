@@ -1,0 +1,100 @@
+"""Whose line is next: keys by what they have had, of a key its batches by what they have had, of a batch the model that
+costs least to have. Pure; time is an argument.
+
+What one has had is counted in tokens, those of running lines by estimate. A model that has to be loaded is asked when
+the others are ahead by what loading it costs, and then as long as it has lines that are due: it is loaded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dovetail.gateway.batches.lines import BatchLines
+
+
+class NextLine(NamedTuple):
+    batch: str
+    number: int
+    model: str
+
+
+@dataclass(eq=False)
+class _Entry:
+    id: str
+    owner: str
+    models: tuple[str, ...]  # names by number
+    lines: BatchLines
+    tokens: float = 0.0  # that it has had
+    charged: dict[int, float] = field(default_factory=dict)  # by running line: the estimate
+
+
+class LineSchedule:
+    """Lines of all batches in progress."""
+
+    def __init__(self) -> None:
+        self._batches: dict[str, _Entry] = {}
+        self._tokens: dict[str, float] = {}  # by owner
+
+    def add(self, batch: str, owner: str, models: tuple[str, ...], lines: BatchLines) -> None:
+        """A newcomer has had as much as whoever has had least: it neither waits for the past nor is it owed any."""
+        owners = {entry.owner for entry in self._batches.values()}
+        entry = _Entry(batch, owner, models, lines)
+        if owner not in owners:
+            least = min((self._tokens[other] for other in owners), default=0.0)
+            self._tokens[owner] = max(self._tokens.get(owner, 0.0), least)
+        else:
+            entry.tokens = min(one.tokens for one in self._batches.values() if one.owner == owner)
+        self._batches[batch] = entry
+
+    def remove(self, batch: str) -> None:
+        """What it has had stays its owner's."""
+        del self._batches[batch]
+
+    def next(
+        self,
+        now: float,
+        load_tokens: Callable[[str], float],
+        has_room: Callable[[str], bool],
+        held: Collection[str] = (),
+    ) -> NextLine | None:
+        """`load_tokens`: what could be computed while the model is loaded, 0 if it is there. `held`: batches."""
+        found = [
+            (self._tokens[entry.owner] + cost, entry.tokens + cost, cost, order, number, entry)
+            for order, entry in enumerate(self._batches.values())
+            if entry.id not in held
+            for number in entry.lines.models
+            if has_room(entry.models[number])
+            for cost in (load_tokens(entry.models[number]),)
+        ]
+        for *_, number, entry in sorted(found, key=lambda one: one[:5]):
+            line = entry.lines.take(number, now)
+            if line is not None:
+                self._charge(entry, line, entry.lines.mean_tokens)
+                return NextLine(entry.id, line, entry.models[number])
+        return None
+
+    def done(self, batch: str, number: int, tokens: int) -> None:
+        entry = self._batches[batch]
+        self._settle(entry, number, tokens)
+        entry.lines.done(number, tokens)
+
+    def give_back(self, batch: str, number: int, not_before: float) -> None:
+        entry = self._batches[batch]
+        self._settle(entry, number, 0.0)
+        entry.lines.give_back(number, not_before)
+
+    def next_due_s(self) -> float | None:
+        times = (entry.lines.next_due_s() for entry in self._batches.values())
+        return min((at for at in times if at is not None), default=None)
+
+    def _charge(self, entry: _Entry, number: int, tokens: float) -> None:
+        entry.charged[number] = tokens
+        entry.tokens += tokens
+        self._tokens[entry.owner] += tokens
+
+    def _settle(self, entry: _Entry, number: int, tokens: float) -> None:
+        more = tokens - entry.charged.pop(number)
+        entry.tokens += more
+        self._tokens[entry.owner] += more
