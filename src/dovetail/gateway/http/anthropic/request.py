@@ -28,7 +28,12 @@ _BILLING = "x-anthropic-billing-header:"  # differs in each request: with it no 
 _SILENT = frozenset(
     {"cache_control", "metadata", "betas", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id"}
 )
-_NOT_HERE = {"mcp_servers": "give their tools in tools", "container": "there are none", "fallbacks": "name one model"}
+# What Anthropic does beside the model, as the tools that run there: left out, with a warning.
+_NOT_HERE = {
+    "mcp_servers": "mcp_servers: no server is called; give their tools in tools, or mcp.servers in dovetail.yaml",
+    "container": "container: there are none, and it was left out",
+    "fallbacks": "fallbacks: the model that was named answers, and no other",
+}
 _EFFORTS = {"xhigh": "high", "max": "high"}  # levels that templates do not know
 
 
@@ -106,21 +111,16 @@ class CountTokensRequest(StrictBody):
 
     @model_validator(mode="after")
     def _check_together(self) -> CountTokensRequest:
-        for name, instead in _NOT_HERE.items():
-            if (self.model_extra or {}).get(name):
-                raise InvalidRequest(f"{name} is not supported: {instead}", param=name, code="unsupported_parameter")
         check_known(self.model_extra or {}, type(self).model_fields)
         return self
 
     def warnings(self) -> tuple[str, ...]:
         """What was asked for and is not done."""
         skipped = [tool for tool in self.tools or () if not _is_function(tool)]
-        ignored = [
-            key for key, value in (self.model_extra or {}).items() if key not in _SILENT | set(_NOT_HERE) and value
-        ]
+        ignored = [key for key, value in (self.model_extra or {}).items() if key not in _SILENT and value]
         return (
             *(f"tools: '{tool.type}' runs at Anthropic's and was left out" for tool in skipped),
-            *(f"{key[:100]} is not known here and was ignored" for key in ignored),
+            *(_NOT_HERE.get(key) or f"{key[:100]} is not known here and was ignored" for key in ignored),
         )
 
     @property
