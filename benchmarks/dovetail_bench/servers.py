@@ -98,11 +98,12 @@ def dovetail(models: Sequence[FleetModel], settings: Settings) -> Contender:
     event_log = settings.folder / "dovetail.events.jsonl"
     memory_bytes = budget_bytes(models, settings.share)
     store = Path(models[0].card.path).parents[1]
+    keep_alive, host_keep_alive = f"{settings.keep_alive_s:g}s", f"{settings.host_keep_alive_s:g}s"
     config = {
-        "models": {model.name: {"source": model.name, "keep_alive": settings.keep_alive_s} for model in models},
+        "models": {model.name: {"source": model.name, "keep_alive": keep_alive} for model in models},
         "nodes": [one | {"event_log": str(event_log)} for one in _nodes(settings, memory_bytes)],
         # What is kept between uses counts into the same budget.
-        "store": {"path": str(store), "host_pool": memory_bytes, "host_keep_alive": settings.host_keep_alive_s},
+        "store": {"path": str(store), "host_pool": f"{memory_bytes}B", "host_keep_alive": host_keep_alive},
         "server": {"max_queue": 4096},
     }
     path = settings.folder / "dovetail.yaml"
@@ -117,9 +118,10 @@ def dovetail(models: Sequence[FleetModel], settings: Settings) -> Contender:
 def _nodes(settings: Settings, memory_bytes: int) -> list[dict[str, object]]:
     count = settings.nodes
     names = [NODE] if count == 1 else [f"{NODE}-{index}" for index in range(count)]
-    share = {"threads": max(settings.cores // max(count, 1), 1), "memory": memory_bytes // max(count, 1)}
+    share = {"threads": max(settings.cores // max(count, 1), 1), "memory": f"{memory_bytes // max(count, 1)}B"}
     gpus = [
-        {"name": f"gpu-{index}", "device": name, "memory": memory_bytes} for index, name in enumerate(settings.gpus)
+        {"name": f"gpu-{index}", "device": name, "memory": f"{memory_bytes}B"}
+        for index, name in enumerate(settings.gpus)
     ]
     return [*gpus, *({"name": name, **share} for name in names)]
 
@@ -133,13 +135,13 @@ def with_adapters(
     stem = f"adapters-{at_once}"
     event_log = settings.folder / f"{stem}.events.jsonl"
     memory_bytes = budget_bytes(models, settings.share)
-    node = {"name": NODE, "threads": settings.cores, "memory": memory_bytes, "max_adapters": at_once}
-    offered = {"source": base.name, "keep_alive": settings.keep_alive_s, "adapters": adapters}
-    store = {"path": str(Path(base.path).parents[1]), "host_pool": memory_bytes}
+    node = {"name": NODE, "threads": settings.cores, "memory": f"{memory_bytes}B", "max_adapters": at_once}
+    offered = {"source": base.name, "keep_alive": f"{settings.keep_alive_s:g}s", "adapters": adapters}
+    store = {"path": str(Path(base.path).parents[1]), "host_pool": f"{memory_bytes}B"}
     config = {
         "models": {base.name: offered},
         "nodes": [node | {"event_log": str(event_log)}],
-        "store": store | {"host_keep_alive": settings.host_keep_alive_s},
+        "store": store | {"host_keep_alive": f"{settings.host_keep_alive_s:g}s"},
         "server": {"max_queue": 4096},
     }
     path = settings.folder / "dovetail.yaml"
