@@ -119,7 +119,7 @@ def _nodes(settings: Settings, memory_bytes: int) -> list[dict[str, object]]:
     count = settings.nodes
     names = [NODE] if count == 1 else [f"{NODE}-{index}" for index in range(count)]
     share = {"threads": max(settings.cores // max(count, 1), 1), "memory": f"{memory_bytes // max(count, 1)}B"}
-    gpus = [
+    gpus: list[dict[str, object]] = [
         {"name": f"gpu-{index}", "device": name, "memory": f"{memory_bytes}B"}
         for index, name in enumerate(settings.gpus)
     ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from itertools import count
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dovetail.cli.output import human_bytes, print_json
+from dovetail_bench.cli.progress import progress, span
 
 if TYPE_CHECKING:
     from dovetail_bench.abuse import CaseResult
@@ -40,8 +42,15 @@ def abuse(
     for name in names:
         if name not in CASES:
             raise typer.BadParameter(f"{name} is none of {', '.join(CASES)}", param_hint="--case")
-    step = _say if not as_json else lambda done: None
-    results = run_cases(model, names, seconds, step, tpot_ms=tpot, threads=threads)
+    counter = count(1)
+
+    def end_case(done: CaseResult) -> None:
+        _say(done)
+        step(done.name, next(counter), len(names))
+
+    phases = f"{len(names)} cases of two phases of {seconds:g} s: {span(2 * seconds * len(names))}"
+    with progress(f"{phases}, after the start of a server.") as step:
+        results = run_cases(model, names, seconds, end_case, tpot_ms=tpot, threads=threads)
     if as_json:
         return print_json(results)
     _print(results)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,8 @@ import typer
 from dovetail.cli.output import human_bytes, print_json
 from dovetail.errors import ConfigError
 from dovetail.machine import usable_cores
-from dovetail_bench.cli.many import _bar, _range, _show, _table, by_popularity
+from dovetail_bench.cli.many import _range, _show, _table, by_popularity
+from dovetail_bench.cli.progress import progress, span
 
 if TYPE_CHECKING:
     from dovetail_bench.adapters import AdapterContest
@@ -62,7 +62,8 @@ def adapters(
     place.mkdir(parents=True, exist_ok=True)
     ranks = _range(rank, "--rank")
     mix = Mix(minutes, rate, zipf, cv, _range(input_tokens, "--input"), _range(output_tokens, "--output"), seed)
-    with _bar(enabled=not as_json and sys.stderr.isatty()) as step:
+    runs = f"Contenders: {len(names)}, for {minutes:g} min each, one after another: {span(60 * len(names) * minutes)}"
+    with progress(f"{runs}. First it writes {count} adapters and as many merged models unless they are there.") as step:
         catalogue = Catalogue(place / "store")
         card = catalogue.pull(base or DEMO, name="base")
         models = by_popularity(make_copies(catalogue, card, count, step), seed)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dovetail.cli.output import print_json, print_table
+from dovetail_bench.cli.progress import progress, span
 
 
 def bucket(
@@ -26,7 +27,8 @@ def bucket(
 
     place = folder or default_root() / "bench" / "bucket"
     place.mkdir(parents=True, exist_ok=True)
-    found = measure(place, limit, partial(typer.echo, err=True))
+    with progress(f"2 GB (written the first time) through {limit:g} MB/s: {span(2000 / limit)}."):
+        found = measure(place, limit, partial(typer.echo, err=True))
     if as_json:
         print_json(found)
         return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +11,7 @@ import typer
 from dovetail.cli.output import print_json, print_table
 from dovetail.errors import ConfigError
 from dovetail.machine import default_root, usable_cores
-from dovetail_bench.cli.store import watch_on_stderr
+from dovetail_bench.cli.progress import progress
 
 if TYPE_CHECKING:
     from dovetail_bench.engine_figures import Row
@@ -102,9 +100,10 @@ def _measure(plan: Plan, models: EngineModels, results: Path, as_json: bool) -> 
     from dovetail_bench.engines import run_contest
     from dovetail_bench.store_suite import Watch
 
-    with watch_on_stderr(enabled=sys.stderr.isatty()) as bar:
-        watch = bar if sys.stderr.isatty() else Watch(_Lines())
-        measured = run_contest(plan, models, watch=watch, keep=partial(_keep, results))
+    cells = len(plan.models) * len(plan.precisions) * len(plan.metrics)
+    expected = f"{cells} cells of {plan.rounds} rounds for each engine, after setting up what is missing (minutes)"
+    with progress(f"{expected}; the time left is told model by model.") as step:
+        measured = run_contest(plan, models, watch=Watch(step), keep=partial(_keep, results))
     if as_json:
         print_json(measured.rows)
     else:
@@ -127,19 +126,6 @@ def _run_on_gpu(device: str, models: tuple[str, ...], precisions: tuple[str, ...
     times = [(cell.model, cell.metric, f"{cell.ms:.2f}", f"{cell.slowest_ms:.2f}") for cell in cells]
     rows = [(*row, share) for row, share in zip(times, shares, strict=True)]
     print_table(("model", "what", "ms", "slowest", "of the roofline"), rows)
-
-
-class _Lines:
-    """Progress where there is no terminal: a line for every cell."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def __call__(self, text: str, done: int, total: int) -> None:
-        cell = text.rpartition(":")[0] if done else text
-        if cell != self._last:
-            self._last = cell
-            typer.echo(f"{time.strftime('%H:%M:%S')} {cell}", err=True)
 
 
 def _words(text: str) -> tuple[str, ...]:

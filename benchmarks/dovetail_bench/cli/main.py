@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from dovetail_bench.cli.adapters import adapters
 from dovetail_bench.cli.bucket import bucket
 from dovetail_bench.cli.engines import engines
 from dovetail_bench.cli.many import many
+from dovetail_bench.cli.progress import progress
 from dovetail_bench.cli.register import record, report
 from dovetail_bench.cli.sampling import sampling
 from dovetail_bench.cli.speculation import speculation
@@ -27,7 +29,6 @@ from dovetail_bench.cli.thesis import thesis
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.progress import Progress, TaskID
     from rich.table import Table
 
     from dovetail_bench.cold_start import ColdStart, Summary
@@ -67,8 +68,6 @@ def iterations(
 
     Example: dovetail bench iterations --model 0.5B --json
     """
-    from rich.progress import Progress
-
     from dovetail.engine.dtypes import compute_dtype
     from dovetail.machine import preferred_dtype
     from dovetail.native import levels as levels_here
@@ -82,10 +81,11 @@ def iterations(
     for level in chosen:
         if level not in found:
             raise typer.BadParameter(f"{level} is none of {', '.join(found)}", param_hint="--levels")
-    with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
-        task = progress.add_task("Measuring", total=(rounds + 1) * (len(PROMPTS) + len(BATCHES)))
+    total = (rounds + 1) * (len(PROMPTS) + len(BATCHES))
+    with progress(f"{total} rounds of {len(chosen)} levels of kernels; the first takes longest.") as step:
+        counter = count(1)
         dtype = compute_dtype("auto", preferred_dtype() if stored in ("int8", "int4") else stored)
-        cells = compare(model, stored, dtype, chosen, rounds, lambda: progress.advance(task))
+        cells = compare(model, stored, dtype, chosen, rounds, lambda: step("rounds", next(counter), total))
     if as_json:
         return print_json(cells)
     for cell in cells:
@@ -119,7 +119,11 @@ def fidelity(
     words = "".join(path.read_text() for path in text)
     read = Tokenizer.from_file(card.tokenizer_file).encode(words).ids[:tokens]
     ours, theirs = open_checkpoint(Path(card.path)), open_checkpoint(Path(other.path))
-    found = compare(theirs, ours, read, kv=kv) if device == "cpu" else compare_on_gpu(theirs, ours, read, device, dtype)
+    with progress(f"Both models read {len(read)} tokens."):
+        if device == "cpu":
+            found = compare(theirs, ours, read, kv=kv)
+        else:
+            found = compare_on_gpu(theirs, ours, read, device, dtype)
     if as_json:
         return print_json(found)
     print(f"{found.tokens} tokens, perplexity {found.perplexity:.2f} (reference {found.reference_perplexity:.2f})")
@@ -141,18 +145,15 @@ def cold_start(
 
     Example: dovetail bench cold-start smollm2-135m-instruct --runs 5
     """
-    from rich.progress import Progress
-
     from dovetail.store import Catalogue
     from dovetail_bench.cold_start import compare, import_torch_s, start_transformers, start_worker
 
     starts: list[Callable[[], ColdStart]] = [partial(start_worker, Catalogue().get(model))]
     if transformers_folder is not None:
         starts.append(partial(start_transformers, str(transformers_folder)))
-    with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
-        task = progress.add_task("Starting", total=runs * len(starts))
-        summaries = compare(starts, runs, lambda done, total: progress.update(task, completed=done))
-    plain_s = import_torch_s()
+    with progress(f"{runs * len(starts)} starts of a process that imports torch, seconds each.") as step:
+        summaries = compare(starts, runs, partial(step, "starts"))
+        plain_s = import_torch_s()
     if as_json:
         print_json({"import_torch_s": plain_s, "engines": summaries})
     else:
@@ -174,7 +175,11 @@ def memory(
     from dovetail.store import Catalogue
     from dovetail_bench.served_memory import measure
 
-    found = [measure(Catalogue(store).get(name), prompt, batch) for name in models]
+    with progress(f"{len(models)} models, a worker for each.") as step:
+        found = []
+        for at, name in enumerate(models):
+            step(name, at, len(models))
+            found.append(measure(Catalogue(store).get(name), prompt, batch))
     if as_json:
         return print_json(found)
     for each in found:
@@ -200,7 +205,8 @@ def chaos(
     from dovetail.config import parse_duration
     from dovetail_bench.chaos import kill_under_streams
 
-    result = kill_under_streams(model, streams, max_tokens, parse_duration(resume_timeout), nodes)
+    with progress(f"{streams} answers of {max_tokens} tokens undisturbed, then the same with a kill."):
+        result = kill_under_streams(model, streams, max_tokens, parse_duration(resume_timeout), nodes)
     if as_json:
         print_json(result)
         return
@@ -247,10 +253,11 @@ def migrate(
 
     if bool(url) != (event_log is not None):
         raise typer.BadParameter("--url and --event-log go together: the log says when answers moved")
-    if event_log is not None:
-        report = measure_at(url, event_log, model, streams, max_tokens, prompt_words, drains)
-    else:
-        report = measure(model, streams, max_tokens, prompt_words, nodes, store, drains, tpot)
+    with progress(f"{streams} answers of {max_tokens} tokens undisturbed, then the same with {drains} drains."):
+        if event_log is not None:
+            report = measure_at(url, event_log, model, streams, max_tokens, prompt_words, drains)
+        else:
+            report = measure(model, streams, max_tokens, prompt_words, nodes, store, drains, tpot)
     if as_json:
         print_json(report)
         return
@@ -286,7 +293,8 @@ def fronts(
     """
     from dovetail_bench.fronts import measure
 
-    ways = measure(model, streams, max_tokens, runs, store, pins=pin)
+    with progress(f"{runs} runs each way, of {streams} answers of {max_tokens} tokens."):
+        ways = measure(model, streams, max_tokens, runs, store, pins=pin)
     if as_json:
         print_json(ways)
         return
@@ -318,8 +326,6 @@ def mapped_start(
 
     Example: dovetail bench mapped-start --shape 0.5b --shape 1b --runs 20
     """
-    from rich.progress import Progress
-
     from dovetail_bench.mapped_start import SHAPES, measure
 
     shapes = shape or ["0.5b", "1b"]
@@ -327,18 +333,9 @@ def mapped_start(
         if name not in SHAPES:
             raise typer.BadParameter(f"{name} is not one of {', '.join(SHAPES)}", param_hint="--shape")
     results = []
-    with Progress(disable=as_json or not sys.stderr.isatty()) as progress:
+    with progress(f"Writes {' and '.join(shapes)} (gigabytes), then {runs} starts of each.") as step:
         for name in shapes:
-            task = progress.add_task(f"Writing and measuring {name}", total=None)
-            results.append(
-                measure(
-                    name,
-                    runs,
-                    folder,
-                    dtype,
-                    partial(_tell, progress, task),
-                )
-            )
+            results.append(measure(name, runs, folder, dtype, partial(step, f"writing and measuring {name}")))
     if as_json:
         print_json(results)
         return
@@ -351,10 +348,6 @@ def mapped_start(
             f"{each.model} {each.dtype}", weights, ready, copied, growth, f"{each.first_token_s_median:.3f} s"
         )
     _show(table)
-
-
-def _tell(progress: Progress, task: TaskID, done: int, total: int) -> None:
-    progress.update(task, completed=done, total=total)
 
 
 def _table(*columns: str) -> Table:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +11,7 @@ import typer
 from dovetail.cli.output import human_bytes, print_json
 from dovetail.errors import ConfigError
 from dovetail.machine import usable_cores
+from dovetail_bench.cli.progress import progress, span
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,7 +72,8 @@ def many(
     place.mkdir(parents=True, exist_ok=True)
     lengths = _range(input_tokens, "--input"), _range(output_tokens, "--output")
     mix = Mix(minutes, rate, zipf, cv, *lengths, seed)
-    with _bar(enabled=not as_json and sys.stderr.isatty()) as step:
+    names = contenders.split(",")
+    with progress(_expected(names, minutes, models + shapes, lives=cold_start or idle)) as step:
         made = Fleet(place, base or DEMO).make(models, shapes, step)
         fleet = by_popularity(made, seed)
         arrivals = _requests(mix, trace, shrink, len(fleet))
@@ -87,7 +87,7 @@ def many(
         else:
             from dovetail_bench.many import compete
 
-            contest = compete(contenders.split(","), fleet, arrivals, settings, seed, step)
+            contest = compete(names, fleet, arrivals, settings, seed, step)
     if cold_start or idle:
         _show_lives(*lives, as_json=as_json)
     else:
@@ -133,14 +133,12 @@ def _range(text: str, option: str) -> tuple[int, int]:
         raise ConfigError(f"{option} {text}: expected two numbers as in 32-96") from error
 
 
-@contextmanager
-def _bar(*, enabled: bool) -> Iterator[Callable[[str, int, int], None]]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, disable=not enabled) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+def _expected(names: Sequence[str], minutes_each: float, models: int, *, lives: bool) -> str:
+    first = f"writes {models} models unless they are there, and sets up peers that are missing (minutes the first time)"
+    if lives:
+        return f"First it {first}; then it starts models and waits, as the options say."
+    total = span(60 * len(names) * minutes_each)
+    return f"Contenders: {len(names)}, for {minutes_each:g} min each, one after another: {total}. First it {first}."
 
 
 def _measure_lives(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from dovetail.cli.output import print_json
-from dovetail_bench.cli.many import _bar, _show, _table
+from dovetail_bench.cli.many import _show, _table
+from dovetail_bench.cli.progress import progress
 
 if TYPE_CHECKING:
     from dovetail_bench.speculation import SpeculationResult
@@ -36,7 +36,8 @@ def speculation(
     cases = [case for case in CASES if not only or case.name in only.split(",")]
     if not cases or len(cases) < len(only.split(",")):
         raise typer.BadParameter("one of these is no text of this bench", param_hint="--only")
-    with _bar(enabled=not as_json and sys.stderr.isatty()) as step:
+    answers = 2 * rounds * len(cases)
+    with progress(f"{answers} answers of up to {max_tokens} tokens, one after another.") as step:
         result = measure(model, mode, tokens, rounds, max_tokens, cases, draft, temperature, step)
     if as_json:
         gains = {"gain_repeating": result.gain(repeats=True), "gain_plain": result.gain(repeats=False)}

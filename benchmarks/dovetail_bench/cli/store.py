@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dovetail.cli.output import human_bytes, print_json
+from dovetail_bench.cli.progress import progress
 
 if TYPE_CHECKING:
     from dovetail_bench.store_bench import Result
-    from dovetail_bench.store_suite import Suite, Watch
+    from dovetail_bench.store_suite import Suite
 
 
 class Device(StrEnum):
@@ -53,7 +51,7 @@ def store(
 
     Example: dovetail bench store --models 1b --rounds 5 --breakdown
     """
-    from dovetail_bench.store_suite import Plan, run_suite
+    from dovetail_bench.store_suite import Plan, Watch, run_suite
 
     plan = Plan(
         models=tuple(name.strip() for name in models.split(",") if name.strip()),
@@ -68,8 +66,9 @@ def store(
         pre_read=pre_read,
         drop_everything=drop_caches,
     )
-    with watch_on_stderr(enabled=not as_json and sys.stderr.isatty()) as watch:
-        suite = run_suite(plan, watch)
+    expected = f"Writes {models} ({device.value}) unless kept, then loads each {rounds} times in every way"
+    with progress(f"{expected}; the time left is told from the second load on.") as step:
+        suite = run_suite(plan, Watch(step))
     for failure in suite.failures:
         typer.echo(f"not measured: {failure.loader}: {failure.reason}", err=as_json)
     for note in suite.notes:
@@ -78,24 +77,6 @@ def store(
         print_json(suite.results)
     else:
         _print(suite)
-
-
-@contextmanager
-def watch_on_stderr(enabled: bool) -> Iterator[Watch]:
-    """A bar on stderr: bytes while checkpoints are written, loads or runs while they are measured."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    from dovetail_bench.store_suite import Watch
-
-    columns = (BarColumn(), "{task.percentage:>3.0f}%", MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, "{task.description}", console=Console(stderr=True), disable=not enabled) as bars:
-        task = bars.add_task("", total=None)
-
-        def show(text: str, done: int, total: int) -> None:
-            bars.update(task, description=text, completed=done, total=total or None)
-
-        yield Watch(show)
 
 
 def _print(suite: Suite) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dovetail.cli.output import print_json, print_table
+from dovetail_bench.cli.progress import progress
 
 
 def thesis(as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False) -> None:
@@ -16,7 +17,11 @@ def thesis(as_json: Annotated[bool, typer.Option("--json", help="Print JSON for 
     """
     from dovetail_bench.thesis_platforms import sensitivity
 
-    rows = list(sensitivity())
+    with progress("Plans two networks once for each constant and factor.") as step:
+        rows = []
+        for row in sensitivity():
+            rows.append(row)
+            step("constants and factors", len(rows), 0)
     if as_json:
         print_json(rows)
         return
