@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import msgspec
 import torch
 
+from dovetail.engine.devices.cuda.arena import bytes_at
 from dovetail.engine.devices.cuda.device import CudaDevice
+from dovetail.engine.devices.cuda.in_place import hybrid
+from dovetail.engine.devices.cuda.products import MOST_IN_PLACE
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.errors import ConfigError
 from dovetail.policy.streaming import streamed_layers
@@ -24,6 +28,7 @@ from dovetail_bench.pooled_weights import PooledWeights
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 ROWS = (1, 8, 64, 256, 1024, 2048)
+ALPHAS = (0.0, 0.125, 0.25, 0.5, 1.0)
 _COPY_BYTES, _REPEAT, _WARM_UPS = 4 << 30, 5, 3
 _MOST_DECODED = 256  # rows that are sequences; more are a prompt
 
@@ -80,16 +85,26 @@ class StreamingBench:
                 cells.append(
                     self._cell(f"{rows[0]} rows, {share:g} resident", seconds, least_s, self._link_bytes(share))
                 )
+        if LAYOUTS[self._precision] == "plain" and self._precision != "fp8":
+            for count, seconds in self._all_rows(0.0, rows, in_place=True).items():
+                least_s = max(link_s, compute[count])
+                cells.append(self._cell(f"{count} rows, all in place", seconds, least_s, self._link_bytes(0.0)))
+            cells += self._products(rows)
         cells += self._switches(first)
         first.close()
         return cells
 
-    def _open(self, share: float) -> Any:
+    def _open(self, share: float, *, in_place: bool = False) -> Any:
         resident = round(share * self.spec.num_layers)
         dtype = "fp8" if self._precision == "fp8" else "auto"
         kv_bytes = self.spec.kv_bytes_per_token("bf16") * (_MOST_DECODED * 128 + 8192)
         config = ExecutorConfig(
-            kv_bytes=kv_bytes, block_size=BLOCK, max_batch=_MOST_DECODED, dtype=dtype, resident_layers=resident
+            kv_bytes=kv_bytes,
+            block_size=BLOCK,
+            max_batch=_MOST_DECODED,
+            dtype=dtype,
+            resident_layers=resident,
+            in_place=in_place,
         )
         executor = self._device.executor(self._weights.open(), config)
         executor.resize(executor.max_blocks)
@@ -126,8 +141,8 @@ class StreamingBench:
             times.append(begin.elapsed_time(end) / 1e3)
         return float(size / min(times[1:]))
 
-    def _all_rows(self, share: float, rows: Sequence[int]) -> dict[int, float]:
-        executor = self._open(share)
+    def _all_rows(self, share: float, rows: Sequence[int], *, in_place: bool = False) -> dict[int, float]:
+        executor = self._open(share, in_place=in_place)
         try:
             return {count: self._iteration(executor, count) for count in rows}
         finally:
@@ -138,6 +153,26 @@ class StreamingBench:
             decoding = Decoding(executor, count, 16)
             return median([decoding.step() for _ in range(_WARM_UPS + _REPEAT)][_WARM_UPS:])
         return median([_prompt(executor, count) for _ in range(_WARM_UPS + _REPEAT)][_WARM_UPS:])
+
+    def _products(self, rows: Sequence[int]) -> list[StreamCell]:
+        """One layer's matrices in place, by the share of columns that are summed output by output (α)."""
+        shapes = [
+            (name, shape) for name, shape in self.spec.tensors() if name.startswith("layers.1.") and len(shape) > 1
+        ]
+        matrices = []
+        for name, shape in shapes:
+            begin, size = self._weights.places[name]
+            first = torch.frombuffer(self._weights.lease.pieces(begin, begin + size)[0], dtype=torch.uint8)
+            matrices.append(bytes_at(first.data_ptr(), size, self._device.device).view(torch.bfloat16).view(shape))
+        cells = []
+        for count in (count for count in rows if count > MOST_IN_PLACE):
+            given = [torch.randn(count, matrix.shape[1], device="cuda", dtype=torch.bfloat16) for matrix in matrices]
+            for share in ALPHAS:
+                products = [partial(hybrid, x, one, None, share) for x, one in zip(given, matrices, strict=True)]
+                seconds = median(_timed(products) for _ in range(4))
+                least_s = self._layer_bytes / self.copy_rate
+                cells.append(self._cell(f"{count} rows of a layer, α = {share:g}", seconds, least_s, self._layer_bytes))
+        return cells
 
     def _switches(self, first: Any) -> list[StreamCell]:
         """Two models in host memory, each with every iteration after the other's; and one that is opened for it."""
@@ -170,6 +205,19 @@ class StreamingBench:
             self._cell("from launching its first iteration to the end of the first kernel", median(begun[1:]), 0.0, 0),
             self._cell("from opening to the first token of 128", median(texts[1:]), self._link_s(0.0), streamed),
         ]
+
+
+def _timed(functions: Sequence[Callable[[], object]]) -> float:
+    """One after the other by the device's clock, the second time."""
+    for function in functions:
+        function()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for function in functions:
+        function()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end) / 1e3)
 
 
 def _until_first_kernel(executor: Any, device: CudaDevice) -> float:

@@ -13,7 +13,7 @@ from random_sampling import random_logits, random_row, random_sampling
 
 from dovetail.codings import CODINGS, Quantised
 from dovetail.engine.adapters import AdapterMatrices, Part
-from dovetail.engine.devices.cuda import attention, coded, elementwise, products
+from dovetail.engine.devices.cuda import attention, coded, elementwise, in_place, products
 from dovetail.engine.devices.cuda.adapter_image import AdapterImage, adapted_matrix, group_rows, rank_capacity
 from dovetail.engine.devices.cuda.greedy import fill_in, greedy
 from dovetail.engine.devices.cuda.lora import AdaptedRows
@@ -151,6 +151,21 @@ def check_products() -> None:
             close(products.linear(x, weight, bias), F.linear(x, weight, bias), f"{count} rows", 2e-3)
     x, weight = torch.randn(1, 1500) / 40, torch.randn(140, 1500)
     close(products.gated_linear(x, weight, "silu"), torch_ops.gated(F.linear(x, weight), "silu"), "a gated row", 2e-3)
+
+
+def check_in_place() -> None:
+    """Neither rows, tokens nor columns are multiples of a tile; α from nothing to all of the columns."""
+    small = in_place.Tiles((16, 16, 32), (32, 16, 64), 4, 3)
+    for count, rows, columns in ((20, 70, 100), (33, 48, 64), (129, 33, 200)):
+        x, weight, bias = torch.randn(count, columns), torch.randn(rows, columns), torch.randn(rows)
+        for share in (0.0, 0.4, 1.0):
+            for own in (None, bias):
+                close(in_place.hybrid(x, weight, own, share, small), F.linear(x, weight, own), f"α = {share}", 2e-3)
+    host, x = in_place.HostMatrix(torch.randn(2, 34, 72)), torch.randn(5, 72)
+    assert host.shape == (2, 34, 72)
+    close(products.linear(x, host[1], None), F.linear(x, host.values[1]), "few rows in place", 2e-3)
+    wanted = torch_ops.gated(F.linear(x[:1], host.values[0]), "silu")
+    close(products.gated_linear(x[:1], host[0], "silu"), wanted, "a gated row in place", 2e-3)
 
 
 def small_codes(layout: str, rows: int, columns: int) -> Quantised:
@@ -292,6 +307,7 @@ if __name__ == "__main__":
         shape = attention.AttentionShape(num_heads, kv_heads, head_dim, head_dim**-0.5, softcap, window)
         check_attention(shape)
     check_products()
+    check_in_place()
     for layout in filter(coded.can_keep, CODINGS):
         check_coded(layout)
     check_adapters(72, 4, 2, (3, 16, 40))

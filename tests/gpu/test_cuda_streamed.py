@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from gpu_prompts import GREEDY, prompts
 
 from dovetail.engine.executor import ExecutorConfig
+from dovetail.engine.gpu_load import PinnedRange
 from dovetail.node.ports import Checkpoint
 from dovetail.sched.turn import Turn, TurnRow
 from dovetail.store import Catalogue, open_checkpoint
@@ -20,7 +23,10 @@ from dovetail.store.loading.pooled import open_pooled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 if torch.cuda.is_available():
+    from dovetail.engine.devices.cuda.arena import bytes_at
     from dovetail.engine.devices.cuda.device import CudaDevice
+    from dovetail.engine.devices.cuda.in_place import HostMatrix, hybrid
+    from dovetail.engine.devices.cuda.products import linear
 
 CHUNK = 64 << 10
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -61,8 +67,8 @@ def stored(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     return pull
 
 
-def make_executor(device: Any, checkpoint: Checkpoint, dtype: str, resident: int | None) -> Any:
-    config = ExecutorConfig(kv_bytes=1 << 24, dtype=dtype, max_batch=16, resident_layers=resident)
+def make_executor(device: Any, checkpoint: Checkpoint, dtype: str, resident: int | None, **options: bool) -> Any:
+    config = ExecutorConfig(kv_bytes=1 << 24, dtype=dtype, max_batch=16, resident_layers=resident, **options)
     executor = device.executor(checkpoint, config)
     executor.resize(executor.max_blocks)
     return executor
@@ -94,22 +100,79 @@ def all_logits(executor: Any, lengths: list[int]) -> torch.Tensor:
 def test_a_streamed_model_computes_what_the_resident_one_does(
     family: str, form: str, resident: int, stored: Stored, device: Any, loader: Loader
 ) -> None:
-    """To the bit, by kernels and by graphs, several times over: a slot that is overwritten too early is seen."""
+    """By kernels and by graphs, several times over: a slot that is overwritten too early is seen. To the bit, unless
+    experts are read in place by kernels of their own."""
     layout, dtype = FORMS[form]
     if form == "fp8" and not HAS_FP8:
         pytest.skip("no products of 8-bit floats")
     path = stored(family, layout)
+    tolerance = 0.0 if family != "mixtral" or layout != "plain" else 2e-4 if dtype == "f32" else 4e-2
     whole = make_executor(device, open_pooled(path, loader), dtype, None)
     some = make_executor(device, open_pooled(path, loader), dtype, resident)
     try:
         for lengths in ([1], [40, 1, 5], [150, 70]):
             wanted = all_logits(whole, lengths)
             for _ in range(4):
-                assert torch.equal(all_logits(some, lengths), wanted), lengths
+                assert (all_logits(some, lengths) - wanted).abs().max() <= tolerance * wanted.abs().max(), lengths
+        if tolerance < 1e-3:
+            assert greedy_text(some) == greedy_text(whole)
+    finally:
+        whole.close()
+        some.close()
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("family", ["llama", "llama_bias", "gemma2", "opt", "mixtral"])
+def test_a_model_whose_layers_are_read_in_place_says_the_same(
+    family: str, resident: int, stored: Stored, device: Any, loader: Loader
+) -> None:
+    """Up to 220 rows: by the kernels of one row, of few, and of both dataflows."""
+    path = stored(family, "plain")
+    whole = make_executor(device, open_pooled(path, loader), "f32", None)
+    some = make_executor(device, open_pooled(path, loader), "f32", resident, in_place=True)
+    try:
+        assert some.weight_bytes < whole.weight_bytes
+        for lengths in ([1], [40, 1, 5], [150, 70]):
+            wanted = all_logits(whole, lengths)
+            for _ in range(3):
+                assert (all_logits(some, lengths) - wanted).abs().max() < 2e-4 * max(wanted.abs().max().item(), 1.0)
         assert greedy_text(some) == greedy_text(whole)
     finally:
         whole.close()
         some.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 17, 64, 100, 129, 300, 1024])
+@pytest.mark.parametrize("shape", [(48, 64), (33, 100), (900, 4864), (4100, 1032)], ids=str)
+def test_products_in_place_are_those_of_float32(device: Any, count: int, shape: tuple[int, int], in_host: Any) -> None:
+    """Rows and columns that are no multiples of a tile, over memory that is registered in several parts."""
+    values = in_host(shape)
+    weight = values.clone().cuda().float()  # no copy of the driver's may cross parts that are registered apart
+    x = torch.randn(count, shape[1], device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
+    wanted = x.float() @ weight.T
+    matrix = HostMatrix(bytes_at(values.data_ptr(), 2 * values.numel(), device.device).view(torch.bfloat16).view(shape))
+    for own, found in ((0.0, linear(x, matrix, None)), (bias.float(), linear(x, matrix, bias))):
+        assert (found.float() - wanted - own).norm() < 4e-3 * (wanted + own).norm()
+    for share in (0.3, 1.0):
+        assert (hybrid(x, matrix.values, bias, share).float() - wanted - bias.float()).norm() < 4e-3 * wanted.norm()
+
+
+@pytest.fixture(scope="module")
+def in_host() -> Iterator[Any]:
+    """Makes random matrices in host memory of which every 64 KiB are registered apart."""
+    memory = mmap.mmap(-1, 16 << 20)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    pinned = [PinnedRange(begin + at, CHUNK) for at in range(0, len(memory), CHUNK)]
+
+    def make(shape: tuple[int, int]) -> torch.Tensor:
+        values = torch.frombuffer(memory, dtype=torch.bfloat16, count=shape[0] * shape[1]).view(shape)
+        return values.copy_(torch.randn(shape))
+
+    yield make
+    torch.cuda.synchronize()
+    for one in pinned:
+        one.close()
 
 
 def test_streamed_models_in_turns_do_not_meet_in_their_slots(stored: Stored, device: Any, loader: Loader) -> None:

@@ -45,6 +45,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True):
     kv: KvKind = "auto"
     weights: Literal["resident", "mapped", "auto"] = "auto"  # auto = in place where the checkpoint allows it
     resident_layers: int | None = None  # on a GPU; the others are streamed from host memory. None = all
+    in_place: bool = False  # those are not copied: kernels read them in host memory, where codes need no unpacking
     level: str = "auto"  # of the kernels
     max_batch: int = 0  # rows of one iteration that buffers are made for; 0 = what suits the device
     tokenizer_file: str = ""  # for structured output

@@ -6,6 +6,7 @@ turns, so that an iteration takes the longer of computing and of the link. Knows
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dovetail.policy.latency import Curve, LatencyModel, Surface
 
@@ -32,11 +33,11 @@ class StreamedWeights:
     def num_layers(self) -> int:
         return len(self.kept)
 
-    def device_bytes(self, resident: int) -> int:
+    def device_bytes(self, resident: int, *, in_place: bool = False) -> int:
         streamed = streamed_layers(self.num_layers, resident)
         if not streamed:
             return self.total_bytes
-        slots = SLOTS * max(self.stored[layer] for layer in streamed)
+        slots = 0 if in_place else SLOTS * max(self.stored[layer] for layer in streamed)
         work = max(self.kept[layer] for layer in streamed) if self.is_unpacked else 0
         return self.total_bytes - sum(self.kept[layer] for layer in streamed) + slots + work
 
@@ -50,11 +51,21 @@ class StreamedWeights:
         return next((count for count in counts if self.device_bytes(count) <= room_bytes), 0)
 
 
-def resident_layers(weights: StreamedWeights, capacity_bytes: int, kv_bytes: int, share: float | None) -> int:
-    """`share`: of the layers, as the user says; None = all that fit beside this much KV memory."""
-    if share is None:
-        return weights.most_resident(capacity_bytes - min(kv_bytes, capacity_bytes // 2))
-    return round(share * weights.num_layers)
+class Residency(NamedTuple):
+    """Of a model of which not all layers stay on the device."""
+
+    layers: int  # that do
+    in_place: bool = False  # the others have no slots: kernels read them in host memory, a little slower
+
+
+def residency(weights: StreamedWeights, capacity_bytes: int, kv_bytes: int, share: float | None) -> Residency | None:
+    """None = all layers stay. `share`: of the layers, as the user says; None = all that fit beside this much KV memory.
+    Codes are unpacked on the device, so that they cannot be read in place."""
+    room = capacity_bytes - min(kv_bytes, capacity_bytes // 2)
+    count = weights.most_resident(room) if share is None else round(share * weights.num_layers)
+    if count >= weights.num_layers:
+        return None
+    return Residency(count, in_place=weights.device_bytes(count) > room and not weights.is_unpacked)
 
 
 def with_link(latency: LatencyModel, link_s: float) -> LatencyModel:

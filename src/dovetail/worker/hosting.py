@@ -20,7 +20,7 @@ from dovetail.machine import slug
 from dovetail.modelspec import DTYPE_BYTES, FP8, KvKind, activation_dtype, is_fp8_matrix
 from dovetail.policy.latency import GIB, LatencyModel
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.policy.streaming import StreamedWeights, resident_layers, with_link
+from dovetail.policy.streaming import Residency, StreamedWeights, residency, with_link
 from dovetail.profiles.files import read_profile
 from dovetail.profiles.hardware import Hardware, Shape, latency_of
 from dovetail.profiles.live import LiveLatency
@@ -93,11 +93,11 @@ class Profiles:
         max_kv_tokens: int,
         keep_alive_s: float,
         load_s: float,
-        resident: int | None = None,
+        residency: Residency | None = None,
     ) -> Hosting:
-        latency = self.latency(card, dtype, kv, resident)
+        latency = self.latency(card, dtype, kv, residency)
         return Hosting(
-            weight_bytes=self.weight_bytes(card, dtype, resident),
+            weight_bytes=self.weight_bytes(card, dtype, residency),
             kv_bytes_per_token=card.spec.kv_bytes_per_token(dtype, kv),
             latency=latency,
             block_tokens=block_size,
@@ -106,22 +106,24 @@ class Profiles:
             keep_alive_s=keep_alive_s,
         )
 
-    def latency(self, card: ModelCard, dtype: str, kv: KvKind = "auto", resident: int | None = None) -> LiveLatency:
-        """`resident`: how many of its layers stay on the device; None = all."""
+    def latency(
+        self, card: ModelCard, dtype: str, kv: KvKind = "auto", residency: Residency | None = None
+    ) -> LiveLatency:
+        """`residency`: None = all of its layers stay on the device."""
         name = self.shape_name(card, dtype, kv)
-        if resident is not None:
-            name = f"{name}-{resident}-resident"
+        if residency is not None:
+            name = f"{name}-{residency.layers}-resident"
         live = self._live.get(name)
         if live is None:
             base = self.measured(card, dtype, kv) or self._estimated(card, dtype, kv)
             live = self._live[name] = LiveLatency(
-                base if resident is None else self._linked(base, card, dtype, resident)
+                base if residency is None else self._linked(base, card, dtype, residency)
             )
         return live
 
-    def _linked(self, base: LatencyModel, card: ModelCard, dtype: str, resident: int) -> LatencyModel:
+    def _linked(self, base: LatencyModel, card: ModelCard, dtype: str, residency: Residency) -> LatencyModel:
         kept = kept_as(card, dtype, self._device)
-        link_bytes = streamed_weights(card, dtype, kept).link_bytes(resident)
+        link_bytes = streamed_weights(card, dtype, kept).link_bytes(residency.layers)
         return with_link(base, link_bytes / self.prepare(dtype, kept).link)
 
     @property
@@ -152,21 +154,19 @@ class Profiles:
     def shape_of(self, card: ModelCard, dtype: str, kv: KvKind = "auto") -> Shape:
         return shape_of(card, dtype, kept_as(card, dtype, self._device), kv)
 
-    def weight_bytes(self, card: ModelCard, dtype: str, resident: int | None = None) -> int:
+    def weight_bytes(self, card: ModelCard, dtype: str, residency: Residency | None = None) -> int:
         kept = kept_as(card, dtype, self._device)
-        if resident is not None:
-            return streamed_weights(card, dtype, kept).device_bytes(resident)
+        if residency is not None:
+            return streamed_weights(card, dtype, kept).device_bytes(residency.layers, in_place=residency.in_place)
         return weight_bytes(card, dtype, kept)
 
-    def resident_layers(
+    def residency(
         self, card: ModelCard, dtype: str, capacity: int, kv_bytes: int, share: float | None
-    ) -> int | None:
-        """How many layers stay on this device, which has so much memory; None = all of them."""
+    ) -> Residency | None:
+        """Which layers stay on this device, which has so much memory; None = all of them."""
         if self._device.kind is DeviceKind.CPU:  # it computes with weights where they lie
             return None
-        weights = streamed_weights(card, dtype, kept_as(card, dtype, self._device))
-        count = resident_layers(weights, capacity, kv_bytes, share)
-        return count if count < weights.num_layers else None
+        return residency(streamed_weights(card, dtype, kept_as(card, dtype, self._device)), capacity, kv_bytes, share)
 
     def store(
         self, card: ModelCard, dtype: str, prefill_ms: list[Any], decode_ms: list[Any], kv: KvKind = "auto"

@@ -35,8 +35,8 @@ def instance_config(
     asked_bytes = message.kv_bytes or config.kv_bytes
     kept_bytes = spec.kv_bytes_per_token(dtype, message.kv) * min(spec.context_length, KEPT_TOKENS)
     kept_bytes = min(asked_bytes, kept_bytes) if asked_bytes else kept_bytes
-    resident = profiles.resident_layers(message.card, dtype, capacity, kept_bytes, message.resident_share)
-    weight_bytes = profiles.weight_bytes(message.card, dtype, resident)
+    residency = profiles.residency(message.card, dtype, capacity, kept_bytes, message.resident_share)
+    weight_bytes = profiles.weight_bytes(message.card, dtype, residency)
     weight_bytes += profiles.weight_bytes(draft, draft_dtype) if draft is not None else 0
     room = max(capacity - weight_bytes, 0)
     kv_bytes = min(asked_bytes or room, room)
@@ -59,7 +59,7 @@ def instance_config(
         max_adapters=config.max_adapters,
         speculation=message.speculation,
         draft=drafted,
-        resident_layers=resident,
+        residency=residency,
     )
 
 
@@ -83,7 +83,7 @@ def hosting_of(config: InstanceConfig, profiles: Profiles, keep_alive_s: float, 
         max_kv_tokens=config.max_tokens + config.block_size,
         keep_alive_s=keep_alive_s,
         load_s=load_s,
-        resident=config.resident_layers,
+        residency=config.residency,
     )
     draft = config.draft
     if draft is None:

@@ -23,6 +23,7 @@ from dovetail.modelspec import KvKind
 from dovetail.node.events import StartLoad
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.startup import LoadTimes
+from dovetail.policy.streaming import Residency
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.store.loading.loader import Ticket
@@ -68,7 +69,7 @@ class InstanceConfig:
     max_adapters: int = 0  # in one iteration; 0 = any number
     speculation: Speculation = OFF
     draft: DraftConfig | None = None
-    resident_layers: int | None = None  # on a GPU; the others are streamed from host memory. None = all
+    residency: Residency | None = None  # on a GPU, of the model; None = all of its layers stay there
     verify: bool = False  # compare weights that are mapped without a pool with their checksums
 
     @property
@@ -303,12 +304,14 @@ def _executor_config(
 ) -> ExecutorConfig:
     from dovetail.engine.executor import ExecutorConfig
 
+    residency = config.residency if card is config.card else None
     return ExecutorConfig(
         kv_bytes=kv_bytes,
         block_size=config.block_size,
         dtype=dtype,
         kv=config.kv,
-        resident_layers=config.resident_layers if card is config.card else None,
+        resident_layers=residency.layers if residency is not None else None,
+        in_place=residency is not None and residency.in_place,
         tokenizer_file=card.tokenizer_file,
         eos_token_ids=card.eos_token_ids,
         max_batch=config.max_batch,

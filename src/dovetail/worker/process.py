@@ -312,7 +312,7 @@ class Worker:
             known = None
         if known is not None and self._driver.instances_of(name):  # what is ready keeps its form
             layers = message.card.spec.num_layers
-            share = (layers if known.resident_layers is None else known.resident_layers) / layers
+            share = (layers if known.residency is None else known.residency.layers) / layers
             same = {"dtype": known.dtype, "kv": known.kv, "speculation": known.speculation, "resident_share": share}
             message = msgspec.structs.replace(message, **same)
         config = self._instance_configs[name] = instance_config(

@@ -107,7 +107,7 @@ class CudaArena:
         if self._view is None:
             before = len(self._handles)
             self.resize(max(self.committed_bytes, 1))  # torch asks the driver whose address it is
-            self._view = torch.as_tensor(_Bytes(self._address, self.reserved_bytes), device=self._device)
+            self._view = bytes_at(self._address, self.reserved_bytes, self._device)
             self._unmap(self._take_from(before))
         count = dtype.itemsize
         for size in shape:
@@ -157,6 +157,11 @@ class CudaArena:
                 _checked(driver.cuMemAddressFree(freed, self.reserved_bytes))
 
         RECLAIMER.add(unmap)
+
+
+def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
+    """Memory that somebody else owns: the device's, or the host's where it is registered with the device."""
+    return torch.as_tensor(_Bytes(address, size), device=device)
 
 
 class _Bytes:

@@ -414,6 +414,7 @@ def _weights(
         in_fp8=in_fp8,
         streamed=streamed,
         slot_stream=device.slot_stream,
+        in_place=config.in_place,
     )
 
 

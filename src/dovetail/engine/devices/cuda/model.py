@@ -18,6 +18,7 @@ from dovetail.engine.devices.cuda.attention import AttentionShape
 from dovetail.engine.devices.cuda.coded import CodedMatrix, look_up
 from dovetail.engine.devices.cuda.elementwise import activate, add_norm, rotate_and_write
 from dovetail.engine.devices.cuda.fp8 import Fp8Matrix
+from dovetail.engine.devices.cuda.in_place import HostMatrix
 from dovetail.engine.devices.cuda.lora import AdaptedRows
 from dovetail.engine.devices.cuda.products import Matrix, gated_linear, linear
 from dovetail.engine.devices.cuda.weights import DeviceWeights
@@ -231,7 +232,9 @@ def _norm(spec: ModelSpec, weights: DeviceWeights, name: str) -> tuple[Tensor, T
 
 def _look_up(which: Tensor, matrix: Matrix, dtype: torch.dtype) -> Tensor:
     assert not isinstance(matrix, Fp8Matrix), "what is looked up has 16 bits"
-    return look_up(which, matrix, dtype) if isinstance(matrix, CodedMatrix) else F.embedding(which, matrix)
+    if isinstance(matrix, CodedMatrix):
+        return look_up(which, matrix, dtype)
+    return F.embedding(which, matrix.values if isinstance(matrix, HostMatrix) else matrix)
 
 
 def _normed(rows: Rows, norm: tuple[Tensor, Tensor | None], spec: ModelSpec, some: Tensor | None = None) -> Tensor:

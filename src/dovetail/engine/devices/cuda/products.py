@@ -20,10 +20,12 @@ from dovetail.engine.devices.cuda import coded, fp8
 from dovetail.engine.devices.cuda.coded import CodedMatrix
 from dovetail.engine.devices.cuda.elementwise import ACTIVATIONS, activate, activate_values
 from dovetail.engine.devices.cuda.fp8 import Fp8Matrix
+from dovetail.engine.devices.cuda.in_place import HostMatrix, hybrid
 from dovetail.engine.devices.cuda.launch import OVERLAP, launch_next, wait_for_previous
 
 MANY_ROWS = 16  # from here on every product is the vendor's
-Matrix = Tensor | CodedMatrix | Fp8Matrix
+MOST_IN_PLACE = 128  # rows up to which a matrix in host memory is read once without sums on the device
+Matrix = Tensor | CodedMatrix | Fp8Matrix | HostMatrix
 
 
 class Tile(NamedTuple):
@@ -31,6 +33,9 @@ class Tile(NamedTuple):
     columns: int
     warps: int
     stages: int
+
+
+IN_PLACE_ROW, IN_PLACE_FEW, IN_PLACE_MORE = Tile(4, 1024, 4, 3), Tile(32, 128, 4, 4), Tile(64, 64, 4, 4)
 
 
 @triton.jit
@@ -160,8 +165,19 @@ def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
     return fp8.multiply(x, weight, bias)
 
 
+def in_place_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The weight is in host memory: whatever is done is done to read it once."""
+    if len(x) == 1:
+        return one_row(x, weight, bias, IN_PLACE_ROW)
+    if len(x) <= MOST_IN_PLACE:
+        return few_rows(x, weight, bias, IN_PLACE_FEW if len(x) <= 32 else IN_PLACE_MORE)
+    return hybrid(x, weight, bias)
+
+
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
     """x [n, in], weight [out, in] → [n, out]."""
+    if isinstance(weight, HostMatrix):
+        return in_place_linear(x, weight.values, bias)
     if isinstance(weight, CodedMatrix):
         return coded.linear(x, weight, bias)
     if isinstance(weight, Fp8Matrix):
@@ -177,6 +193,8 @@ def gated_linear(x: Tensor, weight: Matrix, activation: str) -> Tensor:
     """x [n, in], weight of gate and up [2·out, in] → activation(gate)·up [n, out]."""
     if isinstance(weight, CodedMatrix):
         return coded.gated_linear(x, weight, activation)
+    if isinstance(weight, HostMatrix) and len(x) == 1:
+        return one_row(x, weight.values, None, IN_PLACE_ROW, activation)
     if len(x) == 1:
         tile = (fp8_row_tile if isinstance(weight, Fp8Matrix) else one_row_tile)(*weight.shape, gated=True)
         return one_row(x, weight, None, tile, activation)

@@ -9,12 +9,15 @@ Host memory stays as it is for as long as the model is open: whoever has the wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from dovetail.engine.devices.cuda.arena import bytes_at
+from dovetail.engine.devices.cuda.in_place import HostMatrix
 from dovetail.engine.layer_slots import LayerSlots
 
 
@@ -76,3 +79,13 @@ class LayerStream:
             for copy in self._layers[layer].copies:
                 copy.target.copy_(copy.source, non_blocking=True)
         self._copied[layer] = self._stream.record_event()
+
+
+def host_matrix(
+    sources: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> HostMatrix | None:
+    """Of bytes that the device can read; None: they lie in several places."""
+    first, size = sources[0].data_ptr(), sum(map(len, sources))
+    if any(a.data_ptr() + len(a) != b.data_ptr() for a, b in pairwise(sources)):
+        return None
+    return HostMatrix(bytes_at(first, size, device).view(dtype).view(shape), tuple(sources))

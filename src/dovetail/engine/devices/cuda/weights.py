@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -23,8 +24,9 @@ from torch import Tensor
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.devices.cuda.coded import CodedMatrix, CodedRows, can_keep, lay_out
 from dovetail.engine.devices.cuda.fp8 import Fp8Matrix, Rounded, round_rows
+from dovetail.engine.devices.cuda.in_place import HostMatrix
 from dovetail.engine.devices.cuda.places import CodedPlace, Fp8Place, Place, Room, aligned
-from dovetail.engine.devices.cuda.streamed import LayerStream, SlotCopy, StreamedLayer
+from dovetail.engine.devices.cuda.streamed import LayerStream, SlotCopy, StreamedLayer, host_matrix
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.gpu_load import PinnedRange
 from dovetail.engine.weights import from_read_only_memory
@@ -119,6 +121,7 @@ class DeviceWeights:
         in_fp8: bool = False,  # matrices of layers, unless they are quantised already
         streamed: Collection[int] = (),  # layers that are copied anew with every iteration
         slot_stream: torch.cuda.Stream | None = None,  # that copies them
+        in_place: bool = False,  # they are not: kernels read them in host memory. Experts are read so in any case
     ) -> None:
         self.spec = checkpoint.spec
         self.dtype = dtype
@@ -126,7 +129,9 @@ class DeviceWeights:
         self._streamed = frozenset(streamed)
         self._sources: dict[str, HostSources] = {}  # of what is streamed
         self._raw: dict[str, list[Place]] = {}  # where it lies as it is stored, in its slot
-        self._copier = copier
+        self._in_place = in_place
+        self._in_host: dict[str, HostMatrix] = {}  # what kernels read in host memory
+        self._device, self._copier = device, copier
         self._places: dict[str, Place | Fp8Place | tuple[CodedPlace, ...]] = {}
         self._shapes = dict(self.spec.tensors())
         self.num_bytes = self._plan(checkpoint)
@@ -148,7 +153,7 @@ class DeviceWeights:
         return self._arena.committed_bytes
 
     def has(self, name: str) -> bool:
-        return name in self._places
+        return name in self._places or name in self._in_host
 
     def get(self, name: str) -> Tensor:
         """A view; its bytes are there once its layer is."""
@@ -159,8 +164,10 @@ class DeviceWeights:
     def find(self, name: str) -> Tensor | None:
         return self.get(name) if self.has(name) else None
 
-    def matrix(self, name: str) -> Tensor | CodedMatrix | Fp8Matrix:
-        """The same of what may be quantised."""
+    def matrix(self, name: str) -> Tensor | CodedMatrix | Fp8Matrix | HostMatrix:
+        """The same of what may be quantised, or not on the device."""
+        if name in self._in_host:
+            return self._in_host[name]
         places = self._places[name]
         if isinstance(places, Place):
             return self._at(places)
@@ -200,7 +207,7 @@ class DeviceWeights:
     @property
     def reads_host(self) -> bool:
         """With every iteration, for as long as it is open."""
-        return self._slots is not None
+        return self._slots is not None or bool(self._in_host)
 
     def has_arrived(self) -> bool:
         """All that stays is on the device; of that, host memory is no longer read."""
@@ -213,7 +220,7 @@ class DeviceWeights:
         others are not waited for."""
         if self._slots is not None:
             self._slots.close()
-        self._slots, self._sources = None, {}
+        self._slots, self._sources, self._in_host = None, {}, {}
         if self._bytes is not None:
             self._arena.in_use = (*events, self._copied())
         self._events = []
@@ -236,7 +243,13 @@ class DeviceWeights:
         room, by_layer = Room(), dict[int, list[str]]()
         for name in self._shapes:
             layer = _layer_of(name)
-            if layer in self._streamed and _is_matrix(name, self._shapes[name]):
+            found = None
+            if self._can_stay_in_host(name, checkpoint):
+                (sources,) = self._pinned_sources(name, checkpoint)
+                found = host_matrix(sources, self._kept(name, checkpoint), self._shapes[name], self._device)
+            if found is not None:
+                self._in_host[name] = found
+            elif layer in self._streamed and _is_matrix(name, self._shapes[name]):
                 by_layer.setdefault(layer, []).append(name)
             else:
                 self._places[name] = self._take(name, room, checkpoint)
@@ -278,9 +291,17 @@ class DeviceWeights:
                 self._places[name], self._raw[name] = place, [place]
         return slot.num_bytes - slot_at, work.num_bytes - work_at
 
+    def _can_stay_in_host(self, name: str, checkpoint: Checkpoint) -> bool:
+        """Kernels read only part of it, or there is to be no room for slots."""
+        if not self._streamed or self._is_unpacked(name, checkpoint):
+            return False
+        if name == "embed.weight":
+            return not self.spec.tied_embeddings
+        is_streamed = _layer_of(name) in self._streamed and _is_matrix(name, self._shapes[name])
+        return is_streamed and (self._in_place or ".experts." in name)
+
     def _is_unpacked(self, name: str, checkpoint: Checkpoint) -> bool:
-        is_rounded = self._in_fp8 and is_fp8_matrix(name, self._shapes[name])
-        return is_rounded or _stays_coded(name, checkpoint.pieces(name))
+        return (self._in_fp8 and is_fp8_matrix(name, self._shapes[name])) or _stays_coded(name, checkpoint.pieces(name))
 
     def _pinned_sources(self, name: str, checkpoint: Checkpoint) -> HostSources:
         """In the pool, or a copy of our own where the device cannot read what the checkpoint has."""
@@ -298,10 +319,8 @@ class DeviceWeights:
         if not self._sources:
             return None
         assert stream is not None, "somebody has to copy what is streamed"
-        by_layer: dict[int, list[str]] = {}
-        for name in self._sources:
-            by_layer.setdefault(_layer_of(name), []).append(name)
-        layers = {layer: self._streamed_layer(names) for layer, names in by_layer.items()}
+        names = sorted(self._sources, key=_layer_of)
+        layers = {layer: self._streamed_layer(list(own)) for layer, own in groupby(names, _layer_of)}
         return LayerStream(stream, layers, torch.zeros(16, dtype=torch.uint8, device=self._bytes_device))
 
     def _streamed_layer(self, names: Sequence[str]) -> StreamedLayer:
@@ -313,7 +332,8 @@ class DeviceWeights:
                 copies += [SlotCopy(*pair) for pair in zip(parts, sources, strict=True)]
             place = self._places[name]
             if isinstance(place, Fp8Place):
-                unpacks.append(partial(self._round, place, raw[0]))
+                into = self._at(place.values), self._at(place.scales)
+                unpacks.append(partial(_round, *into, raw[0].view(self.dtype)))
             elif not isinstance(place, Place):
                 unpacks += [partial(self._lay_out, *pair) for pair in zip(place, raw, strict=True)]
         is_read_in_slot = any(isinstance(self._places[name], Place) for name in names)
@@ -334,7 +354,7 @@ class DeviceWeights:
                 while last_layer < layer:
                     self._record()
                     last_layer += 1
-                if name not in self._sources:
+                if name not in self._sources and name not in self._in_host:
                     self._copy(name, checkpoint)
         self._record()
         assert len(self._events) == self.spec.num_layers + 1
@@ -372,15 +392,10 @@ class DeviceWeights:
         with torch.cuda.stream(self._copier.stream):
             wide = torch.empty(sum(map(len, sources)), dtype=torch.uint8, device=self._bytes_device)
             self._fill(wide, sources, name)
-            self._round(place, wide)
+            _round(self._at(place.values), self._at(place.scales), wide.view(self.dtype))
 
     def _lay_out(self, place: CodedPlace, cells: Tensor) -> None:
         lay_out(cells, place.coding, self._at(place.codes), [self._at(scale) for scale in place.scales])
-
-    def _round(self, place: Fp8Place, wide: Tensor) -> None:
-        columns = place.values.shape[-1]
-        rounded = Rounded(self._at(place.values).view(-1, columns), self._at(place.scales).view(-1))
-        round_rows(wide.view(self.dtype).view(-1, columns), rounded)
 
     @property
     def _bytes_device(self) -> torch.device:
@@ -393,6 +408,11 @@ class DeviceWeights:
             self._copier.copy(target[at : at + len(source)], source)
             at += len(source)
         assert at == len(target), f"{name}: {at} bytes came, {len(target)} were expected"
+
+
+def _round(values: Tensor, scales: Tensor, wide: Tensor) -> None:
+    columns = values.shape[-1]
+    round_rows(wide.view(-1, columns), Rounded(values.view(-1, columns), scales.view(-1)))
 
 
 def _layer_of(name: str) -> int:
