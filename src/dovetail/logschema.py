@@ -76,7 +76,7 @@ ARRIVE = Event(
 PLACED = Event(
     "placed",
     "a node has accepted it",
-    (REQUEST, NODE, INSTANCE, Field("how", Form.TEXT, "join, preempt, start or pause: the step of placement")),
+    (REQUEST, NODE, INSTANCE, Field("how", Form.TEXT, "join, preempt or start: the step of placement")),
 )
 QUEUED = Event(
     "queued", "no node takes it now", (REQUEST, Field("refusals", Form.COUNTS, "how often each reason was given"))

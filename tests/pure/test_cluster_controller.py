@@ -11,8 +11,7 @@ from sim_builders import make_hosting, make_node, make_work, serve_all
 from dovetail.cluster.controller import Controller
 from dovetail.cluster.decisions import Decision, How, Moving, Placed, Queued, Refused
 from dovetail.cluster.local import LocalNode
-from dovetail.cluster.request import RequestState, Search
-from dovetail.cluster.seeker import MAX_RETURNS
+from dovetail.cluster.request import RequestState
 from dovetail.cluster.starting import MAX_CANDIDATES
 from dovetail.node.node import Node
 from dovetail.node.protocol import Evicted
@@ -279,50 +278,6 @@ def test_a_request_handed_over_late_that_finds_no_decode_place_is_given_up_on_th
     assert isinstance(said(controller)[-1], Queued)
     controller.queued.wake(9.25)
     assert isinstance(said(controller)[-1], Refused)
-
-
-def test_an_instance_far_ahead_is_swapped_out_and_comes_back() -> None:
-    composition = SLINFER.having(pause=True, floor_tokens=0, proactive=False, pause_headroom_s=5.0, pause_last_s=1.0)
-    node = make_node(memory_gib=14.0, composition=composition)
-    controller = make_cluster(node, composition=composition)
-    ahead = make_work(0, "a", ttft_s=20.0)
-    submit(controller, ahead)
-    handle = handle_of(controller)
-    serve_all(handle.runtime, 0.0)
-    placed = submit(controller, make_work(1, "b", ttft_s=0.5))
-    assert isinstance(placed, Placed)
-    assert placed.how is How.PAUSE
-    (evicted,) = [one for one in serve_all(handle.runtime, 0.0) if isinstance(one, Evicted)]
-    controller.departures.evicted(handle, evicted.instance, ahead, evicted.reason, 0.0)
-    assert controller.seeker.parked.of("a") == [ahead]
-    assert any(isinstance(one, Moving) and one.reason == "paused" for one in said(controller))
-
-
-def submit_to(controller: Controller, index: int) -> None:
-    """Start an instance on this node."""
-    search = Search(make_work(index))
-    controller.seeker.decisions.begin(
-        controller.seeker.placer.start_on(handle_of(controller, index), search, How.START)
-    )  # type: ignore[arg-type]
-
-
-def test_swapped_out_requests_ask_a_bounded_number_of_instances_when_one_of_their_model_is_placed() -> None:
-    nodes = [make_node(name=f"gpu-{index}") for index in range(10)]
-    controller = make_cluster(*nodes, composition=SLINFER.having(pause=True))
-    asked: list[int] = []
-    for index, node in enumerate(nodes):
-        submit_to(controller, index)
-        join = node.join
-        node.join = lambda *call, join=join: asked.append(1) or join(*call)  # type: ignore[method-assign]
-    late = {number: make_work(number, ttft_s=-1.0) for number in range(100, 120)}
-    for work in late.values():
-        controller.seeker.parked.add(work)
-    for index in range(len(nodes)):
-        serve_all(handle_of(controller, index).runtime, 0.0)
-    controller.seeker.at(5.0)
-    controller.seeker._reunite("a")
-    assert 0 < len(asked) <= MAX_RETURNS
-    assert controller.seeker.parked.of("a") == list(late.values())
 
 
 def test_in_a_large_cluster_a_start_asks_a_bounded_number_of_nodes() -> None:

@@ -6,7 +6,6 @@ import pytest
 from driver_builders import KV_BYTES, WEIGHT_BYTES, Rig, expected
 
 from dovetail.cluster.waiting import MAX_RETRY_AFTER_S
-from dovetail.types import ServiceClass
 
 
 def told(rig: Rig, id: str) -> int:
@@ -24,33 +23,6 @@ def step_until(rig: Rig, tokens: int, id: str) -> None:
             assert due_s is not None, "nothing is left that could bring it about"
             rig.clock.now = max(rig.clock.now, due_s)
     raise AssertionError(f"{id} never had {tokens} tokens")
-
-
-# Paused work
-
-
-def make_paused() -> Rig:
-    """A best-effort answer of a is swapped out for a crowd of b."""
-    rig = Rig("ab", memory=WEIGHT_BYTES * 2 + 1400 * KV_BYTES, pause=True, max_silence_s=float("inf"))
-    rig.submit("patient", "a", prompt=20, tokens=60, service_class=ServiceClass.BEST_EFFORT)
-    step_until(rig, 20, "patient")
-    for number in range(8):
-        rig.submit(f"crowd{number}", "b", prompt=60, tokens=30)
-    for _ in range(400):
-        if rig.controller.seeker.parked:
-            return rig
-        if rig.commands:
-            rig.finish_load()
-        rig.step()
-    raise AssertionError("it was never swapped out")
-
-
-def test_paused_work_comes_back_when_the_node_is_idle() -> None:
-    rig = make_paused()
-    paused_at = rig.clock.now
-    rig.run()
-    assert rig.tokens("patient") == expected("patient", 20, 60)
-    assert rig.clock.now - paused_at < 10.0, "it waited until it was due, beside an idle node"
 
 
 # Resumed work

@@ -40,7 +40,7 @@ MODELS = 4
 MEMORY = 2 * WEIGHT_BYTES + 700 * KV_BYTES
 MAX_TOKENS = 2000
 LOAD_S = 0.153
-WHOLE = SERVED.having(pause=True, part_s=float("inf"))  # a prompt is one turn
+WHOLE = SERVED.having(part_s=float("inf"))  # a prompt is one turn
 PARTS = WHOLE.having(part_s=0.024)  # several prompts at a time where that saves time
 MIXED = PARTS.having(mix_decodes=True)
 
@@ -263,7 +263,7 @@ def crowd() -> list[Asked]:
 
 @pytest.mark.parametrize(
     "said",
-    ['"event": "extended"', '"event": "refused"', '"reason": "paused"', '"event": "leave"', '"tokens": [16]'],
+    ['"event": "extended"', '"event": "refused"', '"event": "leave"', '"tokens": [16]'],
 )
 def test_the_drivers_agree_where_it_is_crowded(said: str) -> None:
     asked, composition = crowd(), PARTS.having(max_stall=INFINITY)

@@ -173,8 +173,6 @@ class Controller:
             self.displacements.gone(node, instance)
         self.seeker.placer.forget(node, instance)
         self.seeker.room.changed()
-        if self.seeker.parked and is_gone:
-            self.seeker.resume()
 
     def add(self, node: NodeHandle) -> None:
         self.seeker.placer.add_node(node)

@@ -16,7 +16,6 @@ class How(StrEnum):
     JOIN = "join"  # an instance that was there
     PREEMPT = "preempt"  # an instance that was there, after a neighbour gave way (S9)
     START = "start"  # a new instance
-    PAUSE = "pause"  # a new instance, after an instance far ahead of its deadlines was swapped out
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class NoNode:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """It is between places until then (its KV blocks travel, or it is swapped out)."""
+    """It is between places until then (its KV blocks travel, or it has nowhere to go)."""
 
     work: RequestState
     retry_at_s: float

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dovetail.cluster.decisions import Moving
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.migration import Migrations
 from dovetail.cluster.request import RequestState
@@ -72,10 +71,7 @@ class Departures:
         if reason == "kv_short" and self._knobs.finish_begun and work.produced:
             seeker.owe(work, node.name)
         work.cached = False
-        if reason == "paused":
-            seeker.park(work)
-            seeker.outbox.append(Moving(work, seeker.back_s(work), reason))
-        elif reason == "kv_short" and work.short_at == work.produced:
+        if reason == "kv_short" and work.short_at == work.produced:
             # It got no token there either: nowhere does it fit now.
             seeker.move(work, now + self._knobs.retry_s, reason)
         elif reason == "kv_short":  # at once it would only come back to where it did not fit

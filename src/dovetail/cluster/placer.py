@@ -1,4 +1,4 @@
-"""The steps of placement: join an instance, preempt a neighbour, start an instance, swap one out (S9–S11).
+"""The steps of placement: join an instance, preempt a neighbour, start an instance (S9–S11).
 
 Ranks candidates on what nodes have said and asks one after another; nodes accept or refuse. Who asks, and when again,
 is `controller`'s.
@@ -18,11 +18,10 @@ from dovetail.cluster.handle import InstanceView, NodeHandle
 from dovetail.cluster.request import Search
 from dovetail.cluster.starting import MAX_LOOKS, StartOrder, start, start_or_make_way
 from dovetail.node import protocol
-from dovetail.node.protocol import Accepted, Pausable, Refused, Victim
+from dovetail.node.protocol import Accepted, Refused, Victim
 from dovetail.policy.compositions import Composition
 from dovetail.policy.consolidate import rank_instances
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.latency import GIB
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.work import Phase, RequestRecord, Work
 
@@ -83,15 +82,10 @@ class Placer:
     def node_of(self, name: str) -> NodeHandle | None:
         return next((node for node in self.nodes if node.name == name), None)
 
-    def seek(self, search: Search, *, demand: int, num_parked: int) -> Asking[Placed | Displace | None]:
-        """`demand` requests of its model are without a place, `num_parked` models are swapped out."""
-        may_pause = self.knobs.pause and num_parked < self.knobs.pause_models
+    def seek(self, search: Search) -> Asking[Placed | Displace | None]:
         placed = yield from self.join(search)
-        placed = placed or (yield from self._preempt(search, may_pause))
-        found = placed or (yield from start_or_make_way(self, search))
-        if found is None and may_pause:
-            found = yield from self._pause(search, demand)
-        return found
+        placed = placed or (yield from self._preempt(search))
+        return placed or (yield from start_or_make_way(self, search))
 
     def come_back(self, search: Search) -> Asking[Placed | None]:
         """A place without making room for it."""
@@ -212,7 +206,7 @@ class Placer:
         self._turn_of[work.model] += 1
         return views[turn:] + views[:turn]
 
-    def _preempt(self, search: Search, may_pause: bool) -> Asking[Placed | None]:
+    def _preempt(self, search: Search) -> Asking[Placed | None]:
         """S9: make room for an instance of the model by moving a smaller neighbour's requests elsewhere."""
         if not self.knobs.proactive or self.knobs.disaggregate:
             return None
@@ -223,12 +217,11 @@ class Placer:
             answer = yield Ask(view.node, protocol.FindVictims(search.record, view.id))
             for victim in answer.found if isinstance(answer, protocol.Victims) else ():
                 considered += 1
-                can_wait = may_pause and self._can_wait(victim)
-                if not can_wait and not (yield from self._can_move(victim, view.node, search)):
+                if not (yield from self._can_move(victim, view.node, search)):
                     continue
                 if search.is_over:
                     raise Unwanted
-                view.node.order(protocol.Preempt(victim.instance, "paused" if can_wait else "preempted"), self.now_s)
+                view.node.order(protocol.Preempt(victim.instance, "preempted"), self.now_s)
                 self.forget(view.node, victim.instance)
                 answer = yield from self._propose(search, view.node, view.id)
                 if isinstance(answer, Accepted):
@@ -236,10 +229,6 @@ class Placer:
                     return Placed(search.work, view.node, view.id, How.PREEMPT)
                 return None
         return None
-
-    def _can_wait(self, victim: Victim) -> bool:
-        """Its requests are so far ahead that they may be swapped out for a while."""
-        return victim.headroom_s >= self.knobs.pause_headroom_s and len(victim.requests) <= self.knobs.pause_batch
 
     def has_other_place(self, request: RequestRecord, source: NodeHandle) -> Asking[bool]:
         """Somebody else would go on with it in time."""
@@ -325,27 +314,3 @@ class Placer:
     def _has_instance(self, node: NodeHandle, work: Work) -> bool:
         views = self._by_model.get(work.model, ())
         return any(view.node is node and view.phase is work.phase for view in views)
-
-    def _pause(self, search: Search, demand: int) -> Asking[Placed | None]:
-        """Swap out the instance with the longest headroom, if that makes room for an instance of the work's model."""
-        urgent = search.work.due_s - self.now_s <= self.knobs.pause_last_s
-        best: tuple[float, NodeHandle, int] | None = None
-        for node in self.window(search.record):
-            if node.kind is DeviceKind.GPU:
-                answer = yield Ask(node, protocol.FindPausable(search.record))
-                for option in answer.found if isinstance(answer, protocol.Pausables) else ():
-                    if self._pays(option, demand, urgent) and (best is None or option.headroom_s > best[0]):
-                        best = (option.headroom_s, node, option.instance)
-        if best is None:
-            return None
-        if search.is_over:
-            raise Unwanted
-        _, node, instance = best
-        node.order(protocol.Preempt(instance, "paused"), self.now_s)
-        self.forget(node, instance)
-        return (yield from self.start_on(node, search, How.PAUSE))
-
-    def _pays(self, option: Pausable, demand: int, urgent: bool) -> bool:
-        """A swap costs two loads: it pays for a larger batch, or at the last moment for light weights."""
-        light = option.weight_bytes <= self.knobs.pause_weights_gib * GIB
-        return option.batch < demand or (light and urgent)

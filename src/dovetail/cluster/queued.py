@@ -12,7 +12,6 @@ from heapq import heappop
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.request import RequestState, Search
 from dovetail.cluster.seeker import TOO_LATE, Seeker
-from dovetail.cluster.waiting import CHANGED_S
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import is_hopeless
@@ -27,8 +26,6 @@ class QueuedRequests:
         self._seeker = seeker
         self._knobs = composition.knobs
         self._turns = composition.turns
-        self._resume_after_s = float("-inf")  # idle devices do not bring swapped-out work back before
-        self._look_s = float("-inf")  # with swapped-out work: when to look again whether a device is idle
 
     def __len__(self) -> int:
         seeker = self._seeker
@@ -86,8 +83,8 @@ class QueuedRequests:
         if work.search is not None:
             work.search.is_over = True
             work.search = None
-        elif self._seeker.room.leave(work.id) is None and not work.is_moving:
-            self._seeker.parked.take(work.id)
+        else:
+            self._seeker.room.leave(work.id)
         work.is_moving = False
 
     # Time
@@ -98,8 +95,6 @@ class QueuedRequests:
         next_s = seeker.room.next_s() if seeker.room else None
         if seeker.timed and (next_s is None or seeker.timed[0][0] < next_s):
             next_s = seeker.timed[0][0]
-        if seeker.parked and (next_s is None or self._look_s < next_s):
-            next_s = self._look_s
         if seeker.decisions:
             expiry_s = seeker.decisions.next_expiry_s()
             if expiry_s is not None and (next_s is None or expiry_s < next_s):
@@ -111,7 +106,6 @@ class QueuedRequests:
         seeker = self._seeker
         seeker.at(now)
         seeker.decisions.expire()
-        self._look_s = now + self._knobs.retry_s
         for work in seeker.room.expired(now):
             search = work.last_search
             assert search is not None
@@ -127,7 +121,7 @@ class QueuedRequests:
     def _retry(self, work_id: int) -> None:
         seeker = self._seeker
         work = seeker.works.get(work_id)
-        if work is None or not (work.is_moving or seeker.parked.take(work_id)):
+        if work is None or not work.is_moving:
             return
         has_arrived, work.is_moving, work.has_arrived = work.has_arrived, False, False
         if not has_arrived and is_hopeless(work.due_s, seeker.now_s):  # what has just come over is tried first
@@ -140,7 +134,7 @@ class QueuedRequests:
     @property
     def wants_idle(self) -> bool:
         """An idle device would be of use to somebody (`idle`)."""
-        return bool(self._seeker.parked) or (self._knobs.extend_deadlines and len(self._seeker.room) > 0)
+        return self._knobs.extend_deadlines and len(self._seeker.room) > 0
 
     def use_idle(self, now: float) -> None:
         """Devices that have nothing to do, as long as that may help somebody."""
@@ -150,12 +144,9 @@ class QueuedRequests:
                     self.idle(now)
 
     def idle(self, now: float) -> None:
-        """Nothing can run somewhere: better that swapped-out work comes back, or that somebody is late, than that."""
+        """Nothing can run somewhere: better that somebody is late than that."""
         seeker = self._seeker
         seeker.at(now)
-        if seeker.parked and now >= self._resume_after_s:
-            seeker.resume()
-            self._resume_after_s = now + CHANGED_S
         if self._knobs.extend_deadlines:
             self._take_late([one for one in seeker.room if TOO_LATE & self._reasons(one)])
 

@@ -1,6 +1,4 @@
-"""How a request without a place finds one, on whichever node: asking, extending deadlines, making way, refusing; and
-how swapped-out work comes back.
-"""
+"""How a request without a place finds one, on whichever node: asking, extending deadlines, making way, refusing."""
 
 from __future__ import annotations
 
@@ -15,9 +13,8 @@ from dovetail.cluster.asking import Ask, Asking, Decisions
 from dovetail.cluster.decisions import Decision, Displace, Extended, Moving, Placed, Queued, Refused
 from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.memory_order import MemoryOrder
-from dovetail.cluster.placer import MAX_INSTANCES, Placer, Unwanted
+from dovetail.cluster.placer import Placer, Unwanted
 from dovetail.cluster.request import RequestState, Search
-from dovetail.cluster.swapped import SwappedOut
 from dovetail.cluster.waiting import Ends, WaitingRoom, urgency
 from dovetail.node import protocol
 from dovetail.policy.compositions import Composition
@@ -27,7 +24,6 @@ from dovetail.policy.lengths import AnswerLengths
 from dovetail.policy.memory import OutputMean
 from dovetail.policy.work import RequestRecord
 
-MAX_RETURNS = 24  # instances asked, all in all, to take back swapped-out requests when one of their model is placed
 MAX_TAKEN_BACK = 16  # long answers, for one newcomer
 PREPARE_AGAIN_S = 10.0  # a cold start in vain costs others their memory: not many for one model
 DISPLACE_S, DISPLACE_FACTOR = 5.0, 3.0  # longer than this, and so many times what was estimated, nobody waits for L7
@@ -54,8 +50,7 @@ class Seeker:
         self.placer = Placer(nodes, composition)
         self.decisions = Decisions(self._let_go)
         self.outbox: list[Decision] = []
-        self.parked = SwappedOut()
-        self.timed: list[tuple[float, int]] = []  # heap of (time, request): moving and parked ones ask again
+        self.timed: list[tuple[float, int]] = []  # heap of (time, request): moving ones ask again
         self.ends = Ends()
         self._owing: Counter[str] = Counter()  # by node: answers that it evicted for want of memory
         self.prepared: dict[str, Prepared] = {}  # by model
@@ -119,13 +114,12 @@ class Seeker:
         work = search.work
         placed: Placed | Displace | None
         for is_extended in (False, True):
-            demand = 1 + self.room.by_model[work.model]
             try:
                 if self.now_s < work.waits_for_room_s:
                     placed = yield from self.placer.join(search)
                 else:
                     work.waits_for_room_s = 0.0
-                    placed = yield from self.placer.seek(search, demand=demand, num_parked=self.parked.num_models)
+                    placed = yield from self.placer.seek(search)
             except Unwanted:
                 return
             if search.is_over:
@@ -140,7 +134,6 @@ class Seeker:
             self._wait_for(placed, search)
         elif placed is not None:
             self._place_found(placed)
-            self._reunite(work.model)
         elif is_beyond and len(search.refusals) == 1:
             self._refuse(work, "hardware", search)
         elif Refusal.SILENT in search.refusals and self.now_s > search.until_s:
@@ -298,49 +291,3 @@ class Seeker:
         work.is_moving = True
         heappush(self.timed, (retry_at_s, work.id))
         self.outbox.append(Moving(work, retry_at_s, reason))
-
-    # Paused work
-
-    def back_s(self, work: RequestState) -> float:
-        """When swapped-out work insists on coming back."""
-        return max(self.now_s, work.due_s - self.knobs.pause_lead_s)
-
-    def park(self, work: RequestState) -> None:
-        self.parked.add(work)
-        heappush(self.timed, (self.back_s(work), work.id))
-
-    def _reunite(self, model: str) -> None:
-        """An instance of the model takes work again: those swapped out come back to it."""
-        asked = 0
-        for work in self.parked.of(model):
-            asked += min(self.placer.num_open(model), MAX_INSTANCES)
-            if asked > MAX_RETURNS:
-                break  # the others come with the next one, or when they are due
-            self._begin_return(work, is_first=False)
-
-    def resume(self) -> None:
-        """Memory is free: the swapped-out model that is due first comes back, unless someone waits more urgently."""
-        work = self.parked.first()
-        if not any(other.due_s < work.due_s for other in self.room):
-            self._begin_return(work, is_first=True)
-
-    def _begin_return(self, work: RequestState, *, is_first: bool) -> None:
-        self.parked.take(work.id)
-        self.decisions.begin(self._return(self._search(work), is_first=is_first))
-
-    def _return(self, search: Search, *, is_first: bool) -> Asking[None]:
-        """Swapped-out work asks for a place; only the first of its model may start an instance."""
-        work = search.work
-        try:
-            placed = yield from (self.placer.come_back(search) if is_first else self.placer.join(search))
-        except Unwanted:
-            return
-        if search.is_over:
-            return
-        work.search = None
-        if placed is None:
-            self.park(work)
-            return
-        self._place_found(placed)
-        if is_first:
-            self._reunite(work.model)

@@ -100,32 +100,6 @@ class Admitter:
             return []
         return list(islice(found, MAX_VICTIMS))
 
-    def pausable(self, work: Work, now: float, free_at_s: float) -> list[Instance]:
-        """Instances so far ahead of their deadlines that they may be swapped out, each alone making room for an
-        instance of the work's model; the one with the longest headroom first."""
-        hosting = self._device.hostings.get(work.model)
-        if (
-            hosting is None
-            or hosting.weights_in_place
-            or any(one.state is State.LOADING for one in self._instances.values())
-        ):
-            return []
-        need = hosting.weight_bytes
-        need += self.required(hosting, work.model, [(work.input_tokens, work.produced)]) * hosting.kv_bytes_per_token
-        gap = need - self._device.ledger.available
-        soonest = now + self._knobs.pause_headroom_s
-        found = [one for one in self._instances.values() if self._may_pause(one, work, gap, soonest)]
-        return sorted(self.timing.making_way(None, work, free_at_s, found), key=lambda one: -one.deadline_s)
-
-    def _may_pause(self, instance: Instance, work: Work, gap: int, soonest_s: float) -> bool:
-        return (
-            instance.can_run
-            and instance.model != work.model
-            and instance.batch <= self._knobs.pause_batch
-            and instance.deadline_s > soonest_s
-            and self._residency.planned_bytes(instance) >= gap
-        )
-
     def _is_link_late(self, hosting: Hosting, work: Work, free_at_s: float) -> bool:
         """L6: one link serves the loads one after another; what is excused to a request, its user still waits for."""
         wait_s = sum(one.hosting.load_s for one in self._instances.values() if one.state is State.LOADING)

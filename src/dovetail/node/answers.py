@@ -128,15 +128,13 @@ def refused(node: Node, refusal: Refusal, work: Work) -> protocol.Refused:
 
 def look(
     node: Node,
-    question: protocol.Check | protocol.FindVictims | protocol.FindPausable | protocol.FindGuests | protocol.Ease,
+    question: protocol.Check | protocol.FindVictims | protocol.FindGuests | protocol.Ease,
     now: float,
 ) -> protocol.Answer:
     if isinstance(question, protocol.Check):
         return check(node, question, now)
     if isinstance(question, protocol.FindVictims):
         return find_victims(node, question, now)
-    if isinstance(question, protocol.FindPausable):
-        return find_pausable(node, question, now)
     if isinstance(question, protocol.FindGuests):
         return find_guests(node, question)
     return ease(node, question, now)
@@ -150,10 +148,6 @@ def check(node: Node, question: protocol.Check, now: float) -> protocol.Answer:
 
 def find_victims(node: Node, question: protocol.FindVictims, now: float) -> protocol.Victims:
     return protocol.Victims(tuple(node.victims_for(question.instance, Work.of(question.request), now)))
-
-
-def find_pausable(node: Node, question: protocol.FindPausable, now: float) -> protocol.Pausables:
-    return protocol.Pausables(tuple(node.pausable_for(Work.of(question.request), now)))
 
 
 def find_guests(node: Node, question: protocol.FindGuests) -> protocol.Guests:

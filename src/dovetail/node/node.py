@@ -17,7 +17,7 @@ from dovetail.node.membership import Membership
 from dovetail.node.outlook import movable
 from dovetail.node.pools import LOOK_AROUND_TURNS, Pools
 from dovetail.node.ports import Prefixes
-from dovetail.node.protocol import CaughtUp, Pausable, Victim
+from dovetail.node.protocol import CaughtUp, Victim
 from dovetail.node.residency import Residency
 from dovetail.node.turns import Turns
 from dovetail.policy.compositions import Composition
@@ -153,14 +153,7 @@ class Node:
         if instance is None or not self.device.up:
             return []
         found = self.admit.victims(instance, work, self._free_at_s(now))
-        return [Victim(one.id, tuple(work.record() for work in movable(one)), one.deadline_s - now) for one in found]
-
-    def pausable_for(self, work: Work, now: float) -> list[Pausable]:
-        """Instances that could be swapped out to start one for the work."""
-        if not self.device.up:
-            return []
-        found = self.admit.pausable(work, now, self._free_at_s(now))
-        return [Pausable(one.id, one.deadline_s - now, one.batch, one.hosting.weight_bytes) for one in found]
+        return [Victim(one.id, tuple(work.record() for work in movable(one))) for one in found]
 
     def preempt(self, instance_id: int, reason: str) -> None:
         """Close an instance; its work comes back as Evicted notices."""

@@ -40,12 +40,6 @@ class FindVictims(msgspec.Struct, frozen=True, gc=False, tag="find_victims"):
     instance: int
 
 
-class FindPausable(msgspec.Struct, frozen=True, gc=False, tag="find_pausable"):
-    """Which instances, far ahead of their deadlines, could be swapped out to start one for the request?"""
-
-    request: RequestRecord
-
-
 class FindGuests(msgspec.Struct, frozen=True, gc=False, tag="find_guests"):
     """L7: who would have to go so that an instance for the request could start?"""
 
@@ -74,7 +68,7 @@ class Warm(msgspec.Struct, frozen=True, gc=False, tag="warm"):
     model: str
 
 
-Question = Propose | Warm | Release | Check | FindVictims | FindPausable | FindGuests | Ease | TakeBack
+Question = Propose | Warm | Release | Check | FindVictims | FindGuests | Ease | TakeBack
 
 # Answers
 
@@ -97,24 +91,10 @@ class Victim(msgspec.Struct, frozen=True, gc=False):
 
     instance: int
     requests: tuple[RequestRecord, ...]
-    headroom_s: float  # until the first of them needs a token
 
 
 class Victims(msgspec.Struct, frozen=True, gc=False, tag="victims"):
     found: tuple[Victim, ...] = ()  # the smallest batch first
-
-
-class Pausable(msgspec.Struct, frozen=True, gc=False):
-    """An instance that could be swapped out for a while."""
-
-    instance: int
-    headroom_s: float  # until the first of its requests needs a token
-    batch: int
-    weight_bytes: int
-
-
-class Pausables(msgspec.Struct, frozen=True, gc=False, tag="pausables"):
-    found: tuple[Pausable, ...] = ()  # the longest headroom first
 
 
 class Guest(msgspec.Struct, frozen=True, gc=False):
@@ -144,7 +124,7 @@ class TookBack(msgspec.Struct, frozen=True, gc=False, tag="took_back"):
     decode_s: float = 0.0
 
 
-Answer = Accepted | Refused | Victims | Pausables | Guests | Eased | TookBack
+Answer = Accepted | Refused | Victims | Guests | Eased | TookBack
 
 # Orders
 
@@ -153,7 +133,7 @@ class Preempt(msgspec.Struct, frozen=True, gc=False, tag="preempt"):
     """Close the instance; its requests come back as Evicted. One that is gone already is no mistake."""
 
     instance: int
-    reason: str  # "paused" or "preempted"
+    reason: str
 
 
 class Withdraw(msgspec.Struct, frozen=True, gc=False, tag="withdraw"):

@@ -66,10 +66,3 @@ class Knobs:
     start_waits: bool = False  # with start_soonest: it waits for the node where that is, and starts nowhere else
     make_way: MakeWay = MakeWay.NEVER  # with start_soonest: others are moved away, or evicted, for a sooner start
     count_loads: bool = False  # a start counts the loads before its own on the link (L6)
-    pause: bool = False  # swap out instances that are far ahead of their deadlines, to make room for others
-    pause_headroom_s: float = 12.0  # an instance with less is not swapped out
-    pause_last_s: float = 0.6  # a request swaps out another model only this shortly before it would be given up
-    pause_lead_s: float = 4.0  # swapped-out requests insist on coming back this long before their next token is due
-    pause_models: int = 32  # models that may be swapped out at once
-    pause_batch: int = 4  # larger batches are not swapped out: each request in them pays a prefill
-    pause_weights_gib: float = 16.0  # larger models are not swapped out for a start: two loads cost more than they win

@@ -16,7 +16,6 @@ HOW = {
     "join": "joined a running instance",
     "preempt": "joined a running instance after a smaller neighbour gave way",
     "start": "started a new instance",
-    "pause": "started a new instance after another model was swapped out",
 }
 
 

@@ -260,13 +260,11 @@ def _compositions(base: Setup) -> Runs:
 
 
 def _silence(base: Setup) -> Runs:
-    """What a bound on silence within answers costs, and what swapping out brings where there is none."""
+    """What a bound on silence within answers costs."""
     for size in ("7B", "13B"):
         for seconds in (1.0, 2.0, 4.0, 8.0, float("inf")):
             composition = DOVETAIL.having(max_silence_s=seconds)
             yield Cell((size, f"{seconds:g} s")), replace(base, shape=SHAPES[size], composition=composition)
-        composition = DOVETAIL.having(max_silence_s=float("inf"), pause=True)
-        yield Cell((size, "none, pausing")), replace(base, shape=SHAPES[size], composition=composition)
 
 
 SWEEPS = {
