@@ -17,6 +17,7 @@ from dovetail.policy.compositions import Composition
 from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.sim.compositions import SLINFER
+from dovetail.sim.static_shares import node_type
 from dovetail.sim.storm import check_node
 
 KIB = 1024
@@ -59,12 +60,13 @@ def make_node(
 ) -> Node:
     on_cpu = kind is DeviceKind.CPU
     shared = hosting or make_hosting(in_place=on_cpu, decode_s=0.07 if on_cpu else 0.02, slots=2 if on_cpu else 4)
-    return Node(
+    composition = composition or SLINFER
+    return node_type(composition)(
         name or f"{kind.value}-0",
         kind,
         int(memory_gib * GIB),
         dict.fromkeys(models, shared),
-        composition or SLINFER,
+        composition,
         first_instance=first_instance,
     )
 

@@ -17,10 +17,12 @@ from dovetail.node.node import Node
 from dovetail.node.protocol import Evicted
 from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.compositions import Composition
-from dovetail.policy.knobs import WaitOrder
+from dovetail.policy.lateness import ServeLate
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.work import Phase, RequestRecord, Work
-from dovetail.sim.compositions import SLINFER
+from dovetail.sim.baselines import FinishingBegun, GpusOnly, ReclaimAlike
+from dovetail.sim.compositions import ABLATIONS, SLINFER
+from dovetail.sim.memory_order import QueueingByMemory
 
 
 class Counted:
@@ -71,7 +73,7 @@ def test_a_request_that_a_cpu_cannot_serve_in_time_goes_to_a_gpu() -> None:
 
 def test_without_cpus_only_gpus_are_asked() -> None:
     cpu, gpu = make_node(kind=DeviceKind.CPU, name="cpu"), make_node(name="gpu")
-    placed = submit(make_cluster(cpu, gpu, composition=SLINFER.having(use_cpu=False)), make_work())
+    placed = submit(make_cluster(cpu, gpu, composition=SLINFER.having(nodes=GpusOnly())), make_work())
     assert isinstance(placed, Placed)
     assert placed.node.name == "gpu"
 
@@ -110,7 +112,7 @@ def test_a_request_that_no_hardware_can_serve_is_refused_at_once() -> None:
 
 
 def test_who_came_before_any_node_is_told_when_only_nodes_without_room_for_it_have_come() -> None:
-    controller = make_cluster(composition=SLINFER.having(extend_deadlines=True))
+    controller = make_cluster(composition=SLINFER.having(lateness=ServeLate()))
     submit(controller, make_work(0, "a", ttft_s=1.0))
     small = LocalNode(NodeRuntime(make_node(memory_gib=1)))
     assert small.offer_of("a") is not None
@@ -175,20 +177,23 @@ def test_an_overcommitted_node_gives_away_what_another_would_go_on_with() -> Non
     told = source.runtime.work_of(0).as_of(4).record()
     free.device.up = False
     controller.departures.overcommitted(source, told, 0.2)
+    controller.reliever.overcommitted(source, told, 0.2)
     assert said(controller) == [], "nobody would take it: it stays"
     free.device.up = True
     controller.departures.overcommitted(source, told, 0.2)
+    controller.reliever.overcommitted(source, told, 0.2)
     moving, moved = said(controller)
     assert isinstance(moving, Moving)
     assert isinstance(moved, Placed)
     assert moved.node.name == "free"
     assert work.produced == 4
     controller.departures.overcommitted(source, told, 0.2)
+    controller.reliever.overcommitted(source, told, 0.2)
     assert said(controller) == [], "it is not there any more"
 
 
 def test_newcomers_are_not_brought_to_a_node_that_owes_memory_to_an_answer() -> None:
-    composition = SLINFER.having(floor_tokens=0, finish_begun=True)
+    composition = SLINFER.having(floor_tokens=0, lateness=FinishingBegun())
     node = make_node(memory_gib=11.0, composition=composition)  # 1 GiB of KV: 2,048 tokens
     controller = make_cluster(node, composition=composition)
     placed = submit(controller, make_work(0, "a", 1200, ttft_s=5.0))
@@ -233,7 +238,7 @@ def test_a_lost_node_sends_its_requests_elsewhere() -> None:
 
 def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_token() -> None:
     node = make_node()
-    controller = make_cluster(node, composition=SLINFER.having(disaggregate=True))
+    controller = make_cluster(node, composition=SLINFER.having(**ABLATIONS["pd"]))
     work = make_work(0, ttft_s=5.0)
     placed = submit(controller, work)
     assert isinstance(placed, Placed)
@@ -253,7 +258,7 @@ def test_disaggregated_requests_move_to_a_decode_instance_after_their_first_toke
 def test_a_request_handed_over_late_asks_for_a_decode_place_before_it_is_given_up() -> None:
     """Requests are dropped for queueing too long (S11); this one has its first token and has not queued yet."""
     node = make_node(hosting=make_hosting(slots=2))
-    controller = make_cluster(node, composition=SLINFER.having(disaggregate=True))
+    controller = make_cluster(node, composition=SLINFER.having(**ABLATIONS["pd"]))
     work = make_work()
     submit(controller, work)
     handle_of(controller).runtime.withdraw(0, 9.0)
@@ -267,7 +272,7 @@ def test_a_request_handed_over_late_asks_for_a_decode_place_before_it_is_given_u
 
 
 def test_a_request_handed_over_late_that_finds_no_decode_place_is_given_up_on_the_next_try() -> None:
-    controller = make_cluster(make_node(hosting=make_hosting(slots=1)), composition=SLINFER.having(disaggregate=True))
+    controller = make_cluster(make_node(hosting=make_hosting(slots=1)), composition=SLINFER.having(**ABLATIONS["pd"]))
     work = make_work()
     submit(controller, work)
     handle_of(controller).runtime.withdraw(0, 9.0)
@@ -330,7 +335,7 @@ def test_a_request_with_an_adapter_goes_where_its_model_would_on_any_device() ->
     assert Work.of(adapted.record()).adapter == "a"
 
 
-BY_MEMORY = SLINFER.having(waits=WaitOrder.MEMORY)
+BY_MEMORY = SLINFER.having(queueing=QueueingByMemory)
 
 
 def full_cluster(composition: Composition) -> Controller:
@@ -430,7 +435,7 @@ def idle_cluster(composition: Composition) -> Controller:
 
 @pytest.mark.parametrize("is_alike", [True, False])
 def test_an_idle_instance_gives_way_to_whoever_waits_while_models_answer_alike(is_alike: bool) -> None:
-    controller = idle_cluster(SLINFER.having(reclaim_alike=True, keep_alive_s=600.0))
+    controller = idle_cluster(SLINFER.having(reclaiming=ReclaimAlike, keep_alive_s=600.0))
     random = Random(2)
     answer(controller, lambda model: random.randint(50, 150) if is_alike else 10 ** ("xyz".index(model) + 1))
     controller.queued.wake(0.25)

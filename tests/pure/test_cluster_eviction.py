@@ -10,10 +10,12 @@ from test_sim_tiers import set_load
 from dovetail.node.instance import Instance
 from dovetail.node.node import Node
 from dovetail.node.protocol import Evicted, Propose
-from dovetail.policy.memory import Account, Ledger, Part
+from dovetail.policy.memory import Account, DemandByModel, Ledger, Part
+from dovetail.policy.resizing import InPlace
+from dovetail.sim.baselines import Unlimited
 from dovetail.sim.compositions import SLINFER
 
-KNOBS = SLINFER.having(floor_tokens=0, watermark=0.0, free_resize=True, lengths_by_model=True, slots_limited=False)
+KNOBS = SLINFER.having(floor_tokens=0, watermark=0.0, resizing=InPlace(), memory=DemandByModel, sharing=Unlimited())
 
 
 def test_a_prompt_that_is_evicted_in_parts_leaves_the_node_open_to_newcomers() -> None:

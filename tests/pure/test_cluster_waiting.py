@@ -15,7 +15,7 @@ RETRY_S = 0.25
 
 def make_room(*dues: float, models: str = "") -> WaitingRoom:
     """They have asked in vain at time 10."""
-    room = WaitingRoom(RETRY_S)
+    room = WaitingRoom()
     for id, due_s in enumerate(dues):
         work = make_work(id, models[id] if models else "a", ttft_s=due_s)
         room.enter(work, Search(work), 10.0)

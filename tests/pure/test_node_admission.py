@@ -12,11 +12,13 @@ from dovetail.node.protocol import EMPTY, StartRoom
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.parameters import Shadow
+from dovetail.policy.reclaiming import ReclaimIdle
 from dovetail.policy.work import Work
+from dovetail.sim.baselines import ReclaimAlike
 from dovetail.sim.compositions import DOVETAIL, SLINFER
 
 MODELS = "abcde"
-POLICIES = (DOVETAIL, SLINFER, SLINFER.having(shadow=Shadow.CLOSED), DOVETAIL.having(reclaim_idle=True))
+POLICIES = (DOVETAIL, SLINFER, SLINFER.having(shadow=Shadow.CLOSED), DOVETAIL.having(reclaiming=ReclaimIdle))
 requests = st.lists(
     st.tuples(st.sampled_from(MODELS), st.integers(16, 3000), st.sampled_from((0.1, 0.25, 0.5)), st.integers(0, 6)),
     max_size=24,
@@ -73,15 +75,16 @@ def test_what_is_left_for_a_start_is_counted_over_everyone_there(
 ) -> None:
     node, _ = busy_node(composition, arrivals)
     room, ledger, there = node.admit.room_for_start(), node.device.ledger, node.instances.values()
-    if composition.knobs.reclaim_idle:
+    if isinstance(composition.reclaiming, ReclaimIdle):
         assert room == EMPTY
         return
     weights = ledger.available
-    if composition.knobs.weights_share < 1.0 and there:
+    if composition.memory.weights_share < 1.0 and there:
         weights = min(
-            weights, int(composition.knobs.weights_share * ledger.capacity) - sum(o.hosting.weight_bytes for o in there)
+            weights,
+            int(composition.memory.weights_share * ledger.capacity) - sum(o.hosting.weight_bytes for o in there),
         )
-    if composition.knobs.reclaim_alike:
+    if isinstance(composition.reclaiming, ReclaimAlike):
         weights += sum(one.hosting.weight_bytes for one in there if one.is_idle)
     pace_s = sum(node.admit.timing.pace_s(one) for one in there if one.batch)
     assert room == StartRoom(weights, pace_s, min((one.strictest_s for one in there if one.batch), default=INFINITY))

@@ -17,11 +17,14 @@ from dovetail.node.outlook import demand_of
 from dovetail.node.protocol import Evicted, Finished, HandedOver, InstanceGone, Overcommitted
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.knobs import Admission
 from dovetail.policy.latency import Curve, LatencyModel, Surface
+from dovetail.policy.memory import DemandByModel
 from dovetail.policy.parameters import TurnOrder
 from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.reclaiming import ReclaimIdle
+from dovetail.policy.resizing import InPlace
 from dovetail.policy.work import Phase, Work
+from dovetail.sim.baselines import StaticShares, Unlimited
 from dovetail.sim.compositions import DOVETAIL, SLINFER
 from dovetail.sim.storm import check_node
 
@@ -212,7 +215,7 @@ def test_a_node_refuses_for_want_of_memory_slots_or_time() -> None:
 
 
 def test_a_concurrency_limit_ignores_deadlines() -> None:
-    composition = SLINFER.having(admission=Admission.CONCURRENCY, whole_node_kv=True, sharing=False)
+    composition = SLINFER.having(sharing=StaticShares())
     node = make_node(composition=composition)
     instance = start(node, make_work(0, ttft_s=0.0))
     answers = [node.join(instance, make_work(index, ttft_s=0.0), 9.0) for index in range(1, 5)]
@@ -250,7 +253,7 @@ def test_an_idle_instance_goes_after_its_keep_alive_unless_work_comes() -> None:
 
 
 def test_an_idle_instance_gives_way_to_a_start_before_its_keep_alive_is_over() -> None:
-    node = make_node(memory_gib=15.0, composition=SLINFER.having(keep_alive_s=600.0, reclaim_idle=True))
+    node = make_node(memory_gib=15.0, composition=SLINFER.having(keep_alive_s=600.0, reclaiming=ReclaimIdle))
     work = make_work(0, "a")
     start(node, work)
     serve_memory(node, 0.0)
@@ -357,7 +360,7 @@ def test_a_node_whose_contexts_have_outgrown_the_pace_says_who_is_furthest_ahead
 
 def test_a_pool_that_runs_short_borrows_from_neighbours_before_anybody_is_evicted() -> None:
     composition = SLINFER.having(
-        floor_tokens=0, watermark=0.0, free_resize=True, lengths_by_model=True, slots_limited=False
+        floor_tokens=0, watermark=0.0, resizing=InPlace(), memory=DemandByModel, sharing=Unlimited()
     )
     node = make_node(memory_gib=20.8, composition=composition)  # 0.8 GiB of KV: 1,638 tokens
     for _ in range(100):
@@ -472,7 +475,7 @@ def _collect(node: Node, number: int, pending: list[Callable[[], None]]) -> None
 def test_any_interleaving_keeps_the_books_balanced(
     steps: list[tuple[int, int]], floor_tokens: int, memory_gib: float
 ) -> None:
-    node = make_node(memory_gib=memory_gib, composition=SLINFER.having(floor_tokens=floor_tokens, slots_limited=False))
+    node = make_node(memory_gib=memory_gib, composition=SLINFER.having(floor_tokens=floor_tokens, sharing=Unlimited()))
     pending: list[Callable[[], None]] = []
     for number, (what, which) in enumerate(steps):
         _random_step(node, what, which, number, pending)
@@ -509,7 +512,7 @@ def test_who_comes_later_does_not_silence_an_answer_that_is_computed_again() -> 
 def resident_models(tokens: int, short_requests: int, *, are_alike: bool = True) -> int:
     """How many models start on a device after requests that held so many tokens each have ended."""
     composition = SLINFER.having(
-        slots_limited=False, lengths_by_model=True, weights_share=0.75, short_requests=short_requests
+        sharing=Unlimited(), memory=DemandByModel, weights_share=0.75, short_requests=short_requests
     )
     node = make_node(
         "abcdefg", memory_gib=64.0, composition=composition
@@ -531,7 +534,7 @@ def test_where_requests_are_short_weights_take_more_of_a_device() -> None:
 
 
 def test_idle_instances_do_not_close_for_a_start_that_they_would_not_make_room_for() -> None:
-    node = make_node("ab", memory_gib=25.0, composition=SLINFER.having(keep_alive_s=600.0, slots_limited=False))
+    node = make_node("ab", memory_gib=25.0, composition=SLINFER.having(keep_alive_s=600.0, sharing=Unlimited()))
     idle, busy = make_work(0, "a"), make_work(1, "b")
     for work in (idle, busy):
         start(node, work)

@@ -19,6 +19,7 @@ from dovetail.policy import turn as turns
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.latency import Curve, LatencyModel, Surface
+from dovetail.policy.lateness import ServeLate
 from dovetail.policy.parts import FEWEST_TOKENS, SMOOTH_TOKENS
 from dovetail.policy.rounds import LEAST_SINGLES, WORTH_SPLITTING, decode_limit_s
 from dovetail.policy.work import Work
@@ -26,12 +27,13 @@ from dovetail.sched.blocks import BlockPool
 from dovetail.sched.scheduler import Scheduler, SchedulerConfig
 from dovetail.sched.sequence import sequences_of
 from dovetail.sched.turn import Outcome, RowOutcome
+from dovetail.sim.baselines import Unlimited
 from dovetail.sim.compositions import SLINFER
 from dovetail.sim.storm import check_node, run_storm
 from dovetail.types import Request, SamplingParams
 
 WHOLE = SLINFER.having(
-    max_silence_s=2.0, part_s=0.1, pack_prompts=True, smooth_answers=True, extend_deadlines=True, slots_limited=False
+    max_silence_s=2.0, part_s=0.1, pack_prompts=True, smooth_answers=True, lateness=ServeLate(), sharing=Unlimited()
 )
 SPLIT = WHOLE.having(split_decodes=True)
 SINGLE_S = 0.01  # an iteration of one; each further one takes a third of that

@@ -14,10 +14,12 @@ from dovetail.node.node import Node
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, Refusal
 from dovetail.policy.latency import Curve, LatencyModel, Surface
+from dovetail.policy.lateness import ServeLate
 from dovetail.policy.parts import FEWEST_TOKENS
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.rounds import ANSWER_SLICE, STALL_COSTS, is_almost_done
 from dovetail.policy.work import Work
+from dovetail.sim.baselines import Unlimited
 from dovetail.sim.compositions import SLINFER
 from dovetail.sim.storm import check_node, run_storm
 
@@ -26,10 +28,10 @@ KNOBS = SLINFER.having(
     part_s=0.1,
     pack_prompts=True,
     smooth_answers=True,
-    extend_deadlines=True,
+    lateness=ServeLate(),
     split_decodes=True,
     max_stall=2.0,
-    slots_limited=False,
+    sharing=Unlimited(),
 )
 TOKEN_S = 0.01
 

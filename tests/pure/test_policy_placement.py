@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from sim_builders import make_hosting
 
-from dovetail.policy.consolidate import rank_instances, rank_victims
+from dovetail.policy.consolidate import Consolidating, rank_victims
 from dovetail.policy.placement import DeviceKind, can_ever_serve, is_hopeless, rank_nodes
 from dovetail.policy.startup import LoadTimes, rank_by_start, start_s
+from dovetail.sim.baselines import Spreading
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def test_a_device_that_breaks_the_slo_even_alone_is_excluded() -> None:
 
 def test_new_requests_go_to_the_largest_batch_on_cpu_first() -> None:
     small, large, cpu = FakeInstance(1), FakeInstance(5), FakeInstance(2, on_cpu=True)
-    assert rank_instances([small, large, cpu], reactive=True) == [cpu, large, small]
-    assert rank_instances([small, large, cpu], reactive=False) == [small, cpu, large]
+    assert Consolidating().rank([small, large, cpu], 0) == [cpu, large, small]
+    assert Spreading().rank([small, large, cpu], 0) == [small, cpu, large]
 
 
 def test_only_smaller_neighbours_give_way_the_smallest_first() -> None:
@@ -76,7 +77,7 @@ def test_what_has_to_come_from_another_machine_is_thought_slow_until_it_was_seen
     assert times.expected_s("a", "neighbour", size) == 8.0 > times.expected_s("a", "disk", size)
     here, empty = FakeNode(DeviceKind.CPU, False, 0.0), FakeNode(DeviceKind.CPU, True, 0.5)
     starts = {here: times.expected_s("a", "disk", size), empty: times.expected_s("a", "neighbour", size)}
-    ranked = rank_by_start([empty, here], starts.__getitem__, pack=True)
+    ranked = rank_by_start([empty, here], starts.__getitem__)
     assert ranked == [here, empty], "whoever has the weights is asked first"
     times.observe("a", "neighbour", size, 2.0)
     assert times.expected_s("a", "neighbour", size) == 2.0
@@ -89,8 +90,7 @@ def test_a_model_starts_where_it_is_there_soonest_and_packing_decides_among_equa
     far = FakeNode(DeviceKind.CPU, True, 99.0)
     gpu = FakeNode(DeviceKind.GPU, True, 1.0)
     seconds = {full: 0.51, half: 0.58, far: 4.0, gpu: 0.0}
-    assert rank_by_start([gpu, far, half, full], seconds.__getitem__, pack=True) == [full, half, far, gpu]
-    assert rank_by_start([gpu, far, half, full], seconds.__getitem__, pack=False) == [half, full, far, gpu]
+    assert rank_by_start([gpu, far, half, full], seconds.__getitem__) == [full, half, far, gpu]
 
 
 def test_what_waits_on_the_link_counts_before_a_load() -> None:

@@ -25,6 +25,7 @@ from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.linear import LinearProgram
 from dovetail.sim.metrics import percentile
 from dovetail.sim.pools import pools_of
+from dovetail.sim.static_shares import node_type
 from dovetail.sim.trace import Arrival, write_trace
 from dovetail.sim.workload import Workload, generate
 
@@ -53,7 +54,9 @@ def simulated(seed: int, composition: Composition) -> Simulation:
     for number, kind in enumerate(kinds):
         catalogue = dict.fromkeys(map(str, range(models)), hostings[kind])
         memory = int(rng.choice((30.0, 60.0)) * GIB)
-        node = Node(f"{kind}-{number}", kind, memory, catalogue, composition, first_instance=number * 1000)
+        node = node_type(composition)(
+            f"{kind}-{number}", kind, memory, catalogue, composition, first_instance=number * 1000
+        )
         devices.append(Device(node, outputs, durations))
     return Simulation(devices, composition, arrivals)
 

@@ -310,7 +310,7 @@ def test_a_trace_gets_the_lengths_of_a_table_or_of_clients(tmp_path: Path) -> No
 
 
 def test_parameters_can_be_set_and_wrong_ones_are_named() -> None:
-    assert composition_of("slinfer", None, ["watermark=0.5", "sharing=false"]).parameters()["watermark"] == 0.5
+    assert composition_of("slinfer", None, ["watermark=0.5", "sharing=Alone"]).parameters()["watermark"] == 0.5
     with pytest.raises(ConfigError, match=r"no such parameter; there are .*watermark"):
         composition_of("slinfer", None, ["colour=red"])
     with pytest.raises(ConfigError, match="watermark: expected float"):

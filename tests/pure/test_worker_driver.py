@@ -354,7 +354,7 @@ def test_pools_follow_the_load_up_and_down() -> None:
     assert rig.tokens("long") == expected("long", 4, 200)
 
 
-@pytest.mark.parametrize("policy_changes", [{}, {"proactive": False}, {"is_late": True}, {"is_pipelined": True}])
+@pytest.mark.parametrize("policy_changes", [{}, {"num_victims": 0}, {"is_late": True}, {"is_pipelined": True}])
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(

@@ -23,12 +23,12 @@ from dovetail import plots
 from dovetail.cli.sim_bound import bounds
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.eventlog import EventLog
-from dovetail.policy.compositions import Composition, parsed
+from dovetail.policy.compositions import Composition
 from dovetail.profiles.files import preset_errors, read_profile
 from dovetail.profiles.hardware import PRESETS
 from dovetail.sim import real_log, serverlessllm, twin
 from dovetail.sim import replay as replaying
-from dovetail.sim.compositions import POLICIES, policy
+from dovetail.sim.compositions import POLICIES, policy, with_text
 from dovetail.sim.cost import measure_decisions, measure_placement
 from dovetail.sim.driver import Simulation
 from dovetail.sim.explain import Explainer, explain, explain_log
@@ -71,7 +71,7 @@ def composition_of(name: str, without: list[str] | None, changes: list[str] | No
     for change in changes or []:
         key, _, text = change.partition("=")
         try:
-            composition = composition.having(**{key: parsed(key, text, composition.parameters().get(key))})
+            composition = with_text(composition, key, text)
         except ConfigError as error:
             raise ConfigError(f"--set {change}: {error}") from error
     return composition

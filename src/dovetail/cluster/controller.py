@@ -62,8 +62,9 @@ class Controller:
         self.queued = QueuedRequests(self.seeker, composition)
         self.retries = Retries(retry or RetryRule())
         self.migrations = Migrations(self.seeker, tokens)
-        self.departures = Departures(self.seeker, self.migrations, composition)
+        self.departures = Departures(self.seeker, self.migrations)
         self.displacements = Displacements(self.seeker, self.migrations)
+        self.reliever = composition.relief.reliever(self)
         self.drains: dict[str, Drain] = {}  # by node
         self._rule = rule or SloRule()
         self._log = log
@@ -140,8 +141,7 @@ class Controller:
             known = self.works.get(notice.request.id)
             if known is not None and known.is_on(node):
                 self.departures.overcommitted(node, notice.request, now)
-                if self.composition.knobs.live_moves and not self.migrations.of_source(node):
-                    self.migrate(notice.request.id, "overcommitted", now)
+                self.reliever.overcommitted(node, notice.request, now)
         elif isinstance(notice, protocol.CaughtUp):
             self.seeker.at(now)
             self.migrations.caught_up(node, notice)
@@ -155,6 +155,7 @@ class Controller:
             self.seeker.room.changed()
         elif isinstance(notice, protocol.InstanceReady):
             self.departures.ready(node, notice.model, now)
+            self.reliever.ready(node, notice.model, now)
         elif isinstance(notice, protocol.Offered):
             self.seeker.placer.offered(node, notice.model, notice.offer)
             self.seeker.room.changed()
@@ -228,13 +229,17 @@ class Controller:
 
     def migrate(self, id: int, reason: str, now: float) -> bool:
         """Have the request go on elsewhere, unbroken, if somebody takes it. False: there is nothing to move."""
-        if id not in self.works or self.works[id].place is None or self.composition.knobs.disaggregate:
+        if id not in self.works or self.works[id].place is None or self.works[id].phase is not Phase.ANY:
             return False
         self.seeker.at(now)
         if not self.migrations.begin(id, reason):
             return False
         self._settle(now)
         return True
+
+    def is_source(self, node: NodeHandle) -> bool:
+        """A request is migrating away from it."""
+        return bool(self.migrations.of_source(node))
 
     def stay(self, id: int, now: float) -> None:
         """The request has all its tokens: it moves no more."""

@@ -10,8 +10,8 @@ from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.migration import Migrations
 from dovetail.cluster.request import RequestState
 from dovetail.cluster.seeker import Seeker
+from dovetail.cluster.waiting import RETRY_S
 from dovetail.node.protocol import Evicted, Finished, HandedOver
-from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY
 from dovetail.policy.work import Phase, RequestRecord
 
@@ -19,10 +19,9 @@ KV_BYTES_PER_S = 12.5e9  # of blocks that are handed over
 
 
 class Departures:
-    def __init__(self, seeker: Seeker, migrations: Migrations, composition: Composition) -> None:
+    def __init__(self, seeker: Seeker, migrations: Migrations) -> None:
         self._seeker = seeker
         self._migrations = migrations
-        self._knobs = composition.knobs
 
     def parted(self, node: NodeHandle, notice: Finished | Evicted | HandedOver, now: float) -> RequestState | None:
         """A request has left a node; returns it if it has all its tokens. One that was cancelled meanwhile has left
@@ -59,7 +58,7 @@ class Departures:
         seeker.ends.note(now)
         seeker.outputs.add(work.produced)
         seeker.lengths.add(work.model, work.produced)
-        seeker.by_memory.ended(work.model, work.produced)
+        seeker.likeness.add(work.model, work.produced)
         seeker.lengths.ended(work.id)
         seeker.left(node, instance)
 
@@ -68,12 +67,12 @@ class Departures:
         seeker.at(now)
         seeker.placer.left(node, instance)
         seeker.lengths.runs(work.model, work.id, work.produced)
-        if reason == "kv_short" and self._knobs.finish_begun and work.produced:
+        if reason == "kv_short" and seeker.lateness.owes_place(work.produced):
             seeker.owe(work, node.name)
         work.cached = False
         if reason == "kv_short" and work.short_at == work.produced:
             # It got no token there either: nowhere does it fit now.
-            seeker.move(work, now + self._knobs.retry_s, reason)
+            seeker.move(work, now + RETRY_S, reason)
         elif reason == "kv_short":  # at once it would only come back to where it did not fit
             work.short_at = work.produced
             seeker.seek(work, avoided=node.name)
@@ -96,19 +95,12 @@ class Departures:
         seeker = self._seeker
         seeker.at(now)
         seeker.lengths.runs(record.model, record.id, record.produced)
-        if not self._knobs.disaggregate and not self._knobs.live_moves:
-            seeker.decisions.begin(seeker.relieve(node, record))
 
     def ready(self, node: NodeHandle, model: str, now: float) -> None:
-        """Weights are there; perhaps somebody is to be moved to them."""
+        """Weights are there."""
         seeker = self._seeker
         seeker.at(now)
         seeker.room.changed()
-        prepared = seeker.prepared.get(model)
-        if prepared is not None and prepared.node is node and prepared.record.id in seeker.works:
-            seeker.prepared[model] = prepared._replace(node=None)
-            record = msgspec.structs.replace(prepared.record, last_token_s=now)  # it has gone on meanwhile
-            seeker.decisions.begin(seeker.relieve(prepared.source, record))
 
     def lost(self, node: NodeHandle, works: Sequence[RequestState], now: float) -> None:
         """The node is gone; its unfinished requests start over elsewhere, with the tokens they have. The next one is as
@@ -121,7 +113,7 @@ class Departures:
         for work in works:
             work.cached = False
             work.moves += 1
-            if self._knobs.disaggregate:
+            if work.phase is not Phase.ANY:
                 work.phase = Phase.PREFILL
             if work.produced:
                 work.first_due_s = min(work.first_due_s, now + work.ttft_s - work.tpot_s * work.produced)

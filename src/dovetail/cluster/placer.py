@@ -20,16 +20,14 @@ from dovetail.cluster.starting import MAX_LOOKS, StartOrder, start, start_or_mak
 from dovetail.node import protocol
 from dovetail.node.protocol import Accepted, Refused, Victim
 from dovetail.policy.compositions import Composition
-from dovetail.policy.consolidate import rank_instances
+from dovetail.policy.consolidate import MAX_INSTANCES
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import DeviceKind
 from dovetail.policy.work import Phase, RequestRecord, Work
 
 # Bounds on what one decision looks at, so that its time does not grow with the cluster.
-MAX_INSTANCES = 3  # instances of the model asked to take a request
 MAX_MOVE_LOOKS = 12  # the same, for what gives way
 MAX_MOVES = 6  # nodes and instances asked, all in all, whether they would take what gives way to a request
-MAX_VICTIMS = 2  # neighbours considered for giving way
 
 # An instance that refuses for one of these might accept if a neighbour of it went.
 MENDABLE = {Refusal.MEMORY, Refusal.DECODE_OVERCOMMITTED}
@@ -53,19 +51,22 @@ def is_overcommitted(node: NodeHandle, request: RequestRecord) -> bool:
 class Placer:
     def __init__(self, nodes: Sequence[NodeHandle], composition: Composition) -> None:
         self.nodes: list[NodeHandle] = []
-        self.knobs = composition.knobs
+        self._served = composition.nodes
+        self.making_way = composition.making_way
+        self._order = composition.instances
+        self._sharing = composition.sharing
         for node in nodes:
             self.add_node(node)
         self.now_s = 0.0  # of the event that is being handled
         self._instances: dict[tuple[str, int], InstanceView] = {}  # (node, instance)
         self._by_model: dict[str, list[InstanceView]] = defaultdict(list)  # open for more work
-        self._turn_of: Counter[str] = Counter()  # round robin, by model
+        self._turn_of: Counter[str] = Counter()  # by model: requests that chose among several instances
         self.starts = StartOrder(composition)
         self._weights_tokens: dict[str, float] = {}  # by model
         self.leaving: set[tuple[str, int]] = set()  # (node, instance): somebody else is to have their place (L7)
 
     def add_node(self, node: NodeHandle) -> None:
-        if self.knobs.use_cpu or node.kind is not DeviceKind.CPU:
+        if self._served.takes(node.kind):
             self.nodes.append(node)
 
     def remove_node(self, node: NodeHandle) -> None:
@@ -200,19 +201,15 @@ class Placer:
         views = [view for view in self._by_model[work.model] if view.phase is work.phase]
         if self.leaving:
             views = [view for view in views if (view.node.name, view.id) not in self.leaving]
-        if not self.knobs.round_robin or len(views) < 2:
-            return rank_instances(views, reactive=self.knobs.reactive)[:MAX_INSTANCES]
-        turn = self._turn_of[work.model] % len(views)
-        self._turn_of[work.model] += 1
-        return views[turn:] + views[:turn]
+        turn = self._turn_of[work.model]
+        self._turn_of[work.model] += len(views) > 1
+        return self._order.rank(views, turn)
 
     def _preempt(self, search: Search) -> Asking[Placed | None]:
         """S9: make room for an instance of the model by moving a smaller neighbour's requests elsewhere."""
-        if not self.knobs.proactive or self.knobs.disaggregate:
-            return None
         considered = search.num_checked = 0
         for view in search.crowded:
-            if considered >= MAX_VICTIMS:
+            if considered >= self._order.num_victims:
                 return None
             answer = yield Ask(view.node, protocol.FindVictims(search.record, view.id))
             for victim in answer.found if isinstance(answer, protocol.Victims) else ():
@@ -249,7 +246,7 @@ class Placer:
     ) -> list[tuple[NodeHandle, int | None]]:
         """Where the request may go on, the best first: instances that are there, and nodes that may start one."""
         views = self._by_model[request.model]
-        views = rank_instances(views, reactive=self.knobs.reactive)[:MAX_INSTANCES]
+        views = self._order.rank(views, 0)
         nodes = self.starts.rank(self.window(request), request.model, self.now_s)
         found = [(view.node, view.id) for view in views] + [(node, None) for node in nodes]
         if wanted is not None:
@@ -301,7 +298,7 @@ class Placer:
         if node.name in search.avoided:
             search.refusals[Refusal.MEMORY] += 1
             return None
-        if self.knobs.one_instance and self._has_instance(node, work):
+        if not self._sharing.may_add(self._num_instances(node, work)):
             search.refusals[Refusal.SLOTS] += 1  # it would say the same
             return None
         answer = yield from self._propose(search, node, None)
@@ -311,6 +308,6 @@ class Placer:
         self.starts.started(node, work.model, self.now_s)
         return Placed(work, node, answer.instance, how)
 
-    def _has_instance(self, node: NodeHandle, work: Work) -> bool:
+    def _num_instances(self, node: NodeHandle, work: Work) -> int:
         views = self._by_model.get(work.model, ())
-        return any(view.node is node and view.phase is work.phase for view in views)
+        return sum(view.node is node and view.phase is work.phase for view in views)

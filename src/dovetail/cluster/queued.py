@@ -15,7 +15,6 @@ from dovetail.cluster.seeker import TOO_LATE, Seeker
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import Refusal
 from dovetail.policy.placement import is_hopeless
-from dovetail.policy.work import Phase
 
 FIRST_LATE = {Refusal.FIRST_TOKEN_LATE}
 EARLY_LIMIT_S = 60.0  # first tokens that are due later than this after they were asked for are put off only when late
@@ -24,8 +23,7 @@ EARLY_LIMIT_S = 60.0  # first tokens that are due later than this after they wer
 class QueuedRequests:
     def __init__(self, seeker: Seeker, composition: Composition) -> None:
         self._seeker = seeker
-        self._knobs = composition.knobs
-        self._turns = composition.turns
+        self._phases = composition.phases
 
     def __len__(self) -> int:
         seeker = self._seeker
@@ -45,10 +43,9 @@ class QueuedRequests:
         seeker.at(now)
         leader = works[0]
         seeker.works.update((work.id, work) for work in works)
-        seeker.by_memory.called(leader.model, now)
-        if self._knobs.disaggregate and leader.phase is Phase.ANY:
-            for work in works:
-                work.phase = Phase.PREFILL
+        seeker.queue.called(leader.model, now)
+        for work in works:
+            work.phase = self._phases.first(leader.phase)
         if len(works) > 1:
             leader.followers = tuple(works[1:])
         seeker.seek(leader)
@@ -134,7 +131,7 @@ class QueuedRequests:
     @property
     def wants_idle(self) -> bool:
         """An idle device would be of use to somebody (`idle`)."""
-        return self._knobs.extend_deadlines and len(self._seeker.room) > 0
+        return self._seeker.lateness.begins_early(len(self._seeker.room))
 
     def use_idle(self, now: float) -> None:
         """Devices that have nothing to do, as long as that may help somebody."""
@@ -147,13 +144,13 @@ class QueuedRequests:
         """Nothing can run somewhere: better that somebody is late than that."""
         seeker = self._seeker
         seeker.at(now)
-        if self._knobs.extend_deadlines:
+        if self.wants_idle:
             self._take_late([one for one in seeker.room if TOO_LATE & self._reasons(one)])
 
     @property
     def may_begin_late(self) -> bool:
         """Somebody may get a place on a node that computes nothing but answers."""
-        return bool(self._seeker.room) and self._knobs.extend_deadlines and self._turns.smooth_answers
+        return self.wants_idle
 
     def begin_late(self, prompting: Iterable[NodeHandle], now: float) -> None:
         """Prompts that will be late have the time between answers that no other prompt wants; `prompting`: nodes that

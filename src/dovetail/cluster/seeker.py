@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from heapq import heappush
-from typing import NamedTuple
-
-import msgspec
 
 from dovetail.cluster.asking import Ask, Asking, Decisions
 from dovetail.cluster.decisions import Decision, Displace, Extended, Moving, Placed, Queued, Refused
 from dovetail.cluster.handle import NodeHandle
-from dovetail.cluster.memory_order import MemoryOrder
 from dovetail.cluster.placer import Placer, Unwanted
 from dovetail.cluster.request import RequestState, Search
-from dovetail.cluster.waiting import Ends, WaitingRoom, urgency
+from dovetail.cluster.waiting import RETRY_S, Ends, WaitingRoom
 from dovetail.node import protocol
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import WaitOrder
-from dovetail.policy.lengths import AnswerLengths
+from dovetail.policy.lengths import AnswerLengths, Likeness
 from dovetail.policy.memory import OutputMean
 from dovetail.policy.work import RequestRecord
 
 MAX_TAKEN_BACK = 16  # long answers, for one newcomer
-PREPARE_AGAIN_S = 10.0  # a cold start in vain costs others their memory: not many for one model
 DISPLACE_S, DISPLACE_FACTOR = 5.0, 3.0  # longer than this, and so many times what was estimated, nobody waits for L7
 # Refusals that go away with later deadlines.
 TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARDWARE, Refusal.LINK}
@@ -34,18 +28,10 @@ TOO_LATE = {Refusal.FIRST_TOKEN_LATE, Refusal.DECODE_OVERCOMMITTED, Refusal.HARD
 SCARCE = {Refusal.MEMORY, Refusal.NEIGHBOUR_LATE, *TOO_LATE}
 
 
-class Prepared(NamedTuple):
-    """A cold start that was begun for work which runs elsewhere."""
-
-    node: NodeHandle | None  # None = nobody would
-    source: NodeHandle
-    record: RequestRecord
-    again_s: float  # no other one for the model before
-
-
 class Seeker:
     def __init__(self, nodes: Sequence[NodeHandle], composition: Composition) -> None:
-        self.knobs = composition.knobs
+        self.lateness = composition.lateness
+        self._reclaiming = composition.reclaiming
         self.works: dict[int, RequestState] = {}  # every request that has not ended, with or without a place
         self.placer = Placer(nodes, composition)
         self.decisions = Decisions(self._let_go)
@@ -53,13 +39,12 @@ class Seeker:
         self.timed: list[tuple[float, int]] = []  # heap of (time, request): moving ones ask again
         self.ends = Ends()
         self._owing: Counter[str] = Counter()  # by node: answers that it evicted for want of memory
-        self.prepared: dict[str, Prepared] = {}  # by model
         self.outputs = OutputMean()
         self.lengths = AnswerLengths()
-        self.by_memory = MemoryOrder(self.placer)
-        order = self.by_memory.of if self.knobs.waits is WaitOrder.MEMORY else urgency
-        self.room = WaitingRoom(self.knobs.retry_s, on_change=self.knobs.retry_on_change, order=order)
-        self.by_memory.waiting = self.room.by_model
+        self.likeness = Likeness()
+        self.room = WaitingRoom(composition.queueing.change_s)
+        self.queue = composition.queueing.queue(self.placer, self.room.by_model, self.likeness)
+        self.room.order = self.queue.key
 
     def at(self, now: float) -> None:
         """Everything that follows happens now."""
@@ -82,14 +67,14 @@ class Seeker:
     def seek_in_order(self, work: RequestState) -> None:
         """Those who wait ask in order: whoever comes first may have the place of an idle instance."""
         search = self._search(work)
-        search.reclaims = self.knobs.reclaim_alike and search.are_alike
+        search.reclaims = self._reclaiming.asks(are_alike=search.are_alike)
         self.decisions.begin(self._place(search))
 
     def _search(self, work: RequestState, avoided: str | None = None) -> Search:
         """A request without tokens avoids nodes that owe memory to an evicted answer."""
         work.mean_tokens = self.lengths.mean_known(work.model, self.outputs.value)
         owing = {avoided} if avoided else set() if work.produced else set(self._owing)
-        search = work.search = Search(work, owing, are_alike=self.by_memory.are_alike)
+        search = work.search = Search(work, owing, are_alike=self.likeness.is_seen)
         return search
 
     def _place_found(self, placed: Placed) -> None:
@@ -170,9 +155,7 @@ class Seeker:
         return is_offered
 
     def _may_extend(self, work: RequestState) -> bool:
-        if self.knobs.extend_deadlines:
-            return work.is_lenient
-        return self.knobs.finish_begun and work.produced > 0
+        return self.lateness.may_extend(is_strict=work.is_strict, produced=work.produced)
 
     def give_up(self, work: RequestState, search: Search) -> None:
         """Its token was due while it had no place; `search` is the last one."""
@@ -238,7 +221,7 @@ class Seeker:
             self.left(node, answer.instance)
             work.take(record)
             self.extend(work, answer.prefill_s, answer.decode_s)
-            self.move(work, self.now_s + self.knobs.retry_s, "gives_way")
+            self.move(work, self.now_s + RETRY_S, "gives_way")
 
     def extend(self, work: RequestState, prefill_s: float, decode_s: float | None) -> None:
         """The fastest device needs so long for its prefill and a decode, if that is known; None: its pace stays."""
@@ -257,35 +240,6 @@ class Seeker:
             self.outbox.append(Refused(one, reason, dict(search.refusals), retry_after_s))
 
     # Moving
-
-    def relieve(self, node: NodeHandle, record: RequestRecord) -> Asking[None]:
-        """Move the work, if somebody else would go on with it in time. Where that takes a cold start, it is begun, and
-        the work is moved when its node asks again."""
-        mean_tokens = self.lengths.mean_known(record.model, self.outputs.value)
-        record = msgspec.structs.replace(record, mean_tokens=mean_tokens)
-        if not (yield from self.placer.has_other_place(record, node)):
-            yield from self._prepare(node, record)
-            return
-        answer = yield Ask(node, protocol.Release(record.id))
-        if not isinstance(answer, protocol.TookBack) or answer.request is None:
-            return
-        work = self.works.get(record.id)
-        if work is not None and work.search is None:  # else it was cancelled meanwhile, or lost
-            self.left(node, answer.instance)
-            work.take(answer.request)
-            self.outbox.append(Moving(work, self.now_s, "overcommitted"))
-            self.seek(work, avoided=node.name)
-
-    def _prepare(self, source: NodeHandle, record: RequestRecord) -> Asking[None]:
-        """A cold start for work that nobody else would go on with in time; it is moved when that is done."""
-        before = self.prepared.get(record.model)
-        if before is not None and self.now_s < before.again_s:
-            return
-        again_s = self.now_s + PREPARE_AGAIN_S
-        self.prepared[record.model] = Prepared(None, source, record, again_s)
-        node = yield from self.placer.prepare(record, source)
-        if node is not None:
-            self.prepared[record.model] = Prepared(node, source, record, again_s)
 
     def move(self, work: RequestState, retry_at_s: float, reason: str) -> None:
         work.is_moving = True

@@ -17,11 +17,9 @@ from dovetail.cluster.handle import NodeHandle
 from dovetail.cluster.request import Search
 from dovetail.node import protocol
 from dovetail.policy.compositions import Composition
-from dovetail.policy.displace import Destination, Guest, Move, migration_s, who_moves_where
+from dovetail.policy.displace import Destination, Guest, MakingWay, Move, migration_s, who_moves_where
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.knobs import Admission, Knobs, MakeWay
-from dovetail.policy.placement import rank_nodes
-from dovetail.policy.startup import STEP_S, rank_by_start, start_s
+from dovetail.policy.startup import Draws, start_s
 from dovetail.policy.work import RequestRecord
 
 if TYPE_CHECKING:
@@ -44,8 +42,9 @@ class StartOrder:
     """What is known of how soon a model would be where."""
 
     def __init__(self, composition: Composition) -> None:
-        self._knobs = composition.knobs
-        self._drawn = 0  # the last of a row of pseudo-random numbers
+        self._ranking = composition.starts
+        self._sharing = composition.sharing
+        self._draws = Draws()
         self._cursor = 0  # where the next window of candidate nodes begins
         self._spread: dict[tuple[int, int], list[int]] = {}  # of windows, by nodes and how many are looked at
         self._near: dict[str, dict[str, tuple[float, NodeHandle]]] = {}  # by model and node: what a load takes there
@@ -60,12 +59,9 @@ class StartOrder:
         self._cursor = start = (self._cursor + 1) % count
         looks = min(count, looks)
         seen = [nodes[(start + offset) % count] for offset in self._offsets(count, looks)]
-        is_roomy = self._has_room if self._knobs.admission is Admission.SHADOW else self._offers
-        roomy = [node for node in seen if is_roomy(node, request)]
+        roomy = [node for node in seen if self._has_room(node, request)]
         chosen = roomy[:: -(len(roomy) // -MAX_CANDIDATES)] if roomy else seen[:: -(len(seen) // -MAX_DOUBTFUL)]
-        if not self._knobs.start_soonest:
-            return chosen
-        return list(dict.fromkeys([*self.near(request.model), *chosen]))
+        return self._ranking.window(chosen, lambda: self.near(request.model))
 
     def _offsets(self, count: int, looks: int) -> list[int]:
         """So many, from all over a cluster of so many nodes."""
@@ -74,9 +70,6 @@ class StartOrder:
             self._spread = {key: one for key, one in self._spread.items() if key[0] == count}
             found = self._spread[count, looks] = [step * count // looks for step in range(looks)]
         return found
-
-    def _offers(self, node: NodeHandle, request: RequestRecord) -> bool:
-        return node.offer_of(request.model) is not None and node.up and (self._knobs.sharing or not node.in_use)
 
     def _has_room(self, node: NodeHandle, request: RequestRecord) -> bool:
         """By what it last said: memory for the weights, and time for one more decode in every round. Most say no by
@@ -90,29 +83,15 @@ class StartOrder:
         offer = node.offer_of(request.model)
         if offer is None or offer.weight_bytes > room.weight_bytes:
             return False
-        return (pace_s + offer.decode_s <= strictest_s or not pace_s) and node.up
+        return (pace_s + offer.decode_s <= strictest_s or not pace_s) and node.up and not self.is_taken(node)
 
     def rank(self, nodes: Sequence[NodeHandle], model: str, now: float) -> list[NodeHandle]:
         """In the order in which they are asked to start an instance of the model."""
-        if self._knobs.start_random:
-            return self._shuffled(nodes)
-        if not self._knobs.start_soonest:
-            return rank_nodes(nodes, pack=self._knobs.reactive)
-        seconds = {node.name: self.seconds(node, model, now) for node in nodes}
-        ranked = rank_by_start(nodes, lambda node: seconds[node.name], pack=self._knobs.reactive)
-        if self._knobs.start_waits and ranked:
-            soonest_s = min(seconds[node.name] for node in ranked) + STEP_S
-            return [node for node in ranked if seconds[node.name] <= soonest_s]
-        return ranked
+        return self._ranking.rank(nodes, lambda node: self.seconds(node, model, now), self._draws)
 
-    def _shuffled(self, nodes: Sequence[NodeHandle]) -> list[NodeHandle]:
-        """The same row of orders in every run."""
-        order = list(nodes)
-        for last in range(len(order) - 1, 0, -1):
-            self._drawn = (self._drawn * 6364136223846793005 + 1442695040888963407) % 2**64
-            other = (self._drawn >> 33) % (last + 1)
-            order[last], order[other] = order[other], order[last]
-        return order
+    def is_taken(self, node: NodeHandle) -> bool:
+        """Where models do not share devices."""
+        return self._sharing.is_taken(node.in_use)
 
     def seconds(self, node: NodeHandle, model: str, now: float) -> float:
         """L6: q + n/b. What comes from the machine's disk waits for what its other devices read from there."""
@@ -148,7 +127,7 @@ class StartOrder:
 def start(placer: Placer, search: Search) -> Asking[Placed | None]:
     """Nobody makes way for it."""
     for node in placer.starts.rank(placer.window(search.record), search.work.model, placer.now_s):
-        if _is_taken(placer, node):
+        if placer.starts.is_taken(node):
             search.refusals[Refusal.SLOTS] += 1  # it would say the same
             continue
         placed = yield from placer.start_on(node, search, How.START)
@@ -159,19 +138,17 @@ def start(placer: Placer, search: Search) -> Asking[Placed | None]:
 
 def start_or_make_way(placer: Placer, search: Search) -> Asking[Placed | Displace | None]:
     """Of the nodes that take it, and those that would once somebody has gone, the one where it starts soonest."""
-    if placer.knobs.make_way is MakeWay.NEVER:
-        return (yield from start(placer, search))
     best: Displace | None = None
     crowded = 0
     search.num_checked = 0
     model, starts = search.work.model, placer.starts
     nodes = starts.rank(placer.window(search.record), model, placer.now_s)
-    search.is_full = not placer.knobs.sharing and all(node.in_use for node in nodes)
+    search.is_full = all(starts.is_taken(node) for node in nodes)
     for node in nodes:
         seconds = starts.seconds(node, model, placer.now_s)
         if best is not None and best.start_s <= seconds:
             break
-        if _is_taken(placer, node):
+        if placer.starts.is_taken(node):
             search.refusals[Refusal.SLOTS] += 1
             search.last_refusal = Refusal.SLOTS
         else:
@@ -187,45 +164,35 @@ def start_or_make_way(placer: Placer, search: Search) -> Asking[Placed | Displac
     return best
 
 
-def _is_taken(placer: Placer, node: NodeHandle) -> bool:
-    """Where models do not share devices."""
-    return not placer.knobs.sharing and node.in_use
-
-
 def may_displace(placer: Placer, search: Search, node: NodeHandle) -> bool:
-    """Whoever was evicted or moved for others evicts nobody in turn: else two would chase each other for ever."""
     if any(name == node.name for name, _ in placer.leaving):
         return False
-    if placer.knobs.make_way is MakeWay.PREEMPT:
-        return not search.work.moves
-    return not search.is_full  # else there is nowhere to go
+    return placer.making_way.may_displace(search.work.moves, is_full=search.is_full)
 
 
 def _displace(placer: Placer, search: Search, node: NodeHandle, seconds: float) -> Asking[Displace | None]:
     answer = yield Ask(node, protocol.FindGuests(search.record))
     if not isinstance(answer, protocol.Guests) or not answer.missing_bytes:
         return None
-    found = {one.instance: one for one in answer.found[:MAX_GUESTS]}
+    found, making_way = {one.instance: one for one in answer.found[:MAX_GUESTS]}, placer.making_way
     guests = []
     for one in found.values():
-        if placer.knobs.make_way is MakeWay.PREEMPT and any(request.moves for request in one.requests):
-            continue  # nobody is evicted twice
-        if placer.knobs.make_way is MakeWay.PREEMPT and search.is_full:
-            places = NOWHERE
-        else:
+        if not making_way.may_go(request.moves for request in one.requests):
+            continue
+        places = NOWHERE
+        if making_way.looks_elsewhere(is_full=search.is_full):
             places = yield from _destinations(placer, search, node, one)
         guests.append(Guest(one.instance, one.frees_bytes, places))
     plan = who_moves_where(guests, answer.missing_bytes)
     if plan is None or placer.now_s + plan.seconds > search.until_s:
         return None  # it would be refused while it waits for them
-    moves = tuple(_displaced(placer.knobs, move, found[move.instance]) for move in plan.moves)
+    moves = tuple(_displaced(making_way, move, found[move.instance]) for move in plan.moves)
     return Displace(search.work, node, plan.seconds + seconds, moves)
 
 
-def _displaced(knobs: Knobs, move: Move, guest: protocol.Guest) -> DisplacedInstance:
-    """Shepherd* chooses as L7 does, and evicts where L7 moves."""
-    destination = move.destination if knobs.make_way is MakeWay.MIGRATE else ""
-    return DisplacedInstance(move.instance, tuple(one.id for one in guest.requests), destination or None)
+def _displaced(making_way: MakingWay, move: Move, guest: protocol.Guest) -> DisplacedInstance:
+    requests = tuple(one.id for one in guest.requests)
+    return DisplacedInstance(move.instance, requests, making_way.destination(move))
 
 
 def _destinations(
@@ -254,4 +221,4 @@ def _destinations(
 def _that_may_take(nodes: Sequence[NodeHandle], source: NodeHandle, placer: Placer) -> list[NodeHandle]:
     leaving = {name for name, _ in placer.leaving}
     nodes = [node for node in nodes if node is not source and node.up and not node.is_draining]
-    return [node for node in nodes if node.name not in leaving and (placer.knobs.sharing or not node.in_use)]
+    return [node for node in nodes if node.name not in leaving and not placer.starts.is_taken(node)]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
 from dovetail.cluster.request import RequestState, Search
+from dovetail.policy.queueing import CHANGED_S, Key, urgency
 
-# A decision takes a fraction of a millisecond, an iteration many: they look this often.
-CHANGED_S = 0.02
+RETRY_S = 0.25  # those without a place try again this often
 # How many may ask in vain in one pass. What holds one back mostly holds back the others of its model, and soon after
 # a change what holds back a few of the most urgent mostly holds back everybody.
 MAX_FAILURES_CHANGED = 4
@@ -40,20 +40,11 @@ class Ends:
         return min(max((num_queued + 1) * each_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
 
-Order = Callable[[RequestState], tuple[bool, float, float, int]]
-
-
-def urgency(work: RequestState) -> tuple[bool, float, float, int]:
-    """The smallest asks first: who is in the middle of a text, then whose token is due first."""
-    return not work.produced, 0.0, work.due_s, work.id
-
-
 class WaitingRoom:
-    def __init__(self, retry_s: float, *, on_change: bool = True, order: Order = urgency) -> None:
-        self.order = order
+    def __init__(self, change_s: float = CHANGED_S) -> None:
+        self.order: Callable[[RequestState], Key] = urgency
         self.by_model: Counter[str] = Counter()
-        self._retry_s = retry_s
-        self._on_change = on_change
+        self._change_s = change_s  # how soon after a change they ask
         self._works: dict[int, RequestState] = {}
         self._expiries: list[tuple[float, int]] = []  # heap of (time, request); stale if the request has another time
         self._has_changed = False  # somebody left or memory came free since they last asked
@@ -78,7 +69,7 @@ class WaitingRoom:
         self.by_model[work.model] += 1
         due_s = work.due_s if due_s is None else due_s
         # One that came late may ask once more.
-        work.expires_s = max(due_s + EXPIRY_S, now + self._retry_s if due_s <= now else now)
+        work.expires_s = max(due_s + EXPIRY_S, now + RETRY_S if due_s <= now else now)
         heappush(self._expiries, (work.expires_s, work.id))
 
     def leave(self, id: int) -> RequestState | None:
@@ -94,7 +85,7 @@ class WaitingRoom:
 
     def changed(self) -> None:
         """There may be a place now."""
-        self._has_changed = self._on_change
+        self._has_changed = True
 
     def next_s(self) -> float | None:
         """When there is somebody to look at."""
@@ -104,8 +95,8 @@ class WaitingRoom:
         return min(self._next_pass_s(), self._expiries[0][0])
 
     def _next_pass_s(self) -> float:
-        full_s = self._last_full_s + self._retry_s
-        return min(self._last_pass_s + CHANGED_S, full_s) if self._has_changed else full_s
+        full_s = self._last_full_s + RETRY_S
+        return min(self._last_pass_s + self._change_s, full_s) if self._has_changed else full_s
 
     def expired(self, now: float) -> list[RequestState]:
         """Everyone whose token was due before now, in order."""
@@ -128,7 +119,7 @@ class WaitingRoom:
         if not self._works or now < self._next_pass_s():
             return
         limit = MAX_FAILURES_CHANGED
-        if now >= self._last_full_s + self._retry_s:
+        if now >= self._last_full_s + RETRY_S:
             limit, self._last_full_s = MAX_FAILURES, now
         self._last_pass_s, self._has_changed = now, False
         failures: Counter[str] = Counter()

@@ -16,8 +16,7 @@ from dovetail.node.residency import Residency
 from dovetail.node.timing import Timing
 from dovetail.policy.consolidate import rank_victims
 from dovetail.policy.headroom import INFINITY, Refusal
-from dovetail.policy.knobs import Admission
-from dovetail.policy.memory import granted_tokens, recommended_tokens, required_tokens
+from dovetail.policy.memory import granted_tokens, recommended_tokens
 from dovetail.policy.placement import Hosting, can_ever_serve
 from dovetail.policy.work import Work
 
@@ -37,7 +36,11 @@ class Admitter:
         self.timing = Timing(device, residency)
         self._device = device
         self._instances = device.instances
-        self._knobs = device.composition.knobs
+        self._memory_demand = device.composition.memory
+        self._reclaiming = device.composition.reclaiming
+        self._loads = device.composition.loads
+        self._sharing = device.composition.sharing
+        self._lateness = device.composition.lateness
         self._lengths = device.lengths
         self._answered: tuple[int, int, float, Grant | Refusal] = (-1, -1, 0.0, KEEP)  # by `join`, to whom and when
         self._residency = residency
@@ -46,8 +49,9 @@ class Admitter:
         if instance.state is State.CLOSING or instance.phase is not work.phase:
             return Refusal.CLOSED
         self._lengths.hear(work.model, work.mean_tokens)
-        if self._knobs.admission is Admission.CONCURRENCY:
-            return self._by_number(instance, work)
+        return self._join(instance, work, free_at_s, ignore_memory=ignore_memory)
+
+    def _join(self, instance: Instance, work: Work, free_at_s: float, *, ignore_memory: bool) -> Grant | Refusal:
         grant: Grant | Refusal = KEEP
         if self.timing.is_too_late(instance, work, free_at_s):
             grant = Refusal.FIRST_TOKEN_LATE
@@ -66,11 +70,12 @@ class Admitter:
         refusal = self._slots(hosting) or self._twin(work)
         if refusal is not None:
             return refusal
-        if self._knobs.admission is Admission.CONCURRENCY:
-            return self._share(hosting)
+        return self._start(hosting, work, free_at_s)
+
+    def _start(self, hosting: Hosting, work: Work, free_at_s: float) -> Grant | Refusal:
         if not can_ever_serve(hosting, work.known_tokens, work.ttft_s, work.tpot_s):
             return Refusal.HARDWARE
-        if self._knobs.count_loads and not hosting.weights_in_place and self._is_link_late(hosting, work, free_at_s):
+        if not hosting.weights_in_place and self._is_link_late(hosting, work, free_at_s):
             return Refusal.LINK
         grant = self._memory_for_start(hosting, work)
         if isinstance(grant, Refusal):
@@ -104,12 +109,12 @@ class Admitter:
         """L6: one link serves the loads one after another; what is excused to a request, its user still waits for."""
         wait_s = sum(one.hosting.load_s for one in self._instances.values() if one.state is State.LOADING)
         prefill_s = hosting.latency.prefill_s(work.known_tokens) * self._device.overestimate
-        return free_at_s + wait_s + prefill_s > work.due_s
+        return self._loads.is_late(free_at_s + wait_s + prefill_s, work.due_s)
 
     def room_for_start(self) -> StartRoom:
         """What any start finds here, so that nobody need ask who would certainly be refused."""
-        if self._knobs.reclaim_idle or self._knobs.admission is Admission.CONCURRENCY:
-            return EMPTY  # idle instances go for it, or nobody knows
+        if self._reclaiming.may_reclaim(is_asked=False):
+            return EMPTY  # idle instances go for it
         pace_s, strictest_s = 0.0, INFINITY
         for one in self._instances.values():
             if one.running or one.waiting or one.held:
@@ -120,78 +125,41 @@ class Admitter:
         return StartRoom(self._weights_room() + self._idle_bytes(), pace_s, strictest_s)
 
     def _idle_bytes(self) -> int:
-        """Weights that may give way to a start."""
-        if not self._knobs.reclaim_alike:
+        """Weights that give way to a start that asks for it."""
+        if not self._reclaiming.asks(are_alike=True):
             return 0
         return sum([one.hosting.weight_bytes for one in self._instances.values() if one.is_idle])
 
     # Slots and shares
 
     def _slots(self, hosting: Hosting) -> Refusal | None:
-        count = len(self._instances)
-        if not self._knobs.sharing and count:
-            return Refusal.SLOTS
-        if self._knobs.whole_node_kv:
-            residents = (one.hosting.slots for one in self._instances.values())
-            full = count >= min(self._knobs.shares, hosting.slots, *residents)
-            return Refusal.SLOTS if full else None
-        if self._knobs.slots_limited:
-            used = sum(1.0 / one.hosting.slots for one in self._instances.values())
-            if used + 1.0 / hosting.slots > 1.0 + 1e-9:
-                return Refusal.SLOTS
-        return None
+        residents = [one.hosting.slots for one in self._instances.values()]
+        return None if self._sharing.has_slot(hosting.slots, residents) else Refusal.SLOTS
 
     def _twin(self, work: Work) -> Refusal | None:
-        if not self._knobs.one_instance:
-            return None
         others = (one for one in self._instances.values() if one.state is not State.CLOSING)
-        return Refusal.SLOTS if any(one.model == work.model and one.phase is work.phase for one in others) else None
-
-    def _by_number(self, instance: Instance, work: Work) -> Grant | Refusal:
-        if instance.batch >= self._limit(instance.hosting):
-            return Refusal.CONCURRENCY
-        # Blocks that are brought along need their place at once; a prompt waits for it.
-        return Refusal.MEMORY if work.cached and instance.is_short(work.known_tokens + 1) else KEEP
-
-    def _limit(self, hosting: Hosting) -> int:
-        return hosting.half_concurrency if self._knobs.shares > 1 else hosting.concurrency
-
-    def _share(self, hosting: Hosting) -> Grant | Refusal:
-        """A static share of the node: weights, and KV for all the rest of it."""
-        ledger = self._device.ledger
-        weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        tokens = self.most_tokens(hosting)
-        if tokens <= 0 or weights + tokens * hosting.kv_bytes_per_token > ledger.available:
-            return Refusal.MEMORY
-        return Grant(tokens)
-
-    def _share_bytes(self, hosting: Hosting) -> int:
-        """Too large for a share: the whole node."""
-        return self._device.ledger.capacity // min(self._knobs.shares, hosting.slots)
+        twins = sum(one.model == work.model and one.phase is work.phase for one in others)
+        return None if self._sharing.may_add(twins) else Refusal.SLOTS
 
     # Memory
 
     def required(self, hosting: Hosting, model: str, lengths: list[tuple[int, int]]) -> int:
-        if self._knobs.lengths_by_model:
-            need = self._lengths.most_tokens(model, lengths)[1]
-            need = max(need + len(lengths), self._floor_tokens())
-        else:
-            need = required_tokens(lengths, self._lengths.outputs.value, self._floor_tokens())
+        need = max(self._memory_demand.tokens(self._lengths, model, lengths), self._floor_tokens())
         need += len(lengths) * (hosting.block_tokens - 1)  # each request's last block is partly empty
         return -(need // -hosting.block_tokens) * hosting.block_tokens
 
     @property
     def _are_short(self) -> bool:
         """Several usual requests fit into the smallest pool, and there is a usual one: models do not differ."""
-        count = self._knobs.short_requests
-        return count > 0 and self._lengths.are_alike and count * self._lengths.usual_tokens < self._knobs.floor_tokens
+        usual = self._memory_demand.short_requests * self._lengths.usual_tokens
+        return self._lengths.are_alike and 0 < usual < self._memory_demand.floor_tokens
 
     def _floor_tokens(self) -> int:
-        floor = self._knobs.floor_tokens
+        floor = self._memory_demand.floor_tokens
         return min(floor, int(SHORT_FLOOR * self._lengths.usual_tokens)) if self._are_short else floor
 
     def recommended(self, hosting: Hosting, required: int) -> int:
-        tokens = recommended_tokens(required, self._knobs.watermark)
+        tokens = recommended_tokens(required, self._memory_demand.watermark)
         return -(tokens // -hosting.block_tokens) * hosting.block_tokens
 
     def room(self, hosting: Hosting, kv_tokens: int, reserved_bytes: int = 0) -> int:
@@ -203,10 +171,17 @@ class Admitter:
     def most_tokens(self, hosting: Hosting) -> int:
         """The KV pool of the model if it had the node, or its share of it, to itself."""
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        capacity = self._share_bytes(hosting) if self._knobs.whole_node_kv else self._device.ledger.capacity
-        tokens = max(capacity - weights, 0) // hosting.kv_bytes_per_token
+        tokens = max(self._capacity_bytes(hosting) - weights, 0) // hosting.kv_bytes_per_token
         tokens -= tokens % hosting.block_tokens
         return tokens if hosting.max_kv_tokens is None else min(tokens, hosting.max_kv_tokens)
+
+    def _capacity_bytes(self, hosting: Hosting) -> int:
+        """Of the device, that the model may have."""
+        return self._device.ledger.capacity
+
+    def is_fixed(self, instance: Instance) -> bool:
+        """Its pool is not made smaller when requests leave."""
+        return instance.hosting.weights_in_place
 
     def _bare(self, hosting: Hosting, work: Work) -> int:
         """What it needs for its next token: whole blocks, and one to spare."""
@@ -214,8 +189,8 @@ class Admitter:
 
     def _at_most(self, hosting: Hosting, work: Work, required: int) -> int:
         """Alone it gets what there is, rather than none for ever: its answer may be short."""
-        is_fixed = hosting.max_kv_tokens is None and not self._knobs.extend_deadlines
-        if is_fixed or required <= (most := self.most_tokens(hosting)):
+        takes_less = self._lateness.takes_less(is_capped=hosting.max_kv_tokens is not None)
+        if not takes_less or required <= (most := self.most_tokens(hosting)):
             return required
         return max(most, self._bare(hosting, work))
 
@@ -248,7 +223,7 @@ class Admitter:
     def _weights_room(self) -> int:
         """What the weights of one more instance may take. With more of them too little of the device would be left for
         caches; one instance is never too many."""
-        ledger, share = self._device.ledger, self._knobs.weights_share
+        ledger, share = self._device.ledger, self._memory_demand.weights_share
         if share >= 1.0 or not self._instances:
             return ledger.available
         resident = sum([one.hosting.weight_bytes for one in self._instances.values()])
@@ -259,7 +234,7 @@ class Admitter:
 
     def _kept_bytes(self) -> int:
         """For caches: so many usual requests of each instance, and of one more like the heaviest of them."""
-        tokens = int(self._knobs.short_requests * self._lengths.usual_tokens)
+        tokens = int(self._memory_demand.short_requests * self._lengths.usual_tokens)
         sizes = [one.hosting.kv_bytes_per_token for one in self._instances.values()]
         return tokens * (sum(sizes) + max(sizes))
 
@@ -267,8 +242,6 @@ class Admitter:
         """L7: what would have to come free for a start of the work's model; 0 = memory is not what it lacks."""
         ledger = self._device.ledger
         weights = 0 if hosting.weights_in_place else hosting.weight_bytes
-        if self._knobs.whole_node_kv:
-            return max(self._share_bytes(hosting) - ledger.available, 0)
         required = self._required_for_start(hosting, work)
         missing = weights + required * hosting.kv_bytes_per_token - ledger.available
         if weights:

@@ -15,7 +15,6 @@ from dovetail.policy.placement import Hosting
 from dovetail.policy.work import SLACK, Work
 from dovetail.profiles.live import LiveLatency
 
-OVERDUE_S = 1.0
 USUAL_TOKENS = 1024  # of a context, where a request is not known yet
 
 
@@ -76,9 +75,8 @@ def load_s(node: Node, question: protocol.Propose, now: float) -> float:
     return node.residency.loaded_s(hosting) - now
 
 
-def ease_overdue(node: Node, now: float) -> None:
+def ease_overdue(node: Node, now: float, overdue_s: float) -> None:
     """Deadlines far in the past say nothing about who is urgent: those who did not ask for targets get new ones."""
-    overdue_s = now - OVERDUE_S
     if any(one.deadline_s < overdue_s and one.can_run for one in node.instances.values()):
         ease_everyone(node, now, 0.0)
 

@@ -17,7 +17,7 @@ from dovetail.node.protocol import Evicted
 from dovetail.node.underway import Underway
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import INFINITY
-from dovetail.policy.latency import IN_PLACE_RESIZE, TransferModel
+from dovetail.policy.latency import TransferModel
 from dovetail.policy.memory import Ledger
 from dovetail.policy.parameters import TurnOrder
 from dovetail.policy.placement import DeviceKind, Hosting
@@ -71,8 +71,7 @@ class Device:
         admission = composition.admission
         self.overestimate = admission.cpu_overestimate if kind is DeviceKind.CPU else admission.gpu_overestimate
         self.rule = turn_rule(kind, composition)
-        is_in_place = composition.knobs.free_resize or kind is DeviceKind.CPU
-        self.transfer = transfer or (IN_PLACE_RESIZE if is_in_place else TransferModel())
+        self.transfer = transfer or composition.resizing.transfer(kind)
         self._prefixes = prefixes or NoPrefixes()
         self.up = True
         self.now_s = 0.0  # of the event that is being handled
@@ -142,7 +141,9 @@ class Device:
 def turn_rule(kind: DeviceKind, composition: Composition) -> TurnRule:
     turns = composition.turns
     silence_s = composition.admission.slo_scale * turns.max_silence_s  # held like other SLOs
-    splits = turns.split_decodes and turns.smooth_answers and composition.knobs.extend_deadlines
+    splits = (
+        turns.split_decodes and turns.smooth_answers and composition.lateness.may_extend(is_strict=False, produced=0)
+    )
     return TurnRule(
         turns.slack_s if turns.turn_order is TurnOrder.DRAIN else None,
         silence_s,

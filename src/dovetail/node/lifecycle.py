@@ -76,7 +76,9 @@ class Lifecycle:
         instance.idle_since_s = now
         keep_alive_s = instance.hosting.keep_alive_s
         if keep_alive_s is None:
-            keep_alive_s = 0.0 if instance.hosting.weights_in_place else self._device.composition.knobs.keep_alive_s
+            keep_alive_s = (
+                0.0 if instance.hosting.weights_in_place else self._device.composition.reclaiming.keep_alive_s
+            )
         if keep_alive_s <= 0.0:
             self.close(instance)
         elif keep_alive_s != INFINITY:

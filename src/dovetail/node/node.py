@@ -30,6 +30,8 @@ from dovetail.policy.work import Phase, RequestRecord, Work
 
 
 class Node:
+    admitter_type = Admitter
+
     def __init__(
         self,
         name: str,
@@ -58,7 +60,7 @@ class Node:
         self.instances = device.instances
         self.outbox = device.outbox
         self.residency = Residency(device)
-        self.admit = Admitter(device, self.residency)
+        self.admit = self.admitter_type(device, self.residency)
         self.turns = Turns(device)
         self.lives = Lifecycle(device, self.residency, self.admit)
         self.pools = Pools(device, self.residency, self.admit, self.lives)
@@ -108,7 +110,7 @@ class Node:
     def start(self, work: Work, now: float, *, reclaims: bool = False) -> int | Refusal:
         """Start an instance for the work; returns the instance's id. `reclaims`: idle ones may go for it."""
         grant = self.admit.start(work, self._free_at_s(now)) if self.device.up else Refusal.CLOSED
-        if grant is Refusal.MEMORY and (reclaims or self.composition.knobs.reclaim_idle):
+        if grant is Refusal.MEMORY and self.composition.reclaiming.may_reclaim(is_asked=reclaims):
             grant = self.lives.reclaim(work, self._free_at_s(now))
         if isinstance(grant, Refusal):
             return grant

@@ -17,7 +17,6 @@ from dovetail.policy.memory import granted_tokens, should_shrink
 from dovetail.policy.work import Work
 
 LOOK_AROUND_TURNS = 16  # of an instance: how often it is looked whether contexts have outgrown time and memory
-AHEAD_S = 8.0  # a cold start elsewhere, and a prefill there
 MOST_AHEAD_TURNS = 192  # beyond that nobody knows which answers still run
 LENT_TURNS = 32  # whoever lends keeps room for so many, and whoever borrows gets it
 
@@ -25,7 +24,9 @@ LENT_TURNS = 32  # whoever lends keeps room for so many, and whoever borrows get
 class Pools:
     def __init__(self, device: Device, residency: Residency, admit: Admitter, lives: Lifecycle) -> None:
         self._device = device
-        self._knobs = device.composition.knobs
+        self._resizing = device.composition.resizing
+        self._watermark = device.composition.memory.watermark
+        self._ahead_s = device.composition.relief.ahead_s
         self._instances = device.instances
         self._residency = residency
         self._admit = admit
@@ -89,7 +90,7 @@ class Pools:
         needs it back first finds others who do not need theirs yet."""
         hosting = instance.hosting
         wanted = instance.bare_tokens() + prefill_tokens + LENT_TURNS * len(instance.running)
-        if not self._knobs.free_resize or (hosting.max_kv_tokens is not None and wanted > hosting.max_kv_tokens):
+        if not self._resizing.may_borrow(wanted, hosting.max_kv_tokens):
             return False
         missing = (wanted - self._admit.room(hosting, instance.kv_tokens)) * hosting.kv_bytes_per_token
         # A turn under way may hold blocks of prompts that are counted at its end.
@@ -108,10 +109,10 @@ class Pools:
 
     def shrink(self, instance: Instance) -> None:
         """S6, when a request has left."""
-        if self._knobs.whole_node_kv or instance.hosting.weights_in_place:
+        if self._admit.is_fixed(instance):
             return
         required = self._admit.required(instance.hosting, instance.model, instance.lengths())
-        if should_shrink(self._residency.planned_kv_tokens(instance), required, self._knobs.watermark):
+        if should_shrink(self._residency.planned_kv_tokens(instance), required, self._watermark):
             self._residency.resize(instance, self._admit.recommended(instance.hosting, required))
 
     def look_around(self) -> None:
@@ -129,8 +130,8 @@ class Pools:
     def _is_filling_up(self, instance: Instance) -> bool:
         """Within the time that somebody else needs to get ready for one of its answers."""
         turns = 2 * LOOK_AROUND_TURNS
-        if (decode_s := instance.decode_s()) and not self._knobs.live_moves:  # else it goes on here meanwhile
-            turns = max(turns, min(int(AHEAD_S / decode_s), MOST_AHEAD_TURNS))
+        if decode_s := instance.decode_s():
+            turns = max(turns, min(int(self._ahead_s / decode_s), MOST_AHEAD_TURNS))
         loose = instance.tokens + (turns + 2 * instance.hosting.block_tokens) * len(instance.running)
         if loose <= instance.kv_tokens:
             return False

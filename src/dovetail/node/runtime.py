@@ -209,8 +209,7 @@ class NodeRuntime:
         self.is_touched = False
         if self.node.turn is not None or not self.up:
             return None
-        if self.node.composition.knobs.extend_deadlines:
-            answers.ease_overdue(self.node, now)
+        answers.ease_overdue(self.node, now, self.node.composition.lateness.overdue_s(now))
         turn = self.node.next_turn(now)
         if self.node.outbox:
             self.changed(now)

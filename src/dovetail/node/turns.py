@@ -9,7 +9,6 @@ from dovetail.node.device import Device
 from dovetail.node.events import Turn
 from dovetail.node.instance import Instance
 from dovetail.node.underway import Underway
-from dovetail.policy.placement import DeviceKind
 from dovetail.policy.rounds import is_almost_done, may_stop, next_to_answer
 from dovetail.policy.rows import promised_s
 from dovetail.policy.turn import DeviceSnapshot, choose, decode_of, seat_of
@@ -21,9 +20,7 @@ MOMENT_S = 0.005
 
 class Turns:
     def __init__(self, device: Device) -> None:
-        shares = device.composition.knobs.shares
-        # Instances rest so that none has more than this share of the device; 0 = never.
-        self.throttle = shares if shares > 1 and device.kind is DeviceKind.GPU else 0
+        self.throttle = 0  # instances rest so that none has more than this share of the device; 0 = never
         self._device = device
         self._rule = device.rule
         self._state = device.turns

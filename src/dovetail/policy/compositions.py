@@ -8,66 +8,91 @@ papers, and strategies with which nobody serves, are in `sim/`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.policy.knobs import Knobs, MakeWay
+from dovetail.policy.consolidate import Consolidating, InstanceOrder
+from dovetail.policy.displace import MakingWay, Migrating
+from dovetail.policy.lateness import Lateness, ServeLate
+from dovetail.policy.memory import DemandByModel, MemoryDemand
 from dovetail.policy.parameters import AdmissionParameters, TurnOrder, TurnParameters
+from dovetail.policy.placement import AllNodes, ServingNodes
+from dovetail.policy.queueing import Queueing
+from dovetail.policy.reclaiming import ReclaimIdle, Reclaiming
+from dovetail.policy.relief import LiveRelief, Relief
+from dovetail.policy.resizing import InPlace, Resizing
+from dovetail.policy.sharing import OneOfEach, Sharing
+from dovetail.policy.startup import CountLoads, Loads, SoonestStart, StartRanking
+from dovetail.policy.work import Phases, Together
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    name: str = "slinfer"
+    """The strategies of a server, unless others are given."""
+
+    name: str = "dovetail"
+    # Turns and admission of one device
     turns: TurnParameters = field(default_factory=TurnParameters)  # whose iteration is next, of which tokens
     admission: AdmissionParameters = field(default_factory=AdmissionParameters)  # would every request still be in time
-    knobs: Knobs = field(default_factory=Knobs)
+    memory: MemoryDemand = field(default_factory=DemandByModel)  # how much requests should have
+    resizing: Resizing = field(default_factory=InPlace)  # what a pool's growth takes
+    sharing: Sharing = field(default_factory=OneOfEach)  # which instances are on one device together
+    reclaiming: Reclaiming = field(default_factory=ReclaimIdle)  # when idle ones go
+    loads: Loads = field(default_factory=CountLoads)  # whether a start waits too long for its weights
+    # Placement
+    nodes: ServingNodes = field(default_factory=AllNodes)  # which nodes serve
+    instances: InstanceOrder = field(default_factory=Consolidating)  # which of a model is asked first
+    starts: StartRanking = field(default_factory=SoonestStart)  # which nodes are asked to start one
+    making_way: MakingWay = field(default_factory=Migrating)  # what may be done to those who run there
+    relief: Relief = field(default_factory=LiveRelief)  # what is done for a node that its requests outgrow
+    phases: Phases = field(default_factory=Together)  # whether prefill and decode are apart
+    # Requests without a place
+    queueing: Queueing = field(default_factory=Queueing)  # when they ask again, and in which order
+    lateness: Lateness = field(default_factory=ServeLate)  # what becomes of one whose token is due
 
     def named(self, name: str) -> Composition:
         return replace(self, name=name)
 
-    def having(self, **parameters: object) -> Composition:
-        """The same with other values of these parameters, whichever strategy has them."""
-        changed: dict[str, Any] = {}
-        for name, value in parameters.items():
-            kind = self.kind_of(name)
-            changed[kind] = replace(changed.get(kind, getattr(self, kind)), **{name: value})
-        return replace(self, **changed)
+    def having(self, **changes: object) -> Composition:
+        """The same with other strategies of these kinds (a class takes over the parameters that it shares with the one
+        before), and other values of these parameters, whichever strategy has them."""
+        changed = {kind: self._made(kind, value) for kind, value in changes.items() if kind in KINDS}
+        strategies: dict[str, Any] = {kind: changed.get(kind, getattr(self, kind)) for kind in KINDS}
+        for name in changes.keys() - changed.keys():
+            kind = self._kind_of(name, strategies)
+            strategies[kind] = replace(strategies[kind], **{name: changes[name]})
+        return Composition(self.name, **strategies)
 
-    def kind_of(self, parameter: str) -> str:
-        """The kind of strategy that has the parameter."""
-        for kind in KINDS:
-            if any(one.name == parameter for one in fields(getattr(self, kind))):
+    def _made(self, kind: str, strategy: Any) -> Any:
+        if not isinstance(strategy, type):
+            return strategy
+        before = getattr(self, kind)
+        names = {one.name for one in fields(before)}
+        return strategy(**{one.name: getattr(before, one.name) for one in fields(strategy) if one.name in names})
+
+    def _kind_of(self, parameter: str, strategies: Mapping[str, Any]) -> str:
+        for kind, strategy in strategies.items():
+            if any(one.name == parameter for one in fields(strategy)):
                 return kind
-        there = ", ".join(sorted(self.parameters()))
+        there = ", ".join([*KINDS, *sorted(self.parameters())])
         raise ConfigError(f"{parameter}: the policy {self.name} has no such parameter; there are {there}")
 
     def parameters(self) -> dict[str, object]:
         """Of all strategies, by name."""
-        return {one.name: getattr(of, one.name) for kind in KINDS if is_dataclass(of := getattr(self, kind))
-                for one in fields(of)}  # fmt: skip
+        strategies: list[Any] = [getattr(self, kind) for kind in KINDS]
+        return {one.name: getattr(strategy, one.name) for strategy in strategies for one in fields(strategy)}
 
     def values(self) -> dict[str, Any]:
-        """For the header of a log; `from_values` reads it."""
-        return asdict(self)
+        """For the header of a log: the strategy of each kind and its parameters."""
+        strategies: dict[str, Any] = {kind: getattr(self, kind) for kind in KINDS}
+        return {"name": self.name} | {
+            kind: {"strategy": type(one).__name__, **asdict(one)} for kind, one in strategies.items()
+        }
 
 
 KINDS = tuple(one.name for one in fields(Composition) if one.name != "name")
-
-
-def from_values(values: Mapping[str, Any]) -> Composition:
-    """What `Composition.values` was written of. JSON has no infinity."""
-    base = Composition(values["name"])
-    there = {name: value for kind in KINDS for name, value in values[kind].items()}
-    known = base.parameters()
-    return base.having(**{name: _as(known[name], value) for name, value in there.items()})
-
-
-def _as(example: object, value: Any) -> Any:
-    if value is None:
-        return float("inf")
-    return type(example)(value) if isinstance(example, Enum) else value
 
 
 def parsed(name: str, text: str, example: object) -> Any:
@@ -84,21 +109,7 @@ def parsed(name: str, text: str, example: object) -> Any:
 
 
 # What a server runs.
-SERVED = Composition("dovetail").having(
-    # A pool grows and shrinks in place, so that a small floor costs nothing. Keep-alives are long and memory is what
-    # the host has: idle models give way, and starts mind the loads before them.
-    floor_tokens=256,
-    free_resize=True,
-    slots_limited=False,
-    lengths_by_model=True,
-    one_instance=True,
-    reclaim_idle=True,
-    count_loads=True,
-    # Late rather than refused; whoever comes while a prompt is computed is looked at soon.
-    extend_deadlines=True,
-    finish_begun=True,
-    retry_on_change=True,
-    live_moves=True,
+SERVED = Composition().having(
     turn_order=TurnOrder.DRAIN,
     max_silence_s=2.0,
     guard_decodes=True,
@@ -107,6 +118,4 @@ SERVED = Composition("dovetail").having(
     smooth_answers=True,
     split_decodes=True,
     max_stall=2.0,
-    start_soonest=True,
-    make_way=MakeWay.MIGRATE,
 )

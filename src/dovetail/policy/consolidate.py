@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 
@@ -16,17 +17,30 @@ class PlacedBatch(Batch, Protocol):
     def on_cpu(self) -> bool: ...
 
 
+MAX_INSTANCES = 3  # of a model that are asked to take a request, so that a decision's time does not grow with them
 FIRST = 1 << 40  # beyond any batch: one number sorts sooner than a pair, and a popular model has many instances
 BatchT = TypeVar("BatchT", bound=Batch)
 PlacedT = TypeVar("PlacedT", bound=PlacedBatch)
 
 
-def rank_instances(instances: Iterable[PlacedT], *, reactive: bool) -> list[PlacedT]:
-    """S10, S11: CPU before GPU, then the largest batch first so that small ones drain. Without S10 the load is spread:
-    the smallest batch first, wherever it is."""
-    if not reactive:
-        return sorted(instances, key=lambda instance: instance.batch)
-    return sorted(instances, key=lambda instance: -instance.batch - FIRST if instance.on_cpu else -instance.batch)
+class InstanceOrder(Protocol):
+    @property
+    def num_victims(self) -> int:
+        """Neighbours considered for giving way to one request (S9)."""
+
+    def rank(self, instances: Sequence[PlacedT], turn: int) -> list[PlacedT]:
+        """Those of a model that are asked to take a request, in order; `turn` counts the requests that chose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidating:
+    """S10, S11: CPU before GPU, then the largest batch first so that small ones drain."""
+
+    num_victims: int = 2
+
+    def rank(self, instances: Sequence[PlacedT], turn: int) -> list[PlacedT]:
+        order = sorted(instances, key=lambda one: -one.batch - FIRST if one.on_cpu else -one.batch)
+        return order[:MAX_INSTANCES]
 
 
 def rank_victims(neighbours: Iterable[BatchT], batch: int) -> list[BatchT]:

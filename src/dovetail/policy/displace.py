@@ -6,8 +6,9 @@ What counts is when the last of them has left. Knows neither who asks nor how a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 STEPS = 16  # memory is counted in sixteenths of what is missing, rounded so that never too little is freed
 
@@ -37,6 +38,39 @@ class Move:
 class MovePlan:
     seconds: float  # until the last of them has left
     moves: tuple[Move, ...]
+
+
+class MakingWay(Protocol):
+    """What may be done to those who run where a model would start soonest."""
+
+    def may_displace(self, moves: int, *, is_full: bool) -> bool:
+        """For a request that has moved so often; `is_full`: no device is free, where models have them to themselves."""
+
+    def may_go(self, moves: Iterable[int]) -> bool:
+        """An instance whose requests have moved so often."""
+
+    def looks_elsewhere(self, *, is_full: bool) -> bool:
+        """Its requests are to be accepted elsewhere first."""
+
+    def destination(self, move: Move) -> str | None:
+        """Where its requests go on, live; None = they are evicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migrating:
+    """L7: they go on elsewhere, live, if the start is sooner with that than anywhere else."""
+
+    def may_displace(self, moves: int, *, is_full: bool) -> bool:
+        return not is_full  # else there is nowhere to go
+
+    def may_go(self, moves: Iterable[int]) -> bool:
+        return True
+
+    def looks_elsewhere(self, *, is_full: bool) -> bool:
+        return True
+
+    def destination(self, move: Move) -> str | None:
+        return move.destination or None
 
 
 def migration_s(start_s: float, tokens: int, token_s: float, resume_s: float) -> float:

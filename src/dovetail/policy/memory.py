@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class OutputMean:
@@ -44,6 +44,48 @@ def required_tokens(lengths: Iterable[tuple[int, int]], mean_output: float, floo
     for input_tokens, produced in lengths:
         total += input_tokens + max(produced, mean_output)
     return max(int(total + 0.999), floor_tokens)
+
+
+class Lengths(Protocol):
+    """How long answers are."""
+
+    def most_tokens(self, model: str, lengths: list[tuple[int, int]]) -> tuple[int, int]:
+        """When requests of the model of these lengths will hold most: how many of them, and tokens together."""
+
+    @property
+    def outputs(self) -> OutputMean: ...
+
+
+class MemoryDemand(Protocol):
+    @property
+    def watermark(self) -> float: ...
+
+    @property
+    def floor_tokens(self) -> int: ...
+
+    @property
+    def weights_share(self) -> float: ...
+
+    @property
+    def short_requests(self) -> int: ...
+
+    def tokens(self, known: Lengths, model: str, lengths: list[tuple[int, int]]) -> int:
+        """That requests of a model of these lengths, (input, produced) pairs, should have."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemandByModel:
+    """As much as the requests that are there will hold at most at one time, by the model's own answers."""
+
+    watermark: float = 0.25  # S6
+    floor_tokens: int = 256  # S5: L_min; pools grow and shrink in place, so that a small one costs nothing
+    weights_share: float = 1.0  # of a device's memory that weights may take: what is left lets batches grow
+    # Where models answer at like length and so many usual requests fit into the floor of a pool, floors are lower, and
+    # weights may take more than their share as long as what is left holds so many of each instance. 0 = never.
+    short_requests: int = 0
+
+    def tokens(self, known: Lengths, model: str, lengths: list[tuple[int, int]]) -> int:
+        return known.most_tokens(model, lengths)[1] + len(lengths)
 
 
 def recommended_tokens(required: int, watermark: float) -> int:

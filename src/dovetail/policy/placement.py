@@ -20,6 +20,17 @@ class DeviceKind(StrEnum):
     GPU = "gpu"
 
 
+class ServingNodes(Protocol):
+    def takes(self, kind: DeviceKind) -> bool:
+        """Nodes of the kind serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllNodes:
+    def takes(self, kind: DeviceKind) -> bool:
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Hosting:
     """One model shape on one kind of node: what it takes and how fast it runs."""

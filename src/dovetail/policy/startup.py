@@ -6,8 +6,9 @@ every load that was seen; a model that was never loaded from there is judged by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from dovetail.policy.placement import DeviceKind, NodeLoad
 
@@ -48,15 +49,62 @@ def start_s(link_free_s: float, load_s: float, now: float) -> float:
     return max(link_free_s - now, 0.0) + load_s
 
 
-def rank_by_start(nodes: Iterable[NodeT], start_s: Callable[[NodeT], float], *, pack: bool) -> list[NodeT]:
+class Draws:
+    """A row of pseudo-random numbers, the same in every run."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def shuffled(self, items: Sequence[NodeT]) -> list[NodeT]:
+        order = list(items)
+        for last in range(len(order) - 1, 0, -1):
+            self._last = (self._last * 6364136223846793005 + 1442695040888963407) % 2**64
+            other = (self._last >> 33) % (last + 1)
+            order[last], order[other] = order[other], order[last]
+        return order
+
+
+class StartRanking(Protocol):
+    """Which nodes are asked to start an instance of a model, and in which order."""
+
+    def rank(self, nodes: Sequence[NodeT], start_s: Callable[[NodeT], float], draws: Draws) -> list[NodeT]:
+        """`start_s` until the model's weights would be on a node."""
+
+    def window(self, seen: Sequence[NodeT], near: Callable[[], Sequence[NodeT]]) -> list[NodeT]:
+        """Of a large cluster: those looked at, and those where the weights are there soonest, if that counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoonestStart:
     """S11 with L6: CPU before GPU; within a kind where the model is there soonest, and of those as S11 packs."""
-    sign = -1.0 if pack else 1.0
+
+    def rank(self, nodes: Sequence[NodeT], start_s: Callable[[NodeT], float], draws: Draws) -> list[NodeT]:
+        return rank_by_start(nodes, start_s)
+
+    def window(self, seen: Sequence[NodeT], near: Callable[[], Sequence[NodeT]]) -> list[NodeT]:
+        return list(dict.fromkeys([*near(), *seen]))
+
+
+def rank_by_start(nodes: Iterable[NodeT], start_s: Callable[[NodeT], float]) -> list[NodeT]:
     return sorted(
         nodes,
         key=lambda node: (
             node.kind is DeviceKind.GPU,
             int(start_s(node) / STEP_S),
-            pack and not node.in_use,
-            sign * node.fullness,
+            not node.in_use,
+            -node.fullness,
         ),
     )
+
+
+class Loads(Protocol):
+    def is_late(self, end_s: float, due_s: float) -> bool:
+        """A start whose first token would come then, after the loads before its own, is refused (L6)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountLoads:
+    """What is excused to a request as a cold start, its user waits for all the same."""
+
+    def is_late(self, end_s: float, due_s: float) -> bool:
+        return end_s > due_s

@@ -6,7 +6,9 @@ own, made of the record, and makes a new record of it when the request goes on: 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import msgspec
 
@@ -20,6 +22,19 @@ class Phase(StrEnum):
     ANY = "any"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Phases(Protocol):
+    def first(self, phase: Phase) -> Phase:
+        """Of a request that comes with this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Prefill and decode on one instance."""
+
+    def first(self, phase: Phase) -> Phase:
+        return phase
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False, array_like=True):

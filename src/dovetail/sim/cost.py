@@ -139,11 +139,11 @@ def cluster(
     composition: Composition,
     shape: str,
     seed: int,
-    node_type: type[Node] = Node,
+    make_node: type[Node] | None = None,
 ) -> list[Device]:
     """Half CPU nodes, half GPU nodes, all models of one shape."""
     measured = read_profile(profile)
     hostings = {kind: measured.hosting(shape, kind) for kind in DeviceKind}
     counts = {DeviceKind.CPU: nodes // 2, DeviceKind.GPU: nodes - nodes // 2}
     groups = uniform_groups(counts, hostings, arrivals, composition)
-    return make_devices(groups, arrivals, composition, Noise(Random(seed), 0.05), node_type=node_type)
+    return make_devices(groups, arrivals, composition, Noise(Random(seed), 0.05), make_node)

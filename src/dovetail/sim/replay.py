@@ -9,7 +9,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.eventlog import EventLog
-from dovetail.policy.compositions import from_values
+from dovetail.sim.compositions import from_values
 from dovetail.sim.layout import Layout
 from dovetail.sim.setup import Setup, build
 

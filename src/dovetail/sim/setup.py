@@ -12,17 +12,19 @@ from dovetail.errors import ConfigError
 from dovetail.eventlog import EventLog
 from dovetail.node.node import Node
 from dovetail.policy.compositions import Composition
-from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, TransferModel
+from dovetail.policy.latency import GIB, TransferModel
 from dovetail.policy.placement import DeviceKind, Hosting
 from dovetail.profiles.files import DEFAULT_PRESETS, MEASURED, Profile, read_profile
 from dovetail.profiles.hardware import PRESETS, Shape, hosting_of
 from dovetail.profiles.storage import STORAGES, Storage, Tier
+from dovetail.sim.baselines import Alone, Slots, StaticShares
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.faults import draw_faults
 from dovetail.sim.layout import Layout, ModelSection, NodeSection, line_of
 from dovetail.sim.metrics import Result
+from dovetail.sim.static_shares import node_type
 from dovetail.sim.tiers import Machine
 from dovetail.sim.trace import Arrival, first_line_of, keep_models, read_trace
 from dovetail.sim.workload import read_clients, read_lengths, rearrange, with_clients, with_lengths
@@ -194,7 +196,7 @@ def make_devices(
     arrivals: Sequence[Arrival],
     composition: Composition,
     noise: Noise,
-    node_type: type[Node] = Node,
+    make_node: type[Node] | None = None,
 ) -> list[Device]:
     outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
     devices: list[Device] = []
@@ -207,7 +209,9 @@ def make_devices(
             catalogue = group.catalogue if machine is None else machine.hostings
             first = len(devices) * INSTANCE_IDS
             name = f"{group.name}-{index}"
-            node = node_type(name, group.kind, memory, catalogue, composition, first_instance=first)
+            node = (make_node or node_type(composition))(
+                name, group.kind, memory, catalogue, composition, first_instance=first
+            )
             devices.append(Device(node, outputs, PredictedDurations(transfer, noise)))
             devices[-1].machine = machine
     return devices
@@ -232,7 +236,7 @@ def _by_tier(storage: Storage, hosting: Hosting) -> dict[Tier, Hosting]:
 
 
 def _transfer(group: NodeGroup, composition: Composition) -> TransferModel:
-    transfer = IN_PLACE_RESIZE if composition.knobs.free_resize else TransferModel()
+    transfer = composition.resizing.transfer(DeviceKind.GPU)
     if group.hardware in PRESETS:
         return replace(transfer, load_bytes_per_s=PRESETS[group.hardware].load_gib_per_s * GIB)
     return transfer
@@ -246,7 +250,9 @@ def memory_gib(
         total_gib = CPU_MEMORY_GIB if kind is DeviceKind.CPU else GPU_MEMORY_GIB
         if hardware in PRESETS:
             total_gib = PRESETS[hardware].memory_gib
-    return total_gib - RESERVED_PER_SLOT_GIB * (slots if composition.knobs.slots_limited else 1)
+    return total_gib - RESERVED_PER_SLOT_GIB * (
+        slots if isinstance(composition.sharing, Slots | Alone | StaticShares) else 1
+    )
 
 
 def check_fit(setup: Setup, devices: list[Device], models: list[int]) -> None:

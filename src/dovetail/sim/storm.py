@@ -15,25 +15,27 @@ from dovetail.cluster.intake import Submission
 from dovetail.eventlog import EventLog
 from dovetail.node.node import Node
 from dovetail.policy.compositions import SERVED, Composition
-from dovetail.policy.knobs import MakeWay
-from dovetail.policy.latency import GIB, IN_PLACE_RESIZE, Curve, LatencyModel, Surface, TransferModel
+from dovetail.policy.displace import Migrating
+from dovetail.policy.latency import GIB, Curve, LatencyModel, Surface
 from dovetail.policy.placement import DeviceKind, Hosting
-from dovetail.sim.compositions import POLICIES
+from dovetail.policy.relief import LiveRelief
+from dovetail.policy.startup import SoonestStart
+from dovetail.sim.baselines import Disaggregated, Evicting, Packing, StaticShares, Staying
+from dovetail.sim.compositions import ABLATIONS, POLICIES
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import Noise, PredictedDurations
 from dovetail.sim.faults import draw_faults
 from dovetail.sim.kv_blocks import KvBlocks
+from dovetail.sim.relief import NoRelief, Recomputing
 from dovetail.sim.server_storm import build_server_storm
 from dovetail.sim.setup import INSTANCE_IDS
+from dovetail.sim.static_shares import node_type
 from dovetail.sim.workload import Workload, generate
 
 PATIENCE_S = 600.0  # virtual time after the last arrival, and after the last end, by which a request must have ended
 LENGTHS = ((64, 8), (300, 40), (900, 90), (1500, 200))
 NEXT_S = 400.0  # longer than an idle instance is kept
-OF_A_SERVER = ("floor_tokens", "free_resize", "slots_limited", "weights_share", "short_requests", "one_instance")
-OF_A_SERVER_TOO = ("reclaim_idle", "count_loads", "extend_deadlines", "retry_on_change", "live_moves", "part_s")
-OF_TURNS = ("pack_prompts", "smooth_answers", "split_decodes", "max_stall", "start_soonest", "make_way")
 VIOLATIONS = (AssertionError, LookupError, ValueError, ArithmeticError, AttributeError)
 
 
@@ -83,19 +85,25 @@ def build_storm(seed: int, log: EventLog | None = None) -> Simulation:
     )
     arrivals = generate(workload, seed, LENGTHS)
     outputs = {index: arrival.output_tokens for index, arrival in enumerate(arrivals)}
-    transfer = IN_PLACE_RESIZE if composition.knobs.free_resize else TransferModel()
+    transfer = composition.resizing.transfer(DeviceKind.GPU)
     noise = Noise(rng, 0.1)
     devices: list[Device] = []
     for index in range(rng.randrange(1, 5)):
-        kind = rng.choice((DeviceKind.CPU, DeviceKind.GPU)) if index and composition.knobs.use_cpu else DeviceKind.GPU
+        kind = (
+            rng.choice((DeviceKind.CPU, DeviceKind.GPU))
+            if index and composition.nodes.takes(DeviceKind.CPU)
+            else DeviceKind.GPU
+        )
         memory = int(rng.uniform(14, 60) * GIB)
         catalogue = {
             str(model): replace(_draw_hosting(Random(seed + model), kind), load_s=rng.uniform(0.0, 3.0))
             for model in range(workload.models)
         }
-        node = Node(f"{kind.value}-{index}", kind, memory, catalogue, composition, first_instance=index * INSTANCE_IDS)
+        first = index * INSTANCE_IDS
+        make = node_type(composition)
+        node = make(f"{kind.value}-{index}", kind, memory, catalogue, composition, first_instance=first)
         devices.append(Device(node, outputs, PredictedDurations(transfer, noise)))
-        if not composition.knobs.disaggregate:
+        if not isinstance(composition.phases, Disaggregated):
             # Else an instance computes before it has room for blocks that were handed over.
             devices[-1].blocks = KvBlocks()
     horizon_s = arrivals[-1].arrival_s
@@ -106,23 +114,30 @@ def build_storm(seed: int, log: EventLog | None = None) -> Simulation:
 def _draw_composition(rng: Random) -> Composition:
     composition = POLICIES[rng.choice(list(POLICIES))]
     if composition.name in ("slinfer", "sllm+c+s") and rng.random() < 0.25:
-        composition = composition.having(disaggregate=True)
+        composition = composition.having(**ABLATIONS["pd"])
     elif rng.random() < 0.3:
-        served = SERVED.parameters()
-        composition = composition.having(**{name: served[name] for name in (*OF_A_SERVER, *OF_A_SERVER_TOO, *OF_TURNS)})
-    if composition.knobs.whole_node_kv:
+        composition = SERVED
+    if isinstance(composition.sharing, StaticShares):
         return composition
+    is_apart = isinstance(composition.phases, Disaggregated)
     composition = composition.having(
         watermark=rng.choice((0.0, 0.25)),
         floor_tokens=rng.choice((0, 512, 4096)),
-        proactive=rng.random() < 0.8,
-        live_moves=rng.random() < 0.5,
-        start_soonest=rng.random() < 0.5,
-        make_way=rng.choice(list(MakeWay)),
+        num_victims=2 if rng.random() < 0.8 and not is_apart else 0,
+        relief=_draw_relief(rng, is_apart=is_apart),
+        starts=SoonestStart() if rng.random() < 0.5 else Packing(),
+        making_way=rng.choice((Staying(), Migrating(), Evicting())),
         keep_alive_s=rng.choice((0.0, 1.0, 5.0)),
     )
     rng.choice(range(3)), rng.choice(range(2))  # what is drawn after this stays as it was with two more parameters
     return composition
+
+
+def _draw_relief(rng: Random, *, is_apart: bool) -> LiveRelief | Recomputing | NoRelief:
+    is_live = rng.random() < 0.5
+    if is_apart:
+        return NoRelief(ahead_s=0.0 if is_live else NoRelief().ahead_s)
+    return LiveRelief() if is_live else Recomputing()
 
 
 def _draw_hosting(rng: Random, kind: DeviceKind) -> Hosting:

@@ -16,6 +16,7 @@ from rich.table import Table
 from dovetail.errors import ConfigError
 from dovetail.policy.compositions import SERVED, Composition
 from dovetail.policy.parameters import Shadow
+from dovetail.sim.baselines import FinishingBegun
 from dovetail.sim.compositions import DOVETAIL, IMPROVEMENTS, SLINFER, SLLM_CS, policy
 from dovetail.sim.layout import Layout, ModelSection, NodeSection
 from dovetail.sim.metrics import Result
@@ -135,9 +136,11 @@ def _improvements(base: Setup) -> Runs:
     for name, changes in IMPROVEMENTS.items():
         composition = composition.having(**changes)
         yield Cell((f"+ {name}",)), replace(base, composition=composition)
-    for name, changes in IMPROVEMENTS.items():
-        back = {key: SLINFER.parameters()[key] for key in changes}
-        yield Cell((f"dovetail without {name}",)), replace(base, composition=DOVETAIL.having(**back))
+    for left_out in IMPROVEMENTS:
+        composition = SLINFER.named("dovetail")
+        for name, changes in IMPROVEMENTS.items():
+            composition = composition if name == left_out else composition.having(**changes)
+        yield Cell((f"dovetail without {left_out}",)), replace(base, composition=composition)
 
 
 def _ablation(base: Setup) -> Runs:
@@ -244,7 +247,7 @@ def _workloads(base: Setup) -> Runs:
 COMPOSITIONS = {
     "published": SLINFER.having(shadow=Shadow.CLOSED, paced_from_first_token=False),
     "played": SLINFER,
-    "served": SERVED.having(extend_deadlines=False),
+    "served": SERVED.having(lateness=FinishingBegun()),
 }
 
 

@@ -14,11 +14,11 @@ from dovetail.eventlog import EventLog
 from dovetail.node.events import StartLoad, StartResize, Turn
 from dovetail.node.instance import State
 from dovetail.node.node import Node
-from dovetail.policy.compositions import from_values
 from dovetail.policy.placement import DeviceKind
 from dovetail.profiles.live import LiveLatency
 from dovetail.profiles.timings import kind_of
 from dovetail.sim import real_log
+from dovetail.sim.compositions import from_values
 from dovetail.sim.device import Device
 from dovetail.sim.driver import Simulation
 from dovetail.sim.durations import NOISE_TABLE, Noise
