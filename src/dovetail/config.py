@@ -443,7 +443,7 @@ def describe(error: ValidationError) -> str:
     problems = []
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         key = ".".join(str(part) for part in item["loc"]) or "(top)"
-        unknown = REMOVED.get(str(item["loc"][-1]), "unknown key")
+        unknown = REMOVED.get(key.rpartition(".")[2], "unknown key")
         message = unknown if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
         problems.append(f"{key}: {message}")
     return "; ".join(problems)
