@@ -48,6 +48,9 @@ server:
 #   - {name: cpu-0, threads: 8, memory: 16GiB}
 #   - {name: gpu-0, device: "cuda:0"}
 
+# batch:
+#   hours: "22:00-06:00"          # lines of batches begin within these hours only
+
 # store:
 #   path: /var/lib/dovetail       # where models are kept; default: $DOVETAIL_HOME, then ~/.cache/dovetail
 #   max_size: 200GB               # least recently used models go beyond it

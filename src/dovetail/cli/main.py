@@ -40,6 +40,7 @@ COMMANDS: dict[str, Command] = {
     "add": Command("dovetail.cli.remote", "add", "Offer one more model in a running server."),
     "stop": Command("dovetail.cli.remote", "stop", "Free the memory of models in a running server."),
     "ps": Command("dovetail.cli.ps", "ps", "Show what a running server is doing."),
+    "batch": Command("dovetail.cli.batch", "app", "Have files of requests answered when there is time."),
     "nodes": Command("dovetail.cli.nodes", "nodes", "Show the nodes of a running server."),
     "leave": Command("dovetail.cli.nodes", "leave", "Empty a node; what it answers goes on elsewhere."),
     "profile": Command("dovetail.cli.profile", "profile", "Measure how fast models run on this machine."),

@@ -30,6 +30,7 @@ from dovetail.gateway.admin.routes import make_admin_router
 from dovetail.gateway.admin.turn_history import TurnWatch
 from dovetail.gateway.batches.batches_api import NewBatch, make_batches_router
 from dovetail.gateway.batches.files_api import make_files_router
+from dovetail.gateway.batches.messages_api import make_messages_router
 from dovetail.gateway.batches.offer import Batches, upload_limit
 from dovetail.gateway.console import make_console_router
 from dovetail.gateway.http.anthropic.endpoints import make_anthropic_router
@@ -99,6 +100,7 @@ def make_app(admin: Admin, batches: Batches | None = None) -> ASGIApp:
     batches = batches or Batches(settings)
     app.include_router(make_files_router(batches))
     app.include_router(make_batches_router(batches))
+    app.include_router(make_messages_router(batches))
     turns = TurnWatch()
     service.link.observers.append(turns.observe)
     app.include_router(make_console_router(turns))

@@ -28,18 +28,25 @@ class FileChecker:
 
     async def check_batch(self, batch: Batch) -> Report:
         """Its lines, and that there are the models that they name."""
-        report = await self.check_file(batch.endpoint, self._store.content(batch.input_file), batch.id)
+        return await self._checked(batch, self._store.content(batch.input_file), is_wrapped=False)
+
+    async def check_requests(self, batch: Batch, body: Path) -> Report:
+        """Of a body that holds a list of requests, which becomes a file of lines."""
+        return await self._checked(batch, body, is_wrapped=True)
+
+    async def _checked(self, batch: Batch, file: Path, *, is_wrapped: bool) -> Report:
+        report = await self._check_file(batch, file, is_wrapped=is_wrapped)
         if report.problems:
             return report
-        return msgspec.structs.replace(report, problems=await self._unknown_models(batch, report))
+        return msgspec.structs.replace(report, problems=await self._unknown_models(batch, file, report))
 
-    async def check_file(self, endpoint: str, file: Path, batch_id: str, *, is_wrapped: bool = False) -> Report:
+    async def _check_file(self, batch: Batch, file: Path, *, is_wrapped: bool) -> Report:
         """In a process of its own; a small file in a thread, which takes less time than that process to begin."""
         config = self._settings.config
         order = Order(
             str(file),
-            str(self._store.index(batch_id)),
-            endpoint,
+            str(self._store.index(batch.id)),
+            batch.endpoint,
             config.server.max_body_bytes,
             config.batch.max_lines,
             is_wrapped,
@@ -61,7 +68,7 @@ class FileChecker:
             return Report(0, (), (LineProblem(message, "file_too_complex"),))
         return msgspec.json.decode(said, type=Report)
 
-    async def _unknown_models(self, batch: Batch, report: Report) -> tuple[LineProblem, ...]:
+    async def _unknown_models(self, batch: Batch, file: Path, report: Report) -> tuple[LineProblem, ...]:
         """With the first line that names each."""
         wrong: dict[int, RequestError] = {}
         for number, name in enumerate(report.models):
@@ -71,8 +78,8 @@ class FileChecker:
                 wrong[number] = error
         if not wrong:
             return ()
-        content, index = self._store.content(batch.input_file), self._store.index(batch.id)
-        lines = await self._store.run(lambda: lines_of_models(content, index, list(wrong)))
+        index = self._store.index(batch.id)
+        lines = await self._store.run(lambda: lines_of_models(file, index, list(wrong)))
         return tuple(
             LineProblem(wrong[model].message, wrong[model].code or "model_not_found", line, "body.model")
             for line, model in lines

@@ -219,3 +219,11 @@ async def received_form(request: Request, upload: Upload, timeout_s: float) -> F
     form = reader.finish()
     await upload.write(is_last=True)
     return form
+
+
+async def received_body(request: Request, upload: Upload, timeout_s: float) -> None:
+    """As it is."""
+    async for piece in pieces_of(request, timeout_s):
+        upload.add(piece)
+        await upload.write()
+    await upload.write(is_last=True)
