@@ -201,6 +201,23 @@ def test_a_prompt_is_cut_to_its_end_where_the_caller_says_so(tmp_path: Path) -> 
     on_app(tmp_path, test)
 
 
+def test_a_prompt_of_any_length_is_cut_where_the_caller_says_so(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        long = "x" * 2_000_000 + "ab"  # no token is so long that this could fit
+        for side, text in (("left", "abab"), ("right", "xxxx")):
+            cut = {"max_tokens": 4, "truncate_prompt_tokens": 2, "truncation_side": side}
+            for prompt in (long, [long[-40_000:]] * 40):
+                response = await client.post("/v1/completions", json=TEXT | cut | {"prompt": prompt})
+                assert {choice["text"] for choice in response.json()["choices"]} == {text}, response.text
+        items = [{"role": "user", "content": "x" * 100_000} for _ in range(20)]
+        asked = {"model": "fake", "input": items, "max_output_tokens": 4, "store": False}
+        check_error(await client.post("/v1/responses", json=asked), 400, "messages")
+        response = await client.post("/v1/responses", json=asked | {"truncation": "auto"})
+        assert response.json()["usage"]["input_tokens"] == 508  # of a context of 512
+
+    on_app(tmp_path, test)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_token_ids_come_with_the_text_whole_and_streamed(tmp_path: Path, path: str) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.errors import ContextTooLong, InvalidRequest
-from dovetail.gateway.http.api import ChatRequest, Message
+from dovetail.gateway.http.api import ChatRequest, CompletionRequest, Message
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.text.templates import templates
 from dovetail.gateway.text.tools.prompt import told_in_system, told_in_user, tools_as_text, without_tool_roles
@@ -31,9 +31,18 @@ async def chat_prompt(body: ChatRequest, model: ServedModel) -> ChatPrompt:
     await model.prepare()
     wanted = wanted_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     text = await _render(body, model, wanted)
-    check_text_fits(text, model, "messages")
+    text = bounded_text(text, body, model, "messages")
     # The template writes special tokens itself.
     return ChatPrompt(text, await model.encode(text, add_special_tokens=bool(body.add_special_tokens)))
+
+
+def bounded_text(text: str, body: ChatRequest | CompletionRequest, model: ServedModel, param: str) -> str:
+    """No more than could fit: of a prompt that is cut to the context the part that may stay, else all or an error."""
+    if body.truncate_prompt_tokens is None:
+        check_text_fits(text, model, param)
+        return text
+    most = model.card.spec.context_length * model.tokenizer.table.max_token_chars
+    return text[:most] if body.truncation_side == "right" else text[-most:]
 
 
 def check_text_fits(text: str, model: ServedModel, param: str) -> None:

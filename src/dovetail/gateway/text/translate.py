@@ -19,7 +19,7 @@ from dovetail.errors import ContextTooLong, InvalidRequest
 from dovetail.gateway.http.api import ChatRequest, CompletionRequest, GenerationBody
 from dovetail.gateway.models import ServedModel
 from dovetail.gateway.text.chat_form import ChatForm, chat_form
-from dovetail.gateway.text.chat_prompt import check_text_fits
+from dovetail.gateway.text.chat_prompt import bounded_text, check_text_fits
 from dovetail.gateway.text.constraints import checked_constraint, constraint_of
 from dovetail.gateway.text.infill import infill_prompt
 from dovetail.gateway.text.reading import MakeReader, PlainReader
@@ -127,15 +127,14 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
     if isinstance(prompt[0], int):
         prompt = [prompt]
     if len(prompt) > _MANY_PROMPTS and isinstance(prompt[0], str) and not body.suffix:
-        for text in prompt:
-            check_text_fits(text, model, "prompt")
+        prompt = [bounded_text(text, body, model, "prompt") for text in prompt]
         return await model.encode_all(prompt, as_prompts=body.add_special_tokens is not False)
     return [await _completion_prompt(body, item, model) for item in prompt]
 
 
 async def _completion_prompt(body: CompletionRequest, item: str | list[int], model: ServedModel) -> list[int]:
     if isinstance(item, str):
-        check_text_fits(item, model, "prompt")
+        item = bounded_text(item, body, model, "prompt")
     if not body.suffix:
         return item if isinstance(item, list) else await _encoded(body, item, model)
     check_text_fits(body.suffix, model, "suffix")
