@@ -20,6 +20,7 @@ import httpx
 import msgspec
 import yaml
 
+from dovetail.cli.node_sizes import MIN_MEMORY_BYTES
 from dovetail.errors import DovetailError
 from dovetail.machine import preferred_dtype, read_cpu
 from dovetail.types import ModelCard
@@ -96,7 +97,7 @@ def budget_bytes(models: Sequence[FleetModel], share: float) -> int:
 
 def dovetail(models: Sequence[FleetModel], settings: Settings) -> Contender:
     event_log = settings.folder / "dovetail.events.jsonl"
-    memory_bytes = budget_bytes(models, settings.share)
+    memory_bytes = max(budget_bytes(models, settings.share), MIN_MEMORY_BYTES)
     store = Path(models[0].card.path).parents[1]
     keep_alive, host_keep_alive = f"{settings.keep_alive_s:g}s", f"{settings.host_keep_alive_s:g}s"
     config = {
@@ -134,7 +135,7 @@ def with_adapters(
     name = "adapters" if at_once == 0 else f"adapters, {at_once} at a time"
     stem = f"adapters-{at_once}"
     event_log = settings.folder / f"{stem}.events.jsonl"
-    memory_bytes = budget_bytes(models, settings.share)
+    memory_bytes = max(budget_bytes(models, settings.share), MIN_MEMORY_BYTES)
     node = {"name": NODE, "threads": settings.cores, "memory": f"{memory_bytes}B", "max_adapters": at_once}
     offered = {"source": base.name, "keep_alive": f"{settings.keep_alive_s:g}s", "adapters": adapters}
     store = {"path": str(Path(base.path).parents[1]), "host_pool": f"{memory_bytes}B"}

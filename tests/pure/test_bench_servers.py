@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from gateway_builders import make_card
 
+from dovetail.cli.node_sizes import MIN_MEMORY_BYTES
 from dovetail.config import load_config
 from dovetail_bench.fleet import FleetModel
 from dovetail_bench.servers import Settings, dovetail, with_adapters
@@ -26,4 +27,4 @@ def test_a_contenders_configuration_is_read_with_its_sizes_and_durations(tmp_pat
     config = load_config(Path(contender.command[contender.command.index("--config") + 1]))
     assert config.models["copy-00"].keep_alive == 12.5
     assert (config.store.host_keep_alive, config.store.host_pool) == (1.0, contender.memory_bytes)
-    assert config.nodes[0].memory == contender.memory_bytes
+    assert config.nodes[0].memory == contender.memory_bytes >= MIN_MEMORY_BYTES
