@@ -103,7 +103,7 @@ class Service:
         if states and not usable:
             return "no node can serve: all have failed"
         if usable and self.cluster.controller.drains.keys() >= set(usable):
-            return "no node can serve: all are drained; resume one, or let another join"
+            return "no node can serve: all are drained; resume one (`dovetail leave NODE --undo`), or let another join"
         return None
 
     def check_admission(self, count: int = 1, key: str = "", max_unfinished: int | None = None) -> None:
