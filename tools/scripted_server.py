@@ -34,6 +34,7 @@ CONTEXT = 1 << 19
 COMMANDS = ("sed -i 's/a - b/a + b/' calc.py", "python3 test_calc.py")
 DONE = "Mended: the test passes."
 WHOLE_FILES = "*file listing*"  # aider's name for a file that is written anew, in its instructions
+OBSERVATION = "Observation:\n"  # how smolagents tells of a result, as the user
 ORDER = re.compile(r"Call (\S+) with (\{.*?\})\.")
 # Tools for commands, by agent: name, parameter, and what else is required.
 SHELLS: tuple[tuple[str, str, dict[str, str | bool]], ...] = (
@@ -47,7 +48,7 @@ SHELLS: tuple[tuple[str, str, dict[str, str | bool]], ...] = (
 
 def answer_to(prompt: str) -> str:
     """What the model says after this prompt."""
-    step = prompt.count("<tool_response>")
+    step = prompt.count("<tool_response>") + prompt.count(OBSERVATION)
     if orders := ORDER.findall(prompt):
         if step < len(orders):
             name, arguments = orders[step]
@@ -55,7 +56,7 @@ def answer_to(prompt: str) -> str:
         return "It said: " + prompt.rpartition("<tool_response>")[2].partition("</tool_response>")[0].strip()
     if WHOLE_FILES in prompt and "return a - b" in prompt:
         return f"{DONE}\n\ncalc.py\n```\ndef add(a, b):\n    return a + b\n```\n"
-    shell = next((shell for shell in SHELLS if f'"name": "{shell[0]}"' in prompt), None)
+    shell = offered_shell(prompt)
     if shell is not None and step >= len(COMMANDS) and '"name": "final_answer"' in prompt:  # smolagents ends with it
         call = {"name": "final_answer", "arguments": {"answer": DONE}}
         return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
@@ -64,6 +65,14 @@ def answer_to(prompt: str) -> str:
     name, parameter, more = shell
     call = {"name": name, "arguments": {parameter: COMMANDS[step], **more}}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def offered_shell(prompt: str) -> tuple[str, str, dict[str, str | bool]] | None:
+    """The tool for commands, by its name in the prompt: Semantic Kernel puts the plugin's before it."""
+    for name, parameter, more in SHELLS:
+        if found := re.search(rf'"name": "((?:\w+-)?{name})"', prompt):
+            return found[1], parameter, more
+    return None
 
 
 class ScriptedWorker(FakeWorker):
