@@ -18,7 +18,7 @@ from dovetail import messages
 from dovetail.cluster.remote_cluster import RemoteCluster
 from dovetail.errors import DovetailError, RequestError
 from dovetail.policy.compositions import SERVED
-from dovetail.policy.placement import DeviceKind
+from dovetail.policy.placement import DeviceKind, NodeFacts
 from dovetail.types import ModelCard, Request, TokenEvent
 
 Message = TypeVar("Message", bound=messages.ToGateway)
@@ -57,7 +57,7 @@ class WorkerProcess:
         self._options = options
         self._pass_fds = tuple(pass_fds)
         self._node = node
-        self._cluster = RemoteCluster({node: DeviceKind.CPU}, SERVED, lambda _, said: self.send(said))
+        self._cluster = RemoteCluster([NodeFacts(node, DeviceKind.CPU)], SERVED, lambda _, said: self.send(said))
         self._client = _Client()
         self._kept: deque[messages.ToGateway] = deque()  # received while something else was waited for
 

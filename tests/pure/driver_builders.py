@@ -19,7 +19,7 @@ from dovetail.node.events import StartLoad
 from dovetail.policy.compositions import SERVED, Composition
 from dovetail.policy.latency import Latency
 from dovetail.policy.memory import Account, Part
-from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.placement import DeviceKind, Hosting, NodeFacts
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
@@ -206,7 +206,7 @@ class Loopback:
         self._to_worker: deque[bytes] = deque()
         name = driver.home.name
         driver._on_said = self.pass_on
-        self.cluster = RemoteCluster({name: driver.home.kind}, composition, self._send, log)
+        self.cluster = RemoteCluster([NodeFacts(name, driver.home.kind)], composition, self._send, log)
         self.cluster.joined(name, messages.Hello(name, 1, "virtual", 0.0))
 
     def _send(self, node: str, message: messages.ToWorker) -> None:

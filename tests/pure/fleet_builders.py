@@ -18,7 +18,7 @@ from dovetail.cluster.remote_cluster import RemoteCluster
 from dovetail.errors import WorkerLost
 from dovetail.node.events import StartLoad
 from dovetail.policy.compositions import SERVED, Composition
-from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.placement import DeviceKind, Hosting, NodeFacts
 from dovetail.profiles.live import LiveLatency
 from dovetail.sched.scheduler import SchedulerConfig
 from dovetail.types import ModelCard, Request, SamplingParams
@@ -118,7 +118,7 @@ class Fleet:
         self.cancelled: set[str] = set()
         self.peers: dict[str, Peer] = {}
         self.listener = Listener()
-        self.cluster = RemoteCluster(dict.fromkeys(names, DeviceKind.CPU), self.composition, self._send)
+        self.cluster = RemoteCluster([NodeFacts(name, DeviceKind.CPU) for name in names], self.composition, self._send)
         for name in names:
             self.join(name)
 
@@ -206,7 +206,7 @@ class Fleet:
         """Another takes its place and knows nothing; the workers outlive it, and whoever has the clients submits what
         is left."""
         names = list(self.peers)
-        self.cluster = RemoteCluster(dict.fromkeys(names, DeviceKind.CPU), self.composition, self._send)
+        self.cluster = RemoteCluster([NodeFacts(name, DeviceKind.CPU) for name in names], self.composition, self._send)
         for name in names:
             self._come_back(self.peers[name])
             while self.peers[name].outbox:

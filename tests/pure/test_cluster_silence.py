@@ -11,7 +11,7 @@ from dovetail.messages import Ask, Command, Hello, Reply, Said, Tokens, ToWorker
 from dovetail.node.protocol import Accepted, Offer, Offered, Propose, Refused, TakeBack, TookBack, Withdraw
 from dovetail.policy.compositions import SERVED
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.placement import DeviceKind
+from dovetail.policy.placement import DeviceKind, NodeFacts
 from dovetail.sim.storm import run_one
 from dovetail.types import Request, SamplingParams, Slo, TokenEvent
 
@@ -21,9 +21,9 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: dict[str, list[ToWorker]] = {"a": [], "b": []}
-        kinds = dict.fromkeys(self.sent, DeviceKind.CPU)
+        nodes = [NodeFacts(name, DeviceKind.CPU) for name in self.sent]
         self.listener = Listener()
-        self.cluster = RemoteCluster(kinds, SERVED, lambda node, message: self.sent[node].append(message))
+        self.cluster = RemoteCluster(nodes, SERVED, lambda node, message: self.sent[node].append(message))
         for name in self.sent:
             self.cluster.joined(name, Hello(name, 1, "cpu", 0.1, memory_bytes=1 << 30))
             self.cluster.received(name, Said((Offered("m", Offer(4096)),)), 0.0)

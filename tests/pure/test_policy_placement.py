@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sim_builders import make_hosting
 
 from dovetail.policy.consolidate import Consolidating, rank_victims
-from dovetail.policy.placement import DeviceKind, can_ever_serve, is_hopeless, rank_nodes
+from dovetail.policy.placement import DeviceKind, NodeFacts, can_ever_serve, is_hopeless, rank_nodes
 from dovetail.policy.startup import LoadTimes, rank_by_start, start_s
 from dovetail.sim.baselines import Spreading
 
@@ -17,6 +17,10 @@ class FakeNode:
     kind: DeviceKind
     in_use: bool
     fullness: float
+
+    @property
+    def facts(self) -> NodeFacts:
+        return NodeFacts("a", self.kind)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dovetail.node.protocol import Answer, Offer, Order, Question, StartRoom
-from dovetail.policy.placement import DeviceKind
+from dovetail.policy.placement import NodeFacts
 from dovetail.policy.work import Phase
 
 
@@ -20,11 +20,7 @@ class NodeHandle(Protocol):
     def name(self) -> str: ...
 
     @property
-    def host(self) -> str:
-        """The machine: what is read from its disk for one of its devices, those for the others wait for."""
-
-    @property
-    def kind(self) -> DeviceKind: ...
+    def facts(self) -> NodeFacts: ...
 
     @property
     def up(self) -> bool: ...

@@ -40,7 +40,7 @@ from dovetail.node.protocol import Refused as Refuses
 from dovetail.node.runtime import NodeRuntime
 from dovetail.policy.compositions import Composition
 from dovetail.policy.headroom import Refusal, SloRule
-from dovetail.policy.placement import DeviceKind, Hosting
+from dovetail.policy.placement import Hosting, NodeFacts
 from dovetail.policy.work import RequestRecord, Work
 
 # What a driver carries out or is told, with the node that it is about; of a refused request there is none.
@@ -59,8 +59,8 @@ class LocalNode:
         self.runtime = runtime
         self._order_late = order_late
         self._ask_late = ask_late  # of a node with faults: returns the number under which the answer comes, or does not
-        self.name = self.host = runtime.name
-        self.kind: DeviceKind = runtime.kind
+        self.facts = NodeFacts(runtime.name, runtime.kind)
+        self.name = runtime.name
         self.is_draining = False
         self.lag_s = 0.0  # what the node says of itself is heard this late
         self.said_s = 0.0  # when the last of it is

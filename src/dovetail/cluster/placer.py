@@ -66,7 +66,7 @@ class Placer:
         self.leaving: set[tuple[str, int]] = set()  # (node, instance): somebody else is to have their place (L7)
 
     def add_node(self, node: NodeHandle) -> None:
-        if self._served.takes(node.kind):
+        if self._served.takes(node.facts.kind):
             self.nodes.append(node)
 
     def remove_node(self, node: NodeHandle) -> None:
@@ -130,7 +130,7 @@ class Placer:
 
     def add_instance(self, node: NodeHandle, instance_id: int, model: str, phase: Phase, batch: int) -> None:
         self.forget(node, instance_id)
-        view = InstanceView(node, instance_id, model, phase, batch, node.kind is DeviceKind.CPU)
+        view = InstanceView(node, instance_id, model, phase, batch, node.facts.kind is DeviceKind.CPU)
         self._instances[node.name, instance_id] = view
         self._by_model[model].append(view)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from dovetail.cluster.asking import LOST, SILENT, SILENT_S
 from dovetail.cluster.request import RequestState
@@ -26,7 +27,7 @@ from dovetail.node.protocol import (
     Warm,
 )
 from dovetail.policy.headroom import Refusal
-from dovetail.policy.placement import DeviceKind
+from dovetail.policy.placement import NodeFacts
 
 
 class RemoteNode:
@@ -34,14 +35,13 @@ class RemoteNode:
 
     def __init__(
         self,
-        name: str,
-        kind: DeviceKind,
+        facts: NodeFacts,
         send: Callable[[ToWorker], None],
         works: Mapping[int, RequestState],
         numbers: Iterator[int],
     ) -> None:
-        self.name = self.host = name
-        self.kind = kind
+        self.facts = facts
+        self.name = facts.name
         self.up = False
         self.is_draining = False
         self.is_idle = False
@@ -118,7 +118,7 @@ class RemoteNode:
     def joined(self, hello: Hello) -> None:
         """A worker is there, perhaps in place of another; what that one offered this one is expected to offer."""
         self.up, self.is_idle, self.view, self.silent_until_s = True, False, None, 0.0
-        self.kind, self.memory_bytes = hello.kind, hello.memory_bytes
+        self.facts, self.memory_bytes = replace(self.facts, kind=hello.kind), hello.memory_bytes
 
     def lost(self) -> None:
         self.up, self.is_idle, self.view = False, False, None

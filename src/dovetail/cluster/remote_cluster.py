@@ -5,7 +5,7 @@ they are to hear comes out. Where a request is served, and what becomes of it, t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 
@@ -23,7 +23,7 @@ from dovetail.errors import EngineFailed, Overloaded, RequestError, WorkerLost
 from dovetail.eventlog import EventLog
 from dovetail.messages import Hello, Reply, Said, Tokens, ToWorker
 from dovetail.policy.compositions import Composition
-from dovetail.policy.placement import DeviceKind
+from dovetail.policy.placement import NodeFacts
 from dovetail.policy.reasons import in_words
 from dovetail.policy.work import RequestRecord
 from dovetail.types import FinishReason, Request, ServiceClass, TokenEvent
@@ -36,7 +36,7 @@ TOO_LARGE = "this request needs {} tokens of KV memory, the node has room for {}
 class RemoteCluster:
     def __init__(
         self,
-        nodes: Mapping[str, DeviceKind],
+        nodes: Iterable[NodeFacts],
         composition: Composition,
         send: Callable[[str, ToWorker], None],
         log: EventLog | None = None,
@@ -46,8 +46,8 @@ class RemoteCluster:
         self._numbers = count()  # of questions
         self.controller = Controller([], composition, self, log=log, retry=retry)
         self.nodes: dict[str, RemoteNode] = {}
-        for name, kind in nodes.items():
-            self.add(name, kind)
+        for facts in nodes:
+            self.add(facts)
         self.requests = OpenRequests()
         self.outbox: deque[Warmed | NoNode] = deque()  # what is about no single request
 
@@ -97,10 +97,10 @@ class RemoteCluster:
 
     # Nodes
 
-    def add(self, name: str, kind: DeviceKind) -> None:
+    def add(self, facts: NodeFacts) -> None:
         """One more node; its worker is not there yet."""
-        send = partial(self._send, name)
-        node = self.nodes[name] = RemoteNode(name, kind, send, self.controller.works, self._numbers)
+        send = partial(self._send, facts.name)
+        node = self.nodes[facts.name] = RemoteNode(facts, send, self.controller.works, self._numbers)
         self.controller.add(node)
 
     def remove(self, name: str) -> None:

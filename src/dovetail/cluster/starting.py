@@ -100,14 +100,16 @@ class StartOrder:
             return 0.0
         free_s = node.link_free_s
         if offer.disk_s:
-            free_s = max(free_s, self._disk_free_s.get(node.host, 0.0))
+            free_s = max(free_s, self._disk_free_s.get(node.facts.machine, 0.0))
         return start_s(free_s, offer.load_s, now)
 
     def started(self, node: NodeHandle, model: str, now: float) -> None:
         """The node has accepted: its load is the next in the machine's queue."""
         offer = node.offer_of(model)
         if offer is not None and offer.disk_s:
-            self._disk_free_s[node.host] = max(self._disk_free_s.get(node.host, 0.0), now) + offer.disk_s
+            self._disk_free_s[node.facts.machine] = (
+                max(self._disk_free_s.get(node.facts.machine, 0.0), now) + offer.disk_s
+            )
 
     def offered(self, node: NodeHandle, model: str, offer: protocol.Offer) -> None:
         """So that in a large cluster nobody has to look at all nodes to find those where the weights are."""

@@ -24,7 +24,7 @@ from dovetail.gateway.workers.positions import Positions
 from dovetail.messages import Hello, Load, Loaded, LoadFailed, Reclaimed, Reply, Said, ToGateway, Tokens, Unload
 from dovetail.node.protocol import Offered
 from dovetail.policy.compositions import SERVED
-from dovetail.policy.placement import DeviceKind
+from dovetail.policy.placement import DeviceKind, NodeFacts
 from dovetail.types import Request, TokenEvent
 
 
@@ -58,11 +58,10 @@ class Cluster:
         self, link: WorkerClient, find: Callable[[str], Load | None] = lambda _: None, retry: RetryRule | None = None
     ) -> None:
         configs = [node.config for node in link.nodes.values()]
-        kinds = {one.name: _kind_of(one) for one in configs}
         self.link = link
         self._find = find  # a model that is on offer, by its name
         self.log = open_logs([one.event_log for one in configs if one.event_log is not None])
-        self.remote = RemoteCluster(kinds, SERVED, link.send, self.log, retry)
+        self.remote = RemoteCluster(map(_facts_of, configs), SERVED, link.send, self.log, retry)
         self.models: dict[str, HostedModel] = {}
         self.positions = Positions(self.remote)
         self.on_drain: Callable[[str, str], None] = lambda node, how: None  # "drain", "leave", or "" = no longer
@@ -185,7 +184,7 @@ class Cluster:
 
     def _on_join(self, name: str) -> None:
         """A machine; its worker says Hello when it is up."""
-        self.remote.add(name, _kind_of(self.link.nodes[name].config))
+        self.remote.add(_facts_of(self.link.nodes[name].config))
 
     def _on_leave(self, name: str) -> None:
         self.remote.remove(name)
@@ -313,5 +312,5 @@ class Cluster:
         self._settle()
 
 
-def _kind_of(config: NodeConfig) -> DeviceKind:
-    return DeviceKind.CPU if config.device == "cpu" else DeviceKind.GPU
+def _facts_of(config: NodeConfig) -> NodeFacts:
+    return NodeFacts(config.name, DeviceKind.CPU if config.device == "cpu" else DeviceKind.GPU)

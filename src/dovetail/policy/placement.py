@@ -49,11 +49,26 @@ class Hosting:
     keep_alive_s: float | None = None  # of its own; None = the policy's, infinite = never unloaded
 
 
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What of a node stays as it is while the node is there: one record from where it is known to where nodes are
+    ranked."""
+
+    name: str
+    kind: DeviceKind
+    host: str = ""  # its machine; empty = one of its own
+
+    @property
+    def machine(self) -> str:
+        """What is read from its disk for one of its devices, those for the others wait for."""
+        return self.host or self.name
+
+
 class NodeLoad(Protocol):
     """What packing needs to know of a node."""
 
     @property
-    def kind(self) -> DeviceKind: ...
+    def facts(self) -> NodeFacts: ...
 
     @property
     def in_use(self) -> bool: ...
@@ -74,8 +89,8 @@ def can_ever_serve(hosting: Hosting, input_tokens: int, ttft_s: float, tpot_s: f
 def rank_nodes(nodes: Iterable[NodeT], *, pack: bool) -> list[NodeT]:
     """S11: CPU before GPU; within a kind nodes in use first, the fullest first. Without packing the emptiest first."""
     if pack:
-        return sorted(nodes, key=lambda node: (node.kind is DeviceKind.GPU, not node.in_use, -node.fullness))
-    return sorted(nodes, key=lambda node: (node.kind is DeviceKind.GPU, node.fullness))
+        return sorted(nodes, key=lambda node: (node.facts.kind is DeviceKind.GPU, not node.in_use, -node.fullness))
+    return sorted(nodes, key=lambda node: (node.facts.kind is DeviceKind.GPU, node.fullness))
 
 
 def is_hopeless(deadline_s: float, now: float) -> bool:

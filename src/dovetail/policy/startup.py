@@ -89,7 +89,7 @@ def rank_by_start(nodes: Iterable[NodeT], start_s: Callable[[NodeT], float]) -> 
     return sorted(
         nodes,
         key=lambda node: (
-            node.kind is DeviceKind.GPU,
+            node.facts.kind is DeviceKind.GPU,
             int(start_s(node) / STEP_S),
             not node.in_use,
             -node.fullness,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any
@@ -69,7 +70,8 @@ class Simulation:
         self.node_of = {id(device): node for device, node in zip(self.devices, self.cluster.nodes, strict=True)}
         for device in self.devices:
             if device.machine is not None:
-                self.cluster.handles[device.node.name].host = device.machine.name
+                handle = self.cluster.handles[device.node.name]
+                handle.facts = replace(handle.facts, host=device.machine.name)
         self.result = Result(composition.name, self.records, [], [d.node.name for d in self.devices], self.horizon_s)
         self.result.rule = self.rule
         self._heap: list[tuple[float, int, int, Callable[..., None], Any]] = []
