@@ -60,6 +60,7 @@ class FaultyProxy:
         self.rule: Rule = lambda method, path, number: None
         self.requests: list[tuple[str, str]] = []  # method and path
         self.ranges: list[str] = []
+        self.before_range: Callable[[str], object] = lambda asked: None  # what a ranged request waits for
         self._released = threading.Event()
         proxy, target = self, endpoint.removeprefix("http://")
 
@@ -86,7 +87,9 @@ class FaultyProxy:
 
     def _answer(self, handler: BaseHTTPRequestHandler, target: str) -> None:
         self.requests.append((handler.command, handler.path))
-        self.ranges += [handler.headers["Range"]] if handler.headers["Range"] else []
+        if handler.headers["Range"]:
+            self.ranges.append(handler.headers["Range"])
+            self.before_range(handler.headers["Range"])
         fault = self.rule(handler.command, handler.path, len(self.requests))
         if fault in ("500", "403"):
             handler.send_response(int(fault))

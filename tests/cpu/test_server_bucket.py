@@ -3,6 +3,7 @@ The bucket is a real S3 server on loopback; the proxy before it holds answers ba
 
 from __future__ import annotations
 
+import json
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,9 @@ from store_builders import stored
 
 from dovetail.cli.ps import key_header
 from dovetail.store import Catalogue
-from dovetail.store.format.manifest import StoredModel, is_arriving
+from dovetail.store.format.late_chunks import late_chunks
+from dovetail.store.format.manifest import CHUNK_BYTES, StoredModel, is_arriving
+from dovetail.store.sources.bucket_model import upload_model
 
 URL = "s3://serving/v1/models/big"
 CONFIG = """
@@ -78,8 +81,8 @@ def ask(server: Server) -> str:
     return str(found.json()["choices"][0]["text"])
 
 
-def state(server: Server) -> dict[str, Any]:
-    (found,) = [one for one in server.get("/api/models").json()["data"] if one["name"] == "big"]
+def state(server: Server, name: str = "big") -> dict[str, Any]:
+    (found,) = [one for one in server.get("/api/models").json()["data"] if one["name"] == name]
     return dict(found)
 
 
@@ -186,3 +189,55 @@ def test_a_bucket_that_fails_for_good_is_said_to_all_who_wait(
         assert "check the credentials" in failed.stderr
         assert server.post("/v1/completions", body).status_code == 404, "add takes back what could not be had"
         assert not (root / "models" / "big").exists()
+
+
+def test_the_first_token_comes_before_the_last_bytes(
+    proxy: FaultyProxy, endpoint: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The second 16 MiB hold rows of the embedding alone, and none of the first prompt's: they stay in the bucket until
+    its answer is here. A prompt of such rows waits for them, and has the answer that it has from the disk."""
+    from tiny import save_tiny
+
+    source, root = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("store")
+    save_tiny("llama", source, vocab_size=200_000)
+    model = stored(source, root, name="wide")
+    assert late_chunks(model.manifest) == range(2)
+    held_rows = [100_000, 120_000]
+    with pytest.MonkeyPatch.context() as patch:
+        use(endpoint, patch)
+        upload_model(model.path, "s3://serving/v1", lambda *_: None)
+    with running_server("wide", "--config", write_config(tmp_path, root)) as server:
+        expected = [*logprobs_of(server, "wide")]
+        expected_of_held = [*logprobs_of(server, "wide", held_rows)]
+    gate = threading.Event()
+    held = f"bytes={CHUNK_BYTES}-"
+    proxy.before_range = lambda asked: asked.startswith(held) and gate.wait(300)
+    config, folder = write_config(tmp_path, tmp_path / "empty"), tmp_path / "empty" / "models" / "wide"
+    with (
+        ThreadPoolExecutor(2) as threads,
+        running_server("s3://serving/v1/models/wide", "--config", config) as server,
+    ):
+        try:
+            answer = threads.submit(lambda: [*logprobs_of(server, "wide")])
+            assert answer.result(100) == expected
+            assert is_arriving(folder), "bytes are still to come"
+            other = threads.submit(lambda: [*logprobs_of(server, "wide", held_rows)])
+            eventually(lambda: state(server, "wide")["state"] == "serving")
+            assert not other.done()
+        finally:
+            gate.set()
+        assert other.result(120) == expected_of_held
+        eventually(lambda: not is_arriving(folder))
+        assert [*logprobs_of(server, "wide")] == expected
+
+
+def logprobs_of(server: Server, model: str, prompt: str | list[int] = "a b c") -> Iterator[float]:
+    """Of each token, as it comes: always the same one, whose text is a letter."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "logprobs": 0, "logit_bias": {"97": 100}}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    yield from (choice["logprobs"] or {}).get("token_logprobs", [])

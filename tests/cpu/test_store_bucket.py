@@ -18,12 +18,23 @@ from s3_server import SECRET, FaultyProxy, proxied, s3_server, use
 from server_fixture import eventually
 from store_builders import flat, stored
 
-from dovetail.errors import DamagedCheckpoint, SourceError
+from dovetail.errors import CheckpointError, DamagedCheckpoint, SourceError
 from dovetail.store import Catalogue
 from dovetail.store.collect import collect
-from dovetail.store.format.manifest import ARRIVING, StoredModel, is_arriving, is_stored, partition_files
+from dovetail.store.format import partition_writer
+from dovetail.store.format.late_chunks import late_chunks
+from dovetail.store.format.manifest import (
+    ARRIVING,
+    StoredModel,
+    TensorEntry,
+    is_arriving,
+    is_stored,
+    partition_files,
+)
 from dovetail.store.host_pool.pool import HostPool
+from dovetail.store.loading import late_rows
 from dovetail.store.loading.loader import Loader, LoaderConfig
+from dovetail.store.loading.pooled import PooledModel
 from dovetail.store.sources import blob_download, bucket_model
 from dovetail.store.sources.bucket_model import EarlyServing, upload_model
 from dovetail.store.sources.object_store import RetryPolicy
@@ -144,6 +155,66 @@ def test_a_model_is_in_the_pool_and_usable_before_it_is_on_disk(
     check_on_disk(tmp_path, original)
     loader.close()
     pool.trim(idle_s=0)
+
+
+def test_rows_that_a_reader_needs_come_before_the_rest_of_the_embedding(
+    server: tuple[str, Any], proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five chunks with nothing but rows two are on their way; the reader asks for one of the last."""
+    from tiny import save_tiny
+
+    monkeypatch.setattr(partition_writer, "CHUNK_BYTES", CHUNK)
+    save_tiny("llama", tmp_path / "source", vocab_size=30_000)
+    original = stored(tmp_path / "source", tmp_path / "first", name="rows")
+    upload_model(original.path, "s3://warehouse/v1", lambda *_: None)
+    assert late_chunks(original.manifest) == range(5)
+    gates = {f"bytes={index * CHUNK}-{(index + 1) * CHUNK - 1}": threading.Event() for index in range(5)}
+    proxy.before_range = lambda asked: asked in gates and gates[asked].wait(60)
+    late_ranges = list(gates)
+    pool, catalogue, cards = HostPool.create(64 * CHUNK, CHUNK), Catalogue(tmp_path / "second"), list[ModelCard]()
+    loader, early = Loader(pool), EarlyServing(pool, lambda name: cards.append(catalogue.arriving(name)))
+    with ThreadPoolExecutor(1) as thread:
+        pulled = thread.submit(lambda: catalogue.pull("s3://warehouse/v1/models/rows", early=early))
+        eventually(lambda: bool(cards))
+        model, _ = WeightCache(pool, loader, for_copies=False).open(cards[0].path)
+        assert isinstance(model, PooledModel)
+        late = model.late_rows()
+        assert late is not None
+        eventually(lambda: set(late_ranges[:2]) <= set(proxy.ranges))
+        needed = int(3.5 * CHUNK) // (48 * 4)
+        assert late.lacks([needed])
+        gates[late_ranges[0]].set()
+        eventually(lambda: late_ranges[3] in proxy.ranges)
+        assert late_ranges[2] not in proxy.ranges
+        assert not late.lacks([0, 1])
+        gates[late_ranges[3]].set()
+        eventually(lambda: not late.lacks([needed]))
+        assert not late.is_complete
+        for gate in gates.values():
+            gate.set()
+        pulled.result(60)
+    assert late.is_complete
+    assert model.late_rows() is None
+    check(model, original)
+    model.close()
+    loader.close()
+    pool.close()
+
+
+def test_late_rows_whose_download_has_ended_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_rows, "_GRACE_S", 0.1)
+    pool = HostPool.create(8 * CHUNK, CHUNK)
+    lease = pool.reserve("half", 4 * CHUNK)
+    rows = late_rows.LateRows(lease, TensorEntry("embed.weight", 0, 0, 4 * CHUNK, "f32", (1024, 1024)), range(4))
+    lease.mark(1)
+    assert not rows.lacks([256])
+    assert rows.lacks([0])
+    rows.wait()
+    lease.abandon()
+    with pytest.raises(CheckpointError, match="half: its download ended before all of it was here"):
+        eventually(rows.wait)
+    lease.close()
+    pool.close()
 
 
 class HeldDisk:

@@ -18,6 +18,7 @@ from dovetail.engine.adapters import AdapterMatrices, PackedAdapter
 from dovetail.engine.dtypes import TORCH_DTYPES, compute_dtype
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.kv_cache import KVCache
+from dovetail.engine.late_rows import LateRows, late_rows_of, wait_for_rows
 from dovetail.engine.model import DecoderModel
 from dovetail.engine.native_model import READABLE_LAYOUTS, NativeCall, NativeModel, can_run, readable_types
 from dovetail.engine.preemption import PreemptionPoint
@@ -100,6 +101,7 @@ class CpuExecutor(OnCallersCores):
             raise ConfigError(f"kv: int8 needs native kernels, and torch's level is what runs {self.dtype} here")
         in_place = checkpoint.in_place if config.weights == "auto" else config.weights == "mapped"
         weights = _weights(checkpoint, dtype, "mapped" if in_place else "resident", ops)
+        self.late_rows: LateRows | None = late_rows_of(checkpoint, weights)
         with from_read_only_memory():
             self._model: NativeModel | TorchModel | None = _model(spec, weights, dtype, ops)
         self.weight_bytes = weights.num_bytes
@@ -133,6 +135,7 @@ class CpuExecutor(OnCallersCores):
             outcomes = self._sample(rest) if rest.rows else []
             assert self._model is not None, "the executor is closed"
             for row in reading:
+                self._await_rows(Turn((row,)))
                 outcome = self._reader.run(row, self._model, self._cache, self._grammars, self.preemption)
                 outcomes += [] if outcome is None else [outcome]
             return Outcome(tuple(outcomes))
@@ -201,7 +204,14 @@ class CpuExecutor(OnCallersCores):
 
     def _forward(self, turn: Turn) -> tuple[list[TurnRow], torch.Tensor, list[int] | None]:
         assert self._model is not None, "the executor is closed"
+        self._await_rows(turn)
         return self._model.forward(turn, self._cache)
+
+    def _await_rows(self, turn: Turn) -> None:
+        if self.late_rows is not None:
+            wait_for_rows(self.late_rows, turn)
+            if self.late_rows.is_complete:
+                self.late_rows = None
 
 
 def serves_as_stored(dtype: str, form: str) -> bool:

@@ -88,6 +88,13 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self._shapes
 
+    def is_in_place(self, name: str) -> bool:
+        """Whether it is used where the checkpoint has it, so that making it a tensor reads nothing."""
+        pieces = self._checkpoint.pieces(name)
+        return self.kind == "mapped" and [(piece.layout, TORCH_DTYPES[piece.dtype]) for piece in pieces] == [
+            ("plain", self._matrix_dtype(name))
+        ]
+
     def tensor(self, name: str) -> Tensor:
         """The whole tensor in the compute type, or as stored if that can be read as well."""
         return self._whole(name, self._matrix_dtype(name))

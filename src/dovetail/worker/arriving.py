@@ -14,9 +14,11 @@ from typing import NamedTuple
 from dovetail import messages
 from dovetail.errors import DovetailError
 from dovetail.node.events import StartLoad
+from dovetail.store.format.late_chunks import late_chunks
 from dovetail.store.format.manifest import (
     ARRIVING,
     MANIFEST,
+    Manifest,
     Partition,
     blob_path,
     is_arriving,
@@ -37,15 +39,17 @@ _GRACE_S = 10.0  # a download that ended may be started again, and go on in the 
 class _Awaited(NamedTuple):
     command: StartLoad
     card: ModelCard
-    partitions: tuple[Partition, ...]
+    manifest: Manifest
     since_s: float
 
 
 class Arrivals:
     """`wait_for` hands in, `on_end` is called from its thread for every command."""
 
-    def __init__(self, pool: HostPool, on_end: Callable[[StartLoad, Fetched], None]) -> None:
+    def __init__(self, pool: HostPool, on_end: Callable[[StartLoad, Fetched], None], *, waits_for_all: bool) -> None:
+        """`waits_for_all`: also for what a first token can do without (`store.format.late_chunks`)."""
         self._pool = pool
+        self._waits_for_all = waits_for_all
         self._on_end = on_end
         self._awaited: list[_Awaited] = []
         self._changed = threading.Condition()
@@ -53,12 +57,12 @@ class Arrivals:
         self._thread: threading.Thread | None = None
 
     def find(self, *cards: ModelCard) -> list[ModelCard]:
-        """Those whose weights are not all here."""
-        return [card for card in cards if is_arriving(Path(card.path)) and not self._is_here(_partitions(card), card)]
+        """Those that cannot be loaded yet."""
+        return [card for card in cards if is_arriving(Path(card.path)) and not self._is_here(_manifest(card), card)]
 
     def wait_for(self, command: StartLoad, card: ModelCard) -> None:
         with self._changed:
-            self._awaited.append(_Awaited(command, card, _partitions(card), time.monotonic()))
+            self._awaited.append(_Awaited(command, card, _manifest(card), time.monotonic()))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True, name="arrivals")
                 self._thread.start()
@@ -96,7 +100,7 @@ class Arrivals:
         """How it ended; None while it goes on."""
         now = time.monotonic()
         try:
-            if is_stored(Path(one.card.path)) or self._is_here(one.partitions, one.card):
+            if is_stored(Path(one.card.path)) or self._is_here(one.manifest, one.card):
                 return Fetched(now - one.since_s, tier="remote")
         except (DovetailError, OSError) as error:
             return Fetched(error=str(error))
@@ -110,24 +114,35 @@ class Arrivals:
 
     def _is_under_way(self, one: _Awaited) -> bool:
         return is_arriving(Path(one.card.path)) and any(
-            self._pool.progress_of(part.digest)[1] for part in one.partitions if not self._is_part_here(part, one.card)
+            self._pool.progress_of(part.digest)[1]
+            for part in one.manifest.partitions
+            if self._arrived_bytes(part, one.card) < part.size
         )
 
-    def _is_here(self, partitions: tuple[Partition, ...], card: ModelCard) -> bool:
-        return all(self._is_part_here(partition, card) for partition in partitions)
+    def _is_here(self, manifest: Manifest, card: ModelCard) -> bool:
+        late = range(0) if self._waits_for_all else late_chunks(manifest)
+        return all(self._is_part_here(partition, card, late) for partition in manifest.partitions)
 
-    def _is_part_here(self, partition: Partition, card: ModelCard) -> bool:
-        return self._arrived_bytes(partition, card) == partition.size
+    def _is_part_here(self, partition: Partition, card: ModelCard, late: range) -> bool:
+        if self._arrived_bytes(partition, card) == partition.size:
+            return True
+        here = self._chunks_here(partition)
+        return bool(here) and all(is_here for index, is_here in enumerate(here) if index not in late)
 
     def _done_bytes(self, one: _Awaited) -> int:
-        return sum(self._arrived_bytes(partition, one.card) for partition in one.partitions)
+        return sum(self._arrived_bytes(partition, one.card) for partition in one.manifest.partitions)
 
     def _arrived_bytes(self, partition: Partition, card: ModelCard) -> int:
         if blob_path(store_root(Path(card.path)), partition.digest).exists():
             return partition.size
-        return self._pool.progress_of(partition.digest)[0]
+        from_front = self._pool.progress_of(partition.digest)[0]
+        return max(from_front, min(sum(self._chunks_here(partition)) * partition.chunk_bytes, partition.size))
+
+    def _chunks_here(self, partition: Partition) -> list[bool]:
+        """Empty where the pool does not know."""
+        return self._pool.chunks_here(partition.digest) if self._pool.chunk_bytes == partition.chunk_bytes else []
 
 
-def _partitions(card: ModelCard) -> tuple[Partition, ...]:
+def _manifest(card: ModelCard) -> Manifest:
     folder = Path(card.path)
-    return read_manifest(folder, ARRIVING if is_arriving(folder) else MANIFEST).partitions
+    return read_manifest(folder, ARRIVING if is_arriving(folder) else MANIFEST)

@@ -97,14 +97,26 @@ class TurnComputer:
     ) -> list[int]:
         """One iteration, in sight of whoever watches this process; returns the choices that have ended with it."""
         names = [sequence.request_id for sequence in batch]
+        waited = self._wait_for_rows(runner, batch, drafts, names)
         preemption = PreemptionPoint(self._slice_s, lambda: self._let_in(names)) if self._slice_s != INFINITY else None
         self._pulse.begin(names, self._expected_s)
         completed = runner.iterate(
             batch, self._on_launch, quotas=quotas, drafts=drafts.tokens, goes_on=goes_on, preemption=preemption
         )
+        runner.was_typical &= not waited
         self._pulse.end()
         assert preemption is None or not self._is_broken, "what went wrong between two layers was told before"
         return self._deliver(runner.card.name, completed.events, self._extra)
+
+    def _wait_for_rows(self, runner: ModelRunner, batch: list[Sequence], drafts: Drafts, names: list[str]) -> bool:
+        """For rows of an embedding that is still downloading; others' answers go on. True if it had to wait."""
+        waited = False
+        while runner.lacks_rows(batch, drafts.tokens) and (waited := runner.wait_for_rows()):
+            self._on_launch()
+            self._pulse.begin(names, self._expected_s)
+            if self._slice_s != INFINITY:
+                self._let_in(names)
+        return waited
 
     def _let_in(self, halted: list[str]) -> None:
         """An iteration of these requests has stopped between two layers: others' answers go on. Commands that come of

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from dovetail import messages
 from dovetail.engine.adapters import PackedAdapter
 from dovetail.engine.devices import Adaptable, DeviceExecutor, Preemptible
+from dovetail.engine.late_rows import ArrivingExecutor
 from dovetail.engine.preemption import PreemptionPoint
+from dovetail.errors import CheckpointError
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.drafts import NO_DRAFTS
 from dovetail.sched.scheduler import NO_QUOTAS, Completed, Scheduler, SchedulerConfig
@@ -52,6 +54,7 @@ class ModelRunner:
     ) -> None:
         self.card = card
         self.executor = executor
+        self._arriving = executor if isinstance(executor, ArrivingExecutor) else None
         self.scheduler = Scheduler(config, BlockPool(0, block_size))
         self.meter = Meter()
         self.speculator = speculator  # None = no drafts
@@ -131,6 +134,25 @@ class ModelRunner:
         if drafts and self.speculator is not None:
             self.speculator.observe(turn, outcome)
         return self._forget(self.scheduler.complete(outcome))
+
+    def lacks_rows(self, sequences: Several[Sequence], drafts: Mapping[int, Several[int]]) -> bool:
+        """Whether the embedding has not all rows of their tokens yet; those that are missing come next."""
+        late = self._arriving.late_rows if self._arriving is not None else None
+        if late is None:
+            return False
+        return late.lacks(
+            token for one in sequences for token in (*one.tokens[one.num_computed :], *drafts.get(one.id, ()))
+        )
+
+    def wait_for_rows(self) -> bool:
+        """For a moment; False where they will never come, which the iteration itself will say."""
+        late = self._arriving.late_rows if self._arriving is not None else None
+        try:
+            if late is not None:
+                late.wait()
+        except CheckpointError:
+            return False
+        return True
 
     def _collect(self, preemption: PreemptionPoint | None) -> Outcome:
         executor = self.executor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ from dovetail.store.format.manifest import (
 from dovetail.store.hf.adapter_parts import ModelAdapter, open_adapter
 from dovetail.store.host_pool.pool import HostPool
 from dovetail.store.loading.loader import Loader, LoaderConfig, Ticket
-from dovetail.store.loading.pooled import open_pooled, open_pooled_adapter, pooled_keys
+from dovetail.store.loading.pooled import PooledModel, open_pooled, open_pooled_adapter, pooled_keys
 from dovetail.store.loading.reader import cached_share
 from dovetail.worker.arriving import Arrivals
 from dovetail.worker.fetching import Fetched
@@ -61,7 +62,7 @@ class WeightCache:
         pool would cost more than it saves. So is what is not in the store's form, or finds no room."""
         folder = Path(path)
         if (manifest := _arriving(folder)) is not None:  # in the pool, and not on disk yet
-            return open_pooled(folder, self._loader, room_wait_s=0.0, manifest=manifest, on_place=on_place), "host"
+            return self._open_arriving(folder, manifest, on_place), "host"
         if not is_stored(folder):
             return open_checkpoint(path), "disk"
         manifest = read_manifest(folder)
@@ -83,6 +84,19 @@ class WeightCache:
         except OutOfMemory:
             return self._mapped(folder, manifest), "disk"
 
+    def _open_arriving(
+        self, folder: Path, manifest: Manifest, on_place: Callable[[Sequence[Ticket]], None]
+    ) -> PooledModel:
+        """Where weights are used in place, rows of the embedding may come later."""
+        whole = self._for_copies
+        model = open_pooled(folder, self._loader, room_wait_s=0.0, manifest=manifest, on_place=on_place, whole=whole)
+        with ExitStack() as undo:
+            undo.callback(model.close)
+            if not whole:
+                model.wait_but_late()
+            undo.pop_all()
+        return model
+
     def open_adapter(self, path: Path, spec: ModelSpec) -> ModelAdapter:
         """By the pool where it is in the store's form and there is room."""
         if not is_stored(path):
@@ -94,7 +108,7 @@ class WeightCache:
 
     def arrivals(self, on_end: Callable[[StartLoad, Fetched], None]) -> Arrivals:
         """Of models that download into the pool."""
-        return Arrivals(self._pool, on_end)
+        return Arrivals(self._pool, on_end, waits_for_all=self._for_copies)
 
     def tier_of(self, path: str) -> Tier:
         """Where `open` would find the model's bytes."""

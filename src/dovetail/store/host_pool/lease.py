@@ -70,6 +70,10 @@ class Lease:
     def arrived_bytes(self) -> int:
         return self.pool.words.progress(self.chunks[0])
 
+    def has_chunk(self, index: int) -> bool:
+        """Chunk `index` of the entry is in, whatever lies before it."""
+        return self.pool.words.is_here(self.chunks[index])
+
     # For whoever reads
 
     def wait(self, upto_bytes: int | None = None, timeout_s: float = float("inf")) -> Arrival:
@@ -126,6 +130,15 @@ class Lease:
     def advance(self, done_bytes: int) -> None:
         assert self.is_loader, f"{self.key}: filled by a lease that does not load it"
         self.pool.words.advance(self.chunks[0], done_bytes)
+
+    def mark(self, index: int) -> None:
+        """Chunk `index` is in, before others that lie in front of it perhaps."""
+        assert self.is_loader, f"{self.key}: filled by a lease that does not load it"
+        self.pool.words.mark_here(self.chunks[index])
+
+    def is_asked(self, index: int) -> bool:
+        """A reader needs this chunk before the others."""
+        return self.pool.words.is_asked(self.chunks[index])
 
     def commit(self) -> None:
         """Every byte is in: from here on the entry stays until it is evicted."""

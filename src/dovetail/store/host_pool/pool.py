@@ -164,7 +164,9 @@ class HostPool:
             fresh = frozenset(chunks) - frozenset(table.touched)
             table.touched.extend(fresh)
             table.entries[key] = PoolEntry(size_bytes, chunks, self.process, False, [], 0.0)
-            self.words.advance(chunks[0], 0)
+            for chunk in chunks:
+                self.words.clear(chunk)
+            self.words.wake_waiters(chunks[0])
         entry = table.entries[key]
         entry.pin(self.process)
         table.last_use = entry.last_use = time.monotonic()
@@ -219,6 +221,13 @@ class HostPool:
             table.forget_dead()
             entry = table.entries.get(key)
             return (0, False) if entry is None else (self.words.progress(entry.chunks[0]), entry.loader is not None)
+
+    def chunks_here(self, key: str) -> list[bool]:
+        """Of each chunk of it whether it is in, also behind a gap; empty where the pool has no such entry."""
+        with self._locked() as table:
+            entry = table.entries.get(key)
+            chunks = [] if entry is None else list(entry.chunks)
+        return [self.words.is_here(chunk) for chunk in chunks]
 
     def chunk(self, index: int, size_bytes: int) -> memoryview:
         """A chunk's first bytes in this pool's own mapping, writable. The mapping never moves, so it can be registered

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from dovetail.store.format.late_chunks import embedding_of, late_chunks
 from dovetail.store.format.manifest import (
     Manifest,
     Partition,
@@ -19,7 +20,10 @@ from dovetail.store.format.manifest import (
     read_manifest,
 )
 from dovetail.store.hf.adapters import StoredAdapter
+from dovetail.store.loading.late_rows import LateRows
 from dovetail.store.loading.loader import Loader, PartitionSource, Ticket
+
+_LOOK_S = 0.05
 
 
 class _InPool(StoredTensors):
@@ -55,6 +59,31 @@ class _InPool(StoredTensors):
 
 class PooledModel(_InPool, StoredModel):
     """A node.ports.Checkpoint."""
+
+    def late_rows(self) -> LateRows | None:
+        """Of an embedding whose rows are still on their way; None where all of it is here."""
+        entry, lease = embedding_of(self.manifest), self.tickets[0].lease
+        if entry is None or lease.arrived_bytes == lease.size_bytes:
+            return None
+        late = late_chunks(self.manifest)
+        return LateRows(lease, entry, late) if self._has_marks and late else None
+
+    def wait_but_late(self) -> None:
+        """Until everything has arrived that a first token needs whatever its prompt is."""
+        late = late_chunks(self.manifest)
+        if not late or not self._has_marks:
+            self.wait()
+            return
+        ticket = self.tickets[0]
+        wanted = [index for index in range(len(self.manifest.partitions[0].chunks)) if index not in late]
+        while not all(ticket.lease.has_chunk(index) for index in wanted):
+            if ticket.wait(timeout_s=_LOOK_S):
+                return
+
+    @property
+    def _has_marks(self) -> bool:
+        """The pool knows of each chunk of the manifest whether it is in."""
+        return self.tickets[0].lease.pool.chunk_bytes == self.manifest.partitions[0].chunk_bytes
 
 
 class PooledAdapter(_InPool, StoredAdapter):

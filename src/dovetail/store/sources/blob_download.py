@@ -3,8 +3,9 @@ r"""Blobs on their way from a bucket: into the host pool, where they can be used
     bucket --ranged GETs--> host pool --a thread of its own--> disk      with a pool: the network waits for no disk
     bucket --ranged GETs---------------------------------------> disk      without one
 
-Chunks are asked for in the order of the file, so that the first layers come first. Each is compared with its checksum
-before it counts, one that an interrupted download has left on disk as well. A disk that cannot be written to stops
+Chunks are asked for in the order of the file, so that the first layers come first; late chunks (`format.late_chunks`)
+come after all others, those that a reader needs before the rest. Each is compared with its checksum before it counts,
+one that an interrupted download has left on disk as well. A disk that cannot be written to stops
 nothing while the pool holds the bytes: writing is tried again until it succeeds.
 """
 
@@ -15,8 +16,8 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from dovetail.store.sources.object_store import Bucket
 log = logging.getLogger("dovetail.store")
 
 REQUESTS = 8  # at once
+LATE_REQUESTS = 2  # at once, of late chunks: one that is needed now shares the line with one other
 WAITING = "waiting for the disk"  # a stage that may last: everything is in memory
 _STEP_BYTES = 16 << 20  # of one request
 _REPORT_S = 0.2
@@ -54,15 +56,26 @@ class _Blob:
         if lease is not None:
             size = partition.size if not lease.is_loader else lease.arrived_bytes
             self._frontier = len(partition.chunks) if size == partition.size else size // partition.chunk_bytes
+            if self.has_marks:
+                self._landed = {index for index in self.missing if lease.has_chunk(index)}
 
     @property
-    def chunks(self) -> Iterator[int]:
-        yield from range(self._frontier, len(self.partition.chunks))
+    def has_marks(self) -> bool:
+        """The pool knows of each chunk whether it is in."""
+        return self.lease is not None and self.lease.pool.chunk_bytes == self.partition.chunk_bytes
 
     @property
-    def arrived(self) -> Iterator[int]:
+    def missing(self) -> list[int]:
+        """Chunks that are still to come."""
+        return [index for index in range(self._frontier, len(self.partition.chunks)) if index not in self._landed]
+
+    @property
+    def arrived(self) -> list[int]:
         """Chunks that another process had brought into the pool before it died."""
-        yield from range(self._frontier)
+        return [*range(self._frontier), *sorted(self._landed)]
+
+    def is_asked(self, index: int) -> bool:
+        return self.lease is not None and self.lease.is_asked(index)
 
     def bounds(self, index: int) -> tuple[int, int]:
         begin = index * self.partition.chunk_bytes
@@ -83,7 +96,7 @@ class _Blob:
         if not is_kept and checksum.hexdigest() != self.partition.chunks[index]:
             raise DamagedCheckpoint(f"{self._origin}: bytes {begin:,} to {end:,} do not match their checksum")
         if self.lease is not None:
-            self._advance(index, self.lease)
+            self._land(index, self.lease)
         return is_kept or self.lease is None
 
     def write(self, index: int) -> None:
@@ -154,20 +167,32 @@ class _Blob:
             file.seek(begin)
             return memoryview(file.read(end - begin))
 
-    def _advance(self, index: int, lease: Lease) -> None:
+    def settle(self) -> None:
+        """Count what another process has marked as well; all of it may be in."""
+        if self.lease is not None and self.lease.is_loader:
+            with self._lock:
+                self._advance(self.lease)
+
+    def _land(self, index: int, lease: Lease) -> None:
         with self._lock:
             self._landed.add(index)
-            while self._frontier in self._landed:
-                self._landed.remove(self._frontier)
-                self._frontier += 1
-            lease.advance(min(self._frontier * self.partition.chunk_bytes, self.partition.size))
-            if self._frontier == len(self.partition.chunks):
-                lease.commit()
+            if self.has_marks:
+                lease.mark(index)
+            self._advance(lease)
+
+    def _advance(self, lease: Lease) -> None:
+        """Under the lock."""
+        while self._frontier in self._landed:
+            self._landed.remove(self._frontier)
+            self._frontier += 1
+        lease.advance(min(self._frontier * self.partition.chunk_bytes, self.partition.size))
+        if self._frontier == len(self.partition.chunks):
+            lease.commit()
 
 
 class BlobDownload:
     """`run` it once: it returns when every byte is on disk and `finish`, which gets the files, has used them.
-    `leases`: of the pool, one for each partition."""
+    `leases`: of the pool, one for each partition. `late`: chunks of the only partition that come last."""
 
     def __init__(
         self,
@@ -177,8 +202,10 @@ class BlobDownload:
         leases: Sequence[Lease] | None,
         report: Report,
         finish: Callable[[Sequence[tuple[Path, Partition]]], None],
+        late: range = range(0),
     ) -> None:
         self._finish = finish
+        self._late = late
         given = leases if leases is not None else [None] * len(partitions)
         self._blobs = [
             _Blob(bucket, partition, folder / partition.digest, lease)
@@ -240,13 +267,32 @@ class BlobDownload:
         for blob in self._blobs:
             for index in blob.arrived:
                 self._count(blob, index, on_disk=False)
-        chunks = sorted((index, rank) for rank, blob in enumerate(self._blobs) for index in blob.chunks)
-        left: set[Future[None]] = {threads.submit(self._move, self._blobs[rank], index) for index, rank in chunks}
+            blob.settle()
+        late = self._late if len(self._blobs) == 1 and self._blobs[0].has_marks else range(0)
+        missing = sorted((index, rank) for rank, blob in enumerate(self._blobs) for index in blob.missing)
+        left = {threads.submit(self._move, self._blobs[rank], index) for index, rank in missing if index not in late}
         while left:
-            done, left = wait(left, _REPORT_S, FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            self._tell()
+            left = self._wait(left, FIRST_EXCEPTION)
+        if late:
+            self._download_late(threads, self._blobs[0], [index for index, _ in missing if index in late])
+
+    def _download_late(self, threads: ThreadPoolExecutor, blob: _Blob, missing: list[int]) -> None:
+        """What a reader needs now goes first."""
+        left: set[Future[None]] = set()
+        while missing or left:
+            while missing and len(left) < LATE_REQUESTS:
+                index = next((one for one in missing if blob.is_asked(one)), missing[0])
+                missing.remove(index)
+                left.add(threads.submit(self._move, blob, index))
+            left = self._wait(left, FIRST_COMPLETED)
+
+    def _wait(self, futures: set[Future[None]], until: str) -> set[Future[None]]:
+        """For a moment; returns those that go on."""
+        done, left = wait(futures, _REPORT_S, until)
+        for future in done:
+            future.result()
+        self._tell()
+        return left
 
     def _move(self, blob: _Blob, index: int) -> None:
         self._count(blob, index, on_disk=blob.move(index, lambda: not self._is_stopped.is_set()))

@@ -23,6 +23,7 @@ import msgspec
 
 from dovetail.errors import DamagedCheckpoint, OutOfMemory
 from dovetail.store.files import check_room, write_file
+from dovetail.store.format.late_chunks import late_chunks
 from dovetail.store.format.manifest import (
     ARRIVING,
     MANIFEST,
@@ -147,7 +148,8 @@ class ModelDownload:
                 self._announce(undo)
                 early.on_servable(self._folder.name)
             finish = partial(self._publish, beside=leases is not None)
-            BlobDownload(self._found.bucket, self._staging, missing, leases, self._report, finish).run()
+            late = late_chunks(self._manifest)
+            BlobDownload(self._found.bucket, self._staging, missing, leases, self._report, finish, late).run()
             shutil.rmtree(self._staging, ignore_errors=True)
 
     def _missing(self) -> list[Partition]:
