@@ -1,5 +1,6 @@
 """A model in a bucket behind a slow line, served while it downloads: when what is there, and whether the text is right.
 
+The model has a head of its own, so that a first token needs a few rows of its embedding only, which comes last.
 The bucket is a folder on loopback that answers as S3 does, at a limited rate; the tests have the same against a whole
 S3 server. The model has random weights.
 """
@@ -25,7 +26,7 @@ import httpx
 import msgspec
 
 from dovetail.errors import DovetailError
-from dovetail_bench.fleet import Fleet
+from dovetail_bench.fleet import HALF_BILLION, Fleet
 from dovetail_bench.servers import OURS
 
 ENVIRONMENT = {
@@ -36,6 +37,7 @@ ENVIRONMENT = {
 }
 PIECE_BYTES = 256 * 1024
 WAIT_S = 600.0
+SHAPE = msgspec.structs.replace(HALF_BILLION, tied_embeddings=False)  # as models of 7B and more have it
 PREFIX = "s3://bench/v1"
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
@@ -56,7 +58,7 @@ class BucketRun(msgspec.Struct, frozen=True):
 def measure(folder: Path, limit_mb_per_s: float, report: Callable[[str], None]) -> BucketRun:
     """Makes the model in `folder` unless it is there, and serves it through the slow line."""
     report("making a random model")
-    model = Fleet(folder).make(0, shapes=1)[0]
+    model = Fleet(folder).make_random("half-billion-with-head", SHAPE)
     size = sum(path.stat().st_size for path in model.blobs)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         report("asking a server that has it on disk")

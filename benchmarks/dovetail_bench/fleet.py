@@ -77,6 +77,9 @@ class Fleet:
         check_distinct(models)
         return models
 
+    def make_random(self, name: str, spec: ModelSpec, seed: int = 0) -> FleetModel:
+        return self._model(name, partial(write_random, self._base(), spec=spec, seed=seed))
+
     def _model(self, name: str, write: Callable[[Path], None]) -> FleetModel:
         path = self.folder / "gguf" / f"{name}.gguf"
         if not path.exists():
@@ -182,7 +185,9 @@ def _gguf_tensors(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
         "ffn_down.weight": (hidden, inner),
     }
     blocks = [(f"blk.{index}.{name}", shape) for index in range(spec.num_layers) for name, shape in layer.items()]
-    return [("token_embd.weight", (spec.vocab_size, hidden)), *blocks, (CHANGED, (hidden,))]
+    table = (spec.vocab_size, hidden)
+    head = [] if spec.tied_embeddings else [("output.weight", table)]
+    return [("token_embd.weight", table), *blocks, (CHANGED, (hidden,)), *head]
 
 
 def prompts_for(models: Sequence[FleetModel], seed: int) -> dict[str, Prompts]:

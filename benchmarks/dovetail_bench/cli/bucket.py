@@ -17,7 +17,7 @@ def bucket(
     folder: Annotated[Path | None, typer.Option(help="For the model.  [default: $DOVETAIL_HOME/bench/bucket]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Serve a random model of 0.5 billion parameters from a slow bucket while it downloads.
+    """Serve a random model of 0.6 billion parameters from a slow bucket while it downloads.
 
     The bucket answers as S3 does, on this machine. Example: dovetail bench bucket --limit 50
     """
