@@ -243,11 +243,13 @@ def _workloads(base: Setup) -> Runs:
 
 
 # SLINFER as published (S4 as a closed form), with admission that plays the node's turns, and what a server runs for
-# requests that bring targets: a late one is given up, as SLINFER gives up all of its own.
+# requests that bring targets: a late one is given up, as SLINFER gives up all of its own. The last is what a server
+# runs without its bound on inter-token gaps: requests are computed by due time.
 COMPOSITIONS = {
     "published": SLINFER.having(shadow=Shadow.CLOSED, paced_from_first_token=False),
     "played": SLINFER,
     "served": SERVED.having(lateness=FinishingBegun()),
+    "by due time": SERVED.having(lateness=FinishingBegun(), smooth_answers=False),
 }
 
 
