@@ -166,7 +166,9 @@ def test_rows_that_a_reader_needs_come_before_the_rest_of_the_embedding(
     monkeypatch.setattr(partition_writer, "CHUNK_BYTES", CHUNK)
     save_tiny("llama", tmp_path / "source", vocab_size=30_000)
     original = stored(tmp_path / "source", tmp_path / "first", name="rows")
-    upload_model(original.path, "s3://warehouse/v1", lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        use(server[0], patch)
+        upload_model(original.path, "s3://warehouse/v1", lambda *_: None)
     assert late_chunks(original.manifest) == range(5)
     gates = {f"bytes={index * CHUNK}-{(index + 1) * CHUNK - 1}": threading.Event() for index in range(5)}
     proxy.before_range = lambda asked: asked in gates and gates[asked].wait(60)
