@@ -73,7 +73,6 @@ UNUSED = {
     "dovetail.gateway.http.protocol.LimitedHttp.send_400_response": "uvicorn calls it",
     "dovetail.gateway.server.HttpServer.capture_signals": "uvicorn calls it",
     "dovetail.gateway.workers.standby.StandbyServer.capture_signals": "uvicorn calls it",
-    "dovetail.plan.assumed.assumed_profile": "the shipped profiles are what it gives, which a test holds",
     # The control core, which is under reconstruction.
     "dovetail.logschema.EVENTS": "the log's records are held against it",
     "dovetail.node.ports.Executor": "the port that executors implement, written down",

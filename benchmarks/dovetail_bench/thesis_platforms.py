@@ -19,11 +19,12 @@ from random import Random
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.plan.assumed import assumed_profile, chain_named
 from dovetail.plan.frontier import over_slo, regions, spaced
-from dovetail.plan.platforms import ALIBABA_FC, Platform
+from dovetail.plan.known_chains import chain_named
 from dovetail.plan.prices import read_sheet
 from dovetail.plan.provision import Provisioner
+from dovetail_bench.thesis_hardware import ALIBABA_FC, Platform
+from dovetail_bench.thesis_profiles import assumed_profile
 
 RATE = 0.05
 SLOS = spaced(0.05, 20, 60)

@@ -14,10 +14,9 @@ import torch
 from tokenizers import Tokenizer
 
 from dovetail.engine.executor import CpuExecutor, ExecutorConfig
-from dovetail.plan.chains import decoder
+from dovetail.plan.chains import decoder, even_cuts
 from dovetail.plan.decoder_pipeline import DecoderPipeline, TurnRun
 from dovetail.plan.fits import fit_line
-from dovetail.plan.templates import even_cuts
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.fcfs import FcfsScheduler
 from dovetail.sched.scheduler import SchedulerConfig

@@ -14,10 +14,10 @@ from onnx_models import save_residual
 from server_fixture import run_command
 
 from dovetail.errors import ConfigError, EngineFailed
-from dovetail.plan.assumed import even_stages, open_chain
 from dovetail.plan.chains import Chain
 from dovetail.plan.endpoint import make_app
 from dovetail.plan.instances import Instance, StageSize
+from dovetail.plan.known_chains import even_stages, open_chain
 from dovetail.plan.onnx_graph import stage_file
 from dovetail.plan.plan_file import read_plan
 from dovetail.plan.runtime import PlanRuntime, check_runnable

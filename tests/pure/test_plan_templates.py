@@ -11,15 +11,17 @@ pytest.importorskip("scipy", reason="assumed profiles are fitted")
 
 from dovetail.errors import ConfigError
 from dovetail.modelspec import ModelSpec
-from dovetail.plan.assumed import REFERENCE_VCPUS, assumed_profile, chain_named
-from dovetail.plan.chains import decoder, shares, slowest_flops, wide_resnet50
+from dovetail.plan.chains import decoder, even_cuts, shares, wide_resnet50
 from dovetail.plan.frontier import over_rate, regions, spaced
 from dovetail.plan.function_profile import read_function_profile
+from dovetail.plan.known_chains import chain_named
 from dovetail.plan.options import Mode
-from dovetail.plan.platforms import ALIBABA_FC
 from dovetail.plan.prices import read_sheet
 from dovetail.plan.provision import Provisioner
-from dovetail.plan.templates import Partitioner, StageCut, even_cuts
+from dovetail_bench.thesis_hardware import ALIBABA_FC
+from dovetail_bench.thesis_profiles import REFERENCE_VCPUS, assumed_profile
+from dovetail_bench.thesis_templates import Partitioner, StageCut
+from dovetail_bench.thesis_work import slowest_flops
 
 SHEET = read_sheet("alibaba-fc")
 

@@ -24,7 +24,7 @@ from dovetail_bench.cli.sampling import sampling
 from dovetail_bench.cli.speculation import speculation
 from dovetail_bench.cli.store import store
 from dovetail_bench.cli.streaming import streaming
-from dovetail_bench.cli.thesis import thesis
+from dovetail_bench.cli.thesis import templates, thesis
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +44,7 @@ app.command("streaming")(streaming)
 app.command("store")(store)
 app.command("bucket")(bucket)
 app.command("thesis")(thesis)
+app.command("templates")(templates)
 app.command("record")(record)
 app.command("report")(report)
 

@@ -55,8 +55,8 @@ def profile(
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from dovetail.plan.assumed import even_stages, open_chain
     from dovetail.plan.function_profile import read_function_profile, write_function_profile
+    from dovetail.plan.known_chains import even_stages, open_chain
     from dovetail.plan.onnx_graph import is_onnx
     from dovetail.plan.profiling import GpuSweep, Sweep, profile_cpu, profile_gpu
 

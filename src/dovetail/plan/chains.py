@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dovetail.errors import ConfigError
 from dovetail.modelspec import ModelSpec
 
 FLOAT = 4  # bytes
@@ -85,29 +86,6 @@ def needed_rows(layer: Layer, start: int, end: int) -> tuple[int, int]:
     return low, min(end * layer.stride + layer.halo, layer.rows * layer.stride)
 
 
-def can_share(layers: Sequence[Layer], workers: int) -> bool:
-    return workers == 1 or (layers[-1].rows >= workers and all(layer.halo is not None for layer in layers))
-
-
-def slowest_flops(layers: Sequence[Layer], workers: int) -> float:
-    """Arithmetic of the worker with the most, rows that are computed twice included."""
-    if workers == 1:
-        return sum(layer.flops for layer in layers)
-    return max(
-        sum(layer.flops * (end - start) / layer.rows for layer, (start, end) in zip(layers, share.outputs, strict=True))
-        for share in shares(layers, workers)
-    )
-
-
-def passed_bytes(layers: Sequence[Layer], workers: int) -> float:
-    """What the master sends to a stage's workers and gets back, for one request."""
-    first = layers[0]
-    if workers == 1:
-        return first.in_bytes + layers[-1].out_bytes
-    rows = sum(share.inputs[1] - share.inputs[0] for share in shares(layers, workers))
-    return first.in_bytes * rows / (first.rows * first.stride) + layers[-1].out_bytes
-
-
 # Wide ResNet-50: every layer `width` times as wide as ResNet-50's
 
 
@@ -173,3 +151,22 @@ def _place(name: str, spec: ModelSpec) -> int:
     if name.startswith("layers."):
         return int(name.split(".")[1])
     return -1 if name.startswith(("embed.", "positions.")) else spec.num_layers
+
+
+def even_cuts(costs: Sequence[float], stages: int) -> tuple[tuple[int, int], ...]:
+    """Contiguous stages of which the costliest is as cheap as possible: for chains whose rows cannot be shared out."""
+    if not 1 <= stages <= len(costs):
+        raise ConfigError(f"{len(costs)} layers cannot be cut into {stages} stages")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best: list[tuple[float, tuple[int, ...]]] = [(total, (end,)) for end, total in enumerate(sums)]
+    for count in range(2, stages + 1):
+        best = [
+            min((max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], end)) for cut in range(count - 1, end))
+            if end >= count
+            else (float("inf"), ())
+            for end in range(len(sums))
+        ]
+    ends = best[-1][1]
+    return tuple(zip((0, *ends[:-1]), ends, strict=True))

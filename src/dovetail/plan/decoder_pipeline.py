@@ -14,12 +14,11 @@ from pathlib import Path
 
 from dovetail.errors import EngineFailed
 from dovetail.modelspec import ModelSpec
-from dovetail.plan.chains import decoder
+from dovetail.plan.chains import decoder, even_cuts
 from dovetail.plan.decoder_stage import BLOCK, turn_of
 from dovetail.plan.frames import Call, Spec
 from dovetail.plan.limits import threads_of
 from dovetail.plan.processes import FunctionProcess
-from dovetail.plan.templates import even_cuts
 from dovetail.sched.blocks import BlockPool
 from dovetail.sched.fcfs import FcfsScheduler
 from dovetail.sched.scheduler import SchedulerConfig

@@ -67,7 +67,7 @@ class NetworkStage:
     """Layers of a network, on all rows or on a worker's share of them."""
 
     def __init__(self, spec: Spec) -> None:
-        from dovetail.plan.assumed import chain_named
+        from dovetail.plan.known_chains import chain_named
         from dovetail.plan.networks import build_layers
 
         self._chain = chain_named(spec.model)

@@ -17,7 +17,6 @@ import numpy as np
 
 from dovetail.errors import ConfigError
 from dovetail.machine import read_cpu, usable_cores
-from dovetail.plan.assumed import chain_named
 from dovetail.plan.chains import Chain
 from dovetail.plan.fits import (
     Point,
@@ -40,6 +39,7 @@ from dovetail.plan.function_profile import (
     Triple,
 )
 from dovetail.plan.instances import Array, Instance, InstanceRun, StageSize
+from dovetail.plan.known_chains import chain_named
 from dovetail.plan.latency import CpuLatency
 
 GB = 1e9

@@ -16,7 +16,6 @@ import numpy as np
 
 from dovetail.errors import ConfigError, EngineFailed, Overloaded
 from dovetail.machine import usable_cores
-from dovetail.plan.assumed import chain_of
 from dovetail.plan.batching import App
 from dovetail.plan.billing import Account
 from dovetail.plan.chains import Chain
@@ -25,6 +24,7 @@ from dovetail.plan.frames import FunctionDied
 from dovetail.plan.group_runtime import Answered, Functions, GroupRuntime
 from dovetail.plan.grouping import Infeasible, plan_groups
 from dovetail.plan.instances import Array, Instance, StageSize
+from dovetail.plan.known_chains import chain_of
 from dovetail.plan.options import Mode
 from dovetail.plan.plan_file import FunctionPlan, PlannedGroup, make_plan
 from dovetail.plan.provision import Provisioner

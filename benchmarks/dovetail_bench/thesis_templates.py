@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dovetail.errors import ConfigError
-from dovetail.plan.chains import Chain, can_share, passed_bytes, slowest_flops
-from dovetail.plan.platforms import Platform
+from dovetail.plan.chains import Chain
 from dovetail.plan.prices import PriceSheet
+from dovetail_bench.thesis_hardware import Platform
+from dovetail_bench.thesis_work import can_share, passed_bytes, slowest_flops
 
 WORKERS = (1, 2, 3, 4)  # that a stage may have
 EPSILON = 1e-9  # of cost, so that templates that cost no more are ranked by what they gain
@@ -138,22 +139,3 @@ class Partitioner:
             run_s = self._platform.run_s(slowest_flops(part, stage.workers), self.vcpus)
             self._seconds[stage] = run_s + self._platform.pass_s(passed_bytes(part, stage.workers))
         return self._seconds[stage]
-
-
-def even_cuts(costs: Sequence[float], stages: int) -> tuple[tuple[int, int], ...]:
-    """Contiguous stages of which the costliest is as cheap as possible: for chains whose rows cannot be shared out."""
-    if not 1 <= stages <= len(costs):
-        raise ConfigError(f"{len(costs)} layers cannot be cut into {stages} stages")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best: list[tuple[float, tuple[int, ...]]] = [(total, (end,)) for end, total in enumerate(sums)]
-    for count in range(2, stages + 1):
-        best = [
-            min((max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], end)) for cut in range(count - 1, end))
-            if end >= count
-            else (float("inf"), ())
-            for end in range(len(sums))
-        ]
-    ends = best[-1][1]
-    return tuple(zip((0, *ends[:-1]), ends, strict=True))

@@ -1,8 +1,4 @@
-"""Function profiles of models that were not measured: templates by the partitioner, latency by a platform's arithmetic.
-
-The templates of a profile: the one with the best score (P3), and the chain cut evenly by weights into 2, 3 and 4 stages
-of one worker each, which are slower but need the least memory.
-"""
+"""The chain of layers of a model that is planned: an ONNX file, or a Wide ResNet-50 by name."""
 
 from __future__ import annotations
 
@@ -10,15 +6,9 @@ import re
 from pathlib import Path
 
 from dovetail.errors import ConfigError
-from dovetail.plan.chains import Chain, wide_resnet50
+from dovetail.plan.chains import Chain, even_cuts, wide_resnet50
 from dovetail.plan.function_profile import FunctionProfile
 from dovetail.plan.onnx_graph import digest_of, is_onnx, read_chain
-from dovetail.plan.platforms import Platform, profile_of
-from dovetail.plan.prices import PriceSheet
-from dovetail.plan.templates import Partitioner, Template, even_cuts
-
-REFERENCE_VCPUS = 4.0  # of the function that templates are measured by
-EVEN_STAGES = (2, 3, 4)
 
 
 def chain_named(name: str) -> Chain:
@@ -48,13 +38,3 @@ def chain_of(profile: FunctionProfile) -> Chain:
     if profile.onnx is None:
         return chain_named(profile.model)
     return read_chain(Path(profile.onnx.file), profile.onnx.sha256)
-
-
-def assumed_profile(chain: Chain, platform: Platform, sheet: PriceSheet) -> FunctionProfile:
-    best = Partitioner(chain, platform, sheet, REFERENCE_VCPUS).best()
-    even = [even_stages(chain, stages) for stages in EVEN_STAGES]
-    return profile_of(chain, platform, [stages_of(best), *even])
-
-
-def stages_of(template: Template) -> list[tuple[int, int, int]]:
-    return [(stage.first, stage.end, stage.workers) for stage in template.stages]
