@@ -76,9 +76,6 @@ UNUSED = {
     # The control core, which is under reconstruction.
     "dovetail.logschema.EVENTS": "the log's records are held against it",
     "dovetail.node.ports.Executor": "the port that executors implement, written down",
-    "dovetail.policy.headroom.next_token_deadline": "the published formula; nothing serves by it yet",
-    "dovetail.policy.latency.TransferModel.migrate_s": "nothing asks for it",
-    "dovetail.sched.scheduler.Scheduler.abort_all": "nothing calls it",
     "dovetail.sched.scheduler.Scheduler.num_running": "a measurement reads it",
 }
 MAX_FILE_LINES = 500

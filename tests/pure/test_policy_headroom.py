@@ -18,7 +18,6 @@ from dovetail.policy.headroom import (
     SloRule,
     choose_turn,
     guards_decodes,
-    next_token_deadline,
     validate_closed,
 )
 from dovetail.policy.shadow import MAX_TURNS, _infeasible
@@ -60,11 +59,6 @@ def both(demands: list[InstanceDemand], target: int, candidate: Candidate, start
 @pytest.mark.parametrize(("tokens", "seconds"), [(10, 0.5), (256, 0.5), (1024, 2.0), (4096, 8.0), (9000, 8.0)])
 def test_the_ttft_slo_follows_the_input_between_floor_and_cap(tokens: int, seconds: float) -> None:
     assert SloRule().ttft_s(tokens) == seconds
-
-
-def test_each_token_made_moves_the_deadline_by_one_pace() -> None:
-    assert next_token_deadline(10.0, 2.0, 0.25, 0) == 12.0
-    assert next_token_deadline(10.0, 2.0, 0.25, 4) == 13.0
 
 
 def test_an_idle_node_takes_a_request_that_meets_its_deadline() -> None:

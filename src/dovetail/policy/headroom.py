@@ -26,11 +26,6 @@ class SloRule:
         return min(max(self.ttft_floor_s, input_tokens / self.ttft_tokens_per_s), self.ttft_cap_s)
 
 
-def next_token_deadline(start_s: float, ttft_s: float, tpot_s: float, produced: int) -> float:
-    """S2: when the next token is due; headroom is this minus now."""
-    return start_s + ttft_s + tpot_s * produced
-
-
 class Refusal(StrEnum):
     """Why a node refuses a request. The first three are the cases of S4."""
 

@@ -184,7 +184,7 @@ def fit(prefill: Iterable[PrefillSample], decode: Iterable[DecodeSample]) -> Lat
 
 @dataclass(frozen=True, slots=True)
 class TransferModel:
-    """Times of loads, unloads, resizes and migrations on one node, all linear in bytes."""
+    """Times of loads, unloads and resizes on one node, all linear in bytes."""
 
     load_bytes_per_s: float = 13.0 * GIB
     load_fixed_s: float = 0.0
@@ -192,8 +192,6 @@ class TransferModel:
     resize_fixed_s: float = 0.05  # every layer's tensors are allocated and freed one by one; also when the pool goes
     resize_new_s_per_byte: float = 0.0180 / GIB  # allocating the new pool
     resize_copy_s_per_byte: float = 0.0219 / GIB  # moving the old blocks over when the pool grows
-    migrate_fixed_s: float = 0.0
-    migrate_bytes_per_s: float = 12.5e9  # 100 Gbit/s
 
     def load_s(self, num_bytes: int) -> float:
         return self.load_fixed_s + num_bytes / self.load_bytes_per_s
@@ -203,9 +201,6 @@ class TransferModel:
             return self.resize_fixed_s
         copied = old_bytes if new_bytes > old_bytes else 0
         return self.resize_fixed_s + new_bytes * self.resize_new_s_per_byte + copied * self.resize_copy_s_per_byte
-
-    def migrate_s(self, num_bytes: int) -> float:
-        return self.migrate_fixed_s + num_bytes / self.migrate_bytes_per_s
 
 
 # Pools in reserved address ranges: a resize commits or releases pages at the tail and copies nothing.

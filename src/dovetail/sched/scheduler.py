@@ -71,14 +71,6 @@ class Scheduler:
             else:
                 self._end(sequence)
 
-    def abort_all(self) -> list[TokenEvent]:
-        """End everything; used when the instance goes away. Not while a turn is running."""
-        assert self._turn is None
-        sequences = [*self._running.values(), *self._waiting]
-        for sequence in sequences:
-            self._end(sequence)
-        return [end_event(sequence, FinishReason.ERROR, "the model was unloaded") for sequence in sequences]
-
     def cached_tokens(self, sequence: Sequence) -> int:
         """How many of its tokens the prefix cache has, if it began now."""
         return self.pool.cached_tokens(sequence.tokens, _reusable(sequence), sequence.root)
