@@ -20,6 +20,7 @@ from store_builders import flat, stored
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint, SourceError
 from dovetail.store import Catalogue
+from dovetail.store.checking import check_pieces
 from dovetail.store.collect import collect
 from dovetail.store.format import partition_writer
 from dovetail.store.format.late_chunks import late_chunks
@@ -149,6 +150,7 @@ def test_a_model_is_in_the_pool_and_usable_before_it_is_on_disk(
         assert isinstance(checkpoint, StoredModel)
         check(checkpoint, original)
         assert is_arriving(folder), "the disk takes nothing meanwhile"
+        assert not [*check_pieces(folder)], "what is not on disk yet is not damaged"
         checkpoint.close()
         disk.release()
         assert pulled.result(60) == cards[0], "its card is the one that it is served with"

@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 from dovetail.errors import CheckpointError, DamagedCheckpoint
 from dovetail.store.files import read_bytes
-from dovetail.store.format.manifest import Manifest, Partition, blob_path, open_blob, read_manifest, store_root
+from dovetail.store.format.manifest import (
+    Manifest,
+    Partition,
+    blob_path,
+    is_arriving,
+    open_blob,
+    read_manifest,
+    store_root,
+)
 from dovetail.store.loading.reader import cached_share
 from dovetail.store.paths import STORE_LOCK, StorePaths
 
@@ -27,7 +35,10 @@ class Finding(NamedTuple):
 
 
 def check_pieces(folder: Path) -> Iterator[Finding]:
-    """A finding per chunk; the first that is a problem is the last."""
+    """A finding per chunk; the first that is a problem is the last. None of a model that is still downloading, whose
+    chunks are compared as they come."""
+    if is_arriving(folder):
+        return
     try:
         manifest = read_manifest(folder)
         check_files(folder, manifest)
