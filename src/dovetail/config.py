@@ -441,10 +441,13 @@ def _circle_of(name: str, models: Mapping[str, ModelConfig]) -> list[str]:
 def describe(error: ValidationError) -> str:
     """One line per problem, each with the dotted key."""
     problems = []
-    for item in error.errors(include_url=False, include_context=False, include_input=False):
+    for item in error.errors(include_url=False, include_context=False):
         key = ".".join(str(part) for part in item["loc"]) or "(top)"
-        unknown = REMOVED.get(key.rpartition(".")[2], "unknown key")
-        message = unknown if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = REMOVED.get(str(item["loc"][-1]), "unknown key")
+        elif isinstance(item["input"], int | float) and ", got " not in message:  # not of a text: it may be a secret
+            message += f", got {item['input']}"
         problems.append(f"{key}: {message}")
     return "; ".join(problems)
 

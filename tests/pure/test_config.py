@@ -177,3 +177,11 @@ def test_an_option_that_is_gone_says_what_became_of_it(tmp_path: Path) -> None:
     path.write_text("nodes: [{name: a, policy: slinfer}]\n")
     with pytest.raises(ConfigError, match=r"nodes\.0\.policy: a server has one policy .*dovetail sim run --policy"):
         load_config(path)
+
+
+def test_a_number_out_of_range_is_named_and_a_text_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "dovetail.yaml"
+    file.write_text("server: {max_queue: -3}\nauth: {keys: [{name: a, key: sk-secret, max_unfinished: sk-secret}]}\n")
+    with pytest.raises(ConfigError, match=r"server\.max_queue: .* greater than or equal to 1, got -3") as error:
+        load_config(file)
+    assert "sk-secret" not in str(error.value)
