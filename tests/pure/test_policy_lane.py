@@ -97,8 +97,7 @@ def test_who_is_counted_in_leaves_what_looking_at_all_would_find(
             instance.decoded(now)
         elif what == "first token" and instance.waiting:
             work = instance.waiting[tokens % len(instance.waiting)]
-            work.got_token(now)
-            instance.prefilled(work)
+            instance.prefilled(work, now, INFINITY)
             instance.refresh()
         elif what == "leaves" and instance.batch:
             works = instance.works()

@@ -229,7 +229,7 @@ class Lane(Members):
 
     # Turns
 
-    def begin_turn(self, prompts: tuple[Share, ...], *, decodes: bool, rows: tuple[int, ...] | None) -> None:
+    def begin_turn(self, prompts: tuple[Share, ...], *, decodes: bool, rows: tuple[int, ...] | None = None) -> None:
         self.in_turn = True
         self.prompts, self.decodes, self.rows = prompts, decodes, rows
         self.demand = None
