@@ -22,7 +22,7 @@ from test_server_batches import completion, ended, submit, text_of
 CONFIG = """
 models: {{llama: {{source: {llama}}}, qwen3: {{source: {qwen3}}}}}
 nodes: [{{name: cpu-0, threads: 1, kv_cache: 16MiB}}]
-batch: {{folder: {folder}, max_file: 1GiB, max_lines: 200000}}
+batch: {{folder: {folder}, max_file: 1GiB, max_lines: 200000, max_in_flight: 16}}
 auth:
   keys:
     - {{name: one, key: sk-one, requests_per_minute: 60, max_unfinished: 2}}

@@ -106,6 +106,20 @@ def test_who_comes_later_is_not_owed_the_past() -> None:
     assert abs(lines["b"].num_done - 100) < 12
 
 
+def test_a_guess_at_the_first_lines_is_nobodys_advantage() -> None:
+    """All of the first key's lines ran before any had ended, when the other came."""
+    schedule, lines = LineSchedule(), {name: make_lines(*[0] * 1000) for name in ("a", "b")}
+    schedule.add("a", "a", ("m",), lines["a"])
+    running = [schedule.next(0.0, lambda model: 0.0, lambda model: True) for _ in range(64)]
+    schedule.add("b", "b", ("m",), lines["b"])
+    for _ in range(600):
+        first = running.pop(0)
+        assert first is not None
+        schedule.done(first.batch, first.number, 50)
+        running.append(schedule.next(0.0, lambda model: 0.0, lambda model: True))
+    assert abs(lines["a"].num_done - lines["b"].num_done) <= 64
+
+
 def test_models_that_alternate_in_a_file_are_loaded_once() -> None:
     schedule = LineSchedule()
     schedule.add("a", "", ("m", "n"), make_lines(*[0, 1] * 100))

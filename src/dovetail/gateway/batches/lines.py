@@ -77,15 +77,12 @@ class BatchLines:
         self._states[number] = DONE
         self.num_taken -= 1
         self.num_done += 1
-        self.mean_tokens += _WEIGHT * (tokens - self.mean_tokens)
+        self.mean_tokens += max(_WEIGHT, 1 / self.num_done) * (tokens - self.mean_tokens)
         assert self.num_taken >= 0
         assert self.num_done + self.num_taken <= len(self)
 
     def unanswered(self) -> Array:
         return np.flatnonzero(self._states != DONE)
-
-    def next_due_s(self) -> float | None:
-        return self._later[0][0] if self._later else None
 
     def _due(self, model: int, now: float) -> int | None:
         """Of those that are tried again."""

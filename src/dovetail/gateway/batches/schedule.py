@@ -7,8 +7,9 @@ the others are ahead by what loading it costs, and then as long as it has lines 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dovetail.gateway.batches.lines import BatchLines
@@ -26,8 +27,16 @@ class _Entry:
     owner: str
     models: tuple[str, ...]  # names by number
     lines: BatchLines
-    tokens: float = 0.0  # that it has had
-    charged: dict[int, float] = field(default_factory=dict)  # by running line: the estimate
+    done: float = 0.0  # tokens of lines that have ended, and what it began with
+
+    @property
+    def running(self) -> float:
+        """Tokens of running lines, as far as is known by now."""
+        return self.lines.num_taken * self.lines.mean_tokens
+
+    @property
+    def tokens(self) -> float:
+        return self.done + self.running
 
 
 class LineSchedule:
@@ -35,17 +44,17 @@ class LineSchedule:
 
     def __init__(self) -> None:
         self._batches: dict[str, _Entry] = {}
-        self._tokens: dict[str, float] = {}  # by owner
+        self._done: dict[str, float] = {}  # by owner: tokens of lines that have ended
 
     def add(self, batch: str, owner: str, models: tuple[str, ...], lines: BatchLines) -> None:
         """A newcomer has had as much as whoever has had least: it neither waits for the past nor is it owed any."""
         owners = {entry.owner for entry in self._batches.values()}
         entry = _Entry(batch, owner, models, lines)
         if owner not in owners:
-            least = min((self._tokens[other] for other in owners), default=0.0)
-            self._tokens[owner] = max(self._tokens.get(owner, 0.0), least)
+            least = min((self._done[other] for other in owners), default=0.0)
+            self._done[owner] = max(self._done.get(owner, 0.0), least)
         else:
-            entry.tokens = min(one.tokens for one in self._batches.values() if one.owner == owner)
+            entry.done = min(one.done for one in self._batches.values() if one.owner == owner)
         self._batches[batch] = entry
 
     def remove(self, batch: str) -> None:
@@ -60,8 +69,11 @@ class LineSchedule:
         held: Collection[str] = (),
     ) -> NextLine | None:
         """`load_tokens`: what could be computed while the model is loaded, 0 if it is there. `held`: batches."""
+        had = defaultdict(float, self._done)
+        for entry in self._batches.values():
+            had[entry.owner] += entry.running
         found = [
-            (self._tokens[entry.owner] + cost, entry.tokens + cost, cost, order, number, entry)
+            (had[entry.owner] + cost, entry.tokens + cost, cost, order, number, entry)
             for order, entry in enumerate(self._batches.values())
             if entry.id not in held
             for number in entry.lines.models
@@ -71,30 +83,14 @@ class LineSchedule:
         for *_, number, entry in sorted(found, key=lambda one: one[:5]):
             line = entry.lines.take(number, now)
             if line is not None:
-                self._charge(entry, line, entry.lines.mean_tokens)
                 return NextLine(entry.id, line, entry.models[number])
         return None
 
     def done(self, batch: str, number: int, tokens: int) -> None:
         entry = self._batches[batch]
-        self._settle(entry, number, tokens)
+        entry.done += tokens
+        self._done[entry.owner] += tokens
         entry.lines.done(number, tokens)
 
     def give_back(self, batch: str, number: int, not_before: float) -> None:
-        entry = self._batches[batch]
-        self._settle(entry, number, 0.0)
-        entry.lines.give_back(number, not_before)
-
-    def next_due_s(self) -> float | None:
-        times = (entry.lines.next_due_s() for entry in self._batches.values())
-        return min((at for at in times if at is not None), default=None)
-
-    def _charge(self, entry: _Entry, number: int, tokens: float) -> None:
-        entry.charged[number] = tokens
-        entry.tokens += tokens
-        self._tokens[entry.owner] += tokens
-
-    def _settle(self, entry: _Entry, number: int, tokens: float) -> None:
-        more = tokens - entry.charged.pop(number)
-        entry.tokens += more
-        self._tokens[entry.owner] += more
+        self._batches[batch].lines.give_back(number, not_before)
