@@ -93,6 +93,7 @@ class Shape(msgspec.Struct, frozen=True):
 SHAPES = {
     "1b": Shape(2048, 16, 32, 8, 64, 8192),  # Llama 3.2 1B
     "3b": Shape(3072, 28, 24, 8, 128, 8192),  # Llama 3.2 3B
+    "8b": Shape(4096, 32, 32, 8, 128, 14336),  # Llama 3.1 8B, its head tied
     "tiny": Shape(64, 2, 4, 2, 16, 96, vocab_size=300, lora_rank=4),  # to try the bench itself
 }
 

@@ -17,6 +17,7 @@ from dovetail_bench.cli.abuse import abuse
 from dovetail_bench.cli.adapters import adapters
 from dovetail_bench.cli.bucket import bucket
 from dovetail_bench.cli.engines import engines
+from dovetail_bench.cli.first import first
 from dovetail_bench.cli.many import many
 from dovetail_bench.cli.progress import progress
 from dovetail_bench.cli.register import record, report
@@ -24,6 +25,7 @@ from dovetail_bench.cli.sampling import sampling
 from dovetail_bench.cli.speculation import speculation
 from dovetail_bench.cli.store import store
 from dovetail_bench.cli.streaming import streaming
+from dovetail_bench.cli.switches import switches
 from dovetail_bench.cli.thesis import templates, thesis
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ app.command("abuse")(abuse)
 app.command("speculation")(speculation)
 app.command("sampling")(sampling)
 app.command("streaming")(streaming)
+app.command("switches")(switches)
+app.command("first")(first)
 app.command("store")(store)
 app.command("bucket")(bucket)
 app.command("thesis")(thesis)
