@@ -16,6 +16,8 @@ from dovetail.errors import ConfigError, DeviceLost, OutOfMemory
 from dovetail.machine import usable_cores
 from dovetail.pulse import UNUSABLE_CODE, reason_file
 
+SWITCH_S = 0.0001  # that the thread which loads may keep the interpreter while the one of the turns waits for it
+
 
 def _die_with_parent() -> None:
     """Linux: be killed when the gateway dies, however it dies. Elsewhere the loop notices within a second."""
@@ -85,6 +87,7 @@ def main() -> None:
     from dovetail.worker.process import Worker, WorkerConfig
 
     torch.set_num_threads(arguments.threads)
+    sys.setswitchinterval(SWITCH_S)
     try:
         Worker(WorkerConfig(**vars(arguments))).run()
     except ConfigError as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dovetail import messages
-from dovetail.engine.devices import Device
+from dovetail.engine.devices import Arriving, Device
 from dovetail.engine.grammar_library import GrammarLibrary
 from dovetail.errors import DovetailError
 from dovetail.modelspec import KvKind
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("dovetail.worker")
 
 OFF = Speculation("off")
+EARLY_S = 0.05  # that a first prompt may wait for the last weights, on the device that others wait for too
+LOOK_S = 0.001  # how often weights on their way are looked at
 PROGRESS_S = 0.25  # how often a load that runs is spoken of
 
 
@@ -114,8 +116,11 @@ class LoaderThread:
         device: Device,
         weight_cache: WeightCache | None = None,
         grammars: GrammarLibrary | None = None,
+        is_busy: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`is_busy`: whether a model that is ready has requests; asked from the thread."""
         self._grammars = grammars
+        self._is_busy = is_busy
         self.results: queue.Queue[LoadResult] = queue.Queue()
         self.times = LoadTimes()  # of the loads seen
         self.progress_due_s = 0.0  # when a load that runs is spoken of next
@@ -209,6 +214,7 @@ class LoaderThread:
         self._current = _Current(config)
         try:
             runner, loaded = build_runner(config, self._device, self._weight_cache, self._grammars, self._watch)
+            self._await_weights(runner, started)
         except DovetailError as error:
             return LoadResult(command.instance, name, None, None, str(error))
         except Exception as error:  # whatever a checkpoint can do wrong, the worker lives on
@@ -221,6 +227,18 @@ class LoaderThread:
             loaded, seconds = _with_fetch(loaded, fetched), seconds + fetched.seconds
         self.times.observe(name, loaded.tier, config.size_bytes, seconds)
         return LoadResult(command.instance, name, runner, loaded, "")
+
+    def _await_weights(self, runner: ModelRunner, started: float) -> None:
+        """What computes while weights arrive holds the device for that long. So others who compute are not held at all,
+        and where nobody does, a first prompt begins with the first layers, if the last ones come soon."""
+        executor = runner.executor
+        if not isinstance(executor, Arriving):
+            return
+        while (share := executor.arrived_share()) < 1.0:
+            left_s = (time.monotonic() - started) * (1.0 - share) / max(share, 0.01)
+            if left_s < EARLY_S and not self._is_busy():
+                return
+            time.sleep(LOOK_S)
 
     def _watch(self, tickets: Sequence[Ticket]) -> None:
         assert self._current is not None

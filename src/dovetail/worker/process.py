@@ -91,6 +91,7 @@ class Worker:
             self._device,
             self._weight_cache,
             self._grammars.library,
+            self._is_busy,
         )
         self._loader.start()
         keys = take_keys()
@@ -162,6 +163,10 @@ class Worker:
         self._running = wait_for_gateway(self._wire, self._pulse.beat, self._config.outlive, self._is_orphan)
         if self._running:
             self._greet()
+
+    def _is_busy(self) -> bool:
+        """A model has requests; by any thread."""
+        return any(runner.scheduler.has_work for runner in tuple(self._driver.runners.values()))
 
     def _is_orphan(self) -> bool:
         return self._config.parent > 0 and os.getppid() != self._config.parent
@@ -318,6 +323,7 @@ class Worker:
         config = self._instance_configs[name] = instance_config(
             message, self._config, self._device, self._driver.home.node.device.ledger.capacity, self._profiles
         )
+        self._device.expect_models(sum(one.size_bytes for one in self._instance_configs.values()))
         keep_alive_s = message.keep_alive_s if message.keep_alive_s >= 0 else INFINITY
         hosting = hosting_of(config, self._profiles, keep_alive_s, self._loader.expected_s(config))
         if (loaded := self._ready.again(name, self._driver)) is not None:

@@ -81,6 +81,14 @@ class Preemptible(Protocol):
     preemption: PreemptionPoint | None  # of the iterations that are collected; None = they do not stop
 
 
+@runtime_checkable
+class Arriving(Protocol):
+    """An executor whose weights may still be on their way when it has been made."""
+
+    def arrived_share(self) -> float:
+        """Of the weights; by any thread. Iterations that are launched before all are there wait for them."""
+
+
 class Device(Protocol):
     kind: DeviceKind
     label: str  # of its profiles: what it is, and how much of it
@@ -106,6 +114,9 @@ class Device(Protocol):
 
     def use_host_pool(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
         """Models will come from this memory, which stays where it is for as long as the process lives."""
+
+    def expect_models(self, num_bytes: int) -> None:
+        """So many bytes of it, from its beginning, are what the models that may be called take."""
 
     def peaks(self, dtype: str, kept: str) -> Peaks:
         """Of products with weights that are kept in this form and computed in this type."""

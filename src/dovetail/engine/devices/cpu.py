@@ -56,6 +56,9 @@ class CpuDevice:
     def use_host_pool(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
         """Nothing to prepare: the cores read it as it is."""
 
+    def expect_models(self, num_bytes: int) -> None:
+        """Likewise."""
+
     def peaks(self, dtype: str, kept: str) -> Peaks:
         """Measured, in a few hundredths of a second."""
         tokens, size = 128, 1024

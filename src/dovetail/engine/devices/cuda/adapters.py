@@ -25,6 +25,7 @@ from dovetail.engine.devices.cuda.adapter_image import (
 )
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.devices.cuda.lora import MANY_TILES, AdaptedRows
+from dovetail.engine.devices.cuda.transfer import copy_words, to_device
 from dovetail.modelspec import ModelSpec
 from dovetail.sched.turn import RowOutcome, TurnRow
 
@@ -120,6 +121,10 @@ class BoundAdapters:
         self._broken.pop(key, None)
         self._adapters.pop(key, None)
 
+    def clear(self) -> None:
+        self._broken.clear()
+        self._adapters.clear()
+
     def take_failed(self, rows: Sequence[TurnRow]) -> tuple[tuple[TurnRow, ...], list[RowOutcome]]:
         """The rows that can be computed, and what is said of the others."""
         if not self._broken:
@@ -159,7 +164,7 @@ class AdapterInputs:
         num_tiles = tile_room(len(tiles), tokens, most_tiles)
         fill_words(self._host.numpy(), tiles, order, num_tiles)
         used = TILE_WORDS * num_tiles + len(order)
-        self._words[:used].copy_(self._host[:used], non_blocking=True)
+        copy_words(self._host[:used], self._words[:used])
         return AdaptedShape(self._bound.capacity, num_tiles)
 
     def rows(self, num_rows: int, shape: AdaptedShape) -> AdaptedRows | None:
@@ -173,5 +178,5 @@ class AdapterInputs:
 
 def grouped_rows(addresses: Sequence[int], counts: Sequence[int], capacity: int, device: torch.device) -> AdaptedRows:
     tiles, order = group_rows(addresses, counts)
-    words = torch.from_numpy(np.concatenate([tiles.reshape(-1), order])).pin_memory().to(device, non_blocking=True)
+    words = to_device(torch.from_numpy(np.concatenate([tiles.reshape(-1), order])).pin_memory(), device)
     return AdaptedRows(words[: tiles.size].view(-1, TILE_WORDS), words[tiles.size :], capacity)

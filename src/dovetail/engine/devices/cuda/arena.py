@@ -24,6 +24,7 @@ log = logging.getLogger("dovetail.worker")
 
 _MOST_CHUNKS = 128  # that an arena is cut into: every call to map one costs some tens of microseconds
 _LARGEST_CHUNK = 256 << 20
+_LENT_S = 0.05  # that memory of a model which has gone stays mapped, for one of its shape that comes in its place
 
 
 class Reclaimer:
@@ -33,6 +34,7 @@ class Reclaimer:
     def __init__(self) -> None:
         self._orders: queue.Queue[Callable[[], None]] = queue.Queue()
         self._thread: threading.Thread | None = None
+        self._is_awaited = threading.Event()
 
     def add(self, order: Callable[[], None]) -> None:
         if self._thread is None:
@@ -43,8 +45,14 @@ class Reclaimer:
     def wait(self) -> bool:
         """Until all that was ordered is done; False if nothing was."""
         is_busy = self._orders.unfinished_tasks > 0
+        self._is_awaited.set()
         self._orders.join()
+        self._is_awaited.clear()
         return is_busy
+
+    def hold(self, seconds: float) -> None:
+        """For an order: so long, or until somebody lacks memory."""
+        self._is_awaited.wait(seconds)
 
     def _run(self) -> None:
         while True:
@@ -77,6 +85,8 @@ class CudaArena:
         self._handles: list[Any] = []
         self._view: torch.Tensor | None = None
         self._is_shrinking = False  # addresses behind the head may still be mapped
+        self._lent = 0  # counts `lend` and what ends it
+        self._lending = threading.Lock()
         self.in_use: tuple[torch.cuda.Event, ...] = ()  # by what may still read the memory
 
     @property
@@ -86,6 +96,8 @@ class CudaArena:
     def resize(self, num_bytes: int) -> None:
         """Back the first `num_bytes` with memory; give what lies behind them back to the device."""
         assert self._address, "the arena is closed"
+        with self._lending:
+            self._lent += 1
         wanted = -(-num_bytes // self._chunk_bytes)
         assert wanted * self._chunk_bytes <= self.reserved_bytes, f"{num_bytes:,} bytes of {self.reserved_bytes:,}"
         before = len(self._handles)
@@ -102,6 +114,22 @@ class CudaArena:
             self._is_shrinking = True
             self._unmap_later(self._take_from(wanted))
 
+    def lend(self) -> None:
+        """Nothing is kept in it for now. The memory goes back in a moment, unless the arena is resized before."""
+        events, lent = self.in_use, self._lent
+
+        def unmap() -> None:
+            RECLAIMER.hold(_LENT_S)
+            torch.cuda.set_device(self._device)
+            for event in events:
+                event.synchronize()
+            with self._lending:
+                chunks = self._take_from(0) if lent == self._lent else []
+                self._is_shrinking |= bool(chunks)
+            self._unmap(chunks)
+
+        RECLAIMER.add(unmap)
+
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A view of the whole range; only what is committed may be touched. Must not outlive the arena."""
         if self._view is None:
@@ -117,6 +145,8 @@ class CudaArena:
     def close(self) -> None:
         if self._address:
             self._view = None
+            with self._lending:
+                self._lent += 1
             address, self._address = self._address, 0
             self._unmap_later(self._take_from(0, address), address)
 

@@ -19,6 +19,7 @@ from dovetail.engine.devices.cuda.attention import (
     prefill,
     prefill_tile,
 )
+from dovetail.engine.devices.cuda.transfer import to_device
 from dovetail.engine.sampler import is_shaped
 from dovetail.sched.turn import Turn, TurnRow
 
@@ -131,7 +132,7 @@ def _to_device(fields: dict[str, np.ndarray], device: torch.device) -> dict[str,
     view = host.numpy()
     for name, values in fields.items():
         view[starts[name] : starts[name] + len(values)] = values
-    copied = host.to(device, non_blocking=True)
+    copied = to_device(host, device)
     return {name: copied[start : start + len(fields[name])] for name, start in starts.items()}
 
 
@@ -140,8 +141,28 @@ def only_greedy(rows: Sequence[TurnRow]) -> bool:
     return all(row.sampling.is_greedy and row.sampling.logprobs is None and not is_shaped(row) for row in rows)
 
 
-def stays_greedy(row: TurnRow) -> bool:
+def _stays_greedy(row: TurnRow) -> bool:
     """The same of all tokens that this sequence will have, whatever they are."""
     sampling = row.sampling
     changes = sampling.thinking is not None or (sampling.min_tokens > 0 and bool(sampling.stop_token_ids))
     return sampling.is_greedy and sampling.logprobs is None and not changes and not is_shaped(row)
+
+
+class GreedyRows:
+    """Which sequences are greedy for as long as they last."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bool] = {}
+
+    def has_all(self, rows: Sequence[TurnRow]) -> bool:
+        known = self._known
+        for row in rows:
+            greedy = known.get(row.sequence)
+            if greedy is None:
+                greedy = known[row.sequence] = _stays_greedy(row)
+            if not greedy:
+                return False
+        return True
+
+    def forget(self, sequence: int) -> None:
+        self._known.pop(sequence, None)

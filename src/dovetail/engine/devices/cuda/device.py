@@ -12,8 +12,9 @@ from dovetail.engine.adapters import AdapterMatrices
 from dovetail.engine.devices import Peaks
 from dovetail.engine.devices.cuda.adapter_image import AdapterImage
 from dovetail.engine.devices.cuda.adapters import CudaAdapter
+from dovetail.engine.devices.cuda.copier import RegisteredPool
 from dovetail.engine.devices.cuda.executor import CudaExecutor, SharedStreams, gpu_dtype
-from dovetail.engine.devices.cuda.weights import RegisteredPool
+from dovetail.engine.devices.cuda.warming import run_each_kind
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import ExecutorConfig
 from dovetail.errors import ConfigError
@@ -62,6 +63,10 @@ class CudaDevice:
         return form == dtype or form in (*CELLS, GGUF)
 
     def executor(self, checkpoint: Checkpoint, config: ExecutorConfig) -> CudaExecutor:
+        parked = self._streams.take_parked(checkpoint, config)
+        if parked is not None:
+            parked.reopen(checkpoint, config)
+            return parked
         return CudaExecutor(checkpoint, config, self._streams, config.max_batch or self.max_batch)
 
     def pack_adapter(self, adapter: AdapterMatrices, spec: ModelSpec, dtype: str) -> CudaAdapter:
@@ -70,6 +75,10 @@ class CudaDevice:
     def use_host_pool(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
         self._streams.copier.pool = RegisteredPool(address, size_bytes, chunk_bytes)
 
+    def expect_models(self, num_bytes: int) -> None:
+        if self._streams.copier.pool is not None:
+            self._streams.copier.pool.expect(num_bytes)
+
     def prepare(self, checkpoint: Checkpoint, dtype: str) -> None:
         """Compile what models of this shape and these layouts need, by running one layer of zeros: kept on disk, it is
         found at once by every later start."""
@@ -77,10 +86,11 @@ class CudaDevice:
         one_layer = msgspec.structs.replace(spec, num_layers=1, windows=spec.windows[:1])
         longest = min(spec.context_length, 64)
         kv_bytes = one_layer.kv_bytes_per_token(dtype) * self.max_batch * 64
-        executor = self.executor(Zeros(one_layer, checkpoint), ExecutorConfig(kv_bytes=kv_bytes, dtype=dtype))
+        config = ExecutorConfig(kv_bytes=kv_bytes, dtype=dtype)
+        executor = self.executor(Zeros(one_layer, checkpoint), config)
         executor.resize(executor.max_blocks)
         try:
-            executor.warm_up(longest)
+            run_each_kind(executor, longest, config.block_size, self.max_batch)
         finally:
             executor.close()
 

@@ -6,11 +6,14 @@ iterations follow each other without the device being waited for as a whole.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -18,12 +21,14 @@ from dovetail.engine.adapters import PackedAdapter
 from dovetail.engine.devices.cuda.adapters import BoundAdapters, CudaAdapter
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.devices.cuda.attention import DecodeScratch
-from dovetail.engine.devices.cuda.batch import MixedAttention, build, only_greedy, stays_greedy
+from dovetail.engine.devices.cuda.batch import GreedyRows, MixedAttention, build, only_greedy
+from dovetail.engine.devices.cuda.copier import HostCopier
 from dovetail.engine.devices.cuda.graphs import CapturedSteps, ChunkSteps, DecodeSteps, GraphMemory
 from dovetail.engine.devices.cuda.greedy import greedy
 from dovetail.engine.devices.cuda.model import CudaModel
 from dovetail.engine.devices.cuda.sampling import DeviceSampler, Reported
-from dovetail.engine.devices.cuda.weights import DeviceWeights, HostCopier
+from dovetail.engine.devices.cuda.transfer import to_host
+from dovetail.engine.devices.cuda.weights import DeviceWeights
 from dovetail.engine.dtypes import TORCH_DTYPES
 from dovetail.engine.executor import ExecutorConfig, max_blocks
 from dovetail.engine.grammar import Grammars
@@ -34,12 +39,14 @@ from dovetail.modelspec import FP8, ModelSpec, activation_dtype
 from dovetail.node.ports import Checkpoint
 from dovetail.policy.streaming import streamed_layers
 from dovetail.sched.turn import Outcome, RowOutcome, Turn, TurnRow
-from dovetail.types import SamplingParams, TokenLogprobs
+from dovetail.types import TokenLogprobs
+
+PARKED = 8  # closed executors whose addresses and graphs are kept; each has some megabytes of scratch memory
 
 
 class SharedStreams:
     """What the models of one device share: a stream for iterations, one each for weights and adapters on their way and
-    for layers that are streamed."""
+    for layers that are streamed; and the executors of models that have gone, for models of the same shape."""
 
     def __init__(self, device: torch.device, num_processors: int) -> None:
         self.device = device
@@ -49,6 +56,26 @@ class SharedStreams:
         self.slot_stream = torch.cuda.Stream(device)
         self.copier = HostCopier(device)
         self.graph_memory = GraphMemory(device)
+        self._parked: list[CudaExecutor] = []
+        self._parking = threading.Lock()
+
+    def park(self, executor: CudaExecutor) -> None:
+        """It is closed but for its addresses and graphs."""
+        with self._parking:
+            self._parked.append(executor)
+            oldest = self._parked.pop(0) if len(self._parked) > PARKED else None
+        if oldest is not None:
+            oldest.dismantle()
+
+    def take_parked(self, checkpoint: Checkpoint, config: ExecutorConfig) -> CudaExecutor | None:
+        """The one that has just been closed, if it fits: its memory may still be mapped."""
+        shape = _shape_of(checkpoint, config)
+        with self._parking:
+            for executor in reversed(self._parked):
+                if executor.shape == shape:
+                    self._parked.remove(executor)
+                    return executor
+        return None
 
     def check(self) -> None:
         """Whether the device still answers: after a fault every later call fails, of every model."""
@@ -118,6 +145,7 @@ class CudaExecutor:
         if lacking is not None:
             raise UnsupportedModel(f"the family {spec.family} runs on CPUs only: {lacking} is not there on GPUs yet")
         self.spec = spec
+        self.shape = _shape_of(checkpoint, config)
         self.level = "cuda"
         self.dtype = gpu_dtype(config.dtype, checkpoint.pieces("embed.weight")[0].dtype)
         dtype = TORCH_DTYPES[activation_dtype(self.dtype)]
@@ -141,12 +169,12 @@ class CudaExecutor:
             self._model, cache, self._scratch, self._steps, self._adapters, max_batch, width, device.num_processors
         )
         self._chunk = ChunkSteps(self._model, cache, self._steps, self._adapters, width)
-        self._grammars = Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
+        self._grammars = _grammars(spec, config)
         self._sampler = DeviceSampler(spec.vocab_size, max_batch, device.device, self._grammars, dtype)
         self._reader = PromptReader()
         self._failed: list[RowOutcome] = []  # rows of the launched iteration that were not computed
         self._reading: list[TurnRow] = []  # rows of the launched iteration whose prompts are read when it is collected
-        self._stays_greedy: dict[int, bool] = {}  # by sequence
+        self._greedy_rows = GreedyRows()
         self._launched: deque[_Launched] = deque(maxlen=2)  # not collected; the second follows the first
         self.was_typical = True
         self._sampler.compile()
@@ -209,7 +237,7 @@ class CudaExecutor:
         is_decode = self._is_decode(rows)
         sampled = [row for row in rows if row.samples]
         launched = _Launched(sampled, torch.cuda.Event(), is_decode, is_typical=True)
-        if self._all_stay_greedy(sampled) or (not previous and only_greedy(sampled)):
+        if self._greedy_rows.has_all(sampled) or (not previous and only_greedy(sampled)):
             launched.sampled, _, launched.tokens = self._forward(rows, previous)
         else:
             self._sampler.admit(sampled)
@@ -229,7 +257,7 @@ class CudaExecutor:
             return
         chosen, launched.failures = self._sampler.choose_first(rows, logits)
         launched.reported = self._sampler.report(rows, logits, chosen)
-        launched.tokens = torch.empty(len(rows), dtype=torch.int32, pin_memory=True).copy_(chosen, non_blocking=True)
+        launched.tokens = to_host(chosen)
 
     def _sample_late(self, launched: _Launched) -> None:
         """What was computed as far as its logits, now that the texts before it are known."""
@@ -240,16 +268,6 @@ class CudaExecutor:
             launched.logits = None
             launched.done.record()
             self._used = launched.done
-
-    def _all_stay_greedy(self, rows: Sequence[TurnRow]) -> bool:
-        known = self._stays_greedy
-        for row in rows:
-            greedy = known.get(row.sequence)
-            if greedy is None:
-                greedy = known[row.sequence] = stays_greedy(row)
-            if not greedy:
-                return False
-        return True
 
     def _note(self, launched: _Launched) -> None:
         launched.is_typical = self._steps.take_known() and self._weights.has_arrived()
@@ -304,22 +322,6 @@ class CudaExecutor:
             values = logits[: len(sampled)].float().cpu()
         return {row.sequence: values[at] for at, row in enumerate(sampled)}
 
-    def warm_up(self, longest: int) -> None:
-        """One iteration of every kind that has kernels of its own."""
-        size = self._cache.block_size
-        blocks = list(range(-(-longest // size)))
-        tokens = [0] * longest
-        greedy, drawn = (SamplingParams(max_tokens=1, seed=0, temperature=value) for value in (0.0, 1.0))
-
-        def row(index: int, start: int, count: int, sampling: SamplingParams = greedy) -> TurnRow:
-            return TurnRow(index, tokens[: start + count], start, count, blocks, longest, sampling, samples=True)
-
-        self.run(Turn((row(0, 0, longest),)))
-        self.run(Turn((row(0, longest - 1, 1), row(1, 0, longest))))
-        for batch in self._decode.buckets:
-            self.run(Turn(tuple(row(index, longest - 1, 1) for index in range(batch))))
-        self.run(Turn((row(batch, longest - 1, 1, drawn),)))
-
     def add_adapter(self, key: str, adapter: PackedAdapter | None, problem: str = "") -> None:
         """From now on rows may name it; it stays its owner's, who closes it when it was removed here. Without one,
         rows that name it fail with the problem."""
@@ -340,25 +342,57 @@ class CudaExecutor:
         self._cache.resize(num_blocks)
 
     def forget(self, sequence: int) -> None:
-        self._stays_greedy.pop(sequence, None)
+        self._greedy_rows.forget(sequence)
         self._sampler.forget(sequence)
         self._grammars.forget(sequence)
         self._reader.forget(sequence)
 
     def close(self) -> None:
-        """Waits for nothing but its own iterations and copies: memory goes back in the background."""
+        """Waits for nothing but its own iterations and copies: memory goes back in the background. Addresses and graphs
+        are kept for a model of the same shape, as there are many: fine-tunes of one model, or the same one again."""
         self._used.synchronize()
         self._launched.clear()
-        self._steps.close()
-        del self._decode, self._chunk, self._scratch
-        self._model = None
         if self._checkpoint is not None:
             self._weights.wait()
-        self._weights.close()
+        if self._weights.reads_host:  # until here
+            self.dismantle()
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
+        if self._model is not None:
+            self._park()
+
+    def _park(self) -> None:
+        self._adapters.clear()
+        self._decode.forget_tables()
+        self._cache_arena.in_use = (self._used,)
+        self._cache.resize(0)
+        self._weights.let_go()
+        self._device.park(self)
+
+    def reopen(self, checkpoint: Checkpoint, config: ExecutorConfig) -> None:
+        """After `close`, with the weights of another model of this shape."""
+        self._grammars = _grammars(self.spec, config)
+        self._sampler.reset(self._grammars)
+        self._reader = PromptReader()
+        self._failed, self._reading, self._greedy_rows = [], [], GreedyRows()
+        self._checkpoint = checkpoint
+        with ExitStack() as undo:
+            undo.callback(self.dismantle)
+            self._weights.load(checkpoint)
+            undo.pop_all()
+
+    def dismantle(self) -> None:
+        """All that `close` has kept."""
+        self._steps.close()
+        del self._decode, self._chunk, self._scratch
+        self._model = None
+        self._weights.close()
         self._cache.close()
+
+    def arrived_share(self) -> float:
+        """Of the weights, by any thread; an iteration that is launched before all of them are there waits for them."""
+        return self._weights.arrived_share()
 
     def _let_go_of_source(self) -> None:
         if self._checkpoint is not None and self._weights.has_arrived() and not self._weights.reads_host:
@@ -374,7 +408,7 @@ class CudaExecutor:
         sampled, logits, best = self._forward_prompts(rows)
         if not sampled:
             return [], None, None
-        return sampled, logits, (greedy(logits) if best is None else best).to("cpu", non_blocking=True)
+        return sampled, logits, to_host(greedy(logits)) if best is None else best
 
     def _forward_to_logits(self, rows: list[TurnRow], previous: Sequence[int] = ()) -> tuple[list[TurnRow], Tensor]:
         """Logits [at least sampled, vocab]."""
@@ -416,6 +450,17 @@ def _weights(
         slot_stream=device.slot_stream,
         in_place=config.in_place,
     )
+
+
+def _shape_of(checkpoint: Checkpoint, config: ExecutorConfig) -> tuple[object, ...]:
+    """What an executor's addresses and graphs depend on: all but the values, and what is known of the text."""
+    spec = checkpoint.spec
+    pieces = tuple((one.dtype, one.layout, one.shape) for name, _ in spec.tensors() for one in checkpoint.pieces(name))
+    return spec, msgspec.structs.replace(config, tokenizer_file="", eos_token_ids=(), library=None), pieces
+
+
+def _grammars(spec: ModelSpec, config: ExecutorConfig) -> Grammars:
+    return Grammars(Path(config.tokenizer_file), spec.vocab_size, config.eos_token_ids, config.library)
 
 
 def gpu_dtype(name: str, stored: str) -> str:

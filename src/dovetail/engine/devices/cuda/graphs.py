@@ -33,6 +33,7 @@ from dovetail.engine.devices.cuda.attention import (
 from dovetail.engine.devices.cuda.greedy import fill_in, greedy
 from dovetail.engine.devices.cuda.model import CudaModel
 from dovetail.engine.devices.cuda.sampling import DeviceSampler
+from dovetail.engine.devices.cuda.transfer import copy_words
 from dovetail.sched.turn import TurnRow
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -43,6 +44,11 @@ _EAGER_WORK = 6e12  # tokens · parameters: a longer chunk keeps the device busy
 
 AnyArray = Any  # a tensor, or an array of the host's
 Outputs = tuple[Tensor, Tensor]  # logits [rows, vocab] and greedy tokens [rows], on the device
+
+
+def batch_sizes(max_batch: int) -> list[int]:
+    """Of decodes that have kernels and graphs of their own."""
+    return [size for size in _BATCHES if size < max_batch] + [max_batch]
 
 
 class GraphMemory:
@@ -87,8 +93,9 @@ class CapturedSteps:
 
     def run(self, name: str, step: Callable[[], Outputs]) -> Outputs:
         self._memory.last_user = self
-        if name not in self._graphs:
-            if self.note(name) or not self._capturable():
+        is_capturable = self._capturable()
+        if name not in self._graphs or not is_capturable:
+            if self.note(name) or not is_capturable:
                 return step()
             self._graphs[name] = self._capture(step)
             self._is_known = False
@@ -150,7 +157,7 @@ class DecodeSteps:
         device = cache.device
         self._model, self._cache, self._scratch, self._steps = model, cache, scratch, steps
         self._num_processors = num_processors
-        self.buckets = [size for size in _BATCHES if size < max_batch] + [max_batch]
+        self.buckets = batch_sizes(max_batch)
         self._host = torch.zeros(4, max_batch, dtype=torch.int32, pin_memory=True)
         self._inputs = torch.zeros(4, max_batch, dtype=torch.int32, device=device)
         self._adapters = AdapterInputs(adapters, max_batch, max_batch, device)
@@ -200,15 +207,19 @@ class DecodeSteps:
         """Of the last run, on the device."""
         return self._chosen
 
+    def forget_tables(self) -> None:
+        """The lists of blocks are no longer anybody's."""
+        self._known = [(None, 0)] * self.max_batch
+
     def _to_host(self, chosen: Tensor) -> Tensor:
         self._turn ^= 1
-        return self._best[self._turn, : len(chosen)].copy_(chosen, non_blocking=True)
+        return copy_words(chosen, self._best[self._turn, : len(chosen)])
 
     def _run(self, rows: Sequence[TurnRow], previous: Sequence[int], *, greedily: bool) -> Outputs:
         bucket = next(size for size in self.buckets if size >= len(rows))
         self._taken.synchronize()
         self._fill(rows, bucket, previous)
-        self._inputs.copy_(self._host, non_blocking=True)
+        copy_words(self._host, self._inputs)
         self._fill_table(rows)
         shape = self._adapters.fill(rows, bucket, bucket)
         self._taken.record()
@@ -258,10 +269,10 @@ class DecodeSteps:
                 self._known[at] = (blocks, len(blocks))
                 changed.append((at, begin, len(blocks)))
         if len(changed) > _MANY_CHANGES:
-            self._table[: len(rows)].copy_(self._host_table[: len(rows)], non_blocking=True)
+            copy_words(self._host_table[: len(rows)], self._table[: len(rows)])
             return
         for at, begin, end in changed:
-            self._table[at, begin:end].copy_(self._host_table[at, begin:end], non_blocking=True)
+            copy_words(self._host_table[at, begin:end], self._table[at, begin:end])
 
 
 class ChunkSteps:
@@ -295,7 +306,7 @@ class ChunkSteps:
         shape = self._adapters.fill(rows, bucket, most_tiles(bucket, places))
         name = _name(f"chunk {bucket} {places}", shape)
         logits, chosen = self._steps.run(name, lambda: self._step(bucket, places, shape))
-        best = self._best[:places].copy_(chosen, non_blocking=True)
+        best = copy_words(chosen, self._best[:places])
         return logits[: len(rows)], best[: len(rows)]
 
     def _num_tiles(self, bucket: int, places: int) -> int:
@@ -314,7 +325,7 @@ class ChunkSteps:
 
     def _step(self, bucket: int, places: int, adapters: AdaptedShape) -> Outputs:
         used = 3 * bucket + self._fixed(bucket, places)
-        self._inputs[:used].copy_(self._host[:used], non_blocking=True)
+        copy_words(self._host[:used], self._inputs[:used])
         parts = self._parts(self._inputs, bucket, places)
         tokens, positions, slots, sequences, sampled, table, tile_rows, tile_first = parts
         plan = PrefillPlan(tile_rows, tile_first, sequences.view(places, 3), table.view(places, -1))

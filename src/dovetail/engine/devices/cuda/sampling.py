@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dovetail.engine.devices.cuda import choose as kernels
 from dovetail.engine.devices.cuda.choose import PARAMETERS, PROMPT, Scratch, choose
+from dovetail.engine.devices.cuda.transfer import send, to_device
 from dovetail.engine.draw import least_offset, sharpness
 from dovetail.engine.grammar import Grammars
 from dovetail.engine.sampler import repetition
@@ -154,6 +155,14 @@ class DeviceSampler:
         if known.bias is not None:
             self._biases.give(known.bias)
 
+    def reset(self, grammars: Grammars) -> None:
+        """Every sequence is forgotten; those to come have these grammars."""
+        for sequence in list(self._known):
+            self.forget(sequence)
+        for at in range(self._max_batch):
+            self._own(at, None)
+        self._grammars = grammars
+
     def needs_text(self, rows: Sequence[TurnRow]) -> bool:
         """Whether the host has to know the text of one of them before it can be sampled."""
         return any(known.mask is not None and known.mask.needs_text for known in map(self._of, rows) if known)
@@ -175,7 +184,7 @@ class DeviceSampler:
         parameters, scratch = self._make_memory()
         failures = self._fill(rows, count, inputs is not None)
         host = torch.from_numpy(self._columns).pin_memory() if self._is_cuda else torch.from_numpy(self._columns.copy())
-        parameters.copy_(host, non_blocking=True)
+        send(host, parameters)
         tokens = chosen if inputs is None else inputs
         run(lambda: choose(logits, parameters, tokens, scratch, chosen))
         return failures
@@ -309,7 +318,7 @@ class DeviceSampler:
         if self._masks is None:
             self._masks = torch.zeros(self._max_batch, self._words, dtype=torch.int32, device=self._device)
         host = torch.from_numpy(np.stack(masks).view(np.int32))
-        self._masks[: len(masks)].copy_(host.pin_memory() if self._is_cuda else host, non_blocking=True)
+        send(host.pin_memory() if self._is_cuda else host, self._masks[: len(masks)])
         which = self._columns[kernels.MASK, :num]
         used = which > 0
         which[used] = self._masks.data_ptr() + (which[used] - 1) * (4 * self._words)
@@ -317,7 +326,7 @@ class DeviceSampler:
     # Copies
 
     def _on_device(self, values: Tensor) -> Tensor:
-        return values.pin_memory().to(self._device, non_blocking=True) if self._is_cuda else values
+        return to_device(values.pin_memory(), self._device) if self._is_cuda else values
 
     def _to_host(self, values: Tensor) -> Tensor:
         return values.to("cpu", non_blocking=True)

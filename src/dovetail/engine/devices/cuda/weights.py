@@ -23,19 +23,18 @@ from torch import Tensor
 
 from dovetail.engine.devices.cuda.arena import CudaArena
 from dovetail.engine.devices.cuda.coded import CodedMatrix, CodedRows, can_keep, lay_out
+from dovetail.engine.devices.cuda.copier import HostCopier
 from dovetail.engine.devices.cuda.fp8 import Fp8Matrix, Rounded, round_rows
 from dovetail.engine.devices.cuda.in_place import HostMatrix
 from dovetail.engine.devices.cuda.places import CodedPlace, Fp8Place, Place, Room, aligned
 from dovetail.engine.devices.cuda.streamed import LayerStream, SlotCopy, StreamedLayer, host_matrix
 from dovetail.engine.dtypes import TORCH_DTYPES
-from dovetail.engine.gpu_load import PinnedRange
 from dovetail.engine.weights import from_read_only_memory
 from dovetail.layouts import BY_ROWS, to_cells, unpack
 from dovetail.modelspec import is_fp8_matrix
 from dovetail.node.ports import Checkpoint, HostTensor
 from dovetail.policy.streaming import SLOTS
 
-RING_BUFFERS, RING_BYTES = 4, 16 << 20
 HostSources = list[list[Tensor]]  # a tensor's bytes in host memory, by piece, in parts
 
 
@@ -48,64 +47,6 @@ class PooledCheckpoint(Protocol):
     def chunks(self, name: str) -> Sequence[memoryview] | None:
         """A tensor's bytes where the pool keeps them, none of them across two chunks; None = it has to be put together
         from `pieces`."""
-
-
-class RegisteredPool:
-    """The range of host memory that models are kept in. Its chunks are registered with the driver when they are first
-    copied from, and stay so: registering walks every page. Whoever owns it gives none of its pages back meanwhile."""
-
-    def __init__(self, address: int, size_bytes: int, chunk_bytes: int) -> None:
-        self._begin, self._end = address, address + size_bytes
-        self._chunk_bytes = chunk_bytes
-        self._pinned: dict[int, PinnedRange] = {}
-
-    def register(self, address: int) -> None:
-        """The chunk that this address is in, unless it is registered or not the pool's."""
-        chunk = (address - self._begin) // self._chunk_bytes
-        if self._begin <= address < self._end and chunk not in self._pinned:
-            begin = self._begin + chunk * self._chunk_bytes
-            self._pinned[chunk] = PinnedRange(begin, min(self._chunk_bytes, self._end - begin))
-
-
-class HostCopier:
-    """Copies host memory to the device on a stream of its own. One per device: its ring of pinned buffers is shared."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.pool: RegisteredPool | None = None
-        self._ring: list[tuple[Tensor, torch.cuda.Event]] = []
-        self._next = 0
-
-    def pinned(self, source: Tensor) -> Tensor:
-        """The same bytes where the device reads them by itself."""
-        if self.pool is not None:
-            self.pool.register(source.data_ptr())
-        return source if source.is_pinned() else source.pin_memory()
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """target and source are bytes [n]. A pinned source must stay as it is until the stream is done with it."""
-        if self.pool is not None:
-            self.pool.register(source.data_ptr())
-        with torch.cuda.stream(self.stream):
-            if source.is_pinned():
-                target.copy_(source, non_blocking=True)
-            else:
-                self._copy_by_ring(target, source)
-
-    def _copy_by_ring(self, target: Tensor, source: Tensor) -> None:
-        for start in range(0, len(source), RING_BYTES):
-            buffer, event = self._buffer()
-            event.synchronize()
-            part = source[start : start + RING_BYTES]
-            buffer[: len(part)].copy_(part)
-            target[start : start + RING_BYTES].copy_(buffer[: len(part)], non_blocking=True)
-            event.record(self.stream)
-
-    def _buffer(self) -> tuple[Tensor, torch.cuda.Event]:
-        if len(self._ring) < RING_BUFFERS:
-            self._ring.append((torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
-        self._next = (self._next + 1) % len(self._ring)
-        return self._ring[self._next]
 
 
 class DeviceWeights:
@@ -145,8 +86,25 @@ class DeviceWeights:
             self._arena.resize(self.num_bytes)
             self._bytes = self._arena.tensor(torch.uint8, (self.num_bytes,))
             self._slots = self._make_slots(slot_stream)
-            self._load(checkpoint)
+            self.load(checkpoint)
             undo.pop_all()
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Copy all tensors, in the forms that they were planned in; returns when the last copy is queued."""
+        self._events, self._is_here = [], False
+        self._arena.resize(self.num_bytes)
+        self._load(checkpoint)
+
+    def arrived_share(self) -> float:
+        """Of the layers; by any thread."""
+        events = self._events
+        return sum(event.query() for event in events) / len(events) if events else 1.0
+
+    def let_go(self) -> None:
+        """Until the next `load` nothing is kept; addresses stay."""
+        self._arena.in_use = (self._copied(),)
+        self._arena.lend()
+        self._events, self._is_here = [], False
 
     @property
     def committed_bytes(self) -> int:
